@@ -1,0 +1,180 @@
+"""What shall break, and when: the ``--chaos`` schedule.
+
+A schedule is a list of faults, separated by commas; each is
+``TIME:ACTION:TARGET[:DURATION]``:
+
+* TIME is a duration since the job's first merge (``20s``, ``1.5m``) or a step
+  (``step=150``: when the job's greatest slot step gets there).
+* ACTION is ``kill`` (SIGKILL), ``term`` (SIGTERM: the learner drains), ``pause``
+  (SIGSTOP, and SIGCONT after DURATION) or ``cut`` (its connections are dropped and
+  refused for DURATION).
+* TARGET is ``learner-2`` (that process), ``learner`` (any running one, chosen by the
+  run's seed) or ``syncer``.
+
+Everything here is plain code: the runner asks which faults are due, chooses the
+process, and carries the fault out. Commas, colons and equals signs inside
+parentheses belong to the item, so that a later TIME such as a random process can
+take arguments without changing how a schedule is cut up.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ACTIONS = ("kill", "term", "pause", "cut")
+LASTING = ("pause", "cut")  # these need a DURATION
+GRAMMAR = "TIME:ACTION:TARGET[:DURATION], as in 20s:kill:learner-2 or step=150:pause:learner:5s"
+MAX_FAULTS = 10_000
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
+_UNIT_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+_STEP = re.compile(r"step=(\d+)")
+_LEARNER = re.compile(r"learner(?:-(\d+))?")
+
+
+class ChaosError(ValueError):
+    """A schedule that cannot be read; the message names the item and the cure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing to break. Exactly one of ``after_seconds`` and ``at_step`` is set.
+
+    ``learner`` is the target's index over all learners of the job, or None for any
+    running one; it means nothing when ``syncer`` is set. ``duration`` is in seconds
+    and 0 for actions that do not last.
+    """
+
+    text: str
+    action: str
+    after_seconds: float | None = None
+    at_step: int | None = None
+    syncer: bool = False
+    learner: int | None = None
+    duration: float = 0.0
+
+    @property
+    def target(self) -> str:
+        if self.syncer:
+            return "syncer"
+        return "learner" if self.learner is None else f"learner-{self.learner}"
+
+
+def parse(spec: str) -> tuple[Fault, ...]:
+    """Read a schedule. Raises ChaosError; an empty or blank ``spec`` is no schedule."""
+    if not spec.strip():
+        return ()
+    items = _split(spec, ",")
+    if len(items) > MAX_FAULTS:
+        raise ChaosError(f"--chaos has {len(items)} items; at most {MAX_FAULTS} are taken")
+    return tuple(_item(item.strip(), index) for index, item in enumerate(items, start=1))
+
+
+def check(schedule: Sequence[Fault], learners: int) -> None:
+    """Raise ChaosError where the schedule names a learner that the job does not have."""
+    for index, fault in enumerate(schedule, start=1):
+        if fault.learner is not None and fault.learner >= learners:
+            known = "only learner-0" if learners == 1 else f"learner-0 to learner-{learners - 1}"
+            raise _error(index, fault.text, f"the job has no {fault.target}; it has {known}")
+
+
+def choose(fault: Fault, index: int, running: Sequence[int], seed: int) -> int | None:
+    """The learner (index over all of the job) that fault number ``index`` hits, or None
+    where no such learner is running. The same seed, index and set give the same answer."""
+    if fault.learner is not None:
+        return fault.learner if fault.learner in running else None
+    if not running:
+        return None
+    return random.Random(f"chaos/{seed}/{index}").choice(sorted(running))
+
+
+class Clockwork:
+    """Says which faults of a schedule are due; each is given out once, in time's order."""
+
+    def __init__(self, schedule: Sequence[Fault]) -> None:
+        self._waiting = list(enumerate(schedule))
+
+    @property
+    def waiting(self) -> tuple[Fault, ...]:
+        return tuple(fault for _, fault in self._waiting)
+
+    def due(self, since_first_merge: float | None, greatest_step: int) -> list[tuple[int, Fault]]:
+        """(index in the schedule, fault) of those that are due now. Before the first merge
+        ``since_first_merge`` (seconds) is None and only steps count."""
+
+        def ripe(fault: Fault) -> bool:
+            if fault.at_step is not None:
+                return greatest_step >= fault.at_step
+            assert fault.after_seconds is not None
+            return since_first_merge is not None and since_first_merge >= fault.after_seconds
+
+        ripe_now = [(index, fault) for index, fault in self._waiting if ripe(fault)]
+        self._waiting = [(index, fault) for index, fault in self._waiting if not ripe(fault)]
+        return sorted(ripe_now, key=lambda pair: (pair[1].after_seconds or 0.0, pair[1].at_step or 0, pair[0]))
+
+
+# ------------------------------------------------------------------ reading
+
+
+def _error(index: int, item: str, message: str) -> ChaosError:
+    return ChaosError(f"--chaos item {index} ({item!r}): {message}")
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """Split at separators outside of parentheses."""
+    parts, depth, current = [], 0, ""
+    for character in text:
+        if character == separator and depth == 0:
+            parts.append(current)
+            current = ""
+            continue
+        depth += {"(": 1, ")": -1}.get(character, 0)
+        depth = max(depth, 0)
+        current += character
+    return [*parts, current]
+
+
+def _item(item: str, index: int) -> Fault:
+    if not item:
+        raise _error(index, item, f"it is empty; remove the spare comma, or write {GRAMMAR}")
+    parts = [part.strip() for part in _split(item, ":")]
+    if not 3 <= len(parts) <= 4:
+        raise _error(index, item, f"it has {len(parts)} part{'s' * (len(parts) != 1)}; write {GRAMMAR}")
+    time, action, target = parts[:3]
+    if action not in ACTIONS:
+        raise _error(index, item, f"there is no action {action!r}; write one of {', '.join(ACTIONS)}")
+    after_seconds, at_step = _time(time, item, index)
+    named = _LEARNER.fullmatch(target)
+    if target != "syncer" and named is None:
+        raise _error(index, item, f"there is no target {target!r}; write learner-N, learner or syncer")
+    duration = 0.0
+    if action in LASTING:
+        if len(parts) == 3:
+            raise _error(index, item, f"{action} needs a duration; write {time}:{action}:{target}:5s")
+        duration = _seconds(parts[3])
+        if duration <= 0:
+            raise _error(index, item, f"{parts[3]!r} is no duration above zero; write 5s, 500ms or 2m")
+    elif len(parts) == 4:
+        raise _error(index, item, f"{action} takes no duration; write {time}:{action}:{target}")
+    learner = int(named[1]) if named is not None and named[1] is not None else None
+    return Fault(item, action, after_seconds, at_step, target == "syncer", learner, duration)
+
+
+def _time(text: str, item: str, index: int) -> tuple[float | None, int | None]:
+    step = _STEP.fullmatch(text)
+    if step is not None:
+        return None, int(step[1])
+    seconds = _seconds(text)
+    if seconds < 0:
+        cure = "write a duration from the first merge such as 20s, or a step such as step=150"
+        raise _error(index, item, f"{text!r} is no time; {cure}")
+    return seconds, None
+
+
+def _seconds(text: str) -> float:
+    """Seconds, or -1 where ``text`` is no duration."""
+    match = _DURATION.fullmatch(text)
+    return float(match[1]) * _UNIT_SECONDS[match[2]] if match else -1.0

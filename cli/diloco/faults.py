@@ -1,0 +1,139 @@
+"""What each fault cost, read from the syncer's numbered events.
+
+A fault hits a process; what the report wants to know is how long the slot that this
+process held was away. From the events of that slot after the fault:
+
+* detected: the first sign that the syncer knew (``suspect``, ``lost``, ``gone``,
+  ``draining``, ``drained``);
+* joined: the first ``joined`` or ``taken`` under a higher incarnation after that;
+* first step, recovered: the ``first-step`` and ``first-merge`` of that join or a
+  later one.
+
+For a fault of the syncer, detected is when the runner saw its process end (or, while
+it lives on, the first sign of a lost learner); joined, first step and recovered are
+the first such events of any slot thereafter.
+
+A pause or a cut may pass unnoticed, when it is shorter than the heartbeat's timeout;
+then nothing was lost and all four are None. So that it does not adopt a later fault's
+events, only signs that come before the next fault on the same slot, and for pause and
+cut before they end plus ``NOTICE_SECONDS``, count. All times are wall-clock seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+NOTICE_SECONDS = 15.0
+SIGNS = frozenset({"suspect", "lost", "gone", "draining", "drained"})
+JOINS = frozenset({"joined", "taken"})
+
+
+@dataclass(frozen=True, slots=True)
+class Injected:
+    """One fault that was carried out. ``at_seconds`` counts from the job's start;
+    ``slot`` is None for the syncer, and for a learner that held none; ``noticed`` is
+    when the runner saw the process end, None if it did not."""
+
+    time: float
+    at_seconds: float
+    action: str
+    target: str
+    slot: int | None = None
+    incarnation: int = 0
+    duration: float = 0.0
+    noticed: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One of the syncer's events, with the epoch of the syncer that told it."""
+
+    epoch: int
+    n: int
+    time: float
+    kind: str
+    slot: int
+    incarnation: int
+    message: str
+
+    @staticmethod
+    def parse(row: Mapping[str, Any], epoch: int) -> Event:
+        """Raises KeyError, TypeError or ValueError where the row is none."""
+        slot, incarnation = row.get("slot"), row.get("incarnation")
+        return Event(
+            epoch, int(row["n"]), float(row["time"]), str(row["kind"]),
+            -1 if slot is None else int(slot), 0 if incarnation is None else int(incarnation),
+            str(row.get("message") or ""),
+        )  # fmt: skip
+
+
+def rows(faults: Sequence[Injected], events: Iterable[Event]) -> list[dict[str, Any]]:
+    """report.json's ``faults``, in the order of ``faults``; seconds since the fault or None."""
+    told = sorted(events, key=lambda event: (event.time, event.epoch, event.n))
+    return [_row(fault, _until(fault, faults), told) for fault in faults]
+
+
+def _until(fault: Injected, faults: Sequence[Injected]) -> float:
+    """The latest time of a sign of this fault."""
+    later = [other.time for other in faults if other.slot == fault.slot and other.time > fault.time]
+    until = min(later, default=float("inf"))
+    if fault.action in ("pause", "cut"):
+        until = min(until, fault.time + fault.duration + NOTICE_SECONDS)
+    return until
+
+
+def _row(fault: Injected, until: float, told: Sequence[Event]) -> dict[str, Any]:
+    after = [event for event in told if event.time >= fault.time]
+    if fault.target == "syncer":
+        detected, joined, step, merge = _syncer(fault, until, after)
+    elif fault.slot is None:
+        detected, joined, step, merge = fault.noticed, None, None, None
+    else:
+        detected, joined, step, merge = _slot(fault, until, after)
+
+    def since(time: float | None) -> float | None:
+        return None if time is None else round(max(0.0, time - fault.time), 3)
+
+    return {
+        "at_seconds": round(fault.at_seconds, 3), "action": fault.action, "target": fault.target,
+        "detected_seconds": since(detected), "joined_seconds": since(joined),
+        "first_step_seconds": since(step), "recovered_seconds": since(merge),
+    }  # fmt: skip
+
+
+Times = tuple[float | None, float | None, float | None, float | None]
+
+
+def _first(events: Iterable[Event], kinds: frozenset[str]) -> Event | None:
+    return next((event for event in events if event.kind in kinds), None)
+
+
+def _slot(fault: Injected, until: float, after: Sequence[Event]) -> Times:
+    mine = [event for event in after if event.slot == fault.slot]
+    sign = _first((event for event in mine if event.time <= until), SIGNS)
+    newer = [event for event in mine if event.incarnation > fault.incarnation]
+    join = _first(newer, JOINS)
+    if sign is None and (join is None or join.time > until):
+        return None, None, None, None
+    detected = sign.time if sign is not None else join.time if join is not None else None
+    if join is None:
+        return detected, None, None, None
+    since = [event for event in newer if event.time >= join.time and event.incarnation >= join.incarnation]
+    step, merge = _first(since, frozenset({"first-step"})), _first(since, frozenset({"first-merge"}))
+    return detected, join.time, step.time if step else None, merge.time if merge else None
+
+
+def _syncer(fault: Injected, until: float, after: Sequence[Event]) -> Times:
+    sign = _first((event for event in after if event.time <= until), SIGNS)
+    detected = fault.noticed if fault.noticed is not None else sign.time if sign else None
+    if detected is None:
+        return None, None, None, None
+    since = [event for event in after if event.time >= detected]
+    join = _first(since, JOINS)
+    if join is None:
+        return detected, None, None, None
+    since = [event for event in since if event.time >= join.time]
+    step, merge = _first(since, frozenset({"first-step"})), _first(since, frozenset({"first-merge"}))
+    return detected, join.time, step.time if step else None, merge.time if merge else None

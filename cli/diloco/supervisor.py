@@ -1,0 +1,141 @@
+"""Whether and when a process that ended is started again.
+
+The runner reports every end of a process and is told what to do: start it again at
+a given time, stop trying, or nothing because the end was as it should be. The rules:
+
+* A process that was in a merge since it started is healthy; its replacement comes at
+  once. One that ends again and again without getting that far comes back after
+  0.5 s, 1 s, 2 s, ... up to 30 s, each with jitter of ± 50 %, so that processes which
+  broke together do not come back together.
+* ``failurePolicy.maxReplacements`` replacements of learners and syncer without any
+  merge in between, and the job has failed: something is wrong that another start
+  will not cure. Every merge sets the count back to zero.
+* Some exit codes say that a start is in vain (design.md): 2, the configuration is
+  wrong; 4, the syncer refused the learner for good; for the syncer 3, a higher epoch
+  has the store, and 4, the store cannot be written.
+* The evaluator never makes the job fail: after ``EVALUATOR_RESTARTS`` vain starts the
+  job goes on without it.
+
+Time and randomness come in as arguments; nothing here sleeps or looks at a clock.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+FIRST_BACKOFF_SECONDS = 0.5
+MAX_BACKOFF_SECONDS = 30.0
+EVALUATOR_RESTARTS = 5
+
+WORKER_IN_VAIN = {2: "its configuration is wrong", 4: "the syncer refused it for good"}
+SYNCER_IN_VAIN = {
+    2: "the job or its arguments are wrong",
+    3: "another syncer has taken over this job's store",
+    4: "its store cannot be written",
+}
+
+
+class Kind(StrEnum):
+    LEARNER = "learner"
+    EVALUATOR = "evaluator"
+    SYNCER = "syncer"
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a process ended: with ``code``, or by ``signal``; exactly one is set."""
+
+    code: int | None = None
+    signal: int | None = None
+
+    def __str__(self) -> str:
+        if self.signal is None:
+            return f"exit code {self.code}"
+        try:
+            return signal.Signals(self.signal).name
+        except ValueError:
+            return f"signal {self.signal}"
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Start it again at ``at`` (the caller's monotonic seconds)."""
+
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The process is not needed any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """Go on without this process (the evaluator)."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The job has failed; ``exit_code`` is what the runner exits with."""
+
+    message: str
+    exit_code: int
+
+
+Decision = Restart | Finished | Abandon | Fail
+
+
+@dataclass(slots=True)
+class Supervisor:
+    """See the module's text. ``rng`` gives the jitter; ``max_replacements`` is the job's."""
+
+    max_replacements: int
+    rng: random.Random
+    since_merge: int = 0
+    restarts: dict[str, int] = field(default_factory=dict)
+    _vain: dict[str, int] = field(default_factory=dict)  # ends in a row without a merge in between
+
+    def merged(self) -> None:
+        """The job's number of merges has risen."""
+        self.since_merge = 0
+
+    def healthy(self, name: str) -> None:
+        """This process was in a merge (the syncer: made one; the evaluator: evaluated)."""
+        self._vain[name] = 0
+
+    def ended(self, name: str, kind: Kind, how: Exit, now: float, *, wanted: bool) -> Decision:
+        """``name`` ended. ``wanted`` says whether the job still needs it."""
+        if not wanted:
+            return Finished()
+        in_vain = SYNCER_IN_VAIN if kind is Kind.SYNCER else WORKER_IN_VAIN
+        why = in_vain.get(how.code) if how.code is not None else None
+        if kind is Kind.EVALUATOR:
+            tries = self._vain.get(name, 0)
+            if why is not None or tries >= EVALUATOR_RESTARTS:
+                reason = why or f"it ended {tries + 1} times in a row ({how})"
+                return Abandon(f"{name} is given up: {reason}; the job goes on without evaluation")
+            return self._restart(name, now)
+        if why is not None:
+            return Fail(f"{name} ended with {how}: {why}", 2 if how.code == 2 else 1)
+        if self.since_merge >= self.max_replacements:
+            return Fail(
+                f"{name} ended with {how}, and {self.since_merge} replacements since the last merge did not help"
+                f" (failurePolicy.maxReplacements: {self.max_replacements})",
+                1,
+            )
+        self.since_merge += 1
+        return self._restart(name, now)
+
+    def _restart(self, name: str, now: float) -> Restart:
+        tries = self._vain.get(name, 0)
+        self._vain[name] = tries + 1
+        self.restarts[name] = self.restarts.get(name, 0) + 1
+        if tries == 0:
+            return Restart(now)
+        backoff = min(MAX_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2 ** min(tries - 1, 16))
+        return Restart(now + backoff * self.rng.uniform(0.5, 1.5))
