@@ -1,0 +1,173 @@
+"""Whole files or none.
+
+Everything the project keeps on a disk goes through here: the bytes are written
+to a temporary file in the same directory, flushed to the device, and only then
+given their name, by ``rename`` (replacing) or ``link`` (exclusive). A reader
+therefore sees the old file, the new file or no file, never half of one, and
+after a power cut too, because the directory is flushed as well. A failed write
+removes its temporary file; what a killed process left behind has the suffix
+``.tmp`` and is removed by ``remove_leftovers``.
+
+Errors name the path, what was to be written and what to do: a full disk is
+``DiskFull`` (with bytes needed and free), a file system that cannot do what is
+needed or may not be written is ``NotWritable``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+Buffer = bytes | bytearray | memoryview
+TEMPORARY = ".tmp"
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR})
+
+
+class FileError(OSError):
+    """A file could not be written or read; the message says which, why and the cure."""
+
+
+class DiskFull(FileError):
+    """No space, or no quota, left for the file."""
+
+
+class NotWritable(FileError):
+    """The directory may not be written, or the file system lacks what is needed."""
+
+
+class TooLarge(FileError):
+    """The file is larger than anything it may hold."""
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that this user may still write on the file system of ``path`` (or its nearest parent)."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    stat = os.statvfs(path)
+    return stat.f_bavail * stat.f_frsize
+
+
+def _explained(error: OSError, path: Path, size: int) -> OSError:
+    if isinstance(error, FileError | FileExistsError):
+        return error
+    if error.errno in _FULL:
+        try:
+            free = f"{free_bytes(path.parent)} bytes are free"
+        except OSError:
+            free = "how many are free is unknown"
+        return DiskFull(
+            error.errno,
+            f"disk full: {size} bytes are needed for {path} and {free}; make room or use another disk",
+        )
+    if error.errno in _FORBIDDEN:
+        return NotWritable(
+            error.errno,
+            f"cannot write {path}: {os.strerror(error.errno or 0)}; check its owner and mount options",
+        )
+    if isinstance(error, FileNotFoundError):
+        return NotWritable(error.errno, f"cannot write {path}: its directory does not exist")
+    return error
+
+
+def sync_directory(path: Path) -> None:
+    """Flush a directory's entries to the device."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _temporary(path: Path, parts: Iterable[Buffer], mode: int) -> Iterator[Path]:
+    """A flushed temporary file beside ``path`` that holds ``parts``; removed on leaving."""
+    views = [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes]
+    size = sum(view.nbytes for view in views)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}{TEMPORARY}")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        try:
+            for view in views:
+                while view.nbytes:
+                    view = view[os.write(descriptor, view[: 1 << 26]) :]
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        yield temporary
+    except OSError as error:
+        explained = _explained(error, path, size)
+        if explained is error:
+            raise
+        raise explained from error
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
+def write_whole(path: str | os.PathLike[str], *parts: Buffer, mode: int = 0o644) -> None:
+    """Make ``path`` hold the concatenated ``parts``, replacing what was there, durably.
+
+    Raises ``DiskFull`` or ``NotWritable``; then the old file is untouched.
+    """
+    path = Path(path)
+    with _temporary(path, parts, mode) as temporary:
+        os.replace(temporary, path)
+        sync_directory(path.parent)
+
+
+def create_whole(path: str | os.PathLike[str], *parts: Buffer, mode: int = 0o644) -> None:
+    """Make ``path`` hold ``parts``, durably, unless it exists: then ``FileExistsError``.
+
+    Of several processes that try at once exactly one succeeds, and nobody ever
+    sees the name with other than its whole content. Needs hard links.
+    """
+    path = Path(path)
+    with _temporary(path, parts, mode) as temporary:
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            raise
+        except OSError as error:
+            if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+                raise NotWritable(
+                    error.errno,
+                    f"cannot create {path} exclusively: its file system has no hard links; "
+                    "use another volume or an object store",
+                ) from error
+            raise
+        sync_directory(path.parent)
+
+
+def read_bounded(path: str | os.PathLike[str], limit: int) -> bytes:
+    """The file's bytes; ``TooLarge`` if there are more than ``limit``, before reading them."""
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise TooLarge(errno.EFBIG, f"{path} has {size} bytes; at most {limit} are allowed")
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise TooLarge(errno.EFBIG, f"{path} has more than {limit} bytes")
+    return data
+
+
+def remove_leftovers(directory: str | os.PathLike[str]) -> int:
+    """Remove temporary files that killed writers left in ``directory``; returns how many.
+
+    Only for directories of which the caller is the only writer.
+    """
+    removed = 0
+    for entry in os.scandir(directory):
+        if (
+            entry.name.startswith(".")
+            and entry.name.endswith(TEMPORARY)
+            and entry.is_file(follow_symlinks=False)
+        ):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(entry.path)
+                removed += 1
+    return removed
