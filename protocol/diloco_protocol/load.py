@@ -1,0 +1,326 @@
+"""Reading a job: a file, overrides, all problems at once; and the normal form.
+
+The order: the file's bytes (bounded), YAML as kubectl reads it (``spec_yaml``),
+overrides, the models' own checks, then the rules between fields. The rules also
+run when some field has been refused: that field is put back to its default,
+and what a rule says about it is left out. So one run shows every problem and
+no consequence of another.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import Any
+
+from pydantic import ValidationError
+
+from .spec import DiLoCoJob, immutable_digests, spec_digest
+from .spec_base import Spec, fields_by_alias, nested_model, unwrap
+from .spec_rules import violations, warnings
+from .spec_words import explain, suggestion
+from .spec_yaml import MAX_BYTES, Document, Path, YamlProblem, parse
+
+__all__ = [
+    "JobError", "Problem", "immutable_digests", "job_from_json", "job_to_json", "job_warnings", "load_job",
+    "parse_job", "spec_digest",
+]  # fmt: skip
+
+_SKIP_RULES = {"skip_rules": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong: the field's path (empty: the file), its value, what is wrong with the cure,
+    and the line in the file (None: not in the file)."""
+
+    path: str
+    value: Any
+    message: str
+    line: int | None = None
+
+    def __str__(self) -> str:
+        where = f" (line {self.line})" if self.line is not None else ""
+        if not self.path:
+            return f"{self.message}{where}"
+        shown = "" if self.value is None else f" = {show(self.value)}"
+        return f"{self.path}{shown}: {self.message}{where}"
+
+
+class JobError(Exception):
+    """The job is wrong; ``problems`` has all of it."""
+
+    def __init__(self, source: str, problems: list[Problem]) -> None:
+        super().__init__(source, problems)
+        self.source, self.problems = source, problems
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.source}:", *(f"  {problem}" for problem in self.problems)])
+
+
+def show(value: Any, limit: int = 80) -> str:
+    """A value as a person would write it in the file, shortened."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def dotted(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def load_job(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> DiLoCoJob:
+    """The job in the file at ``path``, with ``overrides`` (``path=value`` below spec, value in YAML) applied.
+
+    Raises JobError with every problem that can be found.
+    """
+    return parse_job(_read(FilePath(path)), overrides, source=str(path))
+
+
+def parse_job(text: str, overrides: Iterable[str] = (), source: str = "job") -> DiLoCoJob:
+    """As load_job, from text."""
+    try:
+        document = parse(text)
+    except YamlProblem as problem:
+        raise JobError(source, [Problem(dotted(problem.path), None, problem.message, problem.line)]) from None
+    if not document.found:
+        raise JobError(source, [Problem("", None, "it is empty: a job has apiVersion, kind, metadata and spec")])
+    if not isinstance(document.value, dict):
+        kind = "a list" if isinstance(document.value, list) else "a single value"
+        raise JobError(source, [Problem("", None, f"it holds {kind}: a job is a mapping with apiVersion, kind, metadata and spec")])
+    problems = _override(document, overrides)
+    job, found = _validate(document)
+    problems += found
+    if problems or job is None:
+        raise JobError(source, problems)
+    return job
+
+
+def job_warnings(job: DiLoCoJob) -> list[Problem]:
+    """What the job allows and its author probably did not mean."""
+    return [Problem(dotted(w.path), w.value, w.message) for w in warnings(job)]
+
+
+def job_to_json(job: DiLoCoJob) -> str:
+    """The normal form: every field, defaults filled in, in the models' order. Inverse of job_from_json."""
+    return json.dumps(job.model_dump(mode="json"), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def job_from_json(text: str | bytes) -> DiLoCoJob:
+    """The job whose normal form is ``text``. Raises JobError."""
+    source = "job (normal form)"
+    try:
+        if len(text) > 4 * MAX_BYTES:
+            raise ValueError(f"more than {4 * MAX_BYTES} bytes")
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise JobError(source, [Problem("", None, f"not JSON: {error}")]) from None
+    if not isinstance(data, dict):
+        raise JobError(source, [Problem("", None, "not a JSON object")])
+    job, problems = _validate(Document(data, {}, True))
+    if job is None:
+        raise JobError(source, problems)
+    return job
+
+
+def _read(path: FilePath) -> str:
+    """The file's text, at most MAX_BYTES: a large file is refused by its size, unread."""
+
+    def refuse(message: str) -> JobError:
+        return JobError(str(path), [Problem("", None, message)])
+
+    try:
+        # Opened without blocking, so that a pipe that nobody writes to is refused rather than waited for.
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise refuse("there is no such file") from None
+    except (OSError, ValueError) as error:
+        raise refuse(f"it cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    with open(handle, "rb") as file:
+        status = os.fstat(file.fileno())
+        if stat.S_ISDIR(status.st_mode):
+            raise refuse("it is a directory: name the job file in it")
+        if not stat.S_ISREG(status.st_mode):
+            raise refuse("it is not a regular file")
+        if status.st_size > MAX_BYTES:
+            size = f"{status.st_size / 1e6:.1f} MB"
+            raise refuse(f"it is too large for a job file ({size}; at most {MAX_BYTES // 1024} KiB)")
+        try:
+            data = file.read(MAX_BYTES + 1)
+        except OSError as error:
+            raise refuse(f"it cannot be read: {error.strerror or error}") from None
+    if len(data) > MAX_BYTES:
+        raise refuse(f"it is too large for a job file (at most {MAX_BYTES // 1024} KiB)")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise refuse(f"it is not UTF-8 text (byte {error.start})") from None
+
+
+# ------------------------------------------------------------------ overrides
+
+
+def _override(document: Document, overrides: Iterable[str]) -> list[Problem]:
+    """Applies overrides to the document in place; returns what is wrong with them."""
+    problems = []
+    for text in overrides:
+        try:
+            _set(document, text)
+        except ValueError as error:
+            problems.append(Problem(f"--set {text}", None, str(error)))
+    return problems
+
+
+def _set(document: Document, text: str) -> None:
+    left, equals, right = text.partition("=")
+    parts = left.strip().split(".")
+    if not equals or not all(parts):
+        raise ValueError("must read path=value, such as sync.every=12 or regions.0.learners=2")
+    try:
+        value = parse(right).value
+    except YamlProblem as problem:
+        raise ValueError(f"the value cannot be read: {problem.message}") from None
+    path: Path = ("spec",)
+    holder, key = document.value, "spec"
+    place: Any = holder.get("spec")
+    for part in parts:
+        if place is None:
+            place = [] if part.isdigit() else {}
+            holder[key] = place
+        if isinstance(place, list):
+            if not part.isdigit() or int(part) > len(place):
+                raise ValueError(f"{dotted(path)} is a list of {len(place)}: name an item by its index, from 0")
+            step: Any = int(part)
+            if step == len(place):
+                place.append(None)
+        elif isinstance(place, dict):
+            step = part
+            place.setdefault(step, None)
+        else:
+            raise ValueError(f"{dotted(path)} is {show(place)}, which has no fields")
+        path = (*path, step)
+        holder, key, place = place, step, place[step]
+    holder[key] = value
+    for known in [known for known in document.lines if known[: len(path)] == path]:
+        del document.lines[known]
+
+
+# ------------------------------------------------------------------ validation
+
+
+def _validate(document: Document) -> tuple[DiLoCoJob | None, list[Problem]]:
+    """The job, or (None, all problems)."""
+    data = _without_nulls(DiLoCoJob, document.value)
+    problems: list[Problem] = []
+    refused: list[Path] = []
+
+    def report(path: Path, value: Any, message: str) -> None:
+        line = next((document.lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in document.lines), None)
+        problems.append(Problem(dotted(path), value, message, line))
+
+    job, errors = _attempt(data)
+    for error in errors:
+        path: Path = tuple(error["loc"])
+        value = None if error["type"] == "missing" else error["input"]
+        report(path, value, explain(DiLoCoJob, error))
+        refused.append(path)
+        if error["type"] == "extra_forbidden" and (meant := suggestion(DiLoCoJob, path)) is not None:
+            refused.append((*path[:-1], meant))
+    if job is None:
+        job = _repaired(data, errors)
+    if job is not None:
+        for broken in violations(job):
+            if not any(_overlap(read, path) for read in broken.reads for path in refused):
+                report(broken.path, broken.value, broken.message)
+    problems.sort(key=lambda problem: problem.line if problem.line is not None else 1 << 31)
+    return (None if problems else job), problems
+
+
+def _attempt(data: Any) -> tuple[DiLoCoJob | None, list[Any]]:
+    """The job without the rules between fields, or (None, the fields' errors)."""
+    try:
+        return DiLoCoJob.model_validate(data, by_alias=True, by_name=False, context=_SKIP_RULES), []
+    except ValidationError as error:
+        return None, error.errors(include_url=False)
+
+
+def _repaired(data: Any, errors: list[Any]) -> DiLoCoJob | None:
+    """The job with each refused field at its default (or its example, where it has no default)."""
+    data = copy.deepcopy(data)
+    for _ in range(100):
+        for error in errors:
+            _repair(data, tuple(error["loc"]))
+        job, errors = _attempt(data)
+        if job is not None:
+            return job
+    return None
+
+
+def _repair(data: Any, loc: Path) -> None:
+    """Takes the field at ``loc``, or the one around it, out of ``data``; an absent one gets its example."""
+    model: type[Spec] = DiLoCoJob
+    place: Any = data
+    for step in loc:
+        if not isinstance(place, dict):
+            return
+        field = fields_by_alias(model).get(str(step))
+        if field is None or step not in place:
+            place.pop(step, None)
+            if field is not None:
+                place[step] = copy.deepcopy((field.examples or [None])[0])
+            return
+        inner, many = nested_model(field.annotation)
+        rest = loc[loc.index(step) + 1 :]
+        if inner is None or not rest:
+            del place[step]
+            return
+        model, holder, place = inner, place, place[step]
+        if many:
+            index = rest[0]
+            if not isinstance(index, int) or not isinstance(place, list) or index >= len(place):
+                del holder[step]
+            elif len(rest) == 1:
+                place[index] = {}
+            else:
+                _repair_item(model, place[index], rest[1:])
+            return
+
+
+def _repair_item(model: type[Spec], item: Any, loc: Path) -> None:
+    """_repair within an item of a list of models; these hold no models themselves."""
+    field = fields_by_alias(model).get(str(loc[0]))
+    present = loc[0] in item
+    item.pop(loc[0], None)
+    if field is not None and field.is_required() and (not present or len(loc) >= 1):
+        item[loc[0]] = copy.deepcopy((field.examples or [None])[0])
+
+
+def _without_nulls(model: type[Spec], data: Any) -> Any:
+    """``data`` with null taken for absent where a field has a default and cannot be null, as the API server does."""
+    if not isinstance(data, dict):
+        return data
+    fields, result = fields_by_alias(model), {}
+    for key, value in data.items():
+        field = fields.get(key)
+        if field is None:
+            result[key] = value
+            continue
+        if value is None and not field.is_required() and not unwrap(field.annotation)[1]:
+            continue
+        inner, many = nested_model(field.annotation)
+        if inner is not None and many and isinstance(value, list):
+            value = [_without_nulls(inner, item) for item in value]
+        elif inner is not None and not many:
+            value = _without_nulls(inner, value)
+        result[key] = value
+    return result
+
+
+def _overlap(one: Path, other: Path) -> bool:
+    """Whether one path is the other or lies above it."""
+    shorter = min(len(one), len(other))
+    return one[:shorter] == other[:shorter]

@@ -1,0 +1,83 @@
+"""What all parts of the job spec share: the strict base model and the field kinds.
+
+Every model is frozen, refuses unknown fields, and takes no value of another
+type ("3" is not 3), because the Kubernetes API server would not either. Text
+and lists are bounded, so that rules over them stay cheap in a custom resource
+definition.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic.alias_generators import to_camel
+from pydantic.fields import FieldInfo
+
+NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
+"""Kubernetes DNS label (RFC 1035)."""
+
+
+class Spec(BaseModel):
+    """Base of every part of a job: camelCase in YAML, snake_case in Python."""
+
+    model_config = ConfigDict(
+        strict=True,
+        extra="forbid",
+        frozen=True,
+        alias_generator=to_camel,
+        validate_by_name=True,
+        validate_by_alias=True,
+        serialize_by_alias=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+    )
+
+
+Text = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+"""A path, URI or name: not empty."""
+
+Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$", max_length=253)]
+"""The name of a Kubernetes object."""
+
+Pattern = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+"""A shell pattern (fnmatch) over parameter names."""
+
+Seconds = Annotated[float, Field(gt=0, le=31_536_000)]
+"""A duration in seconds, up to one year."""
+
+Free = dict[str, Any]
+"""A mapping that others define (pod templates, model configurations)."""
+
+
+def unwrap(annotation: Any) -> tuple[Any, bool]:
+    """The annotation without ``Annotated`` and without ``| None``; whether None was allowed."""
+    nullable = False
+    while True:
+        origin = typing.get_origin(annotation)
+        if origin is Annotated:
+            annotation = typing.get_args(annotation)[0]
+        elif origin in (types.UnionType, typing.Union):
+            kinds = [kind for kind in typing.get_args(annotation) if kind is not type(None)]
+            nullable = nullable or len(kinds) < len(typing.get_args(annotation))
+            if len(kinds) != 1:
+                return annotation, nullable
+            annotation = kinds[0]
+        else:
+            return annotation, nullable
+
+
+def nested_model(annotation: Any) -> tuple[type[Spec] | None, bool]:
+    """The model that a field holds, and whether it holds a list of them; (None, ...) for plain fields."""
+    kind, _ = unwrap(annotation)
+    if typing.get_origin(kind) is list:
+        item, _ = unwrap(typing.get_args(kind)[0])
+        return (item if isinstance(item, type) and issubclass(item, Spec) else None), True
+    return (kind if isinstance(kind, type) and issubclass(kind, Spec) else None), False
+
+
+def fields_by_alias(model: type[Spec]) -> dict[str, FieldInfo]:
+    """The fields of a model under the names that YAML uses."""
+    return {field.alias or name: field for name, field in model.model_fields.items()}
