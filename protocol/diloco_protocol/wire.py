@@ -355,7 +355,7 @@ async def upload(
         finally:
             reading.cancel()
             call.cancel()
-        if answer is aio.EOF:
+        if not isinstance(answer, bytes):
             raise TransferError("upload: the call ended without a reply", retry=True)
         reply = parse(sync_pb2.UploadReply, answer, MAX_HEADER_BYTES)
         if not reply.accepted or reply.reason != PARTIAL:

@@ -9,11 +9,12 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from diloco_protocol import sync_pb2, wire
-from diloco_protocol.credentials import Credentials, CredentialsError
 from grpc import aio
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from diloco_protocol import sync_pb2, wire
+from diloco_protocol.credentials import Credentials, CredentialsError
 
 
 class Receiver:

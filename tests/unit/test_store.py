@@ -1,0 +1,151 @@
+"""Both stores against the same rules; epochs; a disk that is full."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from diloco_protocol import files
+from diloco_syncer.store import (
+    AlreadyThere,
+    DirectoryStore,
+    Epoch,
+    HigherEpoch,
+    NotThere,
+    ObjectStore,
+    Store,
+    open_store,
+)
+
+
+@pytest.fixture(params=["directory", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    where = str(tmp_path / "store") if request.param == "directory" else f"memory://{uuid.uuid4().hex}/store"
+    return open_store(where)
+
+
+def test_objects(store: Store) -> None:
+    assert store.names("records") == []
+    assert not store.exists("records/a")
+    with pytest.raises(NotThere):
+        store.read("records/a", 10)
+    with pytest.raises(NotThere):
+        store.read_start("records/a", 10)
+    store.create("records/a", b"ab", memoryview(b"cd"), b"")
+    with pytest.raises(AlreadyThere):
+        store.create("records/a", b"other")
+    assert store.read("records/a", 4) == b"abcd"
+    assert store.read_start("records/a", 2) == b"ab"
+    assert store.read_start("records/a", 99) == b"abcd"
+    with pytest.raises(files.TooLarge, match="4 bytes; at most 3"):
+        store.read("records/a", 3)
+    store.replace("records/a", b"new")
+    store.replace("records/b", b"")
+    assert store.read("records/a", 10) == b"new"
+    assert store.names("records") == ["records/a", "records/b"]
+    store.delete("records/a")
+    store.delete("records/a")
+    assert store.names("records") == ["records/b"]
+
+
+@pytest.mark.parametrize("name", ["", "/etc/passwd", "a/../b", "..", "A", "a//b", "a/", ".hidden", "a b"])
+def test_names_stay_inside(store: Store, name: str) -> None:
+    with pytest.raises(ValueError, match="not a name"):
+        store.create(name, b"x")
+
+
+def test_of_many_that_create_exactly_one_succeeds(store: Store) -> None:
+    won: list[int] = []
+    start = threading.Barrier(8)
+
+    def work(number: int) -> None:
+        start.wait(5)
+        try:
+            store.create("records/x", bytes([number]) * 1000)
+            won.append(number)
+        except AlreadyThere:
+            pass
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(won) == 1
+    assert store.read("records/x", 1000) == bytes(won) * 1000
+
+
+def test_epochs_rise_and_the_older_notices(store: Store) -> None:
+    first = Epoch.claim(store, b"me")
+    first.check()
+    second = Epoch.claim(store)
+    assert (first.number, second.number) == (1, 2)
+    second.check()
+    with pytest.raises(HigherEpoch, match="claimed epoch 2"):
+        first.check()
+
+
+def test_a_killed_writer_leaves_a_temporary_file_that_is_no_object(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path / "s")
+    store.create("records/a", b"x")
+    leftover = tmp_path / "s" / "records" / ".b.0123456789ab.tmp"
+    leftover.write_bytes(b"half")
+    assert store.names("records") == ["records/a"]
+    assert store.remove_leftovers() == 1 and not leftover.exists()
+
+
+def test_a_store_that_cannot_be_had_says_why(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(files.NotWritable, match="not a directory"):
+        DirectoryStore(tmp_path / "file")
+    with pytest.raises(OSError, match="store nosuch://x"):
+        open_store("nosuch://x")
+
+
+class NoCondition:
+    """A file system as some are: it ignores what it does not know."""
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite") -> None:
+        pass
+
+    def exists(self, path: str) -> bool:
+        return False
+
+
+def test_an_object_store_without_conditional_put_is_refused() -> None:
+    with pytest.raises(files.NotWritable, match="does not refuse to overwrite"):
+        ObjectStore(NoCondition(), "bucket")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    mount = tmp_path / "small"
+    mount.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", mount], capture_output=True, timeout=10
+    )
+    if made.returncode:
+        pytest.skip("mounting a tmpfs is not permitted here")
+    try:
+        yield mount
+    finally:
+        subprocess.run(["umount", mount], check=True, timeout=10)
+
+
+def test_a_full_disk_leaves_what_was_there_and_no_halves(small_disk: Path) -> None:
+    store = DirectoryStore(small_disk / "s")
+    store.create("records/a", b"old")
+    for write in (store.replace, store.create):
+        name = "records/a" if write == store.replace else "records/b"
+        with pytest.raises(files.DiskFull, match=r"disk full: 1000000 bytes are needed .* bytes are free"):
+            write(name, bytes(1_000_000))
+    assert store.read("records/a", 10) == b"old"
+    assert os.listdir(small_disk / "s" / "records") == ["a"]
+    store.replace("records/a", b"new")
+    assert store.read("records/a", 10) == b"new"
