@@ -12,7 +12,8 @@ a given time, stop trying, or nothing because the end was as it should be. The r
   will not cure. Every merge sets the count back to zero.
 * Some exit codes say that a start is in vain (design.md): 2, the configuration is
   wrong; 4, the syncer refused the learner for good; for the syncer 3, a higher epoch
-  has the store, and 4, the store cannot be written.
+  has the store, and 4, the store cannot be written. ``failurePolicy.rules`` come
+  before this for learners: replace and count, replace and do not count, or fail.
 * The evaluator never makes the job fail: after ``EVALUATOR_RESTARTS`` vain starts the
   job goes on without it.
 
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import random
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -96,6 +98,7 @@ class Supervisor:
 
     max_replacements: int
     rng: random.Random
+    rules: Sequence[tuple[frozenset[int], str]] = ()  # learners' exit codes -> Replace | Ignore | Fail
     since_merge: int = 0
     restarts: dict[str, int] = field(default_factory=dict)
     _vain: dict[str, int] = field(default_factory=dict)  # ends in a row without a merge in between
@@ -120,7 +123,14 @@ class Supervisor:
                 reason = why or f"it ended {tries + 1} times in a row ({how})"
                 return Abandon(f"{name} is given up: {reason}; the job goes on without evaluation")
             return self._restart(name, now)
-        if why is not None:
+        rule = None
+        if kind is Kind.LEARNER and how.code is not None:
+            rule = next((action for codes, action in self.rules if how.code in codes), None)
+        if rule == "Fail":
+            return Fail(f"{name} ended with {how}, for which failurePolicy.rules says Fail", 1)
+        if rule == "Ignore":
+            return self._restart(name, now)
+        if why is not None and rule is None:
             return Fail(f"{name} ended with {how}: {why}", 2 if how.code == 2 else 1)
         if self.since_merge >= self.max_replacements:
             return Fail(

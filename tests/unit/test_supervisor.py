@@ -102,3 +102,17 @@ def test_the_evaluator_never_fails_the_job() -> None:
 
 def test_exits_read_well() -> None:
     assert str(Exit(signal=9)) == "SIGKILL" and str(Exit(code=3)) == "exit code 3" and str(Exit(signal=63)) != ""
+
+
+def test_rules_by_exit_code_come_first_for_learners() -> None:
+    rules = [(frozenset({2, 7}), "Ignore"), (frozenset({3}), "Fail"), (frozenset({4}), "Replace")]
+    supervisor = Supervisor(1, random.Random(0), rules)
+    for _ in range(5):
+        assert isinstance(supervisor.ended("a", Kind.LEARNER, Exit(code=7), 0.0, wanted=True), Restart)
+    assert supervisor.since_merge == 0
+    assert isinstance(supervisor.ended("a", Kind.LEARNER, Exit(code=2), 0.0, wanted=True), Restart)
+    failed = supervisor.ended("a", Kind.LEARNER, Exit(code=3), 0.0, wanted=True)
+    assert isinstance(failed, Fail) and "failurePolicy.rules" in failed.message
+    assert isinstance(supervisor.ended("a", Kind.LEARNER, Exit(code=4), 0.0, wanted=True), Restart)
+    assert supervisor.since_merge == 1
+    assert isinstance(supervisor.ended("syncer", Kind.SYNCER, Exit(code=3), 0.0, wanted=True), Fail)

@@ -1,0 +1,201 @@
+"""The directory of one run: what lies where, who may use it, and for which job.
+
+One run at a time (``run.lock``, released by the kernel when the runner ends, however it
+ends), one job for its whole life (``job.json``): a second run goes on from the store, so
+what may not change after a job's start may not differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from diloco_protocol.spec import DiLoCoJob
+
+MAX_JOB_BYTES = 16 << 20
+
+
+class WorkdirError(Exception):
+    """The directory cannot be used; the message names it and the cure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workdir:
+    """Names of what lies in a run's directory (docs/design.md, cli)."""
+
+    path: Path
+
+    @property
+    def job(self) -> Path:
+        return self.path / "job.json"
+
+    @property
+    def store(self) -> Path:
+        return self.path / "store"
+
+    @property
+    def address(self) -> Path:
+        return self.path / "address.json"
+
+    @property
+    def control_key(self) -> Path:
+        return self.path / "control.key"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.json"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "run.lock"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    def log(self, process: str) -> Path:
+        return self.logs / f"{process}.log"
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[Workdir]:
+    """Make the directory if it is not there and hold it for this run.
+
+    Raises WorkdirError if it cannot be written or another run holds it.
+    """
+    workdir = Workdir(path.absolute())
+    try:
+        for directory in (workdir.path, workdir.logs, workdir.metrics, workdir.store):
+            directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(workdir.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise _unusable(path, error) from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise _unusable(path, error) from error
+            holder = os.pread(descriptor, 64, 0).decode("ascii", "replace").strip()
+            who = f" (pid {holder})" if holder.isdigit() else ""
+            raise WorkdirError(
+                f"workdir {path} is in use by another run{who}: wait for it, stop it, or give another --workdir"
+            ) from error
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            raise _unusable(path, error) from error
+        yield workdir
+    finally:
+        os.close(descriptor)  # and with it the lock
+
+
+def claim(workdir: Workdir, job: DiLoCoJob) -> bool:
+    """Write the job's normal form; True if the directory already belonged to this job.
+
+    Raises WorkdirError if it belongs to another job, or to this one with something
+    changed that is fixed once a job has started.
+    """
+    from diloco_protocol.files import FileError, read_bounded, write_whole
+    from diloco_protocol.load import JobError, job_from_json, job_to_json
+    from diloco_protocol.spec import immutable_digests
+
+    before = None
+    try:
+        before = job_from_json(read_bounded(workdir.job, MAX_JOB_BYTES).decode())
+    except FileNotFoundError:
+        pass
+    except (JobError, FileError, UnicodeDecodeError) as error:
+        raise WorkdirError(
+            f"workdir {workdir.path} has a job.json that cannot be read ({error}): give another --workdir"
+        ) from error
+    except OSError as error:
+        raise _unusable(workdir.path, error) from error
+    if before is not None:
+        _same_job(workdir.path, before, job, immutable_digests(before), immutable_digests(job))
+    elif any(workdir.store.iterdir()):
+        raise WorkdirError(f"workdir {workdir.path} has a store but no job.json: give another --workdir")
+    try:
+        write_whole(workdir.job, job_to_json(job).encode())
+    except OSError as error:
+        raise _unusable(workdir.path, error) from error
+    return before is not None
+
+
+def _same_job(
+    path: Path, before: DiLoCoJob, job: DiLoCoJob, digests_before: dict[str, str], digests: dict[str, str]
+) -> None:
+    if before.metadata.name != job.metadata.name:
+        raise WorkdirError(
+            f"workdir {path} belongs to the job {before.metadata.name!r}, this one is {job.metadata.name!r}:"
+            " give another --workdir"
+        )
+    changed = sorted(field for field in digests if digests[field] != digests_before.get(field))
+    if changed:
+        raise WorkdirError(
+            f"workdir {path} holds a start of the job {job.metadata.name!r} with another {', '.join(changed)}:"
+            " these are fixed once a job has started; restore them, or give another --workdir"
+        )
+
+
+def _unusable(path: Path, error: OSError) -> WorkdirError:
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        return WorkdirError(f"workdir {path} is not a directory: give another --workdir")
+    return WorkdirError(
+        f"workdir {path} cannot be written ({error.strerror or error}): check its owner and free space,"
+        " or give another --workdir"
+    )
+
+
+def find(argument: str | None) -> Workdir:
+    """The run directory that the user means: the one named, else the newest below ./runs.
+
+    Raises WorkdirError if there is none.
+    """
+    if argument is not None:
+        path = Path(argument)
+        if not (path / "job.json").is_file():
+            raise WorkdirError(f"{argument} is no run's directory (it has no job.json)")
+        return Workdir(path.absolute())
+    found = [(job.stat().st_mtime, job.parent) for job in Path("runs").glob("*/job.json")]
+    if not found:
+        raise WorkdirError("there is no run below ./runs; name its directory, or the syncer's host:port")
+    return Workdir(max(found)[1].absolute())
+
+
+def read_address(path: Path) -> dict[str, str | int]:
+    """The syncer's address file, checked. Raises FileNotFoundError, or WorkdirError if it is none."""
+    from diloco_protocol.files import read_bounded
+
+    try:
+        document = json.loads(read_bounded(path, 65536))
+        wanted = {key: document[key] for key in ("sync", "control", "http", "pid")}
+        ok = all(isinstance(wanted[key], str) for key in ("sync", "control", "http"))
+        if not ok or not isinstance(wanted["pid"], int):
+            raise ValueError("a field has the wrong type")
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise WorkdirError(f"{path} is no address file of a syncer: {error}") from error
+    return wanted

@@ -1,0 +1,192 @@
+"""The zygote, driven as the runner drives it: real forks, real signals, real libraries."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+# A zygote whose workers run a small program instead of the trainer: what is tested is the forking.
+PROGRAM = """
+import os, signal, sys, time
+from diloco_worker import zygote
+
+def worker():
+    what = os.environ["WHAT"]
+    print("hello from", what, os.environ.get("SPECIAL"), flush=True)
+    if what == "sleep":
+        time.sleep(600)
+    if what == "raise":
+        raise RuntimeError("deliberate")
+    if what == "exit":
+        sys.exit(3)
+    if what == "term":
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        print("armed", flush=True)
+        while True:
+            signal.pause()
+    return 0
+
+events = os.dup(1)
+os.dup2(2, 1)
+z = zygote.Zygote(0, events, worker)
+z._tell(event="ready", threads=zygote.count_threads(), pid=os.getpid())
+sys.exit(z.run())
+"""
+
+
+class Client:
+    def __init__(self, command: list[str], env: dict[str, str] | None = None) -> None:
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **(env or {})}
+        )
+        self._buffer = b""
+
+    def send(self, **request: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(request).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def event(self, timeout: float = 20.0) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        deadline = time.monotonic() + timeout
+        while b"\n" not in self._buffer:
+            readable, _, _ = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            assert readable, "no event came"
+            data = os.read(self.process.stdout.fileno(), 65536)
+            assert data, "the zygote has ended"
+            self._buffer += data
+        line, self._buffer = self._buffer.split(b"\n", 1)
+        return dict(json.loads(line))
+
+    def spawn(self, name: str, log: Path, **env: str) -> int:
+        self.send(op="spawn", id=name, env=env, log=str(log))
+        event = self.event()
+        assert event["event"] == "started" and event["id"] == name, event
+        return int(event["pid"])
+
+
+def until(condition: Callable[[], bool], timeout: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.01)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    client = Client([sys.executable, "-c", PROGRAM])
+    assert client.event() == {"event": "ready", "threads": 1, "pid": client.process.pid}
+    yield client
+    client.process.kill()
+    client.process.wait()
+    for pipe in (client.process.stdin, client.process.stdout):
+        assert pipe is not None
+        try:
+            pipe.close()
+        except BrokenPipeError:
+            pass  # what could not be flushed was meant for a process that is dead
+
+
+def test_a_worker_runs_with_its_environment_and_log(client: Client, tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    log.write_text("before\n")
+    client.spawn("a", log, WHAT="nothing", SPECIAL="x")
+    assert client.event() == {"event": "exited", "id": "a", "code": 0}
+    assert log.read_text() == "before\nhello from nothing x\n"
+
+
+def test_exit_codes_and_signals_are_reported(client: Client, tmp_path: Path) -> None:
+    client.spawn("exit", tmp_path / "1", WHAT="exit")
+    assert client.event() == {"event": "exited", "id": "exit", "code": 3}
+    client.spawn("raise", tmp_path / "2", WHAT="raise")
+    assert client.event() == {"event": "exited", "id": "raise", "code": 1}
+    assert "RuntimeError: deliberate" in (tmp_path / "2").read_text()
+    client.spawn("killed", tmp_path / "3", WHAT="sleep")
+    client.send(op="signal", id="killed", signal=int(signal.SIGKILL))
+    assert client.event() == {"event": "exited", "id": "killed", "signal": 9}
+
+
+def test_a_worker_has_its_own_signal_handling(client: Client, tmp_path: Path) -> None:
+    client.spawn("term", tmp_path / "log", WHAT="term")
+    until(lambda: "armed" in (tmp_path / "log").read_text())
+    client.send(op="signal", id="term", signal=int(signal.SIGTERM))
+    assert client.event() == {"event": "exited", "id": "term", "code": 0}
+
+
+def test_bad_requests_are_answered_and_survived(client: Client, tmp_path: Path) -> None:
+    assert client.process.stdin is not None
+    client.process.stdin.write(b"not json\n[]\n")
+    client.process.stdin.flush()
+    for _ in range(2):
+        assert client.event()["event"] == "error"
+    client.send(op="dance", id="x")
+    assert client.event() == {"event": "error", "id": "x", "message": "ValueError: unknown op 'dance'"}
+    client.send(op="spawn", id="x", env={}, log=str(tmp_path / "no" / "such" / "directory"))
+    assert "No such file" in client.event()["message"]
+    client.send(op="signal", id="nobody", signal=9)  # has ended, say: not an error
+    client.spawn("a", tmp_path / "log", WHAT="sleep")
+    client.send(op="spawn", id="a", env={}, log=str(tmp_path / "log"))
+    assert "running already" in client.event()["message"]
+
+
+def test_an_endless_request_ends_it(client: Client) -> None:
+    assert client.process.stdin is not None
+    try:
+        client.process.stdin.write(b"x" * (3 << 20))
+        client.process.stdin.flush()
+    except BrokenPipeError:
+        pass  # it stopped reading: that is the point
+    assert client.event()["event"] == "error"
+    assert client.process.wait(10) == 0
+
+
+def test_when_the_runner_is_gone_so_are_the_workers(client: Client, tmp_path: Path) -> None:
+    pids = [client.spawn(f"w{i}", tmp_path / f"{i}", WHAT="sleep") for i in range(3)]
+    assert client.process.stdin is not None
+    client.process.stdin.close()  # what the kernel does when the runner is killed
+    assert client.process.wait(10) == 0
+    until(lambda: all(gone(pid) for pid in pids))
+
+
+def test_when_the_zygote_is_killed_so_are_the_workers(client: Client, tmp_path: Path) -> None:
+    pid = client.spawn("w", tmp_path / "log", WHAT="sleep")
+    until(lambda: (tmp_path / "log").exists() and "hello" in (tmp_path / "log").read_text())
+    client.process.kill()
+    until(lambda: gone(pid))
+
+
+def test_the_real_one_is_single_threaded_and_a_worker_starts_in_no_time(tmp_path: Path) -> None:
+    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    client = Client([sys.executable, "-m", "diloco_worker.zygote"], threads)
+    try:
+        ready = client.event(timeout=60)
+        assert ready["event"] == "ready" and ready["threads"] == 1
+        started = time.monotonic()
+        client.spawn("w", tmp_path / "log", DILOCO_JOB_FILE=str(tmp_path / "absent.json"), DILOCO_ROLE="learner")
+        event = client.event()
+        # No job file: the worker says so and ends with 2, configuration wrong (docs/design.md, worker).
+        assert event == {"event": "exited", "id": "w", "code": 2}, (tmp_path / "log").read_text()
+        assert time.monotonic() - started < 5
+        assert "absent.json" in (tmp_path / "log").read_text()
+        assert "Traceback" not in (tmp_path / "log").read_text()
+    finally:
+        client.process.kill()
+        client.process.wait()
