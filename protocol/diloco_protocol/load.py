@@ -13,7 +13,7 @@ import copy
 import json
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
@@ -52,14 +52,16 @@ class Problem:
         return f"{self.path}{shown}: {self.message}{where}"
 
 
-class JobError(Exception):
-    """The job is wrong; ``problems`` has all of it."""
+class JobError(ValueError):
+    """The job is wrong; ``problems`` has all of it, ``source`` says which file (empty: not from a file)."""
 
-    def __init__(self, source: str, problems: list[Problem]) -> None:
-        super().__init__(source, problems)
-        self.source, self.problems = source, problems
+    def __init__(self, problems: Sequence[Problem], source: str = "") -> None:
+        super().__init__(problems, source)
+        self.problems, self.source = list(problems), source
 
     def __str__(self) -> str:
+        if not self.source:
+            return "\n".join(map(str, self.problems))
         return "\n".join([f"{self.source}:", *(f"  {problem}" for problem in self.problems)])
 
 
@@ -86,17 +88,20 @@ def parse_job(text: str, overrides: Iterable[str] = (), source: str = "job") -> 
     try:
         document = parse(text)
     except YamlProblem as problem:
-        raise JobError(source, [Problem(dotted(problem.path), None, problem.message, problem.line)]) from None
+        raise JobError([Problem(dotted(problem.path), None, problem.message, problem.line)], source) from None
     if not document.found:
-        raise JobError(source, [Problem("", None, "it is empty: a job has apiVersion, kind, metadata and spec")])
+        raise JobError(
+            [Problem("", None, "it is empty: a job has apiVersion, kind, metadata and spec")], source
+        )
     if not isinstance(document.value, dict):
         kind = "a list" if isinstance(document.value, list) else "a single value"
-        raise JobError(source, [Problem("", None, f"it holds {kind}: a job is a mapping with apiVersion, kind, metadata and spec")])
+        message = f"it holds {kind}: a job is a mapping with apiVersion, kind, metadata and spec"
+        raise JobError([Problem("", None, message)], source)
     problems = _override(document, overrides)
     job, found = _validate(document)
     problems += found
     if problems or job is None:
-        raise JobError(source, problems)
+        raise JobError(problems, source)
     return job
 
 
@@ -118,12 +123,12 @@ def job_from_json(text: str | bytes) -> DiLoCoJob:
             raise ValueError(f"more than {4 * MAX_BYTES} bytes")
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise JobError(source, [Problem("", None, f"not JSON: {error}")]) from None
+        raise JobError([Problem("", None, f"not JSON: {error}")], source) from None
     if not isinstance(data, dict):
-        raise JobError(source, [Problem("", None, "not a JSON object")])
+        raise JobError([Problem("", None, "not a JSON object")], source)
     job, problems = _validate(Document(data, {}, True))
     if job is None:
-        raise JobError(source, problems)
+        raise JobError(problems, source)
     return job
 
 
@@ -131,7 +136,7 @@ def _read(path: FilePath) -> str:
     """The file's text, at most MAX_BYTES: a large file is refused by its size, unread."""
 
     def refuse(message: str) -> JobError:
-        return JobError(str(path), [Problem("", None, message)])
+        return JobError([Problem("", None, message)], str(path))
 
     try:
         # Opened without blocking, so that a pipe that nobody writes to is refused rather than waited for.
@@ -193,7 +198,9 @@ def _set(document: Document, text: str) -> None:
             holder[key] = place
         if isinstance(place, list):
             if not part.isdigit() or int(part) > len(place):
-                raise ValueError(f"{dotted(path)} is a list of {len(place)}: name an item by its index, from 0")
+                raise ValueError(
+                    f"{dotted(path)} is a list of {len(place)}: name an item by its index, from 0"
+                )
             step: Any = int(part)
             if step == len(place):
                 place.append(None)
@@ -219,7 +226,9 @@ def _validate(document: Document) -> tuple[DiLoCoJob | None, list[Problem]]:
     refused: list[Path] = []
 
     def report(path: Path, value: Any, message: str) -> None:
-        line = next((document.lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in document.lines), None)
+        line = next(
+            (document.lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in document.lines), None
+        )
         problems.append(Problem(dotted(path), value, message, line))
 
     job, errors = _attempt(data)
@@ -261,46 +270,39 @@ def _repaired(data: Any, errors: list[Any]) -> DiLoCoJob | None:
 
 
 def _repair(data: Any, loc: Path) -> None:
-    """Takes the field at ``loc``, or the one around it, out of ``data``; an absent one gets its example."""
-    model: type[Spec] = DiLoCoJob
+    """Takes the innermost field on the way to ``loc`` out of ``data``; a required one gets its example."""
+    model: type[Spec] | None = DiLoCoJob
     place: Any = data
-    for step in loc:
-        if not isinstance(place, dict):
-            return
-        field = fields_by_alias(model).get(str(step))
-        if field is None or step not in place:
-            place.pop(step, None)
-            if field is not None:
-                place[step] = copy.deepcopy((field.examples or [None])[0])
-            return
-        inner, many = nested_model(field.annotation)
-        rest = loc[loc.index(step) + 1 :]
-        if inner is None or not rest:
-            del place[step]
-            return
-        model, holder, place = inner, place, place[step]
-        if many:
-            index = rest[0]
-            if not isinstance(index, int) or not isinstance(place, list) or index >= len(place):
-                del holder[step]
-            elif len(rest) == 1:
+    holder: dict[str, Any] = {}
+    key, field = "", None
+    steps = iter(loc)
+    for step in steps:
+        if model is None or not isinstance(place, dict):
+            break
+        holder, key = place, str(step)
+        field = fields_by_alias(model).get(key)
+        if field is None or key not in place:
+            break
+        model, many = nested_model(field.annotation)
+        place = place[key]
+        if model is not None and many:
+            index = next(steps, None)
+            if not isinstance(index, int) or not isinstance(place, list):
+                break
+            if not isinstance(place[index], dict):
                 place[index] = {}
-            else:
-                _repair_item(model, place[index], rest[1:])
-            return
-
-
-def _repair_item(model: type[Spec], item: Any, loc: Path) -> None:
-    """_repair within an item of a list of models; these hold no models themselves."""
-    field = fields_by_alias(model).get(str(loc[0]))
-    present = loc[0] in item
-    item.pop(loc[0], None)
-    if field is not None and field.is_required() and (not present or len(loc) >= 1):
-        item[loc[0]] = copy.deepcopy((field.examples or [None])[0])
+                return
+            place = place[index]
+    holder.pop(key, None)
+    if field is not None and field.is_required():
+        holder[key] = copy.deepcopy((field.examples or [None])[0])
 
 
 def _without_nulls(model: type[Spec], data: Any) -> Any:
-    """``data`` with null taken for absent where a field has a default and cannot be null, as the API server does."""
+    """``data`` with null taken for absent where a field has a default and cannot be null.
+
+    The API server does so before it fills in defaults.
+    """
     if not isinstance(data, dict):
         return data
     fields, result = fields_by_alias(model), {}

@@ -54,10 +54,11 @@ API_VERSION = "diloco.io/v1alpha1"
 
 __all__ = [
     "API_VERSION", "AdoptionSpec", "BatchSpec", "CheckpointSpec", "CompressionSpec", "CredentialsSpec",
-    "DataSpec", "DiLoCoJob", "EndpointSpec", "EvaluationSpec", "FailurePolicySpec", "FailureRule", "GraceSpec",
-    "HeartbeatSpec", "JobSpec", "LearnersSpec", "LoraSpec", "MergeSpec", "MetadataSpec", "ModelSpec",
-    "NodeLossSpec", "NormGateSpec", "OptimizerSpec", "OuterSpec", "RegionSpec", "StalenessSpec", "StopSpec",
-    "StorageSpec", "SyncSpec", "SyncerSpec", "TlsSpec", "TrainingSpec", "immutable_digests", "spec_digest",
+    "DataSpec", "DiLoCoJob", "EndpointSpec", "EvaluationSpec", "FailurePolicySpec", "FailureRule",
+    "GraceSpec", "HeartbeatSpec", "JobSpec", "LearnersSpec", "LoraSpec", "MergeSpec", "MetadataSpec",
+    "ModelSpec", "NodeLossSpec", "NormGateSpec", "OptimizerSpec", "OuterSpec", "RegionSpec",
+    "StalenessSpec", "StopSpec", "StorageSpec", "SyncSpec", "SyncerSpec", "TlsSpec", "TrainingSpec",
+    "immutable_digests", "spec_digest",
 ]  # fmt: skip
 
 
@@ -68,7 +69,9 @@ class MetadataSpec(Spec):
         ..., pattern=NAME_PATTERN, max_length=30, examples=["tiny-gpt"],
         description="The job's name: lower-case letters, digits and dashes.",
     )  # fmt: skip
-    namespace: Name | None = Field(None, description="Kubernetes namespace; without meaning for `diloco run`.")
+    namespace: Name | None = Field(
+        None, description="Kubernetes namespace; without meaning for `diloco run`."
+    )
     labels: dict[str, str] = Field({}, description="Kubernetes labels.")
     annotations: dict[str, str] = Field({}, description="Kubernetes annotations.")
 
@@ -77,13 +80,19 @@ class JobSpec(Spec):
     """What the job is."""
 
     suspend: bool = Field(False, description="Drain, checkpoint and stop until it is false again.")
-    seed: int = Field(0, ge=0, le=2**32 - 1, description="Of initial weights, data order and everything random.")
+    seed: int = Field(
+        0, ge=0, le=2**32 - 1, description="Of initial weights, data order and everything random."
+    )
     ttl_seconds_after_finished: int | None = Field(
         None, ge=0, le=2**31 - 1, description="Delete the job so long after its end; null: keep it."
     )
-    training: TrainingSpec = Field(default_factory=TrainingSpec, description="What is trained, and until when.")
+    training: TrainingSpec = Field(
+        default_factory=TrainingSpec, description="What is trained, and until when."
+    )
     sync: SyncSpec = Field(default_factory=SyncSpec, description="How learners exchange and merge.")
-    syncer: SyncerSpec = Field(default_factory=SyncerSpec, description="The service that holds the parameters.")
+    syncer: SyncerSpec = Field(
+        default_factory=SyncerSpec, description="The service that holds the parameters."
+    )
     learners: LearnersSpec = Field(default_factory=LearnersSpec, description="What all learners share.")
     regions: list[RegionSpec] = Field(
         ..., min_length=1, max_length=64, examples=[[{"learners": 3}]],
@@ -119,9 +128,13 @@ class JobSpec(Spec):
 class DiLoCoJob(Spec):
     """One training job."""
 
-    api_version: Literal["diloco.io/v1alpha1"] = Field(..., description="Version of this format.", examples=[API_VERSION])
+    api_version: Literal["diloco.io/v1alpha1"] = Field(
+        ..., description="Version of this format.", examples=[API_VERSION]
+    )
     kind: Literal["DiLoCoJob"] = Field(..., description="Always DiLoCoJob.", examples=["DiLoCoJob"])
-    metadata: MetadataSpec = Field(..., description="What Kubernetes keeps about the object.", examples=[{"name": "job"}])
+    metadata: MetadataSpec = Field(
+        ..., description="What Kubernetes keeps about the object.", examples=[{"name": "job"}]
+    )
     spec: JobSpec = Field(..., description="What the job is.", examples=[{"regions": [{"learners": 1}]}])
 
     @model_validator(mode="after")

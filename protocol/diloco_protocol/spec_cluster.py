@@ -40,7 +40,8 @@ class TlsSpec(Spec):
         None, description="Secret with tls.crt, tls.key, ca.crt; null: made for the job (one cluster only)."
     )
     mode: Literal["auto", "off"] = Field(
-        "auto", description="auto: TLS, with the named or a made certificate; off: plaintext, one cluster only."
+        "auto",
+        description="auto: TLS, with the named or a made certificate; off: plaintext, one cluster only.",
     )
 
 
@@ -48,9 +49,13 @@ class StorageSpec(Spec):
     """Where the syncer keeps its durable state."""
 
     size: Quantity = Field("10Gi", description="Size of the volume that is made.")
-    storage_class_name: Name | None = Field(None, description="Its storage class; null: the cluster's default.")
+    storage_class_name: Name | None = Field(
+        None, description="Its storage class; null: the cluster's default."
+    )
     claim_name: Name | None = Field(None, description="A PersistentVolumeClaim of yours instead.")
-    uri: Text | None = Field(None, description="An object store instead: an fsspec URI such as s3://bucket/prefix.")
+    uri: Text | None = Field(
+        None, description="An object store instead: an fsspec URI such as s3://bucket/prefix."
+    )
     on_delete: Literal["Retain", "Delete"] = Field(
         "Retain", description="What happens to a made volume when the job is deleted."
     )
@@ -67,7 +72,9 @@ class SyncerSpec(Spec):
     """The service that holds the global parameters."""
 
     cluster: Name | None = Field(None, description="Cluster it runs in; null in a job of one cluster.")
-    shards: int = Field(1, ge=1, le=64, description="Processes that share the fragments; at most sync.fragments.")
+    shards: int = Field(
+        1, ge=1, le=64, description="Processes that share the fragments; at most sync.fragments."
+    )
     endpoint: EndpointSpec = Field(default_factory=EndpointSpec, description="Where learners reach it.")
     tls: TlsSpec = Field(default_factory=TlsSpec, description="Its certificate.")
     storage: StorageSpec = Field(default_factory=StorageSpec, description="Where its durable state lies.")
@@ -88,11 +95,13 @@ class CredentialsSpec(Spec):
 class LearnersSpec(Spec):
     """What all learners share."""
 
-    credentials: CredentialsSpec = Field(default_factory=CredentialsSpec, description="How they prove who they are.")
+    credentials: CredentialsSpec = Field(
+        default_factory=CredentialsSpec, description="How they prove who they are."
+    )
     command: Annotated[list[Text], Field(min_length=1, max_length=256)] | None = Field(
         None,
-        description="Your own program instead of the built-in trainer. `diloco run` starts it in the job file's "
-        "directory, and takes `python` for the interpreter that it runs under itself.",
+        description="Your own program instead of the built-in trainer. `diloco run` starts it in the "
+        "directory of the job file, and takes `python` for the interpreter that it runs under itself.",
     )
     pod_template: Free = Field({}, description="Merged into every learner's pod template.")
 
@@ -100,10 +109,14 @@ class LearnersSpec(Spec):
 class RegionSpec(Spec):
     """One place where learners run."""
 
-    name: str = Field("local", pattern=NAME_PATTERN, max_length=20, description="Unique; not syncer or evaluator.")
+    name: str = Field(
+        "local", pattern=NAME_PATTERN, max_length=20, description="Unique; not syncer or evaluator."
+    )
     cluster: Name | None = Field(None, description="Cluster it runs in; null in a job of one cluster.")
     learners: int = Field(..., ge=1, le=1024, description="Learners, one slot each.", examples=[3])
-    spares: int = Field(0, ge=0, le=1024, description="Processes that wait to take the slot of one that is lost.")
+    spares: int = Field(
+        0, ge=0, le=1024, description="Processes that wait to take the slot of one that is lost."
+    )
     pod_template: Free = Field({}, description="Merged over learners.podTemplate in this region.")
 
 
@@ -111,10 +124,16 @@ class FailureRule(Spec):
     """What a learner's exit code means."""
 
     exit_codes: list[Annotated[int, Field(ge=1, le=255)]] = Field(
-        ..., min_length=1, max_length=64, description="The exit codes that this rule is about.", examples=[[1]]
+        ...,
+        min_length=1,
+        max_length=64,
+        description="The exit codes that this rule is about.",
+        examples=[[1]],
     )
     action: Literal["Replace", "Ignore", "Fail"] = Field(
-        ..., description="Replace: and count it; Ignore: replace, not counted; Fail: the job.", examples=["Replace"]
+        ...,
+        description="Replace: and count it; Ignore: replace, not counted; Fail: the job.",
+        examples=["Replace"],
     )
 
 
@@ -130,7 +149,9 @@ class FailurePolicySpec(Spec):
     on_region_lost: Literal["Continue", "Fail"] = Field(
         "Continue", description="Continue: go on while the quorum is met, else hold; Fail: the job fails."
     )
-    rules: list[FailureRule] = Field([], max_length=32, description="By exit code; the first that fits counts.")
+    rules: list[FailureRule] = Field(
+        [], max_length=32, description="By exit code; the first that fits counts."
+    )
 
 
 class NodeLossSpec(Spec):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .spec_base import Pattern, Seconds, Spec
+from .spec_base import Pattern, Spec
 from .spec_training import Betas
 
 
@@ -29,7 +29,7 @@ class MergeSpec(Spec):
     )
     mean_tensors: list[Pattern] = Field(
         [], max_length=64,
-        description="Patterns (fnmatch) over names of parameters that are merged by mean whatever the method; "
+        description="Patterns (fnmatch) over parameter names: merged by mean whatever the method is; "
         "embeddings always are.",
     )  # fmt: skip
 
@@ -47,7 +47,9 @@ class OuterSpec(Spec):
     betas: Betas = Field([0.9, 0.999], description="Of adamw and cosine-gated.")
     eps: float = Field(1e-8, gt=0, le=1, description="Of adamw and cosine-gated.")
     restart_every: Annotated[int, Field(ge=1, le=10**9)] | None = Field(
-        None, description="Clear a fragment's momentum after so many of its versions (arXiv 2605.28585); null: never."
+        None,
+        description="Clear a fragment's momentum after so many of its versions (arXiv 2605.28585); "
+        "null: never.",
     )
     age_decay: float = Field(
         0.5, ge=0, le=1, description="Of cosine-gated: how strongly a push's age damps it; 0: not at all."
@@ -85,7 +87,9 @@ class StalenessSpec(Spec):
     max_steps: Annotated[int, Field(ge=1, le=10**9)] | None = Field(
         None, description="Steps alone above the base before a learner pauses; null: 4 · every."
     )
-    max_versions: int = Field(16, ge=1, le=1_000_000, description="Age, in versions, beyond which work is dropped.")
+    max_versions: int = Field(
+        16, ge=1, le=1_000_000, description="Age, in versions, beyond which work is dropped."
+    )
 
 
 class HeartbeatSpec(Spec):
@@ -106,22 +110,38 @@ class NormGateSpec(Spec):
 class SyncSpec(Spec):
     """Exchange and merge."""
 
-    fragments: int = Field(24, ge=1, le=4096, description="P: parts of the model that are merged in turn; at most every.")
-    every: int = Field(24, ge=1, le=1_000_000, description="H: inner steps between two merges of one fragment.")
+    fragments: int = Field(
+        24, ge=1, le=4096, description="P: parts of the model that are merged in turn; at most every."
+    )
+    every: int = Field(
+        24, ge=1, le=1_000_000, description="H: inner steps between two merges of one fragment."
+    )
     overlap: int = Field(
-        2, ge=0, le=1_000_000, description="τ: inner steps that one fragment's exchange may overlap; below every."
+        2,
+        ge=0,
+        le=1_000_000,
+        description="τ: inner steps that one fragment's exchange may overlap; below every.",
     )
     quorum: int = Field(
         1, ge=1, le=4096, description="K: learners without which nothing is merged. With deterministic: all."
     )
-    grace: GraceSpec = Field(default_factory=GraceSpec, description="The wait for stragglers after the quorum.")
+    grace: GraceSpec = Field(
+        default_factory=GraceSpec, description="The wait for stragglers after the quorum."
+    )
     merge: MergeSpec = Field(default_factory=MergeSpec, description="How pushes become one outer gradient.")
     outer: OuterSpec = Field(default_factory=OuterSpec, description="The outer optimizer.")
-    adoption: AdoptionSpec = Field(default_factory=AdoptionSpec, description="How a learner takes a new version.")
-    compression: CompressionSpec = Field(default_factory=CompressionSpec, description="Encodings on the wire.")
-    staleness: StalenessSpec = Field(default_factory=StalenessSpec, description="Limits of being alone or late.")
+    adoption: AdoptionSpec = Field(
+        default_factory=AdoptionSpec, description="How a learner takes a new version."
+    )
+    compression: CompressionSpec = Field(
+        default_factory=CompressionSpec, description="Encodings on the wire."
+    )
+    staleness: StalenessSpec = Field(
+        default_factory=StalenessSpec, description="Limits of being alone or late."
+    )
     heartbeat: HeartbeatSpec = Field(default_factory=HeartbeatSpec, description="Detection of lost learners.")
     norm_gate: NormGateSpec = Field(default_factory=NormGateSpec, description="Refusal of outlying pushes.")
     deterministic: bool = Field(
-        False, description="Wait instead of racing: the same seed gives the same bits. For tests and debugging."
+        False,
+        description="Wait instead of racing: the same seed gives the same bits. For tests and debugging.",
     )

@@ -29,7 +29,8 @@ class ModelSpec(Spec):
     config: Free | None = Field(
         None,
         description="A transformers configuration: model_type and that configuration's own fields. "
-        "The model is built from it and initialised from the seed. vocab_size follows the tokenizer if left out.",
+        "The model is built from it and initialised from the seed. "
+        "vocab_size follows the tokenizer if left out.",
         examples=[{"model_type": "llama", "hidden_size": 128}],
     )
     from_: Text | None = Field(
@@ -75,7 +76,8 @@ class DataSpec(Spec):
     )
     tokenizer: Text = Field(
         "bytes",
-        description="bytes: one token a byte, 256 of them; or a transformers tokenizer (directory or hub name).",
+        description="bytes: one token a byte, 256 of them; or a transformers tokenizer, "
+        "by directory or hub name.",
     )
     sequence_length: int = Field(
         128, ge=2, le=1_048_576, description="Tokens per training sequence; for text and datasets."
@@ -140,7 +142,9 @@ class TrainingSpec(Spec):
         description="Arithmetic of the forward and backward pass; weights stay float32. "
         "auto: bfloat16 where the device has it in hardware, else float32.",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if there is one, else cpu.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: cuda if there is one, else cpu."
+    )
     stop: StopSpec = Field(
         default_factory=lambda: StopSpec(tokens=2_000_000),
         description="When the job is done: exactly one of steps, tokens, seconds.",

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from .spec_base import NAME_PATTERN, Spec, fields_by_alias, nested_model, unwrap
 
 _PATTERNS = {
-    NAME_PATTERN: "lower-case letters, digits and dashes, beginning with a letter, ending with a letter or digit",
+    NAME_PATTERN: "lower-case letters, digits and dashes, from a letter to a letter or digit",
     r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$": "lower-case letters, digits, dashes and dots",
     r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$": "module:function",
     r"^[A-Za-z0-9.\-\[\]:]+$": "host or host:port",
@@ -23,7 +23,7 @@ _PATTERNS = {
 
 
 def _constraints(metadata: typing.Iterable[Any]) -> dict[str, Any]:
-    """The bounds in a field's metadata under one set of names: ge, gt, le, lt, min_length, max_length, pattern."""
+    """The bounds in a field's metadata by name: ge, gt, le, lt, min_length, max_length, pattern."""
     found: dict[str, Any] = {}
     for item in metadata:
         if isinstance(item, FieldInfo):
@@ -54,8 +54,20 @@ def _number(value: float) -> str:
 
 
 def _range(bounds: dict[str, Any]) -> str:
-    low = f"at least {_number(bounds['ge'])}" if "ge" in bounds else f"more than {_number(bounds['gt'])}" if "gt" in bounds else ""
-    high = f"at most {_number(bounds['le'])}" if "le" in bounds else f"below {_number(bounds['lt'])}" if "lt" in bounds else ""
+    low = (
+        f"at least {_number(bounds['ge'])}"
+        if "ge" in bounds
+        else f"more than {_number(bounds['gt'])}"
+        if "gt" in bounds
+        else ""
+    )
+    high = (
+        f"at most {_number(bounds['le'])}"
+        if "le" in bounds
+        else f"below {_number(bounds['lt'])}"
+        if "lt" in bounds
+        else ""
+    )
     return " and ".join(part for part in (low, high) if part)
 
 

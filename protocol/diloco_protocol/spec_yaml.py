@@ -36,7 +36,11 @@ Path = tuple[str | int, ...]
 _TRUE = {w for word in ("y", "yes", "true", "on") for w in (word, word.capitalize(), word.upper())}
 _FALSE = {w for word in ("n", "no", "false", "off") for w in (word, word.capitalize(), word.upper())}
 _NULL = {"", "~", "null", "Null", "NULL"}
-_NOT_FINITE = {sign + word for sign in ("", "+", "-") for word in (".inf", ".Inf", ".INF")} | {".nan", ".NaN", ".NAN"}
+_NOT_FINITE = {sign + word for sign in ("", "+", "-") for word in (".inf", ".Inf", ".INF")} | {
+    ".nan",
+    ".NaN",
+    ".NAN",
+}
 _FLOAT = re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$")
 _INTEGERS = (  # base, pattern of the digits after sign and prefix
     (16, re.compile(r"^([-+]?)0[xX]([0-9a-fA-F]+)$")),
@@ -191,7 +195,9 @@ class _Builder:
         if top is not None and isinstance(top.value, dict) and top.key is None:
             raise YamlProblem("a key must be text", top.path, line)
         if event.tag is not None and _TAGS.get(event.tag) != ("map" if isinstance(value, dict) else "seq"):
-            raise YamlProblem(f"the tag {event.tag} is not known: only YAML's own tags are read", self.path(), line)
+            raise YamlProblem(
+                f"the tag {event.tag} is not known: only YAML's own tags are read", self.path(), line
+            )
         path = self.path()
         self.document.lines.setdefault(path, line)
         if event.anchor is not None:
@@ -214,7 +220,9 @@ class _Builder:
     def handle(self, event: Any) -> None:
         line = event.start_mark.line + 1
         if isinstance(event, yaml.ScalarEvent):
-            is_key = bool(self.stack) and isinstance(self.stack[-1].value, dict) and self.stack[-1].key is None
+            is_key = (
+                bool(self.stack) and isinstance(self.stack[-1].value, dict) and self.stack[-1].key is None
+            )
             if event.value == "<<" and is_key and event.style is None:
                 self.stack[-1].key = "<<"
                 return
@@ -265,6 +273,7 @@ def parse(text: str) -> Document:
         raise YamlProblem(f"more than {MAX_BYTES} characters: a job file is a few kilobytes")
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     result, builder = Document(), _Builder()
+    event: Any
     try:
         for event in yaml.parse(text, Loader=loader):
             if isinstance(event, yaml.DocumentStartEvent):
@@ -278,9 +287,9 @@ def parse(text: str) -> Document:
             else:
                 builder.handle(event)
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
+        mark: Any = error.problem_mark or error.context_mark
         said = " ".join(part for part in (error.context, error.problem) if part)
-        raise YamlProblem(f"not YAML: {said}", (), mark.line + 1 if mark else None) from None
+        raise YamlProblem(f"not YAML: {said}", (), None if mark is None else mark.line + 1) from None
     except yaml.YAMLError as error:
         raise YamlProblem(f"not YAML: {' '.join(str(error).split())}") from None
     return result
