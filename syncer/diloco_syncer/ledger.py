@@ -223,7 +223,12 @@ class Ledger:
         parts = max(1, self.fragments)
         merged = sum(row["merged"] for row in rows) // parts
         dropped = sum(row["dropped"] for row in rows) // parts
-        return {"trained": trained, "merged": merged, "pending": trained - merged - dropped, "dropped": dropped}
+        return {
+            "trained": trained,
+            "merged": merged,
+            "pending": trained - merged - dropped,
+            "dropped": dropped,
+        }
 
     def merged_compute_seconds(self) -> float:
         """Compute seconds of merged steps, summed over slots and fragments (goodput's numerator)."""
@@ -249,9 +254,10 @@ class Ledger:
             for fragment in range(self.fragments):
                 merged, pending = self.merged(slot, fragment), self.pending(slot, fragment)
                 dropped = self.dropped(slot, fragment)
-                if trained != merged + pending + sum(dropped.values()) or min(
-                    [merged, pending, *dropped.values()], default=0
-                ) < 0:
+                if (
+                    trained != merged + pending + sum(dropped.values())
+                    or min([merged, pending, *dropped.values()], default=0) < 0
+                ):
                     wrong.append(
                         f"slot {slot} fragment {fragment}: trained {trained}, merged {merged}, "
                         f"pending {pending}, dropped {dropped}"
@@ -328,9 +334,7 @@ def report_to_json(report: ReportCounts) -> dict[str, Any]:
         "step_seconds": report.step_seconds,
         "cursors": [list(cursor) for cursor in report.cursors],
         "fragments": [
-            [f.epoch, f.base_version, f.steps, f.tokens, f.confirmed_tokens]
-            + [f.dropped_overlap, f.dropped_stale, f.dropped_rolled_back]
-            for f in report.fragments
+            [getattr(f, name) for name in FragmentCounts.__dataclass_fields__] for f in report.fragments
         ],
     }
 

@@ -80,7 +80,16 @@ class Slot:
         self.merged.clear()
 
 
-_DURABLE = ("region", "ordinal", "process", "incarnation", "incarnations", "step", "step_at_seat", "merged_pushes")
+_DURABLE = (
+    "region",
+    "ordinal",
+    "process",
+    "incarnation",
+    "incarnations",
+    "step",
+    "step_at_seat",
+    "merged_pushes",
+)
 
 
 class Membership:
@@ -93,32 +102,43 @@ class Membership:
         self.standby: dict[int, Join] = {}  # connection -> its join, in order of arrival
         self.evaluators: set[int] = set()
 
+    @property
+    def current(self) -> list[Slot]:
+        """The slots that the job has now; behind them may be retired ones (scaled down)."""
+        return self.slots[: len(self.places)]
+
     def by_connection(self, connection: int) -> Slot | None:
         return next((slot for slot in self.slots if slot.connection == connection), None)
 
     def by_place(self, region: str, ordinal: int) -> Slot | None:
-        return next((s for s in self.slots if s.incarnation and (s.region, s.ordinal) == (region, ordinal)), None)
+        return next(
+            (s for s in self.current if s.incarnation and (s.region, s.ordinal) == (region, ordinal)), None
+        )
 
     def own(self, join: Join) -> Slot | None:
         """The slot that this very process holds, if nobody took it and it was not given up."""
-        for slot in self.slots:
+        for slot in self.current:
             if slot.process == join.process and slot.state not in (SlotState.DRAINED, SlotState.EMPTY):
                 return slot
         return None
 
     def choose(self, join: Join, deterministic: bool) -> Slot | None:
         """The slot that a newcomer gets (not its own), or None: stand by."""
-        nominal = None
+        if deterministic:
+            place = (join.region, join.ordinal)
+            return self.slots[self.places.index(place)] if place in self.places else None
+        return self.by_place(join.region, join.ordinal) or self.free_for(join)
+
+    def free_for(self, join: Join) -> Slot | None:
+        """A slot that nobody holds, for a standby: its nominal one, else the lowest."""
         if (join.region, join.ordinal) in self.places:
             nominal = self.slots[self.places.index((join.region, join.ordinal))]
-        if deterministic:
-            return nominal
-        placed = self.by_place(join.region, join.ordinal)
-        if placed is not None:
-            return placed
-        if nominal is not None and not nominal.occupied:
-            return nominal
-        return next((slot for slot in self.slots if not slot.occupied), None)
+            if not nominal.occupied:
+                return nominal
+        return self._free()
+
+    def _free(self) -> Slot | None:
+        return next((slot for slot in self.current if not slot.occupied), None)
 
     def sit(self, slot: Slot, join: Join, now: float) -> int:
         """Give the slot to the process under a new incarnation, which is returned."""

@@ -1,0 +1,96 @@
+"""The job's clock: elapsed and up time, holds, tokens per second.
+
+Elapsed time runs from the job's first step to its end. Time while the job was
+suspended does not count; a crashed syncer's downtime does, for learners go on
+without it. Up time is the part in which at least one learner advanced: the gap
+between two advances counts up to a limit of a few step times. Seconds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+MIN_GAP = 2.0  # a gap between two advances that is still up time, whatever the step time
+RATE_WINDOW = 10.0
+
+
+class JobClock:
+    def __init__(self) -> None:
+        self.before = 0.0  # elapsed in earlier lives
+        self.started_at: float | None = None  # in this life
+        self.ended_at: float | None = None
+        self.up = 0.0
+        self.advanced_at: float | None = None
+        self.holds: list[list[float | None]] = []  # [from, to] in elapsed seconds
+        self.samples: deque[tuple[float, int]] = deque()
+
+    @property
+    def running(self) -> bool:
+        return self.started_at is not None and self.ended_at is None
+
+    def elapsed(self, now: float) -> float:
+        if self.started_at is None:
+            return self.before
+        return self.before + max(0.0, (now if self.ended_at is None else self.ended_at) - self.started_at)
+
+    def start(self, now: float) -> None:
+        """The first step of this life was made."""
+        if self.started_at is None:
+            self.started_at = self.advanced_at = now
+
+    def advance(self, now: float, step_seconds: float, trained: int) -> None:
+        """Some learner made a step; ``trained``: tokens of all."""
+        if self.advanced_at is not None and self.running:
+            self.up += min(now - self.advanced_at, max(MIN_GAP, 3 * step_seconds))
+        self.advanced_at = now
+        if not self.samples or now - self.samples[-1][0] >= 0.25:
+            self.samples.append((now, trained))
+            while now - self.samples[0][0] > RATE_WINDOW:
+                self.samples.popleft()
+
+    def rate(self, now: float) -> float:
+        """Tokens per second over the last few seconds."""
+        if len(self.samples) < 2 or now - self.samples[-1][0] > RATE_WINDOW:
+            return 0.0
+        (t0, n0), (_, n1) = self.samples[0], self.samples[-1]
+        # Up to now, not to the last sample: a standstill shows.
+        return max(0.0, (n1 - n0) / max(now - t0, 1e-9))
+
+    def uptime(self, now: float) -> float:
+        elapsed = self.elapsed(now)
+        return min(1.0, self.up / elapsed) if elapsed > 0 else 0.0
+
+    def end(self, now: float) -> None:
+        if self.ended_at is None:
+            self.ended_at = now
+            self.release(now)
+
+    def hold(self, now: float) -> None:
+        if not self.holding:
+            self.holds.append([self.elapsed(now), None])
+
+    def release(self, now: float) -> None:
+        if self.holding:
+            self.holds[-1][1] = self.elapsed(now)
+
+    @property
+    def holding(self) -> bool:
+        return bool(self.holds) and self.holds[-1][1] is None
+
+    def to_json(self, now: float, wall: float) -> dict[str, Any]:
+        return {
+            "elapsed": self.elapsed(now),
+            "up": self.up,
+            "running": self.running,
+            "ended": self.ended_at is not None,
+            "holds": self.holds,
+            "wall": wall,
+        }
+
+    def load(self, row: dict[str, Any], now: float, wall: float) -> None:
+        self.before, self.up = row["elapsed"], row["up"]
+        self.holds = [list(hold) for hold in row["holds"]]
+        if row["running"]:
+            self.before += max(0.0, wall - row["wall"])
+            self.started_at = now

@@ -1,0 +1,68 @@
+"""What the core needs of a job, read from the spec once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from diloco_protocol.spec import DiLoCoJob, immutable_digests
+
+from diloco_syncer.rounds import RoundRules
+
+
+@dataclass(frozen=True, slots=True)
+class CoreConfig:
+    """Numbers and names that the core's decisions depend on (steps, tokens, seconds)."""
+
+    places: tuple[tuple[str, int], ...]  # (region, ordinal) of every slot, in job order
+    rules: RoundRules
+    encoding: str  # of pushes
+    weights: str = "tokens-quality"
+    max_versions: int = 16
+    heartbeat_timeout: float = 10.0
+    stop: tuple[Literal["steps", "tokens", "seconds"], float] = ("steps", 1)
+    norm_gate: float | None = None
+    evaluated: bool = False
+    seed: int = 0
+    digests: dict[str, str] = field(default_factory=dict)
+    drain_seconds: float = 120.0  # the longest wait for learners' offers at the end
+    evaluation_seconds: float = 120.0  # the longest wait for the final evaluation
+    evaluator_seconds: float = 20.0  # of these, the wait for an evaluator that is not connected
+    peer_seconds: float = 30.0  # the longest wait for a peer's optimizer state
+    checkpoint_seconds: float = 20.0  # and for the one that goes into the checkpoint
+
+    @classmethod
+    def from_job(cls, job: DiLoCoJob) -> CoreConfig:
+        spec = job.spec
+        sync, stop = spec.sync, spec.training.stop
+        places = tuple(
+            (region.name, ordinal) for region in spec.regions for ordinal in range(region.learners)
+        )
+        limit: tuple[Literal["steps", "tokens", "seconds"], float]
+        if stop.steps is not None:
+            limit = ("steps", stop.steps)
+        elif stop.tokens is not None:
+            limit = ("tokens", stop.tokens)
+        else:
+            limit = ("seconds", stop.seconds or 0.0)
+        return cls(
+            places=places,
+            rules=RoundRules(
+                every=sync.every,
+                overlap=sync.overlap,
+                quorum=spec.quorum,
+                grace_factor=sync.grace.factor,
+                grace_cap=sync.grace.cap_seconds,
+                deterministic=sync.deterministic,
+                slots=len(places),
+            ),
+            encoding=sync.compression.up,
+            weights=sync.merge.weights,
+            max_versions=sync.staleness.max_versions,
+            heartbeat_timeout=sync.heartbeat.timeout_seconds,
+            stop=limit,
+            norm_gate=sync.norm_gate.factor,
+            evaluated=spec.evaluated,
+            seed=spec.seed,
+            digests=immutable_digests(job),
+        )
