@@ -39,6 +39,9 @@ def _broken(path: str, value: Any, message: str, *also: str) -> Violation:
 
 
 def _stop(spec: JobSpec) -> Iterator[Violation]:
+    """Exactly one of training.stop.steps, .tokens and .seconds is given. stop.seconds is not for a
+    deterministic job, nor for the built-in trainer's cosine schedule, which decays towards a known last
+    step."""
     stop, path = spec.training.stop, "training.stop"
     given = [name for name in ("steps", "tokens", "seconds") if getattr(stop, name) is not None]
     if len(given) != 1:
@@ -67,6 +70,9 @@ def _stop(spec: JobSpec) -> Iterator[Violation]:
 
 
 def _model(spec: JobSpec) -> Iterator[Violation]:
+    """training.model is given unless learners.command is; it has config, from, or both. config names its
+    model_type unless from does. With the tokenizer bytes, config.vocab_size is at least 256 or left out.
+    freeze and lora are not given together."""
     training, path = spec.training, "training.model"
     model, builtin = training.model, spec.learners.command is None
     if model is None:
@@ -114,6 +120,8 @@ def _model(spec: JobSpec) -> Iterator[Violation]:
 
 
 def _data(spec: JobSpec) -> Iterator[Violation]:
+    """training.data is given unless learners.command is. Source text needs paths, datasets needs name,
+    python needs function; what belongs to another source is left out."""
     data, path = spec.training.data, "training.data"
     if data is None:
         if spec.learners.command is None:
@@ -158,6 +166,9 @@ def _data(spec: JobSpec) -> Iterator[Violation]:
 
 
 def _sync(spec: JobSpec) -> Iterator[Violation]:
+    """sync.fragments is at most sync.every, sync.overlap is below it, sync.staleness.maxSteps (if given) at
+    least it. sync.quorum is at most the number of learners in all regions. sync.heartbeat.timeoutSeconds is
+    more than intervalSeconds. compression.errorFeedback is not for float32."""
     sync = spec.sync
     if sync.fragments > sync.every:
         yield _broken(
@@ -204,6 +215,8 @@ def _sync(spec: JobSpec) -> Iterator[Violation]:
 
 
 def _regions(spec: JobSpec) -> Iterator[Violation]:
+    """Regions have different names, none is called syncer or evaluator, and hold at most 4096 learners in
+    all."""
     first: dict[str, int] = {}
     for index, region in enumerate(spec.regions):
         path = f"regions.{index}.name"
@@ -222,6 +235,9 @@ def _regions(spec: JobSpec) -> Iterator[Violation]:
 
 
 def _clusters(spec: JobSpec) -> Iterator[Violation]:
+    """A cluster is named everywhere or nowhere. A job that spans clusters has an endpoint that is not
+    ClusterIP, its address, syncer.tls.secretName and learners.credentials.secretName, and TLS. Type
+    External has an address."""
     places = [("syncer.cluster", spec.syncer.cluster)]
     places += [(f"regions.{i}.cluster", region.cluster) for i, region in enumerate(spec.regions)]
     paths = [path for path, _ in places]
@@ -278,6 +294,9 @@ def _clusters(spec: JobSpec) -> Iterator[Violation]:
 
 
 def _syncer(spec: JobSpec) -> Iterator[Violation]:
+    """syncer.shards is at most sync.fragments. endpoint.nodePort belongs to type NodePort and leaves room
+    for all shards. tls.mode off has no secretName. storage.claimName and storage.uri exclude each other and
+    what is about a volume that is made (storageClassName, onDelete Delete)."""
     syncer, storage, endpoint = spec.syncer, spec.syncer.storage, spec.syncer.endpoint
     if syncer.shards > spec.sync.fragments:
         yield _broken(
@@ -334,7 +353,7 @@ def _syncer(spec: JobSpec) -> Iterator[Violation]:
             )
 
 
-_RULES: tuple[Callable[[JobSpec], Iterator[Violation]], ...] = (
+RULES: tuple[Callable[[JobSpec], Iterator[Violation]], ...] = (
     _stop,
     _model,
     _data,
@@ -347,7 +366,7 @@ _RULES: tuple[Callable[[JobSpec], Iterator[Violation]], ...] = (
 
 def violations(job: DiLoCoJob) -> list[Violation]:
     """All broken rules of a job whose fields are valid each on its own."""
-    return [violation for rule in _RULES for violation in rule(job.spec)]
+    return [violation for rule in RULES for violation in rule(job.spec)]
 
 
 def warnings(job: DiLoCoJob) -> list[Violation]:

@@ -75,7 +75,7 @@ def words(annotation: Any, metadata: typing.Iterable[Any] = ()) -> str:
     """What a field takes: "a whole number, at least 1 and at most 4096"."""
     kind, nullable = unwrap(annotation)
     bounds = _all_constraints(annotation, metadata)
-    tail = " or null" if nullable else ""
+    tail = ", or null" if nullable else ""
     origin = typing.get_origin(kind)
     if origin is Literal:
         choices = [str(choice) for choice in typing.get_args(kind)]

@@ -273,7 +273,6 @@ def parse(text: str) -> Document:
         raise YamlProblem(f"more than {MAX_BYTES} characters: a job file is a few kilobytes")
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     result, builder = Document(), _Builder()
-    event: Any
     try:
         for event in yaml.parse(text, Loader=loader):
             if isinstance(event, yaml.DocumentStartEvent):
@@ -281,8 +280,7 @@ def parse(text: str) -> Document:
             elif isinstance(event, yaml.DocumentEndEvent):
                 if builder.document.value is not None:
                     if result.found:
-                        line = event.start_mark.line + 1
-                        raise YamlProblem("there are several documents: keep one job in a file", (), line)
+                        raise YamlProblem("there are several documents: keep one job in a file")
                     result = builder.document
             else:
                 builder.handle(event)

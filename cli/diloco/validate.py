@@ -1,0 +1,131 @@
+"""``diloco validate``: what a job file says, or all that is wrong with it.
+
+Pure text: nothing is started and no torch is loaded. ``diloco run`` shows a wrong
+job file with the same words (``problems_text``).
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from diloco_protocol.load import JobError, Problem, job_warnings, load_job, show, spec_digest
+from diloco_protocol.spec import DataSpec, DiLoCoJob
+
+WRONG = 2
+"""Exit code for a wrong job file or wrong arguments."""
+
+_WIDTH = 100
+
+
+def validate_file(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> tuple[str, int]:
+    """What to print for the job file at ``path``, and the exit code: 0 valid, 2 wrong."""
+    try:
+        job = load_job(path, overrides)
+    except JobError as error:
+        return problems_text(error), WRONG
+    directory = Path(path).resolve().parent
+    return summary_text(job, [*job_warnings(job), *absent_data(job, directory)], str(path)), 0
+
+
+def problems_text(error: JobError) -> str:
+    """All problems of a job, for people: field, value and line, and under it what is wrong with the cure."""
+    count = len(error.problems)
+    head = f"{error.source or 'the job'}: {count} problem{'s' if count != 1 else ''}"
+    return "\n".join([head, *map(_problem_text, error.problems)])
+
+
+def _problem_text(problem: Problem) -> str:
+    where = f"   (line {problem.line})" if problem.line is not None else ""
+    if not problem.path:
+        return _indented(problem.message + where, "  ")
+    value = "" if problem.value is None else f" = {show(problem.value)}"
+    return f"  {problem.path}{value}{where}\n{_indented(problem.message, '      ')}"
+
+
+def _indented(text: str, indent: str) -> str:
+    return textwrap.fill(
+        text,
+        _WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def summary_text(job: DiLoCoJob, warnings: Sequence[Problem] = (), source: str = "") -> str:
+    """A valid job in a few lines, with its warnings under it."""
+    spec = job.spec
+    training, sync = spec.training, spec.sync
+    unit, limit = next((name, value) for name, value in training.stop if value is not None)
+    stop = f"{_count(limit)} {unit}" + (" per learner" if unit == "steps" else "")
+    regions = ", ".join(
+        f"{region.name} {region.learners}" + (f" + {region.spares} spare" if region.spares else "")
+        for region in spec.regions
+    )
+    evaluated = "no"
+    if spec.evaluated and training.evaluation is not None:
+        evaluated = f"every {_count(training.evaluation.every_tokens)} tokens"
+    lines = [
+        f"{source + ': ' if source else ''}a valid job",
+        f"  name      {job.metadata.name}",
+        f"  trains    {_trained(job)} until {stop}",
+        f"  learners  {spec.slots} ({regions}), quorum {spec.quorum}",
+        f"  sync      {sync.fragments} fragments, each every {sync.every} steps, overlap {sync.overlap}, "
+        f"{sync.merge.method} and {sync.outer.optimizer}, {sync.compression.up} up, {sync.compression.down} down"
+        + (", deterministic" if sync.deterministic else ""),
+        f"  evaluated {evaluated}",
+        f"  digest    {spec_digest(job)[:16]}",
+    ]
+    for warning in warnings:
+        lines.append("warning:")
+        lines.append(_problem_text(warning))
+    return "\n".join(lines)
+
+
+def _count(number: float) -> str:
+    return f"{number:,}".replace(",", " ") if isinstance(number, int) else f"{number:g}"
+
+
+def _trained(job: DiLoCoJob) -> str:
+    training, command = job.spec.training, job.spec.learners.command
+    if command is not None:
+        return f"with `{' '.join(command)}`"
+    model, data = training.model, training.data
+    assert model is not None and data is not None  # a rule of the spec, without a command
+    kind = (model.config or {}).get("model_type", "model")
+    named = f"{kind} from {model.from_}" if model.from_ is not None else str(kind)
+    source = {"text": ", ".join(data.paths), "datasets": str(data.name), "python": str(data.function)}[
+        data.source
+    ]
+    return f"{named} on {source if len(source) <= 60 else source[:59] + '…'}"
+
+
+def absent_data(job: DiLoCoJob, directory: Path) -> list[Problem]:
+    """Warnings for local data that is not on this machine (it may be where the job runs).
+
+    ``directory`` is the job file's, where relative paths start.
+    """
+    data = job.spec.training.data
+    if data is None:
+        return []
+    return [
+        Problem(
+            f"spec.training.data.{field}", name, f"there is no such file under {directory} on this machine"
+        )
+        for field, name in _local_names(data)
+        if not glob.glob(str(directory / Path(name).expanduser()))
+    ]
+
+
+def _local_names(data: DataSpec) -> list[tuple[str, str]]:
+    """The names in a data section that can only mean local files."""
+    if data.source == "text":
+        return [("paths", name) for name in data.paths if name != "python-stdlib" and "://" not in name]
+    if data.source == "datasets" and data.name is not None and data.name.startswith((".", "/", "~")):
+        return [("name", data.name)]
+    return []
