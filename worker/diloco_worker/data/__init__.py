@@ -1,0 +1,99 @@
+"""The training data of a job: ``load(spec, held_out)`` gives a map-style data set.
+
+A data set has ``len(data)`` and ``data[i]``, an item being a dict of tensors that the
+model takes: ``input_ids`` and ``labels`` (int64 [sequenceLength]) for text,
+``pixel_values`` (float32 [channels, height, width]) and ``labels`` (int64 []) for images.
+The learner's leases decide which items a process trains on; nothing here is random,
+and every process of a job sees the same items under the same numbers.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from diloco_protocol.spec import JobSpec
+
+from ..errors import job_error
+from . import hub, python, text
+
+__all__ = ["Dataset", "check", "load", "tokens_in"]
+
+
+class Dataset(Protocol):
+    """What the trainer and the evaluator read."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int, /) -> dict[str, torch.Tensor]: ...
+
+
+def load(
+    spec: JobSpec,
+    held_out: bool = False,
+    *,
+    directory: Path | None = None,
+    cache_directory: Path | None = None,
+) -> Dataset:
+    """The data of ``spec.training.data``: the training part, or the part held out for evaluation.
+
+    ``directory`` is where relative paths and the user's modules are looked for
+    (default: DILOCO_JOB_DIRECTORY, the job file's, else the current one); token
+    files go to ``cache_directory`` (default: ``cache`` in DILOCO_WORKDIR; without
+    one, to a private temporary file).
+
+    Raises JobError naming the field, the value and the cure.
+    """
+    data = spec.training.data
+    if data is None:
+        raise job_error("spec.training.data", None, "is required by the built-in trainer")
+    directory = directory or Path(os.environ.get("DILOCO_JOB_DIRECTORY") or Path.cwd())
+    workdir = os.environ.get("DILOCO_WORKDIR")
+    if cache_directory is None and workdir:
+        cache_directory = Path(workdir) / "cache"
+    # Without evaluation nothing is held out.
+    fraction = spec.training.evaluation.fraction if spec.training.evaluation is not None else 0.0
+    found: Dataset
+    if data.source == "text":
+        found = text.load(
+            data.paths, data.tokenizer, data.sequence_length, fraction, held_out, directory, cache_directory
+        )
+    elif data.source == "datasets":
+        found = hub.load(data, fraction, held_out, directory, cache_directory)
+    else:
+        found = python.load(data, held_out, directory)
+    check(spec, found, held_out)
+    return found
+
+
+def check(spec: JobSpec, data: Dataset, held_out: bool) -> None:
+    """Raise JobError unless there is at least one step's batch to train on, one sequence to evaluate on."""
+    batch, count = spec.training.batch, len(data)
+    if held_out:
+        if count == 0:
+            fraction = spec.training.evaluation.fraction if spec.training.evaluation else 0.0
+            raise job_error(
+                "spec.training.evaluation.fraction",
+                fraction,
+                "holds no sequence out of data this short: raise it, name more data, "
+                "or set training.evaluation to null",
+            )
+        return
+    needed = batch.sequences * batch.accumulation
+    if count < needed:
+        raise job_error(
+            "spec.training.data",
+            count,
+            f"{count} sequences to train on are less than one batch of {needed} (training.batch.sequences "
+            "x accumulation): name more data, or lower the batch or training.data.sequenceLength",
+        )
+
+
+def tokens_in(batch: dict[str, torch.Tensor]) -> int:
+    """Tokens of a batch: every input id counts one; of images, every image."""
+    if "input_ids" in batch:
+        return batch["input_ids"].numel()
+    return int(batch["labels"].shape[0])

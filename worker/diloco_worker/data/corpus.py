@@ -1,0 +1,187 @@
+"""Documents of a text corpus: files, directories, globs, URIs, and the corpus that is on every machine.
+
+``documents(paths, directory)`` lists them in one order, the same in every
+process: entries in the order of ``training.data.paths``, within an entry sorted
+by name. Nothing is read until a document is opened; size and stamp identify its
+content well enough to name a cached token file.
+
+The built-in corpus ``python-stdlib`` is the standard library's own source, as
+bytes: every ``.py`` file beneath the interpreter's library directory but for
+tests, installed packages and files generated for the machine. It is the same
+for everyone who runs the same interpreter, and some 14 million bytes.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diloco_protocol.load import JobError, Problem
+
+from ..errors import job_error
+
+BUILT_IN = "python-stdlib"
+FIELD = "spec.training.data.paths"
+
+_STDLIB_SKIPPED_DIRECTORIES = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+)
+# Written when the interpreter was built, full of paths and flags of that machine.
+_STDLIB_SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One file: where it is, its size in bytes, and a stamp that changes with its content."""
+
+    uri: str
+    size: int
+    stamp: str
+    filesystem: Any = None  # fsspec file system for a URI, None for a local file
+
+    def read(self) -> bytes:
+        """All its bytes. Raises JobError naming the file if it cannot be read."""
+        try:
+            if self.filesystem is None:
+                return Path(self.uri).read_bytes()
+            return bytes(self.filesystem.cat_file(self.uri))
+        except Exception as e:  # a driver of fsspec may raise its client's own classes
+            raise job_error(FIELD, self.uri, f"cannot be read: {_words(e)}") from e
+
+
+def documents(paths: Sequence[str], directory: Path) -> list[Document]:
+    """Every document of these paths; relative ones start at ``directory``.
+
+    A document that two paths name comes once, at its first place. Raises
+    JobError with one problem per path that names nothing.
+    """
+    found: dict[str, Document] = {}
+    problems: list[Problem] = []
+    for i, path in enumerate(paths):
+        try:
+            here = list(_expand(path, directory))
+        except _NothingThere as e:
+            problems.append(Problem(f"{FIELD}.{i}", path, str(e)))
+            continue
+        for document in here:
+            found.setdefault(document.uri, document)
+    if problems:
+        raise JobError(problems)
+    return list(found.values())
+
+
+def standard_library() -> Path:
+    """The directory that the built-in corpus is read from. Raises JobError where there is no source."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    if not (root / "os.py").is_file():
+        raise job_error(
+            FIELD, BUILT_IN, f"this Python keeps no source in {root}; name files or a directory instead"
+        )
+    return root
+
+
+def standard_library_files() -> list[Path]:
+    """The built-in corpus's files, sorted by their path relative to the library directory."""
+    root = standard_library()
+    files = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [
+            s
+            for s in subfolders
+            if s not in _STDLIB_SKIPPED_DIRECTORIES and not s.startswith(_STDLIB_SKIPPED_PREFIXES)
+        ]
+        files += [
+            Path(folder, name)
+            for name in names
+            if name.endswith(".py") and not name.startswith(_STDLIB_SKIPPED_PREFIXES)
+        ]
+    return sorted(files, key=lambda f: f.relative_to(root).as_posix())
+
+
+class _NothingThere(Exception):
+    pass
+
+
+def _expand(path: str, directory: Path) -> Iterator[Document]:
+    if path == BUILT_IN:
+        yield from map(_local, standard_library_files())
+    elif "://" in path:
+        yield from _remote(path)
+    else:
+        yield from map(_local, _local_files(path, directory))
+
+
+def _local(path: Path) -> Document:
+    try:
+        facts = path.stat()
+    except OSError as e:
+        raise _NothingThere(f"cannot be read: {path}: {e.strerror}") from e
+    return Document(str(path), facts.st_size, str(facts.st_mtime_ns))
+
+
+def _local_files(path: str, directory: Path) -> list[Path]:
+    where = directory / Path(path).expanduser()
+    if where.is_file():
+        return [where]
+    if where.is_dir():
+        files = _files_beneath(where)
+        if not files:
+            raise _NothingThere(f"the directory {where} holds no files")
+        return files
+    if glob.has_magic(path):
+        names = sorted(glob.glob(str(where), recursive=True))
+        files = [Path(name) for name in names if os.path.isfile(name)]
+        if not files:
+            raise _NothingThere(f"no file matches {where}")
+        return files
+    raise _NothingThere(f"no such file or directory: {where} (relative paths start at {directory})")
+
+
+def _files_beneath(root: Path) -> list[Path]:
+    """Regular files, hidden ones left out, sorted by relative path."""
+    files = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [s for s in subfolders if not s.startswith(".")]
+        files += [Path(folder, n) for n in names if not n.startswith(".") and os.path.isfile(Path(folder, n))]
+    return sorted(files, key=lambda f: f.relative_to(root).as_posix())
+
+
+def _remote(uri: str) -> Iterator[Document]:
+    import fsspec
+
+    try:
+        filesystem, path = fsspec.core.url_to_fs(uri)
+        if glob.has_magic(path):
+            names = sorted(filesystem.glob(path))
+        elif filesystem.isdir(path):
+            names = sorted(filesystem.find(path))
+        else:
+            names = [path]
+        listed = [(name, filesystem.info(name)) for name in names]
+    except ImportError as e:
+        raise _NothingThere(f"{e}: install the fsspec driver for it") from e
+    except (ValueError, NotImplementedError) as e:
+        raise _NothingThere(f"not a URI that fsspec can read: {e}") from e
+    except FileNotFoundError as e:
+        raise _NothingThere("nothing there") from e
+    except Exception as e:  # a driver of fsspec may raise its client's own classes
+        raise _NothingThere(f"cannot be read: {_words(e)}") from e
+    files = [(name, info) for name, info in listed if info.get("type") != "directory"]
+    if not files:
+        raise _NothingThere("names no file")
+    for name, info in files:
+        stamp = next(
+            (str(info[k]) for k in ("ETag", "etag", "mtime", "LastModified", "created") if info.get(k)), ""
+        )
+        yield Document(filesystem.unstrip_protocol(name), int(info.get("size") or 0), stamp, filesystem)
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,104 @@
+"""The built-in trainer: an ordinary training loop around the public Learner, nothing more.
+
+A user's own loop can do all that is done here. The model and the data come from
+the job; each of the learner's batches is one optimizer step, cut into
+``training.batch.accumulation`` forward passes. Learning rate and dropout depend on
+(seed, slot, slot step) and not on the process, so that a replacement continues its
+predecessor's course.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from diloco_protocol.spec import DiLoCoJob
+
+from . import compute, data, models, schedule
+from .learner import Learner
+
+log = logging.getLogger(__name__)
+
+
+def train(job: DiLoCoJob) -> int:
+    """Train as one learner of the job, until it ends or SIGTERM. Returns the process's exit code.
+
+    Raises JobError for what is wrong with the job, settings.WorkerError for the rest.
+    """
+    spec = job.spec
+    compute.configure(spec)
+    where = compute.device(spec)
+    dtype = compute.precision(spec, where)
+    # Data first: a wrong path is said before a large model is built.
+    dataset = data.load(spec)
+    model = models.build(spec, spec.seed).to(where)
+    models.check_batch(model, dataset[0], spec.training.data.source if spec.training.data else "")
+    optimizer = schedule.build_optimizer(model, spec.training.optimizer)
+    log.info(
+        "%s: %d parameters, %d trained; %d sequences; %s, %s",
+        type(model).__name__, sum(p.numel() for p in model.parameters()),
+        sum(p.numel() for p in model.parameters() if p.requires_grad), len(dataset), where, dtype,
+    )  # fmt: skip
+
+    total: int | None = None
+    with Learner.from_environment(model, optimizer) as learner:
+        for batch in learner.batches(dataset):
+            tokens = data.tokens_in(batch)
+            total = total or schedule.total_steps(spec, tokens)
+            rate = schedule.learning_rate(spec.training.optimizer, learner.step, total)
+            rate *= learner.rewarm_scale()
+            schedule.set_learning_rate(optimizer, rate)
+            torch.manual_seed(dropout_seed(spec.seed, learner.slot, learner.step))
+            nats = step(
+                model, optimizer, compute.to_device(batch, where), spec.training.batch.accumulation,
+                spec.training.optimizer.clip_norm, dtype,
+            )  # fmt: skip
+            learner.after_step(tokens=tokens, loss=nats, lr=rate)
+    return learner.exit_code
+
+
+def step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping[str, torch.Tensor],
+    accumulation: int, clip_norm: float | None, dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    """One optimizer step on ``batch``, in ``accumulation`` forward passes.
+
+    Each prediction weighs the same, however many a pass has. Returns the mean
+    cross-entropy in nats per prediction, a detached scalar on the model's device.
+    """
+    where = batch["labels"].device
+    predictions = max(1, models.predictions(batch))
+    total = torch.zeros((), device=where)
+    optimizer.zero_grad(set_to_none=True)
+    for part in parts(batch, accumulation):
+        with compute.autocast(where, dtype):
+            loss = models.loss(model, part)
+        share = loss.predictions / predictions
+        (loss.value * share).backward()
+        total += loss.nats.float() * share
+    schedule.clip((p for p in model.parameters() if p.requires_grad), clip_norm)
+    optimizer.step()
+    return total
+
+
+def parts(batch: Mapping[str, torch.Tensor], count: int) -> Iterator[dict[str, torch.Tensor]]:
+    """The batch in ``count`` parts along its first dimension, as equal as can be."""
+    rows = next(iter(batch.values())).shape[0]
+    for i in range(count):
+        start, end = rows * i // count, rows * (i + 1) // count
+        if end > start:
+            yield {name: tensor[start:end] for name, tensor in batch.items()}
+
+
+def dropout_seed(seed: int, slot: int, step: int) -> int:
+    """A seed of its own for each (job seed, slot, step), below 2^63: SplitMix64's mixing of the three."""
+    value = 0
+    for part in (seed, slot, step):
+        value = (value + part + 0x9E3779B97F4A7C15) & (2**64 - 1)
+        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+        value ^= value >> 31
+    return value >> 1
