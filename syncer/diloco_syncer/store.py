@@ -93,8 +93,8 @@ class Store(ABC):
         """Remove the object; nothing happens if it does not exist."""
 
     @abstractmethod
-    def folder_path(self, folder: str) -> Path | None:
-        """A local directory for large temporary files beside the store, if it has one."""
+    def local_path(self, name: str) -> Path | None:
+        """The object's file, where the store has files; for reading large objects without copies."""
 
 
 def _checked(name: str) -> str:
@@ -166,10 +166,8 @@ class DirectoryStore(Store):
     def delete(self, name: str) -> None:
         self._path(name).unlink(missing_ok=True)
 
-    def folder_path(self, folder: str) -> Path | None:
-        path = self.root / _checked(folder)
-        path.mkdir(parents=True, exist_ok=True)
-        return path
+    def local_path(self, name: str) -> Path | None:
+        return self._path(name)
 
     def remove_leftovers(self) -> int:
         """Remove half-written temporary files of killed syncers; returns how many."""
@@ -261,7 +259,7 @@ class ObjectStore(Store):
         except FileNotFoundError:
             return
 
-    def folder_path(self, folder: str) -> Path | None:
+    def local_path(self, name: str) -> Path | None:
         return None
 
 
