@@ -38,11 +38,11 @@ from diloco_syncer.intake import IntakeRules, NormGate, check_header
 from diloco_syncer.leases import LeaseBook
 from diloco_syncer.ledger import Ledger, PushId
 from diloco_syncer.membership import Membership, Slot, SlotState
-from diloco_syncer.merge import weights as merge_weights
 from diloco_syncer.peers import PeerBook
 from diloco_syncer.phases import Phases
-from diloco_syncer.rounds import Accepted, Progress, Round, RoundBook
+from diloco_syncer.rounds import Accepted, Progress, Round, RoundBook, superseded
 from diloco_syncer.summary import core_report, core_status
+from diloco_syncer.weights import weights as merge_weights
 
 LATE_ROUNDS = 3  # late in so many rounds running: starved
 
@@ -495,9 +495,8 @@ class Core:
         ):
             replaced = self.rounds.accept(opened, push, now)
         else:
-            same = (header.slot, header.incarnation)
             waiting = self.offers[header.fragment]
-            replaced = [o for o in waiting if (o.header.slot, o.header.incarnation) == same]
+            replaced = superseded(waiting, header)
             self.offers[header.fragment] = [o for o in waiting if o not in replaced] + [push]
         self._out += [ev.DropPayload(old.handle) for old in replaced]
 

@@ -87,6 +87,13 @@ class Round:
         return {push.header.slot for push in self.pushes}
 
 
+def superseded(waiting: Iterable[Accepted], header: PushHeader) -> list[Accepted]:
+    """Waiting pushes whose steps the new one carries too: of the same slot, and
+    overlapping. A tenure's pushes all begin at its base, so the newer is a superset
+    (perhaps under a newer incarnation); another tenure's steps never overlap."""
+    return [p for p in waiting if p.header.slot == header.slot and header.first_step <= p.header.last_step]
+
+
 class RoundBook:
     """All rounds of a job's P fragments."""
 
@@ -179,10 +186,8 @@ class RoundBook:
     # ------------------------------------------------------------- waiting
 
     def accept(self, opened: Round, push: Accepted, now: float) -> list[Accepted]:
-        """Put a push into the round; returns what it replaces (an older push of
-        the same slot and incarnation, whose steps it carries too)."""
-        same = (push.header.slot, push.header.incarnation)
-        replaced = [p for p in opened.pushes if (p.header.slot, p.header.incarnation) == same]
+        """Put a push into the round; returns what it replaces."""
+        replaced = superseded(opened.pushes, push.header)
         opened.pushes = [p for p in opened.pushes if p not in replaced] + [push]
         if opened.quorum_at is None and len(opened.slots()) >= self.rules.quorum:
             opened.quorum_at = now

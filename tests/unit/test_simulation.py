@@ -1,0 +1,573 @@
+"""The syncer's core and the learner's adoption rule against each other, in virtual time.
+
+Both are the real code. What is simulated is everything between them: a network
+that delays, loses and repeats, processes that die, freeze and come back, a syncer
+that crashes between any two actions and restarts from what was durable.
+
+The oracle does not share their arithmetic. A step of a process is a unique id; a
+fragment's parameters are the *set* of the ids that went into them; a push carries
+a set. So "no step is merged twice" is "the sets of one merge, and the set that it
+is merged into, are disjoint", and every ledger column can be counted by hand.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import random
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+import pytest
+from diloco_syncer import events as ev
+from diloco_syncer.config import CoreConfig
+from diloco_syncer.core import Core
+from diloco_syncer.events import PhaseName
+from diloco_syncer.ledger import header_from_json, header_to_json
+from diloco_syncer.rounds import RoundRules
+from diloco_worker.adoption import Adoption, AdoptionConfig, Broadcast, Kind, Rule
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+Ids = frozenset[tuple[str, int]]
+
+
+@dataclass
+class Setup:
+    seed: int
+    slots: int = 3
+    fragments: int = 3
+    every: int = 4
+    overlap: int = 2
+    quorum: int = 1
+    rule: Rule = Rule.KEEP
+    max_versions: int = 4
+    steps: int = 40
+    chaos: float = 1.0  # how often things break
+    latency: float = 1.0  # how slow the network and the merges are
+
+
+@dataclass
+class Learner:
+    """One process: the real adoption rule, and sets in place of tensors."""
+
+    process: str
+    place: tuple[str, int]
+    setup: Setup
+    speed: float
+    connection: int | None = None
+    seat: ev.Seat | None = None
+    adoption: Adoption = field(init=False)
+    theta: list[Ids] = field(default_factory=list)
+    base: list[Ids] = field(default_factory=list)
+    snapshots: dict[tuple[int, int], Ids] = field(default_factory=dict)
+    pulls: dict[int, ev.Pull] = field(default_factory=dict)
+    news: list[tuple[Broadcast, Ids]] = field(default_factory=list)
+    tokens_of: dict[tuple[str, int], int] = field(default_factory=dict)
+    alive: bool = True
+    frozen_until: float = 0.0
+    draining: bool = False
+    outstanding: set[int] = field(default_factory=set)  # fragments whose offer has no answer yet
+    offered: set[int] = field(default_factory=set)
+    left: bool = False
+
+    def __post_init__(self) -> None:
+        s = self.setup
+        self.adoption = Adoption(
+            AdoptionConfig(
+                fragments=s.fragments, every=s.every, overlap=s.overlap, rule=s.rule,
+                max_versions=s.max_versions, max_steps=8 * s.every,
+            )
+        )  # fmt: skip
+        self.theta = [frozenset()] * s.fragments
+        self.base = [frozenset()] * s.fragments
+
+    def begin(self, slot_step: int) -> None:
+        self.adoption.begin_tenure(slot_step)
+        self.snapshots.clear()
+        self.pulls.clear()
+        self.news.clear()
+
+    def adopt(self) -> None:
+        held_back = []
+        for news, merged_ids in self.news:
+            p = news.fragment
+            if p in self.offered or p in self.outstanding:
+                held_back.append((news, merged_ids))  # an offered fragment stays as it was offered
+                continue
+            decision = self.adoption.on_broadcast(news)
+            assert decision.kind is not Kind.STOP, decision.message
+            own = self.theta[p] - self.base[p]
+            match decision.kind:
+                case Kind.OVERWRITE:
+                    self.theta[p] = merged_ids
+                case Kind.KEEP:
+                    since = self.theta[p] - self.snapshots[p, decision.reference]
+                    assert not since & merged_ids, "kept steps are in the merge already"
+                    self.theta[p] = merged_ids | since
+                case Kind.REBASE:
+                    assert not own & merged_ids, "a rebase keeps steps that were merged"
+                    self.theta[p] = merged_ids | own
+                case _:
+                    continue
+            for sequence in decision.move:
+                self.snapshots[p, sequence] = merged_ids | (self.snapshots[p, sequence] - self.base[p])
+            for sequence in decision.forget:
+                del self.snapshots[p, sequence]
+            self.base[p] = merged_ids
+            assert len(self.theta[p] - self.base[p]) == self.adoption.pending_steps(p)
+        self.news = held_back
+
+    def report(self) -> ev.ReportCounts:
+        rows = self.adoption.rows()
+        return ev.ReportCounts(
+            slot_step=self.adoption.now.step,
+            trained_steps=self.adoption.trained_steps,
+            trained_tokens=self.adoption.now.tokens,
+            fragments=tuple(
+                ev.FragmentCounts(
+                    r.epoch, r.base_version, r.steps, r.tokens, r.confirmed_tokens,
+                    r.dropped_overlap, r.dropped_stale, r.dropped_rolled_back,
+                )
+                for r in rows
+            ),
+            compute_seconds=self.adoption.now.seconds,
+            step_seconds=self.speed,
+        )  # fmt: skip
+
+
+class World:
+    """Virtual time, one syncer at a time, some processes."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.random = random.Random(setup.seed)
+        self.now = 0.0
+        self.queue: list[tuple[float, int, object]] = []
+        self.order = count()
+        self.connections: dict[int, Learner] = {}
+        self.numbers = count(1)
+        self.learners: list[Learner] = []
+        self.everyone: list[Learner] = []
+        # What is durable.
+        self.records: dict[tuple[int, int], tuple[list[dict], Ids]] = {}
+        self.state: str | None = None
+        self.spool: dict[tuple[int, int, int, int], tuple[str, Ids]] = {}
+        self.epoch = 0
+        # What the present syncer holds in memory.
+        self.life = 0
+        self.payload: dict[int, Ids] = {}
+        self.down_until = 0.0
+        self.tokens_of: dict[tuple[str, int], int] = {}
+        self.seen: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+        self.config = CoreConfig(
+            places=tuple(("r", i) for i in range(setup.slots)),
+            rules=RoundRules(setup.every, setup.overlap, setup.quorum, 0.9, 2.0, slots=setup.slots),
+            encoding="float32", max_versions=setup.max_versions, heartbeat_timeout=3.0,
+            stop=("steps", setup.steps), seed=setup.seed,
+            drain_seconds=30.0,
+        )  # fmt: skip
+        self.start_syncer()
+        for i in range(setup.slots):
+            self.spawn(("r", i))
+
+    # ------------------------------------------------------------ time
+
+    def at(self, delay: float, call: object) -> None:
+        heapq.heappush(self.queue, (self.now + delay, next(self.order), call))
+
+    def delay(self, longest: float) -> float:
+        return self.random.uniform(0.0, longest) * self.setup.latency
+
+    def chance(self, p: float) -> bool:
+        return self.random.random() < p * self.setup.chaos
+
+    def run(self, limit: float = 3000.0) -> None:
+        while self.core.phase not in ev.ENDED and self.now < limit:
+            self.now, _, call = heapq.heappop(self.queue)
+            call()  # type: ignore[operator]
+        # Whatever was on its way when the job ended is nobody's business any more.
+
+    # ------------------------------------------------------------ syncer
+
+    def start_syncer(self) -> None:
+        self.epoch += 1
+        self.life += 1
+        state = None if self.state is None else json.loads(self.state)
+        self.core = Core(self.config, state, self.epoch, self.now, self.now)
+        self.payload = {}
+        if self.core.initialised:
+            for (p, v), (headers, _) in sorted(self.records.items()):
+                if v:
+                    self.core.recover(p, v, [header_from_json(json.loads(json.dumps(h))) for h in headers])
+            for push_id, (text, ids) in list(self.spool.items()):
+                handle = next(self.numbers)
+                if self.core.restore_offer(header_from_json(json.loads(text)), handle, 1.0):
+                    self.payload[handle] = ids
+                else:
+                    del self.spool[push_id]
+        self.check()
+        self.act(self.core.start(self.now))
+        self.tick(self.life)
+
+    def tick(self, life: int) -> None:
+        if life == self.life and self.now >= self.down_until:
+            self.handle(ev.Tick())
+            self.at(max(0.01, min(1.0, self.core.wake_at - self.now)), lambda: self.tick(life))
+
+    def crash_syncer(self) -> None:
+        self.seen["crashes"] += 1
+        self.life += 1
+        self.down_until = self.now + self.random.uniform(0.1, 4.0)
+        for learner in self.connections.values():
+            learner.connection = None
+            self.at(self.random.uniform(0.1, 1.0), lambda learner=learner: self.connect(learner))
+        self.connections.clear()
+        self.at(self.down_until - self.now, self.start_syncer)
+
+    def up(self) -> bool:
+        return self.now >= self.down_until
+
+    def handle(self, event: ev.Event) -> None:
+        if self.up():
+            self.act(self.core.handle(event, self.now))
+
+    def act(self, actions: list[ev.Action]) -> None:
+        life = self.life
+        for action in actions:
+            if life != self.life:
+                return  # crashed between two actions
+            self.do(action)
+            if self.core.initialised and self.core.phase not in ev.ENDED and self.chance(0.0004):
+                self.crash_syncer()
+
+    def do(self, action: ev.Action) -> None:
+        match action:
+            case ev.Persist():
+                self.state = json.dumps(self.core.state(self.now, self.now))
+            case ev.Admit():
+                learner = self.connections[action.connection]
+                if action.initialise:
+                    self.at(0.1, lambda c=action.connection: self.initialise(c))
+                self.seated(learner, action.seat, action.merged)
+            case ev.Promote():
+                self.seated(self.connections[action.connection], action.seat, action.merged)
+            case ev.AskInitial():
+                self.at(0.1, lambda c=action.connection: self.initialise(c))
+            case ev.Refuse():
+                learner = self.connections.pop(action.connection, None)
+                if learner is not None:
+                    learner.connection = None
+                    if not action.fatal:
+                        self.at(0.2, lambda: self.connect(learner))
+                    else:
+                        learner.alive = False
+            case ev.Pull():
+                learner = self.connections.get(action.connection)
+                if learner is not None and not self.chance(0.02):
+                    learner.pulls[action.fragment] = action
+            case ev.Merge():
+                headers = [header_to_json(r.header) for r in action.responders]
+                content = [self.payload[r.handle] for r in action.responders]
+                life = self.life
+                self.at(self.delay(0.3), lambda: self.merge(action, headers, content, life))
+            case ev.Announce():
+                for connection, learner in list(self.connections.items()):
+                    self.announce(learner, action.fragment, action.merged.get(connection, ev.MergedPush()))
+            case ev.PushVerdict() | ev.DropPayload() | ev.SetPhase() | ev.Note() | ev.GrantLease():
+                if isinstance(action, ev.SetPhase) and action.phase is PhaseName.DRAINING:
+                    for learner in self.connections.values():
+                        learner.draining = True
+            case _:
+                raise AssertionError(action)
+
+    def merge(self, action: ev.Merge, headers: list[dict], content: list[Ids], life: int) -> None:
+        """The wall merges and writes the record; a crash before loses it, after keeps it."""
+        if life != self.life:
+            return
+        p, v = action.fragment, action.version
+        assert (p, v) not in self.records, "a version was made twice"
+        before = self.records[p, v - 1][1]
+        after = before
+        assert abs(sum(r.weight for r in action.responders) - 1) < 1e-6
+        for ids in content:
+            assert not ids & after, "a step was merged twice"
+            after |= ids
+        self.records[p, v] = (headers, after)
+        for responder in action.responders:
+            self.spool.pop(responder.header.id, None)
+        if self.chance(0.01):
+            self.crash_syncer()
+            return
+        self.handle(ev.Merged(p, v, 0.05, tuple(1.0 for _ in content)))
+        self.check()
+
+    def check(self) -> None:
+        if self.core.ledger is not None:
+            assert self.core.ledger.check() == []
+            for p in range(self.setup.fragments):
+                ids = self.records[p, self.core.versions[p]][1]
+                merged = sum(self.core.ledger.merged(s, p) for s in range(self.setup.slots))
+                assert merged == sum(self.tokens_of[i] for i in ids), "the merged column is not what was merged"
+
+    # ------------------------------------------------------------ learners
+
+    def spawn(self, place: tuple[str, int]) -> Learner:
+        number = next(self.numbers)
+        learner = Learner(f"p{number}", place, self.setup, self.random.uniform(0.05, 0.2))
+        self.learners.append(learner)
+        self.everyone.append(learner)
+        self.at(self.random.uniform(0.0, 0.5), lambda: self.connect(learner))
+        self.at(0.5, lambda: self.step(learner))
+        return learner
+
+    def connect(self, learner: Learner) -> None:
+        if not learner.alive or learner.left or learner.connection is not None:
+            return
+        if not self.up() or self.now < learner.frozen_until:
+            self.at(0.5, lambda: self.connect(learner))
+            return
+        connection = next(self.numbers)
+        self.connections[connection] = learner
+        learner.connection = connection
+        region, ordinal = learner.place
+        self.handle(ev.Join(connection, learner.process, region, ordinal, False, "L", {}, 0, ()))
+
+    def seated(self, learner: Learner, seat: ev.Seat | None, merged: tuple[ev.MergedPush, ...]) -> None:
+        if seat is None:
+            return
+        if not (seat.continuing and learner.seat is not None):
+            learner.begin(seat.slot_step)
+        learner.seat = seat
+        learner.draining = self.core.phase is PhaseName.DRAINING
+        learner.offered.clear()
+        learner.outstanding.clear()
+        for p in range(len(self.core.versions)):
+            self.announce(learner, p, merged[p] if merged else ev.MergedPush())
+
+    def initialise(self, connection: int) -> None:
+        if connection in self.connections and not self.core.initialised:
+            for p in range(self.setup.fragments):
+                self.records[p, 0] = ([], frozenset())
+            self.handle(ev.InitialStored("L", (10,) * self.setup.fragments))
+
+    def announce(self, learner: Learner, p: int, merged: ev.MergedPush) -> None:
+        version = self.core.versions[p]
+        news = Broadcast(p, self.epoch, version, ("f", p, version), False, merged.sequence, merged.version)
+        ids, connection = self.records[p, version][1], learner.connection
+
+        def arrive() -> None:
+            if learner.connection == connection:  # a broken session takes its downloads with it
+                learner.news.append((news, ids))
+
+        # The session is in order, downloads are not: newer news of a fragment may come first.
+        self.at(self.delay(0.3), arrive)
+
+    def step(self, learner: Learner) -> None:
+        if not learner.alive or learner.left:
+            return
+        self.at(learner.speed, lambda: self.step(learner))
+        if self.now < learner.frozen_until or learner.seat is None:
+            return
+        learner.adopt()
+        if not learner.adoption.complete:
+            return
+        if learner.draining and learner.connection is not None:
+            self.drain(learner)
+        elif not learner.adoption.paused and self.core.phase not in ev.ENDED:
+            tokens = self.random.choice([1, 7, 100])
+            learner.adoption.on_step(tokens, learner.speed)
+            step_id = (f"{learner.process}/{learner.seat.incarnation}", learner.adoption.now.step)
+            self.tokens_of[step_id] = tokens
+            learner.theta = [ids | {step_id} for ids in learner.theta]
+            for pull in list(learner.pulls.values()):
+                del learner.pulls[pull.fragment]
+                self.push(learner, pull.fragment, pull.round, pull.version)
+        self.report(learner)
+        self.mishap(learner)
+
+    def report(self, learner: Learner) -> None:
+        connection = learner.connection
+        if connection is None or not learner.adoption.complete:
+            return
+        event = ev.Reported(connection, learner.report())
+        for _ in range(2 if self.chance(0.1) else 1):
+            if not self.chance(0.1):
+                self.at(
+                    self.delay(0.2),
+                    lambda: connection in self.connections and self.handle(event),
+                )
+
+    def push(self, learner: Learner, p: int, round: int, version: int) -> None:
+        assert learner.seat is not None
+        planned = learner.adoption.snapshot(p, round, version)
+        if planned is None:
+            return
+        plan, given_up = planned
+        for sequence in given_up:
+            del learner.snapshots[p, sequence]
+        learner.snapshots[p, plan.sequence] = learner.theta[p]
+        ids = learner.theta[p] - learner.base[p]
+        header = ev.PushHeader(
+            learner.seat.slot, learner.seat.incarnation, p, plan.sequence, round, plan.epoch, plan.base_version,
+            plan.oldest_version, plan.first_step, plan.last_step, plan.steps, plan.tokens, plan.compute_seconds,
+            "float32", "L", learner.report(),
+        )  # fmt: skip
+        assert plan.tokens == sum(self.tokens_of[i] for i in ids)
+        for _ in range(2 if self.chance(0.05) else 1):
+            if not self.chance(0.05):
+                self.at(self.delay(0.4), lambda: self.arrive(learner, header, ids, self.life))
+
+    def arrive(self, learner: Learner, header: ev.PushHeader, ids: Ids, life: int) -> None:
+        if not self.up() or life != self.life:
+            return
+        refused = self.core.admit_push(header)
+        if refused is None:
+            handle = next(self.numbers)
+            self.payload[handle] = ids
+            if header.round == 0:  # spooled before it is accepted: durable before it is acknowledged
+                self.spool[header.id] = (json.dumps(header_to_json(header)), ids)
+            actions = self.core.handle(ev.PushReceived(header, 1.0, True, handle), self.now)
+            verdict = next(a for a in actions if isinstance(a, ev.PushVerdict))
+            if verdict.reason is not None:
+                self.spool.pop(header.id, None)
+                refused = (verdict.reason, verdict.message)
+            self.act(actions)
+        if refused is not None:
+            self.refused[refused[0].value] += 1
+        if self.chance(0.1):
+            return  # the answer is lost
+        self.answer(learner, header, refused)
+
+    def answer(self, learner: Learner, header: ev.PushHeader, refused: tuple[ev.Reason, str] | None) -> None:
+        if not learner.alive or learner.seat is None or header.incarnation != learner.seat.incarnation:
+            return
+        p = header.fragment
+        learner.outstanding.discard(p)
+        final = refused is not None and refused[0] is not ev.Reason.REPEATED
+        for sequence in learner.adoption.on_verdict(p, header.sequence, final):
+            del learner.snapshots[p, sequence]
+        if header.round == 0 and not final:
+            learner.offered.add(p)
+
+    def drain(self, learner: Learner) -> None:
+        """Offer everything, then leave; what has no answer is offered again."""
+        for p in learner.adoption.drain_order():
+            if p in learner.offered:
+                continue
+            if p not in learner.outstanding or self.random.random() < 0.05:
+                learner.outstanding.add(p)
+                self.push(learner, p, 0, 0)
+        if all(p in learner.offered for p in learner.adoption.drain_order()):
+            learner.left = True
+            connection = learner.connection
+            assert connection is not None
+            self.handle(ev.Reported(connection, learner.report()))
+            self.handle(ev.DrainedEvent(connection))
+            self.connections.pop(connection, None)
+            learner.connection = None
+            if self.core.phase not in (PhaseName.DRAINING, *ev.ENDED):
+                self.learners.remove(learner)
+                self.at(1.0, lambda: self.spawn(learner.place))
+
+    def mishap(self, learner: Learner) -> None:
+        if self.core.phase not in (PhaseName.TRAINING, PhaseName.HOLDING):
+            return
+        if self.chance(0.004):  # killed
+            self.seen["kills"] += 1
+            learner.alive = False
+            self.learners.remove(learner)
+            connection, learner.connection = learner.connection, None
+            if connection is not None:
+                self.connections.pop(connection, None)
+                self.handle(ev.ConnectionLost(connection))
+            if self.random.random() < 0.5:
+                self.handle(ev.ProcessGone(*learner.place, learner.process, "killed"))
+            self.at(self.random.uniform(0.1, 5.0), lambda: self.spawn(learner.place))
+        elif self.chance(0.003):  # frozen, perhaps for longer than the timeout
+            self.seen["freezes"] += 1
+            learner.frozen_until = self.now + self.random.uniform(0.5, 6.0)
+        elif self.chance(0.005):  # the connection breaks
+            self.seen["breaks"] += 1
+            connection, learner.connection = learner.connection, None
+            if connection is not None:
+                self.connections.pop(connection, None)
+                self.handle(ev.ConnectionLost(connection))
+                self.at(self.random.uniform(0.1, 2.0), lambda: self.connect(learner))
+        elif self.chance(0.002) and not learner.draining and learner.connection is not None:
+            learner.draining = True
+            self.seen["drains"] += 1
+            self.handle(ev.DrainRequested(learner.connection))
+
+
+def settle(world: World) -> dict[str, int]:
+    """The end: everything exact, and what was trained is accounted for."""
+    world.check()
+    assert world.core.phase is PhaseName.COMPLETE, (world.core.phase, world.now)
+    assert world.core.ledger is not None
+    rows = world.core.ledger.rows()
+    trained = world.core.ledger.total_trained()
+    for row in rows:
+        assert row["merged"] + row["pending"] + row["dropped"] == trained
+        assert sum(row["reasons"].values()) == row["dropped"]
+    for p in range(world.setup.fragments):
+        assert {v for q, v in world.records if q == p} == set(range(world.core.versions[p] + 1)), "a gap"
+    return world.core.ledger.totals()
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    slots=st.integers(1, 4),
+    fragments=st.integers(1, 4),
+    every=st.integers(4, 8),
+    overlap=st.integers(0, 3),
+    rule=st.sampled_from([Rule.KEEP, Rule.OVERWRITE]),
+    data=st.data(),
+)
+def test_no_step_is_merged_twice_or_lost(
+    seed: int, slots: int, fragments: int, every: int, overlap: int, rule: Rule, data: st.DataObject
+) -> None:
+    """Under any order of late, lost, repeated and refused messages, kills, freezes and crashes."""
+    quorum = data.draw(st.integers(1, slots))
+    world = World(Setup(seed, slots, fragments, every, overlap, quorum, rule))
+    world.run()
+    settle(world)
+
+
+def test_the_simulation_breaks_things() -> None:
+    """The property above is worth something only if crashes, kills and refusals happen in it."""
+    seen: dict[str, int] = {}
+    for seed in range(12):
+        world = World(Setup(seed, steps=80))
+        world.run()
+        settle(world)
+        for name in ("crashes", "kills", "freezes", "breaks", "drains"):
+            seen[name] = seen.get(name, 0) + world.seen.get(name, 0)
+        for reason in world.refused:
+            seen[reason] = seen.get(reason, 0) + world.refused[reason]
+    assert {"crashes", "kills", "freezes", "breaks", "drains"} <= {k for k, v in seen.items() if v}
+    assert {"fenced", "other-round", "repeated"} <= seen.keys(), seen
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_without_mishaps_everything_is_merged(slots: int) -> None:
+    """A fast, quiet network: one version per H steps, nothing dropped, nothing pending."""
+    world = World(replace(Setup(1), slots=slots, chaos=0.0, latency=0.02, steps=60, max_versions=1000))
+    world.run()
+    totals = settle(world)
+    assert totals["dropped"] == 0
+    assert totals["pending"] == 0
+    # Snapshot to snapshot is H steps, plus the step at whose end a pull is answered and its start.
+    assert all(60 // 6 <= v <= 60 // 4 + 1 for v in world.core.versions), world.core.versions
+
+
+def test_overwrite_drops_only_overlapped_steps() -> None:
+    world = World(replace(Setup(2), chaos=0.0, rule=Rule.OVERWRITE, max_versions=1000))
+    world.run()
+    settle(world)
+    assert world.core.ledger is not None
+    reasons = set().union(*(row["reasons"] for row in world.core.ledger.rows()))
+    assert reasons == {"overlap"}
