@@ -1,0 +1,95 @@
+# `make` lists the targets. `make demo` and `make test` set everything up by themselves.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+EXTRAS := syncer,worker,dev,tensorboard
+# An index to take torch from, as the install page of pytorch.org gives it for
+# your CPU or CUDA version; empty: the index that pip is set up with.
+TORCH_INDEX ?=
+TORCH := $(shell sed -n 's/^torch==/torch==/p' requirements.lock)
+PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --quiet
+
+DEMO_JOB ?= examples/tiny-gpt.yaml
+DEMO_DIR ?= runs/demo
+DEMO_CHAOS ?= 30s:kill:learner-1
+# Words for pytest, for instance PYTEST_ARGS="-k ledger -x".
+PYTEST_ARGS ?=
+BENCHES := merge codec wire overlap
+BENCH_ARGS ?=
+
+.PHONY: help
+help: ## List these targets
+	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | sort | awk -F'|' '{printf "%-14s %s\n", $$1, $$2}'
+
+.PHONY: setup
+setup: $(STAMP) ## Make .venv and install everything, pinned (TORCH_INDEX=URL chooses the build of torch)
+
+$(STAMP): pyproject.toml requirements.lock
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "This needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1 || echo missing)." >&2; \
+	  echo "Name another one: make setup PYTHON=python3.12" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
+	  echo "Could not make $(VENV): some systems keep venv in a package of its own (python3-venv)." >&2; exit 1; }
+	@echo "Installing into $(VENV) (the first time takes minutes: torch is large)"
+	@$(PIP_INSTALL) -c requirements.lock $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX) --no-deps) $(TORCH)
+	@$(PIP_INSTALL) -c requirements.lock -e '.[$(EXTRAS)]'
+	@touch $@
+
+.PHONY: demo
+demo: $(STAMP) ## Train a small model with three learners, kill one, and show what happens (2-3 minutes)
+	@if [ -e $(DEMO_DIR)/report.json ] && ! grep -Eq '"outcome": *"interrupted"' $(DEMO_DIR)/report.json; then \
+	  rm -rf $(DEMO_DIR); fi
+	$(BIN)/diloco run $(DEMO_JOB) --workdir $(DEMO_DIR) --report $(DEMO_DIR)/report.json --chaos $(DEMO_CHAOS)
+
+.PHONY: test
+test: $(STAMP) ## Run the quick tests (within 10 minutes on two cores)
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+.PHONY: test-slow
+test-slow: $(STAMP) ## Run the slow tests
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+.PHONY: lint
+lint: $(STAMP) ## Style, types, doors between rooms, and whether generated files are current
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/python tools/check_proto.py
+	$(BIN)/python -m diloco_protocol.reference --check docs/job.md
+	$(BIN)/python tools/lock.py --check
+
+.PHONY: format
+format: $(STAMP) ## Format the code and sort its imports
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+
+.PHONY: bench
+bench: $(STAMP) ## Measure merge, codec, wire and overlap, each against its references (BENCH_ARGS=--quick)
+	@for name in $(BENCHES); do echo "== $$name"; $(BIN)/python bench/$$name.py $(BENCH_ARGS); done
+
+.PHONY: proto
+proto: $(STAMP) ## Regenerate the gRPC stubs from sync.proto
+	$(BIN)/python tools/check_proto.py --write
+
+.PHONY: docs
+docs: $(STAMP) ## Regenerate docs/job.md from the job's models
+	$(BIN)/python -m diloco_protocol.reference --write docs/job.md
+
+.PHONY: lock
+lock: $(STAMP) ## Write requirements.lock from what is installed in .venv
+	$(PIP_INSTALL) -e '.[$(EXTRAS),datasets]'
+	$(BIN)/python tools/lock.py
+
+.PHONY: clean
+clean: ## Remove caches, build products and runs/demo (not .venv)
+	rm -rf build dist $(DEMO_DIR) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .numba_cache
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
