@@ -98,24 +98,37 @@ def compile_all() -> None:
 
 
 def run(target: Kernel, units: int, threads: int, *arguments: Any, align: int = 1) -> None:
-    """Call ``target(*arguments, first, last)`` for ranges that cover ``0..units``.
-
-    Up to ``threads`` ranges at once, the first in the caller's thread. Ranges begin
-    at multiples of ``align``. Every range is waited for, whatever fails.
-    """
-    share = -(-units // max(1, threads))
-    share = -(-share // align) * align
-    if threads <= 1 or share >= units:
-        target(*arguments, 0, units)
-        return
+    """Call ``target(*arguments, first, last)`` for ranges that cover ``0..units``, as many
+    as there are threads. Ranges begin at multiples of ``align``."""
+    span = -(-units // max(1, threads))
+    span = max(1, -(-span // align)) * align
     compiled = target.compile()
-    starts = range(share, units, share)
+    share(lambda first, last: compiled(*arguments, first, last), units, span, threads)
+
+
+def share(
+    work: Callable[[int, int], None], units: int, span: int, threads: int, backwards: bool = False
+) -> None:
+    """Call ``work(first, last)`` for consecutive ranges of ``span`` units that cover
+    ``0..units``, on up to ``threads`` threads, the caller's among them; ``backwards``:
+    the last ranges first, which are still in the cache after a pass forwards.
+
+    Every range begun is waited for, whatever fails; the first error is raised.
+    """
+    starts = range(0, units, span)[:: -1 if backwards else 1]
+
+    def worker(starts: range) -> None:
+        for start in starts:
+            work(start, min(start + span, units))
+
+    count = min(threads, len(starts))
+    if count <= 1:
+        worker(starts)
+        return
     pool = _process.pool()
-    others: list[Future[Any]] = [
-        pool.submit(compiled, *arguments, start, min(start + share, units)) for start in starts
-    ]
+    others: list[Future[None]] = [pool.submit(worker, starts[i::count]) for i in range(1, count)]
     try:
-        compiled(*arguments, 0, share)
+        worker(starts[::count])
     finally:
         errors = [other.exception() for other in others]
     for error in errors:
