@@ -89,7 +89,9 @@ class Child:
 class Forked:
     """A worker that the zygote forked."""
 
-    def __init__(self, name: str, zygote: Zygote, identity: str, pid: int, ended: asyncio.Future[Exit]) -> None:
+    def __init__(
+        self, name: str, zygote: Zygote, identity: str, pid: int, ended: asyncio.Future[Exit]
+    ) -> None:
         self.name = name
         self.pid = pid
         self._zygote = zygote
@@ -137,14 +139,17 @@ class Zygote:
         try:
             await asyncio.wait_for(asyncio.shield(ready), LOAD_SECONDS)
         except TimeoutError as error:
-            raise StartError(f"the worker libraries did not load within {LOAD_SECONDS:.0f} s, see {self._log}") from error
+            raise StartError(
+                f"the worker libraries did not load within {LOAD_SECONDS:.0f} s, see {self._log}"
+            ) from error
 
     async def _start(self) -> asyncio.Future[None]:
         output = os.open(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "diloco_worker.zygote", env=self._env, cwd=self._cwd, process_group=0,
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=output, limit=MAX_EVENT_BYTES,
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=output,
+                limit=MAX_EVENT_BYTES,
             )  # fmt: skip
         finally:
             os.close(output)
@@ -217,9 +222,11 @@ class Zygote:
 
     def _gone(self, ready: asyncio.Future[None], why: str) -> None:
         failure = StartError(f"the zygote is gone: {why}")
-        for future in [ready, *self._starting.values()]:
-            if not future.done():
-                future.set_exception(failure)
+        if not ready.done():
+            ready.set_exception(failure)
+        for starting in self._starting.values():
+            if not starting.done():
+                starting.set_exception(failure)
         for ended in self._ended.values():
             if not ended.done():
                 ended.set_result(Exit(signal=signal.SIGKILL))

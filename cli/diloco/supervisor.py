@@ -11,9 +11,11 @@ a given time, stop trying, or nothing because the end was as it should be. The r
   merge in between, and the job has failed: something is wrong that another start
   will not cure. Every merge sets the count back to zero.
 * Some exit codes say that a start is in vain (design.md): 2, the configuration is
-  wrong; 4, the syncer refused the learner for good; for the syncer 3, a higher epoch
-  has the store, and 4, the store cannot be written. ``failurePolicy.rules`` come
-  before this for learners: replace and count, replace and do not count, or fail.
+  wrong; 4, the syncer refused the learner for good (one that was in a merge
+  has lost its place to another, and may come back to stand by); for the syncer 3, a
+  higher epoch has the store, and 4, the store cannot be written.
+  ``failurePolicy.rules`` come before this for learners: replace and count, replace and
+  do not count, or fail.
 * The evaluator never makes the job fail: after ``EVALUATOR_RESTARTS`` vain starts the
   job goes on without it.
 
@@ -102,6 +104,7 @@ class Supervisor:
     since_merge: int = 0
     restarts: dict[str, int] = field(default_factory=dict)
     _vain: dict[str, int] = field(default_factory=dict)  # ends in a row without a merge in between
+    _was_in: set[str] = field(default_factory=set)  # in a merge since their start
 
     def merged(self) -> None:
         """The job's number of merges has risen."""
@@ -110,6 +113,7 @@ class Supervisor:
     def healthy(self, name: str) -> None:
         """This process was in a merge (the syncer: made one; the evaluator: evaluated)."""
         self._vain[name] = 0
+        self._was_in.add(name)
 
     def ended(self, name: str, kind: Kind, how: Exit, now: float, *, wanted: bool) -> Decision:
         """``name`` ended. ``wanted`` says whether the job still needs it."""
@@ -117,6 +121,9 @@ class Supervisor:
             return Finished()
         in_vain = SYNCER_IN_VAIN if kind is Kind.SYNCER else WORKER_IN_VAIN
         why = in_vain.get(how.code) if how.code is not None else None
+        if kind is Kind.LEARNER and how.code == 4 and name in self._was_in:
+            why = None  # it was a member, and lost its place to another process: it may stand by
+        self._was_in.discard(name)
         if kind is Kind.EVALUATOR:
             tries = self._vain.get(name, 0)
             if why is not None or tries >= EVALUATOR_RESTARTS:
@@ -134,7 +141,8 @@ class Supervisor:
             return Fail(f"{name} ended with {how}: {why}", 2 if how.code == 2 else 1)
         if self.since_merge >= self.max_replacements:
             return Fail(
-                f"{name} ended with {how}, and {self.since_merge} replacements since the last merge did not help"
+                f"{name} ended with {how}, and {self.since_merge} replacements since the last merge"
+                " did not help"
                 f" (failurePolicy.maxReplacements: {self.max_replacements})",
                 1,
             )

@@ -73,6 +73,18 @@ class Workdir:
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 
+    @property
+    def origin(self) -> Path:
+        return self.path / "origin.json"
+
+    def job_directory(self) -> Path | None:
+        """Where the job file was, and so where the job's relative paths start; None if not known."""
+        try:
+            directory = json.loads(self.origin.read_text(encoding="utf-8"))["directory"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return Path(directory) if isinstance(directory, str) else None
+
     def log(self, process: str) -> Path:
         return self.logs / f"{process}.log"
 
@@ -99,7 +111,8 @@ def locked(path: Path) -> Iterator[Workdir]:
             holder = os.pread(descriptor, 64, 0).decode("ascii", "replace").strip()
             who = f" (pid {holder})" if holder.isdigit() else ""
             raise WorkdirError(
-                f"workdir {path} is in use by another run{who}: wait for it, stop it, or give another --workdir"
+                f"workdir {path} is in use by another run{who}: wait for it, stop it,"
+                " or give another --workdir"
             ) from error
         try:
             os.ftruncate(descriptor, 0)
@@ -111,8 +124,9 @@ def locked(path: Path) -> Iterator[Workdir]:
         os.close(descriptor)  # and with it the lock
 
 
-def claim(workdir: Workdir, job: DiLoCoJob) -> bool:
-    """Write the job's normal form; True if the directory already belonged to this job.
+def claim(workdir: Workdir, job: DiLoCoJob, directory: Path) -> bool:
+    """Write the job's normal form, and ``directory``, where its file is; True if the
+    workdir already belonged to this job.
 
     Raises WorkdirError if it belongs to another job, or to this one with something
     changed that is fixed once a job has started.
@@ -137,6 +151,7 @@ def claim(workdir: Workdir, job: DiLoCoJob) -> bool:
     elif any(workdir.store.iterdir()):
         raise WorkdirError(f"workdir {workdir.path} has a store but no job.json: give another --workdir")
     try:
+        write_whole(workdir.origin, json.dumps({"directory": str(directory)}).encode() + b"\n")
         write_whole(workdir.job, job_to_json(job).encode())
     except OSError as error:
         raise _unusable(workdir.path, error) from error
@@ -154,8 +169,9 @@ def _same_job(
     changed = sorted(field for field in digests if digests[field] != digests_before.get(field))
     if changed:
         raise WorkdirError(
-            f"workdir {path} holds a start of the job {job.metadata.name!r} with another {', '.join(changed)}:"
-            " these are fixed once a job has started; restore them, or give another --workdir"
+            f"workdir {path} holds a start of the job {job.metadata.name!r} with another"
+            f" {', '.join(changed)}: these are fixed once a job has started; restore them,"
+            " or give another --workdir"
         )
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from diloco.chaos import ChaosError, Clockwork, Fault, check, choose, parse
 from hypothesis import given
 from hypothesis import strategies as st
+
+from diloco.chaos import ChaosError, Clockwork, Fault, check, choose, parse
 
 
 def test_every_form() -> None:
@@ -34,7 +35,11 @@ def test_every_form() -> None:
         ("20s:kill:worker", "item 1", "write learner-N, learner or syncer"),
         ("20s:kill:learner-", "item 1", "no target 'learner-'"),
         ("20s:kill:learner,", "item 2 ('')", "remove the spare comma"),
-        ("random(seed=1,every=10s):kill:learner", "item 1 ('random(seed=1,every=10s):kill:learner')", "is no time"),
+        (
+            "random(seed=1,every=10s):kill:learner",
+            "item 1 ('random(seed=1,every=10s):kill:learner')",
+            "is no time",
+        ),
     ],
 )
 def test_errors_name_the_item_and_the_cure(spec: str, item: str, cure: str) -> None:

@@ -17,7 +17,8 @@ def test_a_kill_is_followed_to_the_first_merge_of_the_newcomer() -> None:
     told = events(
         (90.0, "joined", 2, 1), (91.0, "first-step", 2, 1), (92.0, "first-merge", 2, 1),
         (99.0, "suspect", 1, 1),  # another slot's trouble
-        (100.05, "gone", 2, 1), (101.2, "joined", 2, 2), (102.0, "first-step", 2, 2), (104.5, "first-merge", 2, 2),
+        (100.05, "gone", 2, 1), (101.2, "joined", 2, 2), (102.0, "first-step", 2, 2),
+        (104.5, "first-merge", 2, 2),
     )  # fmt: skip
     fault = Injected(100.0, 20.0, "kill", "learner-2", slot=2, incarnation=1, noticed=100.01)
     assert rows([fault], reversed(told)) == [
@@ -27,7 +28,9 @@ def test_a_kill_is_followed_to_the_first_merge_of_the_newcomer() -> None:
 
 
 def test_a_spare_that_takes_the_slot_counts_as_the_newcomer() -> None:
-    told = events((10.1, "lost", 0, 3), (10.1, "taken", 0, 4), (10.5, "first-step", 0, 4), (11.0, "first-merge", 0, 4))
+    told = events(
+        (10.1, "lost", 0, 3), (10.1, "taken", 0, 4), (10.5, "first-step", 0, 4), (11.0, "first-merge", 0, 4)
+    )
     fault = Injected(10.0, 0.0, "kill", "learner-0", slot=0, incarnation=3)
     assert times(rows([fault], told)[0]) == (0.1, 0.1, 0.5, 1.0)
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from diloco.supervisor import (
     EVALUATOR_RESTARTS,
     MAX_BACKOFF_SECONDS,
@@ -15,8 +18,6 @@ from diloco.supervisor import (
     Restart,
     Supervisor,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 
 KILLED = Exit(signal=9)
 
@@ -78,7 +79,8 @@ def test_the_limit_counts_replacements_since_the_last_merge(limit: int, story: l
 
 def test_exits_that_another_start_does_not_cure() -> None:
     for kind, code, expected in [
-        (Kind.LEARNER, 2, 2), (Kind.LEARNER, 4, 1), (Kind.SYNCER, 2, 2), (Kind.SYNCER, 3, 1), (Kind.SYNCER, 4, 1),
+        (Kind.LEARNER, 2, 2), (Kind.LEARNER, 4, 1), (Kind.SYNCER, 2, 2), (Kind.SYNCER, 3, 1),
+        (Kind.SYNCER, 4, 1),
     ]:  # fmt: skip
         decision = make().ended("x", kind, Exit(code=code), 0.0, wanted=True)
         assert isinstance(decision, Fail) and decision.exit_code == expected, (kind, code)
@@ -93,7 +95,9 @@ def test_an_end_that_was_wanted_needs_nothing() -> None:
 def test_the_evaluator_never_fails_the_job() -> None:
     supervisor = make(limit=0)
     for _ in range(EVALUATOR_RESTARTS):
-        assert isinstance(supervisor.ended("evaluator", Kind.EVALUATOR, Exit(code=1), 0.0, wanted=True), Restart)
+        assert isinstance(
+            supervisor.ended("evaluator", Kind.EVALUATOR, Exit(code=1), 0.0, wanted=True), Restart
+        )
     decision = supervisor.ended("evaluator", Kind.EVALUATOR, Exit(code=1), 0.0, wanted=True)
     assert isinstance(decision, Abandon) and "goes on without" in decision.message
     assert isinstance(make().ended("evaluator", Kind.EVALUATOR, Exit(code=2), 0.0, wanted=True), Abandon)
@@ -101,7 +105,9 @@ def test_the_evaluator_never_fails_the_job() -> None:
 
 
 def test_exits_read_well() -> None:
-    assert str(Exit(signal=9)) == "SIGKILL" and str(Exit(code=3)) == "exit code 3" and str(Exit(signal=63)) != ""
+    assert (
+        str(Exit(signal=9)) == "SIGKILL" and str(Exit(code=3)) == "exit code 3" and str(Exit(signal=63)) != ""
+    )
 
 
 def test_rules_by_exit_code_come_first_for_learners() -> None:
@@ -116,3 +122,10 @@ def test_rules_by_exit_code_come_first_for_learners() -> None:
     assert isinstance(supervisor.ended("a", Kind.LEARNER, Exit(code=4), 0.0, wanted=True), Restart)
     assert supervisor.since_merge == 1
     assert isinstance(supervisor.ended("syncer", Kind.SYNCER, Exit(code=3), 0.0, wanted=True), Fail)
+
+
+def test_a_member_that_was_superseded_may_stand_by() -> None:
+    supervisor = make()
+    supervisor.healthy("learner-0")
+    assert isinstance(supervisor.ended("learner-0", Kind.LEARNER, Exit(code=4), 0.0, wanted=True), Restart)
+    assert isinstance(supervisor.ended("learner-0", Kind.LEARNER, Exit(code=4), 0.0, wanted=True), Fail)

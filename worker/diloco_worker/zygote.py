@@ -191,7 +191,11 @@ class Zygote:
             os.dup2(null, 0)
             os.dup2(output, 1)
             os.dup2(output, 2)
-            for descriptor in {null, self._requests, self._events, self._wake_read, self._wake_write} - {0, 1, 2}:
+            for descriptor in {null, self._requests, self._events, self._wake_read, self._wake_write} - {
+                0,
+                1,
+                2,
+            }:
                 os.close(descriptor)
             os.environ.update(env)
             sys.argv = ["diloco_worker"]
@@ -273,9 +277,13 @@ def main() -> int:
     zygote = Zygote(0, events, _worker)
     threads = count_threads()
     if threads != 1:
-        print(f"zygote: {threads} threads before the first fork; children may hang", file=sys.stderr, flush=True)
+        print(
+            f"zygote: {threads} threads before the first fork; children may hang", file=sys.stderr, flush=True
+        )
     try:
-        zygote._tell(event="ready", pid=os.getpid(), threads=threads, seconds=round(time.monotonic() - started, 3))
+        zygote._tell(
+            event="ready", pid=os.getpid(), threads=threads, seconds=round(time.monotonic() - started, 3)
+        )
     except BrokenPipeError:
         return 0
     return zygote.run()

@@ -1,0 +1,124 @@
+"""What a run leaves for later: ``metrics.jsonl``, and TensorBoard events where installed.
+
+``metrics.jsonl`` gathers two sources, one JSON object a line: samples of the syncer's
+status (``"source": "status"``) and the lines that every process writes to its own file
+(``"source": "learner-local-0"``), in the order in which the runner saw them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+MAX_READ_BYTES = 1 << 20  # of one process's file, each time
+MAX_LINE_BYTES = 1 << 16
+
+
+class Journal:
+    """Appends to ``metrics.jsonl``; call ``sample`` and ``follow`` now and then, ``close`` at the end."""
+
+    def __init__(self, file: Path, metrics: Path, tensorboard: Path | None) -> None:
+        """Lines that are in ``metrics`` already are an earlier run's and are not copied again.
+        ``tensorboard`` None: no events. Raises OSError."""
+        self._metrics = metrics
+        self._out: TextIO = file.open("a", encoding="utf-8")
+        self._read: dict[str, int] = {path.name: path.stat().st_size for path in metrics.glob("*.jsonl")}
+        self._events = _events(tensorboard) if tensorboard is not None else None
+        self._evaluations = 0
+
+    def sample(self, status: dict[str, Any]) -> None:
+        """Write the figures of a status document (docs/design.md, syncer)."""
+        versions = status.get("versions") or [0]
+        evaluations = status.get("eval_loss") or []
+        row = {
+            "source": "status", "time": round(time.time(), 3),
+            **{key: status.get(key) for key in (
+                "phase", "epoch", "elapsed_seconds", "merges", "tokens", "tokens_per_second", "goodput",
+                "uptime", "bytes_up", "bytes_down",
+            )},
+            "versions": [min(versions), max(versions)],
+            "active": (status.get("quorum") or {}).get("active"),
+            "eval_loss": evaluations[-1] if evaluations else None,
+        }  # fmt: skip
+        self._write(row)
+        trained = int((status.get("tokens") or {}).get("trained") or 0)
+        for name in ("merges", "tokens_per_second", "goodput", "bytes_up", "bytes_down"):
+            self._scalar(f"job/{name}", status.get(name), trained)
+        for tokens, loss in evaluations[self._evaluations :]:
+            self._scalar("merged/loss", loss, int(tokens))
+        self._evaluations = max(self._evaluations, len(evaluations))
+
+    def follow(self) -> None:
+        """Copy what the processes have written to their files since the last time."""
+        for path in sorted(self._metrics.glob("*.jsonl")):
+            for row in self._new_rows(path):
+                self._write({"source": path.stem, **row})
+                step = row.get("step")
+                if isinstance(step, int):
+                    for name in ("loss", "lr", "step_seconds", "stalled_seconds"):
+                        self._scalar(f"{path.stem}/{name}", row.get(name), step)
+
+    def close(self) -> None:
+        self.follow()
+        self._out.close()
+        if self._events is not None:
+            self._events.close()
+
+    def _new_rows(self, path: Path) -> list[dict[str, Any]]:
+        start = self._read.get(path.name, 0)
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size < start:
+                start = 0  # begun anew
+            file.seek(start)
+            data = file.read(MAX_READ_BYTES)
+        whole = data.rfind(b"\n") + 1  # the last line may be half written
+        if whole == 0 and len(data) > MAX_LINE_BYTES:
+            whole = len(data)  # no line at all: skip it
+        self._read[path.name] = start + whole
+        rows = []
+        for line in data[:whole].splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue  # torn by a kill in the middle of a write
+            if isinstance(row, dict):
+                rows.append(row)
+        return rows
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self._out.write(json.dumps(row) + "\n")
+        self._out.flush()
+
+    def _scalar(self, tag: str, value: Any, step: int) -> None:
+        if self._events is not None and isinstance(value, int | float) and math.isfinite(value):
+            self._events.scalar(tag, float(value), step)
+
+
+class _Events:
+    """TensorBoard's own writer, without torch."""
+
+    def __init__(self, directory: Path) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary = Event, Summary
+        self._writer = EventFileWriter(str(directory), max_queue_size=64, flush_secs=10)
+
+    def scalar(self, tag: str, value: float, step: int) -> None:
+        summary = self._summary(value=[self._summary.Value(tag=tag, simple_value=value)])
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=summary))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _events(directory: Path) -> _Events | None:
+    try:
+        return _Events(directory)
+    except ImportError:
+        return None  # not installed: the extra `tensorboard`

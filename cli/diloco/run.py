@@ -1,0 +1,206 @@
+"""``diloco run``: from a job file to a finished run and its report."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diloco import chaos, faults
+
+if TYPE_CHECKING:
+    from diloco.runner import Result
+    from diloco.workdir import Workdir
+    from diloco_protocol.spec import DiLoCoJob
+
+LOG_LINES = 12  # shown of the log of what made a run fail
+
+
+class UsageError(Exception):
+    """The arguments or the job file are wrong: exit code 2. The message says what and the cure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    job: Path
+    workdir: Path | None = None
+    report: Path | None = None
+    chaos: str = ""
+    seed: int | None = None
+    overrides: Sequence[str] = field(default_factory=tuple)
+    http: str = "127.0.0.1:0"
+
+
+def run(options: Options) -> int:
+    """Run the job; returns the exit code. Raises UsageError."""
+    from diloco.members import without_meaning
+    from diloco.validate import problems_text
+    from diloco.workdir import WorkdirError, claim, locked
+    from diloco_protocol.files import FileError, write_whole
+    from diloco_protocol.load import JobError, job_warnings, load_job
+
+    overrides = [*options.overrides, *([] if options.seed is None else [f"seed={options.seed}"])]
+    try:
+        job = load_job(options.job, overrides)
+        schedule = chaos.parse(options.chaos)
+        chaos.check(schedule, job.spec.slots)
+    except JobError as error:
+        raise UsageError(problems_text(error)) from error
+    except chaos.ChaosError as error:
+        raise UsageError(str(error)) from error
+    _check_here(job, options)
+    try:
+        with locked(options.workdir or Path("runs") / job.metadata.name) as workdir:
+            again = claim(workdir, job, options.job.absolute().parent)
+            for warning in job_warnings(job):
+                print(f"warning: {warning}", file=sys.stderr)
+            if ignored := without_meaning(job):
+                print(f"without meaning on one machine, not used: {', '.join(ignored)}", flush=True)
+            result = _run_job(job, workdir, options, schedule, again)
+            report = complete(result, job)
+            data = json.dumps(report, indent=1).encode() + b"\n"
+            for path in [workdir.report, *([options.report] if options.report else [])]:
+                try:
+                    write_whole(path, data)
+                except (FileError, OSError) as error:
+                    print(f"error: the report cannot be written: {error}", file=sys.stderr)
+                    return result.verdict.exit_code or 1
+            _tell(result, report, workdir)
+            return result.verdict.exit_code
+    except WorkdirError as error:
+        raise UsageError(str(error)) from error
+
+
+def _check_here(job: DiLoCoJob, options: Options) -> None:
+    """What can be known to be wrong before anything is started."""
+    if job.spec.syncer.shards > 1:
+        raise UsageError(
+            f"spec.syncer.shards = {job.spec.syncer.shards}: a run on one machine has one syncer;"
+            " set it to 1, or give --set syncer.shards=1"
+        )
+    if options.report is not None:
+        parent = options.report.absolute().parent
+        if options.report.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
+            raise UsageError(
+                f"--report {options.report}: it cannot be written; name a file in a directory that is there"
+            )
+    check_listen(options.http)
+
+
+def check_listen(address: str) -> None:
+    """Raise UsageError unless this machine can listen on ``address`` (host:port, port 0: any)."""
+    import socket
+
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise UsageError(f"--http {address}: write host:port, such as 127.0.0.1:8080")
+    try:
+        with socket.create_server(
+            (host.strip("[]"), int(port)), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        ):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"--http {address}: cannot listen there ({os.strerror(error.errno) if error.errno else error});"
+            " choose another port, or leave it out"
+        ) from error
+
+
+def _run_job(
+    job: DiLoCoJob, workdir: Workdir, options: Options, schedule: Sequence[chaos.Fault], again: bool
+) -> Result:
+    from rich.console import Console
+
+    from diloco.runner import Runner
+    from diloco.screen import make
+    from diloco_protocol.credentials import CredentialsError, make_key
+
+    try:
+        make_key(workdir.control_key)
+    except (CredentialsError, OSError) as error:
+        raise UsageError(f"workdir {workdir.path}: {error}") from error
+    # A person who pipes the output still wants whole lines, whatever the pipe's width.
+    console = Console(soft_wrap=True)
+    screen = make(console)
+    try:
+        learners = job.spec.slots
+        screen.event(
+            f"{'going on with' if again else 'starting'} {job.metadata.name}: {learners}"
+            f" learner{'s' * (learners != 1)} in {workdir.path}", "bold",
+        )  # fmt: skip
+        return asyncio.run(
+            Runner(job, workdir, options.job.absolute().parent, schedule, screen, options.http).run()
+        )
+    finally:
+        screen.close()
+
+
+def complete(result: Result, job: DiLoCoJob) -> dict[str, Any]:
+    """report.json: the syncer's report with what only the runner knows. Where the syncer
+    could not be asked, figures are those of its last status, or null."""
+    from diloco_protocol.spec import spec_digest
+
+    status = result.status
+    versions = status.get("versions") or [0]
+    evaluations = status.get("eval_loss") or []
+    known: dict[str, Any] = {
+        "schema": 1, "outcome": None, "seed": job.spec.seed, "spec_digest": spec_digest(job),
+        "layout_digest": None, "wall_seconds": None,
+        "steps": max((slot.get("step") or 0 for slot in status.get("slots") or []), default=0),
+        "merges": status.get("merges") or 0, "versions": {"min": min(versions), "max": max(versions)},
+        "tokens": status.get("tokens") or {"trained": 0, "merged": 0, "pending": 0, "dropped": 0},
+        "ledger": None, "goodput": status.get("goodput"), "uptime": status.get("uptime"),
+        "initial_loss": evaluations[0][1] if evaluations and evaluations[0][0] == 0 else None,
+        "final_loss": None, "eval_loss": evaluations,
+        "bytes_up": status.get("bytes_up") or 0, "bytes_down": status.get("bytes_down") or 0,
+        "learners": None, "faults": [], "holds": None, "syncer": {"epoch": status.get("epoch")},
+    }  # fmt: skip
+    report = {**known, **(result.report or {})}
+    report["outcome"] = result.verdict.outcome
+    report["message"] = result.verdict.message
+    report["wall_seconds"] = round(result.wall_seconds, 3)
+    report["faults"] = faults.rows(result.faults, result.events)
+    report["syncer"] = {
+        **(report.get("syncer") or {}),
+        "restarts": result.syncer_restarts, "peak_rss_bytes": result.syncer_peak_rss_bytes,
+    }  # fmt: skip
+    return report
+
+
+def _tell(result: Result, report: dict[str, Any], workdir: Workdir) -> None:
+    from rich.console import Console
+
+    from diloco.screen import summary
+
+    verdict = result.verdict
+    console = Console(soft_wrap=True)
+    console.print()
+    console.print(summary(report))
+    console.print(f"report: {workdir.report}", highlight=False)
+    if verdict.outcome == "interrupted":
+        console.print(f"the same command goes on from {workdir.store}", highlight=False)
+    if verdict.outcome == "failed":
+        print(f"error: {verdict.message or 'the job failed'}", file=sys.stderr)
+        if verdict.log_of:
+            log = workdir.log(verdict.log_of)
+            print(f"the end of {log}:", file=sys.stderr)
+            for line in tail(log, LOG_LINES):
+                print(f"  {line}", file=sys.stderr)
+
+
+def tail(path: Path, lines: int) -> list[str]:
+    """The last lines of a file that may be large; none if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 65536))
+            return file.read().decode("utf-8", "replace").splitlines()[-lines:]
+    except OSError:
+        return []
+
+
+__all__ = ["Options", "UsageError", "check_listen", "complete", "run", "tail"]

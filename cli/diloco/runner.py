@@ -1,0 +1,538 @@
+"""Runs a job's processes on this machine from the first start to the report.
+
+One task per process keeps it running: start, wait, ask the supervisor what its end
+means, start again. One task reads the syncer's status twice a second; phases, chaos,
+metrics and the screen follow from it. Whatever decides how the run ends sets the
+verdict once; then all processes are ended, the report is completed and written.
+
+Ends. *Complete* and *failed* come from the syncer's phase, failed also from the
+supervisor. Ctrl-C (and SIGTERM, SIGHUP) asks the syncer to interrupt: learners offer
+their work and leave, the syncer makes its checkpoint, and the run ends with 130; a
+second one kills everything at once. If the runner itself is killed the kernel kills its
+processes (processes.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diloco.chaos import Fault
+from diloco.faults import Event, Injected
+from diloco.hub import Hub, HubError
+from diloco.injector import Injector
+from diloco.journal import Journal
+from diloco.members import (
+    Member,
+    base_environment,
+    device_names,
+    gpus,
+    members,
+    threads_each,
+    worker_environment,
+)
+from diloco.processes import Child, Process, StartError, Zygote
+from diloco.proxy import Proxy
+from diloco.screen import Screen, View
+from diloco.supervisor import Abandon, Exit, Fail, Finished, Kind, Restart, Supervisor
+from diloco.workdir import Workdir
+
+if TYPE_CHECKING:
+    from diloco_protocol.spec import DiLoCoJob
+
+POLL_SECONDS = 0.5
+POLL_CHAOS_SECONDS = 0.1  # while faults are still to come
+JOURNAL_SECONDS = 1.0
+SERVE_SECONDS = 60.0  # for the syncer to write its address
+DRAIN_SECONDS = 10.0  # after Ctrl-C, for learners to offer their work and the syncer to end
+LEAVE_SECONDS = 10.0  # after the job's end, for processes to leave by themselves
+TERM_SECONDS = 3.0  # between SIGTERM and SIGKILL
+GONE_TRIES = 5  # process-gone calls while the syncer does not answer
+
+CLOSING = frozenset({"draining", "evaluating"})
+ENDED = frozenset({"complete", "failed", "suspended", "deleted"})
+OUTCOMES = {"complete": ("complete", 0), "failed": ("failed", 1), "suspended": ("interrupted", 130)}
+QUIET_EVENTS = frozenset({"first-step", "phase"})
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How the run ended: report.json's ``outcome``, the exit code, and why."""
+
+    outcome: str
+    exit_code: int
+    message: str = ""
+    log_of: str = ""  # the process whose log has more
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    verdict: Verdict
+    report: dict[str, Any] | None  # the syncer's; None: it could not be had
+    status: dict[str, Any]  # the last one seen
+    faults: list[Injected]
+    events: list[Event]
+    syncer_restarts: int
+    syncer_peak_rss_bytes: int
+    wall_seconds: float
+
+
+class Runner:
+    def __init__(
+        self, job: DiLoCoJob, workdir: Workdir, job_directory: Path, schedule: Sequence[Fault],
+        screen: Screen, http: str = "127.0.0.1:0",
+    ) -> None:  # fmt: skip
+        self.job, self.workdir, self.screen = job, workdir, screen
+        self._job_directory = job_directory
+        self._members = members(job)
+        learners = job.spec.slots + sum(region.spares for region in job.spec.regions)
+        threads = threads_each(len(os.sched_getaffinity(0)), learners)
+        self._env = base_environment(os.environ, threads)
+        self._gpus = gpus(os.environ, device_names())
+        self._zygote = Zygote(
+            {**self._env, "OPENBLAS_NUM_THREADS": "1", "DILOCO_JOB_FILE": str(workdir.job)},
+            job_directory, workdir.log("zygote"),
+        )  # fmt: skip
+        policy = job.spec.failure_policy
+        self.supervisor = Supervisor(
+            policy.max_replacements,
+            random.Random(),
+            [(frozenset(r.exit_codes), r.action) for r in policy.rules],
+        )
+        self.hub = Hub(workdir.address, workdir.control_key)
+        self.view = View(job.metadata.name, _stop_text(job))
+        self.running: dict[str, Process] = {}
+        self.process_ids: dict[str, str] = {}  # member -> DILOCO_PROCESS of its newest process
+        self.proxies: dict[str, Proxy] = {}
+        self.injector = Injector(self, schedule, job.spec.seed)
+        self._http = http
+        self._sync_port = self._control_port = "127.0.0.1:0"
+        self._events: dict[tuple[int, float, str, int], Event] = {}
+        self._begun_wall, self._begun = time.time(), time.monotonic()
+        self._merges = -1
+        self._report: dict[str, Any] | None = None
+        self._peak_rss = 0
+        self._status_at = 0.0
+        self._stopping = False
+        self._interrupts = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._verdict: asyncio.Future[Verdict] | None = None
+        self._told_resumed = False
+
+    # -------------------------------------------------------------- the run
+
+    async def run(self) -> Result:
+        """From the first start to the last process's end."""
+        loop = asyncio.get_running_loop()
+        self._verdict = loop.create_future()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._on_signal, number)
+        journal = Journal(self.workdir.metrics_file, self.workdir.metrics, self.workdir.tensorboard)
+        try:
+            self._spawn(self._life(journal))
+            verdict = await self._verdict
+            await self._leave(verdict)
+        finally:
+            self._stopping = True
+            await self._cancel_tasks()
+            await self._end_processes()
+            for proxy in self.proxies.values():
+                await proxy.close()
+            await self.hub.close()
+            with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
+                journal.close()
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                loop.remove_signal_handler(number)
+                signal.signal(number, signal.SIG_IGN)  # only the report is left to write
+        return Result(
+            verdict, self._report, self.view.status, self.injector.done, list(self._events.values()),
+            self.supervisor.restarts.get("syncer", 0), self._peak_rss, time.monotonic() - self._begun,
+        )  # fmt: skip
+
+    async def _life(self, journal: Journal) -> None:
+        """Start everything, then follow the syncer's status until the end."""
+        with contextlib.suppress(FileNotFoundError):
+            self.workdir.address.unlink()  # an earlier run's
+        if self.injector.cuts:
+            for member in self._members:
+                self.proxies[member.name] = Proxy(self._sync_address)
+                await self.proxies[member.name].start()
+        if self.job.spec.learners.command is None or any(m.kind is Kind.EVALUATOR for m in self._members):
+            self._spawn(self._preload())
+        self._spawn(self._keep_syncer())
+        deadline = time.monotonic() + SERVE_SECONDS
+        while not await self._look():
+            if time.monotonic() > deadline:
+                self._decide(
+                    Verdict("failed", 1, f"the syncer did not serve within {SERVE_SECONDS:.0f} s", "syncer")
+                )
+                return
+            await asyncio.sleep(0.05)
+        if self._phase not in ENDED:
+            for member in self._members:
+                self._spawn(self._keep(member))
+        next_journal = 0.0
+        while True:
+            self.injector.step()
+            if time.monotonic() >= next_journal:
+                next_journal = time.monotonic() + JOURNAL_SECONDS
+                journal.follow()
+                if self.view.serving:
+                    journal.sample(self.view.status)
+            await asyncio.sleep(POLL_CHAOS_SECONDS if self.injector.waiting else POLL_SECONDS)
+            await self._look()
+
+    async def _preload(self) -> None:
+        try:
+            await self._zygote.load()
+        except (StartError, OSError) as error:
+            self._decide(Verdict("failed", 1, str(error), "zygote"))
+
+    # -------------------------------------------------------------- the syncer's word
+
+    @property
+    def _phase(self) -> str:
+        return str(self.view.status.get("phase") or "")
+
+    @property
+    def elapsed(self) -> float:
+        """The job's own clock, now: seconds since its first step."""
+        since = time.monotonic() - self._status_at if self._status_at else 0.0
+        return float(self.view.status.get("elapsed_seconds") or 0.0) + (since if self._merges > 0 else 0.0)
+
+    @property
+    def learners(self) -> list[Member]:
+        return [member for member in self._members if member.learner is not None]
+
+    def member_of(self, slot: dict[str, Any]) -> Member | None:
+        """The member whose newest process holds this slot."""
+        for member in self._members:
+            if member.kind is Kind.LEARNER and self.process_ids.get(member.name) == slot.get("process"):
+                return member
+        return None
+
+    def slot_of(self, name: str) -> dict[str, Any] | None:
+        """The slot that this member's newest process holds."""
+        identity = self.process_ids.get(name)
+        slots = self.view.status.get("slots") or []
+        return next(
+            (s for s in slots if identity and s.get("process") == identity and s.get("state") != "empty"),
+            None,
+        )
+
+    async def _look(self) -> bool:
+        """Read the status once and follow what is new in it; False if there was none."""
+        try:
+            status = await self.hub.status()
+        except HubError:
+            self.view.serving = False
+            self.screen.update(self.view)
+            return False
+        self.view.status, self.view.serving, self._status_at = status, True, time.monotonic()
+        self._sample_rss()
+        self._tell_resumed(status)
+        merges = int(status.get("merges") or 0)
+        if merges > self._merges >= 0:
+            self.supervisor.merged()
+            self.supervisor.healthy("syncer")
+            self.injector.merged()
+        self._merges = merges
+        if status.get("eval_loss"):
+            self.supervisor.healthy("evaluator")
+        self.view.processes = {
+            (str(slot.get("region")), int(slot.get("ordinal") or 0)): member.name
+            for slot in status.get("slots") or [] if (member := self.member_of(slot)) is not None
+        }  # fmt: skip
+        self._follow_events(status)
+        self.screen.update(self.view)
+        if self._phase in CLOSING | ENDED:
+            await self._fetch_report()
+        if self._phase in ENDED:
+            outcome, code = OUTCOMES.get(self._phase, ("failed", 1))
+            self._decide(Verdict(outcome, code, str(status.get("message") or "") if code else ""))
+        return True
+
+    def _tell_resumed(self, status: dict[str, Any]) -> None:
+        if self._told_resumed:
+            return
+        self._told_resumed = True
+        if status.get("merges"):
+            step = max((slot.get("step") or 0 for slot in status.get("slots") or []), default=0)
+            tokens = (status.get("tokens") or {}).get("trained") or 0
+            self.screen.event(
+                f"going on from the checkpoint in {self.workdir.store}: step {step},"
+                f" {status['merges']:,} merges, {tokens:,} tokens", "bold",
+            )  # fmt: skip
+
+    def _follow_events(self, status: dict[str, Any]) -> None:
+        for row in status.get("events") or []:
+            try:
+                event = Event.parse(row, int(status.get("epoch") or 0))
+            except (KeyError, TypeError, ValueError):
+                continue  # from a syncer of another release; its figures still count
+            key = (event.n, event.time, event.kind, event.slot)
+            if key in self._events or event.time < self._begun_wall - 1.0:
+                continue
+            self._events[key] = event
+            slot = next((s for s in status.get("slots") or [] if s.get("slot") == event.slot), None)
+            member = self.member_of(slot) if slot is not None else None
+            if event.kind == "first-merge" and member is not None:
+                self.supervisor.healthy(member.name)
+            if event.kind == "phase":
+                self.screen.event(event.message, "cyan")
+            elif event.kind not in QUIET_EVENTS:
+                style = {
+                    "lost": "red",
+                    "gone": "red",
+                    "suspect": "yellow",
+                    "joined": "green",
+                    "taken": "green",
+                }
+                self.screen.event(f"{event.kind}: {event.message}", style.get(event.kind, ""))
+
+    async def _fetch_report(self) -> None:
+        with contextlib.suppress(HubError):  # the last one that was had stands
+            self._report = await self.hub.call("report", {})
+
+    def _sample_rss(self) -> None:
+        process = self.running.get("syncer")
+        if process is None:
+            return
+        try:
+            with open(f"/proc/{process.pid}/status", encoding="ascii", errors="replace") as file:
+                peak = next((line for line in file if line.startswith("VmHWM:")), "VmHWM: 0 kB")
+        except OSError:
+            return  # it has just ended
+        self._peak_rss = max(self._peak_rss, int(peak.split()[1]) * 1024)
+
+    def _sync_address(self) -> str | None:
+        address = self.hub.address()
+        return None if address is None else str(address["sync"])
+
+    # -------------------------------------------------------------- processes
+
+    async def _keep_syncer(self) -> None:
+        """Keep the syncer running; after a restart it listens where it did before."""
+        while not self._stopping:
+            self._recall_ports()
+            command = [
+                sys.executable, "-m", "diloco_syncer",
+                "--job", str(self.workdir.job), "--store", str(self.workdir.store),
+                "--listen", self._sync_port, "--control", self._control_port, "--http", self._http,
+                "--address-file", str(self.workdir.address),
+                "--control-key-file", str(self.workdir.control_key),
+            ]  # fmt: skip
+            try:
+                env = {k: v for k, v in self._env.items() if k != "NUMBA_NUM_THREADS" or k in os.environ}
+                process: Process = await Child.start("syncer", command, env, self.workdir.log("syncer"))
+            except StartError as error:
+                self._decide(Verdict("failed", 1, str(error)))
+                return
+            self.running["syncer"] = process
+            how = await process.wait()
+            self.running.pop("syncer", None)
+            self.injector.ended("syncer", time.time())
+            if how.code == 0 and (self._interrupts or self._phase in CLOSING | ENDED):
+                self._decide(Verdict(*OUTCOMES["suspended" if self._interrupts else "complete"]))
+                return
+            if how.code == 1 and self._phase == "failed":
+                self._decide(Verdict("failed", 1, str(self.view.status.get("message") or ""), "syncer"))
+                return
+            if not await self._after(Member("syncer", Kind.SYNCER, "", 0), how):
+                return
+
+    def _recall_ports(self) -> None:
+        address = self.hub.address()
+        if address is not None:
+            self._sync_port, self._control_port = str(address["sync"]), str(address["control"])
+            self._http = str(address["http"])
+
+    async def _keep(self, member: Member) -> None:
+        """Keep one worker running."""
+        while not self._stopping:
+            how: Exit
+            try:
+                process = await self._start(member)
+            except (StartError, OSError) as error:
+                self.screen.event(str(error), "red")
+                how = Exit(code=1)
+            else:
+                self.running[member.name] = process
+                how = await process.wait()
+                self.running.pop(member.name, None)
+                self.injector.ended(member.name, time.time())
+                if member.kind is Kind.LEARNER and not self._stopping:
+                    self._spawn(self._report_gone(member, self.process_ids[member.name], how))
+            if not await self._after(member, how):
+                return
+
+    async def _after(self, member: Member, how: Exit) -> bool:
+        """Do what the supervisor says about an end; True: start it again now."""
+        if how.code == 0 and member.kind is not Kind.SYNCER:
+            await self._look()  # it may have left because the job ends, which we have not heard yet
+        decision = self.supervisor.ended(
+            member.name, member.kind, how, time.monotonic(), wanted=self._wants(member, how)
+        )
+        if isinstance(decision, Restart):
+            delay = max(0.0, decision.at - time.monotonic())
+            again = f"again in {delay:.1f} s" if delay > 0 else "again at once"
+            self.screen.event(f"{member.name} ended ({how}), starting it {again}", "yellow")
+            self.view.notes[member.name] = "starting"
+            await asyncio.sleep(delay)
+            return not self._stopping
+        if isinstance(decision, Abandon):
+            self.screen.event(f"{decision.message}; see {self.workdir.log(member.name)}", "red")
+        elif isinstance(decision, Fail):
+            self._decide(Verdict("failed", decision.exit_code, decision.message, member.name))
+        elif isinstance(decision, Finished) and not self._stopping and (how.signal is not None or how.code):
+            self.screen.event(f"{member.name} ended ({how})", "yellow")
+        return False
+
+    def _wants(self, member: Member, how: Exit) -> bool:
+        """Whether the job still needs a process that ended so."""
+        if self._stopping or self._interrupts or self._phase in ENDED:
+            return False
+        if member.kind is Kind.LEARNER:
+            # In deterministic mode a learner leaves by itself when its share is done.
+            done = self.job.spec.sync.deterministic and how.code == 0
+            return self._phase not in CLOSING and not done
+        return True
+
+    async def _start(self, member: Member) -> Process:
+        process_id = uuid.uuid4().hex
+        self.process_ids[member.name] = process_id
+        proxy = self.proxies.get(member.name)
+        gpu = None
+        if len(self._gpus) > 1 and self.job.spec.training.device != "cpu":
+            gpu = self._gpus[self._members.index(member) % len(self._gpus)]
+        env = worker_environment(
+            member, process_id, self.workdir, self._job_directory, proxy.address if proxy else None, gpu
+        )
+        log = self.workdir.log(member.name)
+        command = self.job.spec.learners.command
+        self.view.notes.pop(member.name, None)
+        if command is None or member.kind is Kind.EVALUATOR:
+            return await self._zygote.spawn(member.name, env, log)
+        program = [sys.executable if command[0] == "python" else command[0], *command[1:]]
+        return await Child.start(
+            member.name, program, {**self._env, **env}, log, cwd=self._job_directory, guard=True
+        )
+
+    async def _report_gone(self, member: Member, process_id: str, how: Exit) -> None:
+        """Tell the syncer at once; it would find out by silence, but later."""
+        body = {"region": member.region, "ordinal": member.ordinal, "process": process_id, "reason": str(how)}
+        for tries in range(GONE_TRIES):
+            try:
+                await self.hub.call("process-gone", body, seconds=2.0)
+                return
+            except HubError:
+                await asyncio.sleep(0.2 * 2**tries * random.uniform(0.5, 1.5))
+
+    # -------------------------------------------------------------- the end
+
+    def _decide(self, verdict: Verdict) -> None:
+        assert self._verdict is not None
+        if not self._verdict.done():
+            self._verdict.set_result(verdict)
+
+    def _on_signal(self, number: int) -> None:
+        self._interrupts += 1
+        if self._interrupts == 1:
+            self.screen.event(
+                "interrupted: learners offer their work, the syncer makes a checkpoint (again: stop at once)",
+                "bold",
+            )
+            self._spawn(self._interrupt())
+        else:
+            self.screen.event("stopping at once", "bold red")
+            self._stopping = True
+            self._kill_all()
+            self._decide(Verdict("interrupted", 130))
+
+    async def _interrupt(self) -> None:
+        started = self.view.status.get("phase") not in (None, "waiting")
+        try:
+            if not started:
+                raise HubError("nothing has been trained yet")
+            await self.hub.call("announce", {"phase": "interrupted", "message": "stopped by the user"})
+            await asyncio.sleep(DRAIN_SECONDS)
+            self.screen.event(
+                f"the job did not drain within {DRAIN_SECONDS:.0f} s; its last durable state is kept", "red"
+            )
+        except HubError:
+            pass  # there is nobody to drain to; what is durable stays
+        self._decide(Verdict("interrupted", 130))
+
+    async def _leave(self, verdict: Verdict) -> None:
+        """Let the processes go by themselves, where the syncer has told them to."""
+        if verdict.outcome == "failed" and verdict.log_of and self.view.serving and not self._stopping:
+            with contextlib.suppress(HubError):
+                await self.hub.call("announce", {"phase": "failed", "message": verdict.message}, seconds=2.0)
+            await self._fetch_report()
+        deadline = time.monotonic() + (LEAVE_SECONDS if self._phase in ENDED else 0.0)
+        while self.running and time.monotonic() < deadline and not self._stopping:
+            await asyncio.sleep(0.02)
+
+    async def _cancel_tasks(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=5.0)
+
+    async def _end_processes(self) -> None:
+        """SIGTERM, then SIGKILL; workers before the syncer."""
+        for names in ([name for name in self.running if name != "syncer"], ["syncer"]):
+            processes = [self.running[name] for name in names if name in self.running]
+            for process in processes:
+                process.signal(signal.SIGTERM)
+                process.signal(signal.SIGCONT)
+            await self._await_ends(processes, TERM_SECONDS)
+            for process in processes:
+                process.signal(signal.SIGKILL)
+            await self._await_ends(processes, TERM_SECONDS)
+        await self._zygote.close()
+
+    async def _await_ends(self, processes: Sequence[Process], seconds: float) -> None:
+        if processes:
+            waits = [asyncio.ensure_future(process.wait()) for process in processes]
+            _, late = await asyncio.wait(waits, timeout=seconds)
+            for wait in late:
+                wait.cancel()
+
+    def _kill_all(self) -> None:
+        for process in self.running.values():
+            process.signal(signal.SIGKILL)
+        self._zygote.kill()
+
+    def _spawn(self, coroutine: Any) -> None:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._decide(Verdict("failed", 1, f"the runner failed: {type(error).__name__}: {error}"))
+            asyncio.get_running_loop().call_exception_handler(
+                {"message": "runner task failed", "exception": error}
+            )
+
+
+def _stop_text(job: DiLoCoJob) -> str:
+    stop = job.spec.training.stop
+    if stop.tokens is not None:
+        return f"{stop.tokens:,} tokens"
+    return f"{stop.steps:,} steps" if stop.steps is not None else f"{stop.seconds:g} s"
+
+
+__all__ = ["Result", "Runner", "Verdict"]
