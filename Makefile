@@ -15,7 +15,7 @@ EXTRAS := syncer,worker,dev,tensorboard
 # your CPU or CUDA version; empty: the index that pip is set up with.
 TORCH_INDEX ?=
 TORCH := $(shell sed -n 's/^torch==/torch==/p' requirements.lock)
-PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --quiet
+PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -qq
 
 DEMO_JOB ?= examples/tiny-gpt.yaml
 DEMO_DIR ?= runs/demo
@@ -34,7 +34,7 @@ setup: $(STAMP) ## Make .venv and install everything, pinned (TORCH_INDEX=URL ch
 
 $(STAMP): pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
-	  echo "This needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1 || echo missing)." >&2; \
+	  echo "This needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1 | grep Python || echo not there)." >&2; \
 	  echo "Name another one: make setup PYTHON=python3.12" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
 	  echo "Could not make $(VENV): some systems keep venv in a package of its own (python3-venv)." >&2; exit 1; }
