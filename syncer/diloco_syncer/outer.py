@@ -2,11 +2,12 @@
 
 Theory of operation
 -------------------
-Each fragment has one ``Outer``. ``step`` takes the fragment's global parameters Θ and
-the merged outer gradient Δ = base − θ, which points uphill like a gradient, and changes
-Θ in place. Its state is part of every checkpoint and merge record: ``load(state())``
-continues bit for bit. Everything is float32, element by element, one rounding per
-operation, so that the result is the same on every machine and for any number of threads.
+``step`` takes a fragment's global parameters Θ, the merged outer gradient Δ = base − θ,
+which points uphill like a gradient, and the optimizer's state for that fragment; it
+changes Θ and returns the next state. The state is plain arrays, part of every merge
+record and checkpoint; from a copy of it the job continues bit for bit. Everything is
+float32, element by element, one rounding per operation, so that the result is the same
+on every machine and for any number of threads.
 
 * ``sgd``: Θ ← Θ − η·Δ.
 * ``nesterov``: b ← μ·b + Δ, Θ ← Θ − η·(Δ + μ·b), which is torch.optim.SGD(nesterov=True)
@@ -28,7 +29,8 @@ its bias correction; the second moment is a scale and stays (ours).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -40,6 +42,19 @@ from diloco_protocol.kernels import F32_IN, F32_OUT, RANGE, Float32s, kernel
 
 class OuterError(ValueError):
     """A state that belongs to another optimizer or fragment, or vectors of the wrong size."""
+
+
+State = dict[str, NDArray[Any]]  # of one fragment: float32 vectors, and merges (int64[1])
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """When a step is made. ``merges`` and ``since`` (the momentum was clear) count this one."""
+
+    age: float
+    merges: int
+    since: int
+    threads: int
 
 
 class OuterSettings(Protocol):
@@ -62,88 +77,78 @@ class OuterSettings(Protocol):
 
 
 class Outer:
-    """One fragment's outer optimizer. Subclasses name their vectors and make the step."""
+    """An outer optimizer without its state, so one serves all fragments. Subclasses name
+    the vectors of the state and make the step."""
 
     vectors: tuple[str, ...] = ()
     momentum: tuple[str, ...] = ()  # those that a restart clears
 
-    def __init__(self, settings: OuterSettings, elements: int, max_versions: int) -> None:
+    def __init__(self, settings: OuterSettings, max_versions: int) -> None:
         self.settings = settings
-        self.elements = elements
         self.max_versions = max_versions
-        self.merges = 0
-        self._buffers = {name: np.zeros(elements, np.float32) for name in self.vectors}
 
-    def step(self, theta: Float32s, delta: Float32s, age: float = 0.0, *, threads: int = 1) -> None:
-        """Change ``theta`` (float32[elements], contiguous) by ``delta`` (likewise), whose
-        ``age`` is in versions. Raises OuterError, and then nothing has changed."""
-        for name, vector in (("theta", theta), ("delta", delta)):
-            if (
-                vector.dtype != np.float32
-                or vector.shape != (self.elements,)
-                or not vector.flags.c_contiguous
-            ):
-                raise OuterError(
-                    f"{name}: {vector.dtype} of shape {vector.shape}, fragment: {self.elements} float32"
-                )
-        if not theta.flags.writeable:
-            raise OuterError("theta: read-only")
+    def step(
+        self,
+        theta: Float32s,
+        delta: Float32s,
+        state: State,
+        *,
+        ages: Sequence[float] = (),
+        weights: Sequence[float] = (),
+        threads: int = 1,
+    ) -> State:
+        """One merge: ``theta`` (float32[elements], contiguous) and the vectors in ``state``
+        are changed in place, and the state for the next step is returned.
+
+        ``delta``: float32[elements], the merged outer gradient. ``state``: what the step
+        before returned, or a copy of it from a checkpoint; empty at the fragment's first
+        merge. ``ages`` in versions and ``weights`` (sum 1): of the pushes in it.
+        Raises OuterError, and then nothing has changed.
+        """
+        elements = theta.size
+        _check_vector("theta", theta, elements, writable=True)
+        _check_vector("delta", delta, elements)
+        age = math.fsum(a * w for a, w in zip(ages, weights, strict=True))
         if not (age >= 0 and math.isfinite(age)):
-            raise OuterError(f"age {age!r}: not a number of versions")
-        since = self._since_restart()
+            raise OuterError(f"ages {list(ages)}: not numbers of versions")
+        merges = self.check(state, elements)
+        fresh: State = {name: np.zeros(elements, np.float32) for name in self.vectors}
+        state = {**fresh, **state, "merges": np.array([merges + 1], np.int64)}
+        since = merges % self.settings.restart_every if self.settings.restart_every else merges
         if since == 0:
             for name in self.momentum:
-                self._buffers[name].fill(0)
-        self.merges += 1
-        self._step(theta, delta, age, since + 1, threads)
-
-    def _since_restart(self) -> int:
-        """Merges since the momentum was last clear."""
-        every = self.settings.restart_every
-        return self.merges % every if every else self.merges
-
-    def _step(self, theta: Float32s, delta: Float32s, age: float, since: int, threads: int) -> None:
-        raise NotImplementedError
-
-    def state(self) -> dict[str, NDArray[Any]]:
-        """A copy of what the next step depends on: ``merges`` (int64[1]) and float32
-        vectors of the fragment's size."""
-        state: dict[str, NDArray[Any]] = {name: vector.copy() for name, vector in self._buffers.items()}
-        state["merges"] = np.array([self.merges], np.int64)
+                state[name].fill(0)
+        self._step(theta, delta, state, _Moment(age, merges + 1, since + 1, threads))
         return state
 
-    def load(self, state: Mapping[str, NDArray[Any]]) -> None:
-        """Continue from ``state``, which is copied. Raises OuterError if it is not one of
-        this optimizer and fragment, or holds a value that is not finite."""
+    def check(self, state: Mapping[str, NDArray[Any]], elements: int) -> int:
+        """Whether ``state`` is one of this optimizer and a fragment of ``elements``: returns
+        how many merges it has seen, raises OuterError. An empty one has seen none."""
+        if not state:
+            return 0
         name = self.settings.optimizer
         if set(state) != {"merges", *self.vectors}:
             raise OuterError(
-                f"outer optimizer {name}: state has {', '.join(sorted(state)) or 'nothing'},"
-                f" and needs {', '.join(sorted(('merges', *self.vectors)))}; was sync.outer changed?"
+                f"outer optimizer {name}: the state has {', '.join(sorted(state))},"
+                f" and it needs {', '.join(sorted(('merges', *self.vectors)))}; was sync.outer changed?"
             )
         merges = state["merges"]
-        if merges.dtype != np.int64 or merges.shape != (1,) or merges[0] < 0:
-            raise OuterError(f"outer optimizer {name}: merges is not one whole number")
-        loaded = {}
+        if merges.dtype != np.int64 or merges.shape != (1,) or merges[0] < 1:
+            raise OuterError(f"outer optimizer {name}: merges is not one whole number of at least 1")
         for key in self.vectors:
-            vector = state[key]
-            if vector.dtype != np.float32 or vector.shape != (self.elements,):
-                raise OuterError(
-                    f"outer optimizer {name}: {key} is {vector.dtype} of shape {vector.shape},"
-                    f" fragment: {self.elements} float32"
-                )
-            loaded[key] = np.array(vector, np.float32, order="C")
-            if not math.isfinite(kernels.square_sum(loaded[key])):
-                raise OuterError(f"outer optimizer {name}: {key} holds a value that is not finite")
-        self.merges, self._buffers = int(merges[0]), loaded
+            _check_vector(f"outer optimizer {name}: {key}", state[key], elements, writable=True)
+        return int(merges[0])
+
+    def _step(self, theta: Float32s, delta: Float32s, state: State, at: _Moment) -> None:
+        raise NotImplementedError
 
 
 class Sgd(Outer):
     """Θ ← Θ − η·Δ."""
 
-    def _step(self, theta: Float32s, delta: Float32s, age: float, since: int, threads: int) -> None:
+    def _step(self, theta: Float32s, delta: Float32s, state: State, at: _Moment) -> None:
         lr = np.float32(self.settings.lr)
-        _run(_sgd, threads, lr, theta, delta)
+        _run(_sgd, at.threads, lr, theta, delta)
 
 
 class Nesterov(Outer):
@@ -152,9 +157,9 @@ class Nesterov(Outer):
     vectors = ("momentum",)
     momentum = ("momentum",)
 
-    def _step(self, theta: Float32s, delta: Float32s, age: float, since: int, threads: int) -> None:
+    def _step(self, theta: Float32s, delta: Float32s, state: State, at: _Moment) -> None:
         lr, mu = np.float32(self.settings.lr), np.float32(self.settings.momentum)
-        _run(_nesterov, threads, lr, mu, theta, delta, self._buffers["momentum"])
+        _run(_nesterov, at.threads, lr, mu, theta, delta, state["momentum"])
 
 
 class Adam(Outer):
@@ -166,13 +171,13 @@ class Adam(Outer):
     def _scale(self, age: float) -> float:
         return 1.0
 
-    def _step(self, theta: Float32s, delta: Float32s, age: float, since: int, threads: int) -> None:
+    def _step(self, theta: Float32s, delta: Float32s, state: State, at: _Moment) -> None:
         beta1, beta2 = self.settings.betas
-        rate = self.settings.lr / (1 - beta1**since)
-        root = 1 / math.sqrt(1 - beta2**self.merges)
-        constants = (beta1, 1 - beta1, beta2, 1 - beta2, rate, root, self.settings.eps, self._scale(age))
-        first, second = self._buffers["first"], self._buffers["second"]
-        _run(_adam, threads, *(np.float32(value) for value in constants), theta, delta, first, second)
+        rate = self.settings.lr / (1 - beta1**at.since)
+        root = 1 / math.sqrt(1 - beta2**at.merges)
+        constants = (beta1, 1 - beta1, beta2, 1 - beta2, rate, root, self.settings.eps, self._scale(at.age))
+        first, second = state["first"], state["second"]
+        _run(_adam, at.threads, *(np.float32(value) for value in constants), theta, delta, first, second)
 
 
 class CosineGated(Adam):
@@ -191,19 +196,24 @@ REGISTRY: dict[str, type[Outer]] = {
 }
 
 
-def create(settings: OuterSettings, elements: int, *, max_versions: int = 16) -> Outer:
-    """The outer optimizer that ``settings`` (spec.sync.outer) names, for a fragment of
-    ``elements``. ``max_versions``: staleness.maxVersions. Raises OuterError."""
+def make(settings: OuterSettings, *, max_versions: int = 16) -> Outer:
+    """The outer optimizer that ``settings`` (spec.sync.outer) names. ``max_versions``:
+    staleness.maxVersions. Raises OuterError."""
     kind = REGISTRY.get(settings.optimizer)
     if kind is None:
         raise OuterError(f"sync.outer.optimizer: {settings.optimizer!r} is none of {', '.join(REGISTRY)}")
-    return kind(settings, elements, max_versions)
+    return kind(settings, max_versions)
+
+
+def _check_vector(name: str, vector: NDArray[Any], elements: int, writable: bool = False) -> None:
+    if vector.dtype != np.float32 or vector.shape != (elements,) or not vector.flags.c_contiguous:
+        raise OuterError(f"{name}: {vector.dtype} of shape {vector.shape}, fragment: {elements} float32")
+    if writable and not vector.flags.writeable:
+        raise OuterError(f"{name}: read-only")
 
 
 def _run(target: kernels.Kernel, threads: int, *arguments: Any) -> None:
-    elements = arguments[-1].size
-    work: Callable[[int, int], None] = lambda first, last: target(*arguments, first, last)  # noqa: E731
-    kernels.share(work, elements, max(1, -(-elements // max(1, threads))), threads)
+    kernels.run(target, arguments[-1].size, threads, *arguments, align=kernels.BLOCK)
 
 
 # ---------------------------------------------------------------- kernels
