@@ -76,7 +76,8 @@ def summary_text(job: DiLoCoJob, warnings: Sequence[Problem] = (), source: str =
         f"  trains    {_trained(job)} until {stop}",
         f"  learners  {spec.slots} ({regions}), quorum {spec.quorum}",
         f"  sync      {sync.fragments} fragments, each every {sync.every} steps, overlap {sync.overlap}, "
-        f"{sync.merge.method} and {sync.outer.optimizer}, {sync.compression.up} up, {sync.compression.down} down"
+        f"{sync.merge.method} and {sync.outer.optimizer}, "
+        f"{sync.compression.up} up, {sync.compression.down} down"
         + (", deterministic" if sync.deterministic else ""),
         f"  evaluated {evaluated}",
         f"  digest    {spec_digest(job)[:16]}",

@@ -97,8 +97,8 @@ def parse_job(text: str, overrides: Iterable[str] = (), source: str = "job") -> 
         kind = "a list" if isinstance(document.value, list) else "a single value"
         message = f"it holds {kind}: a job is a mapping with apiVersion, kind, metadata and spec"
         raise JobError([Problem("", None, message)], source)
-    problems = _override(document, overrides)
-    job, found = _validate(document)
+    overridden, problems = _override(document, overrides)
+    job, found = _validate(document, overridden)
     problems += found
     if problems or job is None:
         raise JobError(problems, source)
@@ -145,8 +145,8 @@ def _read(path: FilePath) -> str:
         raise refuse("there is no such file") from None
     except (OSError, ValueError) as error:
         raise refuse(f"it cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    with open(handle, "rb") as file:
-        status = os.fstat(file.fileno())
+    try:
+        status = os.fstat(handle)
         if stat.S_ISDIR(status.st_mode):
             raise refuse("it is a directory: name the job file in it")
         if not stat.S_ISREG(status.st_mode):
@@ -154,10 +154,12 @@ def _read(path: FilePath) -> str:
         if status.st_size > MAX_BYTES:
             size = f"{status.st_size / 1e6:.1f} MB"
             raise refuse(f"it is too large for a job file ({size}; at most {MAX_BYTES // 1024} KiB)")
-        try:
+        with open(handle, "rb", closefd=False) as file:
             data = file.read(MAX_BYTES + 1)
-        except OSError as error:
-            raise refuse(f"it cannot be read: {error.strerror or error}") from None
+    except OSError as error:
+        raise refuse(f"it cannot be read: {error.strerror or error}") from None
+    finally:
+        os.close(handle)
     if len(data) > MAX_BYTES:
         raise refuse(f"it is too large for a job file (at most {MAX_BYTES // 1024} KiB)")
     try:
@@ -169,18 +171,19 @@ def _read(path: FilePath) -> str:
 # ------------------------------------------------------------------ overrides
 
 
-def _override(document: Document, overrides: Iterable[str]) -> list[Problem]:
-    """Applies overrides to the document in place; returns what is wrong with them."""
+def _override(document: Document, overrides: Iterable[str]) -> tuple[list[Path], list[Problem]]:
+    """Applies overrides to the document in place; returns the paths set, and what is wrong with the rest."""
+    overridden: list[Path] = []
     problems = []
     for text in overrides:
         try:
-            _set(document, text)
+            _set(document, text, overridden)
         except ValueError as error:
             problems.append(Problem(f"--set {text}", None, str(error)))
-    return problems
+    return overridden, problems
 
 
-def _set(document: Document, text: str) -> None:
+def _set(document: Document, text: str, overridden: list[Path]) -> None:
     left, equals, right = text.partition("=")
     parts = left.strip().split(".")
     if not equals or not all(parts):
@@ -212,23 +215,26 @@ def _set(document: Document, text: str) -> None:
         path = (*path, step)
         holder, key, place = place, step, place[step]
     holder[key] = value
-    for known in [known for known in document.lines if known[: len(path)] == path]:
-        del document.lines[known]
+    overridden.append(path)
 
 
 # ------------------------------------------------------------------ validation
 
 
-def _validate(document: Document) -> tuple[DiLoCoJob | None, list[Problem]]:
-    """The job, or (None, all problems)."""
+def _validate(document: Document, overridden: Sequence[Path] = ()) -> tuple[DiLoCoJob | None, list[Problem]]:
+    """The job, or (None, all problems). What ``overridden`` paths have set has no line in the file."""
     data = _without_nulls(DiLoCoJob, document.value)
     problems: list[Problem] = []
     refused: list[Path] = []
 
     def report(path: Path, value: Any, message: str) -> None:
-        line = next(
-            (document.lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in document.lines), None
-        )
+        line = None
+        written = path in document.lines
+        if not any(
+            path[: len(one)] == one or (not written and one[: len(path)] == path) for one in overridden
+        ):
+            heads = (path[:n] for n in range(len(path), 0, -1))
+            line = next((document.lines[head] for head in heads if head in document.lines), None)
         problems.append(Problem(dotted(path), value, message, line))
 
     job, errors = _attempt(data)

@@ -133,6 +133,8 @@ def locate(model: type[Spec], path: tuple[str | int, ...]) -> tuple[type[Spec] |
             metadata = []
             inner, _ = nested_model(annotation)
             here = inner
+        elif typing.get_origin(kind) is dict and typing.get_args(kind)[1] is not Any:
+            annotation, metadata = typing.get_args(kind)[1], []
         else:
             return None, None, []
     return owner, annotation, metadata

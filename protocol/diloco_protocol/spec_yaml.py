@@ -42,9 +42,11 @@ _NOT_FINITE = {sign + word for sign in ("", "+", "-") for word in (".inf", ".Inf
     ".NAN",
 }
 _FLOAT = re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$")
+_LOOSE_UNDERSCORE = re.compile(r"(?<![0-9])_|_(?![0-9])")
 _INTEGERS = (  # base, pattern of the digits after sign and prefix
     (16, re.compile(r"^([-+]?)0[xX]([0-9a-fA-F]+)$")),
     (2, re.compile(r"^([-+]?)0[bB]([01]+)$")),
+    (2, re.compile(r"^()0b([-+][01]+)$")),  # go-yaml's own oddity
     (8, re.compile(r"^([-+]?)0[oO]?([0-7]+)$")),
     (10, re.compile(r"^([-+]?)(0|[1-9][0-9]*)$")),
 )
@@ -71,7 +73,9 @@ def resolve(text: str) -> str | int | float | bool | None:
         raise ValueError(f"{text} is not a finite number")
     if text[0] not in "+-.0123456789":
         return text
-    plain = text.replace("_", "") if text[0] != "." else text
+    if text[0] == "." and _LOOSE_UNDERSCORE.search(text):
+        return text
+    plain = text.replace("_", "")
     for base, pattern in _INTEGERS:
         if match := pattern.match(plain):
             if len(match[2]) > 300:
@@ -128,7 +132,8 @@ class _Open:
     anchor: str | None
     line: int
     key: str | None = None
-    merged: list[Any] = field(default_factory=list)
+    merging: bool = False  # the value of << comes next
+    merged: list[tuple[Any, int]] = field(default_factory=list)
 
 
 @dataclass
@@ -181,8 +186,9 @@ class _Builder:
             top.key = key
             self.document.lines[(*top.path, key)] = line
         else:
-            if top.key == "<<":
+            if top.merging:
                 top.merged.append((value, line))
+                top.merging = False
             else:
                 top.value[top.key] = value
             top.key = None
@@ -223,8 +229,12 @@ class _Builder:
             is_key = (
                 bool(self.stack) and isinstance(self.stack[-1].value, dict) and self.stack[-1].key is None
             )
-            if event.value == "<<" and is_key and event.style is None:
-                self.stack[-1].key = "<<"
+            if event.value == "<<" and is_key and not event.style and event.tag is None:
+                top = self.stack[-1]
+                if top.value or top.merged:
+                    # go-yaml lets << replace the keys before it, other readers do not.
+                    raise YamlProblem("<< must come first, and once, in its mapping", top.path, line)
+                top.key, top.merging = "<<", True
                 return
             try:
                 value = _scalar(event)

@@ -1,0 +1,671 @@
+"""The job spec: every field wrong once, every rule broken once, and what the models promise about themselves.
+
+The cases for single fields are made from the models, so that a new field is tested the day it appears.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from diloco_protocol import reference
+from diloco_protocol.load import (
+    JobError,
+    Problem,
+    immutable_digests,
+    job_from_json,
+    job_to_json,
+    job_warnings,
+    parse_job,
+    spec_digest,
+)
+from diloco_protocol.spec import DiLoCoJob, JobSpec, RegionSpec
+from diloco_protocol.spec_base import Spec, fields_by_alias, nested_model, unwrap
+from diloco_protocol.spec_words import _all_constraints, words
+from diloco_protocol.units import parse_quantity
+
+ROOT = Path(__file__).parents[2]
+
+BASE: dict[str, Any] = {
+    "apiVersion": "diloco.io/v1alpha1",
+    "kind": "DiLoCoJob",
+    "metadata": {"name": "tiny"},
+    "spec": {
+        "training": {
+            "model": {"config": {"model_type": "llama"}, "lora": {}},
+            "data": {"paths": ["python-stdlib"]},
+            "evaluation": {},
+        },
+        "regions": [{"name": "local", "learners": 3}, {"name": "far", "learners": 2}],
+        "failurePolicy": {"rules": [{"exitCodes": [3], "action": "Fail"}]},
+    },
+}
+"""A job in which every part of the spec is there, so that every field can be set."""
+
+LOCAL: dict[str, Any] = {
+    "training": {"model": {"config": {"model_type": "llama"}}, "data": {"paths": ["python-stdlib"]}},
+    "regions": [{"learners": 3}],
+}
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One field of the spec and where it lies in a job like BASE."""
+
+    path: tuple[str | int, ...]
+    annotation: Any
+    metadata: tuple[Any, ...]
+    required: bool
+
+    @property
+    def kind(self) -> Any:
+        return unwrap(self.annotation)[0]
+
+    @property
+    def nullable(self) -> bool:
+        return unwrap(self.annotation)[1]
+
+    @property
+    def bounds(self) -> dict[str, Any]:
+        return _all_constraints(self.annotation, self.metadata)
+
+    def __str__(self) -> str:
+        return ".".join(map(str, self.path))
+
+
+def leaves(model: type[Spec] = DiLoCoJob, path: tuple[str | int, ...] = ()) -> Iterator[Leaf]:
+    """All fields of all models, also those that hold models."""
+    for alias, field in fields_by_alias(model).items():
+        here = (*path, alias)
+        yield Leaf(here, field.annotation, tuple(field.metadata), field.is_required())
+        inner, many = nested_model(field.annotation)
+        if inner is not None:
+            yield from leaves(inner, (*here, 0) if many else here)
+
+
+LEAVES = list(leaves())
+
+
+def wrong_values(leaf: Leaf) -> Iterator[Any]:
+    """Values that the field alone must refuse."""
+    kind, bounds = leaf.kind, leaf.bounds
+    origin = typing.get_origin(kind)
+    if not leaf.nullable and leaf.required:
+        yield None
+    if kind is bool:
+        yield from ("true", 1, [], {})
+    elif kind is int:
+        yield from ("3", 1.5, True, [3], {"a": 3})
+    elif kind is float:
+        yield from ("1", True, [1.0], {})
+    elif kind is str:
+        yield from (3, True, ["a"], {})
+        if bounds.get("min_length") or "pattern" in bounds:
+            yield ""
+        if "pattern" in bounds:
+            yield "No such_name!"
+        if "max_length" in bounds:
+            yield "a" * (bounds["max_length"] + 1)
+    elif origin is Literal:
+        yield from ("no-such-choice", 3, typing.get_args(kind)[0].swapcase(), True)
+    elif origin is list:
+        yield from ("text", 3, {})
+        (item,) = typing.get_args(kind)
+        good = good_value(Leaf(leaf.path, item, (), True))
+        if "max_length" in bounds:
+            yield [good] * (bounds["max_length"] + 1)
+        if bounds.get("min_length"):
+            yield [good] * (bounds["min_length"] - 1)
+    elif origin is dict:
+        yield from (3, "text", [])
+        if typing.get_args(kind)[1] is str:
+            yield {"a": 3}
+    elif isinstance(kind, type) and issubclass(kind, Spec):
+        yield from (3, "text", [], True)
+    else:
+        raise AssertionError(f"no cases for {kind}")
+    if kind in (int, float):
+        step = 1 if kind is int else 1e-3
+        if "ge" in bounds:
+            yield bounds["ge"] - step
+        if "gt" in bounds:
+            yield bounds["gt"]
+        if "le" in bounds:
+            yield bounds["le"] + (1 if kind is int else max(1.0, bounds["le"] * 1e-6))
+        if "lt" in bounds:
+            yield bounds["lt"]
+
+
+def good_value(leaf: Leaf) -> Any:
+    """Some value that the field alone takes."""
+    kind, bounds = leaf.kind, leaf.bounds
+    origin = typing.get_origin(kind)
+    if kind is bool:
+        return True
+    if kind in (int, float):
+        return bounds["ge"] if "ge" in bounds else bounds["le"]
+    if kind is str:
+        return "python:name" if r":[A-Za-z_]" in bounds.get("pattern", "") else "name"
+    if origin is Literal:
+        return typing.get_args(kind)[-1]
+    if origin is list:
+        (item,) = typing.get_args(kind)
+        return [good_value(Leaf(leaf.path, item, (), True))] * max(1, bounds.get("min_length", 1))
+    if origin is dict:
+        return {"a": "b"}
+    assert issubclass(kind, Spec)
+    return {alias: f.examples[0] for alias, f in fields_by_alias(kind).items() if f.is_required()}
+
+
+def put(job: dict[str, Any], path: tuple[str | int, ...], value: Any) -> dict[str, Any]:
+    """A copy of the job with the value at the path."""
+    job = copy.deepcopy(job)
+    place: Any = job
+    for step in path[:-1]:
+        place = place.setdefault(step, {}) if isinstance(place, dict) else place[step]
+    place[path[-1]] = value
+    return job
+
+
+def problems(job: Any) -> list[Problem]:
+    """What is wrong with a job, [] if nothing."""
+    try:
+        parse_job(json.dumps(job))
+    except JobError as error:
+        return error.problems
+    return []
+
+
+# ------------------------------------------------------------------ single fields
+
+
+def test_the_base_job_is_valid_and_has_every_part() -> None:
+    assert problems(BASE) == []
+    assert len(LEAVES) > 100
+    for leaf in LEAVES:
+        put(BASE, leaf.path, None)  # every path can be reached
+
+
+@pytest.mark.parametrize("leaf", LEAVES, ids=str)
+def test_a_wrong_value_is_refused_by_name_and_alone(leaf: Leaf) -> None:
+    cases = list(wrong_values(leaf))
+    assert cases
+    for value in cases:
+        found = problems(put(BASE, leaf.path, value))
+        # The field or an item in it, once or more; never a consequence elsewhere.
+        assert found, value
+        for problem in found:
+            assert (problem.path + ".").startswith(f"{leaf}."), (value, found)
+            assert problem.message.startswith(("must ", "is out of range", "is required")), problem
+        if value is not None and not isinstance(value, (list, dict)):
+            assert found[0].value == value and str(leaf) in str(found[0])
+
+
+@pytest.mark.parametrize("leaf", LEAVES, ids=str)
+def test_values_at_the_bounds_are_taken(leaf: Leaf) -> None:
+    bounds = leaf.bounds
+    values = [good_value(leaf)] if unwrap(leaf.annotation)[0] is not str else []
+    values += [bounds[name] for name in ("ge", "le") if name in bounds]
+    values += [None] if leaf.nullable else []
+    for value in values:
+        for problem in problems(put(BASE, leaf.path, value)):
+            assert not problem.message.startswith(f"must be {words(leaf.annotation, leaf.metadata)}"), problem
+
+
+def test_an_unknown_field_is_refused_at_every_level_with_the_nearest_name() -> None:
+    for leaf in LEAVES:
+        name = str(leaf.path[-1])
+        if len(name) < 4:
+            continue
+        typo = name[:-1] + "x" + name[-1]
+        job = put(BASE, (*leaf.path[:-1], typo), 1)
+        found = [problem for problem in problems(job) if problem.path.endswith(f"{typo}")]
+        assert len(found) == 1 and f"did you mean {name}?" in found[0].message, (leaf, problems(job))
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("spec.training.optimizer.weight_decay", "did you mean weightDecay?"),
+        ("spec.training.optimizer.Betas", "did you mean betas?"),
+        ("spec.overlap", "did you mean spec.sync.overlap?"),
+        ("spec.training.quorum", "did you mean spec.sync.quorum?"),
+        ("spec.sync.zzz", "known are fragments, every, overlap"),
+        ("spec.regions.0.learner", "did you mean learners?"),
+        ("zzz", "known are apiVersion, kind, metadata, spec"),
+        ("status", "known are apiVersion, kind, metadata, spec"),
+    ],
+)
+def test_hints(path: str, hint: str) -> None:
+    steps = tuple(int(step) if step.isdigit() else step for step in path.split("."))
+    (problem,) = problems(put(BASE, steps, 1))
+    assert problem.path == path and hint in problem.message
+
+
+@pytest.mark.parametrize("leaf", [leaf for leaf in LEAVES if leaf.required], ids=str)
+def test_a_required_field_left_out_is_named_with_an_example_that_works(leaf: Leaf) -> None:
+    job = copy.deepcopy(BASE)
+    place: Any = job
+    for step in leaf.path[:-1]:
+        place = place[step]
+    del place[leaf.path[-1]]
+    (problem,) = problems(job)
+    assert problem.path == str(leaf) and problem.message.startswith("is required")
+
+
+def test_defaults_pass_their_own_checks() -> None:
+    data = json.loads(job_to_json(parse_job(json.dumps(BASE))))
+    assert problems(data) == []
+
+
+def test_every_field_has_a_description_that_is_a_sentence() -> None:
+    for model in {type_ for type_ in Spec.__subclasses__() if type_.__module__.startswith("diloco_protocol")}:
+        assert model.__doc__
+        for alias, field in fields_by_alias(model).items():
+            assert field.description and field.description.endswith("."), (model, alias)
+            assert words(field.annotation, field.metadata)
+
+
+# ------------------------------------------------------------------ rules between fields
+
+RULES: list[tuple[str, dict[str, Any], str, str]] = [
+    # what, fields below spec in a local job, path of the problem below spec, part of its message
+    ("no stop", {"training.stop": {}}, "training.stop", "exactly one"),
+    (
+        "two stops",
+        {"training.stop": {"steps": 3, "tokens": 4}},
+        "training.stop",
+        "steps and tokens are given",
+    ),
+    (
+        "deterministic by the clock",
+        {
+            "training.stop": {"seconds": 3},
+            "training.optimizer.schedule": "constant",
+            "sync.deterministic": True,
+        },
+        "training.stop.seconds",
+        "stop by steps or tokens",
+    ),
+    ("cosine by the clock", {"training.stop": {"seconds": 3}}, "training.optimizer.schedule", "constant"),
+    ("no model", {"training.model": None}, "training.model", "is required"),
+    ("empty model", {"training.model": {}}, "training.model", "needs config"),
+    ("no kind", {"training.model.config": {}}, "training.model.config.model_type", "is required"),
+    (
+        "kind is a number",
+        {"training.model.config": {"model_type": 3}},
+        "training.model.config.model_type",
+        "llama",
+    ),
+    (
+        "small vocabulary",
+        {"training.model.config.vocab_size": 255},
+        "training.model.config.vocab_size",
+        "at least 256",
+    ),
+    (
+        "vocabulary is text",
+        {"training.model.config.vocab_size": "256"},
+        "training.model.config.vocab_size",
+        "whole",
+    ),
+    (
+        "frozen and adapted",
+        {"training.model.freeze": ["*"], "training.model.lora": {}},
+        "training.model.freeze",
+        "lora",
+    ),
+    ("no data", {"training.data": None}, "training.data", "is required"),
+    (
+        "text without paths",
+        {"training.data.paths": []},
+        "training.data.paths",
+        "is required with source text",
+    ),
+    (
+        "datasets without name",
+        {"training.data": {"source": "datasets"}},
+        "training.data.name",
+        "is required with source datasets",
+    ),
+    (
+        "python without function",
+        {"training.data": {"source": "python"}},
+        "training.data.function",
+        "is required",
+    ),
+    ("function of text", {"training.data.function": "a:b"}, "training.data.function", "source is text"),
+    ("name of text", {"training.data.name": "a"}, "training.data.name", "set source: datasets"),
+    ("subset of text", {"training.data.subset": "a"}, "training.data.subset", "leave it out"),
+    (
+        "paths of python",
+        {"training.data": {"source": "python", "function": "a:b", "paths": ["c"]}},
+        "training.data.paths",
+        "source is python",
+    ),
+    ("P above H", {"sync.fragments": 25}, "sync.fragments", "at most sync.every (24)"),
+    ("tau is H", {"sync.overlap": 24}, "sync.overlap", "below sync.every (24)"),
+    ("K above M", {"sync.quorum": 4}, "sync.quorum", "all regions (3)"),
+    ("pause before merge", {"sync.staleness.maxSteps": 23}, "sync.staleness.maxSteps", "at least sync.every"),
+    (
+        "heartbeat",
+        {"sync.heartbeat": {"intervalSeconds": 5, "timeoutSeconds": 5}},
+        "sync.heartbeat.timeoutSeconds",
+        "more than",
+    ),
+    (
+        "feedback of nothing",
+        {"sync.compression": {"up": "float32", "errorFeedback": True}},
+        "sync.compression.errorFeedback",
+        "no meaning",
+    ),
+    ("reserved region", {"regions": [{"name": "syncer", "learners": 1}]}, "regions.0.name", "another name"),
+    (
+        "evaluator region",
+        {"regions": [{"name": "evaluator", "learners": 1}]},
+        "regions.0.name",
+        "another name",
+    ),
+    ("same region", {"regions": [{"learners": 1}, {"learners": 1}]}, "regions.1.name", "regions.0"),
+    (
+        "too many learners",
+        {"regions": [{"name": f"r{i}", "learners": 1000} for i in range(5)]},
+        "regions",
+        "more than 4096",
+    ),
+    ("external", {"syncer.endpoint.type": "External"}, "syncer.endpoint.address", "is required"),
+    ("half named", {"syncer.cluster": "a"}, "regions.0.cluster", "everywhere, or nowhere"),
+    ("shards above P", {"syncer.shards": 25}, "syncer.shards", "at most sync.fragments"),
+    (
+        "port of ClusterIP",
+        {"syncer.endpoint.nodePort": 30000},
+        "syncer.endpoint.nodePort",
+        "belongs to type NodePort",
+    ),
+    (
+        "ports beyond the range",
+        {"syncer.endpoint": {"type": "NodePort", "nodePort": 32767}, "syncer.shards": 2},
+        "syncer.endpoint.nodePort",
+        "at most 32766",
+    ),
+    (
+        "tls off and named",
+        {"syncer.tls": {"mode": "off", "secretName": "a"}},
+        "syncer.tls.mode",
+        "contradicts",
+    ),
+    (
+        "two stores",
+        {"syncer.storage": {"claimName": "a", "uri": "s3://a"}},
+        "syncer.storage.uri",
+        "contradicts",
+    ),
+    (
+        "class of my volume",
+        {"syncer.storage": {"claimName": "a", "storageClassName": "b"}},
+        "syncer.storage.storageClassName",
+        "leave it out",
+    ),
+    (
+        "delete my bucket",
+        {"syncer.storage": {"uri": "s3://a", "onDelete": "Delete"}},
+        "syncer.storage.onDelete",
+        "never",
+    ),
+]
+
+
+def local_job(fields: dict[str, Any]) -> dict[str, Any]:
+    job = {**{key: BASE[key] for key in ("apiVersion", "kind", "metadata")}, "spec": copy.deepcopy(LOCAL)}
+    for path, value in fields.items():
+        steps = tuple(int(step) if step.isdigit() else step for step in path.split("."))
+        job = put(job, ("spec", *steps), value)
+    return job
+
+
+@pytest.mark.parametrize(
+    ("fields", "path", "said"), [rule[1:] for rule in RULES], ids=[rule[0] for rule in RULES]
+)
+def test_a_broken_rule_is_the_only_problem(fields: dict[str, Any], path: str, said: str) -> None:
+    job = local_job(fields)
+    (problem,) = problems(job)
+    assert problem.path == f"spec.{path}" and said in problem.message
+    with pytest.raises(ValidationError, match="spec"):  # the models themselves refuse it too
+        DiLoCoJob.model_validate(job)
+
+
+CLUSTERS: dict[str, Any] = {
+    "syncer": {
+        "cluster": "hub",
+        "endpoint": {"type": "LoadBalancer", "address": "syncer.example.org:4001"},
+        "tls": {"secretName": "tls"},
+    },
+    "learners.credentials.secretName": "join",
+    "regions": [
+        {"name": "east", "cluster": "hub", "learners": 2},
+        {"name": "west", "cluster": "far", "learners": 2},
+    ],
+}
+
+
+def test_a_job_that_spans_clusters() -> None:
+    assert problems(local_job(CLUSTERS)) == []
+    for path, value in {
+        "syncer.endpoint.address": None,
+        "syncer.endpoint.type": "ClusterIP",
+        "syncer.tls.secretName": None,
+        "learners.credentials.secretName": None,
+        "regions.1.cluster": None,
+    }.items():
+        found = problems(local_job({**CLUSTERS, path: value}))
+        assert f"spec.{path}" in [problem.path for problem in found], (path, found)
+    found = problems(local_job({**CLUSTERS, "syncer.tls": {"mode": "off"}}))
+    assert {problem.path for problem in found} == {"spec.syncer.tls.mode", "spec.syncer.tls.secretName"}
+
+
+def test_rules_are_told_beside_wrong_fields_and_never_as_their_consequence() -> None:
+    job = local_job({"sync.overlap": 30, "sync.heartbeat.intervalSeconds": "1", "sync.quorum": 9})
+    assert {problem.path for problem in problems(job)} == {
+        "spec.sync.overlap",
+        "spec.sync.quorum",
+        "spec.sync.heartbeat.intervalSeconds",
+    }
+    # `every` cannot be read, so nothing is said of the fields that are measured by it.
+    job = local_job({"sync.every": "many", "sync.overlap": 30, "sync.fragments": 30, "sync.quorum": 9})
+    assert {problem.path for problem in problems(job)} == {"spec.sync.every", "spec.sync.quorum"}
+    # Nor where it was meant, by another name.
+    job = local_job({"sync.evry": 40, "sync.overlap": 30, "sync.fragments": 30})
+    assert {problem.path for problem in problems(job)} == {"spec.sync.evry"}
+
+
+def test_all_wrong_fields_at_once() -> None:
+    """Each field of a job replaced by a wrong value in one file: one run names all of them."""
+    job, wrong = copy.deepcopy(BASE), set()
+    for leaf in LEAVES:
+        inner, _ = nested_model(leaf.annotation)
+        if inner is not None or leaf.path[0] in ("apiVersion", "kind"):
+            continue
+        job = put(job, leaf.path, {"not": "this"} if typing.get_origin(leaf.kind) is not dict else 3)
+        wrong.add(str(leaf))
+    named = {problem.path for problem in problems(job)}
+    assert wrong <= named
+
+
+def test_the_custom_loop_needs_neither_model_nor_data() -> None:
+    job = parse_job(json.dumps(local_job({"training": {}, "learners.command": ["python", "loop.py"]})))
+    assert not job.spec.evaluated and job.spec.training.stop.tokens == 2_000_000
+    job = parse_job(json.dumps(local_job({"training": {"stop": {"seconds": 5}}, "learners.command": ["a"]})))
+    assert job.spec.training.stop.seconds == 5.0
+
+
+def test_derived_values() -> None:
+    job = parse_job(json.dumps(BASE))
+    assert (job.spec.slots, job.spec.quorum, job.spec.max_steps_alone) == (5, 1, 96)
+    assert job.spec.evaluated
+    job = parse_job(
+        json.dumps(put(BASE, ("spec", "sync"), {"deterministic": True, "staleness": {"maxSteps": 50}}))
+    )
+    assert (job.spec.quorum, job.spec.max_steps_alone) == (5, 50)
+
+
+@pytest.mark.parametrize(
+    ("fields", "path"),
+    [
+        ({"training.stop": {"steps": 100}}, "training.optimizer.warmupSteps"),
+        ({"sync.outer.optimizer": "adamw"}, "sync.outer.lr"),
+        ({"sync.deterministic": True, "sync.quorum": 2}, "sync.quorum"),
+    ],
+)
+def test_warnings(fields: dict[str, Any], path: str) -> None:
+    (warning,) = job_warnings(parse_job(json.dumps(local_job(fields))))
+    assert warning.path == f"spec.{path}"
+    assert job_warnings(parse_job(json.dumps(local_job({})))) == []
+
+
+# ------------------------------------------------------------------ the objects
+
+
+def test_in_python_fields_have_python_names_and_nothing_changes_them() -> None:
+    region = RegionSpec(name="a", learners=2, pod_template={"x": 1})
+    with pytest.raises(ValidationError):
+        region.learners = 3  # type: ignore[misc]
+    assert JobSpec(regions=[region]).regions[0].pod_template == {"x": 1}
+    with pytest.raises(ValidationError):
+        RegionSpec(name="a", learners="2")  # type: ignore[arg-type]
+    assert (
+        "weight_decay" in problems(put(BASE, ("spec", "training", "optimizer"), {"weight_decay": 1}))[0].path
+    )
+
+
+def test_defaults_are_not_shared_between_jobs() -> None:
+    one, other = (parse_job(json.dumps(BASE)) for _ in range(2))
+    one.spec.sync.merge.mean_tensors.append("x")
+    assert other.spec.sync.merge.mean_tensors == []
+    assert parse_job(json.dumps(BASE)).spec.sync.merge.mean_tensors == []
+
+
+SCALARS = [
+    leaf for leaf in LEAVES if leaf.kind in (bool, int, float) or typing.get_origin(leaf.kind) is Literal
+]
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> dict[str, Any]:
+    """Valid jobs in which some scalar fields have some value of theirs."""
+    job = copy.deepcopy(BASE)
+    for leaf in draw(st.lists(st.sampled_from(SCALARS), max_size=5, unique_by=str)):
+        bounds, value = leaf.bounds, None
+        if leaf.kind is bool:
+            value = draw(st.booleans())
+        elif typing.get_origin(leaf.kind) is Literal:
+            value = draw(st.sampled_from(typing.get_args(leaf.kind)))
+        elif leaf.kind is int:
+            value = draw(st.integers(bounds.get("ge", 1), bounds.get("le")))
+        else:
+            low, high = bounds.get("ge", bounds.get("gt")), bounds.get("le", bounds.get("lt"))
+            value = draw(st.floats(low, high, exclude_min="gt" in bounds, exclude_max="lt" in bounds))
+        job = put(job, leaf.path, value)
+    assume(not problems(job))
+    return job
+
+
+@settings(max_examples=60, deadline=None)
+@given(jobs())
+def test_the_normal_form_is_an_exact_inverse(data: dict[str, Any]) -> None:
+    job = parse_job(json.dumps(data))
+    text = job_to_json(job)
+    assert job_from_json(text) == job
+    assert job_to_json(job_from_json(text)) == text
+    assert parse_job(text) == job  # the normal form is a job file too
+    assert spec_digest(job_from_json(text)) == spec_digest(job)
+
+
+def test_digests_follow_meaning_not_spelling() -> None:
+    job = parse_job(json.dumps(BASE))
+    turned = json.loads(json.dumps(BASE))
+    turned["spec"] = dict(reversed(turned["spec"].items()))
+    turned["spec"]["sync"] = {"overlap": 2}
+    assert spec_digest(parse_job(json.dumps(turned))) == spec_digest(job)
+    before = immutable_digests(job)
+    assert set(before) == {"training.model", "training.data", "seed", "sync.fragments"}
+    for path, name in {
+        ("spec", "training", "model", "config", "hidden_size"): "training.model",
+        ("spec", "training", "data", "sequenceLength"): "training.data",
+        ("spec", "seed"): "seed",
+        ("spec", "sync", "fragments"): "sync.fragments",
+    }.items():
+        changed = parse_job(json.dumps(put(BASE, path, 7)))
+        after = immutable_digests(changed)
+        assert [key for key in before if before[key] != after[key]] == [name]
+        assert spec_digest(changed) != spec_digest(job)
+    changed = parse_job(json.dumps(put(BASE, ("spec", "sync", "overlap"), 3)))
+    assert immutable_digests(changed) == before and spec_digest(changed) != spec_digest(job)
+    assert spec_digest(parse_job(json.dumps(put(BASE, ("metadata", "name"), "other")))) == spec_digest(job)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "3", "{}", '{"a": NaN}', "[" * 100_000, b"\xff"], ids=lambda text: repr(text)[:12]
+)
+def test_a_damaged_normal_form_is_refused(text: str | bytes) -> None:
+    with pytest.raises(JobError):
+        job_from_json(text)
+
+
+# ------------------------------------------------------------------ quantities
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("10Gi", 10 * 2**30), ("1Ki", 1024), ("0.5Mi", 2**19), ("500M", 500_000_000), ("1e9", 10**9),
+        ("1E3", 1000), ("1E", 10**18), ("2k", 2000), ("1.5G", 1_500_000_000), ("100m", 1), ("1500m", 2),
+        ("7", 7), (".5k", 500), ("+3", 3), ("0", 0), ("-1Gi", -(2**30)), ("7Ei", 7 * 2**60),
+    ],
+)  # fmt: skip
+def test_quantities(text: str, value: int) -> None:
+    assert parse_quantity(text) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "10GB", "10 Gi", "Gi", "10gi", "ten", "1e", "1e99", "8Ei", "--1", "1.2.3", "9" * 80, "10K", "1_0"],
+)
+def test_wrong_quantities(text: str) -> None:
+    with pytest.raises(ValueError, match="quantity"):
+        parse_quantity(text)
+
+
+def test_a_storage_size_is_a_quantity_above_zero() -> None:
+    for size in ("10GB", "0", "-1Gi"):
+        (problem,) = problems(local_job({"syncer.storage.size": size}))
+        assert problem.path == "spec.syncer.storage.size" and "10Gi" in problem.message
+
+
+# ------------------------------------------------------------------ what is written about it
+
+
+def test_the_field_reference_is_current() -> None:
+    text = (ROOT / "docs" / "job.md").read_text(encoding="utf-8")
+    assert text == reference.page(), "python -m diloco_protocol.reference --write docs/job.md"
+    for leaf in LEAVES:
+        assert f"| `{leaf.path[-1]}` |" in text
+
+
+def test_the_reference_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "job.md"
+    assert reference.main(["--check", str(page)]) == 1
+    assert reference.main(["--write", str(page)]) == 0
+    assert reference.main(["--check", str(page)]) == 0
+    page.write_text(page.read_text() + "more")
+    assert reference.main(["--check", str(page)]) == 1
+    assert "--write" in capsys.readouterr().out
