@@ -141,7 +141,7 @@ def picture(view: View, events: list[Text]) -> RenderableType:
     foot.add_row(Text("fragments", style="dim"), version_strip(status.get("versions") or []))
     foot.add_row(
         Text("quorum", style="dim"),
-        f"{quorum.get('active', 0)} learners, {quorum.get('required', 0)} needed"
+        f"{quorum.get('active', 0)} active, {quorum.get('required', 0)} needed"
         + (f", {status.get('standby')} standing by" if status.get("standby") else ""),
     )
     foot.add_row(Text("rounds", style="dim"), rounds or "none open")
