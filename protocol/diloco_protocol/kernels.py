@@ -55,6 +55,7 @@ U8_IN = 'Array(uint8, 1, "C", readonly=True)'
 F32_OUT = "float32[::1]"
 F64_OUT = "float64[::1]"
 U16_OUT = "uint16[::1]"
+U32_OUT = "uint32[::1]"
 U8_OUT = "uint8[::1]"
 RANGE = "int64, int64"  # first and one past the last, the unit is the kernel's
 
