@@ -19,6 +19,9 @@ from pydantic.fields import FieldInfo
 NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 """Kubernetes DNS label (RFC 1035)."""
 
+ADDRESS_PATTERN = r"^([A-Za-z0-9]([-.A-Za-z0-9]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?$"
+"""host or host:port; an IPv6 host in brackets."""
+
 
 class Spec(BaseModel):
     """Base of every part of a job: camelCase in YAML, snake_case in Python."""

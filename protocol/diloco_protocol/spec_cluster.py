@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from .spec_base import NAME_PATTERN, Free, Name, Seconds, Spec, Text
+from .spec_base import ADDRESS_PATTERN, NAME_PATTERN, Free, Name, Seconds, Spec, Text
 from .units import parse_quantity
 
 
@@ -25,7 +25,7 @@ class EndpointSpec(Spec):
     type: Literal["ClusterIP", "NodePort", "LoadBalancer", "External"] = Field(
         "ClusterIP", description="Kind of Service; External: an address of yours that leads to it."
     )
-    address: Annotated[str, Field(pattern=r"^[A-Za-z0-9.\-\[\]:]+$", max_length=253)] | None = Field(
+    address: Annotated[str, Field(pattern=ADDRESS_PATTERN, max_length=253)] | None = Field(
         None, description="host or host:port that learners of other clusters dial; required across clusters."
     )
     node_port: Annotated[int, Field(ge=30000, le=32767)] | None = Field(

@@ -48,11 +48,14 @@ class OuterSpec(Spec):
     eps: float = Field(1e-8, gt=0, le=1, description="Of adamw and cosine-gated.")
     restart_every: Annotated[int, Field(ge=1, le=10**9)] | None = Field(
         None,
-        description="Clear a fragment's momentum after so many of its versions (arXiv 2605.28585); "
+        description="Clear a fragment's momentum before every so many-th of its merges (arXiv 2605.28585); "
         "null: never.",
     )
     age_decay: float = Field(
-        0.5, ge=0, le=1, description="Of cosine-gated: how strongly a push's age damps it; 0: not at all."
+        0.5,
+        ge=0,
+        le=1,
+        description="Of cosine-gated: α in e^(−α·age), by which pushes are damped; age in versions.",
     )
 
 

@@ -12,13 +12,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic.fields import FieldInfo
 
-from .spec_base import NAME_PATTERN, Spec, fields_by_alias, nested_model, unwrap
+from .spec_base import ADDRESS_PATTERN, NAME_PATTERN, Spec, fields_by_alias, nested_model, unwrap
 
 _PATTERNS = {
     NAME_PATTERN: "lower-case letters, digits and dashes, from a letter to a letter or digit",
     r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$": "lower-case letters, digits, dashes and dots",
     r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$": "module:function",
-    r"^[A-Za-z0-9.\-\[\]:]+$": "host or host:port",
+    ADDRESS_PATTERN: "host or host:port (an IPv6 host in brackets)",
 }
 
 

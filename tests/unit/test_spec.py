@@ -651,6 +651,19 @@ def test_a_storage_size_is_a_quantity_above_zero() -> None:
         assert problem.path == "spec.syncer.storage.size" and "10Gi" in problem.message
 
 
+@pytest.mark.parametrize("address", ["a", "10.0.0.1", "a.example.org:4001", "[::1]", "[fe80::1]:4001"])
+def test_addresses(address: str) -> None:
+    assert problems(local_job({"syncer.endpoint": {"type": "External", "address": address}})) == []
+
+
+@pytest.mark.parametrize(
+    "address", ["", "::1", "a:b", "a:", "http://a", "a:1234567", "-a", "a b", "[]", "a\n"]
+)
+def test_wrong_addresses(address: str) -> None:
+    (problem,) = problems(local_job({"syncer.endpoint": {"type": "External", "address": address}}))
+    assert problem.path == "spec.syncer.endpoint.address" and "host:port" in problem.message
+
+
 # ------------------------------------------------------------------ what is written about it
 
 
