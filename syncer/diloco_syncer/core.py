@@ -534,6 +534,8 @@ class Core:
         )
         if current:
             slot.merged[header.fragment] = MergedPush(header.sequence, version)
+            accepted = slot.accepted_sequence.get(header.fragment, 0)
+            slot.accepted_sequence[header.fragment] = max(accepted, header.sequence)
 
     def _judge_lateness(self, closed: Round) -> None:
         """A slot late in three rounds running shows as starved."""

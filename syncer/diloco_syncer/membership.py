@@ -160,7 +160,6 @@ class Membership:
                 {name: getattr(slot, name) for name in _DURABLE}
                 | {
                     "state": slot.state.value,
-                    "accepted_sequence": {str(k): v for k, v in slot.accepted_sequence.items()},
                     "merged": {str(k): [v.sequence, v.version] for k, v in slot.merged.items()},
                     "merged_last_step": {str(k): v for k, v in slot.merged_last_step.items()},
                 }
@@ -179,6 +178,7 @@ class Membership:
             state = SlotState(saved["state"])
             slot.state = SlotState.SUSPECT if state in OCCUPIED else state
             slot.heard_at = now
-            slot.accepted_sequence = {int(k): v for k, v in saved["accepted_sequence"].items()}
             slot.merged = {int(k): MergedPush(*v) for k, v in saved["merged"].items()}
+            # What was accepted and not merged is gone, but for spooled offers, which say so themselves.
+            slot.accepted_sequence = {fragment: push.sequence for fragment, push in slot.merged.items()}
             slot.merged_last_step = {int(k): v for k, v in saved["merged_last_step"].items()}

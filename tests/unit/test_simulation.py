@@ -68,8 +68,10 @@ class Learner:
     alive: bool = True
     frozen_until: float = 0.0
     draining: bool = False
-    outstanding: set[int] = field(default_factory=set)  # fragments whose offer has no answer yet
-    offered: set[int] = field(default_factory=set)
+    in_flight: set[int] = field(default_factory=set)  # fragments whose offer has no answer yet
+    unsettled: set[int] = field(default_factory=set)  # offered, perhaps without an answer, and not refused
+    offered: set[int] = field(default_factory=set)  # offered and accepted
+    offers: dict[int, tuple[ev.PushHeader, Ids]] = field(default_factory=dict)
     left: bool = False
 
     def __post_init__(self) -> None:
@@ -93,7 +95,7 @@ class Learner:
         held_back = []
         for news, merged_ids in self.news:
             p = news.fragment
-            if p in self.offered or p in self.outstanding:
+            if p in self.unsettled:
                 held_back.append((news, merged_ids))  # an offered fragment stays as it was offered
                 continue
             decision = self.adoption.on_broadcast(news)
@@ -340,10 +342,11 @@ class World:
             return
         if not (seat.continuing and learner.seat is not None):
             learner.begin(seat.slot_step)
+            learner.offered.clear()
+            learner.unsettled.clear()
         learner.seat = seat
-        learner.draining = self.core.phase is PhaseName.DRAINING
-        learner.offered.clear()
-        learner.outstanding.clear()
+        learner.draining = learner.draining or self.core.phase is PhaseName.DRAINING
+        learner.in_flight.clear()  # their answers are lost: offered again before anything is adopted
         for p in range(len(self.core.versions)):
             self.announce(learner, p, merged[p] if merged else ev.MergedPush())
 
@@ -416,6 +419,11 @@ class World:
             "float32", "L", learner.report(),
         )  # fmt: skip
         assert plan.tokens == sum(self.tokens_of[i] for i in ids)
+        if round == 0:
+            learner.offers[p] = (header, ids)
+        self.send(learner, header, ids)
+
+    def send(self, learner: Learner, header: ev.PushHeader, ids: Ids) -> None:
         for _ in range(2 if self.chance(0.05) else 1):
             if not self.chance(0.05):
                 self.at(self.delay(0.4), lambda: self.arrive(learner, header, ids, self.life))
@@ -445,20 +453,26 @@ class World:
         if not learner.alive or learner.seat is None or header.incarnation != learner.seat.incarnation:
             return
         p = header.fragment
-        learner.outstanding.discard(p)
+        learner.in_flight.discard(p)
         final = refused is not None and refused[0] is not ev.Reason.REPEATED
         for sequence in learner.adoption.on_verdict(p, header.sequence, final):
             del learner.snapshots[p, sequence]
-        if header.round == 0 and not final:
-            learner.offered.add(p)
+        if header.round == 0:
+            (learner.unsettled.discard if final else learner.offered.add)(p)
 
     def drain(self, learner: Learner) -> None:
         """Offer everything, then leave; what has no answer is offered again."""
         for p in learner.adoption.drain_order():
             if p in learner.offered:
                 continue
-            if p not in learner.outstanding or self.random.random() < 0.05:
-                learner.outstanding.add(p)
+            if p in learner.unsettled and (p not in learner.in_flight or self.random.random() < 0.05):
+                learner.in_flight.add(p)  # the answer may be lost: the very same offer once more
+                header, ids = learner.offers[p]
+                assert learner.seat is not None
+                self.send(learner, replace(header, incarnation=learner.seat.incarnation), ids)
+            elif p not in learner.unsettled:
+                learner.in_flight.add(p)
+                learner.unsettled.add(p)
                 self.push(learner, p, 0, 0)
         if all(p in learner.offered for p in learner.adoption.drain_order()):
             learner.left = True
@@ -473,7 +487,7 @@ class World:
                 self.at(1.0, lambda: self.spawn(learner.place))
 
     def mishap(self, learner: Learner) -> None:
-        if self.core.phase not in (PhaseName.TRAINING, PhaseName.HOLDING):
+        if learner.left or self.core.phase not in (PhaseName.TRAINING, PhaseName.HOLDING):
             return
         if self.chance(0.004):  # killed
             self.seen["kills"] += 1

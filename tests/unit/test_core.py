@@ -1,0 +1,395 @@
+"""The core's decisions, one situation each; the simulation has their combinations."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TypeVar
+
+import pytest
+from diloco_syncer import events as ev
+from diloco_syncer.config import CoreConfig
+from diloco_syncer.core import Core
+from diloco_syncer.events import PhaseName, Reason
+from diloco_syncer.rounds import RoundRules
+
+A = TypeVar("A")
+
+
+def config(slots: int = 2, quorum: int = 1, **changes: object) -> CoreConfig:
+    base = CoreConfig(
+        places=tuple(("r", i) for i in range(slots)),
+        rules=RoundRules(every=4, overlap=1, quorum=quorum, grace_factor=0.9, grace_cap=5.0, slots=slots),
+        encoding="float32",
+        stop=("steps", 1000),
+        max_versions=4,
+    )
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+class Desk:
+    """A core with a hand on every lever; time stands still unless told."""
+
+    def __init__(self, config: CoreConfig, state: dict | None = None, epoch: int = 1) -> None:
+        self.core = Core(config, state, epoch, 0.0, 0.0)
+        self.now = 0.0
+        self.log: list[ev.Action] = list(self.core.start(0.0))
+
+    def do(self, event: ev.Event) -> list[ev.Action]:
+        actions = self.core.handle(event, self.now)
+        self.log += actions
+        return actions
+
+    def later(self, seconds: float) -> list[ev.Action]:
+        self.now += seconds
+        return self.do(ev.Tick())
+
+    def join(self, connection: int, ordinal: int, process: str = "", **changes: object) -> list[ev.Action]:
+        join = ev.Join(connection, process or f"p{connection}", "r", ordinal, False, "L", {}, 0, ())
+        return self.do(replace(join, **changes))  # type: ignore[arg-type]
+
+    def begin(self, learners: int, fragments: int = 1) -> None:
+        """Learners on connections 1.., version 0, everybody reported."""
+        for i in range(learners):
+            self.join(i + 1, i)
+        self.do(ev.InitialStored("L", (8,) * fragments))
+        for i in range(learners):
+            self.report(i + 1, 0)
+
+    def report(self, connection: int, step: int, base: int = 0, confirmed: int = 0, epoch: int = 1) -> list[ev.Action]:
+        return self.do(ev.Reported(connection, report(step, base, confirmed, epoch, len(self.core.versions))))
+
+    def header(self, slot_index: int, last: int, **changes: object) -> ev.PushHeader:
+        opened = self.core.rounds.open.get(0) if self.core.rounds else None
+        header = ev.PushHeader(
+            slot_index, self.core.members.slots[slot_index].incarnation, 0, 1, opened.id if opened else 0, 1, 0, 0, 1, last, last,
+            last * 10, 1.0, "float32", "L", report(last, fragments=len(self.core.versions)),
+        )  # fmt: skip
+        return replace(header, **changes)  # type: ignore[arg-type]
+
+    def push(self, slot: int, last: int, norm: float = 1.0, finite: bool = True, **changes: object) -> list[ev.Action]:
+        return self.do(ev.PushReceived(self.header(slot, last, **changes), norm, finite, handle=100 + slot))
+
+
+def report(step: int, base: int = 0, confirmed: int = 0, epoch: int = 1, fragments: int = 1) -> ev.ReportCounts:
+    counts = ev.FragmentCounts(epoch, base, step, step * 10 - confirmed, confirmed)
+    return ev.ReportCounts(step, step, step * 10, (counts,) * fragments, step_seconds=0.1)
+
+
+def of(actions: list[ev.Action], kind: type[A]) -> list[A]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def reason(actions: list[ev.Action]) -> Reason | None:
+    (verdict,) = of(actions, ev.PushVerdict)
+    return verdict.reason
+
+
+# ------------------------------------------------------------------ a round
+
+
+def test_one_round_from_pull_to_announcement() -> None:
+    desk = Desk(config())
+    desk.begin(2)
+    assert desk.core.phase is PhaseName.TRAINING
+    assert not of(desk.report(1, 3), ev.Pull)
+    pulls = of(desk.report(1, 4), ev.Pull)
+    assert [(p.connection, p.fragment, p.version) for p in pulls] == [(1, 0, 0), (2, 0, 0)]
+    assert reason(desk.push(0, 4)) is None
+    (merge,) = of(desk.push(1, 2), ev.Merge)
+    assert [r.header.slot for r in merge.responders] == [0, 1]
+    assert [r.weight for r in merge.responders] == pytest.approx([2 / 3, 1 / 3])
+    (announced,) = of(desk.do(ev.Merged(0, 1, 0.1, (1.0, 1.0))), ev.Announce)
+    assert announced.merged == {1: ev.MergedPush(1, 1), 2: ev.MergedPush(1, 1)}
+    assert desk.core.versions == [1]
+
+
+def test_grace_ends_and_the_late_push_is_refused_but_stays_pending() -> None:
+    desk = Desk(config())
+    desk.begin(2)
+    desk.report(1, 4)
+    late = desk.header(1, 3)
+    assert not of(desk.push(0, 4), ev.Merge)
+    assert desk.core.wake_at <= 5.0
+    assert of(desk.later(5.0), ev.Merge)
+    assert desk.core.admit_push(late) is not None
+    assert reason(desk.do(ev.PushReceived(late, 1.0, True, 7))) is Reason.OTHER_ROUND
+    desk.report(2, 3)
+    assert desk.core.ledger and desk.core.ledger.pending(1, 0) == 30
+
+
+def test_k_is_never_lowered() -> None:
+    desk = Desk(config(slots=2, quorum=2))
+    desk.begin(2)
+    desk.report(1, 4)
+    desk.report(2, 4)
+    desk.push(0, 4)
+    holding = desk.do(ev.ProcessGone("r", 1, "", "killed"))
+    assert desk.core.phase is PhaseName.HOLDING
+    assert "1 of 2" in of(holding, ev.SetPhase)[0].message
+    assert not of(desk.later(3600.0), ev.Merge)
+    assert desk.core.status(desk.now)["hold_since_seconds"] is not None
+
+
+# ------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"slot": 9}, Reason.NO_SLOT),
+        ({"incarnation": 99}, Reason.FENCED),
+        ({"layout_digest": "other"}, Reason.OTHER_LAYOUT),
+        ({"encoding": "int4"}, Reason.WRONG_ENCODING),
+        ({"epoch": 2}, Reason.OTHER_EPOCH),
+        ({"base_version": 5, "oldest_version": 5}, Reason.FUTURE_BASE),
+        ({"round": 77}, Reason.OTHER_ROUND),
+        ({"steps": 3}, Reason.INCONSISTENT),
+        ({"tokens": 10**9}, Reason.INCONSISTENT),
+        ({"oldest_version": 3}, Reason.INCONSISTENT),
+        ({"steps": 0, "first_step": 5, "last_step": 4, "tokens": 0}, Reason.NO_STEPS),
+        ({"fragment": 3}, Reason.INCONSISTENT),
+        ({"compute_seconds": float("nan")}, Reason.INCONSISTENT),
+    ],
+)
+def test_a_wrong_header_is_refused_by_name(changes: dict[str, object], expected: Reason) -> None:
+    desk = Desk(config())
+    desk.begin(2)
+    desk.report(1, 4)
+    refused = desk.core.admit_push(desk.header(0, 4, **changes))
+    assert refused is not None and refused[0] is expected
+    assert desk.core.admit_push(desk.header(0, 4)) is None
+
+
+def test_not_finite_and_repeated() -> None:
+    desk = Desk(config())
+    desk.begin(2)
+    desk.report(1, 4)
+    assert reason(desk.push(0, 4, finite=False)) is Reason.NOT_FINITE
+    assert reason(desk.push(0, 4)) is None
+    assert reason(desk.push(0, 4)) is Reason.REPEATED
+
+
+def test_steps_merged_once_stay_merged() -> None:
+    """A push from the old base after the merge that its learner has not heard of."""
+    desk = Desk(config(slots=1))
+    desk.begin(1)
+    desk.report(1, 4)
+    desk.push(0, 4)
+    desk.do(ev.Merged(0, 1, 0.1, (1.0,)))
+    again = desk.header(0, 6, sequence=2, round=0)
+    refused = desk.core.admit_push(again)
+    assert refused is not None and refused[0] is Reason.ALREADY_MERGED
+
+
+def test_norm_gate_judges_by_the_running_median() -> None:
+    desk = Desk(config(slots=1, norm_gate=3.0))
+    desk.begin(1)
+    for version in range(6):
+        step = 4 * (version + 1)
+        desk.report(1, step, version, version * 40)
+        first = version * 4 + 1
+        changes = {
+            "sequence": version + 1, "base_version": version, "oldest_version": version, "first_step": first,
+            "steps": 4, "tokens": 40, "report": report(step, version, version * 40),
+        }  # fmt: skip
+        if version == 5:
+            assert reason(desk.push(0, step, norm=3.7, **changes)) is Reason.NORM_GATE
+            changes["sequence"] = 99
+        assert reason(desk.push(0, step, norm=1.0 + version / 10, **changes)) is None
+        desk.do(ev.Merged(0, version + 1, 0.1, (1.0 + version / 10,)))
+
+
+# ------------------------------------------------------------------ membership
+
+
+def test_a_newcomer_in_the_same_place_supersedes_at_once() -> None:
+    desk = Desk(config())
+    desk.begin(2)
+    desk.report(2, 3)
+    old = desk.header(1, 3)
+    actions = desk.join(9, 1)
+    (refused,) = of(actions, ev.Refuse)
+    assert (refused.connection, refused.reason, refused.fatal) == (2, "superseded", True)
+    (admitted,) = of(actions, ev.Admit)
+    assert admitted.seat is not None and admitted.seat.slot == 1 and not admitted.seat.continuing
+    assert admitted.seat.slot_step == 3
+    fenced = desk.core.admit_push(old)
+    assert fenced is not None and fenced[0] is Reason.FENCED
+    assert desk.core.ledger and desk.core.ledger.dropped(1, 0) == {"died": 30}
+
+
+def test_the_same_process_comes_back_with_its_work() -> None:
+    desk = Desk(config())
+    desk.begin(2)
+    desk.report(2, 3)
+    desk.do(ev.ConnectionLost(2))
+    desk.later(11.0)
+    assert desk.core.members.slots[1].state == "lost"
+    (admitted,) = of(desk.join(9, 1, process="p2"), ev.Admit)
+    assert admitted.seat is not None and admitted.seat.continuing
+    assert admitted.seat.incarnation == 3
+    assert desk.core.ledger and desk.core.ledger.pending(1, 0) == 30
+
+
+def test_a_spare_takes_a_lost_slot_at_once_and_the_old_process_becomes_a_spare() -> None:
+    desk = Desk(config())
+    desk.begin(2)
+    (waiting,) = of(desk.join(5, 2), ev.Admit)
+    assert waiting.seat is None
+    (promoted,) = of(desk.do(ev.ProcessGone("r", 1, "p2", "killed")), ev.Promote)
+    assert (promoted.connection, promoted.seat.slot) == (5, 1)
+    (late,) = of(desk.join(6, 1, process="p2"), ev.Admit)
+    assert late.seat is None
+
+
+def test_a_broken_stream_makes_suspect_and_silence_makes_lost() -> None:
+    desk = Desk(config(heartbeat_timeout=10.0))
+    desk.begin(2)
+    desk.do(ev.ConnectionLost(2))
+    assert desk.core.members.slots[1].state == "suspect"
+    desk.later(9.0)
+    assert desk.core.members.slots[1].state == "suspect"
+    desk.report(1, 1)
+    desk.later(2.0)
+    assert [slot.state.value for slot in desk.core.members.slots] == ["active", "lost"]
+
+
+def test_a_slot_first_taken_later_starts_at_the_greatest_step() -> None:
+    desk = Desk(config())
+    desk.begin(1)
+    desk.now = 1.0
+    desk.report(1, 3)
+    desk.now = 2.0
+    (admitted,) = of(desk.join(9, 1), ev.Admit)
+    assert admitted.seat is not None and admitted.seat.slot_step == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"layout_digest": "M"}, "other-layout"),
+        ({"digests": {"seed": "x"}}, "spec-drift"),
+        ({"sequences": 11}, "other-data"),
+    ],
+)
+def test_a_learner_of_another_job_is_refused_and_told_why(changes: dict[str, object], expected: str) -> None:
+    desk = Desk(config(digests={"seed": "y"}))
+    desk.join(1, 0, sequences=10)
+    desk.do(ev.InitialStored("L", (8,)))
+    (refused,) = of(desk.join(2, 1, **changes), ev.Refuse)
+    assert (refused.reason, refused.fatal) == (expected, True)
+
+
+def test_the_next_one_is_asked_when_the_initialiser_fails() -> None:
+    desk = Desk(config())
+    assert of(desk.join(1, 0), ev.Admit)[0].initialise
+    assert not of(desk.join(2, 1), ev.Admit)[0].initialise
+    assert of(desk.do(ev.ConnectionLost(1)), ev.AskInitial) == [ev.AskInitial(2)]
+
+
+# ------------------------------------------------------------------ the end
+
+
+def test_stop_drains_merges_evaluates_and_completes() -> None:
+    desk = Desk(config(slots=2, stop=("tokens", 100), evaluated=True))
+    desk.begin(2)
+    desk.do(ev.Join(8, "e", "r", 0, True, "L", {}, 0, ()))
+    desk.report(1, 4)
+    actions = desk.report(2, 6)
+    assert desk.core.phase is PhaseName.DRAINING and of(actions, ev.SetPhase)
+    for slot, last in ((0, 4), (1, 6)):
+        assert reason(desk.push(slot, last, round=0)) is None
+        actions = desk.do(ev.DrainedEvent(slot + 1))
+    (merge,) = of(actions, ev.Merge)
+    assert len(merge.responders) == 2
+    desk.do(ev.Merged(0, 1, 0.1, (1.0, 1.0)))
+    assert desk.core.phase is PhaseName.EVALUATING
+    desk.do(ev.Evaluated(100, 2.5, 1, True))
+    assert desk.core.phase is PhaseName.COMPLETE
+    told = desk.core.report(desk.now)
+    assert told["final_loss"] == 2.5
+    assert told["tokens"] == {"trained": 100, "merged": 100, "pending": 0, "dropped": 0}
+
+
+def test_suspend_keeps_offers_short_of_k_and_resume_merges_them() -> None:
+    desk = Desk(config(slots=2, quorum=2))
+    desk.begin(2)
+    desk.report(1, 4)
+    desk.do(ev.EndRequested(PhaseName.SUSPENDED, "interrupted"))
+    for transfer in range(1, 3):
+        desk.do(ev.PeerStateFailed(transfer))
+    offer = desk.header(0, 4, round=0)
+    assert reason(desk.do(ev.PushReceived(offer, 1.0, True, 50))) is None
+    desk.do(ev.DrainedEvent(1))
+    desk.do(ev.DrainedEvent(2))
+    assert desk.core.phase is PhaseName.SUSPENDED
+    assert desk.core.ledger and desk.core.ledger.pending(0, 0) == 40
+
+    saved = json.loads(json.dumps(desk.core.state(desk.now)))
+    core = Core(config(slots=2, quorum=2), saved, 2, 0.0)
+    assert core.restore_offer(offer, 51, 1.0)
+    core.start(0.0)
+    assert core.phase is PhaseName.WAITING
+    assert core.ledger and core.ledger.check() == [] and core.ledger.pending(0, 0) == 40
+
+
+def test_what_does_not_drain_in_time_is_given_up() -> None:
+    desk = Desk(config(slots=1, stop=("steps", 4), drain_seconds=30.0))
+    desk.begin(1)
+    desk.report(1, 4)
+    assert desk.core.phase is PhaseName.DRAINING
+    for _ in range(31):
+        desk.later(1.0)
+        desk.report(1, 4)
+    assert desk.core.phase is PhaseName.COMPLETE
+
+
+def test_a_crashed_syncers_downtime_counts_and_suspension_does_not() -> None:
+    desk = Desk(config(slots=1))
+    desk.begin(1)
+    desk.report(1, 1)
+    desk.now = 10.0
+    running = desk.core.state(10.0, wall=1000.0)
+    assert Core(config(slots=1), running, 2, 0.0, wall=1005.0).clock.elapsed(0.0) == pytest.approx(15.0)
+    desk.do(ev.EndRequested(PhaseName.FAILED, "x"))
+    ended = desk.core.state(10.0, wall=1000.0)
+    assert Core(config(slots=1), ended, 2, 0.0, wall=1005.0).clock.elapsed(0.0) == pytest.approx(10.0)
+
+
+def test_deterministic_slots_are_places_and_rounds_open_by_themselves() -> None:
+    rules = RoundRules(every=4, overlap=1, quorum=2, grace_factor=0.9, grace_cap=5.0, deterministic=True, slots=2)
+    desk = Desk(config(rules=rules))
+    (second,) = of(desk.join(2, 1), ev.Admit)
+    assert second.seat is not None and second.seat.slot == 1 and not second.initialise
+    assert of(desk.join(1, 0), ev.Admit)[0].initialise
+    desk.do(ev.InitialStored("L", (8,)))
+    desk.report(1, 0)
+    assert desk.core.phase is PhaseName.WAITING
+    desk.report(2, 0)
+    assert not of(desk.report(1, 4), ev.Pull)
+    assert not of(desk.push(1, 4, round=1), ev.Merge)
+    (merge,) = of(desk.push(0, 4, round=1), ev.Merge)
+    assert [r.header.slot for r in merge.responders] == [0, 1]
+
+
+# ------------------------------------------------------------------ a newcomer's optimizer state
+
+
+def test_the_longest_tenure_gives_its_state_and_the_next_is_asked_on_failure() -> None:
+    desk = Desk(config(slots=3))
+    desk.begin(2)
+    desk.report(1, 5)
+    desk.report(2, 9)
+    desk.join(3, 2)
+    (ask,) = of(desk.do(ev.PeerStateWanted(3)), ev.AskPeerState)
+    assert ask.connection == 2
+    (again,) = of(desk.do(ev.PeerStateFailed(ask.transfer)), ev.AskPeerState)
+    assert again.connection == 1
+    assert of(desk.do(ev.PeerStateArrived(again.transfer)), ev.PeerStateAnswer) == [ev.PeerStateAnswer(3, again.transfer)]
+
+
+def test_without_a_healthy_peer_the_answer_is_none() -> None:
+    desk = Desk(config())
+    desk.begin(1)
+    assert of(desk.do(ev.PeerStateWanted(1)), ev.PeerStateAnswer) == [ev.PeerStateAnswer(1, 0)]
