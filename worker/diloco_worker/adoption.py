@@ -1,0 +1,515 @@
+"""The adoption rule: what a learner does with its own work when a broadcast comes.
+
+Theory of operation
+-------------------
+Everything here is plain code: no tensors, threads, clocks or sockets. It keeps
+count and decides; ``fragments`` moves the numbers and ``exchange`` the bytes.
+
+A learner trains *above* a base: for each fragment p, θ_p = base_p + its own work.
+One *point* says how far it is: slot step, tokens and compute seconds trained in
+this tenure (a process's unbroken use of a slot). A fragment's work above its base
+is a list of *marks*, each a version and the point from which steps were made on
+that version; the work of one mark ends where the next one's begins, the last one's
+ends now. So a step costs the same however many fragments there are, and what the
+fragment carries is always ``now - marks[0].point``, in integers.
+
+A *snapshot* is θ_p at one point, taken for a push or an offer. It is kept until
+the push's fate is known, because the merge needs it: of the work above the base
+the part up to the snapshot is in Θ' then, and the part since then is not. Sending
+changes no count. Every live snapshot starts at ``marks[0].point``.
+
+A broadcast (Θ', v') names this learner's newest push that was merged in any
+version up to v', and the version that merged it. Then (algorithm.md section 3,
+after Decoupled DiLoCo section 3 and Streaming DiLoCo, arXiv 2501.18512):
+
+- merged in a version above the base: the tokens up to that snapshot are
+  *confirmed*. ``overwrite``: θ ← Θ', the tokens since then are dropped (overlap).
+  ``keep``: θ ← Θ' + (θ - snapshot). ``mix``: θ ← (1-α)·Θ' + α·θ. In the latter
+  two the marks since the snapshot go on, with the versions on which they were made.
+- not merged: θ ← Θ' + (θ - base), no count changes, and snapshots whose fate is
+  still open move along with the base, so that θ - snapshot stays this learner's
+  own work only.
+- in either case, work older than ``max_versions`` can never be merged:
+  θ ← Θ', its tokens dropped (stale).
+- ``reset`` (a roll-back): θ ← Θ', its tokens dropped (rolled-back), and the inner
+  optimizer starts afresh.
+
+Within an epoch a lower version is ignored, and the same version with other bytes
+stops the learner. A higher epoch wins whatever its version: with the same version
+and bytes the base only changes its label; with a lower version, or other bytes,
+the base is not in that history, and the work is rebased.
+
+In integers and at any time, per fragment:
+trained = confirmed + pending (now - marks[0].point) + dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+_MOST_SNAPSHOTS = 8  # per fragment; only a syncer that restarts again and again leaves more open
+
+
+class Rule(StrEnum):
+    """spec.sync.adoption.rule."""
+
+    OVERWRITE = "overwrite"
+    KEEP = "keep"
+    MIX = "mix"
+
+
+class Kind(StrEnum):
+    """What to do with θ_p."""
+
+    IGNORE = "ignore"  # nothing: old news
+    STOP = "stop"  # the broadcasts contradict each other: end with ``message``
+    RELABEL = "relabel"  # the same bytes under a new epoch: nothing moves
+    OVERWRITE = "overwrite"  # θ ← Θ'
+    KEEP = "keep"  # θ ← Θ' + (θ - snapshot ``reference``)
+    MIX = "mix"  # θ ← (1-α)·Θ' + α·θ
+    REBASE = "rebase"  # θ ← Θ' + (θ - base)
+
+
+class Dropped(StrEnum):
+    """Why a learner itself gives up tokens."""
+
+    OVERLAP = "overlap"
+    STALE = "stale"
+    ROLLED_BACK = "rolled-back"
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptionConfig:
+    """H ``every`` and τ ``overlap`` in steps; ``max_steps`` alone before a pause."""
+
+    fragments: int
+    every: int
+    overlap: int
+    rule: Rule = Rule.KEEP
+    alpha: float = 0.5
+    max_versions: int = 16
+    max_steps: int = 96
+    deterministic: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """How far a tenure is: the slot's step, and tokens and compute seconds of the tenure."""
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """From ``point`` on, steps were made on ``version``."""
+
+    version: int
+    point: Point
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The broadcast last adopted; ``identity`` stands for its bytes (encoding, size, checksum)."""
+
+    epoch: int
+    version: int
+    identity: tuple[str, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast:
+    """An announcement whose bytes are here (sync.proto Announcement)."""
+
+    fragment: int
+    epoch: int
+    version: int
+    identity: tuple[str, int, int]
+    reset: bool = False
+    merged_sequence: int = 0
+    merged_version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PushPlan:
+    """A snapshot to be pushed, ``round`` 0: offered. Steps ``first_step..last_step`` are
+    slot steps, both carried; ``oldest_version`` is the one on which the oldest was made."""
+
+    fragment: int
+    sequence: int
+    round: int
+    epoch: int
+    base_version: int
+    oldest_version: int
+    first_step: int
+    last_step: int
+    steps: int
+    tokens: int
+    compute_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to do with θ_p, and with what is kept beside it.
+
+    ``reference``: the snapshot (sequence) that KEEP subtracts. ``merged``: the
+    sequence whose merge this broadcast confirms, 0 for none; error feedback of
+    that push becomes the residual. ``forget``: snapshots (sequences) not needed
+    any more after the move. ``move``: snapshots that get Θ' - base added.
+    """
+
+    kind: Kind
+    fragment: int
+    message: str = ""
+    reference: int = 0
+    alpha: float = 0.0
+    merged: int = 0
+    forget: tuple[int, ...] = ()
+    move: tuple[int, ...] = ()
+    reset_optimizer: bool = False
+
+    @property
+    def moves_parameters(self) -> bool:
+        """Whether θ_p changes and the base becomes Θ'."""
+        return self.kind in (Kind.OVERWRITE, Kind.KEEP, Kind.MIX, Kind.REBASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One fragment's row of a report (sync.proto FragmentReport): tokens and steps."""
+
+    epoch: int
+    base_version: int
+    steps: int
+    tokens: int
+    confirmed_tokens: int
+    dropped_overlap: int
+    dropped_stale: int
+    dropped_rolled_back: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    plan: PushPlan
+    point: Point
+    settled_at: int | None  # from this version on its fate is known; None: an offer, open until merged
+
+
+@dataclass(slots=True)
+class FragmentState:
+    """One fragment's counts. ``sequence`` is the newest used by this process, over all tenures."""
+
+    base: Base | None = None
+    adopted: Point = field(default_factory=Point)
+    marks: list[Mark] = field(default_factory=list)
+    snapshots: dict[int, _Snapshot] = field(default_factory=dict)
+    sequence: int = 0
+    confirmed: int = 0
+    dropped: dict[Dropped, int] = field(default_factory=lambda: dict.fromkeys(Dropped, 0))
+    snapshot_step: int | None = None  # of this tenure's newest snapshot that is not adopted yet
+    snapshots_taken: int = 0  # in this tenure
+
+    def oldest_version(self, now: Point) -> int | None:
+        """The version on which the oldest step above the base was made; None: there is none."""
+        ends = [mark.point.step for mark in self.marks[1:]] + [now.step]
+        for mark, end in zip(self.marks, ends, strict=True):
+            if end > mark.point.step:
+                return mark.version
+        return None
+
+
+class Adoption:
+    """All fragments of one learner. Raises ValueError where a caller breaks the order of things."""
+
+    def __init__(self, config: AdoptionConfig) -> None:
+        self.config = config
+        self.now = Point()
+        self.fragments = [FragmentState() for _ in range(config.fragments)]
+        self._start_step = 0
+
+    # -------------------------------------------------------------- tenure and steps
+
+    def begin_tenure(self, slot_step: int) -> None:
+        """A slot was taken anew: nothing is held, nothing trained. Sequences go on rising."""
+        self.now = Point(step=slot_step)
+        self._start_step = slot_step
+        self.fragments = [FragmentState(sequence=old.sequence) for old in self.fragments]
+
+    @property
+    def trained_steps(self) -> int:
+        """Of this tenure."""
+        return self.now.step - self._start_step
+
+    @property
+    def complete(self) -> bool:
+        """Every fragment has a base."""
+        return all(state.base is not None for state in self.fragments)
+
+    def on_step(self, tokens: int, compute_seconds: float) -> None:
+        """One inner step was made on all fragments."""
+        if tokens < 0 or compute_seconds < 0:
+            raise ValueError(f"a step of {tokens} tokens in {compute_seconds} s: neither can be negative")
+        if not self.complete:
+            raise ValueError("a step was made before every fragment had a base")
+        now = self.now
+        self.now = Point(now.step + 1, now.tokens + tokens, now.seconds + compute_seconds)
+
+    def pending_steps(self, fragment: int) -> int:
+        """Steps above the fragment's base."""
+        marks = self.fragments[fragment].marks
+        return self.now.step - marks[0].point.step if marks else 0
+
+    def pending_tokens(self, fragment: int) -> int:
+        """Tokens above the fragment's base."""
+        marks = self.fragments[fragment].marks
+        return self.now.tokens - marks[0].point.tokens if marks else 0
+
+    def steps_alone(self) -> int:
+        """Steps since the fragment that has waited longest last adopted a broadcast."""
+        return max((self.now.step - state.adopted.step for state in self.fragments), default=0)
+
+    @property
+    def paused(self) -> bool:
+        """Alone for ``max_steps``: make no further step until a broadcast is adopted."""
+        return self.complete and self.steps_alone() >= self.config.max_steps
+
+    def rows(self) -> list[Row]:
+        """Report rows; only meaningful once every fragment has a base."""
+        now, rows = self.now, []
+        for state in self.fragments:
+            base, start = state.base, state.marks[0].point if state.marks else now
+            rows.append(
+                Row(
+                    epoch=base.epoch if base else 0,
+                    base_version=base.version if base else 0,
+                    steps=now.step - start.step,
+                    tokens=now.tokens - start.tokens,
+                    confirmed_tokens=state.confirmed,
+                    dropped_overlap=state.dropped[Dropped.OVERLAP],
+                    dropped_stale=state.dropped[Dropped.STALE],
+                    dropped_rolled_back=state.dropped[Dropped.ROLLED_BACK],
+                )
+            )
+        return rows
+
+    # -------------------------------------------------------------- pushes
+
+    def snapshot(self, fragment: int, round: int, version: int) -> tuple[PushPlan, tuple[int, ...]] | None:
+        """Plan a push of everything above the base, now. ``version`` is v_p as the pull names
+        it (for an offer: the base's). Returns the plan and the sequences of snapshots that
+        are given up to keep their number bounded; None: no step above the base (zero steps
+        are never pushed)."""
+        state = self.fragments[fragment]
+        steps = self.pending_steps(fragment)
+        oldest = state.oldest_version(self.now)
+        if state.base is None or oldest is None:
+            return None
+        start = state.marks[0].point
+        state.sequence += 1
+        state.snapshots_taken += 1
+        plan = PushPlan(
+            fragment=fragment,
+            sequence=state.sequence,
+            round=round,
+            epoch=state.base.epoch,
+            base_version=state.base.version,
+            oldest_version=oldest,
+            first_step=start.step + 1,
+            last_step=self.now.step,
+            steps=steps,
+            tokens=self.now.tokens - start.tokens,
+            compute_seconds=self.now.seconds - start.seconds,
+        )
+        settled_at = max(version, state.base.version) + 1 if round else None
+        given_up = sorted(state.snapshots)[: max(0, len(state.snapshots) - _MOST_SNAPSHOTS + 1)]
+        for sequence in given_up:
+            del state.snapshots[sequence]
+        state.snapshots[plan.sequence] = _Snapshot(plan, self.now, settled_at)
+        if round and self.config.deterministic:
+            state.snapshot_step = self.now.step
+        return plan, tuple(given_up)
+
+    def on_verdict(self, fragment: int, sequence: int, refused: bool) -> tuple[int, ...]:
+        """The syncer answered. Refused for good: the snapshot is not needed (returned), the
+        work stays above the base. Accepted, or no answer at all: wait for a broadcast."""
+        state = self.fragments[fragment]
+        if not refused or sequence not in state.snapshots:
+            return ()
+        del state.snapshots[sequence]
+        if not state.snapshots:
+            state.snapshot_step = None
+        return (sequence,)
+
+    # -------------------------------------------------------------- the deterministic schedule
+
+    def due(self, fragment: int) -> bool:
+        """Deterministic mode: whether the fragment's snapshot is due after this very step.
+
+        s ≥ o_p and (s - o_p) mod H = 0 with o_p = ⌈(p+1)·H/P⌉. A newcomer also answers for
+        the due step that it missed, at its first own step; otherwise the others would wait
+        for it until the next turn."""
+        state, step, every = self.fragments[fragment], self.now.step, self.config.every
+        if state.base is None or state.snapshot_step is not None or self.pending_steps(fragment) == 0:
+            return False
+        offset = first_due(fragment, self.config)
+        if step < offset:
+            return False
+        turns = (step - offset) // every
+        missed = state.snapshots_taken == 0 and state.base.version <= turns
+        return (step - offset) % every == 0 or missed
+
+    def deadline(self, fragment: int) -> int | None:
+        """Deterministic mode: the slot step at which the outstanding push's broadcast is
+        adopted, neither earlier nor later; None: nothing is outstanding."""
+        state = self.fragments[fragment]
+        return None if state.snapshot_step is None else state.snapshot_step + self.config.overlap
+
+    def may_adopt(self, fragment: int) -> bool:
+        """Whether a broadcast of this fragment is adopted at this step boundary."""
+        deadline = self.deadline(fragment)
+        return deadline is None or self.now.step >= deadline
+
+    # -------------------------------------------------------------- drain
+
+    def drain_order(self) -> list[int]:
+        """Fragments with work above their base, longest unmerged first, ties by index."""
+        waiting = [p for p in range(len(self.fragments)) if self.pending_steps(p) > 0]
+        return sorted(waiting, key=lambda p: (-self.pending_steps(p), p))
+
+    # -------------------------------------------------------------- broadcasts
+
+    def on_broadcast(self, news: Broadcast) -> Decision:
+        """Decide, and count as if the decision were carried out now, at a step boundary."""
+        p, state = news.fragment, self.fragments[news.fragment]
+        base = state.base
+        if base is None:
+            state.base = Base(news.epoch, news.version, news.identity)
+            state.marks, state.adopted = [Mark(news.version, self.now)], self.now
+            return Decision(Kind.OVERWRITE, p)
+        if news.epoch < base.epoch:
+            return Decision(Kind.IGNORE, p)
+        same_bytes = news.identity == base.identity
+        if news.epoch == base.epoch:
+            if news.version < base.version:
+                return Decision(Kind.IGNORE, p)
+            if news.version == base.version:
+                if same_bytes:
+                    return Decision(Kind.IGNORE, p)
+                return self._stop(news, "arrived twice with different bytes")
+        elif news.version == base.version and same_bytes:
+            state.base = Base(news.epoch, base.version, base.identity)
+            return Decision(Kind.RELABEL, p)
+        return self._adopt(state, base, news)
+
+    def _adopt(self, state: FragmentState, base: Base, news: Broadcast) -> Decision:
+        now = self.now
+        merged: _Snapshot | None = None
+        if news.merged_sequence and news.merged_version > base.version:
+            merged = state.snapshots.get(news.merged_sequence)
+            if merged is None:
+                return self._stop(
+                    news, f"says that push {news.merged_sequence} was merged, which is not outstanding"
+                )
+
+        # Count: what was merged is confirmed; the marks since then (or all) go on.
+        since = state.marks
+        if merged is not None:
+            state.confirmed += merged.point.tokens - since[0].point.tokens
+            since = _marks_from(since, merged.point)
+        held = len(state.snapshots)
+        alive = [s for s in state.snapshots.values() if _open_after(s, merged, news)]
+        state.base, state.adopted = Base(news.epoch, news.version, news.identity), now
+        state.marks = since
+        oldest = state.oldest_version(now)
+        age = 0 if oldest is None else news.version - oldest
+        pending = now.tokens - since[0].point.tokens
+
+        overwrite: Dropped | None = None
+        if news.reset:
+            overwrite = Dropped.ROLLED_BACK
+        elif age > self.config.max_versions:
+            overwrite = Dropped.STALE
+        elif merged is not None and self.config.rule is Rule.OVERWRITE:
+            overwrite = Dropped.OVERLAP
+        if overwrite is not None:
+            state.dropped[overwrite] += pending
+            state.marks = [Mark(news.version, now)]
+            alive = []
+        else:
+            state.marks = _with_mark(since, Mark(news.version, now))
+        forget = tuple(sorted(set(state.snapshots) - {s.plan.sequence for s in alive}))
+        state.snapshots = {s.plan.sequence: s for s in alive}
+        assert len(forget) + len(alive) == held
+        state.snapshot_step = None
+        decision = Decision(
+            Kind.REBASE,
+            news.fragment,
+            merged=merged.plan.sequence if merged else 0,
+            forget=forget,
+            move=tuple(sorted(state.snapshots)),
+            reset_optimizer=news.reset,
+        )
+        if overwrite is not None:
+            return _as(decision, Kind.OVERWRITE)
+        if merged is None:
+            return decision
+        if self.config.rule is Rule.MIX:
+            return _as(decision, Kind.MIX, alpha=self.config.alpha)
+        return _as(decision, Kind.KEEP, reference=merged.plan.sequence)
+
+    def _stop(self, news: Broadcast, what: str) -> Decision:
+        message = (
+            f"fragment {news.fragment}: version {news.version} of epoch {news.epoch} {what}; two syncers "
+            "write one job, or its store was changed: training on would corrupt the model"
+        )
+        return Decision(Kind.STOP, news.fragment, message=message)
+
+
+def first_due(fragment: int, config: AdoptionConfig) -> int:
+    """o_p = ⌈(p+1)·H/P⌉, the offset of Streaming DiLoCo."""
+    return -(-(fragment + 1) * config.every // config.fragments)
+
+
+def _open_after(snapshot: _Snapshot, merged: _Snapshot | None, news: Broadcast) -> bool:
+    """Whether the snapshot's push can still be merged after this broadcast."""
+    if snapshot.plan.base_version > news.version:
+        return False  # its base is not in this history
+    if merged is not None and snapshot.plan.base_version < news.merged_version:
+        return False  # the syncer refuses it as already-merged
+    return snapshot.settled_at is None or snapshot.settled_at > news.version
+
+
+def _marks_from(marks: Sequence[Mark], point: Point) -> list[Mark]:
+    """The marks of the steps made after ``point``; the first starts exactly there."""
+    before = [mark for mark in marks if mark.point.step <= point.step]
+    after = [mark for mark in marks if mark.point.step > point.step]
+    return [Mark(before[-1].version, point), *after]
+
+
+def _with_mark(marks: Sequence[Mark], new: Mark) -> list[Mark]:
+    """Append; no mark is above the new one's version (a history may have been lost), and
+    adjacent marks without a step between them, or of one version, are one."""
+    kept: list[Mark] = []
+    for mark in [*marks, new]:
+        mark = Mark(min(mark.version, new.version), mark.point)
+        if kept and kept[-1].point.step == mark.point.step:
+            kept[-1] = Mark(mark.version, kept[-1].point)
+        elif not kept or kept[-1].version != mark.version:
+            kept.append(mark)
+    return kept
+
+
+def _as(decision: Decision, kind: Kind, reference: int = 0, alpha: float = 0.0) -> Decision:
+    return Decision(
+        kind,
+        decision.fragment,
+        reference=reference,
+        alpha=alpha,
+        merged=decision.merged,
+        forget=decision.forget,
+        move=decision.move,
+        reset_optimizer=decision.reset_optimizer,
+    )

@@ -1,0 +1,573 @@
+"""The background exchange: one thread with an asyncio loop between training and syncer.
+
+Theory of operation
+-------------------
+The training thread talks to this thread by calls that return at once, and hears
+from it through its ``mail.Inbox``, which it empties at step boundaries. It never
+waits for the network.
+
+The loop connects, joins, and pumps the session (``session``) until it breaks; then
+it waits with jittered exponential backoff, reads the syncer's address again, and
+joins again, saying which versions it holds and which slot it had. While connected:
+
+- a pull becomes ``mail.Pulled``; the training thread answers with a snapshot
+  (``push``), which is encoded and uploaded here, a few at a time in order;
+- an announcement becomes ``mail.Heard`` at once and, when its bytes were
+  downloaded and decoded, ``mail.Arrived``. Per fragment one download runs at a
+  time; announcements that were overtaken meanwhile are skipped;
+- what the training thread wants to say (reports, lease requests, drain) is state
+  in the ``Outbox``, so that what a broken session lost is said in the next one.
+
+A push that got no answer before the connection broke has an open fate
+(``Verdict.accepted`` None); the work stays above the base, and the next broadcast
+tells. Everything that came from the network is checked here, before the training
+thread sees it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from diloco_protocol import codec, sync_pb2, wire
+from diloco_protocol.credentials import Credentials, CredentialsError
+from diloco_protocol.layout import Layout
+from diloco_protocol.spec import immutable_digests
+
+from . import mail
+from .adoption import Broadcast
+from .fragments import Floats, Vector
+from .sampling import Grant
+from .session import Outbox, Session, SessionEnded
+from .settings import ConfigurationError, RefusedError, WorkerError, WorkerSettings
+from .transfers import Feedback, Identity, Push, Transfers, pause
+
+log = logging.getLogger(__name__)
+
+_BULK_CHANNELS = 4  # connections are made when a payload is large enough to be split
+_PUSHES_AT_ONCE = 2  # one is encoded while another is uploaded
+_STEADY_SECONDS = 10.0  # a session that lived so long starts the backoff anew
+_MOST_QUEUED_PUSHES = 2 * wire.MAX_FRAGMENTS
+
+
+class Exchange:
+    """The background of one worker process (learner or evaluator)."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        layout: Layout,
+        inbox: mail.Inbox,
+        sequences: int,
+        pinned: Callable[[Floats], Vector] = Vector.from_array,
+    ) -> None:
+        try:
+            self._credentials = Credentials.from_directory(settings.credentials)
+        except CredentialsError as error:
+            raise ConfigurationError(str(error)) from error
+        sync = settings.job.spec.sync
+        self._settings, self._layout, self._inbox, self._sequences = settings, layout, inbox, sequences
+        self._pinned = pinned
+        self._encoding = sync.compression.up
+        self._heartbeat = sync.heartbeat.interval_seconds
+        self._digests = immutable_digests(settings.job)
+        self.feedback = Feedback(len(layout), sync.compression.error_feedback)
+        self.held: list[tuple[int, int]] | None = None  # (epoch, version) adopted, set by the training thread
+        self.report_wanted = True  # false: the newest report is younger than a report's interval
+        self.connected = False
+        self._identity = Identity(settings.job.metadata.name, settings.process, 0, 0)
+        self._loop = asyncio.new_event_loop()
+        self._executor = ThreadPoolExecutor(2, thread_name_prefix="diloco-codec")
+        self._thread = threading.Thread(target=self._run, name="diloco-exchange", daemon=True)
+        self._outbox = Outbox()
+        self._closing = False
+        self._task: asyncio.Task[None] | None = None
+        self._transfers: Transfers | None = None
+        self._work: set[asyncio.Task[None]] = set()
+        self._pushes: list[Push] = []
+        self._pushing = 0
+        self._news: dict[int, sync_pb2.Announcement] = {}  # newest announced, per fragment
+        self._delivered: dict[int, tuple[sync_pb2.Announcement, Floats]] = {}
+        self._fetching: set[int] = set()
+        self._bytes = [0, 0]  # up, down, of earlier connections
+
+    # ------------------------------------------------------- from the training thread
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def report(self, report: sync_pb2.Report) -> None:
+        """The newest report; older ones that were not sent are superseded."""
+        self.report_wanted = False
+        self._call(self._post_report, report)
+
+    def say(self, key: str, message: sync_pb2.LearnerMessage) -> None:
+        """Say something once; see Outbox."""
+        self._call(self._outbox.say, key, message)
+
+    def request_lease(self) -> None:
+        self.say("lease", sync_pb2.LearnerMessage(lease_request=sync_pb2.LeaseRequest()))
+
+    def push(self, push: Push) -> None:
+        """Encode and send a push; its Verdict comes by mail."""
+        self._call(self._queue_push, push)
+
+    def settled(self, fragment: int, merged: int, forget: Sequence[int]) -> None:
+        """The fate of pushes is known: error feedback follows."""
+        if self.feedback.enabled:
+            self._call(self.feedback.settled, fragment, merged, forget)
+
+    def upload_initial(self, vectors: Sequence[Vector], frozen: bytes) -> None:
+        """Upload version 0; broadcasts of it follow."""
+        self._call(self._spawn_with, self._upload_initial, vectors, frozen)
+
+    def fetch_frozen(self, limit: int) -> None:
+        """Download the frozen parameters: FrozenArrived comes by mail."""
+        self._call(self._spawn_with, self._fetch_frozen, limit)
+
+    def fetch_optimizer(self, limit: int) -> None:
+        """Download the optimizer state of the job's checkpoint: StateArrived comes by mail."""
+        self._call(self._spawn_with, self._fetch_state, sync_pb2.DownloadRequest.OPTIMIZER, limit, 0)
+
+    def want_peer_state(self, limit: int) -> None:
+        """Ask for a healthy peer's inner optimizer state: StateArrived comes by mail."""
+        self._state_limit = limit
+        self.say("peer", sync_pb2.LearnerMessage(peer_state_wanted=sync_pb2.PeerStateWanted()))
+
+    def send_state(
+        self, transfer: int, encode: Callable[[], bytes], versions: Sequence[tuple[int, int]]
+    ) -> None:
+        """Upload this learner's inner optimizer state; ``encode`` runs beside the loop."""
+        self._call(self._spawn_with, self._send_state, transfer, encode, versions)
+
+    def no_state(self, transfer: int) -> None:
+        """This learner has no inner optimizer state to give."""
+        message = sync_pb2.LearnerMessage(
+            peer_state_unavailable=sync_pb2.PeerStateUnavailable(transfer=transfer)
+        )
+        self.say(f"no-state-{transfer}", message)
+
+    @property
+    def transferred(self) -> tuple[int, int]:
+        """Bulk bytes (up, down) of this process."""
+        now = self._transfers
+        return self._bytes[0] + (now.bytes_up if now else 0), self._bytes[1] + (now.bytes_down if now else 0)
+
+    def flushed(self, timeout: float) -> bool:
+        """Wait until everything that was to be said went out; False: it did not in time."""
+        end = time.monotonic() + timeout
+        while time.monotonic() < end:
+            future = asyncio.run_coroutine_threadsafe(self._is_flushed(), self._loop)
+            with contextlib.suppress(TimeoutError):
+                if future.result(1.0):
+                    return True
+            time.sleep(0.02)
+        return False
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """End the thread. Says nothing more than what was flushed."""
+        if self._thread.is_alive():
+            self._call(self._close)
+            self._thread.join(timeout)
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _call(self, function: Callable[..., object], *arguments: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    # ------------------------------------------------------- the loop
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._task = self._loop.create_task(self._serve())
+            self._loop.run_until_complete(self._task)
+        except asyncio.CancelledError:
+            pass  # closed
+        except Exception as error:
+            log.error("the exchange ended: %s", error)
+            self._fail(error)
+        finally:
+            self._loop.run_until_complete(self._cancel_work())
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()
+
+    def _close(self) -> None:
+        self._closing = True
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _is_flushed(self) -> bool:
+        return self.connected and self._outbox.empty
+
+    async def _serve(self) -> None:
+        attempt = 0
+        while not self._closing:
+            address = self._settings.address()
+            started = time.monotonic()
+            if address is None:
+                reason = "its address file is not there"
+            else:
+                reason = await self._connect(address)
+            if time.monotonic() - started > _STEADY_SECONDS:
+                attempt = 0
+            level = logging.INFO if attempt < 3 else logging.WARNING
+            log.log(level, "no session with the syncer: %s", reason)
+            await asyncio.sleep(pause(attempt, first=0.1, longest=5.0 if address else 1.0))
+            attempt += 1
+
+    async def _connect(self, address: str) -> str:
+        """One connection, from its beginning to its end; why it ended. Raises RefusedError."""
+        metadata = self._credentials.metadata()
+        control = self._credentials.aio_channel(address, wire.channel_options())
+        bulk = [
+            self._credentials.aio_channel(address, wire.channel_options(bulk=True))
+            for _ in range(_BULK_CHANNELS)
+        ]
+        session = Session(control, metadata)
+        reason = "the session ended"
+        try:
+            first = await session.open(self._join())
+            if first.HasField("refusal"):
+                self._refused(first.refusal)
+                raise SessionEnded(f"refused ({first.refusal.reason}): {first.refusal.message}")
+            if not first.HasField("welcome"):
+                raise wire.WireError("the first message was neither Welcome nor Refusal")
+            self._transfers = Transfers(bulk, metadata, self._executor)
+            self.connected = True
+            self._handle(first)
+            await session.run(self._outbox, self._heartbeat, self._handle)
+        except* SessionEnded as group:
+            reason = str(_first(group))
+        except* wire.WireError as group:
+            reason = f"the syncer broke the protocol: {_first(group)}"
+        except* RefusedError as group:
+            raise _first(group) from None
+        finally:
+            lost = self.connected
+            self.connected = False
+            await self._cancel_work()
+            if self._closing:
+                await asyncio.shield(session.close())
+            else:
+                session.cancel()
+            if self._transfers is not None:
+                self._bytes = list(self.transferred)
+                self._transfers = None
+            for push in self._pushes:
+                self._verdict(push, None, "", "the connection broke")
+            self._pushes.clear()
+            self._news.clear()
+            for channel in [control, *bulk]:
+                await channel.close(None)
+            if lost:
+                self._inbox.put(mail.Disconnected())
+        return reason
+
+    def _join(self) -> sync_pb2.Join:
+        settings, held = self._settings, self.held
+        role = sync_pb2.ROLE_LEARNER if settings.role == "learner" else sync_pb2.ROLE_EVALUATOR
+        return sync_pb2.Join(
+            format=wire.FORMAT,
+            job=settings.job.metadata.name,
+            process=settings.process,
+            role=role,
+            region=settings.region,
+            ordinal=settings.ordinal,
+            layout_digest=self._layout.digest,
+            digests=self._digests,
+            sequences=self._sequences,
+            held=[sync_pb2.Held(epoch=e, version=v) for e, v in held] if held else [],
+            previous_incarnation=self._identity.incarnation,
+            previous_slot=self._identity.slot,
+        )
+
+    def _refused(self, refusal: sync_pb2.Refusal) -> None:
+        log.warning("refused by the syncer (%s): %s", refusal.reason, refusal.message)
+        if refusal.fatal:
+            raise RefusedError(refusal.reason, refusal.message)
+
+    # ------------------------------------------------------- messages from the syncer
+
+    def _handle(self, message: sync_pb2.SyncerMessage) -> None:
+        kind = message.WhichOneof("kind")
+        if kind == "welcome":
+            self._welcome(message.welcome)
+        elif kind == "refusal":
+            self._refused(message.refusal)
+            raise SessionEnded(f"refused ({message.refusal.reason}): {message.refusal.message}")
+        elif kind == "pull":
+            pull = message.pull
+            self._known(pull.fragment)
+            self._inbox.put(mail.Pulled(pull.fragment, pull.round, pull.epoch, pull.version))
+        elif kind == "announcement":
+            self._announced(message.announcement)
+        elif kind == "lease":
+            self._inbox.put(mail.Leased(_grant(message.lease)))
+        elif kind == "phase":
+            self._phase(message.phase)
+        elif kind == "peer_state_request":
+            self._inbox.put(mail.StateWanted(message.peer_state_request.transfer))
+        elif kind == "peer_state_ready":
+            transfer = message.peer_state_ready.transfer
+            if transfer:
+                self._spawn_with(
+                    self._fetch_state, sync_pb2.DownloadRequest.PEER_STATE, self._state_limit, transfer
+                )
+            else:
+                self._inbox.put(mail.StateArrived(None, ()))
+        elif kind == "promotion":
+            self._seated(message.promotion.seat)
+
+    def _welcome(self, welcome: sync_pb2.Welcome) -> None:
+        trained = any(announcement.version > 0 for announcement in welcome.fragments)
+        self._inbox.put(mail.Welcomed(trained, welcome.optimizer_bytes))
+        if welcome.HasField("seat"):
+            self._seated(welcome.seat)
+        elif not welcome.observer:
+            self._identity = Identity(self._identity.job, self._identity.process, 0, 0)
+            self._outbox.report(None)
+            self._inbox.put(mail.Unseated())
+        for announcement in welcome.fragments:
+            self._announced(announcement)
+        self._phase(welcome.phase)
+        if welcome.initialise:
+            self._inbox.put(mail.InitialWanted())
+
+    def _seated(self, seat: sync_pb2.Seat) -> None:
+        self._identity = Identity(self._identity.job, self._identity.process, seat.slot, seat.incarnation)
+        if not seat.continuing:
+            self._outbox.report(None)
+        leases = tuple(_grant(lease) for lease in seat.leases)
+        self._inbox.put(
+            mail.Seated(
+                seat.slot, seat.incarnation, seat.continuing, seat.slot_step, seat.slot_tokens, leases
+            )
+        )
+
+    def _phase(self, phase: sync_pb2.Phase) -> None:
+        if phase.name != sync_pb2.PHASE_UNSPECIFIED:
+            name = sync_pb2.PhaseName.Name(phase.name).removeprefix("PHASE_").lower()
+            self._inbox.put(mail.PhaseChanged(name, phase.message))
+
+    def _announced(self, news: sync_pb2.Announcement) -> None:
+        self._known(news.fragment)
+        elements = self._layout.elements(news.fragment)
+        for payload, name in ((news.full, "full"), (news.delta, "delta")):
+            if name == "delta" and not news.HasField("delta"):
+                continue
+            if payload.encoding not in codec.ENCODINGS:
+                raise wire.WireError(
+                    f"fragment {news.fragment} is announced in encoding {payload.encoding!r}"
+                )
+            if payload.bytes != codec.encoded_bytes(payload.encoding, elements):
+                raise wire.WireError(
+                    f"fragment {news.fragment} is announced with {payload.bytes} bytes of "
+                    f"{payload.encoding}, and it has {elements} elements"
+                )
+        if news.merged_version > news.version:
+            raise wire.WireError(
+                f"fragment {news.fragment}: a push merged after version {news.version} is named"
+            )
+        self._news[news.fragment] = news
+        self._inbox.put(mail.Heard(_broadcast(news)))
+        if news.fragment not in self._fetching:
+            self._fetching.add(news.fragment)
+            self._spawn_with(self._fetch_fragment, news.fragment)
+
+    def _known(self, fragment: int) -> None:
+        if fragment >= len(self._layout):
+            raise wire.WireError(f"fragment {fragment} is named, and there are {len(self._layout)}")
+
+    # ------------------------------------------------------- work beside the session
+
+    def _spawn_with(self, work: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
+        task = self._loop.create_task(work(*arguments))
+        self._work.add(task)
+        task.add_done_callback(self._worked)
+
+    def _worked(self, task: asyncio.Task[None]) -> None:
+        self._work.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("the exchange failed", exc_info=error)
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        failure = error if isinstance(error, WorkerError) else WorkerError(f"{type(error).__name__}: {error}")
+        self._inbox.put(mail.Failure(failure))
+
+    async def _cancel_work(self) -> None:
+        for task in list(self._work):
+            task.cancel()
+        await asyncio.gather(*self._work, return_exceptions=True)
+        self._fetching.clear()
+
+    def _post_report(self, report: sync_pb2.Report) -> None:
+        self._outbox.report(report)
+        self._outbox.wake.set()
+        self._loop.call_later(0.02, self._want_report)
+
+    def _want_report(self) -> None:
+        self.report_wanted = True
+
+    async def _fetch_fragment(self, fragment: int) -> None:
+        """Download the newest announced version, and again while a newer one was announced."""
+        attempt = 0
+        try:
+            while (news := self._news.get(fragment)) is not None:
+                values = await self._values(news, attempt)
+                if values is None:
+                    attempt += 1
+                    continue
+                attempt = 0
+                self._delivered[fragment] = (news, values)
+                vector = self._pinned(values)
+                self._inbox.put(mail.Arrived(_broadcast(news), vector, news.job_tokens))
+                if self._news.get(fragment) is news:
+                    break
+        finally:
+            self._fetching.discard(fragment)
+
+    async def _values(self, news: sync_pb2.Announcement, attempt: int) -> Floats | None:
+        assert self._transfers is not None
+        known = self._delivered.get(news.fragment)
+        if known is not None and known[0].version == news.version and known[0].full == news.full:
+            return known[1]  # the same bytes, said again after a reconnect
+        held = (known[0].epoch, known[0].version, known[1]) if known is not None else None
+        elements = self._layout.elements(news.fragment)
+        try:
+            values = await self._transfers.fragment(self._identity, news, elements, held)
+            if values is not None:
+                return values
+            why = "the syncer has it no more"
+        except (wire.TransferError, wire.WireError) as error:
+            why = str(error)
+        log.warning("fragment %d version %d did not arrive: %s", news.fragment, news.version, why)
+        await asyncio.sleep(pause(attempt))
+        return None
+
+    def _queue_push(self, push: Push) -> None:
+        if not self.connected or len(self._pushes) >= _MOST_QUEUED_PUSHES:
+            self._verdict(push, None, "", "there is no connection")
+            return
+        self._pushes.append(push)
+        if self._pushing < _PUSHES_AT_ONCE:
+            self._pushing += 1
+            self._spawn_with(self._send_pushes)
+
+    async def _send_pushes(self) -> None:
+        try:
+            while self._pushes:
+                push = self._pushes.pop(0)
+                await self._send_push(push)
+        finally:
+            self._pushing -= 1
+
+    async def _send_push(self, push: Push) -> None:
+        assert self._transfers is not None
+        answered = False
+        try:
+            reply = await self._transfers.push(
+                push, self._identity, self._encoding, self._layout.digest, self.feedback
+            )
+            answered = True
+        except wire.TransferError as error:
+            log.warning(
+                "push %d of fragment %d got no answer: %s", push.plan.sequence, push.plan.fragment, error
+            )
+        finally:
+            if not answered:
+                self._verdict(push, None, "", "no answer came")
+        # `repeated`: the id came through before, so an earlier answer was lost.
+        accepted = reply.accepted or reply.reason == "repeated"
+        if not accepted:
+            log.info("push %d of fragment %d was refused (%s): %s", push.plan.sequence, push.plan.fragment,
+                     reply.reason, reply.message)  # fmt: skip
+        self._verdict(push, accepted, reply.reason, reply.message)
+
+    def _verdict(self, push: Push, accepted: bool | None, reason: str, message: str) -> None:
+        plan = push.plan
+        self._inbox.put(mail.Verdict(plan.fragment, plan.sequence, accepted, reason, message))
+
+    async def _upload_initial(self, vectors: Sequence[Vector], frozen: bytes) -> None:
+        if self._transfers is None:
+            return  # the connection broke; whoever joins next is asked
+        try:
+            await self._transfers.initial(self._identity, self._layout.to_json(), vectors, frozen)
+        except wire.TransferError as error:
+            log.warning("version 0 did not come through: %s", error)
+
+    async def _fetch_frozen(self, limit: int) -> None:
+        found = await self._blob(sync_pb2.DownloadRequest.FROZEN, limit, 0)
+        self._inbox.put(mail.FrozenArrived(found[1] if found else None))
+
+    async def _fetch_state(self, what: Any, limit: int, transfer: int) -> None:
+        found = await self._blob(what, limit, transfer)
+        if found is None:
+            self._inbox.put(mail.StateArrived(None, ()))
+        else:
+            self._inbox.put(
+                mail.StateArrived(found[1], tuple((h.epoch, h.version) for h in found[0].versions))
+            )
+
+    async def _blob(
+        self, what: Any, limit: int, transfer: int
+    ) -> tuple[sync_pb2.DownloadHeader, bytes] | None:
+        for attempt in range(4):
+            if self._transfers is None:
+                return None
+            try:
+                return await self._transfers.blob(self._identity, what, limit, transfer)
+            except wire.WireError as error:
+                log.warning("%s was not taken: %s", sync_pb2.DownloadRequest.What.Name(what), error)
+                return None
+            except wire.TransferError as error:
+                log.warning("%s did not arrive: %s", sync_pb2.DownloadRequest.What.Name(what), error)
+                if not error.retry:
+                    return None
+                await asyncio.sleep(pause(attempt))
+        return None
+
+    async def _send_state(
+        self, transfer: int, encode: Callable[[], bytes], versions: Iterable[tuple[int, int]]
+    ) -> None:
+        if self._transfers is None:
+            return
+        data = await self._transfers.run(encode)
+        try:
+            reply = await self._transfers.optimizer_state(self._identity, transfer, data, list(versions))
+            if not reply.accepted:
+                log.warning("the optimizer state was refused (%s): %s", reply.reason, reply.message)
+        except wire.TransferError as error:
+            log.warning("the optimizer state did not come through: %s", error)
+
+
+def _grant(lease: sync_pb2.Lease) -> Grant:
+    return Grant(lease.lease, lease.data_epoch, lease.block, lease.start, lease.end, lease.block_size)
+
+
+def _broadcast(news: sync_pb2.Announcement) -> Broadcast:
+    full = news.full
+    return Broadcast(
+        fragment=news.fragment,
+        epoch=news.epoch,
+        version=news.version,
+        identity=(full.encoding, full.bytes, full.checksum),
+        reset=news.reset,
+        merged_sequence=news.merged_sequence,
+        merged_version=news.merged_version,
+    )
+
+
+def _first(group: BaseExceptionGroup[Any]) -> BaseException:
+    """The first error of a group, groups within groups included."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

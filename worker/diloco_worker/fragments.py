@@ -1,0 +1,256 @@
+"""Fragments of a torch model: flat float32 vectors out of its parameters, and back into them.
+
+A ``Vector`` is one fragment in host memory: float32, the pieces in the layout's
+order. Taking one (``snapshot``) and moving the parameters to a new base
+(``move``) are the only things that the training thread itself does for the
+exchange, so they are copies of one fragment and nothing else. All arithmetic is
+float32, whatever the parameters' dtype.
+
+On a GPU neither waits for the device. A snapshot is gathered by a kernel on the
+current stream (so it lies between two optimizer steps), and copied to pinned host
+memory on a side stream; whoever reads the vector waits for that copy's event, and
+that is the background thread. A move uploads its vectors on the side stream and
+lets the current stream, not the host, wait for them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+from diloco_protocol.layout import Layout, LayoutError, Tensor
+
+from .adoption import Kind
+from .settings import ConfigurationError
+
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+
+_DTYPES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float64: "float64",
+}
+
+
+class Vector:
+    """One fragment's float32 values in host memory. ``array`` waits for a copy under way."""
+
+    __slots__ = ("_event", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, event: torch.cuda.Event | None = None) -> None:
+        self.tensor = tensor
+        self._event = event
+
+    @classmethod
+    def from_array(cls, array: Floats) -> Vector:
+        """Wrap an array float32[n] without copying it."""
+        return cls(torch.from_numpy(array))
+
+    @property
+    def array(self) -> Floats:
+        """float32[n], complete."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        array: Floats = self.tensor.numpy()
+        return array
+
+
+def model_tensors(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Trainable parameters by name; tied ones once, under the first of their names."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def frozen_tensors(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Parameters that are not trained, by name; tied ones once."""
+    return {name: p for name, p in model.named_parameters() if not p.requires_grad}
+
+
+def build_layout(
+    model: torch.nn.Module, fragments: int, every: int | None = None, mean_patterns: Sequence[str] = ()
+) -> Layout:
+    """The layout of the model's trainable parameters (algorithm.md section 6).
+
+    Embedding-like tensors (nn.Embedding weights, the output embedding) are marked as
+    merged by mean. Raises ConfigurationError for what cannot be exchanged.
+    """
+    mean = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    output = getattr(model, "get_output_embeddings", None)
+    if callable(output) and (head := output()) is not None:
+        mean.add(id(getattr(head, "weight", None)))
+    tensors = []
+    for name, parameter in model_tensors(model).items():
+        if parameter.dtype not in _DTYPES:
+            raise ConfigurationError(
+                f"parameter {name} is {parameter.dtype}: only floating-point parameters are trained and "
+                "merged; freeze it (requires_grad_(False)) or convert it"
+            )
+        if not parameter.data.is_contiguous():
+            raise ConfigurationError(
+                f"parameter {name} is not contiguous: assign parameter.data.contiguous() to it"
+            )
+        tensors.append(Tensor(name, tuple(parameter.shape), _DTYPES[parameter.dtype], id(parameter) in mean))
+    try:
+        return Layout.build(tensors, fragments, every, mean_patterns)
+    except LayoutError as error:
+        raise ConfigurationError(str(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """One piece: a flat view of its parameter's memory, and where it lies in the vector."""
+
+    flat: torch.Tensor
+    start: int
+    stop: int
+
+
+class ModelFragments:
+    """A model's fragments. Its parameters must keep their memory (no ``.to`` or re-assignment
+    afterwards): the views are made once."""
+
+    def __init__(self, model: torch.nn.Module, layout: Layout) -> None:
+        self.layout = layout
+        parameters = model_tensors(model)
+        self._views: list[list[_View]] = []
+        for pieces in layout.fragments:
+            views = []
+            for piece in pieces:
+                flat = parameters[piece.tensor].data.view(-1)[piece.start : piece.stop]
+                views.append(_View(flat, piece.offset, piece.offset + piece.stop - piece.start))
+            self._views.append(views)
+        devices = {view.flat.device for views in self._views for view in views}
+        cuda = [device for device in devices if device.type == "cuda"]
+        if cuda and len(devices) > 1:
+            raise ConfigurationError(
+                f"the model's parameters lie on {', '.join(sorted(map(str, devices)))}: "
+                "one learner trains on one device"
+            )
+        self._device = cuda[0] if cuda else None
+        self._stream = torch.cuda.Stream(self._device) if self._device is not None else None
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    @torch.no_grad()
+    def snapshot(self, fragment: int) -> Vector:
+        """A copy of the fragment as it is now, float32[elements]."""
+        elements = self.layout.elements(fragment)
+        if self._stream is None:
+            host = torch.empty(elements, dtype=torch.float32)
+            for view in self._views[fragment]:
+                host[view.start : view.stop].copy_(view.flat)
+            return Vector(host)
+        staged = torch.empty(elements, dtype=torch.float32, device=self._device)
+        for view in self._views[fragment]:
+            staged[view.start : view.stop].copy_(view.flat)
+        host = torch.empty(elements, dtype=torch.float32, pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(staged, non_blocking=True)
+            staged.record_stream(self._stream)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return Vector(host, event)
+
+    @torch.no_grad()
+    def move(
+        self, fragment: int, kind: Kind, new: Vector, reference: Vector | None = None, alpha: float = 0.0
+    ) -> None:
+        """Move the parameters to the base ``new`` (Θ'), float32[elements], in place.
+
+        OVERWRITE: θ ← Θ'. KEEP and REBASE: θ ← Θ' + (θ - reference). MIX: θ ← (1-α)·Θ' + α·θ.
+        """
+        if kind in (Kind.KEEP, Kind.REBASE) and reference is None:
+            raise ValueError(f"{kind} needs the vector that is subtracted")
+        target = self._on_device(new)
+        minus = (
+            None if reference is None or kind in (Kind.OVERWRITE, Kind.MIX) else self._on_device(reference)
+        )
+        for view in self._views[fragment]:
+            theta, base = view.flat, target[view.start : view.stop]
+            if kind is Kind.OVERWRITE:
+                theta.copy_(base)
+                continue
+            work = theta if theta.dtype == torch.float32 else theta.float()
+            if kind is Kind.MIX:
+                work.mul_(alpha).add_(base, alpha=1.0 - alpha)
+            else:
+                assert minus is not None
+                work.sub_(minus[view.start : view.stop]).add_(base)
+            if work is not theta:
+                theta.copy_(work)
+
+    def _on_device(self, vector: Vector) -> torch.Tensor:
+        """The vector where the parameters are; on a GPU the current stream waits for it."""
+        if self._stream is None:
+            return vector.tensor
+        host = vector.tensor if vector.tensor.is_pinned() else vector.tensor.pin_memory()
+        with torch.cuda.stream(self._stream):
+            there = host.to(self._device, non_blocking=True)
+        current = torch.cuda.current_stream(self._device)
+        current.wait_stream(self._stream)
+        there.record_stream(current)
+        _keep_until_done(host, self._stream)
+        return there
+
+    def pinned(self, array: Floats) -> Vector:
+        """Called by the background thread: a vector that ``move`` can upload without copying it first."""
+        if self._stream is None:
+            return Vector.from_array(array)
+        return Vector(torch.from_numpy(array).pin_memory())
+
+
+_uploading: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+_uploading_lock = threading.Lock()
+
+
+def _keep_until_done(host: torch.Tensor, stream: torch.cuda.Stream) -> None:
+    """Keep a pinned buffer alive until the copy out of it is done."""
+    event = torch.cuda.Event()
+    event.record(stream)
+    with _uploading_lock:
+        _uploading[:] = [(h, e) for h, e in _uploading if not e.query()]
+        _uploading.append((host, event))
+
+
+def frozen_bytes(model: torch.nn.Module) -> bytes:
+    """Frozen parameters as safetensors; empty if there are none."""
+    frozen = frozen_tensors(model)
+    if not frozen:
+        return b""
+    return bytes(save_tensors({name: p.detach().cpu().contiguous() for name, p in frozen.items()}))
+
+
+@torch.no_grad()
+def load_frozen(model: torch.nn.Module, data: bytes) -> None:
+    """Put received frozen parameters in place. Raises ConfigurationError unless names, shapes
+    and dtypes are exactly the model's."""
+    frozen = frozen_tensors(model)
+    try:
+        tensors = load_tensors(data)
+    except SafetensorError as error:
+        raise ConfigurationError(f"the job's frozen parameters are not safetensors: {error}") from error
+    if set(tensors) != set(frozen):
+        odd = sorted(set(tensors) ^ set(frozen))
+        raise ConfigurationError(
+            f"the job's frozen parameters are not this model's: {', '.join(odd[:5])} differ"
+        )
+    for name, parameter in frozen.items():
+        got = tensors[name]
+        if got.shape != parameter.shape or got.dtype != parameter.dtype:
+            raise ConfigurationError(
+                f"frozen parameter {name} is {tuple(got.shape)} {got.dtype} in the job and "
+                f"{tuple(parameter.shape)} {parameter.dtype} here"
+            )
+    for name, parameter in frozen.items():
+        parameter.data.copy_(tensors[name])

@@ -1,0 +1,417 @@
+"""The learner as a library: what a user's own PyTorch loop imports.
+
+    with Learner.from_environment(model, optimizer) as learner:
+        for batch in learner.batches(dataset):     # ends when the job does, or on SIGTERM
+            loss = step(model, optimizer, batch)   # forward to optimizer.step(), your own
+            learner.after_step(tokens=batch.numel(), loss=loss)
+
+The loop trains by itself; everything else happens in a background thread
+(``exchange``) and, for as long as a fragment's copy takes, at the step boundaries
+that ``after_step`` marks (``participant``). What the training thread spends inside
+this library, waiting included, is ``metrics["stalled_seconds"]``; the rest of its
+time, from a batch being handed out to ``after_step``, is ``compute_seconds``.
+
+Errors are ``settings.WorkerError`` and its kinds; each has the ``exit_code`` that
+the process should end with.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import signal
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import TextIOWrapper
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import torch
+
+from diloco_protocol import sync_pb2
+from diloco_protocol.spec import DiLoCoJob
+
+from . import mail
+from .drain import offer_everything
+from .exchange import Exchange
+from .feed import Batch, Feed, stack
+from .fragments import ModelFragments, build_layout
+from .participant import ENDED, Participant
+from .settings import ConfigurationError, WorkerError, WorkerSettings
+
+log = logging.getLogger(__name__)
+
+_RESOLVE_SECONDS = 60.0  # deterministic mode: for the merges that are on their way at the stop
+_GOODBYE_SECONDS = 5.0
+
+
+class Learner:
+    """One learner process. Use it as a context manager, from the thread that trains.
+
+    Leaving the block normally drains: what was trained and not merged yet is offered
+    to the syncer, which acknowledges it once it is durable. Leaving it by an
+    exception does not; the syncer notices that the process is gone.
+    """
+
+    def __init__(
+        self, settings: WorkerSettings, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        spec = settings.job.spec
+        self.job: DiLoCoJob = settings.job
+        if spec.sync.deterministic:
+            _be_deterministic()
+        self._settings, self._model, self._optimizer = settings, model, optimizer
+        self.layout = build_layout(model, spec.sync.fragments, spec.sync.every, spec.sync.merge.mean_tensors)
+        if self.layout.note:
+            log.warning("%s", self.layout.note)
+        self._fragments = ModelFragments(model, self.layout)
+        self._inbox = mail.Inbox()
+        self._exchange: Exchange | None = None
+        self._participant: Participant | None = None
+        self._feed: Feed | None = None
+        self._terminated = False
+        self._left = False
+        self._previous_handler: Any = None
+        self._used: list[tuple[int, int]] = []  # cursors of batches handed out since the last step
+        self._used_tenure = 0
+        self._compute_from: float | None = None
+        self._stalled = 0.0
+        self._steps_seconds: deque[float] = deque(maxlen=15)
+        self._loss = _Loss()
+        self._record: TextIOWrapper | None = None
+        self._recorded_at = 0.0
+
+    @classmethod
+    def from_environment(
+        cls,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        environ: Mapping[str, str] | None = None,
+    ) -> Self:
+        """Build from ``DILOCO_*`` (docs/design.md, worker); opens no connection yet.
+
+        ``model``'s parameters must be where they will be trained, and stay there.
+        Raises ConfigurationError.
+        """
+        settings = WorkerSettings.from_environment(environ)
+        if settings.role != "learner":
+            raise ConfigurationError(
+                f"DILOCO_ROLE is {settings.role!r}: a training loop needs the role learner"
+            )
+        return cls(settings, model, optimizer)
+
+    # ------------------------------------------------------------------ what a loop asks
+
+    @property
+    def slot(self) -> int:
+        """The slot that this process holds; -1: none (yet)."""
+        return self._participant.slot if self._participant else -1
+
+    @property
+    def step(self) -> int:
+        """The slot's step: how many were made, over all processes that held it. Schedules run on it."""
+        return self._participant.adoption.now.step if self._participant else 0
+
+    @property
+    def tokens(self) -> int:
+        """The slot's trained tokens, over all processes that held it."""
+        return self._participant.tokens if self._participant else 0
+
+    @property
+    def phase(self) -> str:
+        """waiting, training, holding, draining, evaluating, complete, failed, suspended or deleted."""
+        return self._participant.phase if self._participant else "waiting"
+
+    @property
+    def draining(self) -> bool:
+        """Whether no further step is to be made."""
+        return self._terminated or (self._participant is not None and self._participant.over)
+
+    @property
+    def exit_code(self) -> int:
+        """What the process should end with: 1 if the job failed, else 0."""
+        return 1 if self.phase == "failed" else 0
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of this process: step, tokens, loss (nats per token), step_seconds (median),
+        compute_seconds, stalled_seconds, bytes_up, bytes_down."""
+        up, down = self._exchange.transferred if self._exchange else (0, 0)
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "loss": self._loss.value(),
+            "step_seconds": self._step_seconds(),
+            "compute_seconds": self._participant.adoption.now.seconds if self._participant else 0.0,
+            "stalled_seconds": self._stalled,
+            "bytes_up": up,
+            "bytes_down": down,
+        }
+
+    def rewarm_scale(self) -> float:
+        """In (0, 1]: factor for the next step's learning rate after the inner optimizer had to
+        start fresh in the middle of a job; 1 otherwise."""
+        return self._participant.rewarm.scale(self.step) if self._participant else 1.0
+
+    # ------------------------------------------------------------------ the loop
+
+    def batches(
+        self,
+        dataset: Any,
+        sequences: int | None = None,
+        collate: Callable[[Sequence[Any]], Any] = stack,
+    ) -> Iterator[Any]:
+        """One batch per optimizer step, from the slot's leases.
+
+        ``dataset``: map-style (``__len__``, ``__getitem__``), the same in every learner.
+        ``sequences`` of it make a batch (default: training.batch.sequences × accumulation;
+        a loop that accumulates splits the batch). ``collate`` gets their list; the default
+        stacks tensors, or dicts of tensors. Batches are on the CPU.
+
+        The first one connects, takes version 0 and waits until training starts. The
+        iterator ends when the job does, on SIGTERM, or when the slot's work is done.
+        """
+        batch_spec = self.job.spec.training.batch
+        count = sequences if sequences is not None else batch_spec.sequences * batch_spec.accumulation
+        participant = self._start(len(dataset))
+        exchange = self._exchange
+        assert exchange is not None
+        feed = Feed(dataset, count, self.job.spec.seed, exchange.request_lease, collate)
+        self._feed = feed
+        participant.on_leases = feed.reconcile
+        participant.on_lease = feed.granted
+        participant.on_disconnect = feed.ask_again
+        exchange.start()
+        try:
+            while True:
+                entered = time.monotonic()
+                batch = self._next_batch(participant, feed)
+                left = time.monotonic()
+                self._stalled += left - entered
+                if batch is None:
+                    return
+                self._used.extend(batch.cursors)
+                self._used_tenure = participant.tenure
+                self._compute_from = left
+                yield batch.data
+        finally:
+            feed.close()
+
+    def steps(self) -> Iterator[int]:
+        """For a loop that brings its own data (no leases): the slot's step, before each step.
+
+        Ends as ``batches`` does.
+        """
+        participant = self._start(0)
+        assert self._exchange is not None
+        self._exchange.start()
+        while True:
+            entered = time.monotonic()
+            participant.await_ready()
+            left = time.monotonic()
+            self._stalled += left - entered
+            if participant.over:
+                return
+            self._used_tenure = participant.tenure
+            self._compute_from = left
+            yield self.step
+
+    def after_step(
+        self, tokens: int, loss: torch.Tensor | float | None = None, lr: float | None = None
+    ) -> None:
+        """Call once after each optimizer step: a step boundary.
+
+        ``tokens``: trained in this step. ``loss``: mean nats per token; a tensor on a GPU is
+        read when the device has it, without waiting. ``lr`` only goes into the metrics file.
+        """
+        entered = time.monotonic()
+        participant = self._participant
+        if participant is None or self._compute_from is None:
+            raise WorkerError(
+                "after_step was called before the first batch: iterate over learner.batches(dataset), "
+                "or over learner.steps() where the loop brings its own data"
+            )
+        compute = entered - self._compute_from
+        if loss is not None:
+            self._loss.put(loss)
+        if participant.tenure == self._used_tenure and participant.seated:
+            self._steps_seconds.append(compute)
+            if self._feed is not None:
+                self._feed.commit(self._used)
+            participant.stepped(int(tokens), compute)
+        else:
+            participant.boundary()  # the slot was lost during the step: its work is nobody's
+        self._used.clear()
+        if not participant.ready:
+            participant.await_ready()
+        self._write_record(participant, lr)
+        self._compute_from = time.monotonic()
+        self._stalled += self._compute_from - entered
+
+    def _next_batch(self, participant: Participant, feed: Feed) -> Batch | None:
+        while True:
+            participant.await_ready()
+            if participant.over:
+                return None
+            tenure = participant.tenure
+            batch = feed.take(0.1)
+            if batch is not None and participant.tenure == tenure:
+                return batch
+            if batch is None:
+                participant.boundary()
+
+    # ------------------------------------------------------------------ start
+
+    def _start(self, sequences: int) -> Participant:
+        if self._participant is not None:
+            raise WorkerError("a Learner runs one loop: make a new one for another")
+        exchange = Exchange(self._settings, self.layout, self._inbox, sequences, self._fragments.pinned)
+        participant = Participant(
+            self.job.spec,
+            self._model,
+            self._optimizer,
+            self.layout,
+            exchange,
+            self._inbox,
+            self._fragments,
+            lambda: self._terminated,
+        )
+        participant.describe = self._describe
+        self._exchange, self._participant = exchange, participant
+        return participant
+
+    def _describe(self, report: sync_pb2.Report) -> None:
+        """The fields of a report that are this object's."""
+        report.stalled_seconds = self._stalled
+        report.loss = self._loss.value()
+        report.step_seconds = self._step_seconds()
+        if self._feed is not None:
+            for lease, position in self._feed.cursors():
+                report.cursors.add(lease=lease, position=position)
+
+    def _step_seconds(self) -> float:
+        return statistics.median(self._steps_seconds) if self._steps_seconds else 0.0
+
+    # ------------------------------------------------------------------ end
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._previous_handler = signal.signal(signal.SIGTERM, self._terminate)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self.leave()
+                self._idle()
+        finally:
+            if self._exchange is not None:
+                self._exchange.stop()
+            if self._record is not None:
+                self._record.close()
+            if self._previous_handler is not None:
+                signal.signal(signal.SIGTERM, self._previous_handler)
+
+    def _terminate(self, signum: int, frame: FrameType | None) -> None:
+        self._terminated = True
+
+    def leave(self) -> None:
+        """Drain: offer everything, wait for the acknowledgements, give up the slot. Bounded; once."""
+        participant, exchange = self._participant, self._exchange
+        if participant is None or exchange is None or self._left:
+            return
+        self._left = True
+        if not participant.seated or participant.phase in ENDED:
+            return
+        if participant.phase not in ("draining", "evaluating"):
+            message = sync_pb2.LearnerMessage(drain_request=sync_pb2.DrainRequest())
+            exchange.say("drain", message)
+        if participant.adoption.complete:
+            if participant.own_stop:
+                participant.resolve_outstanding(_RESOLVE_SECONDS)
+            offer_everything(participant)
+        if participant.phase in ENDED or not participant.seated:
+            return
+        participant.send_report()
+        exchange.say("drained", sync_pb2.LearnerMessage(drained=sync_pb2.Drained()))
+        if not exchange.flushed(_GOODBYE_SECONDS):
+            log.warning("the syncer was not reached to say goodbye; it will see that this process is gone")
+        else:
+            log.info("drained: slot %d is free", participant.slot)
+
+    def _idle(self) -> None:
+        """In a cluster a learner idles at the job's end until it is removed."""
+        if not self._settings.idle_at_end or self._terminated:
+            return
+        log.info("idle until removed")
+        while not self._terminated:
+            time.sleep(0.2)
+
+    # ------------------------------------------------------------------ metrics file
+
+    def _write_record(self, participant: Participant, lr: float | None) -> None:
+        """One line per step; on disk within a second."""
+        path = self._settings.metrics_path()
+        if path is None:
+            return
+        now = time.time()
+        if self._record is None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._record = path.open("a", encoding="utf-8")
+        loss = self._loss.value()
+        row = {
+            "time": round(now, 3),
+            "slot": participant.slot,
+            "step": participant.adoption.now.step,
+            "tokens": participant.tokens,
+            "loss": loss if math.isfinite(loss) else None,
+            "lr": lr,
+            "step_seconds": self._steps_seconds[-1] if self._steps_seconds else 0.0,
+            "compute_seconds": participant.adoption.now.seconds,
+            "stalled_seconds": self._stalled,
+        }
+        self._record.write(json.dumps(row) + "\n")
+        if now - self._recorded_at >= 1.0:
+            self._record.flush()
+            self._recorded_at = now
+
+
+class _Loss:
+    """The last known loss. A tensor on a GPU is copied beside the training and read when it is there."""
+
+    def __init__(self) -> None:
+        self._value = math.nan
+        self._coming: tuple[torch.Tensor, torch.cuda.Event] | None = None
+
+    def put(self, loss: torch.Tensor | float) -> None:
+        if not isinstance(loss, torch.Tensor):
+            self._value, self._coming = float(loss), None
+        elif loss.device.type != "cuda":
+            self._value, self._coming = float(loss.detach()), None
+        else:
+            self.value()
+            host = torch.empty((), dtype=torch.float32, pin_memory=True)
+            host.copy_(loss.detach().reshape(()).float(), non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._coming = (host, event)
+
+    def value(self) -> float:
+        if self._coming is not None and self._coming[1].query():
+            self._value, self._coming = float(self._coming[0]), None
+        return self._value
+
+
+def _be_deterministic() -> None:
+    """sync.deterministic: torch's deterministic algorithms, and a fixed number of threads."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

@@ -1,0 +1,167 @@
+"""The evaluator's side of the exchange: a full model kept current by broadcasts, without a slot.
+
+with Observer.from_environment(model) as observer:
+    while not observer.ended:
+        if observer.wait_for_change(timeout=1.0) and observer.complete:
+            observer.report(loss(model), final=observer.evaluating)
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from diloco_protocol import sync_pb2
+from diloco_protocol.spec import DiLoCoJob
+
+from . import mail
+from .adoption import Kind
+from .exchange import Exchange
+from .fragments import ModelFragments, build_layout, frozen_tensors, load_frozen
+from .participant import ENDED
+from .settings import ConfigurationError, WorkerSettings
+
+log = logging.getLogger(__name__)
+
+
+class Observer:
+    """Keeps ``model`` at the newest broadcasts. Use it from one thread; the model changes
+    only inside ``wait_for_change`` and ``poll``."""
+
+    def __init__(self, settings: WorkerSettings, model: torch.nn.Module) -> None:
+        spec = settings.job.spec
+        self.job: DiLoCoJob = settings.job
+        self.layout = build_layout(model, spec.sync.fragments, spec.sync.every, spec.sync.merge.mean_tensors)
+        self._model = model
+        self._fragments = ModelFragments(model, self.layout)
+        self._inbox = mail.Inbox()
+        self._exchange = Exchange(settings, self.layout, self._inbox, 0, self._fragments.pinned)
+        self._versions: list[tuple[int, int] | None] = [None] * len(self.layout)
+        self._announced: list[tuple[int, int]] = [(0, 0)] * len(self.layout)
+        self._frozen_needed = bool(frozen_tensors(model))
+        self._frozen_asked = False
+        self.phase, self.message = "waiting", ""
+        self.job_tokens = 0  # trained in all, at the newest merge taken
+
+    @classmethod
+    def from_environment(cls, model: torch.nn.Module, *, environ: Mapping[str, str] | None = None) -> Self:
+        """Build from ``DILOCO_*`` (docs/design.md, worker). Raises ConfigurationError."""
+        settings = WorkerSettings.from_environment(environ)
+        if settings.role != "evaluator":
+            raise ConfigurationError(
+                f"DILOCO_ROLE is {settings.role!r}: an observer needs the role evaluator"
+            )
+        return cls(settings, model)
+
+    def __enter__(self) -> Self:
+        self._exchange.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None and self._exchange.connected:
+            self._exchange.flushed(5.0)
+        self._exchange.stop()
+
+    @property
+    def complete(self) -> bool:
+        """Whether the model is whole: every fragment, and the frozen parameters, came."""
+        return all(version is not None for version in self._versions) and not self._frozen_needed
+
+    @property
+    def ended(self) -> bool:
+        """Whether the job is over: complete, failed, suspended or deleted."""
+        return self.phase in ENDED
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether the last merges are done, all of them are here, and the final loss is awaited."""
+        return self.phase == "evaluating" and self.complete and self.current
+
+    @property
+    def current(self) -> bool:
+        """Whether everything that was announced is in the model."""
+        return all(
+            have is not None and have >= said
+            for have, said in zip(self._versions, self._announced, strict=True)
+        )
+
+    def current_versions(self) -> list[int]:
+        """The version of each fragment in the model; -1: it did not come yet."""
+        return [-1 if version is None else version[1] for version in self._versions]
+
+    @property
+    def sum_versions(self) -> int:
+        """Merges in the model, over all fragments."""
+        return sum(max(0, version) for version in self.current_versions())
+
+    def poll(self) -> bool:
+        """Take what is here; whether the model or the phase changed. Raises WorkerError."""
+        changed = False
+        for item in self._inbox.take():
+            match item:
+                case mail.Arrived():
+                    changed |= self._take(item)
+                case mail.Heard():
+                    self._announced[item.news.fragment] = (item.news.epoch, item.news.version)
+                case mail.PhaseChanged():
+                    changed |= item.phase != self.phase
+                    self.phase, self.message = item.phase, item.message
+                case mail.FrozenArrived():
+                    if item.data is None:
+                        raise ConfigurationError(
+                            "the job's version 0 has no frozen parameters and this model has: "
+                            "give every process the same model"
+                        )
+                    load_frozen(self._model, item.data)
+                    self._frozen_needed, changed = False, True
+                case mail.Failure():
+                    raise item.error
+                case _:
+                    pass  # learners' business
+        return changed
+
+    def wait_for_change(self, timeout: float) -> bool:
+        """Until the model or the phase changed, at most ``timeout`` seconds; whether it did."""
+        end = time.monotonic() + timeout
+        while not self.poll():
+            left = end - time.monotonic()
+            if left <= 0 or not self._inbox.wait(left):
+                return self.poll()
+        return True
+
+    def report(self, loss: float, tokens: int | None = None, final: bool = False,
+               sum_versions: int | None = None) -> None:  # fmt: skip
+        """Tell the syncer the mean loss (nats per token) of the model as it is. ``tokens``: the
+        job's, default those of the newest merge taken. ``sum_versions`` 0: of version 0."""
+        evaluation = sync_pb2.Evaluation(
+            tokens=self.job_tokens if tokens is None else tokens,
+            loss=loss,
+            sum_versions=self.sum_versions if sum_versions is None else sum_versions,
+            final=final,
+        )
+        key = "final" if final else f"evaluation-{evaluation.sum_versions == 0}"
+        self._exchange.say(key, sync_pb2.LearnerMessage(evaluation=evaluation))
+
+    def _take(self, arrived: mail.Arrived) -> bool:
+        news = arrived.news
+        have = self._versions[news.fragment]
+        if have is not None and (news.epoch, news.version) <= have:
+            return False
+        self._fragments.move(news.fragment, Kind.OVERWRITE, arrived.vector)
+        self._versions[news.fragment] = (news.epoch, news.version)
+        self.job_tokens = max(self.job_tokens, arrived.job_tokens)
+        held = [version for version in self._versions if version is not None]
+        self._exchange.held = held if len(held) == len(self.layout) else None
+        if self._frozen_needed and not self._frozen_asked:
+            self._frozen_asked = True
+            frozen = frozen_tensors(self._model).values()
+            size = sum(p.numel() * p.element_size() for p in frozen)
+            self._exchange.fetch_frozen(size + (1 << 20) + 512 * len(frozen))
+        return True

@@ -1,0 +1,169 @@
+"""What a worker process is told from outside: its environment, the job file, the syncer's address.
+
+Nothing here loads torch. Every error names the variable (or the file's field)
+and the cure, and carries the exit code that the worker program ends with:
+1 failed, 2 configuration wrong (a restart does not help), 4 refused for good.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco_protocol.spec import DiLoCoJob
+
+_PROCESS = re.compile(r"^[0-9a-f]{1,64}$")
+_ADDRESS = re.compile(r"^(\[[0-9a-fA-F:]+\]|[^:\s/]+):([0-9]{1,5})$")
+_MAX_FILE_BYTES = 16 * 2**20
+
+
+class WorkerError(Exception):
+    """The worker cannot go on. ``exit_code`` is what its process should end with."""
+
+    exit_code = 1
+
+
+class ConfigurationError(WorkerError):
+    """The environment, the job file or the model is wrong; a restart does not help."""
+
+    exit_code = 2
+
+
+class RefusedError(WorkerError):
+    """The syncer refused this process for good."""
+
+    exit_code = 4
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(f"refused by the syncer ({reason}): {message}")
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """One worker process's settings, from its environment (docs/design.md, worker).
+
+    ``syncer`` is a fixed ``host:port``; else ``syncer_file`` is the address
+    file, read again before each connection, because a restarted syncer may
+    listen on another port.
+    """
+
+    job: DiLoCoJob
+    role: str
+    region: str
+    ordinal: int
+    process: str
+    workdir: Path | None
+    credentials: Path | None
+    idle_at_end: bool
+    syncer: str | None
+    syncer_file: Path | None
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> WorkerSettings:
+        """Read ``DILOCO_*``. Raises ConfigurationError naming the variable and the cure."""
+        env = os.environ if environ is None else environ
+        job_file = env.get("DILOCO_JOB_FILE")
+        if not job_file:
+            raise ConfigurationError(
+                "DILOCO_JOB_FILE is not set: start this program with `diloco run JOB.yaml`, "
+                "or set it to the job's normal form"
+            )
+        job = _read_job(Path(job_file))
+        role = env.get("DILOCO_ROLE", "learner")
+        if role not in ("learner", "evaluator"):
+            raise ConfigurationError(f"DILOCO_ROLE is {role!r}: it must be learner or evaluator")
+        process = env.get("DILOCO_PROCESS") or uuid.uuid4().hex
+        if not _PROCESS.match(process):
+            raise ConfigurationError(f"DILOCO_PROCESS is {process!r}: it must be 1 to 64 hexadecimal digits")
+        syncer, syncer_file = env.get("DILOCO_SYNCER"), env.get("DILOCO_SYNCER_FILE")
+        if not syncer and not syncer_file:
+            raise ConfigurationError(
+                "neither DILOCO_SYNCER (host:port) nor DILOCO_SYNCER_FILE (the syncer's address file) is set"
+            )
+        if syncer:
+            check_address("DILOCO_SYNCER", syncer)
+        ordinal = env.get("DILOCO_ORDINAL", "0")
+        if not ordinal.isdecimal() or int(ordinal) >= 2**31:
+            raise ConfigurationError(f"DILOCO_ORDINAL is {ordinal!r}: it must be a whole number from 0")
+        credentials = env.get("DILOCO_CREDENTIALS")
+        if credentials and not Path(credentials).is_dir():
+            raise ConfigurationError(f"DILOCO_CREDENTIALS is {credentials!r}: that is not a directory")
+        workdir = env.get("DILOCO_WORKDIR")
+        return cls(
+            job=job,
+            role=role,
+            region=env.get("DILOCO_REGION", "local"),
+            ordinal=int(ordinal),
+            process=process,
+            workdir=Path(workdir) if workdir else None,
+            credentials=Path(credentials) if credentials else None,
+            idle_at_end=_flag("DILOCO_IDLE_AT_END", env.get("DILOCO_IDLE_AT_END", "0")),
+            syncer=syncer or None,
+            syncer_file=Path(syncer_file) if syncer_file and not syncer else None,
+        )
+
+    def address(self) -> str | None:
+        """Where the syncer listens now, ``host:port``; None: its address file is not there (yet)."""
+        if self.syncer is not None:
+            return self.syncer
+        assert self.syncer_file is not None
+        try:
+            with self.syncer_file.open("rb") as file:
+                document = json.loads(file.read(_MAX_FILE_BYTES))
+        except (FileNotFoundError, ValueError):
+            return None  # not written yet, or being replaced by something that is no address file
+        address = document.get("sync") if isinstance(document, dict) else None
+        if not isinstance(address, str) or not _ADDRESS.match(address):
+            return None
+        return address
+
+    def metrics_path(self) -> Path | None:
+        """The process's metrics file, one JSON object a line; None without a workdir."""
+        if self.workdir is None:
+            return None
+        return self.workdir / "metrics" / f"{self.role}-{self.region}-{self.ordinal}.jsonl"
+
+
+def check_address(name: str, value: str) -> None:
+    """Raise ConfigurationError unless ``value`` is host:port."""
+    match = _ADDRESS.match(value)
+    if match is None or not 0 < int(match.group(2)) < 65536:
+        raise ConfigurationError(
+            f"{name} is {value!r}: it must be host:port, such as {socket.gethostname()}:4000"
+        )
+
+
+def _flag(name: str, value: str) -> bool:
+    if value not in ("0", "1"):
+        raise ConfigurationError(f"{name} is {value!r}: it must be 0 or 1")
+    return value == "1"
+
+
+def _read_job(path: Path) -> DiLoCoJob:
+    from diloco_protocol.load import job_from_json
+
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigurationError(
+            f"DILOCO_JOB_FILE {str(path)!r} cannot be read: {error.strerror}; "
+            "it is the job's normal form, written by the runner or the operator"
+        ) from error
+    if len(data) > _MAX_FILE_BYTES:
+        raise ConfigurationError(
+            f"DILOCO_JOB_FILE {str(path)!r} is larger than {_MAX_FILE_BYTES} bytes: no job is"
+        )
+    try:
+        return job_from_json(data.decode("utf-8"))
+    except ValueError as error:  # JobError, or bytes that are no text
+        raise ConfigurationError(
+            f"DILOCO_JOB_FILE {str(path)!r} is no job in normal form: {error}"
+        ) from error
