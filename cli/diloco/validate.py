@@ -100,9 +100,8 @@ def _trained(job: DiLoCoJob) -> str:
     assert model is not None and data is not None  # a rule of the spec, without a command
     kind = (model.config or {}).get("model_type", "model")
     named = f"{kind} from {model.from_}" if model.from_ is not None else str(kind)
-    source = {"text": ", ".join(data.paths), "datasets": str(data.name), "python": str(data.function)}[
-        data.source
-    ]
+    sources = {"text": ", ".join(data.paths), "datasets": str(data.name), "python": str(data.function)}
+    source = sources[data.source]
     return f"{named} on {source if len(source) <= 60 else source[:59] + '…'}"
 
 

@@ -40,7 +40,7 @@ jobs to start from; `minimal.yaml` is the shortest.
   from 0 to 1.
 - Relative paths, modules and the program of `learners.command` start at the job file's own directory.
 - `--set path=value` changes a field for one run: a path below `spec`, list items by index, the value in
-  YAML, such as `--set sync.every=12 --set regions.0.learners=2 --set training.stop='{{steps: 100}}'`.
+  YAML, such as `--set sync.every=48 --set regions.0.learners=2 --set training.stop='{{steps: 100}}'`.
 """
 
 
