@@ -1,0 +1,183 @@
+"""The evaluator: the worker program without a slot, scoring the merged model on held-out data.
+
+Broadcasts keep an Observer's model current. It is scored once at version 0, then
+whenever the job has trained ``training.evaluation.everyTokens`` more, and at the end,
+when the last merges are done. A score that is due while another runs is
+made from the newest state afterwards, so a slow evaluator skips points rather than lag.
+
+A score is the mean cross-entropy in nats per prediction of ``batches`` x ``batch.sequences``
+sequences, the same ones each time, spread evenly over the held-out part. Sums are
+kept in float64 and weighted by the number of predictions, so the batch size does not matter.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch import nn
+
+from diloco_protocol.spec import JobSpec
+
+from . import compute, data, models
+from .observer import Observer
+from .settings import ConfigurationError, WorkerError, WorkerSettings
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 1.0
+AGAIN_SECONDS = 5.0
+
+
+@dataclass(slots=True)
+class Due:
+    """When a score is due: at the first model seen, then every so many tokens. Plain code."""
+
+    every_tokens: int
+    next_tokens: int = 0
+
+    def take(self, tokens: int) -> bool:
+        """Whether to score a model of that many tokens now; counts it as scored."""
+        if tokens < self.next_tokens:
+            return False
+        self.next_tokens = (tokens // self.every_tokens + 1) * self.every_tokens
+        return True
+
+
+def evaluate(settings: WorkerSettings) -> int:
+    """Score the job's merged model until the job ends. Returns the process's exit code.
+
+    Raises JobError for what is wrong with the job, WorkerError for the rest.
+    """
+    spec = settings.job.spec
+    if spec.training.evaluation is None:
+        raise ConfigurationError("DILOCO_ROLE is evaluator, and the job has training.evaluation: null")
+    compute.configure(spec)
+    where = compute.device(spec)
+    held_out = data.load(spec, held_out=True)
+    model = models.build(spec, spec.seed).to(where)
+    models.check_batch(model, held_out[0], spec.training.data.source if spec.training.data else "")
+    return _Evaluator(settings, model, chosen(held_out, spec), compute.precision(spec, where)).run()
+
+
+class _Evaluator:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        model: nn.Module,
+        batches: list[dict[str, torch.Tensor]],
+        dtype: torch.dtype,
+    ) -> None:
+        assert settings.job.spec.training.evaluation is not None
+        self._settings, self._model, self._batches, self._dtype = settings, model, batches, dtype
+        self._due = Due(settings.job.spec.training.evaluation.every_tokens)
+        self._terminated = False
+
+    def run(self) -> int:
+        previous = signal.signal(signal.SIGTERM, self._terminate)
+        try:
+            # Every party builds version 0 alike. Scored before broadcasts change it, because when
+            # they are first complete a merge may be among them.
+            initial = mean_loss(self._model, self._batches, self._dtype)
+            with Observer(self._settings, self._model) as observer:
+                self._follow(observer, initial)
+                if observer.phase == "failed":
+                    log.error("the job failed: %s", observer.message)
+                    return WorkerError.exit_code
+            return 0
+        finally:
+            signal.signal(signal.SIGTERM, previous)
+
+    def _terminate(self, signum: int, frame: FrameType | None) -> None:
+        self._terminated = True
+
+    def _follow(self, observer: Observer, initial: float) -> None:
+        started = False
+        final: float | None = None
+        told = 0.0
+        while not observer.ended and not self._terminated:
+            observer.wait_for_change(POLL_SECONDS)
+            if not observer.complete:
+                continue
+            if not started:
+                started = True
+                if observer.sum_versions > 0:  # a job that has recorded it ignores it
+                    self._report(observer, initial, 0, 0, False)
+            if observer.evaluating:
+                if final is None:
+                    final = self._score(observer, final=True)
+                    told = time.monotonic()
+                elif time.monotonic() - told > AGAIN_SECONDS:  # a syncer that restarted has not heard it
+                    observer.report(final, final=True)
+                    told = time.monotonic()
+            elif self._due.take(observer.job_tokens):
+                self._score(observer, final=False)
+
+    def _score(self, observer: Observer, final: bool) -> float:
+        """Score the model as it is, and report it."""
+        tokens, merges, started = observer.job_tokens, observer.sum_versions, time.monotonic()
+        loss = mean_loss(self._model, self._batches, self._dtype)
+        self._report(observer, loss, tokens, merges, final, time.monotonic() - started)
+        return loss
+
+    def _report(
+        self, observer: Observer, loss: float, tokens: int, merges: int, final: bool, seconds: float = 0.0
+    ) -> None:
+        observer.report(loss, tokens=tokens, final=final, sum_versions=merges)
+        log.info("%d tokens, %d merges: loss %.4f nats (%.1f s)", tokens, merges, loss, seconds)
+        record(
+            self._settings.metrics_path(),
+            tokens=tokens,
+            loss=loss,
+            merges=merges,
+            seconds=seconds,
+            final=final,
+        )
+
+
+def chosen(held_out: data.Dataset, spec: JobSpec) -> list[dict[str, torch.Tensor]]:
+    """The batches that every score is made on: training.evaluation.batches of them (fewer if there
+    is not so much), their sequences evenly spread over the held-out part."""
+    assert spec.training.evaluation is not None
+    size = spec.training.batch.sequences
+    count = min(len(held_out), spec.training.evaluation.batches * size)
+    indices = [i * len(held_out) // count for i in range(count)]
+    return [stacked([held_out[i] for i in indices[start : start + size]]) for start in range(0, count, size)]
+
+
+def stacked(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Items of a data set as one batch, along a new first dimension."""
+    return {name: torch.stack([item[name] for item in items]) for name in items[0]}
+
+
+def mean_loss(model: nn.Module, batches: list[dict[str, torch.Tensor]], dtype: torch.dtype) -> float:
+    """Mean cross-entropy of all predictions in the batches, in nats; leaves the model in training mode."""
+    where = next(model.parameters()).device
+    total, predictions = 0.0, 0
+    model.eval()
+    try:
+        with torch.no_grad(), compute.autocast(where, dtype):
+            for batch in batches:
+                loss = models.loss(model, compute.to_device(batch, where))
+                total += float(loss.nats) * loss.predictions
+                predictions += loss.predictions
+    finally:
+        model.train()
+    if not predictions:
+        raise ConfigurationError("the held-out data have no labels to score: every one is -100")
+    return total / predictions
+
+
+def record(path: Path | None, **values: object) -> None:
+    """Append one line to the process's metrics file."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"time": time.time(), **values}) + "\n")
