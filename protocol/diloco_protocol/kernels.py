@@ -31,7 +31,6 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -148,9 +147,11 @@ def _compile(function: Callable[..., Any], signature: str) -> Callable[..., Any]
 
     try:
         return attempt(cache=True)
-    except (RuntimeError, OSError, EOFError, UnpicklingError) as error:
-        # No folder for the cache can be written, or what lies there is broken.
-        log.info("kernel %s is compiled without a cache: %s", function.__name__, error)
+    except Exception as error:
+        # No folder for the cache can be written (RuntimeError), or what lies there is broken,
+        # which can raise anything. If it is the kernel that is wrong, the next line says so.
+        level = logging.INFO if isinstance(error, RuntimeError) else logging.WARNING
+        log.log(level, "kernel %s is compiled without a cache: %s", function.__name__, error)
         return attempt(cache=False)
 
 
