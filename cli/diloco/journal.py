@@ -19,7 +19,7 @@ MAX_LINE_BYTES = 1 << 16
 
 
 class Journal:
-    """Appends to ``metrics.jsonl``; call ``sample`` and ``follow`` now and then, ``close`` at the end."""
+    """Appends to ``metrics.jsonl``; call ``write`` now and then, ``close`` at the end."""
 
     def __init__(self, file: Path, metrics: Path, tensorboard: Path | None) -> None:
         """Lines that are in ``metrics`` already are an earlier run's and are not copied again.
@@ -29,6 +29,12 @@ class Journal:
         self._read: dict[str, int] = {path.name: path.stat().st_size for path in metrics.glob("*.jsonl")}
         self._events = _events(tensorboard) if tensorboard is not None else None
         self._evaluations = 0
+
+    def write(self, status: dict[str, Any] | None) -> None:
+        """What the processes have written, and a status document if there is one. Raises OSError."""
+        self.follow()
+        if status is not None:
+            self.sample(status)
 
     def sample(self, status: dict[str, Any]) -> None:
         """Write the figures of a status document (docs/design.md, syncer)."""

@@ -19,6 +19,7 @@ import contextlib
 import os
 import random
 import signal
+import socket
 import sys
 import time
 import uuid
@@ -45,6 +46,7 @@ from diloco.processes import Child, Process, StartError, Zygote
 from diloco.proxy import Proxy
 from diloco.screen import Screen, View
 from diloco.supervisor import Abandon, Exit, Fail, Finished, Kind, Restart, Supervisor
+from diloco.watch import Watch
 from diloco.workdir import Workdir
 
 if TYPE_CHECKING:
@@ -59,10 +61,7 @@ LEAVE_SECONDS = 10.0  # after the job's end, for processes to leave by themselve
 TERM_SECONDS = 3.0  # between SIGTERM and SIGKILL
 GONE_TRIES = 5  # process-gone calls while the syncer does not answer
 
-CLOSING = frozenset({"draining", "evaluating"})
-ENDED = frozenset({"complete", "failed", "suspended", "deleted"})
 OUTCOMES = {"complete": ("complete", 0), "failed": ("failed", 1), "suspended": ("interrupted", 130)}
-QUIET_EVENTS = frozenset({"first-step", "phase"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,22 +111,19 @@ class Runner:
         self.hub = Hub(workdir.address, workdir.control_key)
         self.view = View(job.metadata.name, _stop_text(job))
         self.running: dict[str, Process] = {}
-        self.process_ids: dict[str, str] = {}  # member -> DILOCO_PROCESS of its newest process
         self.proxies: dict[str, Proxy] = {}
         self.injector = Injector(self, schedule, job.spec.seed)
         self._http = http
         self._sync_port = self._control_port = "127.0.0.1:0"
-        self._events: dict[tuple[int, float, str, int], Event] = {}
-        self._begun_wall, self._begun = time.time(), time.monotonic()
-        self._merges = -1
-        self._report: dict[str, Any] | None = None
+        self.watch = Watch(
+            self.hub, self.view, screen, self.supervisor, self._members, workdir.store, self.injector.merged
+        )
+        self._begun = time.monotonic()
         self._peak_rss = 0
-        self._status_at = 0.0
         self._stopping = False
         self._interrupts = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._verdict: asyncio.Future[Verdict] | None = None
-        self._told_resumed = False
 
     # -------------------------------------------------------------- the run
 
@@ -155,7 +151,7 @@ class Runner:
                 loop.remove_signal_handler(number)
                 signal.signal(number, signal.SIG_IGN)  # only the report is left to write
         return Result(
-            verdict, self._report, self.view.status, self.injector.done, list(self._events.values()),
+            verdict, self.watch.report, self.view.status, self.injector.done, self.watch.events,
             self.supervisor.restarts.get("syncer", 0), self._peak_rss, time.monotonic() - self._begun,
         )  # fmt: skip
 
@@ -178,7 +174,7 @@ class Runner:
                 )
                 return
             await asyncio.sleep(0.05)
-        if self._phase not in ENDED:
+        if not self.watch.ended:
             for member in self._members:
                 self._spawn(self._keep(member))
         next_journal = 0.0
@@ -186,9 +182,11 @@ class Runner:
             self.injector.step()
             if time.monotonic() >= next_journal:
                 next_journal = time.monotonic() + JOURNAL_SECONDS
-                journal.follow()
-                if self.view.serving:
-                    journal.sample(self.view.status)
+                try:
+                    journal.write(self.view.status if self.view.serving else None)
+                except OSError as error:  # a full disk: the job's own state has its own handling
+                    next_journal = float("inf")
+                    self.screen.event(f"metrics are not written any more: {error}", "red")
             await asyncio.sleep(POLL_CHAOS_SECONDS if self.injector.waiting else POLL_SECONDS)
             await self._look()
 
@@ -198,113 +196,18 @@ class Runner:
         except (StartError, OSError) as error:
             self._decide(Verdict("failed", 1, str(error), "zygote"))
 
-    # -------------------------------------------------------------- the syncer's word
-
-    @property
-    def _phase(self) -> str:
-        return str(self.view.status.get("phase") or "")
-
-    @property
-    def elapsed(self) -> float:
-        """The job's own clock, now: seconds since its first step."""
-        since = time.monotonic() - self._status_at if self._status_at else 0.0
-        return float(self.view.status.get("elapsed_seconds") or 0.0) + (since if self._merges > 0 else 0.0)
-
-    @property
-    def learners(self) -> list[Member]:
-        return [member for member in self._members if member.learner is not None]
-
-    def member_of(self, slot: dict[str, Any]) -> Member | None:
-        """The member whose newest process holds this slot."""
-        for member in self._members:
-            if member.kind is Kind.LEARNER and self.process_ids.get(member.name) == slot.get("process"):
-                return member
-        return None
-
-    def slot_of(self, name: str) -> dict[str, Any] | None:
-        """The slot that this member's newest process holds."""
-        identity = self.process_ids.get(name)
-        slots = self.view.status.get("slots") or []
-        return next(
-            (s for s in slots if identity and s.get("process") == identity and s.get("state") != "empty"),
-            None,
-        )
-
     async def _look(self) -> bool:
-        """Read the status once and follow what is new in it; False if there was none."""
-        try:
-            status = await self.hub.status()
-        except HubError:
-            self.view.serving = False
-            self.screen.update(self.view)
-            return False
-        self.view.status, self.view.serving, self._status_at = status, True, time.monotonic()
+        """Read the syncer's status, False if it does not answer; an ended phase ends the run."""
+        answered = await self.watch.look()
         self._sample_rss()
-        self._tell_resumed(status)
-        merges = int(status.get("merges") or 0)
-        if merges > self._merges >= 0:
-            self.supervisor.merged()
-            self.supervisor.healthy("syncer")
-            self.injector.merged()
-        self._merges = merges
-        if status.get("eval_loss"):
-            self.supervisor.healthy("evaluator")
-        self.view.processes = {
-            (str(slot.get("region")), int(slot.get("ordinal") or 0)): member.name
-            for slot in status.get("slots") or [] if (member := self.member_of(slot)) is not None
-        }  # fmt: skip
-        self._follow_events(status)
-        self.screen.update(self.view)
-        if self._phase in CLOSING | ENDED:
-            await self._fetch_report()
-        if self._phase in ENDED:
-            outcome, code = OUTCOMES.get(self._phase, ("failed", 1))
-            self._decide(Verdict(outcome, code, str(status.get("message") or "") if code else ""))
-        return True
-
-    def _tell_resumed(self, status: dict[str, Any]) -> None:
-        if self._told_resumed:
-            return
-        self._told_resumed = True
-        if status.get("merges"):
-            step = max((slot.get("step") or 0 for slot in status.get("slots") or []), default=0)
-            tokens = (status.get("tokens") or {}).get("trained") or 0
-            self.screen.event(
-                f"going on from the checkpoint in {self.workdir.store}: step {step},"
-                f" {status['merges']:,} merges, {tokens:,} tokens", "bold",
-            )  # fmt: skip
-
-    def _follow_events(self, status: dict[str, Any]) -> None:
-        for row in status.get("events") or []:
-            try:
-                event = Event.parse(row, int(status.get("epoch") or 0))
-            except (KeyError, TypeError, ValueError):
-                continue  # from a syncer of another release; its figures still count
-            key = (event.n, event.time, event.kind, event.slot)
-            if key in self._events or event.time < self._begun_wall - 1.0:
-                continue
-            self._events[key] = event
-            slot = next((s for s in status.get("slots") or [] if s.get("slot") == event.slot), None)
-            member = self.member_of(slot) if slot is not None else None
-            if event.kind == "first-merge" and member is not None:
-                self.supervisor.healthy(member.name)
-            if event.kind == "phase":
-                self.screen.event(event.message, "cyan")
-            elif event.kind not in QUIET_EVENTS:
-                style = {
-                    "lost": "red",
-                    "gone": "red",
-                    "suspect": "yellow",
-                    "joined": "green",
-                    "taken": "green",
-                }
-                self.screen.event(f"{event.kind}: {event.message}", style.get(event.kind, ""))
-
-    async def _fetch_report(self) -> None:
-        with contextlib.suppress(HubError):  # the last one that was had stands
-            self._report = await self.hub.call("report", {})
+        if answered and self.watch.ended:
+            outcome, code = OUTCOMES.get(self.watch.phase, ("failed", 1))
+            message = str(self.view.status.get("message") or "") if code else ""
+            self._decide(Verdict(outcome, code, message))
+        return answered
 
     def _sample_rss(self) -> None:
+        """The syncer's peak resident memory, which the kernel forgets with the process."""
         process = self.running.get("syncer")
         if process is None:
             return
@@ -318,6 +221,19 @@ class Runner:
     def _sync_address(self) -> str | None:
         address = self.hub.address()
         return None if address is None else str(address["sync"])
+
+    # -------------------------------------------------------------- what the injector asks
+
+    @property
+    def learners(self) -> list[Member]:
+        return [member for member in self._members if member.learner is not None]
+
+    @property
+    def elapsed(self) -> float:
+        return self.watch.elapsed
+
+    def slot_of(self, name: str) -> dict[str, Any] | None:
+        return self.watch.slot_of(name)
 
     # -------------------------------------------------------------- processes
 
@@ -342,10 +258,10 @@ class Runner:
             how = await process.wait()
             self.running.pop("syncer", None)
             self.injector.ended("syncer", time.time())
-            if how.code == 0 and (self._interrupts or self._phase in CLOSING | ENDED):
+            if how.code == 0 and (self._interrupts or self.watch.closing or self.watch.ended):
                 self._decide(Verdict(*OUTCOMES["suspended" if self._interrupts else "complete"]))
                 return
-            if how.code == 1 and self._phase == "failed":
+            if how.code == 1 and self.watch.phase == "failed":
                 self._decide(Verdict("failed", 1, str(self.view.status.get("message") or ""), "syncer"))
                 return
             if not await self._after(Member("syncer", Kind.SYNCER, "", 0), how):
@@ -354,8 +270,9 @@ class Runner:
     def _recall_ports(self) -> None:
         address = self.hub.address()
         if address is not None:
-            self._sync_port, self._control_port = str(address["sync"]), str(address["control"])
-            self._http = str(address["http"])
+            self._sync_port, self._control_port, self._http = (
+                free_or_any(str(address[service])) for service in ("sync", "control", "http")
+            )
 
     async def _keep(self, member: Member) -> None:
         """Keep one worker running."""
@@ -372,7 +289,7 @@ class Runner:
                 self.running.pop(member.name, None)
                 self.injector.ended(member.name, time.time())
                 if member.kind is Kind.LEARNER and not self._stopping:
-                    self._spawn(self._report_gone(member, self.process_ids[member.name], how))
+                    self._spawn(self._report_gone(member, self.watch.process_ids[member.name], how))
             if not await self._after(member, how):
                 return
 
@@ -400,17 +317,17 @@ class Runner:
 
     def _wants(self, member: Member, how: Exit) -> bool:
         """Whether the job still needs a process that ended so."""
-        if self._stopping or self._interrupts or self._phase in ENDED:
+        if self._stopping or self._interrupts or self.watch.ended:
             return False
         if member.kind is Kind.LEARNER:
             # In deterministic mode a learner leaves by itself when its share is done.
             done = self.job.spec.sync.deterministic and how.code == 0
-            return self._phase not in CLOSING and not done
+            return not self.watch.closing and not done
         return True
 
     async def _start(self, member: Member) -> Process:
         process_id = uuid.uuid4().hex
-        self.process_ids[member.name] = process_id
+        self.watch.process_ids[member.name] = process_id
         proxy = self.proxies.get(member.name)
         gpu = None
         if len(self._gpus) > 1 and self.job.spec.training.device != "cpu":
@@ -478,8 +395,8 @@ class Runner:
         if verdict.outcome == "failed" and verdict.log_of and self.view.serving and not self._stopping:
             with contextlib.suppress(HubError):
                 await self.hub.call("announce", {"phase": "failed", "message": verdict.message}, seconds=2.0)
-            await self._fetch_report()
-        deadline = time.monotonic() + (LEAVE_SECONDS if self._phase in ENDED else 0.0)
+            await self.watch.fetch_report()
+        deadline = time.monotonic() + (LEAVE_SECONDS if self.watch.ended else 0.0)
         while self.running and time.monotonic() < deadline and not self._stopping:
             await asyncio.sleep(0.02)
 
@@ -526,6 +443,18 @@ class Runner:
             asyncio.get_running_loop().call_exception_handler(
                 {"message": "runner task failed", "exception": error}
             )
+
+
+def free_or_any(address: str) -> str:
+    """``address`` if this machine can listen there, else any port of the same host. Somebody may
+    have taken the port while the syncer was down; who reads the address file does not mind."""
+    host, _, port = address.rpartition(":")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.create_server((host.strip("[]"), int(port)), family=family):
+            return address
+    except OSError:
+        return f"{host}:0"
 
 
 def _stop_text(job: DiLoCoJob) -> str:

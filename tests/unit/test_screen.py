@@ -17,7 +17,8 @@ STATUS: dict[str, Any] = {
     "rounds": [{"fragment": 1, "round": 17, "responders": [0], "waiting": [1]}],
     "slots": [
         {"slot": 0, "region": "local", "ordinal": 0, "state": "active", "step": 120, "tokens": 1000,
-         "loss": 2.41, "step_seconds": 0.05, "compute_seconds": 9.0, "stalled_seconds": 1.0, "merged_pushes": 40},
+         "loss": 2.41, "step_seconds": 0.05, "compute_seconds": 9.0, "stalled_seconds": 1.0,
+         "merged_pushes": 40},
         {"slot": 1, "region": "local", "ordinal": 1, "state": "lost", "step": 80, "tokens": 900, "loss": 3.0},
     ],
 }  # fmt: skip
