@@ -1,0 +1,98 @@
+"""docs/protocol.md says what the code says: every message, reason, limit and test vector."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from diloco_protocol import codec, credentials, sync_pb2, wire
+from diloco_protocol.layout import Layout, Tensor
+from diloco_syncer.events import Reason
+from diloco_worker.sampling import block_order
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PROTOCOL = (DOCS / "protocol.md").read_text(encoding="utf-8")
+UNITS = {"": 1, "s": 1, "characters": 1, "KiB": 1 << 10, "KiB/s": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+@pytest.mark.parametrize("name", sorted(sync_pb2.DESCRIPTOR.message_types_by_name))
+def test_every_message_is_described(name: str) -> None:
+    assert re.search(rf"`{name}(`| )", PROTOCOL), f"docs/protocol.md does not mention {name}"
+
+
+@pytest.mark.parametrize("reason", [*(r.value for r in Reason), wire.PARTIAL, wire.BUSY])
+def test_every_reason_is_described(reason: str) -> None:
+    assert f"| `{reason}` |" in PROTOCOL or f"`{reason}`" in PROTOCOL.split("And of transfers")[1][:200]
+
+
+def test_reasons_that_are_gone_are_not_described() -> None:
+    table = PROTOCOL.split("## Why a push is refused")[1].split("And of transfers")[0]
+    assert set(re.findall(r"^\| `([a-z-]+)` \|", table, re.M)) == {r.value for r in Reason}
+
+
+def test_the_limits_are_those_of_the_code() -> None:
+    rows = re.findall(r"^\| .* \| ([\d.]+) ?([A-Za-z/]*) \| `([A-Z_]+)` \|$", PROTOCOL, re.M)
+    assert len(rows) >= 14
+    for number, unit, constant in rows:
+        assert int(number) * UNITS[unit] == getattr(wire, constant), constant
+
+
+def test_the_encoding_vectors() -> None:
+    small = np.array([1.0, -0.5, 0.25, 0.0, -1.0], np.float32)
+    i = np.arange(1000)
+    large = (((37 * i) % 101 - 50) / 64).astype(np.float32)
+    for name in codec.ENCODINGS:
+        hexes = re.search(rf"^\| `{name}` \| `([0-9a-f ]+)` \|$", PROTOCOL, re.M)
+        assert hexes is not None
+        assert codec.encode(small, name).tobytes() == bytes.fromhex(hexes.group(1))
+        payload = codec.encode(large, name)
+        decoded = codec.decode(payload, name, 1000)
+        row = f"| `{name}` | {payload.size} | `{wire.checksum(payload):016x}` | `{wire.checksum(decoded):016x}` |"
+        assert row in PROTOCOL
+
+
+def test_the_layout_example() -> None:
+    tensors = [
+        Tensor("head.bias", (10,), "float32"),
+        Tensor("embed.weight", (20, 6), "float32", True),
+        Tensor("body.weight", (9, 8), "bfloat16"),
+    ]
+    layout = Layout.build(tensors, 4)
+    assert f"{layout.to_json()}\n{layout.digest}\n" in PROTOCOL
+
+
+def test_the_signature_example() -> None:
+    nonce = bytes(range(16))
+    call = sync_pb2.SignedCall(method="checkpoint", body=b"{}", time_ms=1760000000000, nonce=nonce)
+    (text,) = re.findall(r"the signature is `([0-9a-f]{64})`", PROTOCOL)
+    call.signature = bytes.fromhex(text)
+    credentials.verify_call(b"0123456789abcdef", call, credentials.NonceCache(), now_ms=1760000000000)
+
+
+def test_the_data_order_example_by_another_generator() -> None:
+    """numpy's legacy generator, seeded as the page says, is the second implementation."""
+    pattern = r"For seed (\d+), data epoch (\d+), block (\d+) and ten sequences the order is ([\d, ]+)"
+    found = re.search(pattern, PROTOCOL)
+    assert found is not None
+    seed, data_epoch, block = (int(found.group(n)) for n in (1, 2, 3))
+    number = int.from_bytes(hashlib.sha256(f"{seed}:{data_epoch}:{block}".encode()).digest(), "big")
+    words = [number >> shift & 0xFFFFFFFF for shift in range(0, number.bit_length(), 32)]
+    uniform = np.random.RandomState(words).random_sample
+    order = list(range(10))
+    for last in range(9, 0, -1):
+        other = int(uniform() * (last + 1))
+        order[last], order[other] = order[other], order[last]
+    assert order == [int(n) for n in found.group(4).split(",") if n.strip()]
+    assert order == block_order(seed, data_epoch, block, 10)
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    pages = [*DOCS.glob("*.md"), DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md"]
+    for page in pages:
+        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
