@@ -91,7 +91,9 @@ def configuration(spec: JobSpec, *, directory: Path | None = None) -> Any:
     given = dict(model_spec.config or {})
     if model_spec.from_ is None:
         kind = _known_type(given)
-        _check_names(given, AutoConfig.for_model(kind))
+        defaults = AutoConfig.for_model(kind)
+        _auto_class(defaults)
+        _check_names(given, defaults)
         own = {k: v for k, v in given.items() if k != "model_type"}
         if "vocab_size" not in own and (vocabulary := _vocabulary(spec)) is not None:
             own["vocab_size"] = vocabulary
