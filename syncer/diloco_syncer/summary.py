@@ -3,27 +3,26 @@ walls know (events with wall-clock time, bytes, refusals). Plain code."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from diloco_syncer.core import Core
+from diloco_syncer.job import Job
 
 
-def goodput(core: Core, now: float) -> float:
+def goodput(job: Job, now: float) -> float:
     """Compute seconds of merged steps ÷ (P × slots × elapsed), 0..1 (algorithm.md section 1).
 
     Wall time counts for every slot of the job, whether a process was there or not.
     """
-    elapsed = core.clock.elapsed(now)
-    if core.ledger is None or elapsed <= 0:
+    elapsed = job.clock.elapsed(now)
+    if job.ledger is None or elapsed <= 0:
         return 0.0
-    slot_seconds = len(core.config.places) * elapsed
-    return core.ledger.merged_compute_seconds() / (core.ledger.fragments * slot_seconds)
+    slot_seconds = len(job.config.places) * elapsed
+    return job.ledger.merged_compute_seconds() / (job.ledger.fragments * slot_seconds)
 
 
-def slot_rows(core: Core, now: float) -> list[dict[str, Any]]:
+def slot_rows(job: Job, now: float) -> list[dict[str, Any]]:
     """One row per slot (status document, ``slots``)."""
-    ledger = core.ledger
+    ledger = job.ledger
     return [
         {
             "slot": slot.index,
@@ -46,63 +45,63 @@ def slot_rows(core: Core, now: float) -> list[dict[str, Any]]:
             "starved": slot.starved,
             "paused": slot.paused,
         }
-        for slot in core.members.slots
+        for slot in job.members.slots
     ]
 
 
-def core_status(core: Core, now: float) -> dict[str, Any]:
+def core_status(job: Job, now: float) -> dict[str, Any]:
     """The core's part of the status document (docs/design.md)."""
-    rounds = core.rounds
-    active = sum(s.state.value == "active" and s.ready for s in core.members.slots)
-    holds = core.clock.holds
+    rounds = job.rounds
+    active = sum(s.state.value == "active" and s.ready for s in job.members.slots)
+    holds = job.clock.holds
     return {
-        "phase": core.phase.value,
-        "message": core.phases.message,
-        "epoch": core.epoch,
-        "elapsed_seconds": core.clock.elapsed(now),
-        "quorum": {"active": active, "required": core.config.rules.quorum},
-        "standby": len(core.members.standby),
-        "evaluators": len(core.members.evaluators),
-        "versions": list(core.versions),
+        "phase": job.phase.value,
+        "message": job.phase_message,
+        "epoch": job.epoch,
+        "elapsed_seconds": job.clock.elapsed(now),
+        "quorum": {"active": active, "required": job.config.rules.quorum},
+        "standby": len(job.members.standby),
+        "evaluators": len(job.members.evaluators),
+        "versions": list(job.versions),
         "rounds": [
             {
                 "fragment": opened.fragment,
                 "round": opened.id,
                 "merging": opened.merging,
                 "responders": sorted(opened.slots()),
-                "waiting": sorted((opened.pulled & core.members.reachable()) - opened.slots()),
+                "waiting": sorted((opened.pulled & job.members.reachable()) - opened.slots()),
             }
             for opened in (rounds.open.values() if rounds else ())
         ],
-        "slots": slot_rows(core, now),
-        "tokens": core.ledger.totals()
-        if core.ledger
+        "slots": slot_rows(job, now),
+        "tokens": job.ledger.totals()
+        if job.ledger
         else {"trained": 0, "merged": 0, "pending": 0, "dropped": 0},
-        "tokens_per_second": core.clock.rate(now),
-        "merges": core.merges,
-        "goodput": goodput(core, now),
-        "uptime": core.clock.uptime(now),
-        "eval_loss": [list(pair) for pair in core.eval_loss],
-        "hold_since_seconds": holds[-1][0] if core.clock.holding else None,
+        "tokens_per_second": job.clock.rate(now),
+        "merges": job.merges,
+        "goodput": goodput(job, now),
+        "uptime": job.clock.uptime(now),
+        "eval_loss": [list(pair) for pair in job.eval_loss],
+        "hold_since_seconds": holds[-1][0] if job.clock.holding else None,
     }
 
 
-def core_report(core: Core, now: float) -> dict[str, Any]:
+def core_report(job: Job, now: float) -> dict[str, Any]:
     """The core's part of report.json, once the job has ended or as it stands."""
-    totals = core.ledger.totals() if core.ledger else {"trained": 0, "merged": 0, "pending": 0, "dropped": 0}
-    versions = core.versions or [0]
-    end = core.clock.elapsed(now)
+    totals = job.ledger.totals() if job.ledger else {"trained": 0, "merged": 0, "pending": 0, "dropped": 0}
+    versions = job.versions or [0]
+    end = job.clock.elapsed(now)
     return {
-        "steps": max((slot.step for slot in core.members.slots), default=0),
-        "merges": core.merges,
+        "steps": max((slot.step for slot in job.members.slots), default=0),
+        "merges": job.merges,
         "versions": {"min": min(versions), "max": max(versions)},
         "tokens": totals,
-        "ledger": core.ledger.rows() if core.ledger else [],
-        "goodput": goodput(core, now),
-        "uptime": core.clock.uptime(now),
-        "initial_loss": core.initial_loss,
-        "final_loss": core.final_loss,
-        "eval_loss": [list(pair) for pair in core.eval_loss],
+        "ledger": job.ledger.rows() if job.ledger else [],
+        "goodput": goodput(job, now),
+        "uptime": job.clock.uptime(now),
+        "initial_loss": job.initial_loss,
+        "final_loss": job.final_loss,
+        "eval_loss": [list(pair) for pair in job.eval_loss],
         "learners": [
             {
                 "slot": row["slot"],
@@ -113,10 +112,10 @@ def core_report(core: Core, now: float) -> dict[str, Any]:
                 "stalled_seconds": row["stalled_seconds"],
                 "merged_pushes": row["merged_pushes"],
             }
-            for row in slot_rows(core, now)
+            for row in slot_rows(job, now)
         ],
         "holds": [
             {"from_seconds": since, "to_seconds": end if until is None else until}
-            for since, until in core.clock.holds
+            for since, until in job.clock.holds
         ],
     }

@@ -1,0 +1,227 @@
+"""Reception: who joins, who is seated, who is given up.
+
+``membership`` knows the slots; here is what follows from an arrival or a loss for
+the ledger, the leases, the rounds and the others. Plain code, driven by ``core``.
+"""
+
+from __future__ import annotations
+
+from diloco_syncer import events as ev
+from diloco_syncer.events import ENDED, MergedPush
+from diloco_syncer.job import Job
+from diloco_syncer.leases import LeaseBook
+from diloco_syncer.membership import Slot, SlotState
+from diloco_syncer.peers import PeerBook
+
+
+class Reception:
+    def __init__(self, job: Job, peers: PeerBook) -> None:
+        self.job = job
+        self.peers = peers
+
+    def join(self, join: ev.Join, now: float) -> None:
+        """A process wants in: refuse it, or give it a slot, or let it stand by."""
+        layout = self.job.layout_digest
+        if layout and join.layout_digest != layout:
+            self._refuse(
+                join, "other-layout",
+                f"its model's layout is {join.layout_digest[:12]}, the job's is {layout[:12]}: "
+                "give every learner the same model and sync.fragments",
+            )  # fmt: skip
+            return
+        differing = sorted(k for k, v in join.digests.items() if self.job.config.digests.get(k, v) != v)
+        if differing:
+            fields = ", ".join(differing)
+            self._refuse(join, "spec-drift", f"{fields} differ from the job's: apply the same job everywhere")
+            return
+        if (
+            not join.evaluator
+            and join.sequences
+            and self.job.leases
+            and join.sequences != self.job.leases.sequences
+        ):
+            self._refuse(
+                join, "other-data",
+                f"its data set has {join.sequences} sequences, the job's has {self.job.leases.sequences}: "
+                "give every learner the same data",
+            )  # fmt: skip
+            return
+        if join.evaluator:
+            self.job.members.evaluators.add(join.connection)
+            self._admit(join, None)
+            return
+        if join.sequences and self.job.leases is None:
+            places = len(self.job.config.places)
+            self.job.leases = LeaseBook(
+                self.job.config.seed, join.sequences, places, self.job.config.rules.deterministic
+            )
+        slot = self.job.members.own(join)
+        if self.job.phase not in ENDED and slot is not None:
+            self._seat(slot, join, now, continuing=True)
+            return
+        if self.job.phase in ENDED or self.job.closing:
+            self._admit(join, None)
+            return
+        slot = self.job.members.choose(join, self.job.config.rules.deterministic)
+        if slot is None:
+            if self.job.config.rules.deterministic:
+                self._refuse(
+                    join, "no-such-place", f"deterministic mode has no slot for {join.region}-{join.ordinal}"
+                )
+                return
+            self.job.members.standby[join.connection] = join
+            self._admit(join, None)
+            self.job.note("spare", None, f"{join.region}-{join.ordinal} stands by")
+            return
+        self._seat(slot, join, now, continuing=False)
+
+    def _refuse(self, join: ev.Join, reason: str, message: str) -> None:
+        self.job.out.append(ev.Refuse(join.connection, reason, message, True))
+
+    def _admit(self, join: ev.Join, seat: ev.Seat | None, merged: tuple[MergedPush, ...] = ()) -> None:
+        self.job.out.append(
+            ev.Admit(
+                connection=join.connection,
+                observer=join.evaluator,
+                seat=seat,
+                initialise=self.job.initialiser == join.connection,
+                phase=self.job.phase,
+                message=self.job.phase_message,
+                merged=merged,
+            )
+        )
+
+    def _seat(
+        self, slot: Slot, join: ev.Join, now: float, *, continuing: bool, promote: bool = False
+    ) -> None:
+        """Give the slot to the process; fence and write off whoever had it."""
+        old = slot.connection
+        if old is not None and old != join.connection:
+            self.job.out.append(
+                ev.Refuse(
+                    old, "superseded", f"slot {slot.index} was taken by a newer process", not continuing
+                )
+            )
+            slot.connection = None
+        if not continuing and slot.incarnation:
+            self._vacate(slot, "died")
+        first_taken = not slot.incarnation
+        incarnation = self.job.members.sit(slot, join, now)
+        if not continuing:
+            slot.clear_tenure()
+            if first_taken and self.job.clock.elapsed(now) > 0 and not self.job.config.rules.deterministic:
+                slot.step = max(s.step for s in self.job.members.slots)
+            slot.step_at_seat = slot.step
+            if self.job.rounds and self.job.ledger:
+                self.job.ledger.open_tenure(slot.index, incarnation)
+                self.job.rounds.seat(slot.index, slot.step)
+        slot.ready = False
+        if (
+            not self.job.initialised
+            and self.job.initialiser is None
+            and not (self.job.config.rules.deterministic and slot.index != 0)
+        ):
+            self.job.initialiser = join.connection
+        leases = self.job.leases.of(slot.index) if self.job.leases else ()
+        tokens = self.job.ledger.trained(slot.index) if self.job.ledger else 0
+        seat = ev.Seat(slot.index, incarnation, continuing, slot.step, tokens, leases)
+        self.job.out.append(ev.Persist())
+        if promote:
+            self.job.out.append(ev.Promote(join.connection, seat, self._merged_of(slot)))
+        else:
+            self._admit(join, seat, self._merged_of(slot))
+        self.job.note(
+            "joined", slot,
+            f"{join.region}-{join.ordinal} {'came back to' if continuing else 'took'} slot {slot.index} "
+            f"at step {slot.step}",
+            region=join.region, ordinal=join.ordinal, process=join.process, continuing=continuing,
+        )  # fmt: skip
+
+    def _merged_of(self, slot: Slot) -> tuple[MergedPush, ...]:
+        return tuple(slot.merged.get(p, MergedPush()) for p in range(len(self.job.versions)))
+
+    def _vacate(self, slot: Slot, reason: str) -> None:
+        """The tenure ends: write off what is pending, keep what was accepted."""
+        if self.job.ledger is None:
+            return
+        dropped = self.job.ledger.close_tenure(slot.index, reason, self.job.accepted_headers())
+        if dropped:
+            self.job.note(
+                "dropped", slot, f"{dropped // max(1, len(self.job.versions))} tokens dropped ({reason})"
+            )
+
+    def connection_lost(self, connection: int, now: float) -> None:
+        self.job.members.standby.pop(connection, None)
+        self.job.members.evaluators.discard(connection)
+        if self.job.initialiser == connection:
+            self.job.initialiser = None
+        self.peers.forget(connection)
+        slot = self.job.members.by_connection(connection)
+        if slot is None:
+            return
+        slot.connection = None
+        if slot.occupied:
+            # A broken stream alone proves nothing: the timeout, or somebody who knows, decides.
+            slot.state = SlotState.SUSPECT
+            self.job.note("suspect", slot, f"slot {slot.index}: connection lost")
+
+    def process_gone(self, event: ev.ProcessGone) -> None:
+        for slot in self.job.members.slots:
+            if (slot.region, slot.ordinal) != (event.region, event.ordinal) or not slot.occupied:
+                continue
+            if event.process and event.process != slot.process:
+                continue
+            self._lose(slot, "gone", f"slot {slot.index}: its process is gone ({event.reason})")
+
+    def _lose(self, slot: Slot, kind: str, message: str) -> None:
+        slot.state = SlotState.LOST
+        if slot.connection is not None:
+            self.job.out.append(ev.Refuse(slot.connection, "lost", "not heard in time: join again", False))
+            self.peers.forget(slot.connection)
+            if self.job.initialiser == slot.connection:
+                self.job.initialiser = None
+            slot.connection = None
+        self.job.out.append(ev.Persist())
+        self.job.note(kind, slot, message)
+
+    def drained(self, connection: int) -> None:
+        slot = self.job.members.by_connection(connection)
+        if slot is None or not slot.occupied:
+            return
+        self._vacate(slot, "drain")
+        slot.state = SlotState.DRAINED
+        slot.connection = None
+        slot.process = ""
+        if self.job.leases:
+            self.job.leases.give_back(slot.index)
+        self.job.out.append(ev.Persist())
+        self.job.note("drained", slot, f"slot {slot.index} left with its work offered, at step {slot.step}")
+
+    def lose_silent(self, now: float) -> None:
+        if self.job.phase in ENDED:
+            return
+        for slot in self.job.members.slots:
+            if slot.occupied and now - slot.heard_at > self.job.config.heartbeat_timeout:
+                silent = now - slot.heard_at
+                self._lose(slot, "lost", f"slot {slot.index}: nothing heard for {silent:.1f} s")
+
+    def seat_standbys(self, now: float) -> None:
+        if self.job.phase in ENDED or self.job.closing:
+            return
+        for connection, join in list(self.job.members.standby.items()):
+            slot = self.job.members.free_for(join)
+            if slot is None:
+                return
+            del self.job.members.standby[connection]
+            self._seat(slot, join, now, continuing=False, promote=True)
+
+    def ask_initial(self) -> None:
+        """Version 0 is missing and nobody is making it: ask the next member."""
+        if self.job.initialised or self.job.initialiser is not None:
+            return
+        for slot in self.job.members.slots:
+            if slot.connection is None or (self.job.config.rules.deterministic and slot.index != 0):
+                continue
+            self.job.initialiser = slot.connection
+            self.job.out.append(ev.AskInitial(slot.connection))
+            return
