@@ -8,9 +8,10 @@ import time
 from fractions import Fraction
 
 import pytest
-from diloco_protocol.layout import Layout, LayoutError, Piece, Tensor
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from diloco_protocol.layout import Layout, LayoutError, Piece, Tensor
 
 
 def transformer(layers: int = 4, width: int = 64, vocabulary: int = 256) -> list[Tensor]:
@@ -255,7 +256,8 @@ def corrupt(change: str) -> str:
     "change",
     [
         "twice", "missing", "overlap", "outside", "negative", "empty fragment", "unbalanced", "order",
-        "float", "bool", "tensors out of order", "huge shape", "nested shape", "name", "format", "extra", "note",
+        "float", "bool", "tensors out of order", "huge shape", "nested shape", "name", "format", "extra",
+        "note",
     ],
 )  # fmt: skip
 def test_a_layout_from_the_network_is_checked(change: str) -> None:
