@@ -165,10 +165,12 @@ def complete(result: Result, job: DiLoCoJob) -> dict[str, Any]:
     report["message"] = result.verdict.message
     report["wall_seconds"] = round(result.wall_seconds, 3)
     report["faults"] = faults.rows(result.faults, result.events)
+    syncer = report["syncer"]
     report["syncer"] = {
-        **(report.get("syncer") or {}),
-        "restarts": result.syncer_restarts, "peak_rss_bytes": result.syncer_peak_rss_bytes,
-    }  # fmt: skip
+        **syncer,
+        "restarts": result.syncer_restarts,
+        "peak_rss_bytes": max(result.syncer_peak_rss_bytes, syncer.get("peak_rss_bytes") or 0),
+    }
     return report
 
 

@@ -395,6 +395,7 @@ class Runner:
         if verdict.outcome == "failed" and verdict.log_of and self.view.serving and not self._stopping:
             with contextlib.suppress(HubError):
                 await self.hub.call("announce", {"phase": "failed", "message": verdict.message}, seconds=2.0)
+        if self.watch.report is None and self.view.serving and not self._stopping:
             await self.watch.fetch_report()
         deadline = time.monotonic() + (LEAVE_SECONDS if self.watch.ended else 0.0)
         while self.running and time.monotonic() < deadline and not self._stopping:

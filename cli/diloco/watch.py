@@ -101,7 +101,7 @@ class Watch:
             for slot in status.get("slots") or [] if (member := self.member_of(slot)) is not None
         }  # fmt: skip
         self.screen.update(self.view)
-        if self.closing or self.ended:
+        if self.ended:  # not before: the syncer stays after the end until the report was fetched
             await self.fetch_report()
         return True
 
