@@ -188,7 +188,7 @@ def transfer_seconds(size: int) -> float:
 Context = Any  # grpc.aio.ServicerContext; its stubs are generic and the class is not
 UploadHandler = Callable[[AsyncIterator[bytes], Context], Any]
 DownloadHandler = Callable[[bytes, Context], AsyncIterator[bytes]]
-SessionHandler = Callable[[AsyncIterator[bytes], Context], AsyncIterator[bytes]]
+SessionHandler = Callable[[AsyncIterator[bytes], Context], Any]  # a coroutine that uses context.write
 
 
 def bulk_handlers(upload: UploadHandler, download: DownloadHandler) -> Any:

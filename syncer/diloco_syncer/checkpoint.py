@@ -388,6 +388,16 @@ class Checkpoints:
             raise Damaged(f"{name} holds {record.job!r} fragment {record.fragment} version {record.version}")
         return record
 
+    def newer_than(self, versions: Mapping[int, int], upto: Sequence[int]) -> list[MergeRecord]:
+        """Records without arrays that are still there, above ``versions`` and up to ``upto``, by fragment."""
+        found = []
+        for name in self.store.names("records"):
+            parsed = parse_record_name(name)
+            if parsed and parsed[0] < len(upto) and versions.get(parsed[0], 0) < parsed[1] <= upto[parsed[0]]:
+                body = records.read_body(self.store, name, "merge")
+                found.append(MergeRecord.from_body(body, np.empty(0, np.float32)))
+        return found
+
     def _load_offers(self, restored: Restored) -> None:
         for name in self.store.names("offers"):
             try:

@@ -91,7 +91,7 @@ def _header(data: bytes, kind: str, name: str) -> tuple[dict[str, Any], int]:
     magic, length, digest = _PREFIX.unpack_from(data)
     if magic != MAGIC or length > MAX_HEADER:
         raise Damaged(f"{name} is not a record of this program")
-    raw = data[_PREFIX.size : _PREFIX.size + length]
+    raw = bytes(data[_PREFIX.size : _PREFIX.size + length])
     if len(raw) != length or checksum(raw) != digest:
         raise Damaged(f"{name}: its header is cut off or changed")
     try:

@@ -1,0 +1,153 @@
+"""``python -m diloco_syncer``: serve one job.
+
+Exit codes: 0 the job ended, or this process was asked to stop and its state is
+durable; 1 the job failed; 2 the job file, the arguments or the store's content are
+wrong (a restart does not help); 3 another syncer has taken over the store; 4 the
+store cannot be written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from diloco_protocol.credentials import Credentials, CredentialsError, read_key
+from diloco_protocol.load import JobError, job_from_json
+from diloco_protocol.spec import DiLoCoJob
+
+MAX_JOB = 16 << 20
+
+_EPILOG = """\
+The store holds everything that must not be lost: merges, membership, ledger, the
+event tape. It is a directory, or an fsspec URI (s3://bucket/folder). Start the same
+command on the same store again, and the job goes on; learners reconnect.
+
+exit codes: 0 ended, or stopped by SIGTERM with everything durable; 1 the job failed;
+2 job, arguments or store content wrong; 3 a newer syncer has the store; 4 the store
+cannot be written.
+"""
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line: time, level, job, slot (-1: none), message."""
+
+    def __init__(self, job: str) -> None:
+        super().__init__()
+        self._job = job
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+            + f".{record.msecs:03.0f}Z",
+            "level": record.levelname.lower(),
+            "job": self._job,
+            "slot": getattr(record, "slot", -1),
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m diloco_syncer",
+        description="The syncer of one DiLoCoJob: collects learners' outer gradients, merges them, "
+        "broadcasts the result, and keeps what must not be lost.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--job", required=True, metavar="FILE", help="the job in normal form (JSON)")
+    parser.add_argument(
+        "--store", required=True, metavar="DIR|URI", help="where the job's durable state lies"
+    )
+    parser.add_argument(
+        "--listen",
+        default="127.0.0.1:0",
+        metavar="HOST:PORT",
+        help="for learners (default %(default)s, any port)",
+    )
+    parser.add_argument(
+        "--control", default="127.0.0.1:0", metavar="HOST:PORT", help="for signed calls of operator or runner"
+    )
+    parser.add_argument("--http", default="127.0.0.1:0", metavar="HOST:PORT", help="status page and metrics")
+    parser.add_argument("--address-file", metavar="FILE", help="written whole when it serves: its addresses")
+    parser.add_argument("--control-key-file", required=True, metavar="FILE", help="the key of signed calls")
+    parser.add_argument(
+        "--credentials", metavar="DIR", help="tls.crt, tls.key, ca.crt, join-token; none: plaintext"
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of merges (default: this process's cores, at most 16)",
+    )
+    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    return parser
+
+
+def _read_job(path: str) -> DiLoCoJob:
+    """Raises ``JobError``, OSError."""
+    size = os.path.getsize(path)
+    if size > MAX_JOB:
+        raise OSError(f"{path} has {size} bytes; a job has at most {MAX_JOB}")
+    return job_from_json(Path(path).read_bytes())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program; returns the exit code."""
+    given = _parser().parse_args(arguments)
+    try:
+        job = _read_job(given.job)
+        key = read_key(given.control_key_file)
+        credentials = Credentials.from_directory(given.credentials)
+    except (JobError, CredentialsError, OSError) as error:
+        print(f"diloco_syncer: {error}", file=sys.stderr)
+        return 2
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines(job.metadata.name))
+    logging.basicConfig(level=given.log_level.upper(), handlers=[handler], force=True)
+    log = logging.getLogger("diloco_syncer")
+
+    # Late: compiled kernels and gRPC are not needed to find the mistakes above.
+    from diloco_syncer.checkpoint import StoreUnusable
+    from diloco_syncer.outer import OuterError
+    from diloco_syncer.records import FormatRefused
+    from diloco_syncer.service import AddressError, Options, run
+    from diloco_syncer.store import HigherEpoch
+    from diloco_syncer.tape import TapeError
+
+    options = Options(
+        job=job,
+        store=given.store,
+        listen=given.listen,
+        control=given.control,
+        http=given.http,
+        address_file=Path(given.address_file) if given.address_file else None,
+        control_key=key,
+        credentials=credentials,
+        threads=given.threads or min(16, len(os.sched_getaffinity(0))),
+    )
+    try:
+        return asyncio.run(run(options))
+    except (AddressError, CredentialsError, StoreUnusable, FormatRefused, OuterError, TapeError) as error:
+        log.error("%s", error)
+        return 2
+    except HigherEpoch as error:
+        log.error("%s", error)
+        return 3
+    except OSError as error:
+        log.error("the store cannot be used: %s", error.strerror or error)
+        return 4
+
+
+if __name__ == "__main__":
+    sys.exit(main())

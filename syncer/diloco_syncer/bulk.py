@@ -1,0 +1,215 @@
+"""The Bulk service: pushes, version 0 and optimizer states up; broadcasts and blobs down.
+
+Everything is decided from the header: who may send it, and how many bytes it must
+have. Only then the chunks are read, into a buffer of that size. A refusal
+is a reply with a fixed word; only a broken transfer is an error of the call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import numpy as np
+
+from diloco_protocol import codec, sync_pb2, wire
+from diloco_protocol.wire import WireError
+from diloco_syncer import events as ev
+from diloco_syncer import messages
+from diloco_syncer.assembly import Busy
+from diloco_syncer.events import Reason
+from diloco_syncer.initial import InitialRefused
+from diloco_syncer.messages import held_to, reply
+from diloco_syncer.records import Array
+from diloco_syncer.relay import Relayed, largest_state
+
+if TYPE_CHECKING:
+    from diloco_syncer.engine import Engine
+
+log = logging.getLogger(__name__)
+
+
+class Refused(Exception):
+    """An upload is refused: a fixed word, and a message for people."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Bulk:
+    """The two calls of the Bulk service."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def _authenticate(self, context: Any) -> None:
+        if not self._engine.sessions.credentials.admits(context.invocation_metadata()):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the join token is missing or wrong")
+
+    # ------------------------------------------------------------- up
+
+    async def upload(self, stream: AsyncIterator[bytes], context: Any) -> bytes:
+        """One part of a payload; the reply is ``partial``, or the verdict."""
+        await self._authenticate(context)
+        refused = self._engine.refused
+        try:
+            async with asyncio.timeout(wire.STALL_SECONDS):
+                raw = await anext(stream, b"")
+            header = wire.parse(sync_pb2.UploadHeader, raw, wire.MAX_HEADER_BYTES)
+            wire.check_format(header.format)
+            return await self._route(header, stream)
+        except Refused as error:
+            refused[error.reason] += 1
+            return reply(False, error.reason, str(error))
+        except InitialRefused as error:
+            refused["initial"] += 1
+            return reply(False, "initial", str(error))
+        except Busy:
+            return reply(False, wire.BUSY, "too many uploads at once: try again after a pause")
+        except TimeoutError:
+            return reply(False, "bad-transfer", f"no header within {wire.STALL_SECONDS:.0f} s")
+        except WireError as error:
+            word = Reason.BAD_CHECKSUM.value if "checksum" in str(error) else "bad-transfer"
+            refused[word] += 1
+            log.warning("upload refused: %s", error)
+            return reply(False, word, str(error))
+
+    async def _route(self, header: sync_pb2.UploadHeader, stream: AsyncIterator[bytes]) -> bytes:
+        job = self._engine.job.metadata.name
+        if header.job != job:
+            raise Refused(Reason.OTHER_JOB.value, f"job {header.job[:80]!r}: this syncer serves {job!r}")
+        kind = header.WhichOneof("what")
+        if kind == "push":
+            return await self._push(header, stream)
+        if kind == "initial":
+            return await self._initial(header, stream)
+        if kind == "peer_state":
+            return await self._peer_state(header, stream)
+        raise WireError("the header says not what is uploaded")
+
+    async def _receive(
+        self, key: tuple[Any, ...], header: sync_pb2.UploadHeader, stream: AsyncIterator[bytes], buffer: Any
+    ) -> Array | None:
+        """One part into a buffer made by ``buffer()``; the whole payload, or None if parts are missing."""
+
+        def make() -> tuple[Array, memoryview]:
+            array: Array = buffer()
+            return array, wire.flat(array)
+
+        done = await self._engine.payloads.assemblies.receive(key, header, stream, header.total_bytes, make)
+        self._engine.bytes_up += header.bytes
+        return done
+
+    async def _push(self, header: sync_pb2.UploadHeader, stream: AsyncIterator[bytes]) -> bytes:
+        engine = self._engine
+        push = messages.push_from(header)
+        refusal = engine.core.admit_push(push)
+        if refusal is not None:
+            if refusal[0] is Reason.REPEATED:
+                await engine.payloads.settled(push.id)
+            raise Refused(refusal[0].value, refusal[1])
+        assert engine.layout is not None
+        elements = engine.layout.elements(push.fragment)
+        size = codec.encoded_bytes(push.encoding, elements)
+        if header.total_bytes != size:
+            raise Refused(
+                Reason.WRONG_SIZE.value,
+                f"{header.total_bytes} bytes: {elements} elements as {push.encoding} are {size}",
+            )
+        whole = await self._receive(
+            ("push", push.id, header.process), header, stream, lambda: np.empty(size, np.uint8)
+        )
+        if whole is None:
+            return reply(True, wire.PARTIAL)
+        return await engine.payloads.receive(push, whole)
+
+    async def _initial(self, header: sync_pb2.UploadHeader, stream: AsyncIterator[bytes]) -> bytes:
+        initial = self._engine.initial
+        connection = self._engine.sessions.of_process(header.process)
+        part, fragment = header.initial.part, header.initial.fragment
+        size = initial.admit(connection.number if connection else 0, part, fragment, header.total_bytes)
+        whole = await self._receive(
+            ("initial", header.process, part, fragment), header, stream, lambda: np.empty(size, np.uint8)
+        )
+        if whole is None:
+            return reply(True, wire.PARTIAL)
+        await initial.take(part, fragment, whole)
+        return reply(True)
+
+    async def _peer_state(self, header: sync_pb2.UploadHeader, stream: AsyncIterator[bytes]) -> bytes:
+        engine = self._engine
+        transfer = header.peer_state.transfer
+        asked = engine.relay.asked(transfer)
+        connection = engine.sessions.of_process(header.process)
+        if asked is None or connection is None or connection.number != asked[0]:
+            raise Refused("not-asked", f"nobody asked this process for transfer {transfer}")
+        assert engine.layout is not None
+        largest = largest_state(engine.layout.total_elements)
+        if header.total_bytes > largest:
+            raise Refused("too-large", f"{header.total_bytes} bytes of optimizer state; at most {largest}")
+        if len(header.peer_state.versions) > wire.MAX_FRAGMENTS:
+            raise WireError("versions: more than there can be fragments")
+        try:
+            whole = await self._receive(
+                ("peer", transfer), header, stream, lambda: engine.relay.allocate(header.total_bytes)
+            )
+        except OSError as error:
+            engine.handle(ev.PeerStateFailed(transfer))
+            raise Refused("no-space", f"the syncer has no room for it: {error.strerror}") from error
+        if whole is None:
+            return reply(True, wire.PARTIAL)
+        versions = tuple((held.epoch, held.version) for held in header.peer_state.versions)
+        engine.relay.arrived(Relayed(transfer, whole, versions, asked[1]))
+        if asked[1]:
+            await engine.keep_optimizer(whole)
+        engine.handle(ev.PeerStateArrived(transfer))
+        return reply(True)
+
+    # ------------------------------------------------------------- down
+
+    async def download(self, raw: bytes, context: Any) -> AsyncIterator[bytes]:
+        """What is asked for, or the word why not."""
+        await self._authenticate(context)
+        try:
+            request = wire.parse(sync_pb2.DownloadRequest, raw, wire.MAX_HEADER_BYTES)
+            wire.check_format(request.format)
+            data, versions, word = await self._find(request)
+            if data is None:
+                parts = wire.not_found(word)
+            else:
+                parts = wire.send_part(data, request.offset, request.bytes, versions=held_to(versions))
+            async for part in parts:
+                yield part
+            if data is not None:
+                self._engine.bytes_down += min(request.bytes or wire.MAX_PART_BYTES, wire.flat(data).nbytes)
+        except WireError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+    async def _find(
+        self, request: sync_pb2.DownloadRequest
+    ) -> tuple[Array | None, tuple[tuple[int, int], ...], str]:
+        """The bytes asked for (None: not to be had), the versions they go with, and the word why not."""
+        engine, kinds = self._engine, sync_pb2.DownloadRequest
+        if request.job != engine.job.metadata.name:
+            return None, (), Reason.OTHER_JOB.value
+        if request.what in (kinds.FULL, kinds.DELTA):
+            found = None
+            if engine.parameters is not None and request.epoch == engine.epoch:
+                found = engine.parameters.broadcast(request.fragment, request.version)
+            if found is None:
+                return None, (), "superseded"
+            data = found.full if request.what == kinds.FULL else found.delta
+            return data, (), "no-delta"
+        if request.what == kinds.LAYOUT and engine.layout is not None:
+            return np.frombuffer(engine.layout.to_json().encode(), np.uint8), (), ""
+        if request.what == kinds.PEER_STATE:
+            relayed = engine.relay.get(request.transfer)
+            return (None, (), "unknown-transfer") if relayed is None else (relayed.data, relayed.versions, "")
+        name = {kinds.FROZEN: engine.frozen, kinds.OPTIMIZER: engine.optimizer}.get(request.what, "")
+        if not name:
+            return None, (), "none"
+        return await engine.blob(name), (), ""

@@ -1,0 +1,175 @@
+"""Between protobuf and the core's vocabulary: every value from the network is checked here.
+
+A message that makes no sense raises ``WireError`` with the field's name; nothing
+of it has been believed then.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from diloco_protocol import sync_pb2, wire
+from diloco_protocol.wire import WireError
+from diloco_syncer import events as ev
+from diloco_syncer.events import PhaseName
+
+_PROCESS = re.compile(r"^[0-9a-f]{1,64}$")
+_REGION = re.compile(r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
+_HEX = re.compile(r"^[0-9a-f]{0,128}$")
+_MOST = 1 << 62  # counters above are nonsense, and sums of them would leave 64 bits
+_PHASES: dict[PhaseName, Any] = {name: sync_pb2.PhaseName.Value(f"PHASE_{name.name}") for name in PhaseName}
+
+
+def _count(value: int, field: str) -> int:
+    if value > _MOST:
+        raise WireError(f"{field} is {value}: out of range")
+    return value
+
+
+def _seconds(value: float, field: str) -> float:
+    if not 0 <= value < 1e12:
+        raise WireError(f"{field} is {value}: it must be a number of seconds, not negative")
+    return value
+
+
+def _matches(pattern: re.Pattern[str], value: str, field: str, what: str) -> str:
+    if not pattern.match(value):
+        raise WireError(f"{field} {value[:80]!r}: expected {what}")
+    return value
+
+
+def join_from(message: sync_pb2.Join, connection: int, job: str) -> ev.Join:
+    """A session's first message. Raises ``WireError``; the format was checked before."""
+    if message.job != job:
+        raise WireError(f"job {message.job[:80]!r}: this syncer serves {job!r}")
+    if message.role not in (sync_pb2.ROLE_LEARNER, sync_pb2.ROLE_EVALUATOR):
+        raise WireError("role: expected learner or evaluator")
+    if len(message.held) > wire.MAX_FRAGMENTS or len(message.digests) > 64:
+        raise WireError(f"held and digests: at most {wire.MAX_FRAGMENTS} and 64 entries")
+    for field, digest in message.digests.items():
+        if len(field) > 256 or len(digest) > 256:
+            raise WireError("digests: names and values have at most 256 characters")
+    return ev.Join(
+        connection=connection,
+        process=_matches(_PROCESS, message.process, "process", "1 to 64 hex digits"),
+        region=_matches(_REGION, message.region[: wire.MAX_REGIONS_TEXT], "region", "a region's name"),
+        ordinal=message.ordinal,
+        evaluator=message.role == sync_pb2.ROLE_EVALUATOR,
+        layout_digest=_matches(_HEX, message.layout_digest, "layout_digest", "hex digits"),
+        digests=dict(message.digests),
+        sequences=_count(message.sequences, "sequences"),
+        held=tuple((_count(h.epoch, "epoch"), _count(h.version, "version")) for h in message.held),
+        previous_slot=message.previous_slot,
+        previous_incarnation=_count(message.previous_incarnation, "previous_incarnation"),
+    )
+
+
+def report_from(message: sync_pb2.Report) -> ev.ReportCounts:
+    """A learner's cumulative counts."""
+    if len(message.fragments) > wire.MAX_FRAGMENTS or len(message.cursors) > wire.MAX_CURSORS:
+        raise WireError(
+            f"report: at most {wire.MAX_FRAGMENTS} fragments and {wire.MAX_CURSORS} cursors are understood"
+        )
+    return ev.ReportCounts(
+        slot_step=_count(message.slot_step, "slot_step"),
+        trained_steps=_count(message.trained_steps, "trained_steps"),
+        trained_tokens=_count(message.trained_tokens, "trained_tokens"),
+        fragments=tuple(
+            ev.FragmentCounts(
+                epoch=_count(f.epoch, "epoch"),
+                base_version=_count(f.base_version, "base_version"),
+                steps=_count(f.steps, "steps"),
+                tokens=_count(f.tokens, "tokens"),
+                confirmed_tokens=_count(f.confirmed_tokens, "confirmed_tokens"),
+                dropped_overlap=_count(f.dropped_overlap, "dropped_overlap"),
+                dropped_stale=_count(f.dropped_stale, "dropped_stale"),
+                dropped_rolled_back=_count(f.dropped_rolled_back, "dropped_rolled_back"),
+            )
+            for f in message.fragments
+        ),
+        compute_seconds=_seconds(message.compute_seconds, "compute_seconds"),
+        stalled_seconds=_seconds(message.stalled_seconds, "stalled_seconds"),
+        # A diverged learner's loss is told as it is: not a number.
+        loss=message.loss if math.isfinite(message.loss) else float("nan"),
+        step_seconds=_seconds(message.step_seconds, "step_seconds"),
+        cursors=tuple((_count(c.lease, "lease"), _count(c.position, "position")) for c in message.cursors),
+        paused=message.paused,
+    )
+
+
+def push_from(header: sync_pb2.UploadHeader) -> ev.PushHeader:
+    """A push's or offer's header."""
+    push = header.push
+    for name in ("sequence", "round", "epoch", "base_version", "oldest_version", "first_step", "last_step"):
+        _count(getattr(push, name), name)
+    return ev.PushHeader(
+        slot=header.slot,
+        incarnation=_count(header.incarnation, "incarnation"),
+        fragment=push.fragment,
+        sequence=push.sequence,
+        round=push.round,
+        epoch=push.epoch,
+        base_version=push.base_version,
+        oldest_version=push.oldest_version,
+        first_step=push.first_step,
+        last_step=push.last_step,
+        steps=_count(push.steps, "steps"),
+        tokens=_count(push.tokens, "tokens"),
+        compute_seconds=_seconds(push.compute_seconds, "compute_seconds"),
+        encoding=push.encoding[:32],
+        layout_digest=push.layout_digest[:128],
+        report=report_from(push.report),
+    )
+
+
+# ------------------------------------------------------------------ down
+
+
+def lease_to(grant: ev.LeaseGrant) -> sync_pb2.Lease:
+    return sync_pb2.Lease(
+        lease=grant.lease,
+        data_epoch=grant.data_epoch,
+        block=grant.block,
+        start=grant.start,
+        end=grant.end,
+        block_size=grant.block_size,
+    )
+
+
+def seat_to(seat: ev.Seat) -> sync_pb2.Seat:
+    return sync_pb2.Seat(
+        slot=seat.slot,
+        incarnation=seat.incarnation,
+        continuing=seat.continuing,
+        slot_step=seat.slot_step,
+        slot_tokens=seat.slot_tokens,
+        leases=[lease_to(grant) for grant in seat.leases],
+    )
+
+
+def phase_to(phase: PhaseName, message: str) -> sync_pb2.Phase:
+    return sync_pb2.Phase(name=_PHASES[phase], message=message[: wire.MAX_TEXT])
+
+
+def payload_to(encoding: str, data: Any, digest: int) -> sync_pb2.Payload:
+    return sync_pb2.Payload(encoding=encoding, bytes=wire.flat(data).nbytes, checksum=digest)
+
+
+def refusal(reason: str, message: str, fatal: bool) -> sync_pb2.SyncerMessage:
+    return sync_pb2.SyncerMessage(
+        refusal=sync_pb2.Refusal(reason=reason, message=message[: wire.MAX_TEXT], fatal=fatal)
+    )
+
+
+def reply(accepted: bool, reason: str = "", message: str = "") -> bytes:
+    """An upload's answer, serialised."""
+    return sync_pb2.UploadReply(
+        accepted=accepted, reason=reason, message=message[: wire.MAX_TEXT]
+    ).SerializeToString()
+
+
+def held_to(pairs: Sequence[tuple[int, int]]) -> list[sync_pb2.Held]:
+    return [sync_pb2.Held(epoch=epoch, version=version) for epoch, version in pairs]

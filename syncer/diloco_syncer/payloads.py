@@ -1,0 +1,162 @@
+"""Pushes and offers whose bytes are here: decoded, waiting for their verdict or their merge.
+
+A push is decoded when it arrives, so that a merge starts from float32 vectors,
+and the core judges its norm. An accepted offer is spooled: its encoded bytes are made
+durable before it is acknowledged, and removed when the merge that took it is
+durable (or a newer offer that holds its steps too is).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from diloco_protocol import codec
+from diloco_syncer import events as ev
+from diloco_syncer.assembly import Assemblies
+from diloco_syncer.checkpoint import SpooledOffer
+from diloco_syncer.events import PushHeader, Reason
+from diloco_syncer.messages import reply
+from diloco_syncer.records import Array, Floats
+
+if TYPE_CHECKING:
+    from diloco_syncer.engine import Engine
+
+SWEEP_SECONDS = 10.0
+
+
+@dataclass(slots=True)
+class Payload:
+    """One push's bytes. ``encoded`` is kept for offers only; ``spooled``: its bytes are in the store."""
+
+    header: PushHeader
+    delta: Floats
+    norm: float
+    encoded: Array | None
+    verdict: asyncio.Future[bytes] | None
+    spooled: bool = False
+
+
+class Payloads:
+    """The bytes behind the core's handles."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._numbers = itertools.count(1)
+        self._held: dict[int, Payload] = {}
+        self._spooling: dict[tuple[int, int, int, int], asyncio.Future[None]] = {}
+        self.assemblies = Assemblies()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    async def receive(self, header: PushHeader, encoded: Array) -> bytes:
+        """All bytes of a push are here: decode, ask the core; returns the reply."""
+        engine = self._engine
+        assert engine.layout is not None
+        elements = engine.layout.elements(header.fragment)
+        loop = asyncio.get_running_loop()
+
+        def decode() -> tuple[Floats, float, bool]:
+            values = codec.decode(encoded, header.encoding, elements)
+            return values, *codec.norm_and_finite(values)
+
+        delta, norm, finite = await loop.run_in_executor(engine.decode_thread, decode)
+        handle = next(self._numbers)
+        verdict: asyncio.Future[bytes] = loop.create_future()
+        self._held[handle] = Payload(header, delta, norm, None if header.round else encoded, verdict)
+        engine.handle(ev.PushReceived(header, norm, finite, handle))
+        return await verdict
+
+    def restore(self, offer: SpooledOffer, elements: int) -> int:
+        """Take a spooled offer back at start; returns its handle. Raises ``codec.CodecError``."""
+        handle = next(self._numbers)
+        delta = codec.decode(offer.encoded, offer.header.encoding, elements)
+        self._held[handle] = Payload(offer.header, delta, offer.norm, None, None, spooled=True)
+        return handle
+
+    async def settled(self, push_id: tuple[int, int, int, int]) -> None:
+        """Return when this offer, if it is being spooled, is durable."""
+        waiting = self._spooling.get(push_id)
+        if waiting is not None:
+            await asyncio.shield(waiting)
+
+    def delta(self, handle: int) -> Floats:
+        """A push's outer gradient, float32[elements]."""
+        return self._held[handle].delta
+
+    # ------------------------------------------------------------- the core's answers
+
+    def answer(self, verdict: ev.PushVerdict) -> None:
+        """The core's verdict on a push."""
+        payload = self._held[verdict.handle]
+        if verdict.reason is not None:
+            del self._held[verdict.handle]
+            self._engine.refused[verdict.reason.value] += 1
+            waiting = self._spooling.get(payload.header.id)
+            if verdict.reason is Reason.REPEATED and waiting is not None:
+                # The first copy is accepted, but not durable yet: say so only when it is.
+                self._engine.run_task(self._answer_after(waiting, payload, verdict))
+                return
+            self._reply(payload, reply(False, verdict.reason.value, verdict.message))
+        elif verdict.offer and payload.encoded is not None:
+            waiting = asyncio.get_running_loop().create_future()
+            self._spooling[payload.header.id] = waiting
+            self._engine.run_task(self._spool(payload, waiting))
+        else:
+            self._reply(payload, reply(True))
+
+    def _reply(self, payload: Payload, answer: bytes) -> None:
+        if payload.verdict is not None and not payload.verdict.done():
+            payload.verdict.set_result(answer)
+
+    async def _answer_after(
+        self, waiting: asyncio.Future[None], payload: Payload, verdict: ev.PushVerdict
+    ) -> None:
+        await asyncio.shield(waiting)
+        assert verdict.reason is not None
+        self._reply(payload, reply(False, verdict.reason.value, verdict.message))
+
+    async def _spool(self, payload: Payload, done: asyncio.Future[None]) -> None:
+        assert payload.encoded is not None
+        offer = SpooledOffer(payload.header, payload.encoded, payload.norm)
+        await self._engine.durably(self._engine.checkpoints.spool_offer, offer)
+        payload.encoded, payload.spooled = None, True
+        del self._spooling[payload.header.id]
+        done.set_result(None)
+        self._reply(payload, reply(True))
+
+    def drop(self, handle: int) -> None:
+        """The core needs these bytes no more."""
+        payload = self._held.pop(handle, None)
+        if payload is not None and not payload.header.round:
+            self._engine.run_task(self._unspool(payload))
+
+    async def _unspool(self, payload: Payload) -> None:
+        """Remove an offer's spooled bytes, after any newer offer that replaces them is durable."""
+        waiting = list(self._spooling.values())
+        if waiting:
+            await asyncio.wait(waiting)
+        offer = SpooledOffer(payload.header, np.empty(0, np.uint8), 0.0)
+        await self._engine.durably(self._engine.checkpoints.store.delete, offer.name)
+
+    # ------------------------------------------------------------- upkeep
+
+    async def sweep(self) -> None:
+        """Drop uploads that nobody finishes."""
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            self.assemblies.sweep(time.monotonic())
+
+    def close(self) -> None:
+        """Nobody gets a verdict any more: the calls end, and the senders try again elsewhere."""
+        for payload in self._held.values():
+            if payload.verdict is not None:
+                payload.verdict.cancel()
+        for waiting in self._spooling.values():
+            waiting.cancel()

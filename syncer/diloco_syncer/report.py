@@ -1,0 +1,77 @@
+"""The status document and report.json: what the core tells, and what only the walls know."""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+from typing import TYPE_CHECKING, Any
+
+from diloco_protocol.spec import spec_digest
+from diloco_syncer.events import PhaseName
+
+if TYPE_CHECKING:
+    from diloco_syncer.engine import Engine
+
+SCHEMA = 1
+_OUTCOMES = {PhaseName.COMPLETE: "complete", PhaseName.FAILED: "failed"}
+
+
+def finite(value: Any) -> Any:
+    """The value for JSON: numbers that are not finite become null, all the way down."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
+
+
+def peak_rss_bytes() -> int:
+    """The most memory this process has had, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def status(engine: Engine) -> dict[str, Any]:
+    """The status document (docs/design.md)."""
+    document = {"job": engine.job.metadata.name} | engine.core.status(engine.clock())
+    document["message"] = engine.message
+    document |= {
+        "bytes_up": engine.bytes_up,
+        "bytes_down": engine.bytes_down,
+        "refused": dict(engine.refused),
+        "sessions": engine.sessions.count,
+        "store_problem": engine.problem,
+        "seconds": engine.seconds,
+        "events": list(engine.events),
+    }
+    return dict(finite(document))
+
+
+def report(engine: Engine) -> dict[str, Any]:
+    """report.json without ``faults``, which whoever causes and sees them knows.
+
+    ``restarts`` counts the syncers that this store has had before this one, those of
+    earlier runs included. ``outcome`` of a job that has not ended, or was suspended, is interrupted.
+    """
+    core, now = engine.core, engine.clock()
+    document = {
+        "schema": SCHEMA,
+        "outcome": _OUTCOMES.get(core.phase, "interrupted"),
+        "seed": engine.job.spec.seed,
+        "spec_digest": spec_digest(engine.job),
+        "layout_digest": engine.layout.digest if engine.layout is not None else "",
+        "wall_seconds": core.status(now)["elapsed_seconds"],
+        **core.report(now),
+        "bytes_up": engine.bytes_up,
+        "bytes_down": engine.bytes_down,
+        "faults": [],
+        "syncer": {
+            "epoch": engine.epoch,
+            "restarts": engine.epoch - 1,
+            "peak_rss_bytes": peak_rss_bytes(),
+        },
+    }
+    return dict(finite(document))

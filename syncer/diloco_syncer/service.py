@@ -1,0 +1,263 @@
+"""One life of the syncer: from the store to the servers and back.
+
+Start: the ports are bound first (one in use is the caller's mistake, and costs no
+epoch), then the store is opened, the epoch claimed and everything restored; the
+compiled kernels are loaded; the tape gets the lines that a crash took; and only
+then the servers start and the address file is written. End: the servers stop,
+what is under way comes to rest, and a last checkpoint is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+
+from diloco_protocol import codec, wire
+from diloco_protocol.credentials import Credentials
+from diloco_protocol.files import write_whole
+from diloco_protocol.layout import Layout, Tensor
+from diloco_protocol.spec import DiLoCoJob, immutable_digests
+from diloco_syncer import merge, outer
+from diloco_syncer.bulk import Bulk
+from diloco_syncer.checkpoint import Checkpoints, Restored
+from diloco_syncer.config import CoreConfig
+from diloco_syncer.control import Control, status_handler
+from diloco_syncer.core import Core
+from diloco_syncer.engine import RESTART, Engine
+from diloco_syncer.events import InitialStored
+from diloco_syncer.http import HttpServer, json_page, text_page
+from diloco_syncer.metrics import exposition
+from diloco_syncer.parameters import Parameters
+from diloco_syncer.report import report, status
+from diloco_syncer.store import DirectoryStore, Epoch, open_store
+from diloco_syncer.tape import Tape
+
+log = logging.getLogger(__name__)
+
+SERVICES = ("", wire.SESSION_SERVICE, wire.SERVICE, "diloco.v1.Status")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the program was called with; addresses are host:port, port 0 for any."""
+
+    job: DiLoCoJob
+    store: str
+    listen: str
+    control: str
+    http: str
+    address_file: Path | None
+    control_key: bytes
+    credentials: Credentials
+    threads: int
+
+
+class AddressError(Exception):
+    """An address cannot be listened on; the message names the option."""
+
+
+def split_address(address: str, option: str) -> tuple[str, int]:
+    """Host and port of ``host:port`` or ``[v6]:port``. Raises ``AddressError``."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise AddressError(f"{option} {address!r}: expected HOST:PORT, e.g. 127.0.0.1:4001 (port 0: any)")
+    return host.strip("[]"), int(port)
+
+
+def _at(address: str, port: int) -> str:
+    return f"{address.rpartition(':')[0]}:{port}"
+
+
+async def run(options: Options) -> int:
+    """Serve the job until it ends; returns the exit code."""
+    while True:
+        outcome, options = await _life(options)
+        if outcome != RESTART:
+            return outcome
+        log.warning("beginning again from the store")
+
+
+async def _life(options: Options) -> tuple[int, Options]:
+    for name in ("listen", "control", "http"):
+        split_address(getattr(options, name), f"--{name}")
+    main, private = aio.server(options=wire.server_options()), aio.server(options=wire.server_options())
+    ports = options.credentials.bind(main, options.listen), options.credentials.bind(private, options.control)
+    engine = await asyncio.to_thread(_restore, options, asyncio.get_running_loop())
+    engine.sessions.credentials = options.credentials
+    _recover(engine)
+    control = Control(engine, options.control_key)
+    bulk = Bulk(engine)
+    main.add_generic_rpc_handlers(
+        [
+            wire.session_handler(engine.sessions.serve),
+            wire.bulk_handlers(bulk.upload, bulk.download),
+            status_handler(engine),
+        ]
+    )
+    private.add_generic_rpc_handlers([control.handler()])
+    for server in (main, private):
+        await _add_health(server)
+    http = HttpServer(_pages(engine))
+    host, port = split_address(options.http, "--http")
+    try:
+        web = await http.start(host, port)
+    except OSError as error:
+        raise AddressError(
+            f"--http {options.http}: {error.strerror or error}; choose another port"
+        ) from error
+    options = replace(
+        options,
+        listen=_at(options.listen, ports[0]),
+        control=_at(options.control, ports[1]),
+        http=_at(options.http, web),
+    )
+    engine.start()
+    await main.start()
+    await private.start()
+    _stop_on_signals(engine)
+    if options.address_file is not None:
+        _write_addresses(options, engine.epoch)
+    log.info(
+        "serving on %s, control %s, http %s, epoch %d",
+        options.listen,
+        options.control,
+        options.http,
+        engine.epoch,
+    )
+    outcome = await engine.outcome
+    engine.sessions.end_all()
+    await asyncio.gather(main.stop(0.5), private.stop(0.5), http.stop())
+    await engine.close(checkpoint=outcome in (0, 1))
+    return outcome, options
+
+
+def _restore(options: Options, loop: asyncio.AbstractEventLoop) -> Engine:
+    """Everything from the store; blocks. Raises ``StoreUnusable``, ``FormatRefused``, OSError."""
+    job = options.job
+    warm_up(job, options.threads)
+    store = open_store(options.store)
+    if isinstance(store, DirectoryStore):
+        store.remove_leftovers()
+    claimant = json.dumps({"pid": os.getpid(), "host": os.uname().nodename, "time": time.time()}).encode()
+    epoch = Epoch.claim(store, claimant)
+    checkpoints = Checkpoints(store, epoch, job.metadata.name, job.spec.syncer.checkpoint.keep)
+    checkpoints.identify(immutable_digests(job))
+    restored = checkpoints.load()
+    for problem in restored.problems:
+        log.error("restoring: %s", problem)
+    tape = Tape(store)
+    _mend(tape, checkpoints, restored)
+    core_state = restored.core["core"] if restored.core is not None else None
+    now = time.monotonic()
+    core = Core(CoreConfig.from_job(job), core_state, epoch.number, now, time.time())
+    engine = Engine(job, core, restored, checkpoints, tape, options.threads, loop)
+    if restored.layout is not None:
+        parameters = Parameters(job, restored.layout, restored.newest, options.threads)
+        engine.begin(restored.layout, parameters, restored.frozen)
+    if restored.optimizer:
+        engine.optimizer_bytes = checkpoints.read_blob(restored.optimizer).nbytes
+    return engine
+
+
+def _mend(tape: Tape, checkpoints: Checkpoints, restored: Restored) -> None:
+    """Give the tape the lines that a crash took, and say where it is ahead of the store."""
+    versions = [record.version for record in restored.newest]
+    for record in tape.missing(checkpoints.newer_than(tape.newest, versions)):
+        tape.append(record)
+    reasons = {fragment: why for fragment, _, why in restored.discarded}
+    for fragment, version in enumerate(versions):
+        if tape.newest.get(fragment, 0) > version:
+            why = reasons.get(fragment, "newer records are not in the store")
+            tape.discard(fragment, version, checkpoints.epoch.number, why, time.time())
+    tape.flush()
+
+
+def _recover(engine: Engine) -> None:
+    """Tell the core what is newer than its state: records, then offers."""
+    restored, core = engine.restored, engine.core
+    if restored.layout is not None and not core.initialised:
+        layout = restored.layout
+        engine.handle(InitialStored(layout.digest, tuple(layout.elements(p) for p in range(len(layout)))))
+    for record in restored.newer:
+        core.recover(record.fragment, record.version, [r.header for r in record.responders])
+    for offer in restored.offers:
+        try:
+            if restored.layout is None or offer.header.fragment >= len(restored.layout):
+                raise codec.CodecError("its fragment does not exist")
+            handle = engine.payloads.restore(offer, restored.layout.elements(offer.header.fragment))
+        except codec.CodecError as error:
+            log.error("spooled offer %s cannot be used: %s", offer.name, error)
+            continue
+        if not core.restore_offer(offer.header, handle, offer.norm):
+            engine.payloads.drop(handle)
+    if restored.core is not None:
+        merges, offers = len(restored.newer), len(restored.offers)
+        log.info("restored: versions %s, %d merges after the state, %d offers", core.versions, merges, offers)
+
+
+def warm_up(job: DiLoCoJob, threads: int) -> None:
+    """Load (or compile) every kernel that this job's merges need, before anybody waits for one."""
+    sync = job.spec.sync
+    layout = Layout.build([Tensor("a", (256,), "float32", False), Tensor("b", (256,), "float32", True)], 1)
+    values = np.linspace(-1, 1, layout.elements(0), dtype=np.float32)
+    for encoding in (sync.compression.up, sync.compression.down.removeprefix("delta-")):
+        encoded = codec.encode(values, encoding, threads=threads)
+        codec.norm_and_finite(codec.decode(encoded, encoding, values.size), threads=threads)
+        codec.encode_with_feedback(values, None, encoding, threads=threads)
+        codec.apply_delta(values, encoded, encoding)
+    optimizer = outer.make(sync.outer, max_versions=sync.staleness.max_versions)
+    for count in range(1, min(9, job.spec.slots + 1)):
+        shares = [1 / count] * count
+        pushes = [values.copy() for _ in shares]
+        merged = merge.merge(layout.fragments[0], pushes, shares, sync.merge.method, threads=threads)
+        optimizer.step(values.copy(), merged.delta, {}, ages=[0] * count, weights=shares, threads=threads)
+
+
+async def _add_health(server: Any) -> None:
+    health = HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    for service in SERVICES:
+        await health.set(service, health_pb2.HealthCheckResponse.SERVING)
+
+
+def _pages(engine: Engine) -> dict[str, Any]:
+    def healthz() -> tuple[int, bytes]:
+        return (503, f"{engine.problem}\n".encode()) if engine.problem else (200, b"ok\n")
+
+    return {
+        "/status": json_page(lambda: status(engine)),
+        "/report": json_page(lambda: report(engine)),
+        "/metrics": text_page(lambda: (200, exposition(lambda: status(engine)))),
+        "/healthz": text_page(healthz, "text/plain"),
+    }
+
+
+def _stop_on_signals(engine: Engine) -> None:
+    """SIGTERM and SIGINT: checkpoint and leave; learners go on and join the next syncer."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, engine.stop, 0, f"signal {number.name}")
+
+
+def _write_addresses(options: Options, epoch: int) -> None:
+    assert options.address_file is not None
+    document = {
+        "sync": options.listen,
+        "control": options.control,
+        "http": options.http,
+        "pid": os.getpid(),
+        "epoch": epoch,
+    }
+    write_whole(options.address_file, json.dumps(document).encode() + b"\n")

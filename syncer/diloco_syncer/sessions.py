@@ -1,0 +1,279 @@
+"""Sessions: one control stream per learner or evaluator.
+
+A stream begins with Join and gets Welcome or Refusal; then both sides say what the
+core's events and actions carry. What goes down waits in a queue of the
+connection's own, at most ``MAX_QUEUED`` messages; a reader that lets it fill, or
+takes no message for ``wire.STALL_SECONDS``, is disconnected: it joins again and gets
+everything new in its Welcome. Every message up is measured before it is parsed
+and checked before it is believed (messages.py); garbage ends the session with a
+refusal that names it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from diloco_protocol import sync_pb2, wire
+from diloco_protocol.credentials import Credentials
+from diloco_protocol.wire import WireError
+from diloco_syncer import events as ev
+from diloco_syncer import messages
+from diloco_syncer.events import PhaseName
+from diloco_syncer.messages import lease_to, phase_to, refusal, seat_to
+from diloco_syncer.parameters import Broadcast, announcement
+
+if TYPE_CHECKING:
+    from diloco_syncer.engine import Engine
+
+log = logging.getLogger(__name__)
+
+MAX_QUEUED = 4 * wire.MAX_FRAGMENTS
+SPARE_SESSIONS = 64  # beyond four per slot
+
+
+class Connection:
+    """One stream's far end."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.process = ""
+        self.queue: deque[bytes] = deque()
+        self.wake = asyncio.Event()
+        self.closing = False  # end the stream when the queue is sent
+        self.overflowed = False
+
+    def send(self, message: sync_pb2.SyncerMessage) -> None:
+        """Queue a message; too many of them end the session."""
+        if self.closing:
+            return
+        if len(self.queue) >= MAX_QUEUED:
+            self.overflowed = self.closing = True
+            self.queue.clear()
+        else:
+            self.queue.append(message.SerializeToString())
+        self.wake.set()
+
+    def end(self) -> None:
+        """End the stream when what is queued is sent."""
+        self.closing = True
+        self.wake.set()
+
+
+class Sessions:
+    """All sessions of a syncer."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._numbers = itertools.count(1)
+        self._connections: dict[int, Connection] = {}
+        self.credentials = Credentials()
+
+    @property
+    def count(self) -> int:
+        return len(self._connections)
+
+    def connection(self, number: int) -> Connection | None:
+        return self._connections.get(number)
+
+    def of_process(self, process: str) -> Connection | None:
+        """The newest connection of a process."""
+        return next((c for c in reversed(self._connections.values()) if c.process == process), None)
+
+    # ------------------------------------------------------------- the service
+
+    async def serve(self, stream: AsyncIterator[bytes], context: Any) -> None:
+        """One call of Sync.Session."""
+        if not self.credentials.admits(context.invocation_metadata()):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the join token is missing or wrong")
+        if self.count >= 4 * len(self._engine.core.config.places) + SPARE_SESSIONS:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many sessions: try again later")
+        connection = Connection(next(self._numbers))
+        try:
+            join = await self._first(stream, connection)
+        except WireError as error:
+            await context.write(refusal("bad-join", str(error), True).SerializeToString())
+            return
+        connection.process = join.process
+        self._connections[connection.number] = connection
+        log.info("session %d: %s %s-%d joins", connection.number, join.process, join.region, join.ordinal)
+        self._engine.handle(join)
+        await self._pump(stream, context, connection)
+
+    async def _first(self, stream: AsyncIterator[bytes], connection: Connection) -> ev.Join:
+        try:
+            async with asyncio.timeout(wire.JOIN_SECONDS):
+                raw = await anext(stream, None)
+        except TimeoutError as error:
+            raise WireError(f"no Join within {wire.JOIN_SECONDS:.0f} s") from error
+        if raw is None:
+            raise WireError("the stream ended before Join")
+        first = wire.parse(sync_pb2.LearnerMessage, raw)
+        if first.WhichOneof("kind") != "join":
+            raise WireError("the first message must be Join")
+        wire.check_format(first.join.format)
+        return messages.join_from(first.join, connection.number, self._engine.job.metadata.name)
+
+    async def _pump(self, stream: AsyncIterator[bytes], context: Any, connection: Connection) -> None:
+        reading = asyncio.create_task(self._read(stream, connection))
+        writing = asyncio.create_task(self._write(context, connection))
+        try:
+            await asyncio.wait((reading, writing), return_when=asyncio.FIRST_COMPLETED)
+            if reading.done() and not writing.done():
+                # The peer has said its last; what we still have for it (a refusal) may be of use.
+                connection.end()
+                await asyncio.wait((writing,), timeout=5.0)
+        finally:
+            for task in (reading, writing):
+                task.cancel()
+            results = await asyncio.gather(reading, writing, return_exceptions=True)
+            self._connections.pop(connection.number, None)
+            self._engine.handle(ev.ConnectionLost(connection.number))
+        for result in results:
+            if isinstance(result, Exception):
+                log.info("session %d ended: %s", connection.number, result)
+        if connection.overflowed:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "you do not read fast enough: join again")
+
+    async def _read(self, stream: AsyncIterator[bytes], connection: Connection) -> None:
+        try:
+            async for raw in stream:
+                if connection.closing:
+                    return
+                self._heard(connection, wire.parse(sync_pb2.LearnerMessage, raw))
+        except WireError as error:
+            log.warning("session %d: %s", connection.number, error)
+            connection.send(refusal("bad-message", str(error), False))
+            connection.end()
+
+    async def _write(self, context: Any, connection: Connection) -> None:
+        while True:
+            while connection.queue:
+                async with asyncio.timeout(wire.STALL_SECONDS):
+                    await context.write(connection.queue.popleft())
+            if connection.closing:
+                return
+            connection.wake.clear()
+            await connection.wake.wait()
+
+    def _heard(self, connection: Connection, message: sync_pb2.LearnerMessage) -> None:
+        number = connection.number
+        event: ev.Event
+        match message.WhichOneof("kind"):
+            case "report":
+                event = ev.Reported(number, messages.report_from(message.report))
+            case "lease_request":
+                event = ev.LeaseRequested(number)
+            case "evaluation":
+                told = message.evaluation
+                event = ev.Evaluated(told.tokens, told.loss, told.sum_versions, told.final)
+            case "drain_request":
+                event = ev.DrainRequested(number)
+            case "drained":
+                event = ev.DrainedEvent(number)
+            case "peer_state_wanted":
+                event = ev.PeerStateWanted(number)
+            case "peer_state_unavailable":
+                event = ev.PeerStateFailed(message.peer_state_unavailable.transfer)
+            case "join":
+                raise WireError("Join is said once, first")
+            case _:
+                raise WireError("a message of an unknown kind: run the same release on both sides")
+        self._engine.handle(event)
+
+    # ------------------------------------------------------------- actions
+
+    def carry_out(self, action: ev.Action, broadcasts: tuple[Broadcast, ...]) -> None:
+        """Say what the core decided. ``broadcasts``: the versions in force when it decided."""
+        match action:
+            case ev.Announce():
+                self._announce(action, broadcasts[action.fragment])
+                return
+            case ev.Admit():
+                message = sync_pb2.SyncerMessage(welcome=self._welcome(action, broadcasts))
+            case ev.Refuse():
+                message = refusal(action.reason, action.message, action.fatal)
+            case ev.Promote():
+                message = sync_pb2.SyncerMessage(promotion=sync_pb2.Promotion(seat=seat_to(action.seat)))
+            case ev.AskInitial():
+                # Only a Welcome can ask for version 0: let this learner join again.
+                message = refusal("initialise", "join again to upload version 0", False)
+            case ev.Pull():
+                pull = sync_pb2.Pull(
+                    round=action.round,
+                    fragment=action.fragment,
+                    epoch=self._engine.epoch,
+                    version=action.version,
+                )
+                message = sync_pb2.SyncerMessage(pull=pull)
+            case ev.GrantLease():
+                message = sync_pb2.SyncerMessage(lease=lease_to(action.lease))
+            case ev.AskPeerState():
+                self._engine.relay.ask(action.transfer, action.connection, action.checkpoint)
+                message = sync_pb2.SyncerMessage(
+                    peer_state_request=sync_pb2.PeerStateRequest(transfer=action.transfer)
+                )
+            case ev.PeerStateAnswer():
+                message = sync_pb2.SyncerMessage(
+                    peer_state_ready=sync_pb2.PeerStateReady(transfer=action.transfer)
+                )
+            case _:
+                raise TypeError(f"not an action of the sessions: {action!r}")
+        connection = self._connections.get(action.connection)
+        if connection is not None:
+            connection.send(message)
+            if isinstance(action, ev.Refuse | ev.AskInitial):
+                connection.end()
+
+    def tell_phase(self, phase: PhaseName, message: str) -> None:
+        """Tell every connection the phase."""
+        told = sync_pb2.SyncerMessage(phase=phase_to(phase, message))
+        for connection in self._connections.values():
+            connection.send(told)
+
+    def _announce(self, action: ev.Announce, broadcast: Broadcast) -> None:
+        nobody = ev.MergedPush()
+        for number, connection in self._connections.items():
+            merged = action.merged.get(number, nobody)
+            told = announcement(broadcast, self._engine.epoch, merged, action.job_tokens)
+            connection.send(sync_pb2.SyncerMessage(announcement=told))
+
+    def _welcome(self, admit: ev.Admit, broadcasts: tuple[Broadcast, ...]) -> sync_pb2.Welcome:
+        engine = self._engine
+        spec = engine.job.spec
+        settings = {
+            "sync": spec.sync.model_dump(mode="json", by_alias=True),
+            "learners": spec.slots,
+            "stop": spec.training.stop.model_dump(mode="json", by_alias=True),
+        }
+        tokens = engine.core.ledger.total_trained() if engine.core.ledger else 0
+        merged = admit.merged or (ev.MergedPush(),) * len(broadcasts)
+        welcome = sync_pb2.Welcome(
+            epoch=engine.epoch,
+            standby=admit.seat is None and not admit.observer,
+            observer=admit.observer,
+            settings=json.dumps(settings),
+            phase=phase_to(admit.phase, engine.problem or admit.message),
+            fragments=[
+                announcement(broadcast, engine.epoch, push, tokens)
+                for broadcast, push in zip(broadcasts, merged, strict=True)
+            ],
+            initialise=admit.initialise,
+            has_frozen=bool(engine.frozen),
+            optimizer_bytes=engine.optimizer_bytes,
+        )
+        if admit.seat is not None:
+            welcome.seat.CopyFrom(seat_to(admit.seat))
+        return welcome
+
+    def end_all(self) -> None:
+        """End every session when what is queued is sent."""
+        for connection in self._connections.values():
+            connection.end()
