@@ -159,7 +159,7 @@ def _remote(uri: str) -> Iterator[Document]:
         if glob.has_magic(path):
             names = sorted(filesystem.glob(path))
         elif filesystem.isdir(path):
-            names = sorted(filesystem.find(path))
+            names = sorted(n for n in filesystem.find(path) if "/." not in n.removeprefix(path))
         else:
             names = [path]
         listed = [(name, filesystem.info(name)) for name in names]
