@@ -46,12 +46,15 @@ def export(
     out = out.absolute()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ExportError(f"{out} exists already: name a new directory, or remove it")
+    from transformers.utils import logging as transformers_logging
+
     model = assemble(job, tensors, directory=directory)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
         try:
             os.chmod(temporary, 0o777 & ~_umask())
+            transformers_logging.disable_progress_bar()
             save: Any = model
             save.save_pretrained(temporary, max_shard_size="1000GB")
             _save_tokenizer(job, temporary)

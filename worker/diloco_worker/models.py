@@ -193,6 +193,9 @@ def _auto_class(config: Any) -> Any:
 def _construct(model_spec: ModelSpec, config: Any, directory: Path | None) -> nn.Module:
     if model_spec.from_ is None:
         return _from_config(model_spec, config)
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # it would run a thread and fill logs
     auto = _auto_class(config)
     try:
         model: nn.Module = auto.from_pretrained(
