@@ -8,8 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+from diloco import main
 from diloco_protocol import codec, credentials, sync_pb2, wire
 from diloco_protocol.layout import Layout, Tensor
+from diloco_protocol.load import parse_job
 from diloco_syncer.events import Reason
 from diloco_worker.sampling import block_order
 
@@ -50,8 +53,8 @@ def test_the_encoding_vectors() -> None:
         assert codec.encode(small, name).tobytes() == bytes.fromhex(hexes.group(1))
         payload = codec.encode(large, name)
         decoded = codec.decode(payload, name, 1000)
-        row = f"| `{name}` | {payload.size} | `{wire.checksum(payload):016x}` | `{wire.checksum(decoded):016x}` |"
-        assert row in PROTOCOL
+        sums = f"`{wire.checksum(payload):016x}` | `{wire.checksum(decoded):016x}`"
+        assert f"| `{name}` | {payload.size} | {sums} |" in PROTOCOL
 
 
 def test_the_layout_example() -> None:
@@ -87,6 +90,34 @@ def test_the_data_order_example_by_another_generator() -> None:
         order[last], order[other] = order[other], order[last]
     assert order == [int(n) for n in found.group(4).split(",") if n.strip()]
     assert order == block_order(seed, data_epoch, block, 10)
+
+
+def test_the_job_in_the_readme_is_one() -> None:
+    text = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    (job,) = re.findall(r"```yaml\n(.*?)```", text, re.S)
+    assert parse_job(job).spec.slots == 3
+
+
+def test_commands_and_targets_in_the_readme_exist() -> None:
+    text = (DOCS.parent / "README.md").read_text(encoding="utf-8") + (DOCS / "operations.md").read_text()
+    makefile = (DOCS.parent / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"(?:`|^)make ([a-z][a-z-]*)", text, re.M))
+    assert {"demo", "test", "setup"} <= targets
+    for target in targets:
+        assert re.search(rf"^{target}:", makefile, re.M), f"make {target}"
+    commands = {c.name or c.callback.__name__ for c in main.app.registered_commands if c.callback}
+    assert {word for word in re.findall(r"`diloco ([a-z]+)", text)} <= commands
+
+
+def test_metrics_that_operations_names_exist() -> None:
+    text = (DOCS / "operations.md").read_text(encoding="utf-8") + PROTOCOL
+    source = (DOCS.parent / "syncer/diloco_syncer/metrics.py").read_text(encoding="utf-8")
+    names = set(re.findall(r"`(?:increase\()?diloco_([a-z_]+)[`{\[]", text)) - {"syncer", "worker"}
+    assert len(names) >= 8
+    for name in names:
+        short = name.removesuffix("_total")
+        known = (short, f"diloco_{short}", short.removeprefix("slot_"))
+        assert any(f'"{candidate}"' in source for candidate in known), f"diloco_{name}"
 
 
 def test_links_between_documents_lead_somewhere() -> None:
