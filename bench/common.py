@@ -1,0 +1,124 @@
+"""What the benchmarks share: arguments, paired timing, the bandwidth of reading, the output.
+
+A figure is a ratio of two things timed in the same run, in turns, so that a machine that is
+slow or busy is so for both: every round times each candidate once, in an order that rotates,
+and the ratio is the median over rounds of (reference's seconds / ours). 1 is as fast as the
+reference, and more is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from diloco_protocol import kernels
+from diloco_protocol.kernels import RANGE, U32_IN, kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure: ``value`` in ``unit``, and its ``ratio`` to what ``against`` names."""
+
+    name: str
+    value: float
+    unit: str
+    against: str
+    ratio: float
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    """A parser with --json, --quick and --threads; a benchmark may add its own."""
+    parser = argparse.ArgumentParser(description=description.strip().splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print a JSON list of figures and nothing else")
+    parser.add_argument("--quick", action="store_true", help="small and short: does it run, not how fast")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        metavar="N",
+        help="threads for ours and for the references alike (default: the cores of this process)",
+    )
+    return parser
+
+
+def times(candidates: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each candidate in each of ``rounds`` rounds, after one round to warm up."""
+    names = list(candidates)
+    for name in names:
+        candidates[name]()
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            began = time.perf_counter()
+            candidates[name]()
+            seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def compare(
+    name: str,
+    ours: Callable[[], object],
+    references: Mapping[str, Callable[[], object]],
+    *,
+    work: float,
+    unit: str,
+    rounds: int,
+) -> list[Row]:
+    """One row per reference. The value is ``work`` per second of our median time."""
+    seconds = times({name: ours, **references}, rounds)
+    value = work / statistics.median(seconds[name])
+    return [
+        Row(name, value, unit, reference, paired(seconds[reference], seconds[name]))
+        for reference in references
+    ]
+
+
+def paired(reference: Sequence[float], ours: Sequence[float]) -> float:
+    """Median over rounds of the reference's seconds over ours."""
+    return statistics.median(r / o for r, o in zip(reference, ours, strict=True))
+
+
+def reading(arrays: Sequence[np.ndarray], threads: int) -> Callable[[], object]:
+    """Reads every byte of the arrays (32-bit elements) and keeps next to nothing: what the
+    memory gives to this many threads, for a reference."""
+    views = [np.ascontiguousarray(array).reshape(-1).view(np.uint32) for array in arrays]
+    sums = [np.zeros(kernels.blocks_of(view.size), np.uint32) for view in views]
+
+    def read() -> None:
+        for view, partial in zip(views, sums, strict=True):
+            kernels.run(_word_sums, partial.size, threads, view, partial)
+
+    return read
+
+
+@kernel(U32_IN, "uint32[::1]", RANGE)
+def _word_sums(words: np.ndarray, sums: np.ndarray, first: int, last: int) -> None:
+    n = np.uint64(words.size)
+    for b in range(np.uint64(first), np.uint64(last)):
+        start = np.uint64(b) * np.uint64(kernels.BLOCK)
+        total = np.uint32(0)
+        for i in range(start, min(start + np.uint64(kernels.BLOCK), n)):
+            total += words[i]
+        sums[b] = total
+
+
+def show(rows: Sequence[Row], as_json: bool, note: str = "") -> None:
+    """Print the figures: one JSON list, or a table under ``note``."""
+    if as_json:
+        json.dump([asdict(row) for row in rows], sys.stdout)
+        print()
+        return
+    if note:
+        print(note)
+    width = max(len(row.name) for row in rows)
+    for row in rows:
+        print(f"{row.name:{width}}  {row.value:9.2f} {row.unit:5}  {row.ratio:6.2f} x {row.against}")

@@ -1,0 +1,94 @@
+"""Merging eight pushes of one fragment: against plain torch, and against reading the same bytes.
+
+The fragments are one of a Llama of 0.27 G parameters in 24 fragments (pieces as they come),
+and a single piece of ten million elements, the hardest case, for nothing of it stays in the
+cache between the passes. Values are bytes of pushes merged per second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+import common
+from diloco_protocol.layout import Layout, Piece, Tensor
+from diloco_syncer.merge import merge
+
+LEARNERS = 8
+
+
+def main() -> None:
+    args = common.arguments(__doc__ or "").parse_args()
+    torch.set_num_threads(args.threads)
+    elements = 500_000 if args.quick else 10_000_000
+    rounds = 3 if args.quick else 15
+    cases = {
+        "rda, a Llama's fragment": ("rda", llama_fragment(128 if args.quick else 1024)),
+        "rda, one piece": ("rda", [Piece("w", 0, elements, 0, False)]),
+        "mean, one piece": ("mean", [Piece("w", 0, elements, 0, False)]),
+    }
+    rows = []
+    for name, (method, pieces) in cases.items():
+        rows += measure(f"merge {name}", method, pieces, args.threads, rounds)
+    common.show(rows, args.json, f"{LEARNERS} learners, {args.threads} threads")
+
+
+def measure(name: str, method: str, pieces: Sequence[Piece], threads: int, rounds: int) -> list[common.Row]:
+    source = np.random.default_rng(0)
+    elements = sum(piece.elements for piece in pieces)
+    deltas = [source.standard_normal(elements, np.float32) * np.float32(1 + m) for m in range(LEARNERS)]
+    weights = [(1 + m) / (LEARNERS * (LEARNERS + 1) / 2) for m in range(LEARNERS)]
+    out, other = np.empty(elements, np.float32), torch.empty(elements)
+    tensors = [torch.from_numpy(delta) for delta in deltas]
+    rows = common.compare(
+        name,
+        lambda: merge(pieces, deltas, weights, method, out, threads=threads),
+        {
+            "plain torch": lambda: torch_merge(pieces, tensors, weights, method, other),
+            "reading the same bytes": common.reading(deltas, threads),
+        },
+        work=4e-9 * elements * LEARNERS,
+        unit="GB/s",
+        rounds=rounds,
+    )
+    if not np.allclose(out, other.numpy(), rtol=1e-3, atol=1e-3):
+        raise SystemExit(f"{name}: torch has another result")
+    return rows
+
+
+def torch_merge(
+    pieces: Sequence[Piece],
+    deltas: Sequence[torch.Tensor],
+    weights: Sequence[float],
+    method: str,
+    out: torch.Tensor,
+) -> None:
+    """The same as one would write it in eager torch."""
+    for piece in pieces:
+        span = slice(piece.offset, piece.offset + piece.elements)
+        parts = [delta[span] for delta in deltas]
+        if method == "mean" or piece.mean:
+            out[span] = sum(w * part for w, part in zip(weights, parts, strict=True))
+            continue
+        norms = [part.norm() for part in parts]
+        radius = sum(w * norm for w, norm in zip(weights, norms, strict=True))
+        direction = sum(w / norm * part for w, part, norm in zip(weights, parts, norms, strict=True))
+        out[span] = direction * (radius / direction.norm())
+
+
+def llama_fragment(width: int) -> list[Piece]:
+    """The first fragment without an embedding of a 16-layer Llama."""
+    tensors = [Tensor(name, (32 * width, width), "float32", True) for name in ("embed_tokens", "lm_head")]
+    for layer in range(16):
+        shapes: dict[str, tuple[int, ...]] = {f"{n}_proj": (width, width) for n in "qkvo"}
+        shapes |= {"gate_proj": (11 * width // 4, width), "up_proj": (11 * width // 4, width)}
+        shapes |= {"down_proj": (width, 11 * width // 4), "norm1": (width,), "norm2": (width,)}
+        tensors += [Tensor(f"layers.{layer}.{name}", shape, "float32") for name, shape in shapes.items()]
+    layout = Layout.build(tensors, 24)
+    return list(next(pieces for pieces in layout.fragments if not any(piece.mean for piece in pieces)))
+
+
+if __name__ == "__main__":
+    main()
