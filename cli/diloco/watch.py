@@ -21,6 +21,7 @@ from diloco.supervisor import Kind, Supervisor
 CLOSING = frozenset({"draining", "evaluating"})
 ENDED = frozenset({"complete", "failed", "suspended", "deleted"})
 QUIET_EVENTS = frozenset({"first-step"})
+STARVED_SECONDS = 60.0  # between two words on the screen that one slot starves
 EVENT_STYLES = {
     "lost": "red", "gone": "red", "suspect": "yellow", "joined": "green", "taken": "green", "phase": "cyan",
 }  # fmt: skip
@@ -46,6 +47,7 @@ class Watch:
         self._merges = -1
         self._seen_at = 0.0
         self._told_resumed = False
+        self._told_starved: dict[int, float] = {}  # slot -> the event's time
 
     @property
     def phase(self) -> str:
@@ -145,6 +147,10 @@ class Watch:
             member = self.member_of(slots[event.slot]) if event.slot in slots else None
             if event.kind == "first-merge" and member is not None:
                 self.supervisor.healthy(member.name)
+            if event.kind == "starved":
+                if event.time < self._told_starved.get(event.slot, 0.0) + STARVED_SECONDS:
+                    continue
+                self._told_starved[event.slot] = event.time
             if event.kind not in QUIET_EVENTS:
                 prefix = "" if event.kind == "phase" else f"{event.kind}: "
                 self.screen.event(prefix + event.message, EVENT_STYLES.get(event.kind, ""))

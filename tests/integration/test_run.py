@@ -195,7 +195,7 @@ def test_faults_are_survived_and_accounted_for(start: Callable[..., Run]) -> Non
 
 def test_ctrl_c_drains_and_the_same_command_goes_on(start: Callable[..., Run]) -> None:
     run = start(steps=100_000)
-    run.waits_for("versions 1..")
+    run.waits_for("first-merge: slot 1")
     status = run.status()
     assert status["running"] and status["phase"] == "training" and len(status["slots"]) == 2
     children = run.children()
@@ -221,7 +221,7 @@ def test_ctrl_c_drains_and_the_same_command_goes_on(start: Callable[..., Run]) -
 
 def test_a_second_ctrl_c_stops_at_once(start: Callable[..., Run]) -> None:
     run = start(steps=100_000)
-    run.waits_for("versions 1..")
+    run.waits_for("first-merge: slot 1")
     children = run.children()
     for child in children:  # nobody answers the first one
         child.send_signal(signal.SIGSTOP)
@@ -237,7 +237,7 @@ def test_a_second_ctrl_c_stops_at_once(start: Callable[..., Run]) -> None:
 
 def test_killing_the_runner_leaves_no_orphan(start: Callable[..., Run]) -> None:
     run = start(steps=100_000)
-    run.waits_for("versions 1..")
+    run.waits_for("first-merge: slot 1")
     children = run.children()
     assert len(children) >= 5  # zygote, syncer, two learners, evaluator
     run.process.kill()
