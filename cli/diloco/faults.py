@@ -3,7 +3,7 @@
 A fault hits a process; what the report wants to know is how long the slot that this
 process held was away. From the events of that slot after the fault:
 
-* detected: the first sign that the syncer knew (``suspect``, ``lost``, ``gone``,
+* detected: the first sign that the syncer knew (``suspect``, ``lost``, ``gone``;
   ``draining``, ``drained``);
 * joined: the first ``joined`` or ``taken`` under a higher incarnation after that;
 * first step, recovered: the ``first-step`` and ``first-merge`` of that join or a
@@ -15,8 +15,10 @@ the first such events of any slot thereafter.
 
 A pause or a cut may pass unnoticed, when it is shorter than the heartbeat's timeout;
 then nothing was lost and all four are None. So that it does not adopt a later fault's
-events, only signs that come before the next fault on the same slot, and for pause and
-cut before they end plus ``NOTICE_SECONDS``, count. All times are wall-clock seconds.
+events, only signs that come before the next fault on the same slot count, and for pause
+and cut only those before the next fault of the syncer and before they end plus
+``NOTICE_SECONDS``. That a learner drained is a sign of ``term`` alone: all drain when the
+job ends. All times are wall-clock seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from dataclasses import dataclass
 from typing import Any
 
 NOTICE_SECONDS = 15.0
-SIGNS = frozenset({"suspect", "lost", "gone", "draining", "drained"})
+SIGNS = frozenset({"suspect", "lost", "gone"})
+DRAINS = frozenset({"draining", "drained"})
 JOINS = frozenset({"joined", "taken"})
 
 
@@ -77,11 +80,15 @@ def rows(faults: Sequence[Injected], events: Iterable[Event]) -> list[dict[str, 
 
 def _until(fault: Injected, faults: Sequence[Injected]) -> float:
     """The latest time of a sign of this fault."""
-    later = [other.time for other in faults if other.slot == fault.slot and other.time > fault.time]
-    until = min(later, default=float("inf"))
-    if fault.action in ("pause", "cut"):
-        until = min(until, fault.time + fault.duration + NOTICE_SECONDS)
-    return until
+    passing = fault.action in ("pause", "cut")
+    later = [
+        other.time
+        for other in faults
+        if other.time > fault.time and (other.slot == fault.slot or (passing and other.target == "syncer"))
+    ]
+    if passing:
+        later.append(fault.time + fault.duration + NOTICE_SECONDS)
+    return min(later, default=float("inf"))
 
 
 def _row(fault: Injected, until: float, told: Sequence[Event]) -> dict[str, Any]:
@@ -112,7 +119,8 @@ def _first(events: Iterable[Event], kinds: frozenset[str]) -> Event | None:
 
 def _slot(fault: Injected, until: float, after: Sequence[Event]) -> Times:
     mine = [event for event in after if event.slot == fault.slot]
-    sign = _first((event for event in mine if event.time <= until), SIGNS)
+    signs = SIGNS | DRAINS if fault.action == "term" else SIGNS
+    sign = _first((event for event in mine if event.time <= until), signs)
     newer = [event for event in mine if event.incarnation > fault.incarnation]
     join = _first(newer, JOINS)
     if sign is None and (join is None or join.time > until):

@@ -181,6 +181,8 @@ def _tell(result: Result, report: dict[str, Any], workdir: Workdir) -> None:
 
     verdict = result.verdict
     console = Console(soft_wrap=True)
+    if not console.is_terminal:
+        console.width = 200  # nobody's window: lines stay whole
     console.print()
     console.print(summary(report))
     console.print(f"report: {workdir.report}", highlight=False)

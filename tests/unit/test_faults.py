@@ -57,6 +57,17 @@ def test_a_pause_that_nobody_noticed_does_not_claim_a_later_loss() -> None:
     assert times(got[0]) == (None,) * 4 and times(got[1]) == (0.1, 0.5, None, None)
 
 
+def test_a_pause_that_nobody_noticed_claims_neither_the_syncers_fall_nor_the_jobs_end() -> None:
+    pause = Injected(100.0, 0.0, "pause", "learner-1", slot=1, incarnation=1, duration=1.0)
+    syncer = Injected(102.0, 2.0, "kill", "syncer", noticed=102.1)
+    told = events((103.0, "joined", 1, 2), (103.1, "first-step", 1, 2), (108.0, "drained", 1, 2))
+    got = rows([pause, syncer], told)
+    assert times(got[0]) == (None,) * 4
+    assert times(got[1]) == (0.1, 1.0, 1.1, None)
+    term = Injected(107.0, 7.0, "term", "learner-1", slot=1, incarnation=2)
+    assert times(rows([term], told)[0]) == (1.0, None, None, None)
+
+
 def test_not_back_by_the_end() -> None:
     fault = Injected(10.0, 0.0, "kill", "learner-0", slot=0, incarnation=1)
     assert times(rows([fault], events((10.2, "gone", 0, 1)))[0]) == (0.2, None, None, None)
