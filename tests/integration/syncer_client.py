@@ -1,0 +1,338 @@
+"""A syncer process, and a raw client that speaks the protocol by hand.
+
+Not a test: helpers for tests that need both. The client is deliberately not the
+worker's library, so that the syncer is tested against docs/protocol.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from grpc import aio
+
+from diloco_protocol import codec, sync_pb2, wire
+from diloco_protocol.credentials import make_key, sign_call
+from diloco_protocol.layout import Layout, Tensor
+from diloco_protocol.load import job_to_json, parse_job
+from diloco_protocol.spec import DiLoCoJob
+
+LAYOUT = Layout.build(
+    [Tensor("embed", (32, 8), "float32", True), Tensor("w", (64, 8), "float32", False)], fragments=2
+)
+TOKENS = 100  # per step
+
+JOB = """
+apiVersion: diloco.io/v1alpha1
+kind: DiLoCoJob
+metadata: {name: raw}
+spec:
+  training: {model: null, data: null, stop: {steps: 100000}, evaluation: null}
+  sync:
+    fragments: 2
+    every: 2
+    overlap: 1
+    grace: {factor: 0, capSeconds: 0}
+    compression: {up: float32, down: float32}
+    outer: {optimizer: sgd, lr: 1.0}
+    heartbeat: {intervalSeconds: 1, timeoutSeconds: 30}
+  syncer: {checkpoint: {everySeconds: 3600}}
+  learners: {command: [python, x.py]}
+  regions:
+  - {name: local, learners: 2}
+"""
+
+
+def raw_job(*overrides: str) -> DiLoCoJob:
+    return parse_job(JOB, overrides)
+
+
+class SyncerProcess:
+    """``python -m diloco_syncer`` on a store, with its log."""
+
+    def __init__(self, folder: Path, job: DiLoCoJob, store: Path | None = None) -> None:
+        folder.mkdir(exist_ok=True)
+        self.folder, self.job, self.store = folder, job, store or folder / "store"
+        self.log = folder / "log"
+        self.key = make_key(folder / "key")
+        self.starts = 0
+        (folder / "job.json").write_text(job_to_json(job))
+        self.process: subprocess.Popen[bytes] | None = None
+        self.addresses: dict[str, Any] = {}
+
+    def start(self) -> SyncerProcess:
+        self.launch()
+        return self.await_serving()
+
+    def launch(self) -> None:
+        self.starts += 1
+        addresses = self.folder / "addresses"
+        addresses.unlink(missing_ok=True)
+        with open(self.log, "ab") as log:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable, "-m", "diloco_syncer", "--job", self.folder / "job.json",
+                    "--store", self.store, "--control-key-file", self.folder / "key",
+                    "--address-file", addresses, "--threads", "1",
+                ],
+                stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+
+    def await_serving(self) -> SyncerProcess:
+        path = self.folder / "addresses"
+        wait_for(lambda: path.exists() or self.exited, 60, self.text)
+        assert path.exists(), self.text()
+        self.addresses = json.loads(path.read_text())
+        return self
+
+    @property
+    def exited(self) -> bool:
+        return self.process is not None and self.process.poll() is not None
+
+    def text(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(10)
+
+    def terminate(self) -> int:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(20)
+
+    def wait(self, seconds: float = 20) -> int:
+        assert self.process is not None
+        return self.process.wait(seconds)
+
+    def stop(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.kill()
+
+    def status(self) -> dict[str, Any]:
+        with urllib.request.urlopen(f"http://{self.addresses['http']}/status", timeout=10) as page:
+            return dict(json.load(page))
+
+    def get(self, path: str) -> bytes:
+        with urllib.request.urlopen(f"http://{self.addresses['http']}{path}", timeout=10) as page:
+            return bytes(page.read())
+
+    async def call(self, method: str, **body: Any) -> sync_pb2.CallReply:
+        """A signed control call."""
+        async with aio.insecure_channel(self.addresses["control"]) as channel:
+            call = sign_call(self.key, method, json.dumps(body).encode())
+            return await send_call(channel, call)
+
+
+async def send_call(channel: aio.Channel, call: sync_pb2.SignedCall) -> sync_pb2.CallReply:
+    raw = await channel.unary_unary("/diloco.v1.Control/Call")(call.SerializeToString(), timeout=10)
+    return sync_pb2.CallReply.FromString(raw)
+
+
+def wait_for(condition: Callable[[], Any], seconds: float, explain: Callable[[], str] = str) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds} s: {explain()}"
+        time.sleep(0.02)
+
+
+async def until(condition: Callable[[], Any], seconds: float = 10) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+class Client:
+    """One learner, by hand. It holds θ = base - 0.01 · (its steps since the base)."""
+
+    def __init__(self, syncer: SyncerProcess, ordinal: int = 0, process: str = "") -> None:
+        self.syncer, self.ordinal = syncer, ordinal
+        self.process = process or secrets.token_hex(8)
+        self.options = wire.channel_options(bulk=True)
+        self.channel = aio.insecure_channel(syncer.addresses["sync"], options=self.options)
+        self.call: Any = None
+        self.heard: list[sync_pb2.SyncerMessage] = []
+        self.welcome = sync_pb2.Welcome()
+        self.sequence = [0] * len(LAYOUT)
+        self.base: list[tuple[int, int]] = []
+        self.bases: list[np.ndarray[Any, Any]] = [np.zeros(0, np.float32)] * len(LAYOUT)
+        self.steps = 0
+        self.merged_steps = [0] * len(LAYOUT)  # steps at the snapshot of the newest merged push
+        self.pushed: list[dict[int, int]] = [{} for _ in LAYOUT.fragments]  # sequence -> steps at it
+        self.confirmed = [0] * len(LAYOUT)
+        self.ended = ""
+        self._reader: asyncio.Task[None] | None = None
+
+    async def join(self, **changes: Any) -> sync_pb2.SyncerMessage:
+        """Open a session; the first message back."""
+        fields: dict[str, Any] = {
+            "format": wire.FORMAT, "job": "raw", "process": self.process, "role": sync_pb2.ROLE_LEARNER,
+            "region": "local", "ordinal": self.ordinal, "layout_digest": LAYOUT.digest,
+        }  # fmt: skip
+        self.call = self.channel.stream_stream(wire.SESSION)()
+        await self.say(join=sync_pb2.Join(**(fields | changes)))
+        first = sync_pb2.SyncerMessage.FromString(await asyncio.wait_for(self.call.read(), 10))
+        if first.HasField("welcome"):
+            self.welcome = first.welcome
+            self._reader = asyncio.create_task(self._read())
+        return first
+
+    async def _read(self) -> None:
+        try:
+            while (raw := await self.call.read()) is not aio.EOF:
+                self.heard.append(sync_pb2.SyncerMessage.FromString(raw))
+            self.ended = "end"
+        except aio.AioRpcError as error:
+            self.ended = error.code().name
+
+    async def say(self, **kind: Any) -> None:
+        await self.call.write(sync_pb2.LearnerMessage(**kind).SerializeToString())
+
+    def of_kind(self, kind: str) -> list[Any]:
+        return [getattr(m, kind) for m in self.heard if m.HasField(kind)]
+
+    async def close(self) -> None:
+        if self._reader is not None:
+            self._reader.cancel()
+        if self.call is not None:
+            self.call.cancel()
+        await self.channel.close()
+
+    # ------------------------------------------------------------- version 0
+
+    def header(self, **what: Any) -> sync_pb2.UploadHeader:
+        seat = self.welcome.seat
+        return sync_pb2.UploadHeader(
+            job="raw", slot=seat.slot, incarnation=seat.incarnation, process=self.process, **what
+        )
+
+    async def upload(self, header: sync_pb2.UploadHeader, payload: Any) -> sync_pb2.UploadReply:
+        return await wire.upload(self.channel, header, payload, timeout=20)
+
+    async def initialise(self) -> None:
+        part = sync_pb2.Initial
+        rows: list[tuple[Any, Any]] = [(part(part=part.LAYOUT), LAYOUT.to_json().encode())]
+        rows += [(part(part=part.FRAGMENT, fragment=p), first_values(p)) for p in range(len(LAYOUT))]
+        rows += [(part(part=part.FROZEN), b"frozen bytes"), (part(part=part.DONE), b"")]
+        for what, payload in rows:
+            reply = await self.upload(self.header(initial=what), payload)
+            assert reply.accepted, reply
+
+    # ------------------------------------------------------------- training
+
+    async def adopt(self, fragment: int, version: int) -> sync_pb2.Announcement:
+        """Wait for the announcement of at least this version, take it, keep our steps above it."""
+
+        def newest() -> list[Any]:
+            told = [*self.welcome.fragments, *self.of_kind("announcement")]
+            return [a for a in told if a.fragment == fragment and a.version >= version]
+
+        await until(newest)
+        news = newest()[-1]
+        request = sync_pb2.DownloadRequest(
+            job="raw", process=self.process, what=sync_pb2.DownloadRequest.FULL, fragment=fragment,
+            epoch=news.epoch, version=news.version,
+        )  # fmt: skip
+        header, data = await wire.download(self.channel, request, size=news.full.bytes)
+        assert header.found, header.reason
+        assert wire.checksum(data) == news.full.checksum
+        values = codec.decode(data, news.full.encoding, LAYOUT.elements(fragment))
+        while len(self.base) <= fragment:
+            self.base.append((0, 0))
+        if news.merged_sequence in self.pushed[fragment]:
+            steps = self.pushed[fragment][news.merged_sequence]
+            self.confirmed[fragment] += (steps - self.merged_steps[fragment]) * TOKENS
+            self.merged_steps[fragment] = steps
+        self.base[fragment] = (news.epoch, news.version)
+        self.bases[fragment] = values
+        return news
+
+    async def ready(self) -> None:
+        """Take version 0 (or what is newest) of everything and report."""
+        for fragment in range(len(LAYOUT)):
+            await self.adopt(fragment, 0)
+        await self.report()
+
+    def counts(self) -> sync_pb2.Report:
+        return sync_pb2.Report(
+            slot_step=self.welcome.seat.slot_step + self.steps, trained_steps=self.steps,
+            trained_tokens=self.steps * TOKENS, loss=2.0, step_seconds=0.01,
+            compute_seconds=0.01 * self.steps,
+            fragments=[
+                sync_pb2.FragmentReport(
+                    epoch=epoch, base_version=version, steps=self.steps - self.merged_steps[p],
+                    tokens=(self.steps - self.merged_steps[p]) * TOKENS, confirmed_tokens=self.confirmed[p],
+                )
+                for p, (epoch, version) in enumerate(self.base)
+            ],
+        )  # fmt: skip
+
+    async def report(self) -> None:
+        await self.say(report=self.counts())
+
+    async def train(self, steps: int) -> None:
+        self.steps += steps
+        await self.report()
+
+    async def pulled(self, fragment: int, version: int) -> Any:
+        """Wait to be asked for this fragment on this version."""
+
+        def asked() -> list[Any]:
+            return [p for p in self.of_kind("pull") if (p.fragment, p.version) == (fragment, version)]
+
+        await until(asked)
+        return asked()[-1]
+
+    def push(self, fragment: int, round_id: int, **changes: Any) -> sync_pb2.Push:
+        """The header of the next push of this fragment."""
+        self.sequence[fragment] += 1
+        above = self.steps - self.merged_steps[fragment]
+        epoch, version = self.base[fragment]
+        begun = self.welcome.seat.slot_step
+        self.pushed[fragment][self.sequence[fragment]] = self.steps
+        fields: dict[str, Any] = {
+            "fragment": fragment, "sequence": self.sequence[fragment], "round": round_id, "epoch": epoch,
+            "base_version": version, "oldest_version": version,
+            "first_step": begun + self.merged_steps[fragment] + 1, "last_step": begun + self.steps,
+            "steps": above, "tokens": above * TOKENS, "compute_seconds": 0.01 * above, "encoding": "float32",
+            "layout_digest": LAYOUT.digest, "report": self.counts(),
+        }  # fmt: skip
+        return sync_pb2.Push(**(fields | changes))
+
+    def delta(self, fragment: int) -> np.ndarray[Any, Any]:
+        above = self.steps - self.merged_steps[fragment]
+        return np.full(LAYOUT.elements(fragment), 0.01 * above, np.float32)
+
+    async def send(self, push: sync_pb2.Push, payload: Any = None) -> sync_pb2.UploadReply:
+        data = self.delta(push.fragment) if payload is None else payload
+        return await self.upload(self.header(push=push), data)
+
+    async def merge_once(self, fragment: int, version: int) -> sync_pb2.Announcement:
+        """Answer the pull on this version, and take what is merged."""
+        pull = await self.pulled(fragment, version)
+        reply = await self.send(self.push(fragment, pull.round))
+        assert reply.accepted, reply
+        return await self.adopt(fragment, version + 1)
+
+
+async def turn(client: Client, version: int) -> None:
+    """One step and one merge for each fragment, from this version to the next."""
+    for fragment in range(len(LAYOUT)):
+        await client.train(1)
+        await client.merge_once(fragment, version)
+
+
+def first_values(fragment: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(fragment).standard_normal(LAYOUT.elements(fragment)).astype(np.float32)

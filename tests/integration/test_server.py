@@ -1,0 +1,455 @@
+"""The syncer as a process, against a scripted client: what it takes, what it refuses, what it survives."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from grpc import aio
+from syncer_client import LAYOUT, TOKENS, Client, SyncerProcess, first_values, raw_job, send_call, turn, until
+
+from diloco_protocol import sync_pb2, wire
+from diloco_protocol.credentials import sign_call
+from diloco_syncer import tape
+from diloco_syncer.store import DirectoryStore, Epoch
+
+# One event loop for all: gRPC's poller does not outlive the loop that it was made in.
+pytestmark = [pytest.mark.timeout(60), pytest.mark.asyncio(loop_scope="module")]
+
+
+@pytest.fixture
+def syncer(tmp_path: Path) -> Iterator[SyncerProcess]:
+    made = SyncerProcess(tmp_path / "syncer", raw_job()).start()
+    yield made
+    made.stop()
+
+
+class Clients:
+    """Clients that are closed at the end."""
+
+    def __init__(self, syncer: SyncerProcess) -> None:
+        self.syncer = syncer
+        self.all: list[Client] = []
+
+    def __call__(self, ordinal: int = 0, process: str = "") -> Client:
+        self.all.append(Client(self.syncer, ordinal, process))
+        return self.all[-1]
+
+    async def first(self) -> Client:
+        """A learner that has initialised the job and is ready."""
+        client = self()
+        assert (await client.join()).welcome.initialise
+        await client.initialise()
+        await client.ready()
+        return client
+
+    async def __aenter__(self) -> Clients:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for client in self.all:
+            await client.close()
+
+
+async def test_a_round_from_join_to_merge(syncer: SyncerProcess) -> None:
+    async def run() -> None:
+        async with Clients(syncer) as clients:
+            a = await clients.first()
+            assert json.loads(a.welcome.settings)["sync"]["every"] == 2
+            for p in range(len(LAYOUT)):
+                assert np.array_equal(a.bases[p], first_values(p))
+            await a.train(2)
+            news = await a.merge_once(0, 0)
+            assert (news.version, news.merged_sequence, news.merged_version) == (1, 1, 1)
+            # Plain SGD with lr 1 on the only push: Θ' = Θ - Δ.
+            expected = first_values(0) - np.full(LAYOUT.elements(0), 0.02, np.float32)
+            assert np.array_equal(a.bases[0], expected)
+            await a.train(1)
+            await a.merge_once(1, 0)
+            await a.report()
+            # Fragment 0 holds 2 of 3 steps merged, fragment 1 all 3: whole tokens are rounded down.
+            await until(lambda: syncer.status()["tokens"]["trained"] == 3 * TOKENS)
+            status = syncer.status()
+            assert status["tokens"] == {"trained": 300, "merged": 250, "pending": 50, "dropped": 0}
+            assert (status["merges"], status["versions"], status["phase"]) == (2, [1, 1], "training")
+            assert status["bytes_up"] > 2 * 4 * LAYOUT.total_elements - 100 and status["bytes_down"] > 0
+            kinds = [event["kind"] for event in status["events"]]
+            assert [k for k in kinds if k in ("joined", "initialised", "first-step", "first-merge")] == [
+                "joined", "initialised", "first-step", "first-merge",
+            ]  # fmt: skip
+            # Frozen parameters, the layout, and what is not there.
+            what = sync_pb2.DownloadRequest
+            for kind, expected_bytes in (
+                (what.FROZEN, b"frozen bytes"),
+                (what.LAYOUT, LAYOUT.to_json().encode()),
+            ):
+                _, data = await wire.download(a.channel, what(job="raw", what=kind))
+                assert data.tobytes() == expected_bytes
+            for request, word in (
+                (what(job="raw", what=what.OPTIMIZER), "none"),
+                (what(job="raw", what=what.FULL, fragment=9, epoch=1), "superseded"),
+                (what(job="raw", what=what.PEER_STATE, transfer=9), "unknown-transfer"),
+                (what(job="other", what=what.LAYOUT), "other-job"),
+            ):
+                header, _ = await wire.download(a.channel, request)
+                assert not header.found and header.reason == word
+
+    await run()
+    report = json.loads(syncer.get("/report"))
+    assert report["schema"] == 1 and report["merges"] == 2
+    assert all(
+        r["merged"] + r["pending"] + r["dropped"] == report["tokens"]["trained"] for r in report["ledger"]
+    )
+    metrics = syncer.get("/metrics").decode()
+    assert 'diloco_merges_total{job="raw"} 2.0' in metrics
+    assert 'diloco_slot_tokens{job="raw",region="local",slot="0"} 300.0' in metrics
+    assert syncer.get("/healthz") == b"ok\n"
+    assert syncer.terminate() == 0
+    assert tape.verify(DirectoryStore(syncer.store)) == 2
+
+
+async def test_pushes_that_are_refused_lose_nothing(syncer: SyncerProcess) -> None:
+    async def run() -> None:
+        async with Clients(syncer) as clients:
+            a = await clients.first()
+            await a.train(2)
+            pull = await a.pulled(0, 0)
+            good = a.push(0, pull.round)
+            n = LAYOUT.elements(0)
+            nan = np.full(n, np.nan, np.float32)
+
+            def wrong(**changes: Any) -> sync_pb2.Push:
+                made = sync_pb2.Push()
+                made.CopyFrom(good)
+                for name, value in changes.items():
+                    setattr(made, name, value)
+                return made
+
+            cases: list[tuple[str, sync_pb2.Push, Any]] = [
+                ("wrong-size", good, bytes(4 * n - 4)),
+                ("wrong-size", good, bytes(4 * n + 4)),
+                ("not-finite", good, nan),
+                ("not-finite", good, np.where(np.arange(n) == n - 1, np.inf, 0).astype(np.float32)),
+                ("other-layout", wrong(layout_digest="f" * 64), None),
+                ("wrong-encoding", wrong(encoding="int4"), None),
+                ("wrong-encoding", wrong(encoding="pickle"), None),
+                ("other-round", wrong(round=pull.round + 7), None),
+                ("future-base", wrong(base_version=5, oldest_version=5), None),
+                ("other-epoch", wrong(epoch=99), None),
+                ("no-steps", wrong(steps=0, tokens=0, first_step=3), None),
+                ("inconsistent", wrong(steps=7), None),
+                ("inconsistent", wrong(fragment=77), bytes(8)),
+                ("bad-transfer", wrong(tokens=1 << 63), None),
+                ("bad-transfer", wrong(compute_seconds=float("nan")), None),
+            ]
+            for reason, push, payload in cases:
+                reply = await a.send(push, payload)
+                assert (reply.accepted, reply.reason) == (False, reason), reply
+                assert reply.message
+            fenced = a.header(push=good)
+            fenced.incarnation = 77
+            assert (await a.upload(fenced, a.delta(0))).reason == "fenced"
+            nobody = a.header(push=good)
+            nobody.slot = 1
+            assert (await a.upload(nobody, a.delta(0))).reason == "no-slot"
+            other = a.header(push=good)
+            other.job = "another"
+            assert (await a.upload(other, a.delta(0))).reason == "other-job"
+            # Nothing of that was counted; the push itself is good, once.
+            assert (await a.send(good)).accepted
+            assert (await a.send(good)).reason in ("repeated", "other-round", "already-merged")
+            assert (await a.adopt(0, 1)).merged_sequence == 1
+            status = syncer.status()
+            assert status["tokens"]["dropped"] == 0 and status["tokens"]["trained"] == 200
+            assert status["refused"]["wrong-size"] == 2 and status["refused"]["not-finite"] == 2
+
+    await run()
+
+
+async def part(a: Client, header: sync_pb2.UploadHeader, chunks: list[bytes]) -> sync_pb2.UploadReply:
+    """One upload call, made by hand."""
+    call: Any = a.channel.stream_stream(wire.UPLOAD)(timeout=10)
+    await call.write(header.SerializeToString())
+    for chunk in chunks:
+        await call.write(chunk)
+    await call.done_writing()
+    return sync_pb2.UploadReply.FromString(await call.read())
+
+
+async def test_broken_transfers_are_refused_and_the_next_one_is_taken(syncer: SyncerProcess) -> None:
+    async def run() -> None:
+        async with Clients(syncer) as clients:
+            a = await clients.first()
+            await a.train(2)
+            pull = await a.pulled(0, 0)
+            push = a.push(0, pull.round)
+            data = a.delta(0).tobytes()
+            half = len(data) // 8 * 4
+
+            def header(
+                offset: int, size: int, checksum: int, total: int = len(data)
+            ) -> sync_pb2.UploadHeader:
+                made = a.header(push=push)
+                made.format, made.total_bytes, made.offset = wire.FORMAT, total, offset
+                made.bytes, made.checksum = size, checksum
+                return made
+
+            whole = wire.checksum(data)
+            assert (await part(a, header(0, len(data), whole ^ 1), [data])).reason == "bad-checksum"
+            assert (await part(a, header(0, len(data), whole), [data[:-1]])).reason == "bad-transfer"
+            assert (await part(a, header(0, len(data), whole), [data, b"x"])).reason == "bad-transfer"
+            assert (await part(a, header(4, len(data), whole), [data])).reason == "bad-transfer"
+            assert (await part(a, header(0, 0, 0), [])).reason == "bad-transfer"
+            future = header(0, len(data), whole)
+            future.format = 99
+            assert "format 99" in (await part(a, future, [data])).message
+            # Two parts, the second one wrong: the whole is gone, and starts over.
+            first = header(0, half, wire.checksum(data[:half]))
+            second = header(half, len(data) - half, wire.checksum(data[half:]))
+            bad = header(half, len(data) - half, 1)
+            assert (await part(a, first, [data[:half]])).reason == wire.PARTIAL
+            assert (await part(a, bad, [data[half:]])).reason == "bad-checksum"
+            assert (await part(a, second, [data[half:]])).reason == wire.PARTIAL
+            assert (await part(a, first, [data[:half]])).accepted
+            assert (await a.adopt(0, 1)).merged_sequence == 1
+
+    await run()
+
+
+async def test_garbage_and_oversized_messages_end_only_their_own_call(syncer: SyncerProcess) -> None:
+    async def run() -> None:
+        async with Clients(syncer) as clients:
+            a = await clients.first()
+            stream: Any = a.channel.stream_stream
+
+            async def session(*messages: bytes) -> sync_pb2.SyncerMessage:
+                call = stream(wire.SESSION)(timeout=10)
+                for message in messages:
+                    await call.write(message)
+                return sync_pb2.SyncerMessage.FromString(await call.read())
+
+            for first in (b"\xff" * 100, bytes(wire.MAX_CONTROL_BYTES + 1), b""):
+                refusal = (await session(first)).refusal
+                assert (refusal.reason, refusal.fatal) == ("bad-join", True)
+            report = sync_pb2.LearnerMessage(report=sync_pb2.Report())
+            assert "must be Join" in (await session(report.SerializeToString())).refusal.message
+            too_large = stream(wire.SESSION)(timeout=10)
+            with pytest.raises((aio.AioRpcError, asyncio.InvalidStateError)):
+                await too_large.write(bytes(8 << 20))
+                await too_large.read()
+            upload = stream(wire.UPLOAD)(timeout=10)
+            await upload.write(b"\xff" * 1000)
+            reply = sync_pb2.UploadReply.FromString(await upload.read())
+            assert (reply.accepted, reply.reason) == (False, "bad-transfer")
+            with pytest.raises(aio.AioRpcError) as caught:
+                async for _ in a.channel.unary_stream(wire.DOWNLOAD)(b"\xff" * 100, timeout=10):
+                    pass
+            assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            # A member that talks nonsense is told so, and may come back.
+            b = clients(1)
+            await b.join()
+            await b.say(report=sync_pb2.Report(compute_seconds=-1))
+            await until(lambda: b.ended)
+            refusal = b.of_kind("refusal")[-1]
+            assert (
+                refusal.reason == "bad-message" and "compute_seconds" in refusal.message and not refusal.fatal
+            )
+            # The first learner noticed nothing.
+            await a.train(2)
+            await a.merge_once(0, 0)
+
+    await run()
+
+
+async def test_joins_that_are_refused(syncer: SyncerProcess) -> None:
+    async def run() -> None:
+        async with Clients(syncer) as clients:
+            await clients.first()
+            for reason, changes in (
+                ("bad-join", {"job": "another"}),
+                ("bad-join", {"format": 99}),
+                ("bad-join", {"process": "not hex"}),
+                ("bad-join", {"role": 0}),
+                ("bad-join", {"region": "../x"}),
+                ("other-layout", {"layout_digest": "0" * 64}),
+                ("spec-drift", {"digests": {"seed": "0"}}),
+            ):
+                refusal = (await clients(1).join(**changes)).refusal
+                assert (refusal.reason, refusal.fatal) == (reason, True), refusal
+                assert refusal.message
+
+    await run()
+
+
+async def test_an_old_incarnation_is_fenced_and_a_second_process_supersedes(syncer: SyncerProcess) -> None:
+    async def run() -> None:
+        async with Clients(syncer) as clients:
+            a = await clients.first()
+            await a.train(2)
+            pull = await a.pulled(0, 0)
+            push = a.push(0, pull.round)
+            newcomer = clients(0)
+            seat = (await newcomer.join()).welcome.seat
+            assert (seat.slot, seat.continuing) == (
+                0,
+                False,
+            ) and seat.incarnation > a.welcome.seat.incarnation
+            assert (await a.send(push)).reason == "fenced"
+            await until(lambda: a.ended)
+            assert a.of_kind("refusal")[-1].reason == "superseded"
+
+    await run()
+
+
+async def test_killed_and_restarted_nothing_acknowledged_is_lost(syncer: SyncerProcess) -> None:
+    async def before() -> tuple[list[Any], str]:
+        async with Clients(syncer) as clients:
+            a = await clients.first()
+            for version in range(3):
+                await turn(a, version)
+            # An offer: durable when it is acknowledged, merged by nobody yet (it is fragment 0's turn).
+            await a.train(1)
+            await a.pulled(0, 3)
+            await a.say(drain_request=sync_pb2.DrainRequest())
+            assert (await a.send(a.push(1, 0))).accepted
+            syncer.kill()
+            return a.bases, a.process
+
+    bases, process = await before()
+    records = sorted(path.name for path in (syncer.store / "records").iterdir())
+    with open(syncer.store / tape.FILE, "r+b") as file:  # a line torn in two, as by a power cut
+        file.truncate(file.seek(0, 2) - 20)
+    (syncer.store / "records" / ".half.rec.0123456789ab.tmp").write_bytes(b"half")
+    syncer.start()
+    assert syncer.addresses["epoch"] == 2
+    status = syncer.status()
+    assert status["versions"] == [3, 3] and status["merges"] == 6
+    assert sorted(path.name for path in (syncer.store / "records").iterdir()) == records
+
+    async def after() -> None:
+        async with Clients(syncer) as clients:
+            a = clients(0, process)
+            first = await a.join(
+                held=[sync_pb2.Held(epoch=1, version=3)] * 2, previous_slot=0, previous_incarnation=1
+            )
+            assert first.welcome.seat.continuing and first.welcome.epoch == 2
+            assert first.welcome.fragments[0].merged_sequence == 3
+            for p in range(len(LAYOUT)):
+                await a.adopt(p, 3)
+                assert np.array_equal(a.bases[p], bases[p])  # bit for bit
+            # The offer waited in the store and is merged with the next round of its fragment.
+            a.steps, a.sequence, a.merged_steps, a.confirmed = 7, [3, 4], [5, 6], [500, 600]
+            await a.train(1)
+            await a.merge_once(0, 3)
+            await a.train(1)
+            assert (await a.adopt(1, 4)).merged_sequence == 4
+            assert np.array_equal(a.bases[1], bases[1] - np.float32(0.01))  # one step was offered
+
+    await after()
+    assert syncer.terminate() == 0
+    assert tape.verify(DirectoryStore(syncer.store)) == 8
+    assert not list((syncer.store / "offers").iterdir())
+
+
+async def test_a_syncer_that_was_succeeded_stops_with_3(syncer: SyncerProcess) -> None:
+    async def run() -> None:
+        async with Clients(syncer) as clients:
+            a = await clients.first()
+            Epoch.claim(DirectoryStore(syncer.store))
+            await a.train(2)
+            pull = await a.pulled(0, 0)
+            await a.send(a.push(0, pull.round))
+            await asyncio.to_thread(syncer.wait)
+
+    await run()
+    assert syncer.wait() == 3
+    assert "claimed epoch 2" in syncer.text() and "Traceback" not in syncer.text()
+
+
+async def test_control_calls(syncer: SyncerProcess) -> None:
+    async def run() -> None:
+        async with Clients(syncer) as clients:
+            a = await clients.first()
+            await a.train(1)
+            assert json.loads((await syncer.call("checkpoint")).body)["versions"] == [0, 0]
+            for method, body, message in (
+                ("nonsense", {}, "none of process-gone"),
+                ("process-gone", {"region": 3, "ordinal": 0}, "region: expected a text"),
+                ("process-gone", {"region": "local", "ordinal": -1}, "ordinal"),
+                ("announce", {"phase": "complete"}, "none of suspended"),
+            ):
+                reply = await syncer.call(method, **body)
+                assert not reply.ok and message in reply.message
+            async with aio.insecure_channel(syncer.addresses["control"]) as channel:
+                call = sign_call(syncer.key, "report", b"{}")
+                assert (await send_call(channel, call)).ok
+                for wrong in (
+                    call,
+                    sign_call(b"k" * 64, "report", b"{}"),
+                    sign_call(syncer.key, "report", b"", 0),
+                ):
+                    with pytest.raises(aio.AioRpcError) as caught:
+                        await send_call(channel, wrong)
+                    assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
+            await syncer.call("process-gone", region="local", ordinal=0, process=a.process, reason="SIGKILL")
+            await until(lambda: syncer.status()["slots"][0]["state"] == "lost")
+            assert (await syncer.call("announce", phase="failed", message="enough")).ok
+            report = json.loads((await syncer.call("report")).body)
+            assert report["outcome"] == "failed"
+
+    await run()
+    assert syncer.wait() == 1
+    assert json.loads((syncer.store / "report.json").read_text())["outcome"] == "failed"
+
+
+async def test_a_newcomer_gets_a_peers_optimizer_state(syncer: SyncerProcess) -> None:
+    async def run() -> None:
+        async with Clients(syncer) as clients:
+            a = await clients.first()
+            await a.train(1)
+            b = clients(1)
+            await b.join()
+            await b.ready()
+            await b.say(peer_state_wanted=sync_pb2.PeerStateWanted())
+            await until(lambda: a.of_kind("peer_state_request"))
+            transfer = a.of_kind("peer_state_request")[0].transfer
+            state = np.random.default_rng(1).integers(0, 256, 200_000, np.uint8)
+            what = sync_pb2.PeerState(transfer=transfer, versions=[sync_pb2.Held(epoch=1, version=0)] * 2)
+            assert (await b.upload(b.header(peer_state=what), state)).reason == "not-asked"
+            assert (await a.upload(a.header(peer_state=what), bytes(70 << 20))).reason == "too-large"
+            assert (await a.upload(a.header(peer_state=what), state)).accepted
+            await until(lambda: b.of_kind("peer_state_ready"))
+            request = sync_pb2.DownloadRequest(
+                job="raw",
+                what=sync_pb2.DownloadRequest.PEER_STATE,
+                transfer=b.of_kind("peer_state_ready")[0].transfer,
+            )
+            header, data = await wire.download(b.channel, request)
+            assert np.array_equal(data, state) and len(header.versions) == 2
+
+    await run()
+
+
+async def test_a_reader_that_does_not_read_is_disconnected_and_nobody_waits(syncer: SyncerProcess) -> None:
+    async def run() -> None:
+        async with Clients(syncer) as clients:
+            a = await clients.first()
+            deaf: Any = a.channel.stream_stream(wire.SESSION)()
+            join = sync_pb2.Join(
+                format=1, job="raw", process="dead", role=sync_pb2.ROLE_EVALUATOR, region="local",
+                layout_digest=LAYOUT.digest,
+            )  # fmt: skip
+            await deaf.write(sync_pb2.LearnerMessage(join=join).SerializeToString())
+            await until(lambda: syncer.status()["sessions"] == 2)
+            for version in range(5):
+                await turn(a, version)
+            deaf.cancel()
+            await until(lambda: syncer.status()["sessions"] == 1)
+
+    await run()
