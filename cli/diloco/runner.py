@@ -109,7 +109,7 @@ class Runner:
             [(frozenset(r.exit_codes), r.action) for r in policy.rules],
         )
         self.hub = Hub(workdir.address, workdir.control_key)
-        self.view = View(job.metadata.name, _stop_text(job))
+        self.view = View(job.metadata.name, _stop(job))
         self.running: dict[str, Process] = {}
         self.proxies: dict[str, Proxy] = {}
         self.injector = Injector(self, schedule, job.spec.seed)
@@ -458,11 +458,6 @@ def free_or_any(address: str) -> str:
         return f"{host}:0"
 
 
-def _stop_text(job: DiLoCoJob) -> str:
-    stop = job.spec.training.stop
-    if stop.tokens is not None:
-        return f"{stop.tokens:,} tokens"
-    return f"{stop.steps:,} steps" if stop.steps is not None else f"{stop.seconds:g} s"
-
-
-__all__ = ["Result", "Runner", "Verdict"]
+def _stop(job: DiLoCoJob) -> tuple[str, float]:
+    """The unit and limit of training.stop."""
+    return next((unit, value) for unit, value in job.spec.training.stop if value is not None)

@@ -19,7 +19,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-EVENTS_SHOWN = 10
+EVENTS_SHOWN = 14
 LINE_SECONDS = 5.0  # between plain progress lines
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _STATE_STYLES = {
@@ -36,7 +36,7 @@ class View:
     """All that is shown; the runner keeps it up to date."""
 
     job: str
-    stop: str  # such as "2,000,000 tokens"
+    stop: tuple[str, float] | None = None  # unit (steps, tokens or seconds) and limit; None: not known
     status: dict[str, Any] = field(default_factory=dict)
     processes: dict[tuple[str, int], str] = field(default_factory=dict)  # (region, ordinal) -> name
     notes: dict[str, str] = field(default_factory=dict)  # process -> what the runner does about it
@@ -69,6 +69,28 @@ def merged_loss(status: dict[str, Any]) -> Any:
     return evaluations[-1][1] if evaluations else None
 
 
+def progress(view: View) -> str:
+    """How far the job is towards its stop."""
+    status = view.status
+    slots = status.get("slots") or []
+    reached = {
+        "steps": max((slot.get("step") or 0 for slot in slots), default=0),
+        "tokens": (status.get("tokens") or {}).get("trained") or 0,
+        "seconds": status.get("elapsed_seconds") or 0,
+    }
+    if view.stop is None:
+        return f"step {number(reached['steps'])}, {number(reached['tokens'])} tokens"
+    unit, limit = view.stop
+    text = f"{number(reached[unit])} of {number(limit)} {unit}"
+    return text if unit == "tokens" else f"{text}, {number(reached['tokens'])} tokens"
+
+
+def silence(view: View) -> str:
+    """That the syncer does not answer, where it should."""
+    ended = view.status.get("phase") in ("complete", "failed", "suspended", "deleted")
+    return "" if view.serving or ended or not view.status else "the syncer does not answer"
+
+
 def version_strip(versions: list[int], width: int = 64) -> str:
     """One block per fragment, its height by how far its version is ahead of the lowest."""
     if not versions:
@@ -89,30 +111,28 @@ def progress_line(view: View) -> str:
     slots = status.get("slots") or []
     quorum = status.get("quorum") or {}
     versions = status.get("versions") or [0]
-    step = max((slot.get("step") or 0 for slot in slots), default=0)
     losses = " ".join(nats(slot.get("loss")) if slot.get("state") == "active" else "-" for slot in slots)
     return (
-        f"{status.get('elapsed_seconds') or 0:7.1f} s  {status.get('phase', '-')}  step {step}"
-        f"  tokens {number((status.get('tokens') or {}).get('trained'))} of {view.stop}"
+        f"{status.get('elapsed_seconds') or 0:7.1f} s  {status.get('phase', '-')}  {progress(view)}"
         f" ({number(status.get('tokens_per_second'))}/s)  loss {losses}  merged {nats(merged_loss(status))}"
         f"  versions {min(versions)}..{max(versions)}"
         f"  quorum {quorum.get('active', 0)}/{quorum.get('required', 0)}"
-        + ("" if view.serving else "  (the syncer does not answer)")
+        + (f"  ({silence(view)})" if silence(view) else "")
     )
 
 
 def picture(view: View, events: list[Text]) -> RenderableType:
     status = view.status
-    tokens, quorum = status.get("tokens") or {}, status.get("quorum") or {}
+    quorum = status.get("quorum") or {}
     head = Table.grid(padding=(0, 3))
     head.add_row(
         Text(view.job, style="bold"),
         Text(str(status.get("phase") or "starting"), style="bold cyan"),
         f"{status.get('elapsed_seconds') or 0:.0f} s",
-        f"{number(tokens.get('trained'))} of {view.stop}",
+        progress(view),
         f"{number(status.get('tokens_per_second'))} tokens/s",
         f"merged loss {nats(merged_loss(status))}",
-        Text("" if view.serving or not status else "the syncer does not answer", style="red"),
+        Text(silence(view), style="red"),
     )
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for title, side in (("learner", "left"), ("slot", "right"), ("state", "left"), ("step", "right"),
@@ -124,7 +144,7 @@ def picture(view: View, events: list[Text]) -> RenderableType:
         name = view.processes.get((str(slot.get("region")), int(slot.get("ordinal") or 0)), "-")
         compute, stalled = slot.get("compute_seconds") or 0.0, slot.get("stalled_seconds") or 0.0
         table.add_row(
-            name if state != "empty" else "-", str(slot.get("slot")),
+            name, str(slot.get("slot")),
             Text(state, style=_STATE_STYLES.get(state, "")),
             number(slot.get("step")), number(slot.get("tokens")), nats(slot.get("loss")),
             f"{slot.get('step_seconds') or 0:.3f}",

@@ -90,7 +90,7 @@ def show(document: dict[str, Any]) -> None:
         return
     names = {(str(s.get("region")), int(s.get("ordinal") or 0)): f"{s.get('region')}-{s.get('ordinal')}"
              for s in document.get("slots") or []}  # fmt: skip
-    view = View(str(document.get("job")), "the job's stop", document, names, serving=True)
+    view = View(str(document.get("job")), None, document, names, serving=True)
     console.print(picture(view, []))
     if message := document.get("message"):
         console.print(str(message), highlight=False)

@@ -98,10 +98,11 @@ class Watch:
         self._tell_resumed(status)
         self._follow_merges(status)
         self._follow_events(status)
-        self.view.processes = {
-            (str(slot.get("region")), int(slot.get("ordinal") or 0)): member.name
-            for slot in status.get("slots") or [] if (member := self.member_of(slot)) is not None
-        }  # fmt: skip
+        places = {(m.region, m.ordinal): m.name for m in self._members if m.kind is Kind.LEARNER}
+        for slot in status.get("slots") or []:
+            if (member := self.member_of(slot)) is not None:  # a spare may sit in it
+                places[str(slot.get("region")), int(slot.get("ordinal") or 0)] = member.name
+        self.view.processes = places
         self.screen.update(self.view)
         if self.ended:  # not before: the syncer stays after the end until the report was fetched
             await self.fetch_report()

@@ -48,7 +48,8 @@ class Run:
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "diloco.main", "run", str(job), "--workdir", str(workdir), *arguments],
-                stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=ENV, start_new_session=True,
+                stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=ENV,
+                start_new_session=True,
             )  # fmt: skip
 
     @property

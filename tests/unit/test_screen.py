@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from diloco.screen import Lines, Live, View, fault_text, progress_line, summary, version_strip
+from diloco.screen import Lines, Live, View, fault_text, progress, progress_line, summary, version_strip
 
 STATUS: dict[str, Any] = {
     "job": "tiny", "phase": "training", "elapsed_seconds": 12.5, "quorum": {"active": 1, "required": 1},
@@ -26,7 +26,7 @@ STATUS: dict[str, Any] = {
 
 def view(**changes: Any) -> View:
     names = {("local", 0): "learner-0", ("local", 1): "learner-1"}
-    return View("tiny", "2,000,000 tokens", {**STATUS, **changes}, names, {"learner-1": "starting"}, True)
+    return View("tiny", ("tokens", 2_000_000), {**STATUS, **changes}, names, {"learner-1": "starting"}, True)
 
 
 def test_the_strip_shows_who_is_ahead() -> None:
@@ -39,12 +39,28 @@ def test_the_strip_shows_who_is_ahead() -> None:
 
 def test_the_run_on_one_line() -> None:
     assert progress_line(view()) == (
-        "   12.5 s  training  step 120  tokens 245,760 of 2,000,000 tokens (10,200/s)"
+        "   12.5 s  training  245,760 of 2,000,000 tokens (10,200/s)"
         "  loss 2.410 -  merged 2.450  versions 3..5  quorum 1/1"
     )
     silent = view(eval_loss=[], slots=[], versions=[], tokens_per_second=None)
     silent.serving = False
     assert "merged -" in progress_line(silent) and "does not answer" in progress_line(silent)
+
+
+def test_progress_is_told_in_the_unit_of_the_stop() -> None:
+    shown = view()
+    shown.stop = ("steps", 300)
+    assert progress(shown) == "120 of 300 steps, 245,760 tokens"
+    shown.stop = ("seconds", 60.0)
+    assert progress(shown) == "12 of 60 seconds, 245,760 tokens"
+    shown.stop = None
+    assert progress(shown) == "step 120, 245,760 tokens"
+
+
+def test_an_ended_job_needs_no_syncer() -> None:
+    ended = view(phase="complete")
+    ended.serving = False
+    assert "does not answer" not in progress_line(ended)
 
 
 def test_lines_are_few_and_events_come_at_once() -> None:
@@ -82,7 +98,7 @@ def test_the_picture_before_anything_is_known() -> None:
     out = io.StringIO()
     live = Live(Console(file=out, force_terminal=True, width=120))
     live.event("starting tiny")
-    live.update(View("tiny", "10 steps"))
+    live.update(View("tiny", ("steps", 10)))
     live.close()
     assert "starting" in out.getvalue() and "none yet" in out.getvalue()
 
@@ -93,7 +109,8 @@ def test_the_summary_of_full_and_of_empty_reports() -> None:
     assert fault_text(fault) == (
         "kill learner-1 at 20.0 s: detected 0.05 s, joined 1.00 s, first step 2.00 s, recovered -"
     )
-    full = {"outcome": "complete", "initial_loss": 5.5, "final_loss": 2.0, "goodput": 0.9, "uptime": 1.0,
+    full = {"outcome": "complete", "initial_loss": 5.5, "final_loss": 2.0, "goodput": 0.9,
+            "uptime": 1.0,
             "tokens": {"trained": 10, "merged": 9, "pending": 1, "dropped": 0}, "faults": [fault]}  # fmt: skip
     console = Console(file=io.StringIO(), width=140)
     console.print(summary(full))
