@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_protocol.layout import Piece
-from diloco_syncer.merge import merge
+from diloco_syncer.merge import merge, piece_squares
 from diloco_syncer.weights import weights
 
 
@@ -80,6 +80,10 @@ def test_merge_is_the_algorithm_of_section_5(
     assert result.norm == pytest.approx(np.linalg.norm(expected), rel=1e-5, abs=1e-12)
     for norm, delta in zip(result.norms, deltas, strict=True):
         assert norm == pytest.approx(np.linalg.norm(delta.astype(np.float64)), rel=1e-12)
+    squares = [piece_squares(pieces, delta, threads=threads) for delta in deltas]
+    again = merge(pieces, deltas, shares, method, squares=squares)
+    assert again.delta.tobytes() == result.delta.tobytes()
+    assert (again.norms, again.norm, again.cancelled) == (result.norms, result.norm, result.cancelled)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 8, 16, 32])
@@ -171,6 +175,7 @@ def test_what_is_not_finite_is_refused_by_name(method: str, bad: float, count: i
     deltas[-1][150] = bad
     with pytest.raises(ValueError, match=f"push {count - 1}: holds a value that is not finite"):
         merge(pieces_of([100, 200]), deltas, [1 / count] * count, method)
+    assert not np.isfinite(piece_squares(pieces_of([100, 200]), deltas[-1])).all()
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:
@@ -189,6 +194,8 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     ]:
         with pytest.raises(ValueError, match=what):
             merge(bad_pieces, bad_deltas, shares, method)
+    with pytest.raises(ValueError, match="squares: not one array per push"):
+        merge(pieces, deltas, [0.5, 0.5], "rda", squares=[np.zeros(2)])
     with pytest.raises(ValueError, match="shares memory"):
         merge(pieces, deltas, [0.5, 0.5], "rda", out=deltas[0])
     out = np.empty(300, np.float32)
