@@ -1,0 +1,53 @@
+"""Bigram entropy of a job's held-out data: what a model that sees one token back could reach at best.
+
+    python bench/bigram.py examples/tiny-gpt.yaml [--report runs/demo/report.json] [--json]
+
+Prints the empirical conditional entropy of the held-out split in nats per token, counted over
+the predictions that the evaluator scores (text.bigram_entropy), and with a run's report
+how far below it the run ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from diloco_protocol.load import JobError, load_job
+from diloco_worker import data
+from diloco_worker.data.text import TokenSequences, bigram_entropy
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("job", type=Path)
+    parser.add_argument("--report", type=Path, help="report.json of a run of the job")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    try:
+        job = load_job(arguments.job)
+        held_out = data.load(job.spec, held_out=True, directory=arguments.job.resolve().parent)
+    except JobError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if not isinstance(held_out, TokenSequences):
+        print("the job's data are no text", file=sys.stderr)
+        return 2
+    entropy = bigram_entropy(held_out)
+    final = json.loads(arguments.report.read_text())["final_loss"] if arguments.report else None
+    if arguments.json:
+        row = {"name": "bigram entropy", "value": entropy, "unit": "nats per token"}
+        against = {"against": "final_loss", "ratio": final / entropy} if final is not None else {}
+        print(json.dumps([{**row, **against}]))
+    else:
+        print(f"bigram entropy of {len(held_out)} held-out sequences: {entropy:.4f} nats per token")
+        if final is not None:
+            print(f"final loss {final:.4f}: {entropy - final:.4f} nats below")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
