@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
 import time
 from pathlib import Path
 from typing import Any, TextIO
@@ -35,6 +36,8 @@ class Journal:
         self.follow()
         if status is not None:
             self.sample(status)
+        if self._events is not None:
+            self._events.flush()
 
     def sample(self, status: dict[str, Any]) -> None:
         """Write the figures of a status document (docs/design.md, syncer)."""
@@ -105,19 +108,29 @@ class Journal:
 
 
 class _Events:
-    """TensorBoard's own writer, without torch."""
+    """TensorBoard's event files by its own record format, without torch, and without its writer's
+    thread, in which a full disk would end with a traceback that nobody can catch."""
 
     def __init__(self, directory: Path) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event, self._summary = Event, Summary
-        self._writer = EventFileWriter(str(directory), max_queue_size=64, flush_secs=10)
+        directory.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+        self._writer = RecordWriter((directory / name).open("ab"))
+        self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def scalar(self, tag: str, value: float, step: int) -> None:
         summary = self._summary(value=[self._summary.Value(tag=tag, simple_value=value)])
-        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=summary))
+        self._add(self._event(wall_time=time.time(), step=step, summary=summary))
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def _add(self, event: Any) -> None:
+        self._writer.write(event.SerializeToString())
 
     def close(self) -> None:
         self._writer.close()

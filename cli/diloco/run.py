@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco import chaos, faults
+from diloco import chaos
 
 if TYPE_CHECKING:
-    from diloco.runner import Result
+    from diloco.outcome import Result
     from diloco.workdir import Workdir
     from diloco_protocol.spec import DiLoCoJob
 
@@ -39,6 +39,7 @@ class Options:
 def run(options: Options) -> int:
     """Run the job; returns the exit code. Raises UsageError."""
     from diloco.members import without_meaning
+    from diloco.outcome import complete
     from diloco.validate import problems_text
     from diloco.workdir import WorkdirError, claim, locked
     from diloco_protocol.files import FileError, write_whole
@@ -68,7 +69,7 @@ def run(options: Options) -> int:
                 try:
                     write_whole(path, data)
                 except (FileError, OSError) as error:
-                    print(f"error: the report cannot be written: {error}", file=sys.stderr)
+                    print(f"error: the report cannot be written: {error.strerror or error}", file=sys.stderr)
                     return result.verdict.exit_code or 1
             _tell(result, report, workdir)
             return result.verdict.exit_code
@@ -140,40 +141,6 @@ def _run_job(
         screen.close()
 
 
-def complete(result: Result, job: DiLoCoJob) -> dict[str, Any]:
-    """report.json: the syncer's report with what only the runner knows. Where the syncer
-    could not be asked, figures are those of its last status, or null."""
-    from diloco_protocol.spec import spec_digest
-
-    status = result.status
-    versions = status.get("versions") or [0]
-    evaluations = status.get("eval_loss") or []
-    known: dict[str, Any] = {
-        "schema": 1, "outcome": None, "seed": job.spec.seed, "spec_digest": spec_digest(job),
-        "layout_digest": None, "wall_seconds": None,
-        "steps": max((slot.get("step") or 0 for slot in status.get("slots") or []), default=0),
-        "merges": status.get("merges") or 0, "versions": {"min": min(versions), "max": max(versions)},
-        "tokens": status.get("tokens") or {"trained": 0, "merged": 0, "pending": 0, "dropped": 0},
-        "ledger": None, "goodput": status.get("goodput"), "uptime": status.get("uptime"),
-        "initial_loss": evaluations[0][1] if evaluations and evaluations[0][0] == 0 else None,
-        "final_loss": None, "eval_loss": evaluations,
-        "bytes_up": status.get("bytes_up") or 0, "bytes_down": status.get("bytes_down") or 0,
-        "learners": None, "faults": [], "holds": None, "syncer": {"epoch": status.get("epoch")},
-    }  # fmt: skip
-    report = {**known, **(result.report or {})}
-    report["outcome"] = result.verdict.outcome
-    report["message"] = result.verdict.message
-    report["wall_seconds"] = round(result.wall_seconds, 3)
-    report["faults"] = faults.rows(result.faults, result.events)
-    syncer = report["syncer"]
-    report["syncer"] = {
-        **syncer,
-        "restarts": result.syncer_restarts,
-        "peak_rss_bytes": max(result.syncer_peak_rss_bytes, syncer.get("peak_rss_bytes") or 0),
-    }
-    return report
-
-
 def _tell(result: Result, report: dict[str, Any], workdir: Workdir) -> None:
     from rich.console import Console
 
@@ -207,4 +174,4 @@ def tail(path: Path, lines: int) -> list[str]:
         return []
 
 
-__all__ = ["Options", "UsageError", "check_listen", "complete", "run", "tail"]
+__all__ = ["Options", "UsageError", "check_listen", "run", "tail"]

@@ -24,12 +24,10 @@ import sys
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.chaos import Fault
-from diloco.faults import Event, Injected
 from diloco.hub import Hub, HubError
 from diloco.injector import Injector
 from diloco.journal import Journal
@@ -42,6 +40,7 @@ from diloco.members import (
     threads_each,
     worker_environment,
 )
+from diloco.outcome import OUTCOMES, Result, Verdict
 from diloco.processes import Child, Process, StartError, Zygote
 from diloco.proxy import Proxy
 from diloco.screen import Screen, View
@@ -60,30 +59,6 @@ DRAIN_SECONDS = 10.0  # after Ctrl-C, for learners to offer their work and the s
 LEAVE_SECONDS = 10.0  # after the job's end, for processes to leave by themselves
 TERM_SECONDS = 3.0  # between SIGTERM and SIGKILL
 GONE_TRIES = 5  # process-gone calls while the syncer does not answer
-
-OUTCOMES = {"complete": ("complete", 0), "failed": ("failed", 1), "suspended": ("interrupted", 130)}
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """How the run ended: report.json's ``outcome``, the exit code, and why."""
-
-    outcome: str
-    exit_code: int
-    message: str = ""
-    log_of: str = ""  # the process whose log has more
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    verdict: Verdict
-    report: dict[str, Any] | None  # the syncer's; None: it could not be had
-    status: dict[str, Any]  # the last one seen
-    faults: list[Injected]
-    events: list[Event]
-    syncer_restarts: int
-    syncer_peak_rss_bytes: int
-    wall_seconds: float
 
 
 class Runner:

@@ -47,6 +47,7 @@ class Watch:
         self._merges = -1
         self._seen_at = 0.0
         self._told_resumed = False
+        self._problem = ""
         self._told_starved: dict[int, float] = {}  # slot -> the event's time
 
     @property
@@ -96,6 +97,7 @@ class Watch:
             return False
         self.view.status, self.view.serving, self._seen_at = status, True, time.monotonic()
         self._tell_resumed(status)
+        self._tell_problem(str(status.get("store_problem") or ""))
         self._follow_merges(status)
         self._follow_events(status)
         places = {(m.region, m.ordinal): m.name for m in self._members if m.kind is Kind.LEARNER}
@@ -133,6 +135,13 @@ class Watch:
                 f"going on from the checkpoint in {self._store}: step {step}, {status['merges']:,} merges,"
                 f" {tokens:,} tokens", "bold",
             )  # fmt: skip
+
+    def _tell_problem(self, problem: str) -> None:
+        """The syncer cannot write its store: nothing is merged until it can."""
+        if bool(problem) != bool(self._problem):
+            text = f"the syncer waits: {problem}" if problem else "the store can be written again"
+            self.screen.event(text, "bold red" if problem else "green")
+        self._problem = problem
 
     def _follow_events(self, status: dict[str, Any]) -> None:
         slots = {slot.get("slot"): slot for slot in status.get("slots") or []}

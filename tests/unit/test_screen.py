@@ -111,7 +111,8 @@ def test_the_summary_of_full_and_of_empty_reports() -> None:
     )
     full = {"outcome": "complete", "initial_loss": 5.5, "final_loss": 2.0, "goodput": 0.9,
             "uptime": 1.0,
-            "tokens": {"trained": 10, "merged": 9, "pending": 1, "dropped": 0}, "faults": [fault]}  # fmt: skip
+            "tokens": {"trained": 10, "merged": 9, "pending": 1, "dropped": 0},
+            "faults": [fault]}  # fmt: skip
     console = Console(file=io.StringIO(), width=140)
     console.print(summary(full))
     console.print(summary({}))
