@@ -98,6 +98,10 @@ class Sessions:
         connection = Connection(next(self._numbers))
         try:
             join = await self._first(stream, connection)
+        except TimeoutError:
+            await context.abort(
+                grpc.StatusCode.DEADLINE_EXCEEDED, f"no Join within {wire.JOIN_SECONDS:.0f} s"
+            )
         except WireError as error:
             await context.write(refusal("bad-join", str(error), True).SerializeToString())
             return
@@ -108,11 +112,8 @@ class Sessions:
         await self._pump(stream, context, connection)
 
     async def _first(self, stream: AsyncIterator[bytes], connection: Connection) -> ev.Join:
-        try:
-            async with asyncio.timeout(wire.JOIN_SECONDS):
-                raw = await anext(stream, None)
-        except TimeoutError as error:
-            raise WireError(f"no Join within {wire.JOIN_SECONDS:.0f} s") from error
+        async with asyncio.timeout(wire.JOIN_SECONDS):
+            raw = await anext(stream, None)
         if raw is None:
             raise WireError("the stream ended before Join")
         first = wire.parse(sync_pb2.LearnerMessage, raw)
