@@ -20,9 +20,7 @@ from diloco_worker.data.text import TokenSequences, bigram_entropy
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description="Bigram entropy of a job's held-out data.")
     parser.add_argument("job", type=Path)
     parser.add_argument("--report", type=Path, help="report.json of a run of the job")
     parser.add_argument("--json", action="store_true")

@@ -20,6 +20,7 @@ from diloco_protocol.load import JobError
 from diloco_protocol.spec import BatchSpec, DataSpec, EvaluationSpec, JobSpec, RegionSpec, TrainingSpec
 from diloco_worker import data
 from diloco_worker.data import cache, corpus, text
+from diloco_worker.data.shuffle import Permutation
 from diloco_worker.data.split import Split
 
 
@@ -62,6 +63,28 @@ def test_split_ends_where_it_ends() -> None:
         Split.of(10, 1.0)
 
 
+@given(st.integers(1, 3000), st.integers(0, 2**32 - 1))
+@settings(max_examples=60, deadline=None)
+def test_shuffle_is_a_permutation(size: int, seed: int) -> None:
+    order = Permutation(size, seed)
+    assert sorted(order(i) for i in range(size)) == list(range(size))
+
+
+def test_shuffle_depends_on_the_seed_and_leaves_no_neighbours_together() -> None:
+    size = 100_000
+    one, same, other = Permutation(size, 1), Permutation(size, 1), Permutation(size, 2)
+    places = np.array([one(i) for i in range(2000)])
+    assert places.tolist() == [same(i) for i in range(2000)]
+    assert (places != np.array([other(i) for i in range(2000)])).mean() > 0.99
+    # A block of consecutive sequences comes from everywhere, evenly.
+    counts, _ = np.histogram(places, bins=20, range=(0, size))
+    assert ((counts - 100.0) ** 2 / 100).sum() < 50  # chi-squared with 19 degrees of freedom: p < 1e-4
+    assert np.mean(np.abs(np.diff(places)) < 100) < 0.02
+    for i in (-1, size):
+        with pytest.raises(IndexError):
+            one(i)
+
+
 # ------------------------------------------------------------------ text
 
 
@@ -70,14 +93,15 @@ def test_every_byte_is_in_one_sequence_of_one_part(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(source[:400])
     (tmp_path / "b.bin").write_bytes(source[400:])
     job = spec(paths=["b.bin", "a.bin"], sequence_length=10)
-    train = data.load(job, directory=tmp_path)
+    train: Any = data.load(job, directory=tmp_path)
     held = data.load(job, held_out=True, directory=tmp_path)
     assert (len(train), len(held)) == (75, 25)
+    seen = sorted(bytes(train[k]["input_ids"].tolist()) for k in range(75))
+    assert seen == sorted(bytes(train.inner[k]["input_ids"].tolist()) for k in range(75))
     joined = source[400:] + b"\0" + source[:400] + b"\0"
     rows = {i: bytes(held[i // 4]["input_ids"].tolist()) for i in range(3, 100, 4)}
-    rows |= {
-        i: bytes(train[k]["input_ids"].tolist()) for k, i in enumerate(i for i in range(100) if i % 4 != 3)
-    }
+    kept = [i for i in range(100) if i % 4 != 3]
+    rows |= {i: bytes(train.inner[k]["input_ids"].tolist()) for k, i in enumerate(kept)}
     assert b"".join(rows[i] for i in range(100)) == joined[:1000]
     item = train[0]
     assert item["input_ids"].dtype == torch.int64 and torch.equal(item["input_ids"], item["labels"])
@@ -117,9 +141,10 @@ def test_standard_library_is_the_interpreters_own_source() -> None:
     assert {"os.py", "json/decoder.py", "asyncio/events.py"} <= set(names)
     assert not any("site-packages" in n or n.startswith("test/") or "_sysconfigdata" in n for n in names)
     job = spec(fraction=0.01, paths=["python-stdlib"])
-    train, held = data.load(job), data.load(job, held_out=True)
+    train: Any = data.load(job)
+    held = data.load(job, held_out=True)
     assert len(train) > 40_000 and len(held) == (len(train) + len(held)) // 100
-    first = bytes(train[0]["input_ids"].tolist())
+    first = bytes(train.inner[0]["input_ids"].tolist())
     assert files[0].read_bytes().startswith(first[:100])
 
 
@@ -184,7 +209,8 @@ def test_transformers_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(" ".join(f"w{i}" for i in range(100)))
     (tmp_path / "b.txt").write_text(" ".join(f"w{i}" for i in range(200, 300)))
     job = spec(paths=["a.txt", "b.txt"], sequence_length=101, tokenizer=str(folder), fraction=None)
-    found = data.load(job, directory=tmp_path)
+    loaded: Any = data.load(job, directory=tmp_path)
+    found = loaded.inner
     assert isinstance(found, text.TokenSequences) and found.tokens.dtype == np.uint16
     assert found[0]["input_ids"].tolist() == [*range(1, 101), 0]
     assert found[1]["input_ids"].tolist() == [*range(201, 301), 0]
@@ -341,8 +367,8 @@ class TestHub:
     def test_text_column(self, tmp_path: Path) -> None:
         name = self.saved(tmp_path / "d", {"text": ["ab" * 20, "cd" * 20], "other": [1, 2]})
         job = spec(source="datasets", name=name, sequence_length=41, fraction=None)
-        found = data.load(job, directory=tmp_path, cache_directory=tmp_path / "cache")
-        assert bytes(found[1]["input_ids"].tolist()) == b"cd" * 20 + b"\0"
+        found: Any = data.load(job, directory=tmp_path, cache_directory=tmp_path / "cache")
+        assert bytes(found.inner[1]["input_ids"].tolist()) == b"cd" * 20 + b"\0"
 
     def test_rows_as_they_are(self, tmp_path: Path) -> None:
         name = self.saved(tmp_path / "d", {"input_ids": [[i, i + 1] for i in range(8)]}, "train")
@@ -355,7 +381,8 @@ class TestHub:
     def test_images(self, tmp_path: Path) -> None:
         rows = {"pixel_values": [[[[0.5, 1.0]]]] * 4, "labels": [0, 1, 0, 1]}
         job = spec(source="datasets", name=self.saved(tmp_path / "d", rows), fraction=None)
-        item = data.load(job, directory=tmp_path)[1]
+        found: Any = data.load(job, directory=tmp_path)
+        item = found.inner[1]
         assert item["pixel_values"].shape == (1, 1, 2) and item["pixel_values"].dtype == torch.float32
         assert item["labels"].shape == () and int(item["labels"]) == 1
 

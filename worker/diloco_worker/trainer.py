@@ -18,6 +18,7 @@ from torch import nn
 from diloco_protocol.spec import DiLoCoJob
 
 from . import compute, data, models, schedule
+from .data.shuffle import mix
 from .learner import Learner
 
 log = logging.getLogger(__name__)
@@ -94,11 +95,8 @@ def parts(batch: Mapping[str, torch.Tensor], count: int) -> Iterator[dict[str, t
 
 
 def dropout_seed(seed: int, slot: int, step: int) -> int:
-    """A seed of its own for each (job seed, slot, step), below 2^63: SplitMix64's mixing of the three."""
+    """A seed of its own for each (job seed, slot, step), below 2^63."""
     value = 0
     for part in (seed, slot, step):
-        value = (value + part + 0x9E3779B97F4A7C15) & (2**64 - 1)
-        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
-        value ^= value >> 31
+        value = mix(value + part + 0x9E3779B97F4A7C15)
     return value >> 1

@@ -3,8 +3,9 @@
 A data set has ``len(data)`` and ``data[i]``, an item being a dict of tensors that the
 model takes: ``input_ids`` and ``labels`` (int64 [sequenceLength]) for text,
 ``pixel_values`` (float32 [channels, height, width]) and ``labels`` (int64 []) for images.
-The learner's leases decide which items a process trains on; nothing here is random,
-and every process of a job sees the same items under the same numbers.
+The learner's leases decide which items a process trains on. The training part comes
+shuffled by the job's seed (shuffle.py says why), and every process of a job sees the same
+items under the same numbers.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from diloco_protocol.spec import JobSpec
 
 from ..errors import job_error
 from . import hub, python, text
+from .shuffle import Permutation, Shuffled
 
 __all__ = ["Dataset", "check", "load", "tokens_in"]
 
@@ -66,7 +68,8 @@ def load(
     else:
         found = python.load(data, held_out, directory)
     check(spec, found, held_out)
-    return found
+    # What is held out keeps its order: the evaluator spreads what it takes over all of it.
+    return found if held_out else Shuffled(found, Permutation(len(found), spec.seed))
 
 
 def check(spec: JobSpec, data: Dataset, held_out: bool) -> None:
