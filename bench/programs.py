@@ -7,10 +7,11 @@ import os
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Collection
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from diloco_protocol.credentials import make_key
 from diloco_protocol.load import job_to_json
@@ -69,6 +70,12 @@ class Syncer:
     def address(self) -> str:
         """host:port for learners."""
         return str(json.loads(self.addresses_file.read_text(encoding="utf-8"))["sync"])
+
+    def status(self) -> dict[str, Any]:
+        """The status document."""
+        address = json.loads(self.addresses_file.read_text(encoding="utf-8"))["http"]
+        with urllib.request.urlopen(f"http://{address}/status", timeout=10) as page:
+            return dict(json.load(page))
 
     def log_end(self) -> str:
         return "\n".join(self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])

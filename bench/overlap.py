@@ -1,0 +1,208 @@
+"""What synchronisation costs the training thread: time inside the library, and step time with and without.
+
+A learner process trains the demo's model (examples/tiny-gpt.yaml, one learner, otherwise
+its own settings: every 24 steps each fragment, int4 up) through the library, against the
+real syncer program. A second process trains the same model on the same data without the
+library. They take turns on one core, some steps each, and the syncer has another core.
+While one trains the other stands still, so both see the same machine.
+
+*Stalled* is what the library itself counts: the training thread's time inside its calls,
+from being handed a batch to being handed the next, less the loop's own work. The
+background thread shares the core with training here, which is the worst case; what it
+takes shows in the step time. A turn's first step is not counted: its caches are cold.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import common
+import programs
+from diloco_protocol.load import load_job
+from diloco_protocol.spec import DiLoCoJob
+
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "tiny-gpt.yaml"
+OVERRIDES = (
+    "training.stop={steps: 1000000}",
+    "training.evaluation=null",
+    "training.optimizer.schedule=constant",
+    "regions.0.learners=1",
+    "syncer.checkpoint.everySeconds=3600",
+    "sync.heartbeat.timeoutSeconds=600",
+)
+WAIT_SECONDS = 180.0
+SETTLE_SECONDS = 0.3  # between turns, for what the background has under way
+
+
+def main() -> None:
+    args = common.arguments(__doc__ or "").parse_args()
+    turns, steps = (3, 12) if args.quick else (12, 72)  # 72: each fragment three times
+    cores = sorted(os.sched_getaffinity(0))
+    ours, theirs = {cores[0]}, {cores[-1]}
+    job = load_job(EXAMPLE, OVERRIDES)
+    context = multiprocessing.get_context("spawn")
+    pipes: dict[str, Connection] = {}
+    children: list[Any] = []
+    with (
+        tempfile.TemporaryDirectory(prefix="diloco-bench-") as folder,
+        programs.Syncer(Path(folder), job, theirs) as syncer,
+    ):
+        for name, target in (("with", synchronised), ("without", alone)):
+            pipes[name], end = context.Pipe()
+            given = (end, ours, str(syncer.job_file), syncer.address)
+            child = context.Process(target=target, args=given, daemon=True)
+            child.start()
+            children.append(child)
+            ask(pipes[name], 0, children)  # ready to take its first step
+        measured: dict[str, list[tuple[float, float]]] = {name: [] for name in pipes}
+        for name in pipes:
+            ask(pipes[name], steps, children)  # warm up; the learner's first merges
+        for turn in range(turns):
+            for name in ("with", "without") if turn % 2 else ("without", "with"):
+                time.sleep(SETTLE_SECONDS)
+                measured[name].append(ask(pipes[name], steps, children))
+        merges = syncer.status()["merges"]
+        for pipe in pipes.values():
+            pipe.send(-1)
+        for child in children:
+            child.join(60)
+    if merges == 0:
+        raise SystemExit("bench/overlap: nothing was merged, so nothing was measured")
+    where = "one core" if len(cores) == 1 else "a core each"
+    common.show(
+        figures(measured), args.json, f"{turns} turns of {steps} steps; learner and syncer on {where}"
+    )
+
+
+def figures(measured: dict[str, list[tuple[float, float]]]) -> list[common.Row]:
+    """``measured``: per turn (median seconds of a step, share of the time that was stalled)."""
+    step = {name: [seconds for seconds, _ in turns] for name, turns in measured.items()}
+    stalled = statistics.mean(share for _, share in measured["with"])
+    value = statistics.median(step["with"])
+    return [
+        common.Row(
+            "training thread inside the library",
+            100 * stalled,
+            "%",
+            "the training thread's wall time",
+            stalled,
+        ),
+        common.Row(
+            "step, synchronised", 1e3 * value, "ms", "the same loop alone",
+            common.paired(step["without"], step["with"]),
+        ),
+    ]  # fmt: skip
+
+
+def ask(pipe: Connection, steps: int, children: list[Any]) -> tuple[float, float]:
+    """Have ``steps`` steps made; what came of it."""
+    if steps:
+        pipe.send(steps)
+    end = time.monotonic() + WAIT_SECONDS
+    while not pipe.poll(0.5):
+        if time.monotonic() > end or not all(child.is_alive() for child in children):
+            raise SystemExit("bench/overlap: a training process does not answer; its words are above")
+    first, second = pipe.recv()
+    return float(first), float(second)
+
+
+class Turns:
+    """A training process's side: stands still between turns, and takes the time of each step."""
+
+    def __init__(self, pipe: Connection, stalled: Callable[[], float]) -> None:
+        self._pipe, self._stalled = pipe, stalled
+        self._left = 0
+        self._seconds: list[float] = []
+        self._began = self._last = self._stalled_before = 0.0
+
+    def next(self) -> bool:
+        """Call between two steps; False: no more."""
+        now = time.monotonic()
+        if self._left:
+            self._seconds.append(now - self._last)
+            self._left -= 1
+        if not self._left:
+            if self._seconds:
+                stalled = self._stalled() - self._stalled_before
+                self._pipe.send((statistics.median(self._seconds[1:]), stalled / (now - self._began)))
+                self._seconds = []
+            else:
+                self._pipe.send((0.0, 0.0))
+            steps = self._pipe.recv()
+            if steps < 0:
+                return False
+            self._left, self._stalled_before = steps, self._stalled()
+            now = self._began = time.monotonic()
+        self._last = now
+        return True
+
+
+def begin(cores: set[int], job_file: str, address: str) -> tuple[DiLoCoJob, Any, Any, Any]:
+    """(job, model, optimizer, data set), as the built-in trainer makes them, on ``cores``."""
+    os.sched_setaffinity(0, cores)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["DILOCO_JOB_FILE"], os.environ["DILOCO_SYNCER"] = job_file, address
+    os.environ["DILOCO_JOB_DIRECTORY"] = str(EXAMPLE.parent)
+    import torch
+
+    from diloco_protocol.load import job_from_json
+    from diloco_worker import data, models, schedule
+
+    torch.set_num_threads(1)
+    job = job_from_json(Path(job_file).read_text(encoding="utf-8"))
+    model = models.build(job.spec, job.spec.seed)
+    return job, model, schedule.build_optimizer(model, job.spec.training.optimizer), data.load(job.spec)
+
+
+def trained(job: DiLoCoJob, model: Any, optimizer: Any, batch: Any) -> tuple[int, Any]:
+    """One step of the built-in trainer; (tokens, loss)."""
+    import torch
+
+    from diloco_worker import data, trainer
+
+    training = job.spec.training
+    loss = trainer.step(
+        model, optimizer, batch, training.batch.accumulation, training.optimizer.clip_norm, torch.float32
+    )
+    return data.tokens_in(batch), loss
+
+
+def synchronised(pipe: Connection, cores: set[int], job_file: str, address: str) -> None:
+    """The loop through the library."""
+    job, model, optimizer, dataset = begin(cores, job_file, address)
+    from diloco_worker import Learner
+
+    with Learner.from_environment(model, optimizer) as learner:
+        turns = Turns(pipe, lambda: learner.metrics["stalled_seconds"])
+        for batch in learner.batches(dataset):
+            if not turns.next():
+                break
+            tokens, loss = trained(job, model, optimizer, batch)
+            learner.after_step(tokens=tokens, loss=loss)
+    sys.exit(learner.exit_code)
+
+
+def alone(pipe: Connection, cores: set[int], job_file: str, address: str) -> None:
+    """The same loop without it: batches of the same data set, in order."""
+    job, model, optimizer, dataset = begin(cores, job_file, address)
+    from diloco_worker.feed import stack
+
+    turns = Turns(pipe, lambda: 0.0)
+    size, at = job.spec.training.batch.sequences, 0
+    while turns.next():
+        batch = stack([dataset[(at + i) % len(dataset)] for i in range(size)])
+        at += size
+        trained(job, model, optimizer, batch)
+
+
+if __name__ == "__main__":
+    main()
