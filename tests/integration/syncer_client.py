@@ -75,7 +75,7 @@ class SyncerProcess:
         self.launch()
         return self.await_serving()
 
-    def launch(self) -> None:
+    def launch(self, *options: str) -> None:
         self.starts += 1
         addresses = self.folder / "addresses"
         addresses.unlink(missing_ok=True)
@@ -84,7 +84,7 @@ class SyncerProcess:
                 [
                     sys.executable, "-m", "diloco_syncer", "--job", self.folder / "job.json",
                     "--store", self.store, "--control-key-file", self.folder / "key",
-                    "--address-file", addresses, "--threads", "1",
+                    "--address-file", addresses, "--threads", "1", *options,
                 ],
                 stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"},
             )  # fmt: skip
