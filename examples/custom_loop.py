@@ -41,17 +41,22 @@ class ConvLM(nn.Module):
 
 
 class SourceCode(torch.utils.data.Dataset):
-    """The standard library's top-level modules, LENGTH + 1 bytes at a time."""
+    """The standard library's top-level modules, LENGTH + 1 bytes at a time.
+
+    The same in every learner, and shuffled: a learner is leased runs of neighbouring items.
+    """
 
     def __init__(self) -> None:
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
         self.bytes = np.concatenate([np.frombuffer(f.read_bytes(), np.uint8) for f in files])
+        self.order = np.random.default_rng(0).permutation((len(self.bytes) - 1) // LENGTH)
 
     def __len__(self) -> int:
-        return (len(self.bytes) - 1) // LENGTH
+        return len(self.order)
 
     def __getitem__(self, i: int) -> torch.Tensor:
-        return torch.from_numpy(self.bytes[i * LENGTH : (i + 1) * LENGTH + 1].astype(np.int64))
+        start = self.order[i] * LENGTH
+        return torch.from_numpy(self.bytes[start : start + LENGTH + 1].astype(np.int64))
 
 
 def main() -> int:
