@@ -89,8 +89,8 @@ class Phases:
         if self._stop_reached(now):
             return self._drain(PhaseName.COMPLETE, "the stop is reached", now)
         quorum = self.config.rules.quorum
-        # A suspect slot is not given up yet.
-        active = sum(s.state in (SlotState.ACTIVE, SlotState.SUSPECT) for s in self.job.members.slots)
+        # A suspect slot is not given up yet, and a draining one still takes part by its offers.
+        active = sum(s.occupied for s in self.job.members.slots)
         if active < quorum and self.job.phase is PhaseName.TRAINING:
             self.job.clock.hold(now)
             message = f"{active} of {quorum} learners that a merge needs are active"
