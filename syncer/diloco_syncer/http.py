@@ -56,7 +56,7 @@ class HttpServer:
     def __init__(self, pages: dict[str, Page]) -> None:
         self._pages = pages
         self._server: asyncio.Server | None = None
-        self._open = 0
+        self._open: set[asyncio.StreamWriter] = set()
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port. Raises OSError if it cannot be had."""
@@ -66,19 +66,17 @@ class HttpServer:
     async def stop(self) -> None:
         if self._server is not None:
             self._server.close()
+            for writer in self._open:  # whoever has not asked yet gets no answer
+                writer.close()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(2):
                     await self._server.wait_closed()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._open += 1
+        self._open.add(writer)
         try:
             async with asyncio.timeout(REQUEST_SECONDS):
-                if self._open > MAX_CONNECTIONS:
-                    answer = (503, "text/plain", b"too many connections: try again\n")
-                else:
-                    answer = await self._answer(reader)
-                status, content_type, body = answer
+                status, content_type, body = await self._answer(reader)
                 head = (
                     f"HTTP/1.1 {status} {_REASONS[status]}",
                     f"Content-Type: {content_type}",
@@ -91,15 +89,22 @@ class HttpServer:
         except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
             log.debug("http: %s", error)
         finally:
-            self._open -= 1
+            self._open.discard(writer)
             writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader) -> tuple[int, str, bytes]:
         try:
             head = await reader.readuntil(b"\r\n\r\n")
             method, target, _ = head.split(b"\r\n", 1)[0].decode("ascii").split(" ")
-        except (asyncio.LimitOverrunError, ValueError):
+        except asyncio.LimitOverrunError:
+            await reader.read(
+                4 * MAX_REQUEST
+            )  # bytes left unread would reset the connection under the answer
+            return 400, "text/plain", b"the request is too long\n"
+        except ValueError:
             return 400, "text/plain", b"not an HTTP request\n"
+        if len(self._open) > MAX_CONNECTIONS:
+            return 503, "text/plain", b"too many connections: try again\n"
         if method != "GET":
             return 405, "text/plain", b"only GET\n"
         page = self._pages.get(target.partition("?")[0])
