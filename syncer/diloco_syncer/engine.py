@@ -185,6 +185,8 @@ class Engine:
 
     async def close(self, checkpoint: bool) -> None:
         """Stop all work; with ``checkpoint``, make everything durable before (not after a higher epoch)."""
+        if checkpoint:
+            await self.payloads.settle(5.0)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

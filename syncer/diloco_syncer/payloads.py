@@ -153,6 +153,11 @@ class Payloads:
             await asyncio.sleep(SWEEP_SECONDS)
             self.assemblies.sweep(time.monotonic())
 
+    async def settle(self, seconds: float) -> None:
+        """Wait until accepted offers are durable, at most so long."""
+        if self._spooling:
+            await asyncio.wait(list(self._spooling.values()), timeout=seconds)
+
     def close(self) -> None:
         """Nobody gets a verdict any more: the calls end, and the senders try again elsewhere."""
         for payload in self._held.values():
