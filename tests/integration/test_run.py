@@ -41,6 +41,9 @@ spec:
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
+pytestmark = pytest.mark.timeout(300)  # each waits with its own limits, which name what did not come
+
+
 class Run:
     """One ``diloco run`` in a process of its own, its output in a file."""
 
