@@ -47,6 +47,7 @@ class Connection:
         self.process = ""
         self.queue: deque[bytes] = deque()
         self.wake = asyncio.Event()
+        self.welcomed = False  # Welcome comes first; what is said to all before it is in it
         self.closing = False  # end the stream when the queue is sent
         self.overflowed = False
 
@@ -230,6 +231,7 @@ class Sessions:
         connection = self._connections.get(action.connection)
         if connection is not None:
             connection.send(message)
+            connection.welcomed |= isinstance(action, ev.Admit)
             if isinstance(action, ev.Refuse | ev.AskInitial):
                 connection.end()
 
@@ -237,11 +239,14 @@ class Sessions:
         """Tell every connection the phase."""
         told = sync_pb2.SyncerMessage(phase=phase_to(phase, message))
         for connection in self._connections.values():
-            connection.send(told)
+            if connection.welcomed:
+                connection.send(told)
 
     def _announce(self, action: ev.Announce, broadcast: Broadcast) -> None:
         nobody = ev.MergedPush()
         for number, connection in self._connections.items():
+            if not connection.welcomed:
+                continue
             merged = action.merged.get(number, nobody)
             told = announcement(broadcast, self._engine.epoch, merged, action.job_tokens)
             connection.send(sync_pb2.SyncerMessage(announcement=told))

@@ -184,6 +184,7 @@ class Client:
         self.call = self.channel.stream_stream(wire.SESSION)()
         await self.say(join=sync_pb2.Join(**(fields | changes)))
         first = sync_pb2.SyncerMessage.FromString(await asyncio.wait_for(self.call.read(), 10))
+        assert first.WhichOneof("kind") in ("welcome", "refusal"), first
         if first.HasField("welcome"):
             self.welcome = first.welcome
             self._reader = asyncio.create_task(self._read())

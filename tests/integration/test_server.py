@@ -453,3 +453,14 @@ async def test_a_reader_that_does_not_read_is_disconnected_and_nobody_waits(sync
             await until(lambda: syncer.status()["sessions"] == 1)
 
     await run()
+
+
+async def test_welcome_comes_first_whatever_is_said_to_all_meanwhile(syncer: SyncerProcess) -> None:
+    async with Clients(syncer) as clients:
+        a = await clients.first()
+        # Version 0, phases and merges are announced while others join; join() checks what comes first.
+        for round_ in range(3):
+            joining = [asyncio.create_task(clients(1).join()) for _ in range(5)]
+            await turn(a, round_)
+            for first in await asyncio.gather(*joining):
+                assert first.HasField("welcome") and len(first.welcome.fragments) == len(LAYOUT)
