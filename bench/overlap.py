@@ -158,6 +158,9 @@ def begin(cores: set[int], job_file: str, address: str) -> tuple[DiLoCoJob, Any,
     from diloco_worker import data, models, schedule
 
     torch.set_num_threads(1)
+    # The allocator keeps what it is given back once it has seen a block so large. The library's
+    # own buffers would do this for one process and not for the other.
+    torch.ones(31 << 20, dtype=torch.uint8)
     job = job_from_json(Path(job_file).read_text(encoding="utf-8"))
     model = models.build(job.spec, job.spec.seed)
     return job, model, schedule.build_optimizer(model, job.spec.training.optimizer), data.load(job.spec)
