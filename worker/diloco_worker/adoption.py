@@ -15,8 +15,9 @@ fragment carries is always ``now - marks[0].point``, in integers.
 
 A *snapshot* is θ_p at one point, taken for a push or an offer. It is kept until
 the push's fate is known, because the merge needs it: of the work above the base
-the part up to the snapshot is in Θ' then, and the part since then is not. Sending
-changes no count. Every live snapshot starts at ``marks[0].point``.
+the part up to the snapshot is in Θ' then, and the part since then is not. If very
+many are open the values of the oldest are given up; should one of them turn out
+to be merged, the steps since then are dropped (overlap). Sending changes no count. Every live snapshot starts at ``marks[0].point``.
 
 A broadcast (Θ', v') names this learner's newest push that was merged in any
 version up to v', and the version that merged it. Then (algorithm.md section 3,
@@ -46,10 +47,12 @@ trained = confirmed + pending (now - marks[0].point) + dropped.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-_MOST_SNAPSHOTS = 8  # per fragment; only a syncer that restarts again and again leaves more open
+# Per fragment, with their values; only a syncer that restarts again and again leaves more open.
+_MOST_SNAPSHOTS = 8
+_MOST_OPEN = 4096  # in all, most of them without their values
 
 
 class Rule(StrEnum):
@@ -196,6 +199,7 @@ class _Snapshot:
     plan: PushPlan
     point: Point
     settled_at: int | None  # from this version on its fate is known; None: an offer, open until merged
+    values: bool = True  # whether θ at ``point`` is still kept
 
 
 @dataclass(slots=True)
@@ -268,8 +272,11 @@ class Adoption:
         return self.now.tokens - marks[0].point.tokens if marks else 0
 
     def steps_alone(self) -> int:
-        """Steps since the fragment that has waited longest last adopted a broadcast."""
-        return max((self.now.step - state.adopted.step for state in self.fragments), default=0)
+        """Steps since this learner last adopted a broadcast, of whichever fragment.
+
+        Not of the fragment that has waited longest: rounds open at the learners' pace, so a
+        learner that pauses while others of its fragments are merged would wait for itself."""
+        return min((self.now.step - state.adopted.step for state in self.fragments), default=0)
 
     @property
     def paused(self) -> bool:
@@ -299,8 +306,8 @@ class Adoption:
 
     def snapshot(self, fragment: int, round: int, version: int) -> tuple[PushPlan, tuple[int, ...]] | None:
         """Plan a push of everything above the base, now. ``version`` is v_p as the pull names
-        it (for an offer: the base's). Returns the plan and the sequences of snapshots that
-        are given up to keep their number bounded; None: no step above the base (zero steps
+        it (for an offer: the base's). Returns the plan and the sequences of snapshots whose
+        values are given up to keep their number bounded; None: no step above the base (zero steps
         are never pushed)."""
         state = self.fragments[fragment]
         steps = self.pending_steps(fragment)
@@ -324,8 +331,11 @@ class Adoption:
             compute_seconds=self.now.seconds - start.seconds,
         )
         settled_at = max(version, state.base.version) + 1 if round else None
-        given_up = sorted(state.snapshots)[: max(0, len(state.snapshots) - _MOST_SNAPSHOTS + 1)]
+        kept = sorted(s for s, old in state.snapshots.items() if old.values)
+        given_up = kept[: max(0, len(kept) - _MOST_SNAPSHOTS + 1)]
         for sequence in given_up:
+            state.snapshots[sequence] = replace(state.snapshots[sequence], values=False)
+        for sequence in sorted(state.snapshots)[: max(0, len(state.snapshots) - _MOST_OPEN + 1)]:
             del state.snapshots[sequence]
         state.snapshots[plan.sequence] = _Snapshot(plan, self.now, settled_at)
         if round and self.config.deterministic:
@@ -419,7 +429,6 @@ class Adoption:
         if merged is not None:
             state.confirmed += merged.point.tokens - since[0].point.tokens
             since = _marks_from(since, merged.point)
-        held = len(state.snapshots)
         alive = [s for s in state.snapshots.values() if _open_after(s, merged, news)]
         state.base, state.adopted = Base(news.epoch, news.version, news.identity), now
         state.marks = since
@@ -432,7 +441,7 @@ class Adoption:
             overwrite = Dropped.ROLLED_BACK
         elif age > self.config.max_versions:
             overwrite = Dropped.STALE
-        elif merged is not None and self.config.rule is Rule.OVERWRITE:
+        elif merged is not None and (self.config.rule is Rule.OVERWRITE or not merged.values):
             overwrite = Dropped.OVERLAP
         if overwrite is not None:
             state.dropped[overwrite] += pending
@@ -442,14 +451,13 @@ class Adoption:
             state.marks = _with_mark(since, Mark(news.version, now))
         forget = tuple(sorted(set(state.snapshots) - {s.plan.sequence for s in alive}))
         state.snapshots = {s.plan.sequence: s for s in alive}
-        assert len(forget) + len(alive) == held
         state.snapshot_step = None
         decision = Decision(
             Kind.REBASE,
             news.fragment,
             merged=merged.plan.sequence if merged else 0,
             forget=forget,
-            move=tuple(sorted(state.snapshots)),
+            move=tuple(sorted(s for s, kept in state.snapshots.items() if kept.values)),
             reset_optimizer=news.reset,
         )
         if overwrite is not None:

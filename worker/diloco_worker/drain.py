@@ -26,16 +26,18 @@ _TRIES = 6  # of one fragment
 
 # After these the same work can be offered again later; after any other refusal it cannot.
 _AGAIN = frozenset(
-    "already-merged other-epoch other-round future-base too-old fenced busy bad-checksum inconsistent".split()
+    ["already-merged", "other-epoch", "other-round", "future-base", "too-old", "fenced", "busy", "bad-checksum", "inconsistent"]
 )
 
 
 @dataclass(slots=True)
 class _Offer:
-    """One fragment's way out. ``waits_above``: the base version that must rise first."""
+    """One fragment's way out. ``made_on``: the base version of what is on its way;
+    ``waits_above``: the base version that must rise first."""
 
     tries: int = 0
     sequence: int | None = None  # on its way
+    made_on: int = 0
     waits_above: int | None = None
     again_at: float = 0.0
     done: bool = False
@@ -95,9 +97,9 @@ def _look(participant: Participant, offers: list[_Offer], now: float) -> bool:
             elif offer.tries >= _TRIES:
                 offer.given_up = f"tried {offer.tries} times: {verdict.reason} {verdict.message}"
             else:
-                offer.waits_above = version if verdict.reason == "already-merged" else None
+                offer.waits_above = offer.made_on if verdict.reason == "already-merged" else None
                 offer.again_at = now + 0.2 * 2**offer.tries
-        elif offer.waits_above is not None and version > offer.waits_above:
+        if offer.waits_above is not None and version > offer.waits_above:
             offer.waits_above, offer.again_at, progress = None, now, True
     if not participant.online:
         return progress
@@ -114,6 +116,8 @@ def _look(participant: Participant, offers: list[_Offer], now: float) -> bool:
         if offer.done or offer.given_up or offer.sequence is not None or offer.waits_above is not None:
             continue
         if now >= offer.again_at:
+            base = adoption.fragments[p].base
+            offer.made_on = base.version if base is not None else 0
             offer.sequence = participant.push(p, round=0, version=0)
             offer.tries += 1
             flying += 1

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import threading
 import time
@@ -52,6 +53,7 @@ log = logging.getLogger(__name__)
 
 _BULK_CHANNELS = 4  # connections are made when a payload is large enough to be split
 _PUSHES_AT_ONCE = 2  # one is encoded while another is uploaded
+_GOODBYE_SECONDS = 2.0
 _STEADY_SECONDS = 10.0  # a session that lived so long starts the backoff anew
 _MOST_QUEUED_PUSHES = 2 * wire.MAX_FRAGMENTS
 
@@ -86,8 +88,10 @@ class Exchange:
         self._executor = ThreadPoolExecutor(2, thread_name_prefix="diloco-codec")
         self._thread = threading.Thread(target=self._run, name="diloco-exchange", daemon=True)
         self._outbox = Outbox()
+        self._lease_numbers = itertools.count()
         self._closing = False
         self._task: asyncio.Task[None] | None = None
+        self._session: Session | None = None
         self._transfers: Transfers | None = None
         self._work: set[asyncio.Task[None]] = set()
         self._pushes: list[Push] = []
@@ -111,8 +115,11 @@ class Exchange:
         """Say something once; see Outbox."""
         self._call(self._outbox.say, key, message)
 
-    def request_lease(self) -> None:
-        self.say("lease", sync_pb2.LearnerMessage(lease_request=sync_pb2.LeaseRequest()))
+    def request_leases(self, count: int) -> None:
+        """Ask for ``count`` more blocks."""
+        for _ in range(count):
+            key = f"lease-{next(self._lease_numbers)}"
+            self.say(key, sync_pb2.LearnerMessage(lease_request=sync_pb2.LeaseRequest()))
 
     def push(self, push: Push) -> None:
         """Encode and send a push; its Verdict comes by mail."""
@@ -199,16 +206,22 @@ class Exchange:
             self._loop.close()
 
     def _close(self) -> None:
+        """Hang up, so that what was said last arrives; a syncer that does not answer is left."""
         self._closing = True
-        if self._task is not None:
+        if self._task is None:
+            return
+        if self._session is None:
             self._task.cancel()
+        else:
+            self._spawn_with(self._session.hang_up)
+            self._loop.call_later(_GOODBYE_SECONDS, self._task.cancel)
 
     async def _is_flushed(self) -> bool:
         return self.connected and self._outbox.empty
 
     async def _serve(self) -> None:
-        attempt = 0
-        while not self._closing:
+        attempt, said = 0, ""
+        while True:
             address = self._settings.address()
             started = time.monotonic()
             if address is None:
@@ -217,8 +230,11 @@ class Exchange:
                 reason = await self._connect(address)
             if time.monotonic() - started > _STEADY_SECONDS:
                 attempt = 0
-            level = logging.INFO if attempt < 3 else logging.WARNING
-            log.log(level, "no session with the syncer: %s", reason)
+            if self._closing:
+                return
+            if reason != said or attempt % 20 == 19:
+                log.warning("no session with the syncer: %s", reason)
+            said = reason
             await asyncio.sleep(pause(attempt, first=0.1, longest=5.0 if address else 1.0))
             attempt += 1
 
@@ -240,7 +256,8 @@ class Exchange:
             if not first.HasField("welcome"):
                 raise wire.WireError("the first message was neither Welcome nor Refusal")
             self._transfers = Transfers(bulk, metadata, self._executor)
-            self.connected = True
+            self._outbox.sending = False
+            self._session, self.connected = session, True
             self._handle(first)
             await session.run(self._outbox, self._heartbeat, self._handle)
         except* SessionEnded as group:
@@ -251,12 +268,9 @@ class Exchange:
             raise _first(group) from None
         finally:
             lost = self.connected
-            self.connected = False
+            self._session, self.connected = None, False
+            session.cancel()
             await self._cancel_work()
-            if self._closing:
-                await asyncio.shield(session.close())
-            else:
-                session.cancel()
             if self._transfers is not None:
                 self._bytes = list(self.transferred)
                 self._transfers = None

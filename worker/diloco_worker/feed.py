@@ -1,9 +1,10 @@
 """Batches ahead of the training: a thread that draws sequences and collates them.
 
 The training thread takes finished batches from a short queue and commits their
-cursors after the step. Leases come in from the exchange; the next one is asked
-for while at least a block is still in hand, so that a learner only waits for a
-lease at its very start or when the syncer is away for a whole block.
+cursors after the step. Leases come in from the exchange, handed on at the step
+boundaries. The next ones are asked for early: data for as many steps as a learner
+goes on alone (``reserve``) are always in hand, so that it waits for a lease only at
+its very start, and a syncer that restarts does not stop it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from .sampling import Draw, Grant, Leases
 from .settings import ConfigurationError
 
 _AHEAD = 3  # collated batches waiting
+_MOST_REQUESTS = 16  # leases asked for and not here yet
+_MOST_LEASES = 128  # held and asked for; wire.MAX_CURSORS bounds what a report can tell
 
 
 def stack(items: Sequence[Any]) -> Any:
@@ -45,8 +48,8 @@ class Batch:
 class Feed:
     """``dataset``: map-style (``__len__``, ``__getitem__``); ``sequences`` of it make a batch.
 
-    ``request`` asks the syncer for one more lease; it must not block. All methods
-    may be called from any thread.
+    ``reserve``: sequences that shall be leased ahead. ``request(n)`` asks the syncer for n more leases, ``ready()`` says that a batch (or an
+    error) is there; neither may block. All methods may be called from any thread.
     """
 
     def __init__(
@@ -54,8 +57,10 @@ class Feed:
         dataset: Any,
         sequences: int,
         seed: int,
-        request: Callable[[], None],
+        request: Callable[[int], None],
+        ready: Callable[[], None],
         collate: Callable[[Sequence[Any]], Any] = stack,
+        reserve: int = 0,
     ) -> None:
         if sequences < 1:
             raise ConfigurationError(f"a batch of {sequences} sequences: at least one is needed")
@@ -65,11 +70,13 @@ class Feed:
                 "give more data, or lower batch.sequences, batch.accumulation or data.sequenceLength"
             )
         self._dataset, self._sequences, self._collate = dataset, sequences, collate
+        self._reserve = max(4 * sequences, reserve)
         self._leases = Leases(seed, len(dataset))
-        self._request = request
-        self._asked = False
+        self._request, self._notify = request, ready
+        self._asked = 0
         self._changed = threading.Condition()
         self._ready: deque[Batch] = deque()
+        self._known = False  # how large a block is
         self._generation = 0
         self._closed = False
         self._error: BaseException | None = None
@@ -81,14 +88,15 @@ class Feed:
     def granted(self, grant: Grant) -> None:
         """The syncer leased one more block."""
         with self._changed:
-            self._asked = False
+            self._asked = max(0, self._asked - 1)
             self._leases.grant(grant)
+            self._known = True
             self._changed.notify_all()
 
     def reconcile(self, grants: Iterable[Grant], continuing: bool) -> None:
         """After a (re)connect: the leases of the seat; a new tenure forgets its old ones."""
         with self._changed:
-            self._asked = False
+            self._asked = 0
             if not continuing:
                 self._leases.clear()
                 self._ready.clear()
@@ -99,16 +107,14 @@ class Feed:
     def ask_again(self) -> None:
         """The connection broke: a request on its way may be lost."""
         with self._changed:
-            self._asked = False
+            self._asked = 0
             self._changed.notify_all()
 
     # ------------------------------------------------------- the training thread's side
 
-    def take(self, timeout: float) -> Batch | None:
-        """The next batch; None: none came within ``timeout`` seconds. Raises what the data set raised."""
+    def take(self) -> Batch | None:
+        """The next batch; None: there is none yet. Raises what the data set raised."""
         with self._changed:
-            if not self._ready and self._error is None:
-                self._changed.wait(timeout)
             if self._ready:
                 batch = self._ready.popleft()
                 self._changed.notify_all()
@@ -143,19 +149,23 @@ class Feed:
                 with self._changed:
                     if generation == self._generation:
                         self._ready.append(Batch(data, draw.cursors))
-                        self._changed.notify_all()
+                self._notify()
         except BaseException as error:  # handed to the training thread, which raises it
             with self._changed:
                 self._error = error
-                self._changed.notify_all()
+            self._notify()
 
     def _next(self) -> tuple[Draw, int] | None:
         with self._changed:
             while not self._closed:
-                low = max(4 * self._sequences, self._leases.block_size)
-                if self._leases.remaining < low and not self._asked:
-                    self._asked = True
-                    self._request()
+                block = max(1, self._leases.block_size)
+                missing = max(self._reserve, block) - self._leases.remaining - self._asked * block
+                most = min(_MOST_REQUESTS, _MOST_LEASES - self._leases.held) if self._known else 1
+                room = most - self._asked
+                if missing > 0 and room > 0:
+                    more = min(-(-missing // block), room)
+                    self._asked += more
+                    self._request(more)
                 if len(self._ready) < _AHEAD:
                     draw = self._leases.draw(self._sequences)
                     if draw is not None:

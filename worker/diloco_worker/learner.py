@@ -182,7 +182,10 @@ class Learner:
         participant = self._start(len(dataset))
         exchange = self._exchange
         assert exchange is not None
-        feed = Feed(dataset, count, self.job.spec.seed, exchange.request_lease, collate)
+        spec = self.job.spec
+        # At most half of this slot's share of an epoch, so that leasing ahead starves nobody.
+        reserve = min(spec.max_steps_alone * count, len(dataset) // (2 * spec.slots))
+        feed = Feed(dataset, count, spec.seed, exchange.request_leases, self._inbox.poke, collate, reserve)
         self._feed = feed
         participant.on_leases = feed.reconcile
         participant.on_lease = feed.granted
@@ -260,11 +263,11 @@ class Learner:
             if participant.over:
                 return None
             tenure = participant.tenure
-            batch = feed.take(0.1)
+            batch = feed.take()
             if batch is not None and participant.tenure == tenure:
                 return batch
             if batch is None:
-                participant.boundary()
+                self._inbox.wait(0.1)
 
     # ------------------------------------------------------------------ start
 

@@ -148,6 +148,13 @@ class Inbox:
     def __init__(self) -> None:
         self._items: deque[Item] = deque()
         self._filled = threading.Condition()
+        self._poked = False
+
+    def poke(self) -> None:
+        """Wake whoever waits: something that is not mail is there (a batch)."""
+        with self._filled:
+            self._poked = True
+            self._filled.notify_all()
 
     def put(self, item: Item) -> None:
         with self._filled:
@@ -164,12 +171,13 @@ class Inbox:
         return items
 
     def wait(self, timeout: float) -> bool:
-        """Until there is something, at most ``timeout`` seconds."""
+        """Until there is mail, or a poke, at most ``timeout`` seconds."""
         end = time.monotonic() + timeout
         with self._filled:
-            while not self._items:
+            while not self._items and not self._poked:
                 left = end - time.monotonic()
                 if left <= 0:
                     return False
                 self._filled.wait(left)
+            self._poked = False
             return True

@@ -83,6 +83,11 @@ class Leases:
         return sum(held.grant.end - held.drawn for held in self._held.values())
 
     @property
+    def held(self) -> int:
+        """Leases that are not finished."""
+        return len(self._held)
+
+    @property
     def block_size(self) -> int:
         """Of the newest lease; 0: there was none."""
         return next(reversed(self._held.values())).grant.block_size if self._held else 0

@@ -9,6 +9,7 @@ what a broken session did not deliver is said in the next one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ class Outbox:
         self._fresh = False
         self._other: dict[str, sync_pb2.LearnerMessage] = {}
         self.wake = asyncio.Event()
+        self.sending = False  # what was taken last is not handed to the transport yet
 
     @property
     def newest_report(self) -> sync_pb2.Report | None:
@@ -55,13 +57,19 @@ class Outbox:
         return self._fresh
 
     @property
-    def empty(self) -> bool:
-        return not self._other and not self._fresh
+    def urgent(self) -> bool:
+        """Whether there is something else to say; it does not wait for the next report's time."""
+        return bool(self._other)
 
-    def take(self, heartbeat: bool) -> list[sync_pb2.LearnerMessage]:
-        """What to send now: other messages after the report that they follow."""
+    @property
+    def empty(self) -> bool:
+        """Whether everything was handed to the transport."""
+        return not self._other and not self._fresh and not self.sending
+
+    def take(self) -> list[sync_pb2.LearnerMessage]:
+        """What to send now: the newest report, then the messages that follow it."""
         messages = []
-        if self._report is not None and (self._fresh or heartbeat):
+        if self._report is not None:
             messages.append(sync_pb2.LearnerMessage(report=self._report))
             self._fresh = False
         messages.extend(self._other.values())
@@ -76,6 +84,7 @@ class Session:
         method: Any = channel.stream_stream(wire.SESSION, request_serializer=None, response_deserializer=None)
         self._call = method(metadata=tuple(metadata))
         self._writing = asyncio.Lock()
+        self._hung_up = False
 
     async def open(self, join: sync_pb2.Join) -> sync_pb2.SyncerMessage:
         """Say Join; the first message back, a Welcome or a Refusal. Raises SessionEnded."""
@@ -95,38 +104,35 @@ class Session:
             async for message in self._messages():
                 handle(message)
 
-    async def close(self) -> None:
-        """Half-close and let the syncer end the stream; at most a second."""
-        try:
-            async with asyncio.timeout(1.0):
+    async def hang_up(self) -> None:
+        """Say that nothing more follows: the syncer then ends the stream, and ``run`` with it."""
+        self._hung_up = True
+        async with self._writing:
+            with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):  # it is over already
                 await self._call.done_writing()
-                while await self._call.read() is not _EOF:
-                    pass
-        except (TimeoutError, aio.AioRpcError, asyncio.InvalidStateError):
-            pass  # it ended by itself, or never will: either way it is cancelled
-        finally:
-            self._call.cancel()
 
     def cancel(self) -> None:
         self._call.cancel()
 
     async def _speak(self, outbox: Outbox, heartbeat_seconds: float) -> None:
         loop = asyncio.get_running_loop()
-        next_heartbeat = loop.time()
+        next_report = next_heartbeat = loop.time()
         while True:
-            beat = loop.time() >= next_heartbeat
-            for message in outbox.take(beat):
-                await self._send(message)
-            if beat:
-                next_heartbeat = loop.time() + heartbeat_seconds
-            await asyncio.sleep(REPORT_SECONDS)
-            if outbox.empty:
-                outbox.wake.clear()
-                try:
-                    async with asyncio.timeout(max(0.0, next_heartbeat - loop.time())):
+            now = loop.time()
+            if outbox.urgent or now >= next_heartbeat or (outbox.fresh and now >= next_report):
+                messages = outbox.take()
+                outbox.sending = True
+                for message in messages:
+                    await self._send(message)
+                outbox.sending = False
+                now = loop.time()
+                next_report, next_heartbeat = now + REPORT_SECONDS, now + heartbeat_seconds
+            outbox.wake.clear()
+            if not outbox.urgent:
+                due = min(next_heartbeat, next_report) if outbox.fresh else next_heartbeat
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(due):
                         await outbox.wake.wait()
-                except TimeoutError:
-                    pass  # the heartbeat is due
 
     async def _messages(self) -> AsyncIterator[sync_pb2.SyncerMessage]:
         while True:
@@ -135,6 +141,8 @@ class Session:
     async def _send(self, message: sync_pb2.LearnerMessage) -> None:
         try:
             async with self._writing:
+                if self._hung_up:
+                    return
                 await self._call.write(message.SerializeToString())
         except (aio.AioRpcError, asyncio.InvalidStateError) as error:
             raise await self._ended() from error

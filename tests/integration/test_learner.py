@@ -1,0 +1,310 @@
+"""The learner library against a real syncer process, with a small torch model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diloco_protocol.load import job_to_json
+from diloco_protocol.spec import DiLoCoJob
+from diloco_worker import Learner, Observer
+
+SYNC = {
+    "fragments": 3,
+    "every": 4,
+    "overlap": 1,
+    "heartbeat": {"intervalSeconds": 0.1, "timeoutSeconds": 5},
+    "grace": {"factor": 0.9, "capSeconds": 0.2},
+}
+
+
+def make_job(sync: dict[str, Any], stop: dict[str, Any], learners: int = 1) -> DiLoCoJob:
+    return DiLoCoJob.model_validate(
+        {
+            "apiVersion": "diloco.io/v1alpha1",
+            "kind": "DiLoCoJob",
+            "metadata": {"name": "small"},
+            "spec": {
+                "seed": 3,
+                "sync": {**SYNC, **sync},
+                "learners": {"command": ["true"]},
+                "regions": [{"name": "local", "learners": learners}],
+                "training": {"stop": stop, "batch": {"sequences": 4}, "evaluation": None},
+            },
+        }
+    )
+
+
+class Syncer:
+    """A syncer process on a store directory; ``start`` again after ``kill`` goes on from it."""
+
+    def __init__(self, folder: Path, job: DiLoCoJob) -> None:
+        self.folder, self.address_file = folder, folder / "address.json"
+        self.job_file = folder / "job.json"
+        self.job_file.write_text(job_to_json(job), encoding="utf-8")
+        (folder / "control.key").write_text("0123456789abcdef" * 4 + "\n", encoding="utf-8")
+        self.process: subprocess.Popen[bytes] | None = None
+        self.log = (folder / "syncer.log").open("ab")
+
+    def start(self) -> None:
+        self.address_file.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "diloco_syncer", "--job", str(self.job_file), "--store"]
+        command += [str(self.folder / "store"), "--address-file", str(self.address_file)]
+        command += ["--control-key-file", str(self.folder / "control.key")]
+        self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log)
+        until(self.address_file.exists, "the syncer's address file", 60)
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(10)
+
+    def status(self) -> dict[str, Any]:
+        address = json.loads(self.address_file.read_text(encoding="utf-8"))["http"]
+        with urllib.request.urlopen(f"http://{address}/status", timeout=5) as reply:
+            document: dict[str, Any] = json.load(reply)
+        return document
+
+    def report(self) -> dict[str, Any]:
+        address = json.loads(self.address_file.read_text(encoding="utf-8"))["http"]
+        with urllib.request.urlopen(f"http://{address}/report", timeout=5) as reply:
+            document: dict[str, Any] = json.load(reply)
+        return document
+
+    def last_report(self) -> dict[str, Any]:
+        """What the syncer wrote when the job was over."""
+        assert self.process is not None
+        assert self.process.wait(30) == 0
+        document: dict[str, Any] = json.loads((self.folder / "store" / "report.json").read_bytes())
+        return document
+
+    def environ(self, role: str = "learner", ordinal: int = 0) -> dict[str, str]:
+        return {
+            "DILOCO_JOB_FILE": str(self.job_file),
+            "DILOCO_SYNCER_FILE": str(self.address_file),
+            "DILOCO_ROLE": role,
+            "DILOCO_ORDINAL": str(ordinal),
+            "DILOCO_WORKDIR": str(self.folder),
+        }
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"waited {seconds} s for {what}"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def syncer(tmp_path: Path) -> Iterator[Callable[..., Syncer]]:
+    running: list[Syncer] = []
+
+    def start(sync: dict[str, Any], stop: dict[str, Any], learners: int = 1) -> Syncer:
+        made = Syncer(tmp_path, make_job(sync, stop, learners))
+        running.append(made)
+        made.start()
+        return made
+
+    yield start
+    for one in running:
+        if one.process is not None and one.process.poll() is None:
+            one.process.kill()
+            one.process.wait(10)
+        one.log.close()
+
+
+class Rows:
+    """Sequences of 8 numbers whose sum is to be learnt."""
+
+    def __init__(self, count: int = 64) -> None:
+        self.rows = torch.randn(count, 8, generator=torch.Generator().manual_seed(5))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.rows[index]
+
+
+def small_model(seed: int = 1) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+
+
+def one_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
+    loss = (model(batch).squeeze(1) - batch.sum(1)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+@pytest.fixture
+def torch_settings() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(threads)
+
+
+pytestmark = pytest.mark.usefixtures("torch_settings")
+
+EXACT = {
+    "fragments": 1,
+    "every": 1,
+    "overlap": 0,
+    "deterministic": True,
+    "adoption": {"rule": "overwrite"},
+    "outer": {"optimizer": "sgd", "lr": 1.0},
+    "compression": {"up": "float32", "down": "float32"},
+    "merge": {"method": "mean"},
+}
+
+
+def test_one_learner_merged_at_every_step_is_plain_training(syncer: Callable[..., Syncer]) -> None:
+    """H = P = M = 1, τ = 0, plain SGD with lr 1, float32, overwrite: as if nothing of this were there."""
+    service = syncer(EXACT, {"steps": 25})
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    plain = small_model()
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=0.02)
+    losses = []
+    with Learner.from_environment(model, optimizer, environ=service.environ()) as learner:
+        for batch in learner.batches(Rows()):
+            loss = one_step(model, optimizer, batch)
+            losses.append((float(loss), float(one_step(plain, plain_optimizer, batch))))
+            learner.after_step(tokens=batch.numel(), loss=loss)
+    assert (learner.step, learner.tokens) == (25, 25 * 32)
+    for own, reference in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own, reference, rtol=0, atol=2e-5)
+    assert losses[-1][0] < losses[0][0]
+    report = service.last_report()
+    assert report["outcome"] == "complete"
+    assert report["merges"] == 25
+    assert report["tokens"] == {"trained": 800, "merged": 800, "pending": 0, "dropped": 0}
+
+
+def test_learners_race_and_every_token_is_in_its_column(syncer: Callable[..., Syncer]) -> None:
+    """Two learner processes, three fragments, int4 up with feedback, bfloat16 down; an observer follows."""
+    sync = {
+        "quorum": 2,
+        "compression": {"up": "int4", "errorFeedback": True},
+        "outer": {"optimizer": "sgd", "lr": 1.0},
+    }
+    service = syncer(sync, {"tokens": 6000}, 2)
+    learners = [
+        subprocess.Popen(
+            [sys.executable, __file__], env={**os.environ, **service.environ(ordinal=o)},
+            stdout=subprocess.PIPE, stderr=service.log,
+        )
+        for o in range(2)
+    ]  # fmt: skip
+    watched = small_model(7)
+    try:
+        with Observer.from_environment(watched, environ=service.environ("evaluator")) as observer:
+            end = time.monotonic() + 60
+            while not (observer.ended and observer.current):
+                assert time.monotonic() < end, service.status()
+                observer.wait_for_change(1.0)
+            versions = observer.current_versions()
+            assert observer.complete
+        said = [json.loads(learner.communicate(timeout=20)[0]) for learner in learners]
+    finally:
+        for learner in learners:
+            learner.kill()
+    assert [learner.returncode for learner in learners] == [0, 0]
+    report = service.last_report()
+    assert report["outcome"] == "complete"
+    assert [min(versions), max(versions)] == [report["versions"]["min"], report["versions"]["max"]]
+    assert min(versions) >= 2
+    trained = report["tokens"]["trained"]
+    assert trained == sum(one["tokens"] for one in said) >= 6000
+    assert report["tokens"]["dropped"] == report["tokens"]["pending"] == 0
+    for row in report["ledger"]:
+        assert row["merged"] + row["pending"] + row["dropped"] == trained
+    assert all(one["bytes_up"] > 0 for one in said)
+    fresh, data = small_model(7), Rows()
+    with torch.no_grad():
+        before = (fresh(data.rows).squeeze(1) - data.rows.sum(1)).square().mean()
+        after = (watched(data.rows).squeeze(1) - data.rows.sum(1)).square().mean()
+    assert after < 0.5 * before, "the merged model learnt"
+    lines = (service.folder / "metrics" / "learner-local-1.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == said[1]["step"]
+    assert json.loads(lines[-1])["tokens"] == said[1]["tokens"]
+
+
+def test_sigterm_drops_no_token(syncer: Callable[..., Syncer]) -> None:
+    service = syncer({"every": 8, "overlap": 2}, {"steps": 100_000})
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    with Learner.from_environment(model, optimizer, environ=service.environ()) as learner:
+        for batch in learner.batches(Rows()):
+            loss = one_step(model, optimizer, batch)
+            learner.after_step(tokens=batch.numel(), loss=loss)
+            if learner.step == 61:
+                os.kill(os.getpid(), signal.SIGTERM)
+    assert learner.draining
+    assert learner.step == 61
+    until(lambda: service.status()["slots"][0]["state"] == "drained", "the slot to be free")
+    tokens = service.report()["tokens"]
+    assert tokens["trained"] == 61 * 32
+    assert tokens["dropped"] == 0
+
+
+def test_the_syncer_is_killed_and_the_learner_goes_on(syncer: Callable[..., Syncer]) -> None:
+    service = syncer({"staleness": {"maxSteps": 100_000}}, {"steps": 100_000})
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    alone_from = alone_to = 0
+    with Learner.from_environment(model, optimizer, environ=service.environ()) as learner:
+        for batch in learner.batches(Rows(40_000)):
+            loss = one_step(model, optimizer, batch)
+            learner.after_step(tokens=batch.numel(), loss=loss)
+            time.sleep(0.002)
+            if learner.step == 40:
+                merges = service.status()["merges"]
+                service.kill()
+                alone_from = learner.step
+            if alone_from and not alone_to and learner.step >= alone_from + 50:
+                service.start()
+                alone_to = learner.step
+                back = service.status()
+                assert back["epoch"] == 2
+                assert back["merges"] >= merges, "no acknowledged merge is lost"
+            if alone_to and learner.step % 20 == 0:
+                status = service.status()
+                if status["merges"] >= merges + 6 and status["slots"][0]["state"] == "active":
+                    os.kill(os.getpid(), signal.SIGTERM)
+    assert learner.step >= alone_to
+    until(lambda: service.status()["slots"][0]["state"] == "drained", "the slot to be free")
+    tokens = service.report()["tokens"]
+    assert tokens["trained"] == learner.step * 32
+    assert tokens["dropped"] == 0
+
+
+def run_learner() -> None:
+    """A learner process of its own, as a user would write it."""
+    torch.set_num_threads(1)
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    with Learner.from_environment(model, optimizer) as learner:
+        for batch in learner.batches(Rows()):
+            loss = one_step(model, optimizer, batch)
+            learner.after_step(tokens=batch.numel(), loss=loss)
+    print(json.dumps(learner.metrics))
+
+
+if __name__ == "__main__":
+    run_learner()
