@@ -47,7 +47,7 @@ $(STAMP): pyproject.toml requirements.lock
 demo: $(STAMP) ## Train a small model with three learners, kill one, and show what happens (2-3 minutes)
 	@if [ -e $(DEMO_DIR)/report.json ] && ! grep -Eq '"outcome": *"interrupted"' $(DEMO_DIR)/report.json; then \
 	  rm -rf $(DEMO_DIR); fi
-	$(BIN)/diloco run $(DEMO_JOB) --workdir $(DEMO_DIR) --report $(DEMO_DIR)/report.json --chaos $(DEMO_CHAOS)
+	$(BIN)/diloco run $(DEMO_JOB) --workdir $(DEMO_DIR) --chaos $(DEMO_CHAOS)
 
 .PHONY: test
 test: $(STAMP) ## Run the quick tests (within 10 minutes on two cores)
