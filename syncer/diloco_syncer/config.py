@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from diloco_protocol.spec import DiLoCoJob, immutable_digests
-
 from diloco_syncer.rounds import RoundRules
 
 

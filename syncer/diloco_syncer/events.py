@@ -241,10 +241,24 @@ class Tick:
 
 
 Event = (
-    Join | ConnectionLost | Reported | PushReceived | InitialStored | InitialFailed | Merged
-    | LeaseRequested | DrainRequested | DrainedEvent | ProcessGone | Evaluated | EndRequested
-    | PeerStateWanted | PeerStateArrived | PeerStateFailed | Tick
-)  # fmt: skip
+    Join
+    | ConnectionLost
+    | Reported
+    | PushReceived
+    | InitialStored
+    | InitialFailed
+    | Merged
+    | LeaseRequested
+    | DrainRequested
+    | DrainedEvent
+    | ProcessGone
+    | Evaluated
+    | EndRequested
+    | PeerStateWanted
+    | PeerStateArrived
+    | PeerStateFailed
+    | Tick
+)
 
 
 # ------------------------------------------------------------------ actions
@@ -419,7 +433,8 @@ class Persist:
 class Note:
     """One transition, for log, status page and the runner's fault accounting."""
 
-    kind: str  # joined first-step first-merge suspect lost gone drained taken spare phase hold starved initialised
+    # joined first-step first-merge suspect lost gone dropped drained spare phase hold resume starved initialised
+    kind: str
     slot: int
     incarnation: int
     message: str
@@ -427,6 +442,19 @@ class Note:
 
 
 Action = (
-    Admit | Refuse | Promote | AskInitial | Pull | PushVerdict | DropPayload | Merge | Announce
-    | GrantLease | SetPhase | AskPeerState | PeerStateAnswer | Persist | Note
-)  # fmt: skip
+    Admit
+    | Refuse
+    | Promote
+    | AskInitial
+    | Pull
+    | PushVerdict
+    | DropPayload
+    | Merge
+    | Announce
+    | GrantLease
+    | SetPhase
+    | AskPeerState
+    | PeerStateAnswer
+    | Persist
+    | Note
+)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 import pytest
+
 from diloco_syncer import events as ev
 from diloco_syncer.config import CoreConfig
 from diloco_syncer.core import Core
@@ -56,22 +57,42 @@ class Desk:
         for i in range(learners):
             self.report(i + 1, 0)
 
-    def report(self, connection: int, step: int, base: int = 0, confirmed: int = 0, epoch: int = 1) -> list[ev.Action]:
+    def report(
+        self, connection: int, step: int, base: int = 0, confirmed: int = 0, epoch: int = 1
+    ) -> list[ev.Action]:
         return self.do(ev.Reported(connection, report(step, base, confirmed, epoch, len(self.core.versions))))
 
     def header(self, slot_index: int, last: int, **changes: object) -> ev.PushHeader:
         opened = self.core.rounds.open.get(0) if self.core.rounds else None
         header = ev.PushHeader(
-            slot_index, self.core.members.slots[slot_index].incarnation, 0, 1, opened.id if opened else 0, 1, 0, 0, 1, last, last,
-            last * 10, 1.0, "float32", "L", report(last, fragments=len(self.core.versions)),
-        )  # fmt: skip
+            slot_index,
+            self.core.members.slots[slot_index].incarnation,
+            0,
+            1,
+            opened.id if opened else 0,
+            1,
+            0,
+            0,
+            1,
+            last,
+            last,
+            last * 10,
+            1.0,
+            "float32",
+            "L",
+            report(last, fragments=len(self.core.versions)),
+        )
         return replace(header, **changes)  # type: ignore[arg-type]
 
-    def push(self, slot: int, last: int, norm: float = 1.0, finite: bool = True, **changes: object) -> list[ev.Action]:
+    def push(
+        self, slot: int, last: int, norm: float = 1.0, finite: bool = True, **changes: object
+    ) -> list[ev.Action]:
         return self.do(ev.PushReceived(self.header(slot, last, **changes), norm, finite, handle=100 + slot))
 
 
-def report(step: int, base: int = 0, confirmed: int = 0, epoch: int = 1, fragments: int = 1) -> ev.ReportCounts:
+def report(
+    step: int, base: int = 0, confirmed: int = 0, epoch: int = 1, fragments: int = 1
+) -> ev.ReportCounts:
     counts = ev.FragmentCounts(epoch, base, step, step * 10 - confirmed, confirmed)
     return ev.ReportCounts(step, step, step * 10, (counts,) * fragments, step_seconds=0.1)
 
@@ -190,9 +211,14 @@ def test_norm_gate_judges_by_the_running_median() -> None:
         desk.report(1, step, version, version * 40)
         first = version * 4 + 1
         changes = {
-            "sequence": version + 1, "base_version": version, "oldest_version": version, "first_step": first,
-            "steps": 4, "tokens": 40, "report": report(step, version, version * 40),
-        }  # fmt: skip
+            "sequence": version + 1,
+            "base_version": version,
+            "oldest_version": version,
+            "first_step": first,
+            "steps": 4,
+            "tokens": 40,
+            "report": report(step, version, version * 40),
+        }
         if version == 5:
             assert reason(desk.push(0, step, norm=3.7, **changes)) is Reason.NORM_GATE
             changes["sequence"] = 99
@@ -358,7 +384,9 @@ def test_a_crashed_syncers_downtime_counts_and_suspension_does_not() -> None:
 
 
 def test_deterministic_slots_are_places_and_rounds_open_by_themselves() -> None:
-    rules = RoundRules(every=4, overlap=1, quorum=2, grace_factor=0.9, grace_cap=5.0, deterministic=True, slots=2)
+    rules = RoundRules(
+        every=4, overlap=1, quorum=2, grace_factor=0.9, grace_cap=5.0, deterministic=True, slots=2
+    )
     desk = Desk(config(rules=rules))
     (second,) = of(desk.join(2, 1), ev.Admit)
     assert second.seat is not None and second.seat.slot == 1 and not second.initialise
@@ -386,7 +414,9 @@ def test_the_longest_tenure_gives_its_state_and_the_next_is_asked_on_failure() -
     assert ask.connection == 2
     (again,) = of(desk.do(ev.PeerStateFailed(ask.transfer)), ev.AskPeerState)
     assert again.connection == 1
-    assert of(desk.do(ev.PeerStateArrived(again.transfer)), ev.PeerStateAnswer) == [ev.PeerStateAnswer(3, again.transfer)]
+    assert of(desk.do(ev.PeerStateArrived(again.transfer)), ev.PeerStateAnswer) == [
+        ev.PeerStateAnswer(3, again.transfer)
+    ]
 
 
 def test_without_a_healthy_peer_the_answer_is_none() -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 
-from diloco_syncer.leases import LeaseBook, block_order
 from hypothesis import given
 from hypothesis import strategies as st
+
+from diloco_syncer.leases import LeaseBook, block_order
 
 
 def sequences(book: LeaseBook, block: int, start: int, end: int) -> list[int]:

@@ -20,6 +20,9 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from diloco_syncer import events as ev
 from diloco_syncer.config import CoreConfig
 from diloco_syncer.core import Core
@@ -27,8 +30,6 @@ from diloco_syncer.events import PhaseName
 from diloco_syncer.ledger import header_from_json, header_to_json
 from diloco_syncer.rounds import RoundRules
 from diloco_worker.adoption import Adoption, AdoptionConfig, Broadcast, Kind, Rule
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 Ids = frozenset[tuple[str, int]]
 
@@ -78,10 +79,14 @@ class Learner:
         s = self.setup
         self.adoption = Adoption(
             AdoptionConfig(
-                fragments=s.fragments, every=s.every, overlap=s.overlap, rule=s.rule,
-                max_versions=s.max_versions, max_steps=8 * s.every,
+                fragments=s.fragments,
+                every=s.every,
+                overlap=s.overlap,
+                rule=s.rule,
+                max_versions=s.max_versions,
+                max_steps=8 * s.every,
             )
-        )  # fmt: skip
+        )
         self.theta = [frozenset()] * s.fragments
         self.base = [frozenset()] * s.fragments
 
@@ -129,14 +134,20 @@ class Learner:
             trained_tokens=self.adoption.now.tokens,
             fragments=tuple(
                 ev.FragmentCounts(
-                    r.epoch, r.base_version, r.steps, r.tokens, r.confirmed_tokens,
-                    r.dropped_overlap, r.dropped_stale, r.dropped_rolled_back,
+                    r.epoch,
+                    r.base_version,
+                    r.steps,
+                    r.tokens,
+                    r.confirmed_tokens,
+                    r.dropped_overlap,
+                    r.dropped_stale,
+                    r.dropped_rolled_back,
                 )
                 for r in rows
             ),
             compute_seconds=self.adoption.now.seconds,
             step_seconds=self.speed,
-        )  # fmt: skip
+        )
 
 
 class World:
@@ -167,10 +178,13 @@ class World:
         self.config = CoreConfig(
             places=tuple(("r", i) for i in range(setup.slots)),
             rules=RoundRules(setup.every, setup.overlap, setup.quorum, 0.9, 2.0, slots=setup.slots),
-            encoding="float32", max_versions=setup.max_versions, heartbeat_timeout=3.0,
-            stop=("steps", setup.steps), seed=setup.seed,
+            encoding="float32",
+            max_versions=setup.max_versions,
+            heartbeat_timeout=3.0,
+            stop=("steps", setup.steps),
+            seed=setup.seed,
             drain_seconds=30.0,
-        )  # fmt: skip
+        )
         self.start_syncer()
         for i in range(setup.slots):
             self.spawn(("r", i))
@@ -312,7 +326,9 @@ class World:
             for p in range(self.setup.fragments):
                 ids = self.records[p, self.core.versions[p]][1]
                 merged = sum(self.core.ledger.merged(s, p) for s in range(self.setup.slots))
-                assert merged == sum(self.tokens_of[i] for i in ids), "the merged column is not what was merged"
+                assert merged == sum(self.tokens_of[i] for i in ids), (
+                    "the merged column is not what was merged"
+                )
 
     # ------------------------------------------------------------ learners
 
@@ -414,10 +430,23 @@ class World:
         learner.snapshots[p, plan.sequence] = learner.theta[p]
         ids = learner.theta[p] - learner.base[p]
         header = ev.PushHeader(
-            learner.seat.slot, learner.seat.incarnation, p, plan.sequence, round, plan.epoch, plan.base_version,
-            plan.oldest_version, plan.first_step, plan.last_step, plan.steps, plan.tokens, plan.compute_seconds,
-            "float32", "L", learner.report(),
-        )  # fmt: skip
+            learner.seat.slot,
+            learner.seat.incarnation,
+            p,
+            plan.sequence,
+            round,
+            plan.epoch,
+            plan.base_version,
+            plan.oldest_version,
+            plan.first_step,
+            plan.last_step,
+            plan.steps,
+            plan.tokens,
+            plan.compute_seconds,
+            "float32",
+            "L",
+            learner.report(),
+        )
         assert plan.tokens == sum(self.tokens_of[i] for i in ids)
         if round == 0:
             learner.offers[p] = (header, ids)
