@@ -433,7 +433,8 @@ class Persist:
 class Note:
     """One transition, for log, status page and the runner's fault accounting."""
 
-    # joined first-step first-merge suspect lost gone dropped drained spare phase hold resume starved initialised
+    # joined first-step first-merge suspect lost gone dropped drained spare phase hold
+    # resume starved initialised
     kind: str
     slot: int
     incarnation: int

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from diloco_worker import models
-from diloco_worker.lora import LoraLinear, merge
 
 from diloco_protocol.load import JobError
 from diloco_protocol.spec import DataSpec, EvaluationSpec, JobSpec, ModelSpec, RegionSpec, TrainingSpec
+from diloco_worker import models
+from diloco_worker.lora import LoraLinear, merge
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

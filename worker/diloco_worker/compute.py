@@ -72,6 +72,4 @@ def configure(spec: JobSpec) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
-    elif torch.cuda.is_available():
-        torch.set_float32_matmul_precision("high")
     log.info("torch %s, %d thread(s)", torch.__version__, torch.get_num_threads())
