@@ -17,7 +17,8 @@ A *snapshot* is θ_p at one point, taken for a push or an offer. It is kept unti
 the push's fate is known, because the merge needs it: of the work above the base
 the part up to the snapshot is in Θ' then, and the part since then is not. If very
 many are open the values of the oldest are given up; should one of them turn out
-to be merged, the steps since then are dropped (overlap). Sending changes no count. Every live snapshot starts at ``marks[0].point``.
+to be merged, the steps since then are dropped (overlap). Sending changes no count.
+Every live snapshot starts at ``marks[0].point``.
 
 A broadcast (Θ', v') names this learner's newest push that was merged in any
 version up to v', and the version that merged it. Then (algorithm.md section 3,

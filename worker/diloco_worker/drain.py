@@ -26,7 +26,17 @@ _TRIES = 6  # of one fragment
 
 # After these the same work can be offered again later; after any other refusal it cannot.
 _AGAIN = frozenset(
-    ["already-merged", "other-epoch", "other-round", "future-base", "too-old", "fenced", "busy", "bad-checksum", "inconsistent"]
+    [
+        "already-merged",
+        "other-epoch",
+        "other-round",
+        "future-base",
+        "too-old",
+        "fenced",
+        "busy",
+        "bad-checksum",
+        "inconsistent",
+    ]
 )
 
 

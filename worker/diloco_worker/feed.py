@@ -22,7 +22,7 @@ from .settings import ConfigurationError
 
 _AHEAD = 3  # collated batches waiting
 _MOST_REQUESTS = 16  # leases asked for and not here yet
-_MOST_LEASES = 128  # held and asked for; wire.MAX_CURSORS bounds what a report can tell
+_MOST_LEASES = 120  # held and asked for; wire.MAX_CURSORS bounds what a report can tell
 
 
 def stack(items: Sequence[Any]) -> Any:
@@ -48,8 +48,9 @@ class Batch:
 class Feed:
     """``dataset``: map-style (``__len__``, ``__getitem__``); ``sequences`` of it make a batch.
 
-    ``reserve``: sequences that shall be leased ahead. ``request(n)`` asks the syncer for n more leases, ``ready()`` says that a batch (or an
-    error) is there; neither may block. All methods may be called from any thread.
+    ``reserve``: sequences that shall be leased ahead. ``request(n)`` asks the syncer for n
+    more leases, ``ready()`` says that a batch (or an error) is there; neither may block.
+    All methods may be called from any thread.
     """
 
     def __init__(

@@ -25,7 +25,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-_KEPT_FINISHED = 64  # finished leases still reported; wire.MAX_CURSORS bounds all of them
+# Finished leases still reported. No fewer than may be held (feed), so that all that were
+# finished while the syncer was away are told; wire.MAX_CURSORS bounds both together.
+_KEPT_FINISHED = 128
 
 
 def block_order(seed: int, data_epoch: int, block: int, size: int) -> list[int]:
