@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -29,14 +30,14 @@ SYNC = {
 }
 
 
-def make_job(sync: dict[str, Any], stop: dict[str, Any], learners: int = 1) -> DiLoCoJob:
+def make_job(sync: dict[str, Any], stop: dict[str, Any], learners: int = 1, seed: int = 3) -> DiLoCoJob:
     return DiLoCoJob.model_validate(
         {
             "apiVersion": "diloco.io/v1alpha1",
             "kind": "DiLoCoJob",
             "metadata": {"name": "small"},
             "spec": {
-                "seed": 3,
+                "seed": seed,
                 "sync": {**SYNC, **sync},
                 "learners": {"command": ["true"]},
                 "regions": [{"name": "local", "learners": learners}],
@@ -70,6 +71,11 @@ class Syncer:
         self.process.kill()
         self.process.wait(10)
 
+    def stop(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.kill()
+        self.log.close()
+
     def status(self) -> dict[str, Any]:
         address = json.loads(self.address_file.read_text(encoding="utf-8"))["http"]
         with urllib.request.urlopen(f"http://{address}/status", timeout=5) as reply:
@@ -88,6 +94,18 @@ class Syncer:
         assert self.process.wait(30) == 0
         document: dict[str, Any] = json.loads((self.folder / "store" / "report.json").read_bytes())
         return document
+
+    def learner(self, ordinal: int, rows: int = 64) -> subprocess.Popen[bytes]:
+        """A learner process (run_learner); its log goes to the syncer's."""
+        command = [sys.executable, __file__, str(rows)]
+        environ = {**os.environ, **self.environ(ordinal=ordinal)}
+        return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=self.log)
+
+    def tape(self) -> dict[tuple[int, int], str]:
+        """(fragment, version) -> digest of the merged parameters."""
+        lines = (self.folder / "store" / "tape.jsonl").read_text(encoding="utf-8").splitlines()
+        merges = [row for row in map(json.loads, lines) if row["kind"] == "merge"]
+        return {(row["fragment"], row["version"]): row["result"] for row in merges}
 
     def environ(self, role: str = "learner", ordinal: int = 0) -> dict[str, str]:
         return {
@@ -118,10 +136,7 @@ def syncer(tmp_path: Path) -> Iterator[Callable[..., Syncer]]:
 
     yield start
     for one in running:
-        if one.process is not None and one.process.poll() is None:
-            one.process.kill()
-            one.process.wait(10)
-        one.log.close()
+        one.stop()
 
 
 class Rows:
@@ -204,13 +219,7 @@ def test_learners_race_and_every_token_is_in_its_column(syncer: Callable[..., Sy
         "outer": {"optimizer": "sgd", "lr": 1.0},
     }
     service = syncer(sync, {"tokens": 6000}, 2)
-    learners = [
-        subprocess.Popen(
-            [sys.executable, __file__], env={**os.environ, **service.environ(ordinal=o)},
-            stdout=subprocess.PIPE, stderr=service.log,
-        )
-        for o in range(2)
-    ]  # fmt: skip
+    learners = [service.learner(ordinal) for ordinal in range(2)]
     watched = small_model(7)
     try:
         with Observer.from_environment(watched, environ=service.environ("evaluator")) as observer:
@@ -294,17 +303,73 @@ def test_the_syncer_is_killed_and_the_learner_goes_on(syncer: Callable[..., Sync
     assert tokens["dropped"] == 0
 
 
-def run_learner() -> None:
+def test_two_deterministic_runs_are_bit_identical(tmp_path: Path) -> None:
+    """Two learners, three fragments, int4 up, keep, τ = 2; and another seed differs."""
+    sync = {"deterministic": True, "overlap": 2, "compression": {"up": "int4"}}
+    tapes = []
+    for run, seed in enumerate((3, 3, 4)):
+        folder = tmp_path / str(run)
+        folder.mkdir()
+        job = make_job(sync, {"steps": 13}, 2, seed)
+        service = Syncer(folder, job)
+        learners = []
+        try:
+            service.start()
+            learners = [service.learner(ordinal) for ordinal in range(2)]
+            assert [learner.wait(60) for learner in learners] == [0, 0]
+            report = service.last_report()
+        finally:
+            service.stop()
+            for learner in learners:
+                learner.kill()
+        assert report["tokens"] == {"trained": 26 * 32, "merged": 26 * 32, "pending": 0, "dropped": 0}
+        assert report["steps"] == 13
+        tapes.append(service.tape())
+    assert len(tapes[0]) >= 9
+    assert tapes[0] == tapes[1]
+    assert tapes[0] != tapes[2]
+
+
+def test_a_replacement_goes_on_with_a_peers_optimizer_state(syncer: Callable[..., Syncer]) -> None:
+    service = syncer({"staleness": {"maxSteps": 100_000}}, {"steps": 1_000_000}, 2)
+    learners = [service.learner(ordinal, 40_000) for ordinal in range(2)]
+    try:
+        until(lambda: service.status()["merges"] > 10, "merges", 60)
+        until(lambda: min(s["merged_pushes"] for s in service.status()["slots"]) > 0, "both in merges", 60)
+        learners[1].kill()
+        learners[1].wait(10)
+        reached = service.status()["slots"][1]["step"]
+        learners[1] = service.learner(1, 40_000)
+        until(lambda: service.status()["slots"][1]["state"] == "active", "the replacement", 60)
+        until(lambda: service.status()["slots"][1]["step"] > reached + 20, "its steps", 60)
+        for learner in learners:
+            learner.terminate()
+        said = [json.loads(learner.communicate(timeout=30)[0]) for learner in learners]
+    finally:
+        for learner in learners:
+            learner.kill()
+    log = (service.folder / "syncer.log").read_text(encoding="utf-8")
+    assert "the inner optimizer goes on from the state of the peer" in log
+    report = service.report()
+    assert report["learners"][1]["incarnations"] == 2
+    assert report["steps"] == max(one["step"] for one in said)
+    for row in report["ledger"]:
+        assert row["merged"] + row["pending"] + row["dropped"] == report["tokens"]["trained"]
+        assert set(row["reasons"]) <= {"died"}
+
+
+def run_learner(rows: int) -> None:
     """A learner process of its own, as a user would write it."""
+    logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
     model = small_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     with Learner.from_environment(model, optimizer) as learner:
-        for batch in learner.batches(Rows()):
+        for batch in learner.batches(Rows(rows)):
             loss = one_step(model, optimizer, batch)
             learner.after_step(tokens=batch.numel(), loss=loss)
     print(json.dumps(learner.metrics))
 
 
 if __name__ == "__main__":
-    run_learner()
+    run_learner(int(sys.argv[1]))
