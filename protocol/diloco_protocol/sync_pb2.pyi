@@ -40,7 +40,7 @@ PHASE_SUSPENDED: PhaseName
 PHASE_DELETED: PhaseName
 
 class LearnerMessage(_message.Message):
-    __slots__ = ("join", "report", "lease_request", "evaluation", "drained", "peer_state_wanted", "peer_state_unavailable", "drain_request")
+    __slots__ = ("join", "report", "lease_request", "evaluation", "drained", "peer_state_wanted", "peer_state_unavailable", "drain_request", "base_unavailable")
     JOIN_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     LEASE_REQUEST_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,7 @@ class LearnerMessage(_message.Message):
     PEER_STATE_WANTED_FIELD_NUMBER: _ClassVar[int]
     PEER_STATE_UNAVAILABLE_FIELD_NUMBER: _ClassVar[int]
     DRAIN_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    BASE_UNAVAILABLE_FIELD_NUMBER: _ClassVar[int]
     join: Join
     report: Report
     lease_request: LeaseRequest
@@ -57,7 +58,8 @@ class LearnerMessage(_message.Message):
     peer_state_wanted: PeerStateWanted
     peer_state_unavailable: PeerStateUnavailable
     drain_request: DrainRequest
-    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., lease_request: _Optional[_Union[LeaseRequest, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., peer_state_wanted: _Optional[_Union[PeerStateWanted, _Mapping]] = ..., peer_state_unavailable: _Optional[_Union[PeerStateUnavailable, _Mapping]] = ..., drain_request: _Optional[_Union[DrainRequest, _Mapping]] = ...) -> None: ...
+    base_unavailable: BaseUnavailable
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., lease_request: _Optional[_Union[LeaseRequest, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., peer_state_wanted: _Optional[_Union[PeerStateWanted, _Mapping]] = ..., peer_state_unavailable: _Optional[_Union[PeerStateUnavailable, _Mapping]] = ..., drain_request: _Optional[_Union[DrainRequest, _Mapping]] = ..., base_unavailable: _Optional[_Union[BaseUnavailable, _Mapping]] = ...) -> None: ...
 
 class Join(_message.Message):
     __slots__ = ("format", "job", "process", "role", "region", "ordinal", "layout_digest", "digests", "sequences", "held", "previous_incarnation", "previous_slot")
@@ -188,8 +190,14 @@ class PeerStateUnavailable(_message.Message):
     transfer: int
     def __init__(self, transfer: _Optional[int] = ...) -> None: ...
 
+class BaseUnavailable(_message.Message):
+    __slots__ = ("fragment",)
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    fragment: int
+    def __init__(self, fragment: _Optional[int] = ...) -> None: ...
+
 class SyncerMessage(_message.Message):
-    __slots__ = ("welcome", "refusal", "pull", "announcement", "lease", "phase", "peer_state_request", "peer_state_ready", "promotion")
+    __slots__ = ("welcome", "refusal", "pull", "announcement", "lease", "phase", "peer_state_request", "peer_state_ready", "promotion", "base_request")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     PULL_FIELD_NUMBER: _ClassVar[int]
@@ -199,6 +207,7 @@ class SyncerMessage(_message.Message):
     PEER_STATE_REQUEST_FIELD_NUMBER: _ClassVar[int]
     PEER_STATE_READY_FIELD_NUMBER: _ClassVar[int]
     PROMOTION_FIELD_NUMBER: _ClassVar[int]
+    BASE_REQUEST_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refusal: Refusal
     pull: Pull
@@ -208,7 +217,8 @@ class SyncerMessage(_message.Message):
     peer_state_request: PeerStateRequest
     peer_state_ready: PeerStateReady
     promotion: Promotion
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., announcement: _Optional[_Union[Announcement, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., phase: _Optional[_Union[Phase, _Mapping]] = ..., peer_state_request: _Optional[_Union[PeerStateRequest, _Mapping]] = ..., peer_state_ready: _Optional[_Union[PeerStateReady, _Mapping]] = ..., promotion: _Optional[_Union[Promotion, _Mapping]] = ...) -> None: ...
+    base_request: BaseRequest
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., announcement: _Optional[_Union[Announcement, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., phase: _Optional[_Union[Phase, _Mapping]] = ..., peer_state_request: _Optional[_Union[PeerStateRequest, _Mapping]] = ..., peer_state_ready: _Optional[_Union[PeerStateReady, _Mapping]] = ..., promotion: _Optional[_Union[Promotion, _Mapping]] = ..., base_request: _Optional[_Union[BaseRequest, _Mapping]] = ...) -> None: ...
 
 class Refusal(_message.Message):
     __slots__ = ("reason", "message", "fatal")
@@ -346,8 +356,18 @@ class PeerStateReady(_message.Message):
     transfer: int
     def __init__(self, transfer: _Optional[int] = ...) -> None: ...
 
+class BaseRequest(_message.Message):
+    __slots__ = ("fragment", "epoch", "version")
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    fragment: int
+    epoch: int
+    version: int
+    def __init__(self, fragment: _Optional[int] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+
 class UploadHeader(_message.Message):
-    __slots__ = ("format", "job", "slot", "incarnation", "process", "push", "initial", "peer_state", "total_bytes", "offset", "bytes", "checksum")
+    __slots__ = ("format", "job", "slot", "incarnation", "process", "push", "initial", "peer_state", "base", "total_bytes", "offset", "bytes", "checksum")
     FORMAT_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
@@ -356,6 +376,7 @@ class UploadHeader(_message.Message):
     PUSH_FIELD_NUMBER: _ClassVar[int]
     INITIAL_FIELD_NUMBER: _ClassVar[int]
     PEER_STATE_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -368,11 +389,12 @@ class UploadHeader(_message.Message):
     push: Push
     initial: Initial
     peer_state: PeerState
+    base: Base
     total_bytes: int
     offset: int
     bytes: int
     checksum: int
-    def __init__(self, format: _Optional[int] = ..., job: _Optional[str] = ..., slot: _Optional[int] = ..., incarnation: _Optional[int] = ..., process: _Optional[str] = ..., push: _Optional[_Union[Push, _Mapping]] = ..., initial: _Optional[_Union[Initial, _Mapping]] = ..., peer_state: _Optional[_Union[PeerState, _Mapping]] = ..., total_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., bytes: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
+    def __init__(self, format: _Optional[int] = ..., job: _Optional[str] = ..., slot: _Optional[int] = ..., incarnation: _Optional[int] = ..., process: _Optional[str] = ..., push: _Optional[_Union[Push, _Mapping]] = ..., initial: _Optional[_Union[Initial, _Mapping]] = ..., peer_state: _Optional[_Union[PeerState, _Mapping]] = ..., base: _Optional[_Union[Base, _Mapping]] = ..., total_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., bytes: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class Push(_message.Message):
     __slots__ = ("fragment", "sequence", "round", "epoch", "base_version", "oldest_version", "first_step", "last_step", "steps", "tokens", "compute_seconds", "encoding", "layout_digest", "report")
@@ -432,6 +454,46 @@ class PeerState(_message.Message):
     versions: _containers.RepeatedCompositeFieldContainer[Held]
     def __init__(self, transfer: _Optional[int] = ..., versions: _Optional[_Iterable[_Union[Held, _Mapping]]] = ...) -> None: ...
 
+class Base(_message.Message):
+    __slots__ = ("fragment", "epoch", "version", "encoding", "receipt")
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ENCODING_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    fragment: int
+    epoch: int
+    version: int
+    encoding: str
+    receipt: bytes
+    def __init__(self, fragment: _Optional[int] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., encoding: _Optional[str] = ..., receipt: _Optional[bytes] = ...) -> None: ...
+
+class Receipt(_message.Message):
+    __slots__ = ("slots",)
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    slots: _containers.RepeatedCompositeFieldContainer[SlotReceipt]
+    def __init__(self, slots: _Optional[_Iterable[_Union[SlotReceipt, _Mapping]]] = ...) -> None: ...
+
+class SlotReceipt(_message.Message):
+    __slots__ = ("slot", "tenure", "merged_tokens", "tenure_tokens", "sequence", "version", "last_step", "compute_seconds")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    TENURE_FIELD_NUMBER: _ClassVar[int]
+    MERGED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TENURE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    LAST_STEP_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    tenure: int
+    merged_tokens: int
+    tenure_tokens: int
+    sequence: int
+    version: int
+    last_step: int
+    compute_seconds: float
+    def __init__(self, slot: _Optional[int] = ..., tenure: _Optional[int] = ..., merged_tokens: _Optional[int] = ..., tenure_tokens: _Optional[int] = ..., sequence: _Optional[int] = ..., version: _Optional[int] = ..., last_step: _Optional[int] = ..., compute_seconds: _Optional[float] = ...) -> None: ...
+
 class UploadReply(_message.Message):
     __slots__ = ("accepted", "reason", "message")
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -481,20 +543,22 @@ class DownloadRequest(_message.Message):
     def __init__(self, format: _Optional[int] = ..., job: _Optional[str] = ..., process: _Optional[str] = ..., what: _Optional[_Union[DownloadRequest.What, str]] = ..., fragment: _Optional[int] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., transfer: _Optional[int] = ..., offset: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class DownloadHeader(_message.Message):
-    __slots__ = ("found", "reason", "total_bytes", "bytes", "checksum", "versions")
+    __slots__ = ("found", "reason", "total_bytes", "bytes", "checksum", "versions", "receipt")
     FOUND_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
     found: bool
     reason: str
     total_bytes: int
     bytes: int
     checksum: int
     versions: _containers.RepeatedCompositeFieldContainer[Held]
-    def __init__(self, found: _Optional[bool] = ..., reason: _Optional[str] = ..., total_bytes: _Optional[int] = ..., bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., versions: _Optional[_Iterable[_Union[Held, _Mapping]]] = ...) -> None: ...
+    receipt: bytes
+    def __init__(self, found: _Optional[bool] = ..., reason: _Optional[str] = ..., total_bytes: _Optional[int] = ..., bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., versions: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., receipt: _Optional[bytes] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()

@@ -47,6 +47,7 @@ PREVIOUS_FORMAT = 1  # there is none before the first
 MAX_CONTROL_BYTES = 1 << 20  # any protobuf message
 MAX_HEADER_BYTES = 64 << 10  # UploadHeader, DownloadRequest, DownloadHeader
 MAX_FRAGMENTS = 512  # a Report has a row of at most 90 bytes per fragment: 46 KiB of a push's header
+MAX_RECEIPT_BYTES = 48 << 10  # in a DownloadHeader or a Base; about 50 bytes per slot
 MAX_CURSORS = 256  # leases that a slot may hold; 36 bytes each in a Report
 MAX_REGIONS_TEXT = 64  # characters of a region's name, and of a process id
 MAX_TEXT = 4096  # characters of any other text in a control message

@@ -14,8 +14,9 @@ carried out in order.
 
 The parts: ``job`` is what is known. ``reception`` seats and gives up members,
 ``merging`` takes pushes and opens and closes rounds, ``phases`` starts, holds,
-drains and ends, ``peers`` finds a newcomer's optimizer state. Below them are the
-rules: ``membership`` (slots, incarnations), ``rounds`` (when a fragment is merged),
+drains and ends, ``peers`` finds a newcomer's optimizer state, ``lost`` takes from
+learners what the store has lost. Below them are the rules: ``membership`` (slots,
+incarnations), ``receipts`` (what a lost version says of them), ``rounds`` (when a fragment is merged),
 ``intake`` (which pushes count), ``ledger`` (what became of every token), ``leases``
 (who trains which data), ``clock`` (elapsed, uptime, holds).
 
@@ -28,7 +29,7 @@ the learners' cumulative reports. ``start`` is called once after these.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from diloco_syncer import events as ev
@@ -36,10 +37,12 @@ from diloco_syncer.config import CoreConfig
 from diloco_syncer.events import ENDED, Action, PhaseName, PushHeader, Reason
 from diloco_syncer.job import Job
 from diloco_syncer.ledger import Ledger
+from diloco_syncer.lost import Lost
 from diloco_syncer.membership import Membership, SlotState
 from diloco_syncer.merging import Merging
 from diloco_syncer.peers import PeerBook
 from diloco_syncer.phases import Phases
+from diloco_syncer.receipts import Rows, balance, foresee, receipt, take_over
 from diloco_syncer.reception import Reception
 from diloco_syncer.rounds import RoundBook
 from diloco_syncer.summary import core_report, core_status
@@ -57,9 +60,10 @@ class Core:
         self.epoch = epoch
         self.job = Job(config, epoch)
         self.peers = PeerBook(config.peer_seconds, config.checkpoint_seconds)
-        self.reception = Reception(self.job, self.peers)
+        self.lost = Lost(self.job)
+        self.reception = Reception(self.job, self.peers, self.lost)
         self.merging = Merging(self.job)
-        self.phases = Phases(self.job, self.merging, self.peers)
+        self.phases = Phases(self.job, self.merging, self.peers, self.lost)
         self._next_check = now
         if state is not None:
             self.job.load(state["job"], now, wall)
@@ -110,6 +114,19 @@ class Core:
         """The verdict on a header before its bytes are read; None: send them."""
         return self.merging.admit_push(header)
 
+    @property
+    def settling(self) -> bool:
+        """Whether no push is taken until it is settled what the store has lost."""
+        return self.lost.settling
+
+    def receipt(self, fragment: int) -> Rows:
+        """What goes with the bytes of the fragment's present version (receipts.py)."""
+        return receipt(self.job, fragment)
+
+    def admit_base(self, connection: int, fragment: int, epoch: int, version: int, rows: Rows) -> str:
+        """Whether this base may come now, before its bytes are read: empty, or why not."""
+        return self.lost.admit(connection, fragment, epoch, version, rows)
+
     def status(self, now: float) -> dict[str, Any]:
         """The core's part of the status document (docs/design.md)."""
         return core_status(self.job, now)
@@ -125,6 +142,17 @@ class Core:
 
     # ================================================================ start
 
+    def foresee(self, headers: Iterable[PushHeader], receipts: Iterable[Rows]) -> None:
+        """First: headers of all records and offers that are newer than the state, and the receipts
+        of versions that came from learners."""
+        foresee(self.job, headers, receipts)
+
+    def take_over(self, fragment: int, version: int, origin: int, rows: Rows) -> None:
+        """A record newer than the state that came from a learner, which held it in epoch ``origin``;
+        call in the order of the records."""
+        take_over(self.job, fragment, version, origin, rows)
+        self.job.note("recovered", None, f"fragment {fragment} goes on from version {version}, a learner's")
+
     def recover(self, fragment: int, version: int, headers: Iterable[PushHeader]) -> None:
         """A merge record newer than the state, found in the store; call in version order."""
         self.merging.recover(fragment, version, headers)
@@ -133,14 +161,18 @@ class Core:
         """A spooled offer found in the store; False: it was merged (or makes no sense) and may go."""
         return self.merging.restore_offer(header, handle, norm)
 
-    def start(self, now: float) -> list[Action]:
-        """Recovery is over: settle what did not survive, and begin this epoch."""
+    def start(self, now: float, made: Sequence[int] = (), behind: bool = False) -> list[Action]:
+        """Recovery is over: settle what did not survive, and begin this epoch. ``made``: the epoch of
+        each fragment's newest version (of one from a learner: the epoch in which it held it);
+        ``behind``: whether the tape tells of merges that the store has not."""
         job = self.job
         if job.ledger:
             job.ledger.write_off_held(job.held_offers())
+            balance(job.ledger)
             if job.epochs[-1][0] != self.epoch:
                 job.epochs.append((self.epoch, list(job.versions)))
         self.phases.restart(now)
+        self.lost.start(made, behind)
         job.out.append(ev.Persist())
         self._advance(now)
         return self._take_out()
@@ -185,6 +217,10 @@ class Core:
                 self.job.out += self.peers.arrived(event.transfer)
             case ev.PeerStateFailed():
                 self.peers.failed(event.transfer)
+            case ev.BaseStored():
+                self.lost.stored(event.fragment)
+            case ev.BaseFailed():
+                self.lost.failed(event.connection, event.fragment)
             case ev.Tick():
                 pass
         self._advance(now)
@@ -247,6 +283,7 @@ class Core:
         self.reception.lose_silent(now)
         self.reception.seat_standbys(now)
         self.reception.ask_initial()
+        job.out += self.lost.advance(now)
         job.out += self.peers.advance(job.members, job.closing, now)
         job.out += self.phases.advance(now)
         if job.rounds and job.phase in (PhaseName.TRAINING, PhaseName.HOLDING):

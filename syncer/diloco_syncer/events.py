@@ -236,6 +236,21 @@ class PeerStateFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class BaseStored:
+    """A base that a learner held is durable as the fragment's newest record."""
+
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True)
+class BaseFailed:
+    """That process cannot give this base, or what it gave cannot be used."""
+
+    connection: int
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed; send one at ``core.wake_at`` at the latest."""
 
@@ -257,6 +272,8 @@ Event = (
     | PeerStateWanted
     | PeerStateArrived
     | PeerStateFailed
+    | BaseStored
+    | BaseFailed
     | Tick
 )
 
@@ -303,6 +320,7 @@ class Admit:
     phase: PhaseName
     message: str
     merged: tuple[MergedPush, ...]  # per fragment, for the announcements inside Welcome
+    withheld: frozenset[int] = frozenset()  # fragments that are not announced: it holds newer ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,6 +442,24 @@ class PeerStateAnswer:
 
 
 @dataclass(frozen=True, slots=True)
+class AskBase:
+    """Ask this process for the version of a fragment that it holds and the store has lost."""
+
+    connection: int
+    fragment: int
+    epoch: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class BeginAgain:
+    """Stop, and begin again from the store, under an epoch above ``above``."""
+
+    reason: str
+    above: int
+
+
+@dataclass(frozen=True, slots=True)
 class Persist:
     """Membership, leases or phase changed: write the state document durably now,
     before the actions that follow are carried out."""
@@ -434,7 +470,7 @@ class Note:
     """One transition, for log, status page and the runner's fault accounting."""
 
     # joined first-step first-merge suspect lost gone dropped drained spare phase hold
-    # resume starved initialised
+    # resume starved initialised lost-data recovered
     kind: str
     slot: int
     incarnation: int
@@ -456,6 +492,8 @@ Action = (
     | SetPhase
     | AskPeerState
     | PeerStateAnswer
+    | AskBase
+    | BeginAgain
     | Persist
     | Note
 )

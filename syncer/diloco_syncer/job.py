@@ -43,6 +43,8 @@ class Job:
         self.initial_loss: float | None = None
         self.final_loss: float | None = None
         self.initialiser: int | None = None  # the connection that uploads version 0
+        self.settled = 0  # the newest epoch that trained, or gave up what its store had lost
+        self.forgotten: set[int] = set()  # slots with tenures that the restored state has not heard of
         self.out: list[Action] = []
 
     @property
@@ -74,6 +76,16 @@ class Job:
         self.gate = NormGate(self.config.norm_gate, fragments)
         self.offers = [[] for _ in range(fragments)]
         self.epochs = [(self.epoch, [0] * fragments)]
+
+    def announce(self, fragment: int) -> ev.Announce:
+        """Tell everybody of the fragment's version, with their own newest merged pushes."""
+        assert self.ledger
+        merged = {
+            slot.connection: slot.merged.get(fragment, ev.MergedPush())
+            for slot in self.members.slots
+            if slot.connection is not None
+        }
+        return ev.Announce(fragment, self.versions[fragment], merged, self.ledger.total_trained())
 
     def accepted_headers(self) -> list[PushHeader]:
         """Pushes and offers that were accepted and are not merged."""
@@ -108,6 +120,7 @@ class Job:
         before = self.ledger.trained(slot.index)
         if not self.ledger.tell(slot.index, report):
             return False
+        self.ledger.roll_back(slot.index, self.epoch)
         slot.step = max(slot.step, report.slot_step)
         slot.step_seconds = report.step_seconds
         slot.paused = report.paused
@@ -139,6 +152,7 @@ class Job:
             "rounds": self.rounds.to_json() if self.rounds else None,
             "ledger": self.ledger.to_json() if self.ledger else None,
             "epochs": self.epochs,
+            "settled": self.settled,
             "merges": self.merges,
             "eval_loss": self.eval_loss,
             "initial_loss": self.initial_loss,
@@ -161,5 +175,6 @@ class Job:
         self.clock.load(state["clock"], now, wall)
         self.phase, self.phase_message = PhaseName(state["phase"]["name"]), state["phase"]["message"]
         self.merges = state["merges"]
+        self.settled = state.get("settled", 0)
         self.eval_loss = [(tokens, loss) for tokens, loss in state["eval_loss"]]
         self.initial_loss, self.final_loss = state["initial_loss"], state["final_loss"]

@@ -133,6 +133,10 @@ class LeaseBook:
             if held.position < held.end:
                 self.returned.append(held)
 
+    def skip(self) -> None:
+        """Leases may have been given that this book has lost: use none of their numbers again."""
+        self.next_lease += 1 << 16
+
     def to_json(self) -> dict[str, Any]:
         def row(held: Held) -> list[int]:
             return [held.slot, held.data_epoch, held.block, held.position, held.end]

@@ -164,6 +164,18 @@ class Ledger:
                 for push_id in [i for i in cell.held if i not in keep]:
                     cell.dropped["died"] += cell.held.pop(push_id)
 
+    # ------------------------------------------------------------- after a store lost data
+
+    def roll_back(self, slot: int, epoch: int) -> None:
+        """A learner whose base is of this epoch knows of merges that this ledger does not:
+        they are in no version any more, and their tokens are dropped."""
+        book = self.books[slot]
+        for counts, cell in zip(book.report.fragments if book.report else (), book.cells, strict=False):
+            beyond = counts.confirmed_tokens - cell.tenure_merged
+            if beyond > 0 and counts.epoch == epoch:
+                cell.tenure_merged += beyond
+                cell.dropped["rolled-back"] += beyond
+
     # ------------------------------------------------------------- columns
 
     def trained(self, slot: int) -> int:

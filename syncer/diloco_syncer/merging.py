@@ -14,6 +14,7 @@ from diloco_syncer.events import ENDED, Action, MergedPush, PhaseName, PushHeade
 from diloco_syncer.intake import IntakeRules, check_header
 from diloco_syncer.job import Job
 from diloco_syncer.membership import Slot, SlotState
+from diloco_syncer.receipts import hold
 from diloco_syncer.rounds import Accepted, Round, superseded
 from diloco_syncer.weights import weights
 
@@ -91,6 +92,7 @@ class Merging:
         assert self.job.rounds and self.job.ledger
         closed = self.job.rounds.merged(event.fragment, event.version, event.merge_seconds)
         self.job.merges += 1
+        self.job.settled = self.job.epoch
         self.job.gate.add(event.fragment, event.norms)
         for push in closed.pushes:
             slot = self.job.members.slots[push.header.slot]
@@ -102,14 +104,7 @@ class Merging:
                 )
             self.job.out.append(ev.DropPayload(push.handle))
         self._judge_lateness(closed)
-        merged = {
-            slot.connection: slot.merged.get(event.fragment, MergedPush())
-            for slot in self.job.members.slots
-            if slot.connection is not None
-        }
-        self.job.out.append(
-            ev.Announce(event.fragment, event.version, merged, self.job.ledger.total_trained())
-        )
+        self.job.out.append(self.job.announce(event.fragment))
 
     def _count_merged(self, slot: Slot, header: PushHeader, version: int) -> None:
         assert self.job.ledger
@@ -249,7 +244,9 @@ class Merging:
             return False
         cell = self.job.ledger.books[slot.index].cells[header.fragment]
         if not self.job.ledger.of_open_tenure(header) and header.id not in cell.held:
-            return False
+            if slot.index not in self.job.forgotten:
+                return False
+            hold(self.job.ledger, header)
         if self.job.ledger.of_open_tenure(header):
             self.job.ledger.tell(slot.index, header.report)
             slot.accepted_sequence[header.fragment] = max(

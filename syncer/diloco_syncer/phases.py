@@ -20,6 +20,7 @@ from typing import Any
 from diloco_syncer import events as ev
 from diloco_syncer.events import ENDED, Action, PhaseName
 from diloco_syncer.job import Job
+from diloco_syncer.lost import Lost
 from diloco_syncer.membership import SlotState
 from diloco_syncer.merging import Merging
 from diloco_syncer.peers import PeerBook
@@ -28,8 +29,9 @@ from diloco_syncer.peers import PeerBook
 class Phases:
     """The phase, and when it is left. Times are monotonic seconds."""
 
-    def __init__(self, job: Job, merging: Merging, peers: PeerBook) -> None:
+    def __init__(self, job: Job, merging: Merging, peers: PeerBook, lost: Lost) -> None:
         self.job = job
+        self.lost = lost
         self.merging = merging
         self.peers = peers
         self.config = job.config
@@ -81,8 +83,9 @@ class Phases:
         if self.job.initialised and self._stop_reached(now):
             return self._drain(PhaseName.COMPLETE, "the stop is reached", now)
         ready = sum(s.occupied and s.ready for s in self.job.members.slots)
-        if not self.job.initialised or ready < self.config.rules.quorum:
+        if not self.job.initialised or ready < self.config.rules.quorum or self.lost.settling:
             return None
+        self.job.settled = self.job.epoch
         return self._set(PhaseName.TRAINING, f"{ready} learners hold version 0", now)
 
     def _training(self, now: float) -> list[Action] | None:
@@ -111,6 +114,8 @@ class Phases:
             out.append(ev.Note("lost", slot.index, slot.incarnation, "did not drain in time"))
         if out:
             return out
+        if self.lost.settling:
+            return None
         finished, out = self.merging.finish_rounds(now)
         if out or not finished or self.peers.checkpoint_pending:
             return out or None

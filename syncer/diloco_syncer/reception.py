@@ -10,14 +10,19 @@ from diloco_syncer import events as ev
 from diloco_syncer.events import ENDED, MergedPush
 from diloco_syncer.job import Job
 from diloco_syncer.leases import LeaseBook
+from diloco_syncer.lost import EPOCHS_ABOVE, Lost
 from diloco_syncer.membership import Slot, SlotState
 from diloco_syncer.peers import PeerBook
 
+FURTHEST = 1 << 32  # incarnations that a lost state may have given
+
 
 class Reception:
-    def __init__(self, job: Job, peers: PeerBook) -> None:
+    def __init__(self, job: Job, peers: PeerBook, lost: Lost) -> None:
         self.job = job
         self.peers = peers
+        self.lost = lost
+        self._withheld: frozenset[int] = frozenset()  # of whoever joins at the moment
 
     def join(self, join: ev.Join, now: float) -> None:
         """A process wants in: refuse it, or give it a slot, or let it stand by."""
@@ -46,6 +51,13 @@ class Reception:
                 "give every learner the same data",
             )  # fmt: skip
             return
+        if self._other_history(join):
+            return
+        self._withheld = self.lost.joined(join)
+        if join.previous_incarnation < self.job.members.next_incarnation + FURTHEST:
+            # Numbers that a lost state gave are not given again.
+            newest = max(self.job.members.next_incarnation, join.previous_incarnation + 1)
+            self.job.members.next_incarnation = newest
         if join.evaluator:
             self.job.members.evaluators.add(join.connection)
             self._admit(join, None)
@@ -56,6 +68,9 @@ class Reception:
                 self.job.config.seed, join.sequences, places, self.job.config.rules.deterministic
             )
         slot = self.job.members.own(join)
+        if slot is not None and self._unseated(slot, join):
+            slot.process = ""
+            slot = None
         if self.job.phase not in ENDED and slot is not None:
             self._seat(slot, join, now, continuing=True)
             return
@@ -75,6 +90,42 @@ class Reception:
             return
         self._seat(slot, join, now, continuing=False)
 
+    def _other_history(self, join: ev.Join) -> bool:
+        """Whether it holds what this store has never had, and was answered so."""
+        if not self.job.initialised:
+            if all(version == 0 for _, version in join.held):
+                return False
+            self.job.out.append(
+                ev.Refuse(
+                    join.connection, "empty-store",
+                    "the syncer's store is empty and you hold merged versions: give it its store back "
+                    "(or a copy of it); to begin the job anew, restart its learners", False,
+                )
+            )  # fmt: skip
+            return True
+        above = self.lost.strange_epoch(join)
+        if not above:
+            return False
+        if not self.lost.open or above - self.job.epoch > EPOCHS_ABOVE:
+            self._refuse(
+                join, "other-history",
+                f"it holds versions of epoch {above}, and the job went on from an older copy of its store in "
+                f"epoch {self.job.epoch}: start this process anew",
+            )  # fmt: skip
+            return True
+        self.job.out.append(ev.BeginAgain(f"{join.region}-{join.ordinal} has heard of epoch {above}", above))
+        return True
+
+    def _unseated(self, slot: Slot, join: ev.Join) -> bool:
+        """The slot is its own in a state that was lost in part, and it knows that it was taken from it."""
+        report = self.job.ledger.books[slot.index].report if self.job.ledger else None
+        return (
+            self.lost.open
+            and bool(join.held)
+            and not join.previous_incarnation
+            and bool(report and report.trained_steps)
+        )
+
     def _refuse(self, join: ev.Join, reason: str, message: str) -> None:
         self.job.out.append(ev.Refuse(join.connection, reason, message, True))
 
@@ -88,6 +139,7 @@ class Reception:
                 phase=self.job.phase,
                 message=self.job.phase_message,
                 merged=merged,
+                withheld=self._withheld,
             )
         )
 
@@ -156,6 +208,7 @@ class Reception:
         if self.job.initialiser == connection:
             self.job.initialiser = None
         self.peers.forget(connection)
+        self.lost.gone(connection)
         slot = self.job.members.by_connection(connection)
         if slot is None:
             return
@@ -178,6 +231,7 @@ class Reception:
         if slot.connection is not None:
             self.job.out.append(ev.Refuse(slot.connection, "lost", "not heard in time: join again", False))
             self.peers.forget(slot.connection)
+            self.lost.gone(slot.connection)
             if self.job.initialiser == slot.connection:
                 self.job.initialiser = None
             slot.connection = None

@@ -242,6 +242,12 @@ class RoundBook:
         """A record newer than the state was found in the store."""
         self._advance(fragment, version, headers)
 
+    def took_over(self, fragment: int, version: int, last_steps: Mapping[int, int]) -> None:
+        """A version is from a learner; ``last_steps``: per slot, the last step that is in it."""
+        self.versions[fragment] = version
+        for slot, step in last_steps.items():
+            self._mark(fragment, slot, step)
+
     def _advance(self, fragment: int, version: int, headers: Iterable[PushHeader]) -> None:
         self.versions[fragment] = version
         for header in headers:
