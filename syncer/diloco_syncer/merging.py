@@ -73,11 +73,7 @@ class Merging:
         if opened is None and header.round:
             opened = self.job.rounds.open_round(header.fragment, now, self.job.progress())
         self.job.out.append(ev.PushVerdict(event.handle, None, "", offer=not header.round))
-        if (
-            opened is not None
-            and not opened.merging
-            and not (header.round == 0 and self.job.config.rules.deterministic)
-        ):
+        if opened is not None and not opened.merging:
             replaced = self.job.rounds.accept(opened, push, now)
         else:
             waiting = self.job.offers[header.fragment]

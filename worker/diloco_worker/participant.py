@@ -303,7 +303,9 @@ class Participant:
         for fragment in sorted(self._arrived):
             # An offered fragment stays as it was offered: its work may be merged after this
             # process has left, so it must not be dropped as stale, or sent twice, meanwhile.
-            if fragment in self._offered or not self.adoption.may_adopt(fragment):
+            if fragment in self._offered:
+                continue
+            if not self._draining and not self.adoption.may_adopt(fragment):
                 continue
             arrived = self._arrived.pop(fragment)
             moved |= self._carry_out(self.adoption.on_broadcast(arrived.news), arrived.vector)
