@@ -105,7 +105,7 @@ class Job:
         """Take a report of the slot; False: an older one than known, or of another layout."""
         if self.ledger is None:
             return False
-        before = self.ledger.trained(slot.index)
+        before, computed = self.ledger.trained(slot.index), self.ledger.compute_seconds(slot.index)
         if not self.ledger.tell(slot.index, report):
             return False
         slot.step = max(slot.step, report.slot_step)
@@ -121,7 +121,8 @@ class Job:
         trained = self.ledger.trained(slot.index)
         if trained > before:
             self.clock.start(now)
-            self.clock.advance(now, slot.step_seconds, self.ledger.total_trained())
+            computed = self.ledger.compute_seconds(slot.index) - computed
+            self.clock.advance(now, slot.step_seconds, computed, self.ledger.total_trained())
         return True
 
     # ------------------------------------------------------------- durable

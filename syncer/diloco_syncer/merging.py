@@ -28,7 +28,7 @@ class Merging:
 
     # ---------------------------------------------------------------- pushes
 
-    def admit_push(self, header: PushHeader) -> tuple[Reason, str] | None:
+    def admit_push(self, header: PushHeader, process: str = "") -> tuple[Reason, str] | None:
         """The verdict on a header before its bytes are read; None: send them."""
         if self.job.phase in ENDED:
             return Reason.ENDED, f"the job is {self.job.phase.value}"
@@ -36,10 +36,13 @@ class Merging:
             return Reason.OTHER_LAYOUT, "version 0 does not exist yet"
         if not 0 <= header.fragment < self.job.rounds.fragments:
             return Reason.INCONSISTENT, f"there is no fragment {header.fragment}"
+        slot = self.job.slot(header.slot)
+        if process and slot is not None and slot.incarnation and process != slot.process:
+            return Reason.FENCED, f"slot {slot.index} is another process's"
         return check_header(
             header,
             rules=self.intake,
-            slot=self.job.slot(header.slot),
+            slot=slot,
             version=self.job.rounds.versions[header.fragment],
             opened=self.job.rounds.open.get(header.fragment),
             layout_digest=self.job.layout_digest,
@@ -155,7 +158,7 @@ class Merging:
             self._take_offers(opened, now)
 
     def _take_offers(self, opened: Round, now: float) -> None:
-        """Waiting offers count in this round, unless they have aged out."""
+        """Waiting offers count in this round; they were judged when they came."""
         assert self.job.rounds
         waiting, self.job.offers[opened.fragment] = self.job.offers[opened.fragment], []
         for offer in waiting:
