@@ -40,6 +40,7 @@ from diloco_protocol import sync_pb2, wire
 from diloco_protocol.layout import Layout, Tensor
 from diloco_protocol.load import parse_job
 from diloco_syncer.assembly import Assemblies
+from diloco_syncer.buffers import Buffers
 from diloco_syncer.messages import reply
 
 LEARNERS = 4
@@ -84,7 +85,7 @@ def sink(pipe: Connection) -> None:
 
 
 async def _sink(pipe: Connection) -> None:
-    assemblies = Assemblies()
+    assemblies, buffers = Assemblies(), Buffers()
 
     async def raw(stream: AsyncIterator[bytes], context: Any) -> bytes:
         count = 0
@@ -97,7 +98,7 @@ async def _sink(pipe: Connection) -> None:
         size = header.total_bytes
 
         def make() -> tuple[np.ndarray, memoryview]:
-            array = np.empty(size, np.uint8)
+            array = buffers.take(size)
             return array, wire.flat(array)
 
         key = (header.process, header.push.fragment, header.push.sequence)

@@ -67,6 +67,7 @@ def run(options: Options) -> int:
             data = json.dumps(report, indent=1).encode() + b"\n"
             for path in [workdir.report, *([options.report] if options.report else [])]:
                 try:
+                    path.absolute().parent.mkdir(parents=True, exist_ok=True)
                     write_whole(path, data)
                 except (FileError, OSError) as error:
                     print(f"error: the report cannot be written: {error.strerror or error}", file=sys.stderr)
@@ -85,10 +86,12 @@ def _check_here(job: DiLoCoJob, options: Options) -> None:
             " set it to 1, or give --set syncer.shards=1"
         )
     if options.report is not None:
-        parent = options.report.absolute().parent
+        # Its directory is made with the first write (it may be the workdir itself): the nearest
+        # one that exists has to be writable.
+        parent = next(p for p in options.report.absolute().parents if p.exists())
         if options.report.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
             raise UsageError(
-                f"--report {options.report}: it cannot be written; name a file in a directory that is there"
+                f"--report {options.report}: it cannot be written; name a file in a directory that can be written"
             )
     check_listen(options.http)
 

@@ -107,7 +107,7 @@ class Bulk:
     async def _push(self, header: sync_pb2.UploadHeader, stream: AsyncIterator[bytes]) -> bytes:
         engine = self._engine
         push = messages.push_from(header)
-        refusal = engine.core.admit_push(push)
+        refusal = engine.core.admit_push(push, header.process)
         if refusal is not None:
             if refusal[0] is Reason.REPEATED:
                 await engine.payloads.settled(push.id)
@@ -121,7 +121,7 @@ class Bulk:
                 f"{header.total_bytes} bytes: {elements} elements as {push.encoding} are {size}",
             )
         whole = await self._receive(
-            ("push", push.id, header.process), header, stream, lambda: np.empty(size, np.uint8)
+            ("push", push.id, header.process), header, stream, lambda: engine.payloads.buffers.take(size)
         )
         if whole is None:
             return reply(True, wire.PARTIAL)

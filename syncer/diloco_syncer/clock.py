@@ -3,7 +3,8 @@
 Elapsed time runs from the job's first step to its end. Time while the job was
 suspended does not count; a crashed syncer's downtime does, for learners go on
 without it. Up time is the part in which at least one learner advanced: the gap
-between two advances counts up to a limit of a few step times. Seconds.
+between two advances counts up to a limit of a few step times, or as far as a learner
+says that it computed meanwhile (unheard, or while the syncer was down). Seconds.
 """
 
 from __future__ import annotations
@@ -39,10 +40,11 @@ class JobClock:
         if self.started_at is None:
             self.started_at = self.advanced_at = now
 
-    def advance(self, now: float, step_seconds: float, trained: int) -> None:
-        """Some learner made a step; ``trained``: tokens of all."""
+    def advance(self, now: float, step_seconds: float, computed: float, trained: int) -> None:
+        """Some learner made steps, ``computed`` seconds of them since it was last heard;
+        ``trained``: tokens of all."""
         if self.advanced_at is not None and self.running:
-            self.up += min(now - self.advanced_at, max(MIN_GAP, 3 * step_seconds))
+            self.up += min(now - self.advanced_at, max(MIN_GAP, 3 * step_seconds, computed))
         self.advanced_at = now
         if not self.samples or now - self.samples[-1][0] >= 0.25:
             self.samples.append((now, trained))
@@ -92,5 +94,6 @@ class JobClock:
         self.before, self.up = row["elapsed"], row["up"]
         self.holds = [list(hold) for hold in row["holds"]]
         if row["running"]:
-            self.before += max(0.0, wall - row["wall"])
-            self.started_at = now
+            down = max(0.0, wall - row["wall"])
+            self.before += down
+            self.started_at, self.advanced_at = now, now - down

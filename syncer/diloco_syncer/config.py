@@ -24,7 +24,7 @@ class CoreConfig:
     evaluated: bool = False
     seed: int = 0
     digests: dict[str, str] = field(default_factory=dict)
-    drain_seconds: float = 120.0  # the longest wait for learners' offers at the end
+    drain_seconds: float = 120.0  # at the end: the longest wait for another offer
     evaluation_seconds: float = 120.0  # the longest wait for the final evaluation
     evaluator_seconds: float = 20.0  # of these, the wait for an evaluator that is not connected
     peer_seconds: float = 30.0  # the longest wait for a peer's optimizer state

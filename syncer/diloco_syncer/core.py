@@ -107,12 +107,15 @@ class Core:
     @property
     def wake_at(self) -> float:
         """When a Tick is due at the latest (monotonic seconds)."""
-        grace = self.job.rounds.wake_at() if self.job.rounds else None
+        # Where no round is taken because of its grace window, none needs waking for.
+        waits = self.job.phase in (PhaseName.WAITING, PhaseName.TRAINING, PhaseName.HOLDING)
+        grace = self.job.rounds.wake_at() if self.job.rounds and waits else None
         return self._next_check if grace is None else min(grace, self._next_check)
 
-    def admit_push(self, header: PushHeader) -> tuple[Reason, str] | None:
-        """The verdict on a header before its bytes are read; None: send them."""
-        return self.merging.admit_push(header)
+    def admit_push(self, header: PushHeader, process: str = "") -> tuple[Reason, str] | None:
+        """The verdict on a header before its bytes are read; None: send them. ``process``:
+        who sends it, where that is known."""
+        return self.merging.admit_push(header, process)
 
     @property
     def settling(self) -> bool:
@@ -190,6 +193,7 @@ class Core:
                 self._reported(event.connection, event.report, now)
             case ev.PushReceived():
                 self.merging.push(event, now)
+                self.phases.moved_at = now
             case ev.InitialStored():
                 self._initial_stored(event)
             case ev.InitialFailed():
@@ -205,6 +209,7 @@ class Core:
                     slot.state = SlotState.DRAINING
             case ev.DrainedEvent():
                 self.reception.drained(event.connection)
+                self.phases.moved_at = now
             case ev.ProcessGone():
                 self.reception.process_gone(event)
             case ev.Evaluated():
@@ -270,6 +275,8 @@ class Core:
 
     def _evaluated(self, event: ev.Evaluated) -> None:
         job = self.job
+        if event.connection not in job.members.evaluators:
+            return
         if event.sum_versions == 0 and job.initial_loss is None:
             job.initial_loss = event.loss
         if not job.eval_loss or event.tokens >= job.eval_loss[-1][0]:

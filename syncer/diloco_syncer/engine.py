@@ -381,11 +381,18 @@ class Engine:
     async def _merge(self, action: ev.Merge) -> None:
         assert self.parameters is not None
         deltas = [self.payloads.delta(r.handle) for r in action.responders]
+        squares = [self.payloads.squares(r.handle) for r in action.responders]
         loop = asyncio.get_running_loop()
         began = time.monotonic()
         try:
             record, broadcast = await loop.run_in_executor(
-                self._merge_thread, self.parameters.merge, action, deltas, self.epoch, self._merge_number + 1
+                self._merge_thread,
+                self.parameters.merge,
+                action,
+                deltas,
+                self.epoch,
+                self._merge_number + 1,
+                squares,
             )
         except Diverged as error:
             self.handle(ev.EndRequested(PhaseName.FAILED, str(error)))

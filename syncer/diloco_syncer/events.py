@@ -125,7 +125,7 @@ class Join:
     sequences: int
     held: tuple[tuple[int, int], ...]  # (epoch, version) per fragment; empty: nothing
     previous_slot: int = 0
-    previous_incarnation: int = 0
+    previous_incarnation: int = 0  # 0: this program holds no slot's work, whatever its process id
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +206,9 @@ class ProcessGone:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
+    """The evaluator's loss (mean nats per token); from anybody else it is ignored."""
+
+    connection: int
     tokens: int
     loss: float
     sum_versions: int

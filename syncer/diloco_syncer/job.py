@@ -117,7 +117,7 @@ class Job:
         """Take a report of the slot; False: an older one than known, or of another layout."""
         if self.ledger is None:
             return False
-        before = self.ledger.trained(slot.index)
+        before, computed = self.ledger.trained(slot.index), self.ledger.compute_seconds(slot.index)
         if not self.ledger.tell(slot.index, report):
             return False
         self.ledger.roll_back(slot.index, self.epoch)
@@ -134,7 +134,8 @@ class Job:
         trained = self.ledger.trained(slot.index)
         if trained > before:
             self.clock.start(now)
-            self.clock.advance(now, slot.step_seconds, self.ledger.total_trained())
+            computed = self.ledger.compute_seconds(slot.index) - computed
+            self.clock.advance(now, slot.step_seconds, computed, self.ledger.total_trained())
         return True
 
     # ------------------------------------------------------------- durable

@@ -5,7 +5,8 @@ a slot under a new incarnation number, drawn from one rising counter, so that of
 two incarnations the higher is always the newer; whatever carries an older one is
 fenced. Which slot a newcomer gets, in this order:
 
-1. the slot that this very process still has (its tenure goes on),
+1. the slot that this very process still has (its tenure goes on; it names its last
+   incarnation, for a program may be started again under the id of the one before),
 2. the slot of its region and ordinal: a newcomer there supersedes the process
    that was there before, at once, for a place runs one process only,
 3. its own nominal slot, then the lowest slot that nobody holds,
@@ -117,7 +118,7 @@ class Membership:
 
     def own(self, join: Join) -> Slot | None:
         """The slot that this very process holds, if nobody took it and it was not given up."""
-        for slot in self.current:
+        for slot in self.current if join.previous_incarnation else ():
             if slot.process == join.process and slot.state not in (SlotState.DRAINED, SlotState.EMPTY):
                 return slot
         return None

@@ -29,7 +29,7 @@ class Merging:
 
     # ---------------------------------------------------------------- pushes
 
-    def admit_push(self, header: PushHeader) -> tuple[Reason, str] | None:
+    def admit_push(self, header: PushHeader, process: str = "") -> tuple[Reason, str] | None:
         """The verdict on a header before its bytes are read; None: send them."""
         if self.job.phase in ENDED:
             return Reason.ENDED, f"the job is {self.job.phase.value}"
@@ -37,10 +37,13 @@ class Merging:
             return Reason.OTHER_LAYOUT, "version 0 does not exist yet"
         if not 0 <= header.fragment < self.job.rounds.fragments:
             return Reason.INCONSISTENT, f"there is no fragment {header.fragment}"
+        slot = self.job.slot(header.slot)
+        if process and slot is not None and slot.incarnation and process != slot.process:
+            return Reason.FENCED, f"slot {slot.index} is another process's"
         return check_header(
             header,
             rules=self.intake,
-            slot=self.job.slot(header.slot),
+            slot=slot,
             version=self.job.rounds.versions[header.fragment],
             opened=self.job.rounds.open.get(header.fragment),
             layout_digest=self.job.layout_digest,
@@ -74,11 +77,7 @@ class Merging:
         if opened is None and header.round:
             opened = self.job.rounds.open_round(header.fragment, now, self.job.progress())
         self.job.out.append(ev.PushVerdict(event.handle, None, "", offer=not header.round))
-        if (
-            opened is not None
-            and not opened.merging
-            and not (header.round == 0 and self.job.config.rules.deterministic)
-        ):
+        if opened is not None and not opened.merging:
             replaced = self.job.rounds.accept(opened, push, now)
         else:
             waiting = self.job.offers[header.fragment]
@@ -154,7 +153,7 @@ class Merging:
             self._take_offers(opened, now)
 
     def _take_offers(self, opened: Round, now: float) -> None:
-        """Waiting offers count in this round, unless they have aged out."""
+        """Waiting offers count in this round; they were judged when they came."""
         assert self.job.rounds
         waiting, self.job.offers[opened.fragment] = self.job.offers[opened.fragment], []
         for offer in waiting:

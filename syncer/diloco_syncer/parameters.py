@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from diloco_protocol import codec, sync_pb2, wire
+from diloco_protocol.kernels import Float64s
 from diloco_protocol.layout import Layout
 from diloco_protocol.spec import DiLoCoJob
 from diloco_syncer import events as ev
@@ -78,9 +79,15 @@ class Parameters:
         return self._down.removeprefix("delta-") if self._down.startswith("delta-") else None
 
     def merge(
-        self, action: ev.Merge, deltas: Sequence[Floats], epoch: int, number: int
+        self,
+        action: ev.Merge,
+        deltas: Sequence[Floats],
+        epoch: int,
+        number: int,
+        squares: Sequence[Float64s] | None = None,
     ) -> tuple[MergeRecord, Broadcast]:
-        """Merge the pushes (float32[elements], in the action's order) into the next version.
+        """Merge the pushes (float32[elements], in the action's order; ``squares``: of each what
+        ``merge.piece_squares`` gives, if known) into the next version.
 
         Raises ``Diverged``. Takes long; call it in a thread.
         """
@@ -90,7 +97,7 @@ class Parameters:
             raise ValueError(f"fragment {action.fragment}: {action.version} does not follow {old.version}")
         pieces = self._layout.fragments[action.fragment]
         weights = [r.weight for r in action.responders]
-        merged = merge.merge(pieces, deltas, weights, self._method, threads=self._threads)
+        merged = merge.merge(pieces, deltas, weights, self._method, squares=squares, threads=self._threads)
         theta, state = old.theta.copy(), {name: array.copy() for name, array in old.outer.items()}
         state = self._outer.step(
             theta,

@@ -1,7 +1,8 @@
 """Pushes and offers whose bytes are here: decoded, waiting for their verdict or their merge.
 
-A push is decoded when it arrives, so that a merge starts from float32 vectors,
-and the core judges its norm. An accepted offer is spooled: its encoded bytes are made
+A push is decoded when it arrives, and the norm of each of its pieces is taken: so
+the core judges its norm, and a merge starts from float32 vectors and has its first pass
+behind it. An accepted offer is spooled: its encoded bytes are made
 durable before it is acknowledged, and removed when the merge that took it is
 durable (or a newer offer that holds its steps too is).
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,10 +19,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from diloco_protocol import codec
+from diloco_protocol.kernels import Float64s
 from diloco_syncer import events as ev
 from diloco_syncer.assembly import Assemblies
+from diloco_syncer.buffers import Buffers
 from diloco_syncer.checkpoint import SpooledOffer
 from diloco_syncer.events import PushHeader, Reason
+from diloco_syncer.merge import piece_squares
 from diloco_syncer.messages import reply
 from diloco_syncer.records import Array, Floats
 
@@ -32,10 +37,12 @@ SWEEP_SECONDS = 10.0
 
 @dataclass(slots=True)
 class Payload:
-    """One push's bytes. ``encoded`` is kept for offers only; ``spooled``: its bytes are in the store."""
+    """One push's bytes. ``squares``: of each piece (merge.piece_squares); ``encoded`` is kept for
+    offers only; ``spooled``: its bytes are in the store."""
 
     header: PushHeader
     delta: Floats
+    squares: Float64s
     norm: float
     encoded: Array | None
     verdict: asyncio.Future[bytes] | None
@@ -51,33 +58,42 @@ class Payloads:
         self._held: dict[int, Payload] = {}
         self._spooling: dict[tuple[int, int, int, int], asyncio.Future[None]] = {}
         self.assemblies = Assemblies()
+        self.buffers = Buffers()
 
     def __len__(self) -> int:
         return len(self._held)
 
     async def receive(self, header: PushHeader, encoded: Array) -> bytes:
         """All bytes of a push are here: decode, ask the core; returns the reply."""
-        engine = self._engine
-        assert engine.layout is not None
-        elements = engine.layout.elements(header.fragment)
         loop = asyncio.get_running_loop()
-
-        def decode() -> tuple[Floats, float, bool]:
-            values = codec.decode(encoded, header.encoding, elements)
-            return values, *codec.norm_and_finite(values)
-
-        delta, norm, finite = await loop.run_in_executor(engine.decode_thread, decode)
+        delta, squares = await loop.run_in_executor(
+            self._engine.decode_thread, self._decode, header, encoded, self.buffers
+        )
+        norm = math.sqrt(math.fsum(squares))
         handle = next(self._numbers)
         verdict: asyncio.Future[bytes] = loop.create_future()
-        self._held[handle] = Payload(header, delta, norm, None if header.round else encoded, verdict)
-        engine.handle(ev.PushReceived(header, norm, finite, handle))
+        kept = None if header.round else encoded
+        self._held[handle] = Payload(header, delta, squares, norm, kept, verdict)
+        self._engine.handle(ev.PushReceived(header, norm, math.isfinite(norm), handle))
         return await verdict
 
-    def restore(self, offer: SpooledOffer, elements: int) -> int:
+    def _decode(self, header: PushHeader, encoded: Array, buffers: Buffers) -> tuple[Floats, Float64s]:
+        """Values float32[elements], which may share ``encoded``'s memory, and ``piece_squares`` of them."""
+        layout = self._engine.layout
+        assert layout is not None
+        elements = layout.elements(header.fragment)
+        if header.encoding == "float32" and encoded.size == 4 * elements:
+            values: Floats = encoded.view(np.float32)
+        else:
+            out = buffers.take(4 * elements).view(np.float32)
+            values = codec.decode(encoded, header.encoding, elements, out)
+        return values, piece_squares(layout.fragments[header.fragment], values)
+
+    def restore(self, offer: SpooledOffer) -> int:
         """Take a spooled offer back at start; returns its handle. Raises ``codec.CodecError``."""
         handle = next(self._numbers)
-        delta = codec.decode(offer.encoded, offer.header.encoding, elements)
-        self._held[handle] = Payload(offer.header, delta, offer.norm, None, None, spooled=True)
+        delta, squares = self._decode(offer.header, offer.encoded, self.buffers)
+        self._held[handle] = Payload(offer.header, delta, squares, offer.norm, None, None, spooled=True)
         return handle
 
     async def settled(self, push_id: tuple[int, int, int, int]) -> None:
@@ -89,6 +105,10 @@ class Payloads:
     def delta(self, handle: int) -> Floats:
         """A push's outer gradient, float32[elements]."""
         return self._held[handle].delta
+
+    def squares(self, handle: int) -> Float64s:
+        """The squared norms of its pieces, float64[pieces]."""
+        return self._held[handle].squares
 
     # ------------------------------------------------------------- the core's answers
 
@@ -152,6 +172,7 @@ class Payloads:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             self.assemblies.sweep(time.monotonic())
+            self.buffers.sweep(time.monotonic())
 
     async def settle(self, seconds: float) -> None:
         """Wait until accepted offers are durable, at most so long."""

@@ -39,6 +39,7 @@ class Phases:
         self.target_message = ""
         self.since = 0.0
         self.requested: tuple[PhaseName, str] | None = None
+        self.moved_at = 0.0  # when the drain last came on
 
     def request_end(self, phase: PhaseName, message: str) -> None:
         """Somebody wants an end; the first one wins, but failing or deleting beats suspending."""
@@ -74,7 +75,8 @@ class Phases:
         return handlers[self.job.phase](now)
 
     def _set(self, name: PhaseName, message: str, now: float) -> list[Action]:
-        self.job.phase, self.job.phase_message, self.since = name, message, now
+        self.job.phase, self.job.phase_message = name, message
+        self.since = self.moved_at = now
         return [ev.Persist(), ev.SetPhase(name, message), ev.Note("phase", -1, 0, f"{name.value}: {message}")]
 
     # ------------------------------------------------------------- phases
@@ -106,7 +108,7 @@ class Phases:
 
     def _draining(self, now: float) -> list[Action] | None:
         staying = [s for s in self.job.members.slots if s.occupied]
-        if staying and now - self.since < self.config.drain_seconds:
+        if staying and now - self.moved_at < self.config.drain_seconds:
             return None
         out: list[Action] = []
         for slot in staying:
@@ -178,11 +180,12 @@ class Phases:
         }
 
     def load(self, row: dict[str, Any]) -> None:
-        """Go on from a saved phase: a suspended or failed job, and a complete one whose
-        stop was moved, wait for learners again."""
+        """Go on from a saved phase. A suspended or failed job, a complete one whose stop was
+        moved, and one that was draining wait for learners again: whoever wants it suspended
+        still says so, and a stop that is reached is seen again."""
         self.target, self.target_message = PhaseName(row["target"]), row["target_message"]
         job = self.job
-        again = job.phase in (PhaseName.SUSPENDED, PhaseName.FAILED)
+        again = job.phase in (PhaseName.SUSPENDED, PhaseName.FAILED, PhaseName.DRAINING)
         ended = job.phase in (PhaseName.COMPLETE, PhaseName.EVALUATING)
         if again or (ended and not self._stop_reached(0.0)):
             job.phase, job.phase_message, self.target = PhaseName.WAITING, "resumed", PhaseName.COMPLETE
@@ -191,4 +194,4 @@ class Phases:
         """A new life of the syncer: learners have to come back before it goes on."""
         if self.job.phase in (PhaseName.TRAINING, PhaseName.HOLDING):
             self.job.phase = PhaseName.WAITING
-        self.since = now
+        self.since = self.moved_at = now

@@ -7,7 +7,7 @@ the ledger, the leases, the rounds and the others. Plain code, driven by ``core`
 from __future__ import annotations
 
 from diloco_syncer import events as ev
-from diloco_syncer.events import ENDED, MergedPush
+from diloco_syncer.events import ENDED, MergedPush, PhaseName
 from diloco_syncer.job import Job
 from diloco_syncer.leases import LeaseBook
 from diloco_syncer.lost import EPOCHS_ABOVE, Lost
@@ -161,7 +161,11 @@ class Reception:
         incarnation = self.job.members.sit(slot, join, now)
         if not continuing:
             slot.clear_tenure()
-            if first_taken and self.job.clock.elapsed(now) > 0 and not self.job.config.rules.deterministic:
+            # A slot first taken later starts where the job is. In deterministic mode that goes for
+            # everybody who begins anew after a pause: slots at different steps would be due for
+            # different fragments, and wait for each other.
+            together = self.job.config.rules.deterministic and self.job.phase is PhaseName.WAITING
+            if together or (first_taken and self.job.clock.elapsed(now) > 0):
                 slot.step = max(s.step for s in self.job.members.slots)
             slot.step_at_seat = slot.step
             if self.job.rounds and self.job.ledger:

@@ -196,7 +196,7 @@ def _recover(engine: Engine) -> None:
         try:
             if restored.layout is None or offer.header.fragment >= len(restored.layout):
                 raise codec.CodecError("its fragment does not exist")
-            handle = engine.payloads.restore(offer, restored.layout.elements(offer.header.fragment))
+            handle = engine.payloads.restore(offer)
         except codec.CodecError as error:
             log.error("spooled offer %s cannot be used: %s", offer.name, error)
             continue

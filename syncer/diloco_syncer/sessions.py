@@ -175,7 +175,7 @@ class Sessions:
                 event = ev.LeaseRequested(number)
             case "evaluation":
                 told = message.evaluation
-                event = ev.Evaluated(told.tokens, told.loss, told.sum_versions, told.final)
+                event = ev.Evaluated(connection.number, told.tokens, told.loss, told.sum_versions, told.final)
             case "drain_request":
                 event = ev.DrainRequested(number)
             case "drained":

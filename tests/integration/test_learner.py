@@ -331,7 +331,8 @@ def test_two_deterministic_runs_are_bit_identical(tmp_path: Path) -> None:
 
 
 def test_a_replacement_goes_on_with_a_peers_optimizer_state(syncer: Callable[..., Syncer]) -> None:
-    service = syncer({"staleness": {"maxSteps": 100_000}}, {"steps": 1_000_000}, 2)
+    # Steps of a millisecond leave no grace: a learner may be late in any number of rounds running.
+    service = syncer({"staleness": {"maxSteps": 100_000, "maxVersions": 100_000}}, {"steps": 1_000_000}, 2)
     learners = [service.learner(ordinal, 40_000) for ordinal in range(2)]
     try:
         until(lambda: service.status()["merges"] > 10, "merges", 60)

@@ -10,126 +10,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-
-JOB = """
-apiVersion: diloco.io/v1alpha1
-kind: DiLoCoJob
-metadata: {{name: tiny}}
-spec:
-  training:
-    model: {{config: {{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,
-                     num_attention_heads: 2, num_key_value_heads: 2}}}}
-    data: {{source: text, paths: [corpus.txt], sequenceLength: 32}}
-    batch: {{sequences: 4}}
-    optimizer: {{lr: 0.003, warmupSteps: 10}}
-    device: cpu
-    stop: {{steps: {steps}}}
-    evaluation: {{fraction: 0.05, everyTokens: 20000, batches: 2}}
-  sync: {{fragments: 4, every: 8, overlap: 1, outer: {{optimizer: sgd, lr: 1.0}},
-         heartbeat: {{intervalSeconds: 0.2, timeoutSeconds: 3}}}}
-  regions: [{{learners: {learners}}}]
-  failurePolicy: {{maxReplacements: 3}}
-"""
-# Plain averaging: with steps of 10 ms a busy machine merges seldom, and momentum over so few and long
-# outer gradients overshoots.
-ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
-
+from runs import Run, check_ledger
 
 pytestmark = pytest.mark.timeout(300)  # each waits with its own limits, which name what did not come
-
-
-class Run:
-    """One ``diloco run`` in a process of its own, its output in a file."""
-
-    def __init__(self, job: Path, workdir: Path, *arguments: str) -> None:
-        self.workdir = workdir
-        self.log = job.parent / f"{workdir.name}-{time.monotonic_ns()}.out"
-        with self.log.open("wb") as out:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "diloco.main", "run", str(job), "--workdir", str(workdir), *arguments],
-                stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=ENV,
-                start_new_session=True,
-            )  # fmt: skip
-
-    @property
-    def output(self) -> str:
-        return self.log.read_text()
-
-    def ends(self, timeout: float = 90.0) -> int:
-        try:
-            return self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"still running after {timeout} s:\n{self.everything()}") from None
-
-    def waits_for(self, words: str, timeout: float = 60.0) -> None:
-        self.until(lambda: words in self.output, timeout)
-
-    def until(self, condition: Callable[[], bool], timeout: float = 60.0) -> None:
-        deadline = time.monotonic() + timeout
-        while not condition():
-            assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.everything()}"
-            assert time.monotonic() < deadline, f"it did not come about:\n{self.everything()}"
-            time.sleep(0.02)
-
-    def children(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
-
-    def status(self) -> dict[str, Any]:
-        done = subprocess.run(
-            [sys.executable, "-m", "diloco.main", "status", str(self.workdir), "--json"],
-            capture_output=True, text=True, timeout=30,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return dict(json.loads(done.stdout))
-
-    def report(self) -> dict[str, Any]:
-        return dict(json.loads((self.workdir / "report.json").read_text()))
-
-    def everything(self) -> str:
-        logs = [
-            f"== {path.name}\n{path.read_text()[-3000:]}" for path in sorted(self.workdir.glob("logs/*.log"))
-        ]
-        return "\n".join([self.output, *logs])
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    """Start a run of the tiny job; whatever is left of it is killed at the end."""
-    runs: list[Run] = []
-    words = "the quick brown fox jumps over the lazy dog and runs away from the angry bear\n"
-    (tmp_path / "corpus.txt").write_text(words * 2000)
-
-    def make(
-        *arguments: str, steps: int = 60, learners: int = 2, workdir: str = "run", change: str = ""
-    ) -> Run:
-        job = tmp_path / "job.yaml"
-        job.write_text(JOB.format(steps=steps, learners=learners) + change)
-        run = Run(job, tmp_path / workdir, *arguments)
-        runs.append(run)
-        return run
-
-    yield make
-    for run in runs:
-        if run.process.poll() is None:
-            left = run.children()
-            run.process.kill()
-            run.process.wait()
-            psutil.wait_procs(left, timeout=10)
-
-
-def check_ledger(report: dict[str, Any]) -> None:
-    tokens = report["tokens"]
-    assert tokens["trained"] == tokens["merged"] + tokens["pending"] + tokens["dropped"]
-    assert len(report["ledger"]) == 4
-    for row in report["ledger"]:
-        assert row["merged"] + row["pending"] + row["dropped"] == tokens["trained"], row
-        assert sum(row["reasons"].values()) == row["dropped"], row
 
 
 def test_a_job_runs_to_its_end_and_what_it_leaves_is_whole(start: Callable[..., Run], tmp_path: Path) -> None:

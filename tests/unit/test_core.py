@@ -252,10 +252,55 @@ def test_the_same_process_comes_back_with_its_work() -> None:
     desk.do(ev.ConnectionLost(2))
     desk.later(11.0)
     assert desk.core.members.slots[1].state == "lost"
-    (admitted,) = of(desk.join(9, 1, process="p2"), ev.Admit)
+    (admitted,) = of(desk.join(9, 1, process="p2", previous_incarnation=2), ev.Admit)
     assert admitted.seat is not None and admitted.seat.continuing
     assert admitted.seat.incarnation == 3
     assert desk.core.ledger and desk.core.ledger.pending(1, 0) == 30
+
+
+def test_a_program_started_again_under_the_same_id_begins_a_new_tenure() -> None:
+    desk = Desk(config())
+    desk.begin(2)
+    desk.report(2, 3)
+    (admitted,) = of(desk.join(9, 1, process="p2"), ev.Admit)
+    assert admitted.seat is not None and not admitted.seat.continuing
+    assert desk.core.ledger and desk.core.ledger.dropped(1, 0) == {"died": 30}
+
+
+def test_a_push_of_another_process_and_an_evaluation_of_a_learner_do_not_count() -> None:
+    desk = Desk(config())
+    desk.begin(2)
+    desk.report(1, 4)
+    refused = desk.core.admit_push(desk.header(0, 4), process="p2")
+    assert refused is not None and refused[0] is Reason.FENCED
+    assert desk.core.admit_push(desk.header(0, 4), process="p1") is None
+    desk.do(ev.Evaluated(1, 100, 0.1, 0, False))
+    assert desk.core.report(0.0)["eval_loss"] == []
+
+
+def test_a_draining_core_does_not_ask_to_be_woken_in_the_past() -> None:
+    desk = Desk(config(stop=("steps", 5)))
+    desk.begin(2)
+    desk.report(1, 4)
+    desk.push(0, 4)
+    desk.report(1, 5)
+    assert desk.core.phase is PhaseName.DRAINING
+    desk.later(6.0)
+    assert desk.core.wake_at > desk.now
+
+
+def test_uptime_counts_what_learners_computed_unheard() -> None:
+    desk = Desk(config(slots=1))
+    desk.begin(1)
+    desk.now = 100.0
+    desk.report(1, 1)
+    desk.now = 130.0
+    desk.report(1, 2)
+    assert desk.core.status(desk.now)["uptime"] == pytest.approx(2 / 30)
+    desk.now = 160.0
+    told = replace(report(3), compute_seconds=29.0)
+    desk.do(ev.Reported(1, told))
+    assert desk.core.status(desk.now)["uptime"] == pytest.approx((2 + 29) / 60)
 
 
 def test_a_spare_takes_a_lost_slot_at_once_and_the_old_process_becomes_a_spare() -> None:
@@ -265,7 +310,7 @@ def test_a_spare_takes_a_lost_slot_at_once_and_the_old_process_becomes_a_spare()
     assert waiting.seat is None
     (promoted,) = of(desk.do(ev.ProcessGone("r", 1, "p2", "killed")), ev.Promote)
     assert (promoted.connection, promoted.seat.slot) == (5, 1)
-    (late,) = of(desk.join(6, 1, process="p2"), ev.Admit)
+    (late,) = of(desk.join(6, 1, process="p2", previous_incarnation=2), ev.Admit)
     assert late.seat is None
 
 
@@ -331,7 +376,7 @@ def test_stop_drains_merges_evaluates_and_completes() -> None:
     assert len(merge.responders) == 2
     desk.do(ev.Merged(0, 1, 0.1, (1.0, 1.0)))
     assert desk.core.phase is PhaseName.EVALUATING
-    desk.do(ev.Evaluated(100, 2.5, 1, True))
+    desk.do(ev.Evaluated(8, 100, 2.5, 1, True))
     assert desk.core.phase is PhaseName.COMPLETE
     told = desk.core.report(desk.now)
     assert told["final_loss"] == 2.5

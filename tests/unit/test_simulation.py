@@ -351,7 +351,20 @@ class World:
         self.connections[connection] = learner
         learner.connection = connection
         region, ordinal = learner.place
-        self.handle(ev.Join(connection, learner.process, region, ordinal, False, "L", {}, 0, ()))
+        self.handle(
+            ev.Join(
+                connection,
+                learner.process,
+                region,
+                ordinal,
+                False,
+                "L",
+                {},
+                0,
+                (),
+                previous_incarnation=learner.seat.incarnation if learner.seat else 0,
+            )
+        )
 
     def seated(self, learner: Learner, seat: ev.Seat | None, merged: tuple[ev.MergedPush, ...]) -> None:
         if seat is None:

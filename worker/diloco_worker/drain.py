@@ -128,7 +128,7 @@ def _look(participant: Participant, offers: list[_Offer], now: float) -> bool:
         if now >= offer.again_at:
             base = adoption.fragments[p].base
             offer.made_on = base.version if base is not None else 0
-            offer.sequence = participant.push(p, round=0, version=0)
+            offer.sequence = participant.offer(p)
             offer.tries += 1
             flying += 1
     return progress

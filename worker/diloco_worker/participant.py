@@ -87,6 +87,7 @@ class Participant:
         self.describe: Callable[[sync_pb2.Report], None] = lambda report: None
         self.verdicts: dict[tuple[int, int], mail.Verdict] = {}  # of offers, while draining
         self._draining = False
+        self._offered: dict[int, Push] = {}  # per fragment, the offer that was sent and not refused
         self._bases: list[Vector | None] = [None] * len(layout)
         self._snapshots: dict[tuple[int, int], Vector] = {}
         self._arrived: dict[int, mail.Arrived] = {}  # to be adopted
@@ -260,6 +261,7 @@ class Participant:
             self._bases = [None] * len(self._bases)
             self._snapshots.clear()
             self._waiting.clear()
+            self._offered.clear()
             self._pulls.clear()
             self._arrived.update(self._latest)
             self._exchange.held = None
@@ -285,9 +287,11 @@ class Participant:
         self.verdicts[verdict.fragment, verdict.sequence] = verdict
         while len(self.verdicts) > 4 * len(self._layout):
             del self.verdicts[next(iter(self.verdicts))]
-        forget = self.adoption.on_verdict(
-            verdict.fragment, verdict.sequence, refused=verdict.accepted is False
-        )
+        refused = verdict.accepted is False
+        offer = self._offered.get(verdict.fragment)
+        if refused and offer is not None and offer.plan.sequence == verdict.sequence:
+            del self._offered[verdict.fragment]
+        forget = self.adoption.on_verdict(verdict.fragment, verdict.sequence, refused=refused)
         self._settle(verdict.fragment, 0, forget)
 
     # ------------------------------------------------------------------ broadcasts
@@ -297,7 +301,11 @@ class Participant:
             return False
         moved = False
         for fragment in sorted(self._arrived):
-            if not self.adoption.may_adopt(fragment):
+            # An offered fragment stays as it was offered: its work may be merged after this
+            # process has left, so it must not be dropped as stale, or sent twice, meanwhile.
+            if fragment in self._offered:
+                continue
+            if not self._draining and not self.adoption.may_adopt(fragment):
                 continue
             arrived = self._arrived.pop(fragment)
             moved |= self._carry_out(self.adoption.on_broadcast(arrived.news), arrived.vector)
@@ -338,8 +346,22 @@ class Participant:
 
     # ------------------------------------------------------------------ pushes
 
-    def push(self, fragment: int, round: int, version: int) -> int | None:
-        """Snapshot and send; the push's sequence. None: there is no step to send."""
+    def offer(self, fragment: int) -> int | None:
+        """Offer everything above the base; the offer's sequence. None: there is nothing.
+
+        Where an earlier offer has no answer, that very offer is sent again."""
+        push = self._offered.get(fragment)
+        if push is not None:
+            self._exchange.push(push)
+        else:
+            push = self.push(fragment, round=0, version=0)
+            if push is None:
+                return None
+            self._offered[fragment] = push
+        return push.plan.sequence
+
+    def push(self, fragment: int, round: int, version: int) -> Push | None:
+        """Snapshot and send; None: there is no step to send."""
         planned = self.adoption.snapshot(fragment, round, version)
         if planned is None:
             return None
@@ -353,7 +375,7 @@ class Participant:
         if round and self._spec.sync.deterministic:
             self._waiting[fragment, plan.sequence] = push
         self._exchange.push(push)
-        return plan.sequence
+        return push
 
     def _answer_pulls(self) -> None:
         for fragment, pull in list(self._pulls.items()):

@@ -1,0 +1,125 @@
+"""A whole ``diloco run`` in a process of its own, for tests that look at what it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+JOB = """
+apiVersion: diloco.io/v1alpha1
+kind: DiLoCoJob
+metadata: {{name: tiny}}
+spec:
+  training:
+    model: {{config: {{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,
+                     num_attention_heads: 2, num_key_value_heads: 2}}}}
+    data: {{source: text, paths: [corpus.txt], sequenceLength: 32}}
+    batch: {{sequences: 4}}
+    optimizer: {{lr: 0.003, warmupSteps: 10}}
+    device: cpu
+    stop: {{steps: {steps}}}
+    evaluation: {{fraction: 0.05, everyTokens: 20000, batches: 2}}
+  sync: {{fragments: 4, every: 8, overlap: 1, outer: {{optimizer: sgd, lr: 1.0}},
+         heartbeat: {{intervalSeconds: 0.2, timeoutSeconds: 3}}}}
+  regions: [{{learners: {learners}}}]
+  failurePolicy: {{maxReplacements: 3}}
+"""
+# Plain averaging: with steps of 10 ms a busy machine merges seldom, and momentum over so few and long
+# outer gradients overshoots.
+ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+class Run:
+    """One ``diloco run`` in a process of its own, its output in a file."""
+
+    def __init__(self, job: Path, workdir: Path, *arguments: str) -> None:
+        self.workdir = workdir
+        self.log = job.parent / f"{workdir.name}-{time.monotonic_ns()}.out"
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "diloco.main", "run", str(job), "--workdir", str(workdir), *arguments],
+                stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=ENV,
+                start_new_session=True,
+            )  # fmt: skip
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text()
+
+    def ends(self, timeout: float = 90.0) -> int:
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {timeout} s:\n{self.everything()}") from None
+
+    def waits_for(self, words: str, timeout: float = 60.0) -> None:
+        self.until(lambda: words in self.output, timeout)
+
+    def until(self, condition: Callable[[], bool], timeout: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.everything()}"
+            assert time.monotonic() < deadline, f"it did not come about:\n{self.everything()}"
+            time.sleep(0.02)
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def status(self) -> dict[str, Any]:
+        done = subprocess.run(
+            [sys.executable, "-m", "diloco.main", "status", str(self.workdir), "--json"],
+            capture_output=True, text=True, timeout=30,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return dict(json.loads(done.stdout))
+
+    def report(self) -> dict[str, Any]:
+        return dict(json.loads((self.workdir / "report.json").read_text()))
+
+    def everything(self) -> str:
+        logs = [
+            f"== {path.name}\n{path.read_text()[-3000:]}" for path in sorted(self.workdir.glob("logs/*.log"))
+        ]
+        return "\n".join([self.output, *logs])
+
+    def ended_whole(self) -> None:
+        """Kill what is left of the run, its processes included."""
+        if self.process.poll() is None:
+            left = self.children()
+            self.process.kill()
+            self.process.wait()
+            psutil.wait_procs(left, timeout=10)
+
+    def events(self) -> list[dict[str, Any]]:
+        return [dict(row) for row in self.status()["events"]]
+
+    def metrics(self, name: str) -> list[dict[str, Any]]:
+        """The rows of one process's metrics file; a torn last line is left out."""
+        raw = (self.workdir / "metrics" / f"{name}.jsonl").read_bytes()
+        return [json.loads(line) for line in raw.splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def diloco(*arguments: str | Path, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+    """Another command of the program, to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "diloco.main", *map(str, arguments)],
+        capture_output=True, text=True, timeout=timeout, env=ENV, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def check_ledger(report: dict[str, Any], fragments: int = 4) -> None:
+    """Every fragment's row adds up to what was trained, and its reasons to what was dropped."""
+    tokens = report["tokens"]
+    assert tokens["trained"] == tokens["merged"] + tokens["pending"] + tokens["dropped"]
+    assert len(report["ledger"]) == fragments
+    for row in report["ledger"]:
+        assert row["merged"] + row["pending"] + row["dropped"] == tokens["trained"], row
+        assert sum(row["reasons"].values()) == row["dropped"], row
