@@ -20,9 +20,11 @@ from diloco_protocol.wire import WireError
 from diloco_syncer import events as ev
 from diloco_syncer import messages
 from diloco_syncer.assembly import Busy
+from diloco_syncer.bases import BaseRefused
 from diloco_syncer.events import Reason
 from diloco_syncer.initial import InitialRefused
 from diloco_syncer.messages import held_to, reply
+from diloco_syncer.receipts import Rows
 from diloco_syncer.records import Array
 from diloco_syncer.relay import Relayed, largest_state
 
@@ -68,6 +70,10 @@ class Bulk:
         except InitialRefused as error:
             refused["initial"] += 1
             return reply(False, "initial", str(error))
+        except BaseRefused as error:
+            refused["base"] += 1
+            log.warning("a base is refused: %s", error)
+            return reply(False, "base", str(error))
         except Busy:
             return reply(False, wire.BUSY, "too many uploads at once: try again after a pause")
         except TimeoutError:
@@ -89,6 +95,8 @@ class Bulk:
             return await self._initial(header, stream)
         if kind == "peer_state":
             return await self._peer_state(header, stream)
+        if kind == "base":
+            return await self._base(header, stream)
         raise WireError("the header says not what is uploaded")
 
     async def _receive(
@@ -107,6 +115,8 @@ class Bulk:
     async def _push(self, header: sync_pb2.UploadHeader, stream: AsyncIterator[bytes]) -> bytes:
         engine = self._engine
         push = messages.push_from(header)
+        if engine.core.settling:
+            raise Busy
         refusal = engine.core.admit_push(push, header.process)
         if refusal is not None:
             if refusal[0] is Reason.REPEATED:
@@ -169,6 +179,22 @@ class Bulk:
         engine.handle(ev.PeerStateArrived(transfer))
         return reply(True)
 
+    async def _base(self, header: sync_pb2.UploadHeader, stream: AsyncIterator[bytes]) -> bytes:
+        bases, base = self._engine.bases, header.base
+        connection = self._engine.sessions.of_process(header.process)
+        number = connection.number if connection else 0
+        rows = bases.admit(number, base, header.total_bytes)
+        whole = await self._receive(
+            ("base", header.process, base.fragment),
+            header,
+            stream,
+            lambda: np.empty(header.total_bytes, np.uint8),
+        )
+        if whole is None:
+            return reply(True, wire.PARTIAL)
+        await bases.take(number, base, rows, whole)
+        return reply(True)
+
     # ------------------------------------------------------------- down
 
     async def download(self, raw: bytes, context: Any) -> AsyncIterator[bytes]:
@@ -177,17 +203,35 @@ class Bulk:
         try:
             request = wire.parse(sync_pb2.DownloadRequest, raw, wire.MAX_HEADER_BYTES)
             wire.check_format(request.format)
+            receipt = self._receipt(request) if request.offset == 0 else b""
             data, versions, word = await self._find(request)
             if data is None:
                 parts = wire.not_found(word)
             else:
-                parts = wire.send_part(data, request.offset, request.bytes, versions=held_to(versions))
+                parts = wire.send_part(
+                    data, request.offset, request.bytes, versions=held_to(versions), receipt=receipt
+                )
             async for part in parts:
                 yield part
             if data is not None:
                 self._engine.bytes_down += min(request.bytes or wire.MAX_PART_BYTES, wire.flat(data).nbytes)
         except WireError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+    def _receipt(self, request: sync_pb2.DownloadRequest) -> bytes:
+        """What goes with a version's bytes; nothing where it would be too large, or is not known."""
+        engine, kinds = self._engine, sync_pb2.DownloadRequest
+        if request.what not in (kinds.FULL, kinds.DELTA) or request.epoch != engine.epoch:
+            return b""
+        versions = engine.core.versions
+        if request.fragment >= len(versions):
+            return b""
+        rows: Rows = ()
+        if request.version == versions[request.fragment]:
+            rows = engine.core.receipt(request.fragment)
+        elif request.version == versions[request.fragment] - 1:
+            rows = engine.receipts.get(request.fragment, ())
+        return messages.receipt_to(rows)
 
     async def _find(
         self, request: sync_pb2.DownloadRequest

@@ -85,6 +85,7 @@ class Restored:
     number: int = 0  # merges of the job
     problems: list[str] = field(default_factory=list)
     discarded: list[tuple[int, int, str]] = field(default_factory=list)  # fragment, version gone on from, why
+    behind: bool = False  # the tape tells of merges that are not here
 
 
 def offer_name(header: PushHeader) -> str:
@@ -350,17 +351,10 @@ class Checkpoints:
                 there.setdefault(parsed[0], set()).add(parsed[1])
         result, problems, unusable = [], list[str](), list[tuple[int, int, str]]()
         for fragment, begun in enumerate(versions):
-            newer: list[MergeRecord] = []
-            have, version = there.get(fragment, set()), begun
-            try:
-                while version + 1 in have:
-                    name = record_name(fragment, version + 1)
-                    body = records.read_body(self.store, name, "merge")
-                    newer.append(MergeRecord.from_body(body, np.empty(0, np.float32)))
-                    version += 1
-            except (Damaged, NotThere) as error:
-                problems.append(str(error))
+            have = there.get(fragment, set())
+            newer = self._newer(fragment, begun, have, problems)
             while True:
+                version = newer[-1].version if newer else begun
                 try:
                     newest = self._read(fragment, version)
                     break
@@ -369,7 +363,6 @@ class Checkpoints:
                         raise
                     problems.append(str(error))
                     newer.pop()
-                    version -= 1
             above = sorted(v for v in have if v > version)
             if above:
                 why = f"versions {above[0]} to {above[-1]} cannot be used: {'; '.join(problems) or 'a gap'}"
@@ -380,6 +373,25 @@ class Checkpoints:
             result.append((newest, newer))
         restored.discarded = unusable
         return result
+
+    def _newer(self, fragment: int, begun: int, have: set[int], problems: list[str]) -> list[MergeRecord]:
+        """The records after version ``begun``, without arrays. A gap ends them, unless it is one
+        that a version from a learner has bridged."""
+        newer: list[MergeRecord] = []
+        version = begun
+        after_gaps = [v for v in sorted(have) if v > begun + 1 and v - 1 not in have]
+        try:
+            bridges = {r.follows: r for v in after_gaps if (r := self._body(fragment, v)).recovered}
+            while version in bridges or version + 1 in have:
+                newer.append(bridges.get(version) or self._body(fragment, version + 1))
+                version = newer[-1].version
+        except (Damaged, NotThere) as error:
+            problems.append(str(error))
+        return newer
+
+    def _body(self, fragment: int, version: int) -> MergeRecord:
+        body = records.read_body(self.store, record_name(fragment, version), "merge")
+        return MergeRecord.from_body(body, np.empty(0, np.float32))
 
     def _read(self, fragment: int, version: int) -> MergeRecord:
         name = self.name_of(fragment, version)
@@ -394,8 +406,7 @@ class Checkpoints:
         for name in self.store.names("records"):
             parsed = parse_record_name(name)
             if parsed and parsed[0] < len(upto) and versions.get(parsed[0], 0) < parsed[1] <= upto[parsed[0]]:
-                body = records.read_body(self.store, name, "merge")
-                found.append(MergeRecord.from_body(body, np.empty(0, np.float32)))
+                found.append(self._body(*parsed))
         return found
 
     def _load_offers(self, restored: Restored) -> None:

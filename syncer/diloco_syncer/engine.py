@@ -37,12 +37,14 @@ from diloco_protocol.files import DiskFull
 from diloco_protocol.layout import Layout
 from diloco_protocol.spec import DiLoCoJob
 from diloco_syncer import events as ev
+from diloco_syncer.bases import Bases
 from diloco_syncer.checkpoint import Checkpoints, Restored, StoreUnusable, TakeOver
 from diloco_syncer.core import Core
 from diloco_syncer.events import ENDED, PhaseName
 from diloco_syncer.initial import InitialUpload
 from diloco_syncer.parameters import Broadcast, Diverged, Parameters
 from diloco_syncer.payloads import Payloads
+from diloco_syncer.receipts import Rows
 from diloco_syncer.records import Array
 from diloco_syncer.relay import Relay
 from diloco_syncer.report import report
@@ -105,6 +107,9 @@ class Engine:
         self.payloads = Payloads(self)
         self.relay = Relay()
         self.initial = InitialUpload(self)
+        self.bases = Bases(self)
+        self.receipts: dict[int, Rows] = {}  # of each fragment's version before the newest
+        self.above = 0  # after RESTART: claim a higher epoch than this
         self.problem = ""  # what is wrong with the store, for people
         self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS_KEPT)
         self.refused: Counter[str] = Counter()
@@ -145,6 +150,11 @@ class Engine:
         self._work.set()
         self._rearm.set()
 
+    def next_number(self) -> int:
+        """The number of the job's next record."""
+        self._merge_number += 1
+        return self._merge_number
+
     def run_task(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a piece of work beside the queue; its failure ends the process."""
         task = self._loop.create_task(work)
@@ -177,8 +187,9 @@ class Engine:
 
     def start(self) -> None:
         """Begin: the tasks, and the core's first actions."""
+        made = [record.made_in for record in self.parameters.newest] if self.parameters else []
+        self.queue(self.core.start(self.clock(), made, self.restored.behind))
         self.restored = Restored()  # taken over; its arrays live on in parameters
-        self.queue(self.core.start(self.clock()))
         for work in (self._carry_out(), self._tick(), self._merge_all(), self._checkpoint_regularly()):
             self.run_task(work)
         self.run_task(self.payloads.sweep())
@@ -335,6 +346,9 @@ class Engine:
                 self.payloads.drop(action.handle)
             case ev.Note():
                 self._note(action)
+            case ev.BeginAgain():
+                self.above = action.above
+                self.stop(RESTART, action.reason)
             case ev.SetPhase():
                 self.sessions.tell_phase(action.phase, self.problem or action.message)
                 if action.phase in ENDED:
@@ -404,6 +418,7 @@ class Engine:
         spent = {"merge": took, "quorum": action.quorum_seconds, "waited": action.waited_seconds}
         self.seconds = {name: self.seconds[name] + seconds for name, seconds in spent.items()}
         norms = tuple(r.norm for r in record.responders)
+        self.receipts[action.fragment] = self.core.receipt(action.fragment)
         self.parameters.adopt(record, broadcast)  # and at once:
         self.handle(ev.Merged(action.fragment, action.version, took, norms))
         self._merges_since_state += 1

@@ -15,6 +15,7 @@ from diloco_protocol import sync_pb2, wire
 from diloco_protocol.wire import WireError
 from diloco_syncer import events as ev
 from diloco_syncer.events import PhaseName
+from diloco_syncer.receipts import Rows, SlotRow
 
 _PROCESS = re.compile(r"^[0-9a-f]{1,64}$")
 _REGION = re.compile(r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
@@ -173,3 +174,28 @@ def reply(accepted: bool, reason: str = "", message: str = "") -> bytes:
 
 def held_to(pairs: Sequence[tuple[int, int]]) -> list[sync_pb2.Held]:
     return [sync_pb2.Held(epoch=epoch, version=version) for epoch, version in pairs]
+
+
+def receipt_to(rows: Rows) -> bytes:
+    """A receipt as it travels; empty where it is larger than a header has room for."""
+    fields = [{name: getattr(row, name) for name in SlotRow.__dataclass_fields__} for row in rows]
+    data = sync_pb2.Receipt(slots=[sync_pb2.SlotReceipt(**row) for row in fields]).SerializeToString()
+    return data if len(data) <= wire.MAX_RECEIPT_BYTES else b""
+
+
+def receipt_from(data: bytes) -> Rows:
+    """A receipt that came back. Raises ``WireError``."""
+    receipt = wire.parse(sync_pb2.Receipt, data, wire.MAX_RECEIPT_BYTES)
+    return tuple(
+        SlotRow(
+            slot=row.slot,
+            tenure=row.tenure,
+            merged_tokens=_count(row.merged_tokens, "merged_tokens"),
+            tenure_tokens=_count(row.tenure_tokens, "tenure_tokens"),
+            sequence=_count(row.sequence, "sequence"),
+            version=_count(row.version, "version"),
+            last_step=_count(row.last_step, "last_step"),
+            compute_seconds=_seconds(row.compute_seconds, "compute_seconds"),
+        )
+        for row in receipt.slots
+    )

@@ -78,6 +78,11 @@ class Parameters:
         """int8 or int4 where updates are broadcast, else None."""
         return self._down.removeprefix("delta-") if self._down.startswith("delta-") else None
 
+    @property
+    def full_encoding(self) -> str:
+        """How a whole fragment is broadcast."""
+        return "float32" if self.delta_encoding is not None else self._down
+
     def merge(
         self,
         action: ev.Merge,
@@ -143,7 +148,7 @@ class Parameters:
 
     def encode(self, record: MergeRecord, delta: Array | None) -> Broadcast:
         """What is sent of a version, with checksums."""
-        encoding = "float32" if self.delta_encoding is not None else self._down
+        encoding = self.full_encoding
         full = codec.encode(record.theta, encoding, threads=self._threads)
         made = None
         if delta is not None and self.delta_encoding is not None:

@@ -68,9 +68,6 @@ class Reception:
                 self.job.config.seed, join.sequences, places, self.job.config.rules.deterministic
             )
         slot = self.job.members.own(join)
-        if slot is not None and self._unseated(slot, join):
-            slot.process = ""
-            slot = None
         if self.job.phase not in ENDED and slot is not None:
             self._seat(slot, join, now, continuing=True)
             return
@@ -106,6 +103,8 @@ class Reception:
         above = self.lost.strange_epoch(join)
         if not above:
             return False
+        # First of all: if another syncer has the store, this one must stop, and not judge anybody.
+        self.job.out.append(ev.Persist())
         if not self.lost.open or above - self.job.epoch > EPOCHS_ABOVE:
             self._refuse(
                 join, "other-history",
@@ -115,16 +114,6 @@ class Reception:
             return True
         self.job.out.append(ev.BeginAgain(f"{join.region}-{join.ordinal} has heard of epoch {above}", above))
         return True
-
-    def _unseated(self, slot: Slot, join: ev.Join) -> bool:
-        """The slot is its own in a state that was lost in part, and it knows that it was taken from it."""
-        report = self.job.ledger.books[slot.index].report if self.job.ledger else None
-        return (
-            self.lost.open
-            and bool(join.held)
-            and not join.previous_incarnation
-            and bool(report and report.trained_steps)
-        )
 
     def _refuse(self, join: ev.Join, reason: str, message: str) -> None:
         self.job.out.append(ev.Refuse(join.connection, reason, message, True))

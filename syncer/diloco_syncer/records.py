@@ -21,7 +21,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from diloco_protocol.files import Buffer
 from diloco_protocol.wire import checksum, flat
 from diloco_syncer.events import PushHeader, Responder
 from diloco_syncer.ledger import header_from_json, header_to_json
+from diloco_syncer.receipts import Rows, SlotRow
 from diloco_syncer.store import Store
 
 FORMAT = 1
@@ -145,9 +146,27 @@ class Merged:
     norm: float
 
 
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """Of a version that came from a learner: the version that was the store's newest, the epoch
+    in which the learner held it, and its receipt (receipts.py)."""
+
+    follows: int
+    epoch: int
+    receipt: Rows
+
+    def to_json(self) -> list[Any]:
+        return [self.follows, self.epoch, [list(astuple(row)) for row in self.receipt]]
+
+    @classmethod
+    def from_json(cls, row: list[Any]) -> Recovered:
+        follows, epoch, rows = row
+        return cls(follows, epoch, tuple(SlotRow(*values) for values in rows))
+
+
 @dataclass(slots=True)
 class MergeRecord:
-    """One durable merge of one fragment.
+    """One durable merge of one fragment, or (``recovered``) a version taken from a learner.
 
     ``theta``: Θ_p after it, float32[elements]. ``outer``: the outer optimizer's
     state after it. ``feedback``: what the down codec dropped so far (float32[elements], only
@@ -171,10 +190,22 @@ class MergeRecord:
     merge_seconds: float = 0.0
     job_tokens: int = 0
     digest: str = ""
+    recovered: Recovered | None = None
+
+    @property
+    def follows(self) -> int:
+        """The version before it in the store."""
+        return self.version - 1 if self.recovered is None else self.recovered.follows
+
+    @property
+    def made_in(self) -> int:
+        """The epoch in which this version was made, as far as that is known."""
+        return self.epoch if self.recovered is None else self.recovered.epoch
 
     def body(self) -> dict[str, Any]:
         """Everything but the arrays, as JSON."""
-        return {
+        more = {} if self.recovered is None else {"recovered": self.recovered.to_json()}
+        return more | {
             "job": self.job,
             "epoch": self.epoch,
             "fragment": self.fragment,
@@ -222,7 +253,8 @@ class MergeRecord:
             Merged(header_from_json(row["header"]), row["weight"], row["age"], row["norm"])
             for row in body["responders"]
         )
-        return cls(**{**body, "responders": responders}, theta=theta)
+        recovered = Recovered.from_json(body["recovered"]) if "recovered" in body else None
+        return cls(**{**body, "responders": responders, "recovered": recovered}, theta=theta)
 
 
 def responders_of(merge: Iterable[Responder], norms: Iterable[float]) -> tuple[Merged, ...]:

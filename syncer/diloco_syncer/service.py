@@ -62,6 +62,7 @@ class Options:
     control_key: bytes
     credentials: Credentials
     threads: int
+    above: int = 0  # claim a higher epoch than this
 
 
 class AddressError(Exception):
@@ -140,7 +141,7 @@ async def _life(options: Options) -> tuple[int, Options]:
     engine.sessions.end_all()
     await asyncio.gather(main.stop(0.5), private.stop(0.5), http.stop())
     await engine.close(checkpoint=outcome in (0, 1))
-    return outcome, options
+    return outcome, replace(options, above=engine.above)
 
 
 def _restore(options: Options, loop: asyncio.AbstractEventLoop) -> Engine:
@@ -151,7 +152,7 @@ def _restore(options: Options, loop: asyncio.AbstractEventLoop) -> Engine:
     if isinstance(store, DirectoryStore):
         store.remove_leftovers()
     claimant = json.dumps({"pid": os.getpid(), "host": os.uname().nodename, "time": time.time()}).encode()
-    epoch = Epoch.claim(store, claimant)
+    epoch = Epoch.claim(store, claimant, options.above)
     checkpoints = Checkpoints(store, epoch, job.metadata.name, job.spec.syncer.checkpoint.keep)
     checkpoints.identify(immutable_digests(job))
     restored = checkpoints.load()
@@ -179,6 +180,7 @@ def _mend(tape: Tape, checkpoints: Checkpoints, restored: Restored) -> None:
     reasons = {fragment: why for fragment, _, why in restored.discarded}
     for fragment, version in enumerate(versions):
         if tape.newest.get(fragment, 0) > version:
+            restored.behind = True
             why = reasons.get(fragment, "newer records are not in the store")
             tape.discard(fragment, version, checkpoints.epoch.number, why, time.time())
     tape.flush()
@@ -190,8 +192,17 @@ def _recover(engine: Engine) -> None:
     if restored.layout is not None and not core.initialised:
         layout = restored.layout
         engine.handle(InitialStored(layout.digest, tuple(layout.elements(p) for p in range(len(layout)))))
+    core.foresee(
+        [r.header for record in restored.newer for r in record.responders]
+        + [offer.header for offer in restored.offers],
+        [record.recovered.receipt for record in restored.newer if record.recovered],
+    )
     for record in restored.newer:
-        core.recover(record.fragment, record.version, [r.header for r in record.responders])
+        taken = record.recovered
+        if taken is None:
+            core.recover(record.fragment, record.version, [r.header for r in record.responders])
+        else:
+            core.take_over(record.fragment, record.version, taken.epoch, taken.receipt)
     for offer in restored.offers:
         try:
             if restored.layout is None or offer.header.fragment >= len(restored.layout):

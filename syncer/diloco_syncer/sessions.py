@@ -184,6 +184,8 @@ class Sessions:
                 event = ev.PeerStateWanted(number)
             case "peer_state_unavailable":
                 event = ev.PeerStateFailed(message.peer_state_unavailable.transfer)
+            case "base_unavailable":
+                event = ev.BaseFailed(number, message.base_unavailable.fragment)
             case "join":
                 raise WireError("Join is said once, first")
             case _:
@@ -222,6 +224,11 @@ class Sessions:
                 message = sync_pb2.SyncerMessage(
                     peer_state_request=sync_pb2.PeerStateRequest(transfer=action.transfer)
                 )
+            case ev.AskBase():
+                request = sync_pb2.BaseRequest(
+                    fragment=action.fragment, epoch=action.epoch, version=action.version
+                )
+                message = sync_pb2.SyncerMessage(base_request=request)
             case ev.PeerStateAnswer():
                 message = sync_pb2.SyncerMessage(
                     peer_state_ready=sync_pb2.PeerStateReady(transfer=action.transfer)
@@ -270,6 +277,7 @@ class Sessions:
             fragments=[
                 announcement(broadcast, engine.epoch, push, tokens)
                 for broadcast, push in zip(broadcasts, merged, strict=True)
+                if broadcast.fragment not in admit.withheld
             ],
             initialise=admit.initialise,
             has_frozen=bool(engine.frozen),

@@ -293,15 +293,17 @@ class Epoch:
         self.number = number
 
     @classmethod
-    def claim(cls, store: Store, claimant: bytes = b"") -> Epoch:
-        """Claim the epoch after the newest; ``claimant`` is kept in it for people to read."""
+    def claim(cls, store: Store, claimant: bytes = b"", above: int = 0) -> Epoch:
+        """Claim the epoch after the newest, and all those up to ``above`` + 1, for there are no gaps;
+        ``claimant`` is kept in it for people to read."""
         newest = max((int(name.rsplit("/", 1)[1]) for name in store.names("epochs")), default=0)
         for number in range(newest + 1, newest + 1 + _MAX_EPOCHS_TRIED):
             try:
                 store.create(_epoch_name(number), claimant)
             except AlreadyThere:
                 continue  # another syncer starts at the same time
-            return cls(store, number)
+            if number > above:
+                return cls(store, number)
         raise HigherEpoch(f"{_MAX_EPOCHS_TRIED} epochs were claimed by others while this syncer tried")
 
     def check(self) -> None:

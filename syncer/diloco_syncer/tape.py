@@ -6,6 +6,9 @@ long the round waited and the merge took, the SHA-256 of the result, and in
 ``previous`` the SHA-256 of the line before: changing or leaving out a line breaks
 the chain at the next (``verify``).
 
+Where a store has lost versions, a line ``discarded`` says from which one it goes on, and a line
+``recovered-from-learner`` that a later one came from a learner.
+
 The merge's record is the durable thing; its line is written right after it and
 flushed to the device at each checkpoint, before older records are removed. So
 what a crash takes from the tape's end (at worst a line torn in two) is in the
@@ -30,6 +33,7 @@ from diloco_syncer.store import AlreadyThere, DirectoryStore, Store
 FORMAT = 1
 MAX_LINE = 16 << 20
 FILE = "tape.jsonl"
+RECOVERED = "recovered-from-learner"
 
 
 class TapeError(Exception):
@@ -38,6 +42,19 @@ class TapeError(Exception):
 
 def line_of(record: MergeRecord) -> dict[str, Any]:
     """A merge as the tape tells it, without ``previous``. Times in seconds, tokens whole."""
+    if record.recovered is not None:
+        return {
+            "format": FORMAT,
+            "kind": RECOVERED,
+            "number": record.number,
+            "time": round(record.time, 6),
+            "fragment": record.fragment,
+            "epoch": record.epoch,
+            "version": record.version,
+            "follows": record.recovered.follows,
+            "held_epoch": record.recovered.epoch,
+            "result": record.digest,
+        }
     return {
         "format": FORMAT,
         "kind": "merge",
@@ -216,7 +233,8 @@ def read(store: Store) -> Iterator[dict[str, Any]]:
 
 
 def verify(store: Store) -> int:
-    """Check the chain of digests and that every fragment's versions rise by one; returns the lines.
+    """Check the chain of digests and that every fragment's versions rise, by one if merged; returns
+    the lines.
 
     Raises ``TapeError`` naming the first line that is wrong.
     """
@@ -235,6 +253,9 @@ def verify(store: Store) -> int:
         if line["kind"] == "merge" and version != newest.get(fragment, 0) + 1:
             before = newest.get(fragment, 0)
             raise TapeError(f"tape line {count}: fragment {fragment} goes from version {before} to {version}")
+        if line["kind"] == RECOVERED and version <= newest.get(fragment, 0):
+            raise TapeError(f"tape line {count}: fragment {fragment} is recovered at version {version}, "
+                            f"and had {newest.get(fragment, 0)}")  # fmt: skip
         newest[fragment] = version
         previous = _digest(raw)
     return count
