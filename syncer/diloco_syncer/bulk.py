@@ -203,7 +203,7 @@ class Bulk:
         try:
             request = wire.parse(sync_pb2.DownloadRequest, raw, wire.MAX_HEADER_BYTES)
             wire.check_format(request.format)
-            receipt = self._receipt(request) if request.offset == 0 else b""
+            receipt = self._receipt(request)
             data, versions, word = await self._find(request)
             if data is None:
                 parts = wire.not_found(word)

@@ -91,6 +91,8 @@ def receipt(job: Job, fragment: int) -> Rows:
 def contradiction(job: Job, fragment: int, version: int, rows: Sequence[SlotRow]) -> str:
     """Why this cannot be the receipt of a later version in this store's history; empty: it can."""
     assert job.ledger
+    if not rows:
+        return "it has no receipt"
     seen: set[int] = set()
     for row in rows:
         slot = job.slot(row.slot)
@@ -129,9 +131,10 @@ def foresee(job: Job, headers: Iterable[PushHeader], receipts: Iterable[Rows]) -
     for slot in over.values():
         job.ledger.close_tenure(slot.index, "died", ())
         job.forgotten.add(slot.index)
-        if slot.occupied:
-            slot.state = SlotState.LOST
-        slot.process, slot.connection = "", None
+        # Nobody has it, so that whoever had it is refused, and what it had is leased on.
+        slot.state, slot.process = SlotState.EMPTY, ""
+        if job.leases:
+            job.leases.give_back(slot.index)
 
 
 def take_over(job: Job, fragment: int, version: int, origin: int, rows: Rows) -> None:

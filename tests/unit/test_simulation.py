@@ -28,6 +28,7 @@ from diloco_syncer.config import CoreConfig
 from diloco_syncer.core import Core
 from diloco_syncer.events import PhaseName
 from diloco_syncer.ledger import header_from_json, header_to_json
+from diloco_syncer.receipts import Rows
 from diloco_syncer.rounds import RoundRules
 from diloco_worker.adoption import Adoption, AdoptionConfig, Broadcast, Kind, Rule
 
@@ -47,6 +48,8 @@ class Setup:
     steps: int = 40
     chaos: float = 1.0  # how often things break
     latency: float = 1.0  # how slow the network and the merges are
+    crashes: float = 1.0  # how often the syncer crashes
+    losses: float = 0.0  # share of the crashes after which the store's newest content is gone
 
 
 @dataclass
@@ -73,6 +76,8 @@ class Learner:
     unsettled: set[int] = field(default_factory=set)  # offered, perhaps without an answer, and not refused
     offered: set[int] = field(default_factory=set)  # offered and accepted
     offers: dict[int, tuple[ev.PushHeader, Ids]] = field(default_factory=dict)
+    # Newest download of each fragment, with its receipt.
+    holdings: dict[int, tuple[int, int, Ids, Rows]] = field(default_factory=dict)
     left: bool = False
 
     def __post_init__(self) -> None:
@@ -150,6 +155,19 @@ class Learner:
         )
 
 
+@dataclass
+class Record:
+    """What the store keeps of one version."""
+
+    made: int  # epoch
+    ids: Ids
+    headers: list[str]
+    taken: tuple[int, Rows] | None = None  # from a learner: the epoch in which it held it, its receipt
+
+    def read(self) -> list[ev.PushHeader]:
+        return [header_from_json(json.loads(header)) for header in self.headers]
+
+
 class World:
     """Virtual time, one syncer at a time, some processes."""
 
@@ -164,8 +182,10 @@ class World:
         self.learners: list[Learner] = []
         self.everyone: list[Learner] = []
         # What is durable.
-        self.records: dict[tuple[int, int], tuple[list[dict], Ids]] = {}
+        self.records: dict[tuple[int, int], Record] = {}
         self.state: str | None = None
+        self.older: list[tuple[str, list[int], dict]] = []  # states written, with versions and spool
+        self.behind = False
         self.spool: dict[tuple[int, int, int, int], tuple[str, Ids]] = {}
         self.epoch = 0
         # What the present syncer holds in memory.
@@ -215,17 +235,27 @@ class World:
         self.core = Core(self.config, state, self.epoch, self.now, self.now)
         self.payload = {}
         if self.core.initialised:
-            for (p, v), (headers, _) in sorted(self.records.items()):
-                if v:
-                    self.core.recover(p, v, [header_from_json(json.loads(json.dumps(h))) for h in headers])
+            begun = list(self.core.versions)
+            newer = [(p, v, r) for (p, v), r in sorted(self.records.items()) if v > begun[p]]
+            headers = [h for _, _, record in newer for h in record.read()]
+            offers = [header_from_json(json.loads(text)) for text, _ in self.spool.values()]
+            self.core.foresee(headers + offers, [r.taken[1] for _, _, r in newer if r.taken])
+            for p, v, record in newer:
+                if record.taken:
+                    self.core.take_over(p, v, *record.taken)
+                else:
+                    self.core.recover(p, v, record.read())
             for push_id, (text, ids) in list(self.spool.items()):
                 handle = next(self.numbers)
                 if self.core.restore_offer(header_from_json(json.loads(text)), handle, 1.0):
                     self.payload[handle] = ids
                 else:
                     del self.spool[push_id]
+        made = [self.records[p, v].made for p, v in enumerate(self.core.versions)]
+        actions = self.core.start(self.now, made, self.behind)
+        self.behind = False
         self.check()
-        self.act(self.core.start(self.now))
+        self.act(actions)
         self.tick(self.life)
 
     def tick(self, life: int) -> None:
@@ -233,10 +263,36 @@ class World:
             self.handle(ev.Tick())
             self.at(max(0.01, min(1.0, self.core.wake_at - self.now)), lambda: self.tick(life))
 
+    def lose(self) -> None:
+        """The store goes back: to an older state, and of each fragment to some record since."""
+        kept = self.random.randrange(max(0, len(self.older) - 40), len(self.older))
+        del self.older[kept + 1 :]
+        state, versions, spool = self.older[-1]
+        lost = 0
+        for p, begun in enumerate(versions):
+            there = sorted(v for q, v in self.records if q == p and v >= begun)
+            left = len(there) if self.random.random() < 0.3 else self.random.randint(1, len(there))
+            for v in there[left:]:
+                lost += 1
+                del self.records[p, v]
+        self.state = state
+        if self.random.random() < 0.5:
+            self.spool = dict(spool)
+        self.behind = lost > 0 and self.random.random() < 0.5
+        self.seen["losses"] += lost > 0
+        for learner in [learner for learner in self.learners if learner.left]:
+            self.learners.remove(learner)  # the job had let it go, and wants a learner there again
+            self.at(1.0, lambda learner=learner: self.spawn(learner.place))
+
     def crash_syncer(self) -> None:
         self.seen["crashes"] += 1
         self.life += 1
         self.down_until = self.now + self.random.uniform(0.1, 4.0)
+        if self.older and self.random.random() < self.setup.losses:
+            self.lose()
+        self.end_life()
+
+    def end_life(self) -> None:
         for learner in self.connections.values():
             learner.connection = None
             self.at(self.random.uniform(0.1, 1.0), lambda learner=learner: self.connect(learner))
@@ -256,18 +312,28 @@ class World:
             if life != self.life:
                 return  # crashed between two actions
             self.do(action)
-            if self.core.initialised and self.core.phase not in ev.ENDED and self.chance(0.0004):
+            if self.core.initialised and self.core.phase not in ev.ENDED and self.chance(0.0004 * self.setup.crashes):
                 self.crash_syncer()
 
     def do(self, action: ev.Action) -> None:
         match action:
             case ev.Persist():
                 self.state = json.dumps(self.core.state(self.now, self.now))
+                if self.core.initialised:
+                    self.older.append((self.state, list(self.core.versions), dict(self.spool)))
             case ev.Admit():
                 learner = self.connections[action.connection]
                 if action.initialise:
                     self.at(0.1, lambda c=action.connection: self.initialise(c))
-                self.seated(learner, action.seat, action.merged)
+                self.seated(learner, action.seat, action.merged, action.withheld)
+            case ev.AskBase():
+                self.at(self.delay(0.5), lambda: self.give_base(action))
+            case ev.BeginAgain():
+                assert action.above == 0
+                self.seen["recoveries"] += 1
+                self.life += 1
+                self.down_until = self.now + 0.1
+                self.end_life()
             case ev.Promote():
                 self.seated(self.connections[action.connection], action.seat, action.merged)
             case ev.AskInitial():
@@ -285,7 +351,7 @@ class World:
                 if learner is not None and not self.chance(0.02):
                     learner.pulls[action.fragment] = action
             case ev.Merge():
-                headers = [header_to_json(r.header) for r in action.responders]
+                headers = [json.dumps(header_to_json(r.header)) for r in action.responders]
                 content = [self.payload[r.handle] for r in action.responders]
                 life = self.life
                 self.at(self.delay(0.3), lambda: self.merge(action, headers, content, life))
@@ -299,32 +365,33 @@ class World:
             case _:
                 raise AssertionError(action)
 
-    def merge(self, action: ev.Merge, headers: list[dict], content: list[Ids], life: int) -> None:
+    def merge(self, action: ev.Merge, headers: list[str], content: list[Ids], life: int) -> None:
         """The wall merges and writes the record; a crash before loses it, after keeps it."""
         if life != self.life:
             return
         p, v = action.fragment, action.version
         assert (p, v) not in self.records, "a version was made twice"
-        before = self.records[p, v - 1][1]
+        before = self.records[p, v - 1].ids
         after = before
         assert abs(sum(r.weight for r in action.responders) - 1) < 1e-6
         for ids in content:
             assert not ids & after, "a step was merged twice"
             after |= ids
-        self.records[p, v] = (headers, after)
+        self.records[p, v] = Record(self.epoch, after, headers)
         for responder in action.responders:
             self.spool.pop(responder.header.id, None)
-        if self.chance(0.01):
+        if self.chance(0.01 * self.setup.crashes):
             self.crash_syncer()
             return
         self.handle(ev.Merged(p, v, 0.05, tuple(1.0 for _ in content)))
-        self.check()
+        if life == self.life:
+            self.check()
 
     def check(self) -> None:
         if self.core.ledger is not None:
             assert self.core.ledger.check() == []
             for p in range(self.setup.fragments):
-                ids = self.records[p, self.core.versions[p]][1]
+                ids = self.records[p, self.core.versions[p]].ids
                 merged = sum(self.core.ledger.merged(s, p) for s in range(self.setup.slots))
                 assert merged == sum(self.tokens_of[i] for i in ids), (
                     "the merged column is not what was merged"
@@ -361,13 +428,45 @@ class World:
                 "L",
                 {},
                 0,
-                (),
+                self.held_by(learner),
                 previous_incarnation=learner.seat.incarnation if learner.seat else 0,
             )
         )
 
-    def seated(self, learner: Learner, seat: ev.Seat | None, merged: tuple[ev.MergedPush, ...]) -> None:
+    def held_by(self, learner: Learner) -> tuple[tuple[int, int], ...]:
+        fragments = range(self.setup.fragments)
+        if any(p not in learner.holdings for p in fragments):
+            return ()
+        return tuple(learner.holdings[p][:2] for p in fragments)
+
+    def give_base(self, ask: ev.AskBase) -> None:
+        """A learner was asked for what it holds; the wall makes it durable."""
+        learner, p = self.connections.get(ask.connection), ask.fragment
+        if learner is None or not self.up() or self.chance(0.05):
+            return  # no answer
+        epoch, version, ids, rows = learner.holdings[p]
+        why = "not here" if (epoch, version) != (ask.epoch, ask.version) else ""
+        if not why:
+            why = self.core.admit_base(ask.connection, p, epoch, version, rows)
+            assert "nobody asked" in why or not why, why
+        if why or self.chance(0.1):
+            self.handle(ev.BaseFailed(ask.connection, p))
+            return
+        assert version > self.core.versions[p]
+        assert (p, version) not in self.records
+        self.records[p, version] = Record(epoch, ids, [], (epoch, rows))
+        self.seen["taken"] += 1
+        self.handle(ev.BaseStored(p))
+
+    def seated(
+        self,
+        learner: Learner,
+        seat: ev.Seat | None,
+        merged: tuple[ev.MergedPush, ...],
+        withheld: frozenset[int] = frozenset(),
+    ) -> None:
         if seat is None:
+            learner.seat = None
             return
         if not (seat.continuing and learner.seat is not None):
             learner.begin(seat.slot_step)
@@ -377,22 +476,27 @@ class World:
         learner.draining = learner.draining or self.core.phase is PhaseName.DRAINING
         learner.in_flight.clear()  # their answers are lost: offered again before anything is adopted
         for p in range(len(self.core.versions)):
-            self.announce(learner, p, merged[p] if merged else ev.MergedPush())
+            if p not in withheld:
+                self.announce(learner, p, merged[p] if merged else ev.MergedPush())
 
     def initialise(self, connection: int) -> None:
         if connection in self.connections and not self.core.initialised:
             for p in range(self.setup.fragments):
-                self.records[p, 0] = ([], frozenset())
+                self.records[p, 0] = Record(self.epoch, frozenset(), [])
             self.handle(ev.InitialStored("L", (10,) * self.setup.fragments))
 
     def announce(self, learner: Learner, p: int, merged: ev.MergedPush) -> None:
         version = self.core.versions[p]
-        news = Broadcast(p, self.epoch, version, ("f", p, version), False, merged.sequence, merged.version)
-        ids, connection = self.records[p, version][1], learner.connection
+        epoch, ids, connection = self.epoch, self.records[p, version].ids, learner.connection
+        identity = ("f", p, hash(ids))
+        news = Broadcast(p, epoch, version, identity, False, merged.sequence, merged.version)
+        rows = self.core.receipt(p)
 
         def arrive() -> None:
             if learner.connection == connection:  # a broken session takes its downloads with it
                 learner.news.append((news, ids))
+                if learner.holdings.get(p, (0, 0))[:2] <= (epoch, version):
+                    learner.holdings[p] = (epoch, version, ids, rows)
 
         # The session is in order, downloads are not: newer news of a fragment may come first.
         self.at(self.delay(0.3), arrive)
@@ -471,8 +575,8 @@ class World:
                 self.at(self.delay(0.4), lambda: self.arrive(learner, header, ids, self.life))
 
     def arrive(self, learner: Learner, header: ev.PushHeader, ids: Ids, life: int) -> None:
-        if not self.up() or life != self.life:
-            return
+        if not self.up() or life != self.life or self.core.settling:
+            return  # settling: told to try again later
         refused = self.core.admit_push(header)
         if refused is None:
             handle = next(self.numbers)
@@ -524,7 +628,7 @@ class World:
             self.handle(ev.DrainedEvent(connection))
             self.connections.pop(connection, None)
             learner.connection = None
-            if self.core.phase not in (PhaseName.DRAINING, *ev.ENDED):
+            if learner in self.learners and self.core.phase not in (PhaseName.DRAINING, *ev.ENDED):
                 self.learners.remove(learner)
                 self.at(1.0, lambda: self.spawn(learner.place))
 
@@ -569,7 +673,10 @@ def settle(world: World) -> dict[str, int]:
         assert row["merged"] + row["pending"] + row["dropped"] == trained
         assert sum(row["reasons"].values()) == row["dropped"]
     for p in range(world.setup.fragments):
-        assert {v for q, v in world.records if q == p} == set(range(world.core.versions[p] + 1)), "a gap"
+        there = {v for q, v in world.records if q == p}
+        assert max(there) == world.core.versions[p]
+        if not world.setup.losses:
+            assert there == set(range(world.core.versions[p] + 1)), "a gap"
     return world.core.ledger.totals()
 
 
@@ -589,6 +696,25 @@ def test_no_step_is_merged_twice_or_lost(
     """Under any order of late, lost, repeated and refused messages, kills, freezes and crashes."""
     quorum = data.draw(st.integers(1, slots))
     world = World(Setup(seed, slots, fragments, every, overlap, quorum, rule))
+    world.run()
+    settle(world)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    slots=st.integers(1, 4),
+    fragments=st.integers(1, 4),
+    every=st.integers(4, 8),
+    rule=st.sampled_from([Rule.KEEP, Rule.OVERWRITE]),
+    data=st.data(),
+)
+def test_a_store_that_loses_its_newest_content_keeps_the_books_exact(
+    seed: int, slots: int, fragments: int, every: int, rule: Rule, data: st.DataObject
+) -> None:
+    """As above, and what is lost is taken from learners or given up: nothing counts twice."""
+    quorum = data.draw(st.integers(1, slots))
+    world = World(Setup(seed, slots, fragments, every, 2, quorum, rule, steps=80, losses=0.7))
     world.run()
     settle(world)
 

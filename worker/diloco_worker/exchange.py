@@ -34,6 +34,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
@@ -45,6 +46,7 @@ from diloco_protocol.spec import immutable_digests
 from . import mail
 from .adoption import Broadcast
 from .fragments import Floats, Vector
+from .holdings import Holding, Holdings
 from .sampling import Grant
 from .session import Outbox, Session, SessionEnded
 from .settings import ConfigurationError, RefusedError, WorkerError, WorkerSettings
@@ -81,7 +83,6 @@ class Exchange:
         self._heartbeat = sync.heartbeat.interval_seconds
         self._digests = immutable_digests(settings.job)
         self.feedback = Feedback(len(layout), sync.compression.error_feedback)
-        self.held: list[tuple[int, int]] | None = None  # (epoch, version) adopted, set by the training thread
         self.report_wanted = True  # false: the newest report is younger than a report's interval
         self.connected = False
         self._identity = Identity(settings.job.metadata.name, settings.process, 0, 0)
@@ -101,7 +102,7 @@ class Exchange:
         self._pushes: list[Push] = []
         self._pushing = 0
         self._news: dict[int, sync_pb2.Announcement] = {}  # newest announced, per fragment
-        self._delivered: dict[int, tuple[sync_pb2.Announcement, Floats]] = {}
+        self._holdings = Holdings(len(layout))
         self._fetching: set[int] = set()
         self._bytes = [0, 0]  # up, down, of earlier connections
 
@@ -300,7 +301,7 @@ class Exchange:
         return reason
 
     def _join(self) -> sync_pb2.Join:
-        settings, held = self._settings, self.held
+        settings = self._settings
         role = sync_pb2.ROLE_LEARNER if settings.role == "learner" else sync_pb2.ROLE_EVALUATOR
         return sync_pb2.Join(
             format=wire.FORMAT,
@@ -312,7 +313,7 @@ class Exchange:
             layout_digest=self._layout.digest,
             digests=self._digests,
             sequences=self._sequences,
-            held=[sync_pb2.Held(epoch=e, version=v) for e, v in held] if held else [],
+            held=self._holdings.versions(),
             previous_incarnation=self._identity.incarnation,
             previous_slot=self._identity.slot,
         )
@@ -351,6 +352,9 @@ class Exchange:
                 )
             else:
                 self._inbox.put(mail.StateArrived(None, ()))
+        elif kind == "base_request":
+            self._known(message.base_request.fragment)
+            self._spawn_with(self._give_base, message.base_request)
         elif kind == "promotion":
             self._seated(message.promotion.seat)
 
@@ -450,36 +454,53 @@ class Exchange:
         attempt = 0
         try:
             while (news := self._news.get(fragment)) is not None:
-                values = await self._values(news, attempt)
-                if values is None:
+                holding = await self._holding(news, attempt)
+                if holding is None:
                     attempt += 1
                     continue
                 attempt = 0
-                self._delivered[fragment] = (news, values)
-                vector = self._pinned(values)
+                self._holdings.put(holding)
+                vector = self._pinned(holding.values)
                 self._inbox.put(mail.Arrived(_broadcast(news), vector, news.job_tokens))
                 if self._news.get(fragment) is news:
                     break
         finally:
             self._fetching.discard(fragment)
 
-    async def _values(self, news: sync_pb2.Announcement, attempt: int) -> Floats | None:
+    async def _holding(self, news: sync_pb2.Announcement, attempt: int) -> Holding | None:
         assert self._transfers is not None
-        known = self._delivered.get(news.fragment)
-        if known is not None and known[0].version == news.version and known[0].full == news.full:
-            return known[1]  # the same bytes, said again after a reconnect
-        held = (known[0].epoch, known[0].version, known[1]) if known is not None else None
+        known = self._holdings.get(news.fragment)
+        if known is not None and known.news.version == news.version and known.news.full == news.full:
+            return replace(known, news=news)  # the same bytes, said again after a reconnect
         elements = self._layout.elements(news.fragment)
         try:
-            values = await self._transfers.fragment(self._identity, news, elements, held)
-            if values is not None:
-                return values
+            holding = await self._transfers.fragment(self._identity, news, elements, known)
+            if holding is not None:
+                return holding
             why = "the syncer has it no more"
         except (wire.TransferError, wire.WireError) as error:
             why = str(error)
         log.warning("fragment %d version %d did not arrive: %s", news.fragment, news.version, why)
         await asyncio.sleep(pause(attempt))
         return None
+
+    async def _give_base(self, request: sync_pb2.BaseRequest) -> None:
+        """The syncer's store lost this version: send it, or say that it is not to be had here."""
+        fragment, holding = request.fragment, self._holdings.get(request.fragment)
+        why = "it is not here any more"
+        if holding is not None and holding.is_version(request.epoch, request.version):
+            assert self._transfers is not None
+            try:
+                reply = await self._transfers.base(self._identity, holding)
+                if reply.accepted:
+                    log.info("fragment %d: the syncer took version %d back", fragment, request.version)
+                    return
+                why = f"refused ({reply.reason}): {reply.message}"
+            except wire.TransferError as error:
+                why = str(error)
+        log.warning("fragment %d version %d is not given back: %s", fragment, request.version, why)
+        unavailable = sync_pb2.BaseUnavailable(fragment=fragment)
+        self._outbox.say(f"no-base-{fragment}", sync_pb2.LearnerMessage(base_unavailable=unavailable))
 
     def _queue_push(self, push: Push) -> None:
         if not self.connected or len(self._pushes) >= _MOST_QUEUED_PUSHES:

@@ -157,8 +157,6 @@ class Observer:
         self._fragments.move(news.fragment, Kind.OVERWRITE, arrived.vector)
         self._versions[news.fragment] = (news.epoch, news.version)
         self.job_tokens = max(self.job_tokens, arrived.job_tokens)
-        held = [version for version in self._versions if version is not None]
-        self._exchange.held = held if len(held) == len(self.layout) else None
         if self._frozen_needed and not self._frozen_asked:
             self._frozen_asked = True
             frozen = frozen_tensors(self._model).values()

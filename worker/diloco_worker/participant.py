@@ -264,7 +264,6 @@ class Participant:
             self._offered.clear()
             self._pulls.clear()
             self._arrived.update(self._latest)
-            self._exchange.held = None
             self._ask_state(seat)
             log.info("slot %d, incarnation %d, from step %d", seat.slot, seat.incarnation, seat.slot_step)
         self.on_leases(seat.leases, continuing)
@@ -309,8 +308,6 @@ class Participant:
                 continue
             arrived = self._arrived.pop(fragment)
             moved |= self._carry_out(self.adoption.on_broadcast(arrived.news), arrived.vector)
-        if moved and self.adoption.complete:
-            self._exchange.held = self.held()
         if self._frozen_needed and not self._frozen_asked and self.adoption.complete:
             self._frozen_asked = True
             sizes = sum(p.numel() * p.element_size() for p in frozen_tensors(self._model).values())

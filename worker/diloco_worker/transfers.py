@@ -19,9 +19,11 @@ import numpy as np
 from grpc import aio
 
 from diloco_protocol import codec, sync_pb2, wire
+from diloco_protocol.kernels import Bytes
 
 from .adoption import PushPlan
 from .fragments import Floats, Vector
+from .holdings import Holding
 
 T = TypeVar("T")
 _BUSY_TRIES = 20
@@ -159,6 +161,24 @@ class Transfers:
         )
         return await self._upload(header, data)
 
+    async def base(self, who: Identity, holding: Holding) -> sync_pb2.UploadReply:
+        """Give back a version that the syncer's store lost. Raises wire.TransferError."""
+        news = holding.news
+        header = sync_pb2.UploadHeader(
+            job=who.job,
+            slot=who.slot,
+            incarnation=who.incarnation,
+            process=who.process,
+            base=sync_pb2.Base(
+                fragment=news.fragment,
+                epoch=news.epoch,
+                version=news.version,
+                encoding=news.full.encoding,
+                receipt=holding.receipt,
+            ),
+        )
+        return await self._upload(header, await self.run(holding.encoded))
+
     async def _upload(self, header: sync_pb2.UploadHeader, payload: Any) -> sync_pb2.UploadReply:
         """One upload under one id, tried again when the syncer is busy or a part broke."""
         broken = 0
@@ -181,33 +201,34 @@ class Transfers:
     # ------------------------------------------------------------------ down
 
     async def fragment(
-        self, who: Identity, news: sync_pb2.Announcement, elements: int, held: tuple[int, int, Floats] | None
-    ) -> Floats | None:
+        self, who: Identity, news: sync_pb2.Announcement, elements: int, held: Holding | None
+    ) -> Holding | None:
         """The announced version of a fragment, float32[elements]; None: the syncer has it no more.
 
-        ``held``: (epoch, version, values) that this process has, to which a delta applies.
+        ``held``: what this process has of the fragment; a delta may apply to it.
         """
         full = news.full
         if (
             news.HasField("delta")
             and held is not None
-            and held[:2] == (news.epoch, news.version - 1)
+            and (held.news.epoch, held.news.version) == (news.epoch, news.version - 1)
             and not news.reset
         ):
-            data = await self._fetch(who, sync_pb2.DownloadRequest.DELTA, news, news.delta)
-            if data is not None:
-                update = await self.run(codec.decode, data, news.delta.encoding, elements)
-                values: Floats = held[2] + update
+            found = await self._fetch(who, sync_pb2.DownloadRequest.DELTA, news, news.delta)
+            if found is not None:
+                update = await self.run(codec.decode, found[1], news.delta.encoding, elements)
+                values: Floats = held.values + update
                 if full.encoding != "float32" or await self.run(wire.checksum, values) == full.checksum:
-                    return values
-        data = await self._fetch(who, sync_pb2.DownloadRequest.FULL, news, full)
-        if data is None:
+                    return Holding(news, values, found[0])
+        found = await self._fetch(who, sync_pb2.DownloadRequest.FULL, news, full)
+        if found is None:
             return None
-        return await self.run(codec.decode, data, full.encoding, elements)
+        return Holding(news, await self.run(codec.decode, found[1], full.encoding, elements), found[0])
 
     async def _fetch(
         self, who: Identity, what: Any, news: sync_pb2.Announcement, payload: sync_pb2.Payload
-    ) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
+    ) -> tuple[bytes, Bytes] | None:
+        """Receipt and bytes, uint8."""
         request = sync_pb2.DownloadRequest(
             job=who.job, process=who.process, what=what, fragment=news.fragment, epoch=news.epoch,
             version=news.version,
@@ -223,7 +244,7 @@ class Transfers:
                 f"fragment {news.fragment} version {news.version}: "
                 "its bytes are not those that were announced"
             )
-        return data
+        return header.receipt, data
 
     async def blob(
         self, who: Identity, what: Any, limit: int, transfer: int = 0
