@@ -46,7 +46,7 @@ from . import mail
 from .adoption import Broadcast
 from .fragments import Floats, Vector
 from .sampling import Grant
-from .session import Outbox, Session, SessionEnded
+from .session import LEASE, Outbox, Session, SessionEnded
 from .settings import ConfigurationError, RefusedError, WorkerError, WorkerSettings
 from .transfers import Feedback, Identity, Push, Transfers, pause
 
@@ -57,6 +57,8 @@ _PUSHES_AT_ONCE = 2  # one is encoded while another is uploaded
 _GOODBYE_SECONDS = 2.0
 _STEADY_SECONDS = 10.0  # a session that lived so long starts the backoff anew
 _MOST_QUEUED_PUSHES = 2 * wire.MAX_FRAGMENTS
+_INITIAL_TRIES = 4  # of version 0 in one session, beside those of each part
+_INITIAL_PAUSE = 0.25
 
 
 class Exchange:
@@ -96,6 +98,7 @@ class Exchange:
         self._closing = False
         self._task: asyncio.Task[None] | None = None
         self._session: Session | None = None
+        self._parted = False  # Drained was read by the syncer
         self._transfers: Transfers | None = None
         self._work: set[asyncio.Task[None]] = set()
         self._pushes: list[Push] = []
@@ -116,14 +119,14 @@ class Exchange:
         self.report_wanted = False
         self._call(self._post_report, report)
 
-    def say(self, key: str, message: sync_pb2.LearnerMessage) -> None:
-        """Say something once; see Outbox."""
-        self._call(self._outbox.say, key, message)
+    def say(self, key: str, message: sync_pb2.LearnerMessage, lasting: bool = False) -> None:
+        """Say something once, or (``lasting``) in every session; see Outbox."""
+        self._call(self._outbox.say, key, message, lasting)
 
     def request_leases(self, count: int) -> None:
         """Ask for ``count`` more blocks."""
         for _ in range(count):
-            key = f"lease-{next(self._lease_numbers)}"
+            key = f"{LEASE}{next(self._lease_numbers)}"
             self.say(key, sync_pb2.LearnerMessage(lease_request=sync_pb2.LeaseRequest()))
 
     def push(self, push: Push) -> None:
@@ -137,6 +140,11 @@ class Exchange:
 
     def upload_initial(self, vectors: Sequence[Vector], frozen: bytes) -> None:
         """Upload version 0; broadcasts of it follow."""
+    def new_tenure(self) -> None:
+        """Pushes of the tenure before are nobody's: what error feedback keeps for them goes."""
+        if self.feedback.enabled:
+            self._call(self.feedback.new_tenure)
+
         self._call(self._spawn_with, self._upload_initial, vectors, frozen)
 
     def fetch_frozen(self, limit: int) -> None:
@@ -191,6 +199,16 @@ class Exchange:
             self._call(self._close)
             self._thread.join(timeout)
             self._bell.put(None)
+    def farewell(self, timeout: float) -> bool:
+        """Say Drained, hang up, and wait until the syncer has read it; said again if the session
+        breaks first. False: it did not come through in time."""
+        self.say("drained", sync_pb2.LearnerMessage(drained=sync_pb2.Drained()), lasting=True)
+        end = time.monotonic() + timeout
+        while not self._parted and time.monotonic() < end and self._thread.is_alive():
+            self._call(self._part)
+            time.sleep(0.02)
+        return self._parted
+
             self._ringer.join(1.0)
         self._executor.shutdown(wait=False, cancel_futures=True)
 
@@ -229,6 +247,13 @@ class Exchange:
         if self._task is None:
             return
         if self._session is None:
+    def _part(self) -> None:
+        """Hang up once Drained was handed over: that the syncer then ends the session in good
+        order says that it has read it."""
+        session = self._session
+        if session is not None and self._outbox.empty and not session.hung_up:
+            self._spawn_with(session.hang_up)
+
             self._task.cancel()
         else:
             self._spawn_with(self._session.hang_up)
@@ -245,7 +270,7 @@ class Exchange:
                 reason = await self._connect(address)
             if time.monotonic() - started > _STEADY_SECONDS:
                 attempt = 0
-            if self._closing:
+            if self._closing or self._parted:
                 return
             if reason != said or attempt % 20 == 19:
                 log.warning("no session with the syncer: %s", reason)
@@ -271,12 +296,15 @@ class Exchange:
             if not first.HasField("welcome"):
                 raise wire.WireError("the first message was neither Welcome nor Refusal")
             self._transfers = Transfers(bulk, metadata, self._executor)
-            self._outbox.sending = False
+            self._outbox.begin_session()
             self._session, self.connected = session, True
             self._handle(first)
             await session.run(self._outbox, self._heartbeat, self._handle)
         except* SessionEnded as group:
-            reason = str(_first(group))
+            ending = _first(group)
+            assert isinstance(ending, SessionEnded)
+            reason = str(ending)
+            self._parted = session.hung_up and ending.clean and self._outbox.empty
         except* wire.WireError as group:
             reason = f"the syncer broke the protocol: {_first(group)}"
         except* RefusedError as group:
@@ -500,19 +528,20 @@ class Exchange:
 
     async def _send_push(self, push: Push) -> None:
         assert self._transfers is not None
-        answered = False
+        self.feedback.queued(push.plan.fragment, push.plan.sequence)
         try:
             reply = await self._transfers.push(
                 push, self._identity, self._encoding, self._layout.digest, self.feedback
             )
-            answered = True
         except wire.TransferError as error:
             log.warning(
                 "push %d of fragment %d got no answer: %s", push.plan.sequence, push.plan.fragment, error
             )
-        finally:
-            if not answered:
-                self._verdict(push, None, "", "no answer came")
+            self._verdict(push, None, "", "no answer came")
+            return
+        except asyncio.CancelledError:
+            self._verdict(push, None, "", "the connection broke")
+            raise
         # `repeated`: the id came through before, so an earlier answer was lost.
         accepted = reply.accepted or reply.reason == "repeated"
         if not accepted:
@@ -525,12 +554,26 @@ class Exchange:
         self._inbox.put(mail.Verdict(plan.fragment, plan.sequence, accepted, reason, message))
 
     async def _upload_initial(self, vectors: Sequence[Vector], frozen: bytes) -> None:
-        if self._transfers is None:
+        """Try a few times; then leave the session, so that the syncer asks another (or this one again)."""
+        transfers, session = self._transfers, self._session
+        if transfers is None or session is None:
             return  # the connection broke; whoever joins next is asked
-        try:
-            await self._transfers.initial(self._identity, self._layout.to_json(), vectors, frozen)
-        except wire.TransferError as error:
-            log.warning("version 0 did not come through: %s", error)
+        for fragment, vector in enumerate(vectors):
+            if not (await transfers.run(lambda v=vector: codec.norm_and_finite(v.array)))[1]:
+                raise ConfigurationError(
+                    f"the model's start has values that are not finite (fragment {fragment}): version 0 "
+                    "would be useless; check how the model is built, or the weights that it starts from"
+                )
+        for attempt in range(_INITIAL_TRIES):
+            try:
+                await transfers.initial(self._identity, self._layout.to_json(), vectors, frozen)
+                return
+            except wire.TransferError as error:
+                log.warning("version 0 did not come through: %s", error)
+            await asyncio.sleep(pause(attempt, first=_INITIAL_PAUSE))
+            if len(self._news) == len(self._layout):
+                return  # it exists: only the last answer was lost
+        session.break_off(f"version 0 did not come through in {_INITIAL_TRIES} tries")
 
     async def _fetch_frozen(self, limit: int) -> None:
         found = await self._blob(sync_pb2.DownloadRequest.FROZEN, limit, 0)

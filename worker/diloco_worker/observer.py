@@ -22,8 +22,8 @@ from diloco_protocol.spec import DiLoCoJob
 from . import mail
 from .adoption import Kind
 from .exchange import Exchange
-from .fragments import ModelFragments, build_layout, frozen_tensors, load_frozen
-from .participant import ENDED
+from .fragments import ModelFragments, build_layout, frozen_tensors, load_frozen, most_frozen_bytes
+from .phases import ENDED
 from .settings import ConfigurationError, WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -146,8 +146,10 @@ class Observer:
             sum_versions=self.sum_versions if sum_versions is None else sum_versions,
             final=final,
         )
-        key = "final" if final else f"evaluation-{evaluation.sum_versions == 0}"
-        self._exchange.say(key, sync_pb2.LearnerMessage(evaluation=evaluation))
+        initial = evaluation.sum_versions == 0
+        key = "final" if final else "initial" if initial else "evaluation"
+        # The initial one is made once, so it is said in every session; of the others the next one serves.
+        self._exchange.say(key, sync_pb2.LearnerMessage(evaluation=evaluation), lasting=initial)
 
     def _take(self, arrived: mail.Arrived) -> bool:
         news = arrived.news
@@ -161,7 +163,5 @@ class Observer:
         self._exchange.held = held if len(held) == len(self.layout) else None
         if self._frozen_needed and not self._frozen_asked:
             self._frozen_asked = True
-            frozen = frozen_tensors(self._model).values()
-            size = sum(p.numel() * p.element_size() for p in frozen)
-            self._exchange.fetch_frozen(size + (1 << 20) + 512 * len(frozen))
+            self._exchange.fetch_frozen(most_frozen_bytes(self._model))
         return True
