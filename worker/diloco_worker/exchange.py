@@ -14,7 +14,8 @@ joins again, saying which versions it holds and which slot it had. While connect
   (``push``), which is encoded and uploaded here, a few at a time in order;
 - an announcement becomes ``mail.Heard`` at once and, when its bytes were
   downloaded and decoded, ``mail.Arrived``. Per fragment one download runs at a
-  time; announcements that were overtaken meanwhile are skipped;
+  time; announcements that were overtaken meanwhile are skipped. An observer is not ``eager``:
+  it hears of everything and downloads what it asks for (``fetch_announced``);
 - what the training thread wants to say (reports, lease requests, drain) is state
   in the ``Outbox``, so that what a broken session lost is said in the next one.
 
@@ -56,9 +57,9 @@ _BULK_CHANNELS = 4  # connections are made when a payload is large enough to be 
 _PUSHES_AT_ONCE = 2  # one is encoded while another is uploaded
 _GOODBYE_SECONDS = 2.0
 _STEADY_SECONDS = 10.0  # a session that lived so long starts the backoff anew
-_MOST_QUEUED_PUSHES = 2 * wire.MAX_FRAGMENTS
 _INITIAL_TRIES = 4  # of version 0 in one session, beside those of each part
 _INITIAL_PAUSE = 0.25
+_MOST_QUEUED_PUSHES = 2 * wire.MAX_FRAGMENTS
 
 
 class Exchange:
@@ -71,6 +72,7 @@ class Exchange:
         inbox: mail.Inbox,
         sequences: int,
         pinned: Callable[[Floats], Vector] = Vector.from_array,
+        eager: bool = True,
     ) -> None:
         try:
             self._credentials = Credentials.from_directory(settings.credentials)
@@ -78,7 +80,7 @@ class Exchange:
             raise ConfigurationError(str(error)) from error
         sync = settings.job.spec.sync
         self._settings, self._layout, self._inbox, self._sequences = settings, layout, inbox, sequences
-        self._pinned = pinned
+        self._pinned, self._eager = pinned, eager
         self._encoding = sync.compression.up
         self._heartbeat = sync.heartbeat.interval_seconds
         self._digests = immutable_digests(settings.job)
@@ -96,9 +98,9 @@ class Exchange:
         self._outbox = Outbox()
         self._lease_numbers = itertools.count()
         self._closing = False
+        self._parted = False  # Drained was read by the syncer
         self._task: asyncio.Task[None] | None = None
         self._session: Session | None = None
-        self._parted = False  # Drained was read by the syncer
         self._transfers: Transfers | None = None
         self._work: set[asyncio.Task[None]] = set()
         self._pushes: list[Push] = []
@@ -138,18 +140,22 @@ class Exchange:
         if self.feedback.enabled:
             self._call(self.feedback.settled, fragment, merged, forget)
 
-    def upload_initial(self, vectors: Sequence[Vector], frozen: bytes) -> None:
-        """Upload version 0; broadcasts of it follow."""
     def new_tenure(self) -> None:
         """Pushes of the tenure before are nobody's: what error feedback keeps for them goes."""
         if self.feedback.enabled:
             self._call(self.feedback.new_tenure)
 
+    def upload_initial(self, vectors: Sequence[Vector], frozen: bytes) -> None:
+        """Upload version 0; broadcasts of it follow."""
         self._call(self._spawn_with, self._upload_initial, vectors, frozen)
 
     def fetch_frozen(self, limit: int) -> None:
         """Download the frozen parameters: FrozenArrived comes by mail."""
         self._call(self._spawn_with, self._fetch_frozen, limit)
+
+    def fetch_announced(self) -> None:
+        """Without ``eager``: download the newest version of every fragment that is not here yet."""
+        self._call(self._fetch_announced)
 
     def fetch_optimizer(self, limit: int) -> None:
         """Download the optimizer state of the job's checkpoint: StateArrived comes by mail."""
@@ -193,12 +199,6 @@ class Exchange:
             time.sleep(0.02)
         return False
 
-    def stop(self, timeout: float = 5.0) -> None:
-        """End the thread. Says nothing more than what was flushed."""
-        if self._thread.is_alive():
-            self._call(self._close)
-            self._thread.join(timeout)
-            self._bell.put(None)
     def farewell(self, timeout: float) -> bool:
         """Say Drained, hang up, and wait until the syncer has read it; said again if the session
         breaks first. False: it did not come through in time."""
@@ -209,6 +209,12 @@ class Exchange:
             time.sleep(0.02)
         return self._parted
 
+    def stop(self, timeout: float = 5.0) -> None:
+        """End the thread. Says nothing more than what was flushed."""
+        if self._thread.is_alive():
+            self._call(self._close)
+            self._thread.join(timeout)
+            self._bell.put(None)
             self._ringer.join(1.0)
         self._executor.shutdown(wait=False, cancel_futures=True)
 
@@ -241,12 +247,6 @@ class Exchange:
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.close()
 
-    def _close(self) -> None:
-        """Hang up, so that what was said last arrives; a syncer that does not answer is left."""
-        self._closing = True
-        if self._task is None:
-            return
-        if self._session is None:
     def _part(self) -> None:
         """Hang up once Drained was handed over: that the syncer then ends the session in good
         order says that it has read it."""
@@ -254,6 +254,12 @@ class Exchange:
         if session is not None and self._outbox.empty and not session.hung_up:
             self._spawn_with(session.hang_up)
 
+    def _close(self) -> None:
+        """Hang up, so that what was said last arrives; a syncer that does not answer is left."""
+        self._closing = True
+        if self._task is None:
+            return
+        if self._session is None:
             self._task.cancel()
         else:
             self._spawn_with(self._session.hang_up)
@@ -433,10 +439,20 @@ class Exchange:
                 f"fragment {news.fragment}: a push merged after version {news.version} is named"
             )
         self._news[news.fragment] = news
-        self._inbox.put(mail.Heard(_broadcast(news)))
-        if news.fragment not in self._fetching:
-            self._fetching.add(news.fragment)
-            self._spawn_with(self._fetch_fragment, news.fragment)
+        self._inbox.put(mail.Heard(_broadcast(news), news.job_tokens))
+        if self._eager or news.fragment not in self._delivered:
+            self._fetch(news.fragment)
+
+    def _fetch_announced(self) -> None:
+        for fragment, news in self._news.items():
+            here = self._delivered.get(fragment)
+            if here is None or (here[0].epoch, here[0].version) != (news.epoch, news.version):
+                self._fetch(fragment)
+
+    def _fetch(self, fragment: int) -> None:
+        if fragment not in self._fetching:
+            self._fetching.add(fragment)
+            self._spawn_with(self._fetch_fragment, fragment)
 
     def _known(self, fragment: int) -> None:
         if fragment >= len(self._layout):
@@ -486,7 +502,7 @@ class Exchange:
                 self._delivered[fragment] = (news, values)
                 vector = self._pinned(values)
                 self._inbox.put(mail.Arrived(_broadcast(news), vector, news.job_tokens))
-                if self._news.get(fragment) is news:
+                if self._news.get(fragment) is news or not self._eager:
                     break
         finally:
             self._fetching.discard(fragment)
@@ -513,6 +529,7 @@ class Exchange:
         if not self.connected or len(self._pushes) >= _MOST_QUEUED_PUSHES:
             self._verdict(push, None, "", "there is no connection")
             return
+        self.feedback.queued(push.plan.fragment, push.plan.sequence)
         self._pushes.append(push)
         if self._pushing < _PUSHES_AT_ONCE:
             self._pushing += 1
@@ -528,7 +545,6 @@ class Exchange:
 
     async def _send_push(self, push: Push) -> None:
         assert self._transfers is not None
-        self.feedback.queued(push.plan.fragment, push.plan.sequence)
         try:
             reply = await self._transfers.push(
                 push, self._identity, self._encoding, self._layout.digest, self.feedback

@@ -47,6 +47,7 @@ class Heard:
     """A broadcast was announced; its bytes come by themselves, or (observers) when asked for."""
 
     news: Broadcast
+    job_tokens: int = 0  # trained in all, when it was merged
 
 
 @dataclass(frozen=True, slots=True)
