@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from diloco_syncer.engine import Engine
 
 log = logging.getLogger(__name__)
+
+FRAGMENTS = (sync_pb2.DownloadRequest.FULL, sync_pb2.DownloadRequest.DELTA)
 
 
 class Refused(Exception):
@@ -73,7 +76,8 @@ class Bulk:
         except TimeoutError:
             return reply(False, "bad-transfer", f"no header within {wire.STALL_SECONDS:.0f} s")
         except WireError as error:
-            word = Reason.BAD_CHECKSUM.value if "checksum" in str(error) else "bad-transfer"
+            wrong = isinstance(error, wire.ChecksumError)
+            word = Reason.BAD_CHECKSUM.value if wrong else "bad-transfer"
             refused[word] += 1
             log.warning("upload refused: %s", error)
             return reply(False, word, str(error))
@@ -130,14 +134,17 @@ class Bulk:
     async def _initial(self, header: sync_pb2.UploadHeader, stream: AsyncIterator[bytes]) -> bytes:
         initial = self._engine.initial
         connection = self._engine.sessions.of_process(header.process)
+        number = connection.number if connection else 0
         part, fragment = header.initial.part, header.initial.fragment
-        size = initial.admit(connection.number if connection else 0, part, fragment, header.total_bytes)
-        whole = await self._receive(
-            ("initial", header.process, part, fragment), header, stream, lambda: np.empty(size, np.uint8)
-        )
-        if whole is None:
-            return reply(True, wire.PARTIAL)
-        await initial.take(part, fragment, whole)
+        with initial.uploading(number):
+            size = initial.admit(number, part, fragment, header.total_bytes)
+            attempt = initial.attempt
+            whole = await self._receive(
+                ("initial", header.process, part, fragment), header, stream, lambda: np.empty(size, np.uint8)
+            )
+            if whole is None:
+                return reply(True, wire.PARTIAL)
+            await initial.take(number, attempt, part, fragment, whole)
         return reply(True)
 
     async def _peer_state(self, header: sync_pb2.UploadHeader, stream: AsyncIterator[bytes]) -> bytes:
@@ -179,15 +186,35 @@ class Bulk:
             wire.check_format(request.format)
             data, versions, word = await self._find(request)
             if data is None:
-                parts = wire.not_found(word)
-            else:
-                parts = wire.send_part(data, request.offset, request.bytes, versions=held_to(versions))
-            async for part in parts:
-                yield part
-            if data is not None:
-                self._engine.bytes_down += min(request.bytes or wire.MAX_PART_BYTES, wire.flat(data).nbytes)
+                async for part in wire.not_found(word):
+                    yield part
+                return
+            parts = wire.send_part(data, request.offset, request.bytes, versions=held_to(versions))
+            sent, whole = 0, wire.flat(data).nbytes
+            wanted = min(request.bytes or wire.MAX_PART_BYTES, whole - request.offset)
+            self._reading(request, whole)
+            try:
+                async for part in parts:
+                    yield part
+                sent = wanted
+            finally:
+                self._read(request, sent)
+            self._engine.bytes_down += sent
         except WireError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+    def _reading(self, request: sync_pb2.DownloadRequest, size: int) -> None:
+        """A fragment's version that is being read is kept for its reader."""
+        parameters = self._engine.parameters
+        if parameters is not None and request.what in FRAGMENTS:
+            reader = (request.process[: wire.MAX_REGIONS_TEXT], request.what)
+            parameters.readers.begin(request.fragment, request.version, reader, size, time.monotonic())
+
+    def _read(self, request: sync_pb2.DownloadRequest, sent: int) -> None:
+        parameters = self._engine.parameters
+        if parameters is not None and request.what in FRAGMENTS:
+            reader = (request.process[: wire.MAX_REGIONS_TEXT], request.what)
+            parameters.readers.end(request.fragment, request.version, reader, sent, time.monotonic())
 
     async def _find(
         self, request: sync_pb2.DownloadRequest
@@ -196,7 +223,7 @@ class Bulk:
         engine, kinds = self._engine, sync_pb2.DownloadRequest
         if request.job != engine.job.metadata.name:
             return None, (), Reason.OTHER_JOB.value
-        if request.what in (kinds.FULL, kinds.DELTA):
+        if request.what in FRAGMENTS:
             found = None
             if engine.parameters is not None and request.epoch == engine.epoch:
                 found = engine.parameters.broadcast(request.fragment, request.version)
