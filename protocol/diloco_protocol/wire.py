@@ -81,6 +81,10 @@ class WireError(Exception):
     """A message or payload breaks the rules of the wire; the message says which."""
 
 
+class ChecksumError(WireError):
+    """A part came whole, and its bytes are not those that its sender had."""
+
+
 class TransferError(Exception):
     """A transfer did not come through. ``retry``: it may, if tried again later."""
 
@@ -433,7 +437,7 @@ async def download(
             first = first or header
             whole = allocate(header.total_bytes)
             if await receive_into(stream, whole[offset : offset + want]) != header.checksum:
-                raise WireError("the checksum of a downloaded part is wrong")
+                raise ChecksumError("the checksum of a downloaded part is wrong")
         except aio.AioRpcError as error:
             raise _failed(error, "download") from error
         finally:

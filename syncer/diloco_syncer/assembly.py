@@ -97,7 +97,7 @@ class Assemblies:
         try:
             digest = await wire.receive_into(stream, view)
             if digest != header.checksum:
-                raise WireError("the part's checksum is wrong")
+                raise wire.ChecksumError("the part's checksum is wrong")
             if assembly.broken:
                 raise WireError("another part of this payload failed, or it was started over")
         except BaseException:

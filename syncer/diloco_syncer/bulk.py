@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,6 @@ from diloco_syncer.bases import BaseRefused
 from diloco_syncer.events import Reason
 from diloco_syncer.initial import InitialRefused
 from diloco_syncer.messages import held_to, reply
-from diloco_syncer.receipts import Rows
 from diloco_syncer.records import Array
 from diloco_syncer.relay import Relayed, largest_state
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from diloco_syncer.engine import Engine
 
 log = logging.getLogger(__name__)
+
+FRAGMENTS = (sync_pb2.DownloadRequest.FULL, sync_pb2.DownloadRequest.DELTA)
 
 
 class Refused(Exception):
@@ -79,7 +81,8 @@ class Bulk:
         except TimeoutError:
             return reply(False, "bad-transfer", f"no header within {wire.STALL_SECONDS:.0f} s")
         except WireError as error:
-            word = Reason.BAD_CHECKSUM.value if "checksum" in str(error) else "bad-transfer"
+            wrong = isinstance(error, wire.ChecksumError)
+            word = Reason.BAD_CHECKSUM.value if wrong else "bad-transfer"
             refused[word] += 1
             log.warning("upload refused: %s", error)
             return reply(False, word, str(error))
@@ -140,14 +143,17 @@ class Bulk:
     async def _initial(self, header: sync_pb2.UploadHeader, stream: AsyncIterator[bytes]) -> bytes:
         initial = self._engine.initial
         connection = self._engine.sessions.of_process(header.process)
+        number = connection.number if connection else 0
         part, fragment = header.initial.part, header.initial.fragment
-        size = initial.admit(connection.number if connection else 0, part, fragment, header.total_bytes)
-        whole = await self._receive(
-            ("initial", header.process, part, fragment), header, stream, lambda: np.empty(size, np.uint8)
-        )
-        if whole is None:
-            return reply(True, wire.PARTIAL)
-        await initial.take(part, fragment, whole)
+        with initial.uploading(number):
+            size = initial.admit(number, part, fragment, header.total_bytes)
+            attempt = initial.attempt
+            whole = await self._receive(
+                ("initial", header.process, part, fragment), header, stream, lambda: np.empty(size, np.uint8)
+            )
+            if whole is None:
+                return reply(True, wire.PARTIAL)
+            await initial.take(number, attempt, part, fragment, whole)
         return reply(True)
 
     async def _peer_state(self, header: sync_pb2.UploadHeader, stream: AsyncIterator[bytes]) -> bytes:
@@ -206,32 +212,49 @@ class Bulk:
             receipt = self._receipt(request)
             data, versions, word = await self._find(request)
             if data is None:
-                parts = wire.not_found(word)
-            else:
-                parts = wire.send_part(
-                    data, request.offset, request.bytes, versions=held_to(versions), receipt=receipt
-                )
-            async for part in parts:
-                yield part
-            if data is not None:
-                self._engine.bytes_down += min(request.bytes or wire.MAX_PART_BYTES, wire.flat(data).nbytes)
+                async for part in wire.not_found(word):
+                    yield part
+                return
+            parts = wire.send_part(
+                data, request.offset, request.bytes, versions=held_to(versions), receipt=receipt
+            )
+            sent, whole = 0, wire.flat(data).nbytes
+            wanted = min(request.bytes or wire.MAX_PART_BYTES, whole - request.offset)
+            self._reading(request, whole)
+            try:
+                async for part in parts:
+                    yield part
+                sent = wanted
+            finally:
+                self._read(request, sent)
+            self._engine.bytes_down += sent
         except WireError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+    def _reading(self, request: sync_pb2.DownloadRequest, size: int) -> None:
+        """A fragment's version that is being read is kept for its reader."""
+        parameters = self._engine.parameters
+        if parameters is not None and request.what in FRAGMENTS:
+            reader = (request.process[: wire.MAX_REGIONS_TEXT], request.what)
+            parameters.readers.begin(request.fragment, request.version, reader, size, time.monotonic())
+
+    def _read(self, request: sync_pb2.DownloadRequest, sent: int) -> None:
+        parameters = self._engine.parameters
+        if parameters is not None and request.what in FRAGMENTS:
+            reader = (request.process[: wire.MAX_REGIONS_TEXT], request.what)
+            parameters.readers.end(request.fragment, request.version, reader, sent, time.monotonic())
 
     def _receipt(self, request: sync_pb2.DownloadRequest) -> bytes:
         """What goes with a version's bytes; nothing where it would be too large, or is not known."""
         engine, kinds = self._engine, sync_pb2.DownloadRequest
         if request.what not in (kinds.FULL, kinds.DELTA) or request.epoch != engine.epoch:
             return b""
-        versions = engine.core.versions
-        if request.fragment >= len(versions):
+        found = engine.parameters.broadcast(request.fragment, request.version) if engine.parameters else None
+        if found is None:
             return b""
-        rows: Rows = ()
-        if request.version == versions[request.fragment]:
-            rows = engine.core.receipt(request.fragment)
-        elif request.version == versions[request.fragment] - 1:
-            rows = engine.receipts.get(request.fragment, ())
-        return messages.receipt_to(rows)
+        if found.version == engine.core.versions[found.fragment]:
+            return messages.receipt_to(engine.core.receipt(found.fragment))
+        return found.receipt
 
     async def _find(
         self, request: sync_pb2.DownloadRequest
@@ -240,7 +263,7 @@ class Bulk:
         engine, kinds = self._engine, sync_pb2.DownloadRequest
         if request.job != engine.job.metadata.name:
             return None, (), Reason.OTHER_JOB.value
-        if request.what in (kinds.FULL, kinds.DELTA):
+        if request.what in FRAGMENTS:
             found = None
             if engine.parameters is not None and request.epoch == engine.epoch:
                 found = engine.parameters.broadcast(request.fragment, request.version)

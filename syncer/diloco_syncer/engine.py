@@ -42,14 +42,14 @@ from diloco_syncer.checkpoint import Checkpoints, Restored, StoreUnusable, TakeO
 from diloco_syncer.core import Core
 from diloco_syncer.events import ENDED, PhaseName
 from diloco_syncer.initial import InitialUpload
+from diloco_syncer.messages import receipt_to
 from diloco_syncer.parameters import Broadcast, Diverged, Parameters
 from diloco_syncer.payloads import Payloads
-from diloco_syncer.receipts import Rows
 from diloco_syncer.records import Array
 from diloco_syncer.relay import Relay
 from diloco_syncer.report import report
 from diloco_syncer.sessions import Sessions
-from diloco_syncer.store import HigherEpoch
+from diloco_syncer.store import HigherEpoch, NotThere
 from diloco_syncer.tape import Tape, TapeError
 
 log = logging.getLogger(__name__)
@@ -60,6 +60,8 @@ MAX_ACTIONS = 200_000  # waiting for a store that cannot be written
 EVENTS_KEPT = 500
 LINGER_SECONDS = 10.0  # the longest stay after the end
 REPORT_SECONDS = 3.0  # how long somebody may take to fetch the report after the end
+MAX_REPORT = 64 << 20
+FORGET_SECONDS = 5.0  # between looks for overtaken broadcasts that nobody downloads any more
 RESTART = -1  # outcome: begin again from the store
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -108,7 +110,6 @@ class Engine:
         self.relay = Relay()
         self.initial = InitialUpload(self)
         self.bases = Bases(self)
-        self.receipts: dict[int, Rows] = {}  # of each fragment's version before the newest
         self.above = 0  # after RESTART: claim a higher epoch than this
         self.problem = ""  # what is wrong with the store, for people
         self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS_KEPT)
@@ -188,11 +189,17 @@ class Engine:
     def start(self) -> None:
         """Begin: the tasks, and the core's first actions."""
         made = [record.made_in for record in self.parameters.newest] if self.parameters else []
-        self.queue(self.core.start(self.clock(), made, self.restored.behind))
+        behind = self.restored.behind
         self.restored = Restored()  # taken over; its arrays live on in parameters
+        ended = self.core.phase in ENDED  # else a SetPhase will say so
+        self.queue(self.core.start(self.clock(), made, behind))
         for work in (self._carry_out(), self._tick(), self._merge_all(), self._checkpoint_regularly()):
             self.run_task(work)
-        self.run_task(self.payloads.sweep())
+        for upkeep in (self.payloads.sweep(), self.initial.watch(), self._forget_broadcasts()):
+            self.run_task(upkeep)
+        if ended:
+            log.info("the job is %s already: %s", self.core.phase.value, self.core.phase_message)
+            self.run_task(self._end(self.core.phase, again=True))
 
     async def close(self, checkpoint: bool) -> None:
         """Stop all work; with ``checkpoint``, make everything durable before (not after a higher epoch)."""
@@ -236,7 +243,12 @@ class Engine:
 
     async def keep_optimizer(self, state: Array) -> None:
         """Make a learner's inner optimizer state part of the job's checkpoint."""
-        self.optimizer = await self.durably(self.checkpoints.write_blob, "optimizer", state)
+
+        def write() -> None:
+            # Named in the store's own thread: a checkpoint that waits there removes what is not named.
+            self.optimizer = self.checkpoints.write_blob("optimizer", state)
+
+        await self.durably(write)
         self.optimizer_bytes = state.nbytes
 
     # ------------------------------------------------------------- durability
@@ -374,11 +386,14 @@ class Engine:
         )
         log.log(level, "%s: %s", note.kind, note.message, extra={"slot": note.slot})
 
-    async def _end(self, phase: PhaseName) -> None:
-        """The job has ended: checkpoint, let everybody hear of it, stop."""
-        await self.checkpoint()
-        document = json.dumps(report(self), indent=1).encode()
-        await self.durably(self.checkpoints.store.replace, "report.json", document)
+    async def _end(self, phase: PhaseName, again: bool = False) -> None:
+        """The job has ended: checkpoint, let everybody hear of it, stop. ``again``: it had ended
+        before this process began, whose report stays if it was written."""
+        document = report(self)
+        if not again or not await asyncio.to_thread(self._reported, document["outcome"]):
+            await self.checkpoint()
+            text = json.dumps(document, indent=1).encode()
+            await self.durably(self.checkpoints.store.replace, "report.json", text)
         began = time.monotonic()
         while (waited := time.monotonic() - began) < LINGER_SECONDS:
             if not self.sessions.count and (self.report_fetched or waited > REPORT_SECONDS):
@@ -386,7 +401,21 @@ class Engine:
             await asyncio.sleep(0.05)
         self.stop(1 if phase is PhaseName.FAILED else 0, f"{phase.value}: {self.core.phase_message}")
 
+    def _reported(self, outcome: str) -> bool:
+        """Whether the store has a report of this end."""
+        try:
+            found = json.loads(self.checkpoints.store.read("report.json", MAX_REPORT))
+        except (NotThere, OSError, ValueError):
+            return False  # it is written anew, and a store that fails says so then
+        return isinstance(found, dict) and found.get("outcome") == outcome
+
     # ------------------------------------------------------------- merges
+
+    async def _forget_broadcasts(self) -> None:
+        while True:
+            await asyncio.sleep(FORGET_SECONDS)
+            if self.parameters is not None:
+                self.parameters.forget(time.monotonic())
 
     async def _merge_all(self) -> None:
         while True:
@@ -418,8 +447,8 @@ class Engine:
         spent = {"merge": took, "quorum": action.quorum_seconds, "waited": action.waited_seconds}
         self.seconds = {name: self.seconds[name] + seconds for name, seconds in spent.items()}
         norms = tuple(r.norm for r in record.responders)
-        self.receipts[action.fragment] = self.core.receipt(action.fragment)
-        self.parameters.adopt(record, broadcast)  # and at once:
+        receipt = receipt_to(self.core.receipt(action.fragment))  # of the version that it follows
+        self.parameters.adopt(record, broadcast, time.monotonic(), receipt)  # and at once:
         self.handle(ev.Merged(action.fragment, action.version, took, norms))
         self._merges_since_state += 1
         if self._merges_since_state >= max(16, len(self.parameters.newest)):

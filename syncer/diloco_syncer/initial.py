@@ -4,11 +4,19 @@ The learner that was asked uploads the layout, every fragment (float32), the fro
 parameters if there are any, and ``DONE``. Each part is staged durably as it
 comes; ``DONE`` puts all in force by creating one small document exclusively. What
 an upload that broke has staged is never looked at again, and removed later.
+
+The core hears of an upload that will not come through, and asks somebody else: when a
+part is refused, and when nothing has come from the learner that was asked for
+``PATIENCE`` seconds. A part that broke on its way is not the end: its sender tries again.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
+import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,6 +38,8 @@ log = logging.getLogger(__name__)
 LAYOUT, FRAGMENT = sync_pb2.Initial.LAYOUT, sync_pb2.Initial.FRAGMENT
 FROZEN, DONE = sync_pb2.Initial.FROZEN, sync_pb2.Initial.DONE
 MAX_FROZEN = 1 << 38
+PATIENCE = 2 * wire.STALL_SECONDS  # without any upload under way; a sender's pauses are shorter
+WATCH_SECONDS = 1.0
 
 
 class InitialRefused(Exception):
@@ -42,12 +52,15 @@ class InitialUpload:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._connection = 0
-        self._attempt = 0
+        self._watched = 0  # the connection that was asked, as last seen
+        self._touched = 0.0  # when an upload of it last was under way; time.monotonic()
+        self._under_way = 0  # uploads of parts
+        self.attempt = 0
         self._begin(0)
 
     def _begin(self, connection: int) -> None:
         self._connection = connection
-        self._attempt += 1
+        self.attempt += 1
         self._layout: Layout | None = None
         self._layout_name = self._frozen_name = ""
         self._fragments: dict[int, Floats] = {}
@@ -62,7 +75,6 @@ class InitialUpload:
         if part == LAYOUT:
             if not 0 < size <= MAX_JSON_BYTES:
                 raise InitialRefused(f"a layout of {size} bytes; at most {MAX_JSON_BYTES} are read")
-            self._begin(connection)
             return size
         if connection != self._connection or self._layout is None:
             raise InitialRefused("the layout comes first")
@@ -82,28 +94,74 @@ class InitialUpload:
             raise InitialRefused(f"{size} bytes, and this part of version 0 has {expected}")
         return expected
 
-    async def take(self, part: int, fragment: int, data: Array) -> None:
-        """A part is here as uint8; it is durable when this returns. Raises ``InitialRefused``."""
+    async def take(self, connection: int, attempt: int, part: int, fragment: int, data: Array) -> None:
+        """A part is here as uint8; it is durable when this returns. ``attempt``: the one that was
+        under way when it was admitted; a layout begins another. Raises ``InitialRefused``."""
+        if connection != self._engine.core.initialiser:
+            raise InitialRefused("another learner was asked for version 0 since")
         if part == LAYOUT:
-            await self._take_layout(data)
-        elif part == FRAGMENT:
-            await self._take_fragment(fragment, data)
+            self._begin(connection)
+            await self._take_layout(data, self.attempt)
+            return
+        self._check(attempt)
+        if part == FRAGMENT:
+            await self._take_fragment(fragment, data, attempt)
         elif part == FROZEN:
-            self._frozen_name = await self._stage("frozen.rec", *records.pack("blob", {}, {"blob": data}))
+            packed = records.pack("blob", {}, {"blob": data})
+            self._frozen_name = await self._stage(attempt, "frozen.rec", *packed)
         else:
             await self._finish()
 
-    async def _stage(self, part: str, *data: Buffer) -> str:
-        return await self._engine.durably(self._engine.checkpoints.stage, self._attempt, part, *data)
+    def _check(self, attempt: int) -> None:
+        if attempt != self.attempt:
+            raise InitialRefused("another upload of version 0 has begun since")
 
-    async def _take_layout(self, data: Array) -> None:
+    async def _stage(self, attempt: int, part: str, *data: Buffer) -> str:
+        name = await self._engine.durably(self._engine.checkpoints.stage, attempt, part, *data)
+        self._check(attempt)
+        return name
+
+    # ------------------------------------------------------------- giving up
+
+    @contextlib.contextmanager
+    def uploading(self, connection: int) -> Iterator[None]:
+        """While a part comes from this connection. A refusal of what the learner that was asked
+        sends is the end of its attempt."""
+        self._under_way += 1
+        try:
+            yield
+        except InitialRefused as error:
+            self._fail(connection, str(error))
+            raise
+        finally:
+            self._under_way -= 1
+            self._touched = time.monotonic()
+
+    async def watch(self) -> None:
+        """Give up on a learner that was asked and sends nothing."""
+        while self._engine.layout is None:
+            await asyncio.sleep(WATCH_SECONDS)
+            asked, now = self._engine.core.initialiser or 0, time.monotonic()
+            if asked != self._watched or self._under_way:
+                self._watched, self._touched = asked, now
+            elif asked and now - self._touched > PATIENCE:
+                self._watched = 0
+                self._fail(asked, f"nothing of it came for {PATIENCE:.0f} s")
+
+    def _fail(self, connection: int, message: str) -> None:
+        if connection and connection == self._engine.core.initialiser:
+            log.warning("version 0 from session %d did not come through: %s", connection, message)
+            self._engine.handle(ev.InitialFailed(connection, message))
+
+    async def _take_layout(self, data: Array, attempt: int) -> None:
         try:
             layout = Layout.from_json(data.tobytes())
         except LayoutError as error:
             raise InitialRefused(str(error)) from error
         if len(layout) > wire.MAX_FRAGMENTS:
             raise self._hopeless(f"{len(layout)} fragments; at most {wire.MAX_FRAGMENTS} are served")
-        self._layout_name = await self._stage("layout.rec", *records.pack("blob", {}, {"blob": data}))
+        packed = records.pack("blob", {}, {"blob": data})
+        self._layout_name = await self._stage(attempt, "layout.rec", *packed)
         self._layout = layout
 
     def _hopeless(self, message: str) -> InitialRefused:
@@ -111,14 +169,14 @@ class InitialUpload:
         self._engine.handle(ev.EndRequested(PhaseName.FAILED, f"version 0 is refused: {message}"))
         return InitialRefused(message)
 
-    async def _take_fragment(self, fragment: int, data: Array) -> None:
+    async def _take_fragment(self, fragment: int, data: Array, attempt: int) -> None:
         theta = data.view(np.float32)
         if not codec.norm_and_finite(theta)[1]:
             raise InitialRefused(
                 f"fragment {fragment} has values that are not finite: check the model's start"
             )
         record = first_records(self._engine.job.metadata.name, self._engine.epoch, {fragment: theta})[0]
-        self._names[fragment] = await self._stage(f"f{fragment:05d}.rec", *record.pack())
+        self._names[fragment] = await self._stage(attempt, f"f{fragment:05d}.rec", *record.pack())
         self._fragments[fragment] = theta
 
     async def _finish(self) -> None:
@@ -127,10 +185,10 @@ class InitialUpload:
         missing = [p for p in range(len(layout)) if p not in self._fragments]
         if missing:
             raise InitialRefused(f"fragment {missing[0]} is missing ({len(missing)} in all)")
-        names = [self._names[p] for p in range(len(layout))]
-        await engine.durably(engine.checkpoints.commit_initial, self._layout_name, names, self._frozen_name)
+        names, frozen = [self._names[p] for p in range(len(layout))], self._frozen_name
         newest = first_records(engine.job.metadata.name, engine.epoch, self._fragments)
-        engine.begin(layout, Parameters(engine.job, layout, newest, engine.threads), self._frozen_name)
+        await engine.durably(engine.checkpoints.commit_initial, self._layout_name, names, frozen)
+        engine.begin(layout, Parameters(engine.job, layout, newest, engine.threads), frozen)
         self._fragments = {}
         engine.handle(ev.InitialStored(layout.digest, tuple(layout.elements(p) for p in range(len(layout)))))
         log.info("version 0 is durable: %d parameters in %d fragments", layout.total_elements, len(layout))

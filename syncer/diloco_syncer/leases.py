@@ -122,6 +122,10 @@ class LeaseBook:
             if held.position == held.end:
                 del self.held[lease]
 
+    def out(self, slot: int) -> int:
+        """How many leases the slot holds."""
+        return sum(held.slot == slot for held in self.held.values())
+
     def of(self, slot: int) -> tuple[LeaseGrant, ...]:
         """The slot's leases from their cursors on, oldest first."""
         return tuple(self._as_grant(i, h) for i, h in sorted(self.held.items()) if h.slot == slot)

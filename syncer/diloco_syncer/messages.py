@@ -101,6 +101,17 @@ def report_from(message: sync_pb2.Report) -> ev.ReportCounts:
     )
 
 
+def evaluation_from(message: sync_pb2.Evaluation, connection: int) -> ev.Evaluated:
+    """An evaluator's score."""
+    return ev.Evaluated(
+        connection=connection,
+        tokens=_count(message.tokens, "tokens"),
+        loss=message.loss if math.isfinite(message.loss) else float("nan"),
+        sum_versions=_count(message.sum_versions, "sum_versions"),
+        final=message.final,
+    )
+
+
 def push_from(header: sync_pb2.UploadHeader) -> ev.PushHeader:
     """A push's or offer's header."""
     push = header.push

@@ -11,13 +11,16 @@ quantisations dropped (r) is quantised, and the *dequantised* update is applied
 here too: everybody who holds the version before then holds the same bits as the
 syncer; r becomes what was dropped, and is part of the record. Who
 lacks the version before takes Θ_p whole, in float32. All arithmetic is float32.
+
+Of each fragment the newest two broadcasts can be had, and those older ones that
+somebody has begun to download and not finished (readers.py), at most ``MAX_OVERTAKEN``.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +32,10 @@ from diloco_protocol.spec import DiLoCoJob
 from diloco_syncer import events as ev
 from diloco_syncer import merge, outer
 from diloco_syncer.messages import payload_to
+from diloco_syncer.readers import Readers
 from diloco_syncer.records import Array, Floats, MergeRecord, responders_of, theta_digest
+
+MAX_OVERTAKEN = 4  # versions of one fragment kept for slow readers, beside the newest two
 
 
 class Diverged(Exception):
@@ -46,12 +52,14 @@ class Broadcast:
     full_payload: sync_pb2.Payload
     delta: Array | None = None
     delta_payload: sync_pb2.Payload | None = None
+    receipt: bytes = b""  # of an overtaken version (that of the newest is made when it is asked for)
 
 
 class Parameters:
     """Θ and outer state of all fragments, at their newest durable versions.
 
-    ``previous`` keeps the broadcast before the newest, for downloads under way.
+    ``previous`` keeps the broadcast before the newest, ``overtaken`` those before it that are
+    still being downloaded.
     Raises ``outer.OuterError`` if a record's state is another optimizer's.
     """
 
@@ -68,6 +76,8 @@ class Parameters:
             self._outer.check(record.outer, layout.elements(record.fragment))
         self.broadcasts = [self.encode(record, None) for record in newest]
         self.previous: list[Broadcast | None] = [None] * len(self.newest)
+        self.overtaken: list[list[Broadcast]] = [[] for _ in self.newest]
+        self.readers = Readers()
 
     @property
     def versions(self) -> list[int]:
@@ -156,17 +166,36 @@ class Parameters:
         payload = payload_to(encoding, full, wire.checksum(full))
         return Broadcast(record.fragment, record.version, full, payload, delta, made)
 
-    def adopt(self, record: MergeRecord, broadcast: Broadcast) -> None:
-        """Put a durable version in force."""
-        self.newest[record.fragment] = record
-        self.previous[record.fragment] = self.broadcasts[record.fragment]
-        self.broadcasts[record.fragment] = broadcast
+    def adopt(self, record: MergeRecord, broadcast: Broadcast, now: float, receipt: bytes = b"") -> None:
+        """Put a durable version in force. ``now``: monotonic seconds; ``receipt``: that of the version
+        before."""
+        fragment = record.fragment
+        self.newest[fragment] = record
+        overtaken = self.previous[fragment]
+        if overtaken is not None:
+            self.overtaken[fragment].append(overtaken)
+        self.previous[fragment] = replace(self.broadcasts[fragment], receipt=receipt)
+        self.broadcasts[fragment] = broadcast
+        self._keep_read(fragment, now)
+
+    def _keep_read(self, fragment: int, now: float) -> None:
+        """Of the overtaken versions keep those that are being read; of too many the ones read last."""
+        kept = [b for b in self.overtaken[fragment] if self.readers.reading(fragment, b.version, now)]
+        kept.sort(key=lambda b: self.readers.touched(fragment, b.version))
+        self.overtaken[fragment] = kept[-MAX_OVERTAKEN:]
+
+    def forget(self, now: float) -> None:
+        """Let go of overtaken versions that nobody reads any more. ``now``: monotonic seconds."""
+        for fragment in range(len(self.newest)):
+            self._keep_read(fragment, now)
+        there = (*self.broadcasts, *self.previous, *(b for kept in self.overtaken for b in kept))
+        self.readers.forget(now, {(b.fragment, b.version) for b in there if b is not None})
 
     def broadcast(self, fragment: int, version: int) -> Broadcast | None:
-        """A version that can still be downloaded: the newest or the one before."""
+        """A version that can still be downloaded: the newest, the one before, or one being read."""
         if not 0 <= fragment < len(self.newest):
             return None
-        for found in (self.broadcasts[fragment], self.previous[fragment]):
+        for found in (self.broadcasts[fragment], self.previous[fragment], *self.overtaken[fragment]):
             if found is not None and found.version == version:
                 return found
         return None

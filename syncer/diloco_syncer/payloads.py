@@ -38,7 +38,7 @@ SWEEP_SECONDS = 10.0
 @dataclass(slots=True)
 class Payload:
     """One push's bytes. ``squares``: of each piece (merge.piece_squares); ``encoded`` is kept for
-    offers only; ``spooled``: its bytes are in the store."""
+    offers only; ``settled``: an offer's, done when it is refused or durable."""
 
     header: PushHeader
     delta: Floats
@@ -46,7 +46,7 @@ class Payload:
     norm: float
     encoded: Array | None
     verdict: asyncio.Future[bytes] | None
-    spooled: bool = False
+    settled: asyncio.Future[None] | None = None
 
 
 class Payloads:
@@ -56,7 +56,7 @@ class Payloads:
         self._engine = engine
         self._numbers = itertools.count(1)
         self._held: dict[int, Payload] = {}
-        self._spooling: dict[tuple[int, int, int, int], asyncio.Future[None]] = {}
+        self._unsettled: dict[int, Payload] = {}  # by handle: offers neither refused nor durable yet
         self.assemblies = Assemblies()
         self.buffers = Buffers()
 
@@ -73,7 +73,12 @@ class Payloads:
         handle = next(self._numbers)
         verdict: asyncio.Future[bytes] = loop.create_future()
         kept = None if header.round else encoded
-        self._held[handle] = Payload(header, delta, squares, norm, kept, verdict)
+        payload = self._held[handle] = Payload(header, delta, squares, norm, kept, verdict)
+        if not header.round:
+            # Before the core accepts it: from then on a retry is "repeated", and may hear that only
+            # when the bytes are durable, however long the verdict waits behind other actions.
+            payload.settled = loop.create_future()
+            self._unsettled[handle] = payload
         self._engine.handle(ev.PushReceived(header, norm, math.isfinite(norm), handle))
         return await verdict
 
@@ -93,14 +98,14 @@ class Payloads:
         """Take a spooled offer back at start; returns its handle. Raises ``codec.CodecError``."""
         handle = next(self._numbers)
         delta, squares = self._decode(offer.header, offer.encoded, self.buffers)
-        self._held[handle] = Payload(offer.header, delta, squares, offer.norm, None, None, spooled=True)
+        self._held[handle] = Payload(offer.header, delta, squares, offer.norm, None, None)
         return handle
 
     async def settled(self, push_id: tuple[int, int, int, int]) -> None:
-        """Return when this offer, if it is being spooled, is durable."""
-        waiting = self._spooling.get(push_id)
-        if waiting is not None:
-            await asyncio.shield(waiting)
+        """Return when no copy of this offer waits any more for its verdict or for the store."""
+        for payload in list(self._unsettled.values()):
+            if payload.header.id == push_id and payload.settled is not None:
+                await asyncio.shield(payload.settled)
 
     def delta(self, handle: int) -> Floats:
         """A push's outer gradient, float32[elements]."""
@@ -118,37 +123,38 @@ class Payloads:
         if verdict.reason is not None:
             del self._held[verdict.handle]
             self._engine.refused[verdict.reason.value] += 1
-            waiting = self._spooling.get(payload.header.id)
-            if verdict.reason is Reason.REPEATED and waiting is not None:
-                # The first copy is accepted, but not durable yet: say so only when it is.
-                self._engine.run_task(self._answer_after(waiting, payload, verdict))
-                return
-            self._reply(payload, reply(False, verdict.reason.value, verdict.message))
+            self._settle(verdict.handle)
+            refusal = reply(False, verdict.reason.value, verdict.message)
+            if verdict.reason is Reason.REPEATED:
+                # The first copy is accepted, but perhaps not durable yet: say so only when it is.
+                self._engine.run_task(self._answer_after(payload, refusal))
+            else:
+                self._reply(payload, refusal)
         elif verdict.offer and payload.encoded is not None:
-            waiting = asyncio.get_running_loop().create_future()
-            self._spooling[payload.header.id] = waiting
-            self._engine.run_task(self._spool(payload, waiting))
+            self._engine.run_task(self._spool(verdict.handle, payload))
         else:
+            self._settle(verdict.handle)
             self._reply(payload, reply(True))
 
     def _reply(self, payload: Payload, answer: bytes) -> None:
         if payload.verdict is not None and not payload.verdict.done():
             payload.verdict.set_result(answer)
 
-    async def _answer_after(
-        self, waiting: asyncio.Future[None], payload: Payload, verdict: ev.PushVerdict
-    ) -> None:
-        await asyncio.shield(waiting)
-        assert verdict.reason is not None
-        self._reply(payload, reply(False, verdict.reason.value, verdict.message))
+    def _settle(self, handle: int) -> None:
+        payload = self._unsettled.pop(handle, None)
+        if payload is not None and payload.settled is not None and not payload.settled.done():
+            payload.settled.set_result(None)
 
-    async def _spool(self, payload: Payload, done: asyncio.Future[None]) -> None:
+    async def _answer_after(self, payload: Payload, refusal: bytes) -> None:
+        await self.settled(payload.header.id)
+        self._reply(payload, refusal)
+
+    async def _spool(self, handle: int, payload: Payload) -> None:
         assert payload.encoded is not None
         offer = SpooledOffer(payload.header, payload.encoded, payload.norm)
         await self._engine.durably(self._engine.checkpoints.spool_offer, offer)
-        payload.encoded, payload.spooled = None, True
-        del self._spooling[payload.header.id]
-        done.set_result(None)
+        payload.encoded = None
+        self._settle(handle)
         self._reply(payload, reply(True))
 
     def drop(self, handle: int) -> None:
@@ -159,9 +165,7 @@ class Payloads:
 
     async def _unspool(self, payload: Payload) -> None:
         """Remove an offer's spooled bytes, after any newer offer that replaces them is durable."""
-        waiting = list(self._spooling.values())
-        if waiting:
-            await asyncio.wait(waiting)
+        await self._all_settled()
         offer = SpooledOffer(payload.header, np.empty(0, np.uint8), 0.0)
         await self._engine.durably(self._engine.checkpoints.store.delete, offer.name)
 
@@ -176,13 +180,18 @@ class Payloads:
 
     async def settle(self, seconds: float) -> None:
         """Wait until accepted offers are durable, at most so long."""
-        if self._spooling:
-            await asyncio.wait(list(self._spooling.values()), timeout=seconds)
+        await self._all_settled(seconds)
+
+    async def _all_settled(self, seconds: float | None = None) -> None:
+        waiting = [payload.settled for payload in self._unsettled.values() if payload.settled is not None]
+        if waiting:
+            await asyncio.wait(waiting, timeout=seconds)
 
     def close(self) -> None:
         """Nobody gets a verdict any more: the calls end, and the senders try again elsewhere."""
         for payload in self._held.values():
             if payload.verdict is not None:
                 payload.verdict.cancel()
-        for waiting in self._spooling.values():
-            waiting.cancel()
+        for payload in self._unsettled.values():
+            if payload.settled is not None:
+                payload.settled.cancel()

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_QUEUED = 4 * wire.MAX_FRAGMENTS
+MAX_LEASES = wire.MAX_CURSORS  # that one slot may hold
 SPARE_SESSIONS = 64  # beyond four per slot
 
 
@@ -48,6 +49,7 @@ class Connection:
         self.queue: deque[bytes] = deque()
         self.wake = asyncio.Event()
         self.welcomed = False  # Welcome comes first; what is said to all before it is in it
+        self.leases_wanted = 0  # asked for and not handed to the core yet
         self.closing = False  # end the stream when the queue is sent
         self.overflowed = False
 
@@ -170,12 +172,15 @@ class Sessions:
         event: ev.Event
         match message.WhichOneof("kind"):
             case "report":
-                event = ev.Reported(number, messages.report_from(message.report))
+                self._engine.handle(ev.Reported(number, messages.report_from(message.report)))
+                self._lease(connection)
+                return
             case "lease_request":
-                event = ev.LeaseRequested(number)
+                connection.leases_wanted = min(connection.leases_wanted + 1, wire.MAX_CURSORS)
+                self._lease(connection)
+                return
             case "evaluation":
-                told = message.evaluation
-                event = ev.Evaluated(connection.number, told.tokens, told.loss, told.sum_versions, told.final)
+                event = messages.evaluation_from(message.evaluation, number)
             case "drain_request":
                 event = ev.DrainRequested(number)
             case "drained":
@@ -191,6 +196,17 @@ class Sessions:
             case _:
                 raise WireError("a message of an unknown kind: run the same release on both sides")
         self._engine.handle(event)
+
+    def _lease(self, connection: Connection) -> None:
+        """Ask for what the learner wants, as far as its slot may hold more: a Welcome tells all
+        leases of a slot, and a report all cursors. The rest waits until cursors have moved."""
+        core = self._engine.core
+        while connection.leases_wanted:
+            slot = core.members.by_connection(connection.number)
+            if slot is not None and core.job.leases and core.job.leases.out(slot.index) >= MAX_LEASES:
+                return
+            connection.leases_wanted -= 1
+            self._engine.handle(ev.LeaseRequested(connection.number))
 
     # ------------------------------------------------------------- actions
 

@@ -227,6 +227,8 @@ def test_learners_race_and_every_token_is_in_its_column(syncer: Callable[..., Sy
             while not (observer.ended and observer.current):
                 assert time.monotonic() < end, service.status()
                 observer.wait_for_change(1.0)
+                if not observer.current and not observer.refreshing:
+                    observer.refresh()
             versions = observer.current_versions()
             assert observer.complete
         said = [json.loads(learner.communicate(timeout=20)[0]) for learner in learners]

@@ -83,7 +83,7 @@ def test_wrong_arguments_are_2(arguments: list[str]) -> None:
         (["--set", "nonsense"], "path=value"),
         (["--seed", "-5"], "seed"),
         (["--set", "syncer.shards=2"], "--set syncer.shards=1"),
-        (["--report", "/no/such/directory/report.json"], "name a file in a directory that is there"),
+        (["--report", "/dev/null/report.json"], "name a file in a directory that can be written"),
         (["--http", "8080"], "host:port"),
         (["--http", "127.0.0.1:99999"], "host:port"),
     ],

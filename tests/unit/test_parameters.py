@@ -55,7 +55,7 @@ def merge(made: Parameters, fragment: int, seed: int) -> MergeRecord:
     version = made.versions[fragment] + 1
     deltas = [values(fragment, 100 * seed + m, 0.01) for m in range(2)]
     record, broadcast = made.merge(action(fragment, version), deltas, epoch=1, number=seed)
-    made.adopt(record, broadcast)
+    made.adopt(record, broadcast, 0.0)
     return record
 
 

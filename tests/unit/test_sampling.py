@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_worker.sampling import Draw, Grant, Leases, block_order
+from diloco_worker.settings import WorkerError
 
 
 def grant(lease: int, block: int = 0, start: int = 0, end: int = 10, size: int = 10, epoch: int = 0) -> Grant:
@@ -127,7 +128,7 @@ def test_after_a_reconnect_the_syncer_says_what_is_held() -> None:
     ],
 )
 def test_a_lease_that_contradicts_the_data_is_refused(wrong: Grant) -> None:
-    with pytest.raises(ValueError, match="the learners' data differ"):
+    with pytest.raises(WorkerError, match="the learners' data differ; give"):
         Leases(0, 25).grant(wrong)
 
 

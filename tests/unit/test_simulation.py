@@ -312,7 +312,11 @@ class World:
             if life != self.life:
                 return  # crashed between two actions
             self.do(action)
-            if self.core.initialised and self.core.phase not in ev.ENDED and self.chance(0.0004 * self.setup.crashes):
+            if (
+                self.core.initialised
+                and self.core.phase not in ev.ENDED
+                and self.chance(0.0004 * self.setup.crashes)
+            ):
                 self.crash_syncer()
 
     def do(self, action: ev.Action) -> None:

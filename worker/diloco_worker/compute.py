@@ -58,18 +58,22 @@ def configure(spec: JobSpec) -> None:
     """Set the process's threads and, in deterministic mode, torch's deterministic algorithms.
 
     Threads: DILOCO_THREADS if set (the runner shares the machine's cores out), else
-    what OMP_NUM_THREADS or torch says, and one in deterministic mode, where the
-    result must not depend on the machine. Raises JobError for a value that is no number.
+    what OMP_NUM_THREADS or torch says. Raises JobError for a DILOCO_THREADS that is no number.
     """
     given = os.environ.get("DILOCO_THREADS")
     if given:
         if not given.isdecimal() or int(given) < 1:
             raise job_error("DILOCO_THREADS", given, "must be a whole number from 1")
         torch.set_num_threads(int(given))
-    elif spec.sync.deterministic:
-        torch.set_num_threads(1)
     if spec.sync.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
+        be_deterministic()
     log.info("torch %s, %d thread(s)", torch.__version__, torch.get_num_threads())
+
+
+def be_deterministic() -> None:
+    """sync.deterministic: torch's deterministic algorithms, and one thread whatever the environment
+    says, because sums are made in another order with another number of them."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False

@@ -15,7 +15,8 @@ import logging
 import time
 from dataclasses import dataclass
 
-from .participant import ENDED, Participant
+from .participant import Participant
+from .phases import ENDED
 
 log = logging.getLogger(__name__)
 

@@ -1,9 +1,10 @@
 """The evaluator: the worker program without a slot, scoring the merged model on held-out data.
 
-Broadcasts keep an Observer's model current. It is scored once at version 0, then
-whenever the job has trained ``training.evaluation.everyTokens`` more, and at the end,
-when the last merges are done. A score that is due while another runs is
-made from the newest state afterwards, so a slow evaluator skips points rather than lag.
+The model is scored once at version 0, then whenever the job has trained
+``training.evaluation.everyTokens`` more, and at the end, when the last merges are done;
+the broadcasts that make it current are downloaded when a score is due. A score that is
+due while another runs is made from the newest state afterwards, so a slow evaluator skips
+points rather than lag.
 
 A score is the mean cross-entropy in nats per prediction of ``batches`` x ``batch.sequences``
 sequences, the same ones each time, spread evenly over the held-out part. Sums are
@@ -12,12 +13,10 @@ kept in float64 and weighted by the number of predictions, so the batch size doe
 
 from __future__ import annotations
 
-import json
 import logging
 import signal
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 
 import torch
@@ -26,6 +25,8 @@ from torch import nn
 from diloco_protocol.spec import JobSpec
 
 from . import compute, data, models
+from .feed import stack
+from .metrics_file import MetricsFile
 from .observer import Observer
 from .settings import ConfigurationError, WorkerError, WorkerSettings
 
@@ -42,9 +43,13 @@ class Due:
     every_tokens: int
     next_tokens: int = 0
 
+    def at(self, tokens: int) -> bool:
+        """Whether a model of that many tokens would be scored."""
+        return tokens >= self.next_tokens
+
     def take(self, tokens: int) -> bool:
         """Whether to score a model of that many tokens now; counts it as scored."""
-        if tokens < self.next_tokens:
+        if not self.at(tokens):
             return False
         self.next_tokens = (tokens // self.every_tokens + 1) * self.every_tokens
         return True
@@ -77,6 +82,7 @@ class _Evaluator:
         assert settings.job.spec.training.evaluation is not None
         self._settings, self._model, self._batches, self._dtype = settings, model, batches, dtype
         self._due = Due(settings.job.spec.training.evaluation.every_tokens)
+        self._metrics = MetricsFile(settings.metrics_path())
         self._terminated = False
 
     def run(self) -> int:
@@ -109,6 +115,8 @@ class _Evaluator:
                 started = True
                 if observer.sum_versions > 0:  # a job that has recorded it ignores it
                     self._report(observer, initial, 0, 0, False)
+            if observer.refreshing:
+                continue
             if observer.evaluating:
                 if final is None:
                     final = self._score(observer, final=True)
@@ -118,6 +126,8 @@ class _Evaluator:
                     told = time.monotonic()
             elif self._due.take(observer.job_tokens):
                 self._score(observer, final=False)
+            elif observer.phase == "evaluating" or self._due.at(observer.announced_tokens):
+                observer.refresh()
 
     def _score(self, observer: Observer, final: bool) -> float:
         """Score the model as it is, and report it."""
@@ -131,14 +141,8 @@ class _Evaluator:
     ) -> None:
         observer.report(loss, tokens=tokens, final=final, sum_versions=merges)
         log.info("%d tokens, %d merges: loss %.4f nats (%.1f s)", tokens, merges, loss, seconds)
-        record(
-            self._settings.metrics_path(),
-            tokens=tokens,
-            loss=loss,
-            merges=merges,
-            seconds=seconds,
-            final=final,
-        )
+        row = {"tokens": tokens, "loss": loss, "merges": merges, "seconds": seconds, "final": final}
+        self._metrics.add({"time": time.time(), **row}, now=True)
 
 
 def chosen(held_out: data.Dataset, spec: JobSpec) -> list[dict[str, torch.Tensor]]:
@@ -148,12 +152,7 @@ def chosen(held_out: data.Dataset, spec: JobSpec) -> list[dict[str, torch.Tensor
     size = spec.training.batch.sequences
     count = min(len(held_out), spec.training.evaluation.batches * size)
     indices = [i * len(held_out) // count for i in range(count)]
-    return [stacked([held_out[i] for i in indices[start : start + size]]) for start in range(0, count, size)]
-
-
-def stacked(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Items of a data set as one batch, along a new first dimension."""
-    return {name: torch.stack([item[name] for item in items]) for name in items[0]}
+    return [stack([held_out[i] for i in indices[start : start + size]]) for start in range(0, count, size)]
 
 
 def mean_loss(model: nn.Module, batches: list[dict[str, torch.Tensor]], dtype: torch.dtype) -> float:
@@ -172,12 +171,3 @@ def mean_loss(model: nn.Module, batches: list[dict[str, torch.Tensor]], dtype: t
     if not predictions:
         raise ConfigurationError("the held-out data have no labels to score: every one is -100")
     return total / predictions
-
-
-def record(path: Path | None, **values: object) -> None:
-    """Append one line to the process's metrics file."""
-    if path is None:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"time": time.time(), **values}) + "\n")

@@ -14,7 +14,8 @@ joins again, saying which versions it holds and which slot it had. While connect
   (``push``), which is encoded and uploaded here, a few at a time in order;
 - an announcement becomes ``mail.Heard`` at once and, when its bytes were
   downloaded and decoded, ``mail.Arrived``. Per fragment one download runs at a
-  time; announcements that were overtaken meanwhile are skipped;
+  time; announcements that were overtaken meanwhile are skipped. An observer is not ``eager``:
+  it hears of everything and downloads what it asks for (``fetch_announced``);
 - what the training thread wants to say (reports, lease requests, drain) is state
   in the ``Outbox``, so that what a broken session lost is said in the next one.
 
@@ -48,7 +49,7 @@ from .adoption import Broadcast
 from .fragments import Floats, Vector
 from .holdings import Holding, Holdings
 from .sampling import Grant
-from .session import Outbox, Session, SessionEnded
+from .session import LEASE, Outbox, Session, SessionEnded
 from .settings import ConfigurationError, RefusedError, WorkerError, WorkerSettings
 from .transfers import Feedback, Identity, Push, Transfers, pause
 
@@ -58,6 +59,8 @@ _BULK_CHANNELS = 4  # connections are made when a payload is large enough to be 
 _PUSHES_AT_ONCE = 2  # one is encoded while another is uploaded
 _GOODBYE_SECONDS = 2.0
 _STEADY_SECONDS = 10.0  # a session that lived so long starts the backoff anew
+_INITIAL_TRIES = 4  # of version 0 in one session, beside those of each part
+_INITIAL_PAUSE = 0.25
 _MOST_QUEUED_PUSHES = 2 * wire.MAX_FRAGMENTS
 
 
@@ -71,6 +74,7 @@ class Exchange:
         inbox: mail.Inbox,
         sequences: int,
         pinned: Callable[[Floats], Vector] = Vector.from_array,
+        eager: bool = True,
     ) -> None:
         try:
             self._credentials = Credentials.from_directory(settings.credentials)
@@ -78,7 +82,7 @@ class Exchange:
             raise ConfigurationError(str(error)) from error
         sync = settings.job.spec.sync
         self._settings, self._layout, self._inbox, self._sequences = settings, layout, inbox, sequences
-        self._pinned = pinned
+        self._pinned, self._eager = pinned, eager
         self._encoding = sync.compression.up
         self._heartbeat = sync.heartbeat.interval_seconds
         self._digests = immutable_digests(settings.job)
@@ -95,6 +99,7 @@ class Exchange:
         self._outbox = Outbox()
         self._lease_numbers = itertools.count()
         self._closing = False
+        self._parted = False  # Drained was read by the syncer
         self._task: asyncio.Task[None] | None = None
         self._session: Session | None = None
         self._transfers: Transfers | None = None
@@ -117,14 +122,14 @@ class Exchange:
         self.report_wanted = False
         self._call(self._post_report, report)
 
-    def say(self, key: str, message: sync_pb2.LearnerMessage) -> None:
-        """Say something once; see Outbox."""
-        self._call(self._outbox.say, key, message)
+    def say(self, key: str, message: sync_pb2.LearnerMessage, lasting: bool = False) -> None:
+        """Say something once, or (``lasting``) in every session; see Outbox."""
+        self._call(self._outbox.say, key, message, lasting)
 
     def request_leases(self, count: int) -> None:
         """Ask for ``count`` more blocks."""
         for _ in range(count):
-            key = f"lease-{next(self._lease_numbers)}"
+            key = f"{LEASE}{next(self._lease_numbers)}"
             self.say(key, sync_pb2.LearnerMessage(lease_request=sync_pb2.LeaseRequest()))
 
     def push(self, push: Push) -> None:
@@ -136,6 +141,11 @@ class Exchange:
         if self.feedback.enabled:
             self._call(self.feedback.settled, fragment, merged, forget)
 
+    def new_tenure(self) -> None:
+        """Pushes of the tenure before are nobody's: what error feedback keeps for them goes."""
+        if self.feedback.enabled:
+            self._call(self.feedback.new_tenure)
+
     def upload_initial(self, vectors: Sequence[Vector], frozen: bytes) -> None:
         """Upload version 0; broadcasts of it follow."""
         self._call(self._spawn_with, self._upload_initial, vectors, frozen)
@@ -143,6 +153,10 @@ class Exchange:
     def fetch_frozen(self, limit: int) -> None:
         """Download the frozen parameters: FrozenArrived comes by mail."""
         self._call(self._spawn_with, self._fetch_frozen, limit)
+
+    def fetch_announced(self) -> None:
+        """Without ``eager``: download the newest version of every fragment that is not here yet."""
+        self._call(self._fetch_announced)
 
     def fetch_optimizer(self, limit: int) -> None:
         """Download the optimizer state of the job's checkpoint: StateArrived comes by mail."""
@@ -186,6 +200,16 @@ class Exchange:
             time.sleep(0.02)
         return False
 
+    def farewell(self, timeout: float) -> bool:
+        """Say Drained, hang up, and wait until the syncer has read it; said again if the session
+        breaks first. False: it did not come through in time."""
+        self.say("drained", sync_pb2.LearnerMessage(drained=sync_pb2.Drained()), lasting=True)
+        end = time.monotonic() + timeout
+        while not self._parted and time.monotonic() < end and self._thread.is_alive():
+            self._call(self._part)
+            time.sleep(0.02)
+        return self._parted
+
     def stop(self, timeout: float = 5.0) -> None:
         """End the thread. Says nothing more than what was flushed."""
         if self._thread.is_alive():
@@ -224,6 +248,13 @@ class Exchange:
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.close()
 
+    def _part(self) -> None:
+        """Hang up once Drained was handed over: that the syncer then ends the session in good
+        order says that it has read it."""
+        session = self._session
+        if session is not None and self._outbox.empty and not session.hung_up:
+            self._spawn_with(session.hang_up)
+
     def _close(self) -> None:
         """Hang up, so that what was said last arrives; a syncer that does not answer is left."""
         self._closing = True
@@ -246,7 +277,7 @@ class Exchange:
                 reason = await self._connect(address)
             if time.monotonic() - started > _STEADY_SECONDS:
                 attempt = 0
-            if self._closing:
+            if self._closing or self._parted:
                 return
             if reason != said or attempt % 20 == 19:
                 log.warning("no session with the syncer: %s", reason)
@@ -272,12 +303,15 @@ class Exchange:
             if not first.HasField("welcome"):
                 raise wire.WireError("the first message was neither Welcome nor Refusal")
             self._transfers = Transfers(bulk, metadata, self._executor)
-            self._outbox.sending = False
+            self._outbox.begin_session()
             self._session, self.connected = session, True
             self._handle(first)
             await session.run(self._outbox, self._heartbeat, self._handle)
         except* SessionEnded as group:
-            reason = str(_first(group))
+            ending = _first(group)
+            assert isinstance(ending, SessionEnded)
+            reason = str(ending)
+            self._parted = session.hung_up and ending.clean and self._outbox.empty
         except* wire.WireError as group:
             reason = f"the syncer broke the protocol: {_first(group)}"
         except* RefusedError as group:
@@ -409,10 +443,20 @@ class Exchange:
                 f"fragment {news.fragment}: a push merged after version {news.version} is named"
             )
         self._news[news.fragment] = news
-        self._inbox.put(mail.Heard(_broadcast(news)))
-        if news.fragment not in self._fetching:
-            self._fetching.add(news.fragment)
-            self._spawn_with(self._fetch_fragment, news.fragment)
+        self._inbox.put(mail.Heard(_broadcast(news), news.job_tokens))
+        if self._eager or news.fragment not in self._delivered:
+            self._fetch(news.fragment)
+
+    def _fetch_announced(self) -> None:
+        for fragment, news in self._news.items():
+            here = self._delivered.get(fragment)
+            if here is None or (here[0].epoch, here[0].version) != (news.epoch, news.version):
+                self._fetch(fragment)
+
+    def _fetch(self, fragment: int) -> None:
+        if fragment not in self._fetching:
+            self._fetching.add(fragment)
+            self._spawn_with(self._fetch_fragment, fragment)
 
     def _known(self, fragment: int) -> None:
         if fragment >= len(self._layout):
@@ -462,7 +506,7 @@ class Exchange:
                 self._holdings.put(holding)
                 vector = self._pinned(holding.values)
                 self._inbox.put(mail.Arrived(_broadcast(news), vector, news.job_tokens))
-                if self._news.get(fragment) is news:
+                if self._news.get(fragment) is news or not self._eager:
                     break
         finally:
             self._fetching.discard(fragment)
@@ -506,6 +550,7 @@ class Exchange:
         if not self.connected or len(self._pushes) >= _MOST_QUEUED_PUSHES:
             self._verdict(push, None, "", "there is no connection")
             return
+        self.feedback.queued(push.plan.fragment, push.plan.sequence)
         self._pushes.append(push)
         if self._pushing < _PUSHES_AT_ONCE:
             self._pushing += 1
@@ -521,19 +566,19 @@ class Exchange:
 
     async def _send_push(self, push: Push) -> None:
         assert self._transfers is not None
-        answered = False
         try:
             reply = await self._transfers.push(
                 push, self._identity, self._encoding, self._layout.digest, self.feedback
             )
-            answered = True
         except wire.TransferError as error:
             log.warning(
                 "push %d of fragment %d got no answer: %s", push.plan.sequence, push.plan.fragment, error
             )
-        finally:
-            if not answered:
-                self._verdict(push, None, "", "no answer came")
+            self._verdict(push, None, "", "no answer came")
+            return
+        except asyncio.CancelledError:
+            self._verdict(push, None, "", "the connection broke")
+            raise
         # `repeated`: the id came through before, so an earlier answer was lost.
         accepted = reply.accepted or reply.reason == "repeated"
         if not accepted:
@@ -546,12 +591,26 @@ class Exchange:
         self._inbox.put(mail.Verdict(plan.fragment, plan.sequence, accepted, reason, message))
 
     async def _upload_initial(self, vectors: Sequence[Vector], frozen: bytes) -> None:
-        if self._transfers is None:
+        """Try a few times; then leave the session, so that the syncer asks another (or this one again)."""
+        transfers, session = self._transfers, self._session
+        if transfers is None or session is None:
             return  # the connection broke; whoever joins next is asked
-        try:
-            await self._transfers.initial(self._identity, self._layout.to_json(), vectors, frozen)
-        except wire.TransferError as error:
-            log.warning("version 0 did not come through: %s", error)
+        for fragment, vector in enumerate(vectors):
+            if not (await transfers.run(lambda v=vector: codec.norm_and_finite(v.array)))[1]:
+                raise ConfigurationError(
+                    f"the model's start has values that are not finite (fragment {fragment}): version 0 "
+                    "would be useless; check how the model is built, or the weights that it starts from"
+                )
+        for attempt in range(_INITIAL_TRIES):
+            try:
+                await transfers.initial(self._identity, self._layout.to_json(), vectors, frozen)
+                return
+            except wire.TransferError as error:
+                log.warning("version 0 did not come through: %s", error)
+            await asyncio.sleep(pause(attempt, first=_INITIAL_PAUSE))
+            if len(self._news) == len(self._layout):
+                return  # it exists: only the last answer was lost
+        session.break_off(f"version 0 did not come through in {_INITIAL_TRIES} tries")
 
     async def _fetch_frozen(self, limit: int) -> None:
         found = await self._blob(sync_pb2.DownloadRequest.FROZEN, limit, 0)

@@ -231,6 +231,12 @@ def frozen_bytes(model: torch.nn.Module) -> bytes:
     return bytes(save_tensors({name: p.detach().cpu().contiguous() for name, p in frozen.items()}))
 
 
+def most_frozen_bytes(model: torch.nn.Module) -> int:
+    """``frozen_bytes`` of this model are not more; what is offered beyond that is not downloaded."""
+    frozen = frozen_tensors(model)
+    return sum(p.numel() * p.element_size() for p in frozen.values()) + (1 << 20) + 512 * len(frozen)
+
+
 @torch.no_grad()
 def load_frozen(model: torch.nn.Module, data: bytes) -> None:
     """Put received frozen parameters in place. Raises ConfigurationError unless names, shapes

@@ -17,17 +17,14 @@ the process should end with.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import os
 import signal
 import statistics
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from io import TextIOWrapper
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -36,18 +33,20 @@ import torch
 from diloco_protocol import sync_pb2
 from diloco_protocol.spec import DiLoCoJob
 
-from . import mail
+from . import compute, mail
 from .drain import offer_everything
 from .exchange import Exchange
 from .feed import Batch, Feed, stack
 from .fragments import ModelFragments, build_layout
-from .participant import ENDED, Participant
+from .metrics_file import MetricsFile
+from .participant import Participant
+from .phases import ENDED, LEAVING
 from .settings import ConfigurationError, WorkerError, WorkerSettings
 
 log = logging.getLogger(__name__)
 
 _RESOLVE_SECONDS = 60.0  # deterministic mode: for the merges that are on their way at the stop
-_GOODBYE_SECONDS = 5.0
+_GOODBYE_SECONDS = 10.0
 
 
 class Learner:
@@ -64,7 +63,7 @@ class Learner:
         spec = settings.job.spec
         self.job: DiLoCoJob = settings.job
         if spec.sync.deterministic:
-            _be_deterministic()
+            compute.be_deterministic()
         self._settings, self._model, self._optimizer = settings, model, optimizer
         self.layout = build_layout(model, spec.sync.fragments, spec.sync.every, spec.sync.merge.mean_tensors)
         if self.layout.note:
@@ -83,8 +82,7 @@ class Learner:
         self._stalled = 0.0
         self._steps_seconds: deque[float] = deque(maxlen=15)
         self._loss = _Loss()
-        self._record: TextIOWrapper | None = None
-        self._recorded_at = 0.0
+        self._record = MetricsFile(settings.metrics_path())
 
     @classmethod
     def from_environment(
@@ -318,8 +316,7 @@ class Learner:
         finally:
             if self._exchange is not None:
                 self._exchange.stop()
-            if self._record is not None:
-                self._record.close()
+            self._record.flush()
             if self._previous_handler is not None:
                 signal.signal(signal.SIGTERM, self._previous_handler)
 
@@ -334,9 +331,9 @@ class Learner:
         self._left = True
         if not participant.seated or participant.phase in ENDED:
             return
-        if participant.phase not in ("draining", "evaluating"):
+        if participant.phase not in LEAVING:
             message = sync_pb2.LearnerMessage(drain_request=sync_pb2.DrainRequest())
-            exchange.say("drain", message)
+            exchange.say("drain", message, lasting=True)
         if participant.adoption.complete:
             if participant.own_stop:
                 participant.resolve_outstanding(_RESOLVE_SECONDS)
@@ -344,8 +341,7 @@ class Learner:
         if participant.phase in ENDED or not participant.seated:
             return
         participant.send_report()
-        exchange.say("drained", sync_pb2.LearnerMessage(drained=sync_pb2.Drained()))
-        if not exchange.flushed(_GOODBYE_SECONDS):
+        if not exchange.farewell(_GOODBYE_SECONDS):
             log.warning("the syncer was not reached to say goodbye; it will see that this process is gone")
         else:
             log.info("drained: slot %d is free", participant.slot)
@@ -361,17 +357,10 @@ class Learner:
     # ------------------------------------------------------------------ metrics file
 
     def _write_record(self, participant: Participant, lr: float | None) -> None:
-        """One line per step; on disk within a second."""
-        path = self._settings.metrics_path()
-        if path is None:
-            return
-        now = time.time()
-        if self._record is None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._record = path.open("a", encoding="utf-8")
+        """One line per step."""
         loss = self._loss.value()
         row = {
-            "time": round(now, 3),
+            "time": round(time.time(), 3),
             "slot": participant.slot,
             "step": participant.adoption.now.step,
             "tokens": participant.tokens,
@@ -381,10 +370,7 @@ class Learner:
             "compute_seconds": participant.adoption.now.seconds,
             "stalled_seconds": self._stalled,
         }
-        self._record.write(json.dumps(row) + "\n")
-        if now - self._recorded_at >= 1.0:
-            self._record.flush()
-            self._recorded_at = now
+        self._record.add(row)
 
 
 class _Loss:
@@ -411,10 +397,3 @@ class _Loss:
         if self._coming is not None and self._coming[1].query():
             self._value, self._coming = float(self._coming[0]), None
         return self._value
-
-
-def _be_deterministic() -> None:
-    """sync.deterministic: torch's deterministic algorithms, and a fixed number of threads."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

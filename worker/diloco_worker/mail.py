@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .adoption import Broadcast
 from .fragments import Vector
@@ -45,9 +44,10 @@ class Welcomed:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """A broadcast was announced; its bytes are on their way."""
+    """A broadcast was announced; its bytes come by themselves, or (observers) when asked for."""
 
     news: Broadcast
+    job_tokens: int = 0  # trained in all, when it was merged
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +142,17 @@ Item = (
 
 
 class Inbox:
-    """Items in order. Its length is bounded by what the syncer may have open at once:
-    a pull, a broadcast and a verdict per fragment, one lease, one phase."""
+    """Items in the order in which they were put; of each that states what *is* only the newest.
+
+    A broadcast per fragment (an announcement names this learner's newest merged push in any
+    version up to it, so an overtaken one is not missed), a pull per fragment, the phase, the
+    seat and the welcome: however long the training thread does not look, they do not pile up.
+    Verdicts, leases and states answer what that thread asked for, and are bounded by it.
+    """
 
     def __init__(self) -> None:
-        self._items: deque[Item] = deque()
+        self._items: dict[tuple[object, ...], Item] = {}
+        self._count = 0
         self._filled = threading.Condition()
         self._poked = False
 
@@ -158,7 +164,10 @@ class Inbox:
 
     def put(self, item: Item) -> None:
         with self._filled:
-            self._items.append(item)
+            self._count += 1
+            key = _states(item) or (self._count,)
+            item = _following(self._items.pop(key, None), item)
+            self._items[key] = item  # a dict keeps the order: what was replaced comes at the end
             self._filled.notify_all()
 
     def take(self) -> list[Item]:
@@ -166,7 +175,7 @@ class Inbox:
         if not self._items:
             return []
         with self._filled:
-            items = list(self._items)
+            items = list(self._items.values())
             self._items.clear()
         return items
 
@@ -181,3 +190,27 @@ class Inbox:
                 self._filled.wait(left)
             self._poked = False
             return True
+
+
+def _states(item: Item) -> tuple[object, ...] | None:
+    """What the item tells the state of: a newer one of the same makes it old news. None: an event."""
+    match item:
+        case Arrived() | Heard():
+            return type(item), item.news.fragment
+        case Pulled():
+            return Pulled, item.fragment
+        case Seated() | Unseated():
+            return (Seated,)
+        case PhaseChanged() | Welcomed() | InitialWanted() | Disconnected() | Failure():
+            return (type(item),)
+        case _:
+            return None
+
+
+def _following(before: Item | None, item: Item) -> Item:
+    """``item`` in place of ``before``: a tenure that was not noticed to begin does not go on."""
+    if isinstance(before, Failure):
+        return before  # the first is the cause
+    if isinstance(item, Seated) and item.continuing and before is not None:
+        return replace(item, continuing=isinstance(before, Seated) and before.continuing)
+    return item

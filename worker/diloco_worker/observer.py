@@ -1,9 +1,16 @@
-"""The evaluator's side of the exchange: a full model kept current by broadcasts, without a slot.
+"""The evaluator's side of the exchange: a full model made current from broadcasts, without a slot.
 
 with Observer.from_environment(model) as observer:
     while not observer.ended:
-        if observer.wait_for_change(timeout=1.0) and observer.complete:
+        observer.wait_for_change(timeout=1.0)
+        if observer.complete and not observer.current:
+            observer.refresh()
+        elif observer.complete:
             observer.report(loss(model), final=observer.evaluating)
+
+It hears of every merge and downloads none: the first model comes by itself, and newer
+versions when ``refresh`` asks for them. Between two scores a fragment is merged many
+times, and a model that nobody looks at is not worth its bytes.
 """
 
 from __future__ import annotations
@@ -22,15 +29,15 @@ from diloco_protocol.spec import DiLoCoJob
 from . import mail
 from .adoption import Kind
 from .exchange import Exchange
-from .fragments import ModelFragments, build_layout, frozen_tensors, load_frozen
-from .participant import ENDED
+from .fragments import ModelFragments, build_layout, frozen_tensors, load_frozen, most_frozen_bytes
+from .phases import ENDED
 from .settings import ConfigurationError, WorkerSettings
 
 log = logging.getLogger(__name__)
 
 
 class Observer:
-    """Keeps ``model`` at the newest broadcasts. Use it from one thread; the model changes
+    """Brings ``model`` to the newest broadcasts. Use it from one thread; the model changes
     only inside ``wait_for_change`` and ``poll``."""
 
     def __init__(self, settings: WorkerSettings, model: torch.nn.Module) -> None:
@@ -40,13 +47,15 @@ class Observer:
         self._model = model
         self._fragments = ModelFragments(model, self.layout)
         self._inbox = mail.Inbox()
-        self._exchange = Exchange(settings, self.layout, self._inbox, 0, self._fragments.pinned)
+        self._exchange = Exchange(settings, self.layout, self._inbox, 0, self._fragments.pinned, eager=False)
         self._versions: list[tuple[int, int] | None] = [None] * len(self.layout)
         self._announced: list[tuple[int, int]] = [(0, 0)] * len(self.layout)
+        self._wanted: list[tuple[int, int]] | None = None  # what the last refresh asked for
         self._frozen_needed = bool(frozen_tensors(model))
         self._frozen_asked = False
         self.phase, self.message = "waiting", ""
         self.job_tokens = 0  # trained in all, at the newest merge taken
+        self.announced_tokens = 0  # the same, at the newest merge heard of
 
     @classmethod
     def from_environment(cls, model: torch.nn.Module, *, environ: Mapping[str, str] | None = None) -> Self:
@@ -92,6 +101,18 @@ class Observer:
             for have, said in zip(self._versions, self._announced, strict=True)
         )
 
+    def refresh(self) -> None:
+        """Ask for the newest version of every fragment; ``refreshing`` until they are in the model."""
+        self._wanted = list(self._announced)
+        self._exchange.fetch_announced()
+
+    @property
+    def refreshing(self) -> bool:
+        """Whether something of the last ``refresh`` is still on its way."""
+        return self._wanted is not None and any(
+            have is None or have < wanted for have, wanted in zip(self._versions, self._wanted, strict=True)
+        )
+
     def current_versions(self) -> list[int]:
         """The version of each fragment in the model; -1: it did not come yet."""
         return [-1 if version is None else version[1] for version in self._versions]
@@ -110,6 +131,10 @@ class Observer:
                     changed |= self._take(item)
                 case mail.Heard():
                     self._announced[item.news.fragment] = (item.news.epoch, item.news.version)
+                    self.announced_tokens = max(self.announced_tokens, item.job_tokens)
+                case mail.Welcomed():
+                    if self.refreshing:
+                        self._exchange.fetch_announced()  # the connection broke in the middle
                 case mail.PhaseChanged():
                     changed |= item.phase != self.phase
                     self.phase, self.message = item.phase, item.message
@@ -146,8 +171,10 @@ class Observer:
             sum_versions=self.sum_versions if sum_versions is None else sum_versions,
             final=final,
         )
-        key = "final" if final else f"evaluation-{evaluation.sum_versions == 0}"
-        self._exchange.say(key, sync_pb2.LearnerMessage(evaluation=evaluation))
+        initial = evaluation.sum_versions == 0
+        key = "final" if final else "initial" if initial else "evaluation"
+        # The initial one is made once, so it is said in every session; of the others the next one serves.
+        self._exchange.say(key, sync_pb2.LearnerMessage(evaluation=evaluation), lasting=initial)
 
     def _take(self, arrived: mail.Arrived) -> bool:
         news = arrived.news
@@ -159,7 +186,5 @@ class Observer:
         self.job_tokens = max(self.job_tokens, arrived.job_tokens)
         if self._frozen_needed and not self._frozen_asked:
             self._frozen_asked = True
-            frozen = frozen_tensors(self._model).values()
-            size = sum(p.numel() * p.element_size() for p in frozen)
-            self._exchange.fetch_frozen(size + (1 << 20) + 512 * len(frozen))
+            self._exchange.fetch_frozen(most_frozen_bytes(self._model))
         return True

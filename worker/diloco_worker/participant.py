@@ -29,7 +29,15 @@ from diloco_protocol.spec import JobSpec
 from . import mail, recovery
 from .adoption import Adoption, AdoptionConfig, Broadcast, Decision, Kind, Rule
 from .exchange import Exchange
-from .fragments import ModelFragments, Vector, frozen_bytes, frozen_tensors, load_frozen
+from .fragments import (
+    ModelFragments,
+    Vector,
+    frozen_bytes,
+    frozen_tensors,
+    load_frozen,
+    most_frozen_bytes,
+)  # fmt: skip
+from .phases import CLOSING, ENDED
 from .recovery import Received, Rewarm, StateRefused
 from .sampling import Grant
 from .settings import ConfigurationError, WorkerError
@@ -37,8 +45,6 @@ from .transfers import Push
 
 log = logging.getLogger(__name__)
 
-ENDED = frozenset({"complete", "failed", "suspended", "deleted"})
-CLOSING = ENDED | {"draining", "evaluating"}
 _SLICE = 0.1  # seconds; a wait looks for SIGTERM so often
 _STATE_SECONDS = 15.0  # the least time that a peer's optimizer state is waited for
 
@@ -94,7 +100,6 @@ class Participant:
         self._latest: dict[int, mail.Arrived] = {}  # newest seen, adopted or not
         self._heard: dict[int, Broadcast] = {}
         self._pulls: dict[int, mail.Pulled] = {}
-        self._initialised_it = False
         self._frozen_needed = bool(frozen_tensors(model))
         self._frozen_asked = False
         self._optimizer_bytes = 0
@@ -264,13 +269,14 @@ class Participant:
             self._offered.clear()
             self._pulls.clear()
             self._arrived.update(self._latest)
+            self._exchange.new_tenure()
             self._ask_state(seat)
             log.info("slot %d, incarnation %d, from step %d", seat.slot, seat.incarnation, seat.slot_step)
         self.on_leases(seat.leases, continuing)
 
     def _initialise(self) -> None:
         vectors = [self._fragments.snapshot(p) for p in range(len(self._layout))]
-        self._initialised_it, self._frozen_needed = True, False
+        self._frozen_needed = False
         self._exchange.upload_initial(vectors, frozen_bytes(self._model))
 
     def _take_frozen(self, item: mail.FrozenArrived) -> None:
@@ -310,8 +316,7 @@ class Participant:
             moved |= self._carry_out(self.adoption.on_broadcast(arrived.news), arrived.vector)
         if self._frozen_needed and not self._frozen_asked and self.adoption.complete:
             self._frozen_asked = True
-            sizes = sum(p.numel() * p.element_size() for p in frozen_tensors(self._model).values())
-            self._exchange.fetch_frozen(sizes + (1 << 20) + 512 * len(frozen_tensors(self._model)))
+            self._exchange.fetch_frozen(most_frozen_bytes(self._model))
         return moved
 
     def _carry_out(self, decision: Decision, new: Vector) -> bool:

@@ -25,6 +25,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from .settings import WorkerError
+
 # Finished leases still reported. No fewer than may be held (feed), so that all that were
 # finished while the syncer was away are told; wire.MAX_CURSORS bounds both together.
 _KEPT_FINISHED = 128
@@ -95,16 +97,16 @@ class Leases:
         return next(reversed(self._held.values())).grant.block_size if self._held else 0
 
     def grant(self, grant: Grant) -> bool:
-        """Add a lease; False if it is known. Raises ValueError if it contradicts the data set."""
+        """Add a lease; False if it is known. Raises WorkerError if it contradicts the data set."""
         if grant.lease in self._held or grant.lease in self._finished:
             return False
         first = grant.block * grant.block_size
         size = min(grant.block_size, self.sequences - first)
         if grant.block_size < 1 or size < 1 or not 0 <= grant.start <= grant.end <= size:
-            raise ValueError(
+            raise WorkerError(
                 f"lease {grant.lease} names positions {grant.start} to {grant.end} of block {grant.block} "
                 f"({grant.block_size} a block), and the data set has {self.sequences} sequences: "
-                "the learners' data differ"
+                "the learners' data differ; give every learner the same training.data"
             )
         order = block_order(self.seed, grant.data_epoch, grant.block, size)
         self._held[grant.lease] = _Held(grant, order, grant.start, grant.start)

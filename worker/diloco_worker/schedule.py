@@ -3,10 +3,10 @@
 The learning rate is a function of the slot's step, never of a process's own count: a
 replacement goes on where its predecessor was, and a slot first taken late starts at the
 job's greatest step. Warm-up is linear; then it stays at the peak, or falls along
-half a cosine to zero at the job's last step. That last step is known if the job stops
-by steps. If it stops by tokens it is an estimate, each slot's fair share of them;
-a slot that trains more than its share, because others were away, goes on at
-FLOOR of the peak rather than at nothing.
+half a cosine to FLOOR (2 %) of the peak at the job's last step. That last step is
+known if the job stops by steps. If it stops by tokens it is an estimate, each slot's
+fair share of them; a slot that trains more than its share, because others were away,
+goes on at the floor rather than at nothing.
 """
 
 from __future__ import annotations

@@ -19,37 +19,51 @@ from diloco_protocol import sync_pb2, wire
 
 _EOF: Any = aio.EOF  # type: ignore[attr-defined]  # its stubs lack the name
 REPORT_SECONDS = 0.02  # reports are at least so far apart
+REPORT, LEASE = "report", "lease-"  # keys of the outbox: the report, and what lease requests begin with
 
 
 class SessionEnded(Exception):
-    """The stream is over; the message says how."""
+    """The stream is over; the message says how. ``clean``: the syncer ended it in good order, so
+    what was said before hanging up has been read."""
+
+    def __init__(self, message: str, clean: bool = False) -> None:
+        super().__init__(message)
+        self.clean = clean
 
 
 class Outbox:
-    """What is to be said. All methods belong to the loop's thread, but for ``report``."""
+    """What is to be said. All methods belong to the loop's thread.
+
+    A message stays until the transport took it (``sent``); a *lasting* one is said again in
+    every session, because the end of a session may swallow what the transport took.
+    """
 
     def __init__(self) -> None:
         self._report: sync_pb2.Report | None = None  # the newest
         self._fresh = False
+        self._reports = self._saying = 0  # reports left so far; the one that is being sent
         self._other: dict[str, sync_pb2.LearnerMessage] = {}
+        self._lasting: dict[str, sync_pb2.LearnerMessage] = {}
         self.wake = asyncio.Event()
-        self.sending = False  # what was taken last is not handed to the transport yet
 
-    @property
-    def newest_report(self) -> sync_pb2.Report | None:
-        return self._report
+    def report(self, report: sync_pb2.Report | None) -> None:
+        """Replace the report; None: nothing to report (yet)."""
+        self._report, self._fresh = report, report is not None
+        self._reports += 1
 
-    def report(self, report: sync_pb2.Report | None, fresh: bool = True) -> None:
-        """Replace the report; None: nothing to report (no slot)."""
-        self._report, self._fresh = report, fresh and report is not None
-
-    def say(self, key: str, message: sync_pb2.LearnerMessage) -> None:
+    def say(self, key: str, message: sync_pb2.LearnerMessage, lasting: bool = False) -> None:
         """Say ``message`` as soon as possible; a newer one under the same key replaces it."""
         self._other[key] = message
+        if lasting:
+            self._lasting[key] = message
         self.wake.set()
 
-    def forget(self, key: str) -> None:
-        self._other.pop(key, None)
+    def begin_session(self) -> None:
+        """A new session: lasting messages are said again, and lease requests are forgotten
+        (the feed asks again when it knows what the slot holds)."""
+        for key in [key for key in self._other if key.startswith(LEASE)]:
+            del self._other[key]
+        self._other.update(self._lasting)
 
     @property
     def fresh(self) -> bool:
@@ -64,17 +78,23 @@ class Outbox:
     @property
     def empty(self) -> bool:
         """Whether everything was handed to the transport."""
-        return not self._other and not self._fresh and not self.sending
+        return not self._other and not self._fresh
 
-    def take(self) -> list[sync_pb2.LearnerMessage]:
-        """What to send now: the newest report, then the messages that follow it."""
-        messages = []
-        if self._report is not None:
-            messages.append(sync_pb2.LearnerMessage(report=self._report))
-            self._fresh = False
-        messages.extend(self._other.values())
-        self._other.clear()
-        return messages
+    def waiting(self) -> list[tuple[str, sync_pb2.LearnerMessage]]:
+        """What to send now: the newest report, then the messages that follow it.
+
+        Without one an empty report goes out: a heartbeat, so that a slot is not lost while its
+        learner uploads version 0 or downloads what it will start from."""
+        report = self._report if self._report is not None else sync_pb2.Report()
+        self._saying = self._reports
+        return [(REPORT, sync_pb2.LearnerMessage(report=report)), *self._other.items()]
+
+    def sent(self, key: str, message: sync_pb2.LearnerMessage) -> None:
+        """The transport took what ``waiting`` named; a newer one under the key stays."""
+        if key == REPORT:
+            self._fresh = self._fresh and self._saying != self._reports
+        elif self._other.get(key) is message:
+            del self._other[key]
 
 
 class Session:
@@ -84,7 +104,8 @@ class Session:
         method: Any = channel.stream_stream(wire.SESSION, request_serializer=None, response_deserializer=None)
         self._call = method(metadata=tuple(metadata))
         self._writing = asyncio.Lock()
-        self._hung_up = False
+        self._broken_off: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.hung_up = False
 
     async def open(self, join: sync_pb2.Join) -> sync_pb2.SyncerMessage:
         """Say Join; the first message back, a Welcome or a Refusal. Raises SessionEnded."""
@@ -101,18 +122,27 @@ class Session:
         """Until the stream ends; always raises SessionEnded (or what ``handle`` raises)."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._speak(outbox, heartbeat_seconds))
+            group.create_task(self._break())
             async for message in self._messages():
                 handle(message)
 
     async def hang_up(self) -> None:
         """Say that nothing more follows: the syncer then ends the stream, and ``run`` with it."""
-        self._hung_up = True
+        self.hung_up = True
         async with self._writing:
             with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):  # it is over already
                 await self._call.done_writing()
 
+    def break_off(self, reason: str) -> None:
+        """End ``run`` from this side."""
+        if not self._broken_off.done():
+            self._broken_off.set_result(reason)
+
     def cancel(self) -> None:
         self._call.cancel()
+
+    async def _break(self) -> None:
+        raise SessionEnded(await self._broken_off)
 
     async def _speak(self, outbox: Outbox, heartbeat_seconds: float) -> None:
         loop = asyncio.get_running_loop()
@@ -120,11 +150,10 @@ class Session:
         while True:
             now = loop.time()
             if outbox.urgent or now >= next_heartbeat or (outbox.fresh and now >= next_report):
-                messages = outbox.take()
-                outbox.sending = True
-                for message in messages:
-                    await self._send(message)
-                outbox.sending = False
+                for key, message in outbox.waiting():
+                    if not await self._send(message):
+                        return
+                    outbox.sent(key, message)
                 now = loop.time()
                 next_report, next_heartbeat = now + REPORT_SECONDS, now + heartbeat_seconds
             outbox.wake.clear()
@@ -138,12 +167,14 @@ class Session:
         while True:
             yield await self._receive()
 
-    async def _send(self, message: sync_pb2.LearnerMessage) -> None:
+    async def _send(self, message: sync_pb2.LearnerMessage) -> bool:
+        """Hand a message to the transport; False: this side has hung up."""
         try:
             async with self._writing:
-                if self._hung_up:
-                    return
+                if self.hung_up:
+                    return False
                 await self._call.write(message.SerializeToString())
+                return True
         except (aio.AioRpcError, asyncio.InvalidStateError) as error:
             raise await self._ended() from error
 
@@ -166,5 +197,6 @@ class Session:
         except TimeoutError:
             return SessionEnded("the stream broke")
         return SessionEnded(
-            f"{code.name.lower().replace('_', ' ')}: {details or 'the syncer ended the stream'}"
+            f"{code.name.lower().replace('_', ' ')}: {details or 'the syncer ended the stream'}",
+            clean=code.name == "OK",
         )

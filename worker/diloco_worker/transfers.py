@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -46,22 +47,45 @@ class Feedback:
     def __init__(self, fragments: int, enabled: bool) -> None:
         self.enabled = enabled
         self._residual: list[Floats | None] = [None] * fragments
-        self._open: list[dict[int, Floats]] = [{} for _ in range(fragments)]
+        # Per fragment, of each push whose fate is open: what its encoding dropped, None before it is encoded.
+        self._open: list[dict[int, Floats | None]] = [{} for _ in range(fragments)]
+        self._lock = threading.Lock()  # encoding runs beside the loop
 
     def residual(self, fragment: int) -> Floats | None:
         """r_p, float32[elements]; None stands for zero."""
         return self._residual[fragment]
 
+    @property
+    def open(self) -> int:
+        """Pushes whose fate is open, over all fragments."""
+        return sum(len(pushes) for pushes in self._open)
+
+    def queued(self, fragment: int, sequence: int) -> None:
+        """A push will be encoded. One that is settled before that keeps nothing."""
+        if self.enabled:
+            with self._lock:
+                self._open[fragment].setdefault(sequence, None)
+
     def encoded(self, fragment: int, sequence: int, dropped: Floats) -> None:
         """What r_p becomes if this push is merged."""
-        self._open[fragment][sequence] = dropped
+        with self._lock:
+            if sequence in self._open[fragment]:
+                self._open[fragment][sequence] = dropped
 
     def settled(self, fragment: int, merged: int, forget: Sequence[int]) -> None:
         """``merged`` (0: none) was merged; the others in ``forget`` were not."""
-        if merged and merged in self._open[fragment]:
-            self._residual[fragment] = self._open[fragment][merged]
-        for sequence in (merged, *forget):
-            self._open[fragment].pop(sequence, None)
+        with self._lock:
+            dropped = self._open[fragment].get(merged)
+            if dropped is not None:
+                self._residual[fragment] = dropped
+            for sequence in (merged, *forget):
+                self._open[fragment].pop(sequence, None)
+
+    def new_tenure(self) -> None:
+        """Nothing of the tenure before will be confirmed; r_p of what was merged stays."""
+        with self._lock:
+            for pushes in self._open:
+                pushes.clear()
 
 
 @dataclass(frozen=True, slots=True)

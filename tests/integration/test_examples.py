@@ -1,0 +1,38 @@
+"""Every example job runs to its end, with a nearer stop."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from runs import Run, check_ledger
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+STOP = {"tiny-vit": 2_000}  # an image is one token
+FALL = {"tiny-vit": 0.0, "minimal": 0.3}  # nats that the loss falls at least, in so short a time
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_an_example_runs(start: Callable[..., Run], tmp_path: Path, path: Path) -> None:
+    for script in EXAMPLES.glob("*.py"):
+        shutil.copy(script, tmp_path)
+    tokens = STOP.get(path.stem, 80_000)
+    run = start("--set", f"training.stop.tokens={tokens}", text=path.read_text())
+    assert run.ends(240) == 0, run.everything()
+    report = run.report()
+    assert report["outcome"] == "complete" and report["tokens"]["trained"] >= tokens
+    assert report["tokens"]["merged"] > 0.7 * report["tokens"]["trained"], report["tokens"]
+    assert report["versions"]["min"] >= 1
+    check_ledger(report, len(report["ledger"]))
+    if "command" in path.read_text():  # its model is its own business, and so are its losses
+        assert report["final_loss"] is None
+    else:
+        assert math.isfinite(report["final_loss"])
+        assert report["final_loss"] < report["initial_loss"] - FALL.get(path.stem, 1.0)
+    assert not re.search("Traceback", run.everything()), run.everything()
