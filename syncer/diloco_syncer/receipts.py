@@ -99,7 +99,7 @@ def contradiction(job: Job, fragment: int, version: int, rows: Sequence[SlotRow]
         if slot is None or row.slot in seen:
             return f"the receipt tells of a slot {row.slot} that does not exist, or twice of it"
         seen.add(row.slot)
-        if row.version > version or row.tenure_tokens > row.merged_tokens:
+        if row.version > version:
             return f"the receipt contradicts itself about slot {row.slot}"
     told = {row.slot: row for row in rows}
     for slot in job.members.slots:
@@ -168,7 +168,9 @@ def _count(cell: Cell, row: SlotRow, same: bool) -> None:
     """The ledger learns what is merged. What is not of the open tenure was written off, or never
     heard of: ``balance`` makes that good."""
     of_tenure = max(0, row.tenure_tokens - cell.tenure_merged) if same else 0
-    cell.dropped["died"] -= max(0, row.merged_tokens - cell.merged) - of_tenure
+    elsewhere = max(0, row.merged_tokens - cell.merged) - of_tenure
+    # Less than nothing: of the open tenure's some were merged in versions that were given up since.
+    cell.dropped["died" if elsewhere > 0 else "rolled-back"] -= elsewhere
     cell.merged = max(row.merged_tokens, cell.merged)
     cell.tenure_merged += of_tenure
     cell.compute_seconds = max(row.compute_seconds, cell.compute_seconds)

@@ -49,6 +49,7 @@ class Setup:
     chaos: float = 1.0  # how often things break
     latency: float = 1.0  # how slow the network and the merges are
     crashes: float = 1.0  # how often the syncer crashes
+    refusals: float = 0.1  # how often somebody who is asked for a lost version has it no more
     losses: float = 0.0  # share of the crashes after which the store's newest content is gone
 
 
@@ -363,6 +364,7 @@ class World:
                 for connection, learner in list(self.connections.items()):
                     self.announce(learner, action.fragment, action.merged.get(connection, ev.MergedPush()))
             case ev.PushVerdict() | ev.DropPayload() | ev.SetPhase() | ev.Note() | ev.GrantLease():
+                self.seen["given up"] += isinstance(action, ev.Note) and "going on from" in action.message
                 if isinstance(action, ev.SetPhase) and action.phase is PhaseName.DRAINING:
                     for learner in self.connections.values():
                         learner.draining = True
@@ -453,7 +455,7 @@ class World:
         if not why:
             why = self.core.admit_base(ask.connection, p, epoch, version, rows)
             assert "nobody asked" in why or not why, why
-        if why or self.chance(0.1):
+        if why or self.chance(self.setup.refusals):
             self.handle(ev.BaseFailed(ask.connection, p))
             return
         assert version > self.core.versions[p]
@@ -711,14 +713,16 @@ def test_no_step_is_merged_twice_or_lost(
     fragments=st.integers(1, 4),
     every=st.integers(4, 8),
     rule=st.sampled_from([Rule.KEEP, Rule.OVERWRITE]),
+    refusals=st.sampled_from([0.1, 0.7]),
     data=st.data(),
 )
 def test_a_store_that_loses_its_newest_content_keeps_the_books_exact(
-    seed: int, slots: int, fragments: int, every: int, rule: Rule, data: st.DataObject
+    seed: int, slots: int, fragments: int, every: int, rule: Rule, refusals: float, data: st.DataObject
 ) -> None:
     """As above, and what is lost is taken from learners or given up: nothing counts twice."""
     quorum = data.draw(st.integers(1, slots))
-    world = World(Setup(seed, slots, fragments, every, 2, quorum, rule, steps=80, losses=0.7))
+    setup = Setup(seed, slots, fragments, every, 2, quorum, rule, losses=0.7)
+    world = World(replace(setup, crashes=6.0, refusals=refusals))
     world.run()
     settle(world)
 
@@ -736,6 +740,17 @@ def test_the_simulation_breaks_things() -> None:
             seen[reason] = seen.get(reason, 0) + world.refused[reason]
     assert {"crashes", "kills", "freezes", "breaks", "drains"} <= {k for k, v in seen.items() if v}
     assert {"fenced", "other-round", "repeated"} <= seen.keys(), seen
+
+
+def test_the_simulation_loses_data_and_takes_it_back() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(20):
+        world = World(Setup(seed, steps=80, crashes=6.0, refusals=0.6, losses=0.7))
+        world.run()
+        settle(world)
+        seen += world.seen
+    assert seen["losses"] > 5 and seen["recoveries"] > 5 and seen["taken"] > 5, seen
+    assert seen["given up"] > 2, seen
 
 
 @pytest.mark.parametrize("slots", [1, 3])

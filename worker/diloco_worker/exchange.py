@@ -444,13 +444,13 @@ class Exchange:
             )
         self._news[news.fragment] = news
         self._inbox.put(mail.Heard(_broadcast(news), news.job_tokens))
-        if self._eager or news.fragment not in self._delivered:
+        if self._eager or self._holdings.get(news.fragment) is None:
             self._fetch(news.fragment)
 
     def _fetch_announced(self) -> None:
         for fragment, news in self._news.items():
-            here = self._delivered.get(fragment)
-            if here is None or (here[0].epoch, here[0].version) != (news.epoch, news.version):
+            here = self._holdings.get(fragment)
+            if here is None or (here.news.epoch, here.news.version) != (news.epoch, news.version):
                 self._fetch(fragment)
 
     def _fetch(self, fragment: int) -> None:
