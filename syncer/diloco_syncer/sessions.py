@@ -288,7 +288,6 @@ class Sessions:
                 for broadcast, push in zip(broadcasts, merged, strict=True)
             ],
             initialise=admit.initialise,
-            has_frozen=bool(engine.frozen),
             optimizer_bytes=engine.optimizer_bytes,
         )
         if admit.seat is not None:
