@@ -62,7 +62,7 @@ class LearnerMessage(_message.Message):
     def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., lease_request: _Optional[_Union[LeaseRequest, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., peer_state_wanted: _Optional[_Union[PeerStateWanted, _Mapping]] = ..., peer_state_unavailable: _Optional[_Union[PeerStateUnavailable, _Mapping]] = ..., drain_request: _Optional[_Union[DrainRequest, _Mapping]] = ..., base_unavailable: _Optional[_Union[BaseUnavailable, _Mapping]] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("format", "job", "process", "role", "region", "ordinal", "layout_digest", "digests", "sequences", "held", "previous_incarnation", "previous_slot")
+    __slots__ = ("format", "job", "process", "role", "region", "ordinal", "layout_digest", "digests", "sequences", "held", "previous_incarnation")
     class DigestsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -81,7 +81,6 @@ class Join(_message.Message):
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     PREVIOUS_INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    PREVIOUS_SLOT_FIELD_NUMBER: _ClassVar[int]
     format: int
     job: str
     process: str
@@ -93,8 +92,7 @@ class Join(_message.Message):
     sequences: int
     held: _containers.RepeatedCompositeFieldContainer[Held]
     previous_incarnation: int
-    previous_slot: int
-    def __init__(self, format: _Optional[int] = ..., job: _Optional[str] = ..., process: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., region: _Optional[str] = ..., ordinal: _Optional[int] = ..., layout_digest: _Optional[str] = ..., digests: _Optional[_Mapping[str, str]] = ..., sequences: _Optional[int] = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., previous_incarnation: _Optional[int] = ..., previous_slot: _Optional[int] = ...) -> None: ...
+    def __init__(self, format: _Optional[int] = ..., job: _Optional[str] = ..., process: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., region: _Optional[str] = ..., ordinal: _Optional[int] = ..., layout_digest: _Optional[str] = ..., digests: _Optional[_Mapping[str, str]] = ..., sequences: _Optional[int] = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., previous_incarnation: _Optional[int] = ...) -> None: ...
 
 class Held(_message.Message):
     __slots__ = ("epoch", "version")
@@ -231,7 +229,7 @@ class Refusal(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ..., fatal: _Optional[bool] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("epoch", "standby", "observer", "settings", "phase", "seat", "fragments", "initialise", "has_frozen", "optimizer_bytes")
+    __slots__ = ("epoch", "standby", "observer", "settings", "phase", "seat", "fragments", "initialise", "optimizer_bytes")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STANDBY_FIELD_NUMBER: _ClassVar[int]
     OBSERVER_FIELD_NUMBER: _ClassVar[int]
@@ -240,7 +238,6 @@ class Welcome(_message.Message):
     SEAT_FIELD_NUMBER: _ClassVar[int]
     FRAGMENTS_FIELD_NUMBER: _ClassVar[int]
     INITIALISE_FIELD_NUMBER: _ClassVar[int]
-    HAS_FROZEN_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_BYTES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     standby: bool
@@ -250,9 +247,8 @@ class Welcome(_message.Message):
     seat: Seat
     fragments: _containers.RepeatedCompositeFieldContainer[Announcement]
     initialise: bool
-    has_frozen: bool
     optimizer_bytes: int
-    def __init__(self, epoch: _Optional[int] = ..., standby: _Optional[bool] = ..., observer: _Optional[bool] = ..., settings: _Optional[str] = ..., phase: _Optional[_Union[Phase, _Mapping]] = ..., seat: _Optional[_Union[Seat, _Mapping]] = ..., fragments: _Optional[_Iterable[_Union[Announcement, _Mapping]]] = ..., initialise: _Optional[bool] = ..., has_frozen: _Optional[bool] = ..., optimizer_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., standby: _Optional[bool] = ..., observer: _Optional[bool] = ..., settings: _Optional[str] = ..., phase: _Optional[_Union[Phase, _Mapping]] = ..., seat: _Optional[_Union[Seat, _Mapping]] = ..., fragments: _Optional[_Iterable[_Union[Announcement, _Mapping]]] = ..., initialise: _Optional[bool] = ..., optimizer_bytes: _Optional[int] = ...) -> None: ...
 
 class Seat(_message.Message):
     __slots__ = ("slot", "incarnation", "continuing", "slot_step", "slot_tokens", "leases")

@@ -124,7 +124,6 @@ class Join:
     digests: dict[str, str]
     sequences: int
     held: tuple[tuple[int, int], ...]  # (epoch, version) per fragment; empty: nothing
-    previous_slot: int = 0
     previous_incarnation: int = 0  # 0: this program holds no slot's work, whatever its process id
 
 

@@ -63,7 +63,6 @@ def join_from(message: sync_pb2.Join, connection: int, job: str) -> ev.Join:
         digests=dict(message.digests),
         sequences=_count(message.sequences, "sequences"),
         held=tuple((_count(h.epoch, "epoch"), _count(h.version, "version")) for h in message.held),
-        previous_slot=message.previous_slot,
         previous_incarnation=_count(message.previous_incarnation, "previous_incarnation"),
     )
 

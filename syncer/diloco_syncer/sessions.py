@@ -296,7 +296,6 @@ class Sessions:
                 if broadcast.fragment not in admit.withheld
             ],
             initialise=admit.initialise,
-            has_frozen=bool(engine.frozen),
             optimizer_bytes=engine.optimizer_bytes,
         )
         if admit.seat is not None:

@@ -30,7 +30,13 @@ SYNC = {
 }
 
 
-def make_job(sync: dict[str, Any], stop: dict[str, Any], learners: int = 1, seed: int = 3) -> DiLoCoJob:
+def make_job(
+    sync: dict[str, Any],
+    stop: dict[str, Any],
+    learners: int = 1,
+    seed: int = 3,
+    service: dict[str, Any] | None = None,
+) -> DiLoCoJob:
     return DiLoCoJob.model_validate(
         {
             "apiVersion": "diloco.io/v1alpha1",
@@ -39,6 +45,7 @@ def make_job(sync: dict[str, Any], stop: dict[str, Any], learners: int = 1, seed
             "spec": {
                 "seed": seed,
                 "sync": {**SYNC, **sync},
+                "syncer": service or {},
                 "learners": {"command": ["true"]},
                 "regions": [{"name": "local", "learners": learners}],
                 "training": {"stop": stop, "batch": {"sequences": 4}, "evaluation": None},
@@ -128,8 +135,10 @@ def until(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> No
 def syncer(tmp_path: Path) -> Iterator[Callable[..., Syncer]]:
     running: list[Syncer] = []
 
-    def start(sync: dict[str, Any], stop: dict[str, Any], learners: int = 1) -> Syncer:
-        made = Syncer(tmp_path, make_job(sync, stop, learners))
+    def start(
+        sync: dict[str, Any], stop: dict[str, Any], learners: int = 1, service: dict[str, Any] | None = None
+    ) -> Syncer:
+        made = Syncer(tmp_path, make_job(sync, stop, learners, service=service))
         running.append(made)
         made.start()
         return made
@@ -305,6 +314,7 @@ def test_the_syncer_is_killed_and_the_learner_goes_on(syncer: Callable[..., Sync
     assert tokens["dropped"] == 0
 
 
+@pytest.mark.slow
 def test_two_deterministic_runs_are_bit_identical(tmp_path: Path) -> None:
     """Two learners, three fragments, int4 up, keep, τ = 2; and another seed differs."""
     sync = {"deterministic": True, "overlap": 2, "compression": {"up": "int4"}}
@@ -359,6 +369,34 @@ def test_a_replacement_goes_on_with_a_peers_optimizer_state(syncer: Callable[...
     for row in report["ledger"]:
         assert row["merged"] + row["pending"] + row["dropped"] == report["tokens"]["trained"]
         assert set(row["reasons"]) <= {"died"}
+
+
+def test_all_learners_killed_go_on_with_the_slots_own_optimizer_state(syncer: Callable[..., Syncer]) -> None:
+    sync = {"staleness": {"maxSteps": 100_000, "maxVersions": 100_000}}
+    service = syncer(sync, {"steps": 1_000_000}, 2, {"checkpoint": {"everySeconds": 0.2}})
+    states = [service.folder / "state" / f"local-{ordinal}.safetensors" for ordinal in range(2)]
+    learners = [service.learner(ordinal, 40_000) for ordinal in range(2)]
+    try:
+        until(lambda: service.status()["merges"] > 5, "merges", 60)
+        until(lambda: all(path.exists() for path in states), "both slots' own checkpoints", 60)
+        for learner in learners:
+            learner.kill()
+        for learner in learners:
+            learner.wait(10)
+        reached = service.status()["merges"]
+        learners = [service.learner(ordinal, 40_000) for ordinal in range(2)]
+        until(lambda: min(s["incarnation"] for s in service.status()["slots"]) > 2, "both replacements", 60)
+        until(lambda: service.status()["merges"] > reached + 5, "their merges", 60)
+        for learner in learners:
+            learner.terminate()
+        for learner in learners:
+            assert learner.wait(30) == 0
+    finally:
+        for learner in learners:
+            learner.kill()
+    log = (service.folder / "syncer.log").read_text(encoding="utf-8")
+    assert "the inner optimizer goes on from the state of the slot's own checkpoint" in log
+    assert "begins fresh" not in log
 
 
 def run_learner(rows: int) -> None:

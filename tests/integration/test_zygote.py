@@ -167,6 +167,33 @@ def test_when_the_runner_is_gone_so_are_the_workers(client: Client, tmp_path: Pa
     until(lambda: all(gone(pid) for pid in pids))
 
 
+def test_when_the_runner_is_killed_while_libraries_load_nothing_stays(tmp_path: Path) -> None:
+    loading = tmp_path / "loading"
+    (tmp_path / "numpy.py").write_text(  # the first library that is loaded
+        f"import time\nopen({str(loading)!r}, 'w').close()\ntime.sleep(120)\n"
+    )
+    program = (
+        "import subprocess, sys, time\n"
+        "pipe = subprocess.PIPE\n"
+        "child = subprocess.Popen([sys.executable, '-m', 'diloco_worker.zygote'], stdin=pipe, stdout=pipe)\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(120)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    for early in (False, True):  # the second may be gone before the zygote has begun
+        runner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=env)
+        assert runner.stdout is not None
+        pid = int(runner.stdout.readline())
+        try:
+            if not early:
+                until(loading.exists)
+        finally:
+            runner.kill()
+            runner.wait()
+            runner.stdout.close()
+        until(lambda pid=pid: gone(pid))
+
+
 def test_when_the_zygote_is_killed_so_are_the_workers(client: Client, tmp_path: Path) -> None:
     pid = client.spawn("w", tmp_path / "log", WHAT="sleep")
     until(lambda: (tmp_path / "log").exists() and "hello" in (tmp_path / "log").read_text())

@@ -349,7 +349,6 @@ class Exchange:
             sequences=self._sequences,
             held=self._holdings.versions(),
             previous_incarnation=self._identity.incarnation,
-            previous_slot=self._identity.slot,
         )
 
     def _refused(self, refusal: sync_pb2.Refusal) -> None:
@@ -385,7 +384,7 @@ class Exchange:
                     self._fetch_state, sync_pb2.DownloadRequest.PEER_STATE, self._state_limit, transfer
                 )
             else:
-                self._inbox.put(mail.StateArrived(None, ()))
+                self._inbox.put(mail.StateArrived(True, None))
         elif kind == "base_request":
             self._known(message.base_request.fragment)
             self._spawn_with(self._give_base, message.base_request)
@@ -618,12 +617,12 @@ class Exchange:
 
     async def _fetch_state(self, what: Any, limit: int, transfer: int) -> None:
         found = await self._blob(what, limit, transfer)
+        peer = what == sync_pb2.DownloadRequest.PEER_STATE
         if found is None:
-            self._inbox.put(mail.StateArrived(None, ()))
+            self._inbox.put(mail.StateArrived(peer, None))
         else:
-            self._inbox.put(
-                mail.StateArrived(found[1], tuple((h.epoch, h.version) for h in found[0].versions))
-            )
+            versions = tuple((held.epoch, held.version) for held in found[0].versions)
+            self._inbox.put(mail.StateArrived(peer, found[1], versions))
 
     async def _blob(
         self, what: Any, limit: int, transfer: int

@@ -33,7 +33,7 @@ import torch
 from diloco_protocol import sync_pb2
 from diloco_protocol.spec import DiLoCoJob
 
-from . import compute, mail
+from . import compute, mail, recovery
 from .drain import offer_everything
 from .exchange import Exchange
 from .feed import Batch, Feed, stack
@@ -42,6 +42,7 @@ from .metrics_file import MetricsFile
 from .participant import Participant
 from .phases import ENDED, LEAVING
 from .settings import ConfigurationError, WorkerError, WorkerSettings
+from .slot_checkpoint import SlotCheckpoint
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +84,10 @@ class Learner:
         self._steps_seconds: deque[float] = deque(maxlen=15)
         self._loss = _Loss()
         self._record = MetricsFile(settings.metrics_path())
+        self._checkpoint = SlotCheckpoint(
+            settings.state_path(), self.job.metadata.name, self.layout.digest,
+            spec.syncer.checkpoint.every_seconds, recovery.most_bytes(model),
+        )  # fmt: skip
 
     @classmethod
     def from_environment(
@@ -282,6 +287,7 @@ class Learner:
             self._inbox,
             self._fragments,
             lambda: self._terminated,
+            self._checkpoint,
         )
         participant.describe = self._describe
         self._exchange, self._participant = exchange, participant
@@ -317,6 +323,7 @@ class Learner:
             if self._exchange is not None:
                 self._exchange.stop()
             self._record.flush()
+            self._checkpoint.close()
             if self._previous_handler is not None:
                 signal.signal(signal.SIGTERM, self._previous_handler)
 

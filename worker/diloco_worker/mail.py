@@ -116,11 +116,12 @@ class StateWanted:
 
 @dataclass(frozen=True, slots=True)
 class StateArrived:
-    """A peer's inner optimizer state, safetensors; None: there is none to be had.
-    ``versions``: (epoch, version) per fragment at the peer's snapshot."""
+    """An inner optimizer state, safetensors, of a peer or of the job's checkpoint; None: there is
+    none to be had. ``versions``: (epoch, version) per fragment at the peer's snapshot."""
 
+    peer: bool
     data: bytes | None
-    versions: tuple[tuple[int, int], ...]
+    versions: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

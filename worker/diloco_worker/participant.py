@@ -22,11 +22,11 @@ from collections.abc import Callable
 
 import torch
 
-from diloco_protocol import sync_pb2, wire
+from diloco_protocol import sync_pb2
 from diloco_protocol.layout import Layout
 from diloco_protocol.spec import JobSpec
 
-from . import mail, recovery
+from . import mail
 from .adoption import Adoption, AdoptionConfig, Broadcast, Decision, Kind, Rule
 from .exchange import Exchange
 from .fragments import (
@@ -37,16 +37,17 @@ from .fragments import (
     load_frozen,
     most_frozen_bytes,
 )  # fmt: skip
+from .inheritance import Inheritance
 from .phases import CLOSING, ENDED
-from .recovery import Received, Rewarm, StateRefused
+from .recovery import Rewarm
 from .sampling import Grant
 from .settings import ConfigurationError, WorkerError
+from .slot_checkpoint import SlotCheckpoint
 from .transfers import Push
 
 log = logging.getLogger(__name__)
 
 _SLICE = 0.1  # seconds; a wait looks for SIGTERM so often
-_STATE_SECONDS = 15.0  # the least time that a peer's optimizer state is waited for
 
 
 def adoption_config(spec: JobSpec, fragments: int) -> AdoptionConfig:
@@ -77,6 +78,7 @@ class Participant:
         inbox: mail.Inbox,
         fragments: ModelFragments,
         stopping: Callable[[], bool],
+        checkpoint: SlotCheckpoint,
     ) -> None:
         self._spec, self._model, self._optimizer, self._layout = spec, model, optimizer, layout
         self._exchange, self._inbox, self._fragments, self._stopping = exchange, inbox, fragments, stopping
@@ -105,9 +107,9 @@ class Participant:
         self._optimizer_bytes = 0
         self._job_trained = False
         self._waiting: dict[tuple[int, int], Push] = {}  # deterministic mode: pushes not merged yet
-        self._state: Received | None = None
-        self._state_from = ""  # "", "peer", "checkpoint": what is being waited for
-        self._state_deadline = 0.0
+        self._inheritance = Inheritance(
+            model, optimizer, self.adoption, exchange, checkpoint, self.rewarm.begin
+        )
 
     # ------------------------------------------------------------------ looking
 
@@ -124,7 +126,7 @@ class Participant:
             and self.adoption.complete
             and self.phase in ("training", "holding")
             and not self._frozen_needed
-            and not self._state_from
+            and not self._inheritance.awaited
             and not self._deadlines()
             and not self.adoption.paused
         )
@@ -162,6 +164,8 @@ class Participant:
         """One inner step was made; then a boundary."""
         self.adoption.on_step(tokens, compute_seconds)
         self.boundary()
+        if self.seated:
+            self._inheritance.checkpoint(self.held)
 
     def boundary(self) -> None:
         """What is due between two steps. Raises WorkerError if the learner cannot go on."""
@@ -173,7 +177,8 @@ class Participant:
                 self._push_due()
             else:
                 self._answer_pulls()
-        self._use_state()
+        if self._inheritance.awaited:
+            self._inheritance.use(self.held())
         if moved or self._exchange.report_wanted:
             self.send_report()
 
@@ -247,9 +252,9 @@ class Participant:
             case mail.FrozenArrived():
                 self._take_frozen(item)
             case mail.StateWanted():
-                self._give_state(item.transfer)
+                self._inheritance.give(item.transfer, self.held())
             case mail.StateArrived():
-                self._take_state(item)
+                self._inheritance.take(item)
             case mail.Disconnected():
                 self._pulls.clear()
                 self.on_disconnect()
@@ -270,8 +275,12 @@ class Participant:
             self._pulls.clear()
             self._arrived.update(self._latest)
             self._exchange.new_tenure()
-            self._ask_state(seat)
+            above_zero = self._job_trained or any(item.news.version > 0 for item in self._latest.values())
+            if seat.slot_step or self._optimizer_bytes or above_zero:
+                self._inheritance.want(self._optimizer_bytes > 0)
             log.info("slot %d, incarnation %d, from step %d", seat.slot, seat.incarnation, seat.slot_step)
+        else:
+            self._inheritance.ask_again()
         self.on_leases(seat.leases, continuing)
 
     def _initialise(self) -> None:
@@ -439,54 +448,3 @@ class Participant:
         self._draining = True
         self._pulls.clear()
         self.verdicts.clear()
-
-    # ------------------------------------------------------------------ the inner optimizer's state
-
-    def _ask_state(self, seat: mail.Seated) -> None:
-        """A newcomer in a job that has trained wants the inner optimizer's state."""
-        above_zero = self._job_trained or any(item.news.version > 0 for item in self._latest.values())
-        if seat.slot_step == 0 and self._optimizer_bytes == 0 and not above_zero:
-            return
-        limit = recovery.most_bytes(self._model)
-        self._state, self._state_from = None, "peer"
-        self._state_deadline = time.monotonic() + max(_STATE_SECONDS, wire.transfer_seconds(limit) / 2)
-        self._exchange.want_peer_state(limit)
-
-    def _give_state(self, transfer: int) -> None:
-        encode = recovery.snapshot(self._model, self._optimizer) if self.adoption.trained_steps else None
-        if encode is None or not self.adoption.complete:
-            self._exchange.no_state(transfer)
-        else:
-            self._exchange.send_state(transfer, encode, self.held())
-
-    def _take_state(self, item: mail.StateArrived) -> None:
-        if not self._state_from:
-            return  # too late: it began fresh
-        if item.data is not None:
-            self._state = Received(item.data, item.versions)
-        elif self._state_from == "peer" and self._optimizer_bytes:
-            self._state_from = "checkpoint"
-            self._exchange.fetch_optimizer(recovery.most_bytes(self._model))
-        else:
-            self._begin_fresh("there is none to be had")
-
-    def _use_state(self) -> None:
-        if not self._state_from:
-            return
-        if self._state is not None and self.adoption.complete and self._state.usable(self.held()):
-            try:
-                recovery.restore(self._state.data, self._model, self._optimizer)
-                log.info("the inner optimizer goes on from the state of the %s", self._state_from)
-                self._state, self._state_from = None, ""
-            except StateRefused as error:
-                self._begin_fresh(str(error))
-        elif time.monotonic() > self._state_deadline:
-            self._begin_fresh("none came in time")
-
-    def _begin_fresh(self, why: str) -> None:
-        self._state, self._state_from = None, ""
-        if self._optimizer.state:
-            log.info("the inner optimizer goes on with this process's own state: %s", why)
-            return
-        log.info("the inner optimizer begins fresh, with warm-up: %s", why)
-        self.rewarm.begin(self.adoption.now.step)

@@ -1,4 +1,4 @@
-"""The inner optimizer's state as bytes: for a newcomer from a healthy peer, and for the job's checkpoint.
+"""The inner optimizer's state as bytes: for a newcomer, for the job's checkpoint, and for the slot's own.
 
 Safetensors, never pickle: one tensor per parameter and key, named
 ``<parameter>|<key>``, plain numbers in the header. Whoever loads it checks the
@@ -18,6 +18,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
+
+from diloco_protocol import wire
 
 _FORMAT = "1"
 _SEPARATOR = "|"
@@ -45,7 +47,27 @@ def most_bytes(model: torch.nn.Module) -> int:
     return total
 
 
-def snapshot(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], bytes] | None:
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where and when a state was made: the job and its layout's digest, the slot's step, and
+    (epoch, version) per fragment. It travels in the state's metadata."""
+
+    job: str
+    layout: str
+    step: int
+    versions: tuple[tuple[int, int], ...]
+
+    @property
+    def age(self) -> tuple[int, int, int]:
+        """Of two states of one job the one with the greater is the newer: the highest epoch
+        first, then the merges in it, then the slot's step."""
+        epochs, versions = zip(*self.versions, strict=True) if self.versions else ((0,), (0,))
+        return max(epochs), sum(versions), self.step
+
+
+def snapshot(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, origin: Origin | None = None
+) -> Callable[[], bytes] | None:
     """Copy the state now, at a step boundary; the result serialises the copy, in any thread.
 
     None: there is nothing to give (no step was made), or the state holds what is
@@ -69,8 +91,16 @@ def snapshot(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callab
         "optimizer": type(optimizer).__name__,
         "numbers": json.dumps(numbers),
     }
+    if origin is not None:
+        metadata["origin"] = json.dumps([origin.job, origin.layout, origin.step, origin.versions])
+    copied = None
+    if any(tensor.is_cuda for tensor in tensors.values()):
+        copied = torch.cuda.Event()
+        copied.record()
 
     def encode() -> bytes:
+        if copied is not None:
+            copied.synchronize()  # the copies were queued on the training thread's stream
         return bytes(save_tensors({label: tensor.cpu() for label, tensor in tensors.items()}, metadata))
 
     return encode
@@ -114,6 +144,21 @@ def restore(data: bytes, model: torch.nn.Module, optimizer: torch.optim.Optimize
     optimizer.state.clear()
     for parameter, row in state.items():
         optimizer.state[parameter] = row
+
+
+def origin_of(data: bytes) -> Origin | None:
+    """Where a state was made; None: it does not say. Raises StateRefused for what is no state."""
+    text = _metadata(data).get("origin")
+    if text is None:
+        return None
+    try:
+        match json.loads(text):
+            case [str(job), str(layout), int(step), list(rows)] if len(rows) <= wire.MAX_FRAGMENTS:
+                versions = tuple((int(epoch), int(version)) for epoch, version in rows)
+                return Origin(job, layout, step, versions)
+    except (TypeError, ValueError) as error:
+        raise StateRefused("its origin cannot be read") from error
+    raise StateRefused("its origin cannot be read")
 
 
 def _metadata(data: bytes) -> dict[str, str]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from diloco_protocol.spec import DiLoCoJob
 
 _PROCESS = re.compile(r"^[0-9a-f]{1,64}$")
+_REGION = re.compile(r"^[^/\0]{1,64}$")
 _ADDRESS = re.compile(r"^(\[[0-9a-fA-F:]+\]|[^:\s/]+):([0-9]{1,5})$")
 _MAX_FILE_BYTES = 16 * 2**20
 
@@ -92,6 +93,11 @@ class WorkerSettings:
         ordinal = env.get("DILOCO_ORDINAL", "0")
         if not ordinal.isdecimal() or int(ordinal) >= 2**31:
             raise ConfigurationError(f"DILOCO_ORDINAL is {ordinal!r}: it must be a whole number from 0")
+        region = env.get("DILOCO_REGION", "local")
+        if not _REGION.match(region):
+            raise ConfigurationError(
+                f"DILOCO_REGION is {region!r}: it must be the name of a region, 1 to 64 characters without /"
+            )
         credentials = env.get("DILOCO_CREDENTIALS")
         if credentials and not Path(credentials).is_dir():
             raise ConfigurationError(f"DILOCO_CREDENTIALS is {credentials!r}: that is not a directory")
@@ -99,7 +105,7 @@ class WorkerSettings:
         return cls(
             job=job,
             role=role,
-            region=env.get("DILOCO_REGION", "local"),
+            region=region,
             ordinal=int(ordinal),
             process=process,
             workdir=Path(workdir) if workdir else None,
@@ -129,6 +135,12 @@ class WorkerSettings:
         if self.workdir is None:
             return None
         return self.workdir / "metrics" / f"{self.role}-{self.region}-{self.ordinal}.jsonl"
+
+    def state_path(self) -> Path | None:
+        """The slot's own checkpoint (slot_checkpoint.py); None without a workdir."""
+        if self.workdir is None:
+            return None
+        return self.workdir / "state" / f"{self.region}-{self.ordinal}.safetensors"
 
 
 def check_address(name: str, value: str) -> None:

@@ -61,6 +61,19 @@ def die_with_parent(parent: int) -> None:
         os._exit(128 + signal.SIGKILL)
 
 
+def die_while_loading() -> None:
+    """End at once, not only after the imports' seconds, when the parent does: SIGTERM, which later
+    ends the children first. Whoever started this holds the other end of stdin."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"prctl(PR_SET_PDEATHSIG): {os.strerror(error)}")
+    poll = select.poll()
+    poll.register(0, select.POLLIN)
+    if any(events & select.POLLHUP for _, events in poll.poll(0)):
+        os._exit(0)  # it has ended already
+
+
 def preload(job_file: str | None) -> None:
     """Import what workers need, and the code of the job's model; a module that cannot be
     imported is the worker's to complain about, with its own message and log."""
@@ -268,6 +281,7 @@ def _worker() -> int | None:
 
 def main() -> int:
     """Take over stdin and stdout for the protocol, load the libraries, serve."""
+    die_while_loading()
     events = os.dup(1)
     os.dup2(2, 1)  # what a library prints must not get among the events
     started = time.monotonic()

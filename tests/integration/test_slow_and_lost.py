@@ -1,0 +1,101 @@
+"""What a session swallows is said again, and a learner that is slow at its start stays a member."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_learner import Rows, Syncer, make_job, one_step, small_model, until
+
+from diloco_protocol import sync_pb2
+from diloco_worker import Learner, Observer, mail
+from diloco_worker.exchange import Exchange
+from diloco_worker.fragments import ModelFragments, build_layout
+from diloco_worker.session import Session
+from diloco_worker.settings import WorkerSettings
+
+SYNC: dict[str, Any] = {"heartbeat": {"intervalSeconds": 0.1, "timeoutSeconds": 0.6}}
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Syncer]:
+    syncer = Syncer(tmp_path, make_job(SYNC, {"steps": 100_000}))
+    syncer.start()
+    yield syncer
+    syncer.stop()
+
+
+def events(service: Syncer) -> set[str]:
+    return {event["kind"] for event in service.status()["events"]}
+
+
+def test_a_slow_initialiser_and_newcomer_keeps_its_slot(service: Syncer) -> None:
+    """Twice the heartbeat's timeout before version 0 is uploaded, and again before the first report."""
+    model = small_model()
+    layout = build_layout(model, 3, 4)
+    box = mail.Inbox()
+    exchange = Exchange(WorkerSettings.from_environment(service.environ()), layout, box, 64)
+    exchange.start()
+    try:
+        until(lambda: "joined" in events(service), "a seat")
+        time.sleep(1.3)
+        fragments = ModelFragments(model, layout)
+        exchange.upload_initial([fragments.snapshot(p) for p in range(3)], b"")
+        until(lambda: "initialised" in events(service), "version 0")
+        time.sleep(1.3)
+        assert service.status()["slots"][0]["state"] == "active"
+        assert service.status()["slots"][0]["incarnation"] == 1
+        assert not events(service) & {"lost", "suspect"}
+    finally:
+        exchange.stop()
+
+
+def test_a_lost_goodbye_is_said_again(service: Syncer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The transport takes DrainRequest and Drained, and the stream breaks before either arrives."""
+    swallowed = []
+    send = Session._send
+
+    async def lossy(self: Session, message: sync_pb2.LearnerMessage) -> bool:
+        kind = message.WhichOneof("kind")
+        if kind in ("drain_request", "drained") and kind not in swallowed:
+            swallowed.append(kind)
+            self.break_off("the network is gone")
+            return True
+        return await send(self, message)
+
+    monkeypatch.setattr(Session, "_send", lossy)
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    with Learner.from_environment(model, optimizer, environ=service.environ()) as learner:
+        for batch in learner.batches(Rows()):
+            learner.after_step(tokens=batch.numel(), loss=one_step(model, optimizer, batch))
+            if learner.step == 20:
+                os.kill(os.getpid(), signal.SIGTERM)
+    assert swallowed == ["drain_request", "drained"]
+    assert service.status()["slots"][0]["state"] == "drained"
+    tokens = service.report()["tokens"]
+    assert (tokens["trained"], tokens["dropped"]) == (20 * 32, 0)
+
+
+def test_a_lost_initial_evaluation_is_said_again(service: Syncer, monkeypatch: pytest.MonkeyPatch) -> None:
+    swallowed = []
+    send = Session._send
+
+    async def lossy(self: Session, message: sync_pb2.LearnerMessage) -> bool:
+        if message.HasField("evaluation") and not swallowed:
+            swallowed.append(message)
+            self.break_off("the network is gone")
+            return True
+        return await send(self, message)
+
+    monkeypatch.setattr(Session, "_send", lossy)
+    with Observer.from_environment(small_model(), environ=service.environ("evaluator")) as observer:
+        observer.report(2.5, tokens=0, sum_versions=0)
+        until(lambda: service.status()["eval_loss"] == [[0, 2.5]], "the evaluation")
+    assert len(swallowed) == 1

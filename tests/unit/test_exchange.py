@@ -1,0 +1,252 @@
+"""The background thread's rules where the network fails: what is tried again, said again, kept."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from diloco_protocol import sync_pb2, wire
+from diloco_protocol.load import job_to_json
+from diloco_protocol.spec import DiLoCoJob
+from diloco_worker import Learner, compute, exchange, mail
+from diloco_worker.adoption import PushPlan
+from diloco_worker.exchange import Exchange
+from diloco_worker.fragments import Vector, build_layout
+from diloco_worker.phases import CLOSING, ENDED, LEAVING
+from diloco_worker.session import Outbox
+from diloco_worker.settings import ConfigurationError, WorkerSettings
+from diloco_worker.transfers import Feedback, Push, encode_push
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[tuple[Exchange, mail.Inbox]]:
+    job = DiLoCoJob.model_validate(
+        {
+            "apiVersion": "diloco.io/v1alpha1", "kind": "DiLoCoJob", "metadata": {"name": "a"},
+            "spec": {
+                "learners": {"command": ["true"]}, "regions": [{"learners": 1}],
+                "training": {"stop": {"steps": 1}},
+            },
+        }
+    )  # fmt: skip
+    (tmp_path / "job.json").write_text(job_to_json(job))
+    settings = WorkerSettings.from_environment(
+        {"DILOCO_JOB_FILE": str(tmp_path / "job.json"), "DILOCO_SYNCER": "127.0.0.1:1"}
+    )
+    box = mail.Inbox()
+    one = Exchange(settings, build_layout(torch.nn.Linear(4, 2), 1), box, 0)
+    yield one, box
+    one._loop.close()
+
+
+class Broken:
+    """Transfers of a connection that carries nothing."""
+
+    def __init__(self) -> None:
+        self.tries = 0
+
+    async def push(self, *_: Any) -> sync_pb2.UploadReply:
+        raise wire.TransferError("the stream broke", retry=True)
+
+    async def initial(self, *_: Any) -> None:
+        self.tries += 1
+        raise wire.TransferError("a part was lost", retry=True)
+
+    async def run(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        return work(*arguments)
+
+
+class Ends:
+    """A session that notes why it was broken off."""
+
+    reason = ""
+
+    def break_off(self, reason: str) -> None:
+        self.reason = reason
+
+
+def a_push(sequence: int = 1) -> Push:
+    plan = PushPlan(0, sequence, 1, 1, 0, 0, 1, 4, 4, 128, 0.1)
+    zeros = np.zeros(10, np.float32)
+    return Push(plan, Vector.from_array(zeros + 0.37), Vector.from_array(zeros), sync_pb2.Report())
+
+
+def test_a_push_without_an_answer_has_an_open_fate(made: tuple[Exchange, mail.Inbox]) -> None:
+    one, box = made
+    one._transfers = Broken()  # type: ignore[assignment]
+    one._loop.run_until_complete(one._send_push(a_push()))
+    assert box.take() == [mail.Verdict(0, 1, None, "", "no answer came")]
+
+
+def test_version_0_is_tried_again_and_then_left_to_another(
+    made: tuple[Exchange, mail.Inbox], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(exchange, "_INITIAL_PAUSE", 0.001)
+    one, box = made
+    broken, ends = Broken(), Ends()
+    one._transfers, one._session = broken, ends  # type: ignore[assignment]
+    start = [Vector.from_array(np.ones(10, np.float32))]
+    one._loop.run_until_complete(one._upload_initial(start, b""))
+    assert broken.tries == 4
+    assert ends.reason == "version 0 did not come through in 4 tries"
+    assert box.take() == []
+
+
+def test_version_0_with_infinities_is_fatal_and_said(made: tuple[Exchange, mail.Inbox]) -> None:
+    one, _ = made
+    one._transfers, one._session = Broken(), Ends()  # type: ignore[assignment]
+    start = [Vector.from_array(np.array([1, np.nan], np.float32))]
+    with pytest.raises(ConfigurationError, match=r"not finite \(fragment 0\).*check how the model is built"):
+        one._loop.run_until_complete(one._upload_initial(start, b""))
+
+
+# ------------------------------------------------------------------ what is to be said
+
+
+def kinds(outbox: Outbox) -> list[str]:
+    return [str(message.WhichOneof("kind")) for _, message in outbox.waiting()]
+
+
+def lease() -> sync_pb2.LearnerMessage:
+    return sync_pb2.LearnerMessage(lease_request=sync_pb2.LeaseRequest())
+
+
+def drained() -> sync_pb2.LearnerMessage:
+    return sync_pb2.LearnerMessage(drained=sync_pb2.Drained())
+
+
+def all_sent(outbox: Outbox) -> None:
+    for key, message in outbox.waiting():
+        outbox.sent(key, message)
+
+
+def test_there_is_always_a_heartbeat() -> None:
+    outbox = Outbox()
+    ((_, message),) = outbox.waiting()
+    assert message.HasField("report") and message.report == sync_pb2.Report()
+    assert outbox.empty
+
+
+def test_what_was_not_sent_is_still_to_be_said() -> None:
+    outbox = Outbox()
+    outbox.say("a", drained())
+    outbox.report(sync_pb2.Report(slot_step=1))
+    waiting = outbox.waiting()
+    outbox.sent(*waiting[0])  # then the stream broke
+    assert not outbox.empty
+    outbox.begin_session()
+    assert kinds(outbox) == ["report", "drained"]
+    all_sent(outbox)
+    assert outbox.empty
+
+
+def test_a_report_that_came_while_the_last_was_sent_is_fresh() -> None:
+    outbox = Outbox()
+    outbox.report(sync_pb2.Report(slot_step=1))
+    waiting = outbox.waiting()
+    outbox.report(sync_pb2.Report(slot_step=2))
+    outbox.sent(*waiting[0])
+    assert outbox.fresh
+    all_sent(outbox)
+    assert not outbox.fresh
+
+
+def test_lasting_messages_are_said_in_every_session_and_leases_in_one() -> None:
+    outbox = Outbox()
+    outbox.say("drained", drained(), lasting=True)
+    outbox.say("lease-0", lease())
+    outbox.say("other", drained())
+    all_sent(outbox)
+    outbox.say("lease-1", lease())
+    outbox.begin_session()
+    assert kinds(outbox) == ["report", "drained"]
+
+
+def test_a_newer_message_is_not_taken_for_the_one_sent() -> None:
+    outbox = Outbox()
+    outbox.say("a", drained())
+    waiting = outbox.waiting()
+    outbox.say("a", lease())
+    for key, message in waiting:
+        outbox.sent(key, message)
+    assert kinds(outbox) == ["report", "lease_request"]
+
+
+# ------------------------------------------------------------------ error feedback
+
+
+def test_feedback_keeps_nothing_of_a_push_that_was_settled_before_it_was_encoded() -> None:
+    feedback = Feedback(1, True)
+    for sequence in range(1, 100):
+        feedback.queued(0, sequence)
+        feedback.settled(0, 0, (sequence,))
+        encode_push(a_push(sequence), "int4", feedback)
+    assert feedback.open == 0 and feedback.residual(0) is None
+
+
+def test_a_new_tenure_forgets_open_pushes_and_keeps_what_was_merged() -> None:
+    feedback = Feedback(1, True)
+    for sequence in (1, 2):
+        feedback.queued(0, sequence)
+        encode_push(a_push(sequence), "int4", feedback)
+    feedback.settled(0, 1, ())
+    residual = feedback.residual(0)
+    assert residual is not None and feedback.open == 1
+    feedback.new_tenure()
+    assert feedback.open == 0 and feedback.residual(0) is residual
+
+
+# ------------------------------------------------------------------ the rest
+
+
+def test_one_thread_in_deterministic_mode_whatever_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch, made: tuple[Exchange, mail.Inbox]
+) -> None:
+    threads = torch.get_num_threads()
+    monkeypatch.setenv("DILOCO_THREADS", "2")
+    monkeypatch.setenv("OMP_NUM_THREADS", "many, please")
+    job = made[0]._settings.job
+    sync = job.spec.sync.model_copy(update={"deterministic": True})
+    settings = dataclasses.replace(
+        made[0]._settings,
+        job=job.model_copy(update={"spec": job.spec.model_copy(update={"sync": sync})}),
+    )
+    model = torch.nn.Linear(2, 2)
+    try:
+        compute.configure(settings.job.spec)
+        assert torch.get_num_threads() == 1
+        torch.set_num_threads(2)
+        Learner(settings, model, torch.optim.SGD(model.parameters()))
+        assert torch.get_num_threads() == 1
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_num_threads(threads)
+
+
+def test_the_phases_are_those_of_the_wire() -> None:
+    names = {name.removeprefix("PHASE_").lower() for name in sync_pb2.PhaseName.DESCRIPTOR.values_by_name}
+    assert names - CLOSING == {"unspecified", "waiting", "training", "holding"}
+    assert names >= CLOSING == LEAVING | ENDED
+
+
+def test_breaking_off_ends_the_session() -> None:
+    from grpc import aio
+
+    from diloco_worker.session import Session, SessionEnded
+
+    async def run() -> None:
+        async with aio.insecure_channel("127.0.0.1:1") as channel:
+            session = Session(channel, ())
+            session.break_off("enough")
+            await session._break()
+
+    with pytest.raises(SessionEnded, match="enough"):
+        asyncio.run(run())
