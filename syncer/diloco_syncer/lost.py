@@ -121,7 +121,7 @@ class Lost:
         if newer:
             self.holders[join.connection] = newer
             self.withheld |= newer.keys()
-            self._notice(f"{join.region}-{join.ordinal} holds newer versions of {len(newer)} fragments")
+            self._notice(f"{join.region}-{join.ordinal} holds newer versions, of fragments: {len(newer)}")
         return frozenset(newer)
 
     def gone(self, connection: int) -> None:
@@ -164,7 +164,7 @@ class Lost:
             return out
         if self.taken:
             self.ending = True
-            return [*out, ev.BeginAgain(f"{len(self.taken)} fragments were taken from learners", 0)]
+            return [*out, ev.BeginAgain(f"fragments taken from learners: {len(self.taken)}", 0)]
         return out + self._give_up()
 
     def _all_here(self) -> bool:

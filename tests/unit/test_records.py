@@ -18,7 +18,8 @@ from diloco_syncer import records
 from diloco_syncer.checkpoint import Checkpoints, SpooledOffer, StoreUnusable, TakeOver
 from diloco_syncer.documents import pack_document, unpack_document
 from diloco_syncer.events import FragmentCounts, PushHeader, ReportCounts
-from diloco_syncer.records import Damaged, FormatRefused, Merged, MergeRecord, record_name
+from diloco_syncer.receipts import SlotRow
+from diloco_syncer.records import Damaged, FormatRefused, Merged, MergeRecord, Recovered, record_name
 from diloco_syncer.store import DirectoryStore, Epoch, HigherEpoch, Store, open_store
 
 LAYOUT = Layout.build([Tensor("w", (100,), "float32", False)], 2)
@@ -275,6 +276,42 @@ def test_a_gap_is_never_jumped(store: Store) -> None:
     restored = opened(store).load()
     assert [r.version for r in restored.newest] == [1, 4]
     assert "versions 3 to 4 cannot be used" in restored.problems[0]
+
+
+def taken(version: int, follows: int, epoch: int) -> MergeRecord:
+    """Fragment 0's version as a learner had it in epoch 1."""
+    rows = (SlotRow(0, (1 << 64) - 1, 100, 50, 3, version, 10, 1.5),)
+    return dataclasses.replace(
+        record(0, version, epoch), responders=(), recovered=Recovered(follows, 1, rows)
+    )
+
+
+def test_a_version_from_a_learner_bridges_the_gap_before_it(store: Store) -> None:
+    made, versions = begun(store), [0, 0]
+    merge(made, versions, 4)
+    for version in (2, 3, 4):
+        store.delete(record_name(0, version))
+    again = opened(store)
+    assert [r.version for r in again.load().newest] == [1, 4]
+    written = taken(7, 1, again.epoch.number)
+    again.write_record(written)
+    last = opened(store)
+    restored = last.load()
+    assert not restored.problems
+    assert [r.version for r in restored.newest] == [7, 4]
+    assert [(r.version, r.follows) for r in restored.newer if r.fragment == 0] == [(1, 0), (7, 1)]
+    assert restored.newest[0].recovered == written.recovered and restored.newest[0].made_in == 1
+    last.write_record(record(0, 8, last.epoch.number))
+    last.write_record(taken(20, 8, last.epoch.number))
+    restored = opened(store).load()
+    assert [(r.version, r.follows) for r in restored.newer if r.fragment == 0] == [
+        (1, 0), (7, 1), (8, 7), (20, 8)
+    ]  # fmt: skip
+    # A damaged one takes its fragment back to what it follows.
+    damage(store, record_name(0, 20))
+    restored = opened(store).load()
+    assert [r.version for r in restored.newest] == [8, 4]
+    assert "versions 20 to 20 cannot be used" in restored.problems[0]
 
 
 def test_a_store_in_which_nothing_fits_is_refused(store: Store) -> None:

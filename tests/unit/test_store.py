@@ -91,6 +91,14 @@ def test_epochs_rise_and_the_older_notices(store: Store) -> None:
         first.check()
 
 
+def test_an_epoch_above_those_that_others_have_heard_of_leaves_no_gap(store: Store) -> None:
+    first = Epoch.claim(store, b"me")
+    assert Epoch.claim(store, b"me", above=5).number == 6
+    with pytest.raises(HigherEpoch):
+        first.check()
+    assert Epoch.claim(store, above=3).number == 7
+
+
 def test_a_killed_writer_leaves_a_temporary_file_that_is_no_object(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path / "s")
     store.create("records/a", b"x")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 
 from diloco_syncer import tape as tapes
 from diloco_syncer.events import FragmentCounts, PushHeader, ReportCounts
-from diloco_syncer.records import Merged, MergeRecord, theta_digest
+from diloco_syncer.records import Merged, MergeRecord, Recovered, theta_digest
 from diloco_syncer.store import DirectoryStore, Store, open_store
 from diloco_syncer.tape import Tape, TapeError
 
@@ -106,6 +107,21 @@ def test_changes_are_found(tmp_path: Path) -> None:
         with pytest.raises(Exception, match=message) as caught:
             tapes.verify(store)
         assert type(caught.value).__name__ in ("TapeError", "FormatRefused")
+
+
+def test_a_version_from_a_learner_may_jump_and_only_up(store: Store) -> None:
+    tape = filled(store, 3)
+    tape.append(replace(record(0, 7), responders=(), recovered=Recovered(3, 1, ())))
+    tape.append(record(0, 8))
+    tape.flush()
+    lines = list(tapes.read(store))
+    assert tapes.verify(store) == len(lines)
+    assert (lines[-2]["kind"], lines[-2]["follows"], lines[-2]["held_epoch"]) == (tapes.RECOVERED, 3, 1)
+    assert Tape(store).newest == {0: 8, 1: 3}
+    tape.append(replace(record(1, 2), recovered=Recovered(1, 1, ())))
+    tape.flush()
+    with pytest.raises(TapeError, match="fragment 1 is recovered at version 2, and had 3"):
+        tapes.verify(store)
 
 
 def test_a_jump_in_versions_is_found_unless_it_is_told(store: Store) -> None:
