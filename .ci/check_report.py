@@ -1,11 +1,20 @@
-"""Does the demo's report say what a demo must: complete, the killed learner back, tokens accounted for?"""
+"""Does the demo's report say what a demo must: complete, the killed learner back, tokens accounted for,
+a loss well below what one token back can tell; and is the exported model the one that was scored?
+
+    .venv/bin/python .ci/check_report.py runs/demo
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
+
+BELOW_BIGRAM = 0.3  # nats per token
+SAME_LOSS = 1e-3  # broadcasts are bfloat16, the exported weights float32
 
 
 def problems(report: dict) -> list[str]:
@@ -44,10 +53,49 @@ def problems(report: dict) -> list[str]:
     return found
 
 
+def model_problems(report: dict, entropy: float, exported: float) -> list[str]:
+    """What is wrong with the model. ``entropy``: of bigrams in the held-out data; ``exported``: the
+    loss of the model that `diloco export` wrote, both in nats per token."""
+    found, final = [], report["final_loss"]
+    if not final <= entropy - BELOW_BIGRAM:
+        found.append(f"final_loss {final:.4f} is not {BELOW_BIGRAM} below the bigram entropy {entropy:.4f}")
+    if not abs(exported - final) <= SAME_LOSS:
+        found.append(f"the exported model's loss is {exported:.5f}, final_loss says {final:.5f}")
+    return found
+
+
+def measure(workdir: Path) -> tuple[float, float]:
+    """The bigram entropy of the run's held-out data; the exported model's loss on the evaluator's batches."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from diloco.workdir import Workdir
+    from diloco_protocol.load import job_from_json
+    from diloco_worker import compute, data
+    from diloco_worker.data.text import TokenSequences, bigram_entropy
+    from diloco_worker.evaluator import chosen, mean_loss
+
+    job = job_from_json((workdir / "job.json").read_bytes())
+    directory = Workdir(workdir.absolute()).job_directory()
+    held_out = data.load(job.spec, held_out=True, directory=directory, cache_directory=workdir / "cache")
+    assert isinstance(held_out, TokenSequences)
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "model"
+        command = [sys.executable, "-m", "diloco.main", "export", str(workdir), str(out)]
+        subprocess.run(command, check=True, timeout=120)
+        model = AutoModelForCausalLM.from_pretrained(out)
+    dtype = compute.precision(job.spec, torch.device("cpu"))
+    return bigram_entropy(held_out), mean_loss(model, chosen(held_out, job.spec), dtype)
+
+
 def main() -> int:
     path = Path(sys.argv[1])
-    report = json.loads(path.read_text(encoding="utf-8"))
+    report = json.loads((path / "report.json").read_text(encoding="utf-8"))
     found = problems(report)
+    if not found:
+        entropy, exported = measure(path)
+        found = model_problems(report, entropy, exported)
+        print(f"bigram entropy {entropy:.4f}, exported model {exported:.4f} nats per token")
     for problem in found:
         print(f"{path}: {problem}", file=sys.stderr)
     if not found:

@@ -54,6 +54,7 @@ class Injector:
         self._seed = seed
         self._first_merge: float | None = None
         self._held: list[tuple[int, Fault]] = []  # due, their target is not running
+        self._paused: dict[str, float] = {}  # process -> until (monotonic)
         self._open: dict[str, int] = {}  # process -> its newest fault in `done`
         self.cuts = any(fault.action == "cut" for fault in schedule)
         self.done: list[Injected] = []
@@ -62,6 +63,10 @@ class Injector:
     def waiting(self) -> tuple[Fault, ...]:
         """Faults that are still to come."""
         return (*(fault for _, fault in self._held), *self._clockwork.waiting)
+
+    def paused(self, name: str) -> bool:
+        """Whether this process is stopped on purpose."""
+        return time.monotonic() < self._paused.get(name, 0.0)
 
     def merged(self) -> None:
         """There has been a merge in this run: times count from the first."""
@@ -118,6 +123,7 @@ class Injector:
         else:
             process.signal(SIGNALS[fault.action])
             if fault.action == "pause":
+                self._paused[name] = time.monotonic() + fault.duration
                 asyncio.get_running_loop().call_later(fault.duration, process.signal, signal.SIGCONT)
             else:
                 self._open[name] = len(self.done)

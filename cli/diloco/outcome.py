@@ -35,6 +35,7 @@ class Result:
     syncer_restarts: int
     syncer_peak_rss_bytes: int
     wall_seconds: float
+    complete_already: bool = False  # before this run began
 
 
 def complete(result: Result, job: DiLoCoJob) -> dict[str, Any]:

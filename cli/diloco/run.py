@@ -63,7 +63,9 @@ def run(options: Options) -> int:
             if ignored := without_meaning(job):
                 print(f"without meaning on one machine, not used: {', '.join(ignored)}", flush=True)
             result = _run_job(job, workdir, options, schedule, again)
-            report = complete(result, job)
+            # What is complete stays as it was reported: its time, its faults.
+            earlier = workdir.earlier_report() if result.complete_already else None
+            report = earlier or complete(result, job)
             data = json.dumps(report, indent=1).encode() + b"\n"
             for path in [workdir.report, *([options.report] if options.report else [])]:
                 try:
@@ -91,7 +93,8 @@ def _check_here(job: DiLoCoJob, options: Options) -> None:
         parent = next(p for p in options.report.absolute().parents if p.exists())
         if options.report.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
             raise UsageError(
-                f"--report {options.report}: it cannot be written; name a file in a directory that can be written"
+                f"--report {options.report}: it cannot be written; "
+                "name a file in a directory that can be written"
             )
     check_listen(options.http)
 

@@ -45,6 +45,7 @@ from diloco.processes import Child, Process, StartError, Zygote
 from diloco.proxy import Proxy
 from diloco.screen import Screen, View
 from diloco.supervisor import Abandon, Exit, Fail, Finished, Kind, Restart, Supervisor
+from diloco.vigil import Vigil, progress
 from diloco.watch import Watch
 from diloco.workdir import Workdir
 
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.5
 POLL_CHAOS_SECONDS = 0.1  # while faults are still to come
 JOURNAL_SECONDS = 1.0
-SERVE_SECONDS = 60.0  # for the syncer to write its address
 DRAIN_SECONDS = 10.0  # after Ctrl-C, for learners to offer their work and the syncer to end
 LEAVE_SECONDS = 10.0  # after the job's end, for processes to leave by themselves
 TERM_SECONDS = 3.0  # between SIGTERM and SIGKILL
@@ -93,6 +93,8 @@ class Runner:
         self.watch = Watch(
             self.hub, self.view, screen, self.supervisor, self._members, workdir.store, self.injector.merged
         )
+        self._vigil = Vigil()
+        self._complete_already = False
         self._begun = time.monotonic()
         self._peak_rss = 0
         self._stopping = False
@@ -128,6 +130,7 @@ class Runner:
         return Result(
             verdict, self.watch.report, self.view.status, self.injector.done, self.watch.events,
             self.supervisor.restarts.get("syncer", 0), self._peak_rss, time.monotonic() - self._begun,
+            self._complete_already,
         )  # fmt: skip
 
     async def _life(self, journal: Journal) -> None:
@@ -141,17 +144,21 @@ class Runner:
         if self.job.spec.learners.command is None or any(m.kind is Kind.EVALUATOR for m in self._members):
             self._spawn(self._preload())
         self._spawn(self._keep_syncer())
-        deadline = time.monotonic() + SERVE_SECONDS
         while not await self._look():
-            if time.monotonic() > deadline:
-                self._decide(
-                    Verdict("failed", 1, f"the syncer did not serve within {SERVE_SECONDS:.0f} s", "syncer")
-                )
+            why = self._given_up()
+            if why:
+                self._decide(Verdict("failed", 1, why, "syncer"))
                 return
             await asyncio.sleep(0.05)
-        if not self.watch.ended:
-            for member in self._members:
-                self._spawn(self._keep(member))
+        if self.watch.ended:
+            self._complete_already = self.watch.phase == "complete"
+            self.screen.event(
+                f"the job is {self.watch.phase} already; to train it further raise training.stop,"
+                " to begin anew give another --workdir", "bold",
+            )  # fmt: skip
+            return
+        for member in self._members:
+            self._spawn(self._keep(member))
         next_journal = 0.0
         while True:
             self.injector.step()
@@ -163,7 +170,10 @@ class Runner:
                     next_journal = float("inf")
                     self.screen.event(f"metrics are not written any more: {error}", "red")
             await asyncio.sleep(POLL_CHAOS_SECONDS if self.injector.waiting else POLL_SECONDS)
-            await self._look()
+            if not await self._look() and (why := self._given_up()):
+                self.screen.event(f"{why}: it is killed", "red")
+                self.running["syncer"].signal(signal.SIGKILL)
+                self._vigil.excused(time.monotonic())  # until it is gone
 
     async def _preload(self) -> None:
         try:
@@ -174,12 +184,23 @@ class Runner:
     async def _look(self) -> bool:
         """Read the syncer's status, False if it does not answer; an ended phase ends the run."""
         answered = await self.watch.look()
+        if answered:
+            self._vigil.answered(time.monotonic())
         self._sample_rss()
         if answered and self.watch.ended:
             outcome, code = OUTCOMES.get(self.watch.phase, ("failed", 1))
             message = str(self.view.status.get("message") or "") if code else ""
             self._decide(Verdict(outcome, code, message))
         return answered
+
+    def _given_up(self) -> str:
+        """Why the syncer that runs and does not answer is of no use any more; empty: it may be yet."""
+        process = self.running.get("syncer")
+        if process is None:
+            return ""
+        if self.injector.paused("syncer"):
+            self._vigil.excused(time.monotonic())
+        return self._vigil.check(time.monotonic(), progress(process.pid))
 
     def _sample_rss(self) -> None:
         """The syncer's peak resident memory, which the kernel forgets with the process."""
@@ -229,18 +250,28 @@ class Runner:
             except StartError as error:
                 self._decide(Verdict("failed", 1, str(error)))
                 return
+            self._vigil.started(time.monotonic())
             self.running["syncer"] = process
             how = await process.wait()
             self.running.pop("syncer", None)
             self.injector.ended("syncer", time.time())
-            if how.code == 0 and (self._interrupts or self.watch.closing or self.watch.ended):
-                self._decide(Verdict(*OUTCOMES["suspended" if self._interrupts else "complete"]))
+            if how.code == 0 and (phase := self._last_phase()) is not None:
+                self._decide(Verdict(*OUTCOMES.get(phase, ("failed", 1))))
                 return
             if how.code == 1 and self.watch.phase == "failed":
                 self._decide(Verdict("failed", 1, str(self.view.status.get("message") or ""), "syncer"))
                 return
             if not await self._after(Member("syncer", Kind.SYNCER, "", 0), how):
                 return
+
+    def _last_phase(self) -> str | None:
+        """The phase in which a syncer with exit code 0 ended the job; None: it was only asked to stop."""
+        if self._interrupts:
+            return "suspended"
+        if self.watch.ended:
+            return self.watch.phase
+        address = self.hub.address()
+        return self.workdir.ended_in(int(address["epoch"])) if address is not None else None
 
     def _recall_ports(self) -> None:
         address = self.hub.address()

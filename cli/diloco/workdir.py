@@ -15,12 +15,13 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from diloco_protocol.spec import DiLoCoJob
 
 MAX_JOB_BYTES = 16 << 20
+MAX_REPORT_BYTES = 64 << 20
 
 
 class WorkdirError(Exception):
@@ -84,6 +85,29 @@ class Workdir:
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return Path(directory) if isinstance(directory, str) else None
+
+    def ended_in(self, epoch: int) -> str | None:
+        """The phase in which the syncer of this epoch ended the job, from the report that it leaves
+        in the store then; None: it has not."""
+        from diloco_protocol.files import read_bounded
+
+        try:
+            report = json.loads(read_bounded(self.store / "report.json", MAX_REPORT_BYTES))
+            ended = report["syncer"]["epoch"] == epoch
+            outcome = str(report["outcome"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return {"interrupted": "suspended"}.get(outcome, outcome) if ended else None
+
+    def earlier_report(self) -> dict[str, Any] | None:
+        """report.json of an earlier run that completed the job; None: there is none."""
+        from diloco_protocol.files import read_bounded
+
+        try:
+            report = json.loads(read_bounded(self.report, MAX_REPORT_BYTES))
+        except (OSError, ValueError):
+            return None
+        return report if isinstance(report, dict) and report.get("outcome") == "complete" else None
 
     def log(self, process: str) -> Path:
         return self.logs / f"{process}.log"
@@ -206,9 +230,9 @@ def read_address(path: Path) -> dict[str, str | int]:
 
     try:
         document = json.loads(read_bounded(path, 65536))
-        wanted = {key: document[key] for key in ("sync", "control", "http", "pid")}
+        wanted = {key: document[key] for key in ("sync", "control", "http", "pid", "epoch")}
         ok = all(isinstance(wanted[key], str) for key in ("sync", "control", "http"))
-        if not ok or not isinstance(wanted["pid"], int):
+        if not ok or not isinstance(wanted["pid"], int) or not isinstance(wanted["epoch"], int):
             raise ValueError("a field has the wrong type")
     except FileNotFoundError:
         raise

@@ -88,7 +88,7 @@ class StalenessSpec(Spec):
     """How far a learner may be from the others."""
 
     max_steps: Annotated[int, Field(ge=1, le=10**9)] | None = Field(
-        None, description="Steps alone above the base before a learner pauses; null: 4 · every."
+        None, description="Steps since a learner last adopted a broadcast before it pauses; null: 4 · every."
     )
     max_versions: int = Field(
         16, ge=1, le=1_000_000, description="Age, in versions, beyond which work is dropped."

@@ -101,7 +101,8 @@ class OptimizerSpec(Spec):
     weight_decay: float = Field(0.1, ge=0, le=10, description="Decoupled weight decay, of matrices.")
     warmup_steps: int = Field(100, ge=0, le=10_000_000, description="Steps of linear warm-up.")
     schedule: Literal["cosine", "constant"] = Field(
-        "cosine", description="After the warm-up: cosine decay to 2 % of the peak at the stop, or the peak kept."
+        "cosine",
+        description="After the warm-up: cosine decay to 2 % of the peak at the stop, or the peak kept.",
     )
     clip_norm: Annotated[float, Field(gt=0, le=1e6)] | None = Field(
         1.0, description="Greatest norm of the gradient; null: not clipped."

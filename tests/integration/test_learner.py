@@ -371,6 +371,25 @@ def test_a_replacement_goes_on_with_a_peers_optimizer_state(syncer: Callable[...
         assert set(row["reasons"]) <= {"died"}
 
 
+def test_where_nobody_left_an_optimizer_state_the_newcomer_begins_fresh(
+    syncer: Callable[..., Syncer],
+) -> None:
+    sync = {"staleness": {"maxSteps": 100_000, "maxVersions": 100_000}}
+    service = syncer(sync, {"steps": 1_000_000}, 1, {"checkpoint": {"everySeconds": 3600}})
+    learner = service.learner(0, 40_000)
+    try:
+        until(lambda: service.status()["merges"] > 5, "merges", 60)
+        learner.kill()
+        learner.wait(10)
+        reached = service.status()["merges"]
+        learner = service.learner(0, 40_000)
+        until(lambda: service.status()["merges"] > reached + 5, "the newcomer's merges", 60)
+    finally:
+        learner.kill()
+    log = (service.folder / "syncer.log").read_text(encoding="utf-8")
+    assert "the inner optimizer begins fresh, with warm-up: no peer has one" in log
+
+
 def test_all_learners_killed_go_on_with_the_slots_own_optimizer_state(syncer: Callable[..., Syncer]) -> None:
     sync = {"staleness": {"maxSteps": 100_000, "maxVersions": 100_000}}
     service = syncer(sync, {"steps": 1_000_000}, 2, {"checkpoint": {"everySeconds": 0.2}})

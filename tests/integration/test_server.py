@@ -335,9 +335,7 @@ async def test_killed_and_restarted_nothing_acknowledged_is_lost(syncer: SyncerP
     async def after() -> None:
         async with Clients(syncer) as clients:
             a = clients(0, process)
-            first = await a.join(
-                held=[sync_pb2.Held(epoch=1, version=3)] * 2, previous_incarnation=1
-            )
+            first = await a.join(held=[sync_pb2.Held(epoch=1, version=3)] * 2, previous_incarnation=1)
             assert first.welcome.seat.continuing and first.welcome.epoch == 2
             assert first.welcome.fragments[0].merged_sequence == 3
             for p in range(len(LAYOUT)):

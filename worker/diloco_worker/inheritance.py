@@ -124,12 +124,12 @@ class Inheritance:
         """What was waited for is not to be had: the next best. ``chosen``: the disks were looked at."""
         if self._here:
             self._from = self._here[0][0]
+        elif chosen:
+            self._begin_fresh(why)
         elif self._from == PEER:
             self._look_on_disks(why)
-        elif not chosen:
-            self._choose(None, why)
         else:
-            self._begin_fresh(why)
+            self._choose(None, why)
 
     def _look_on_disks(self, why: str) -> None:
         if self._optimizer.state:

@@ -1,0 +1,68 @@
+"""Whether a syncer that lives is still of use: when its silence means that it hangs.
+
+Theory of operation. Before a syncer first answers it may be busy for long: it compiles
+kernels, and reads a store that may be large. So its start is judged by progress: it is
+given up when it has neither worked nor read for ``SILENT_SECONDS``, and in any case
+after ``START_SECONDS``. One that has answered answers within milliseconds, whatever
+else it does; when it has not for ``SILENT_SECONDS`` it hangs, however busy it looks.
+
+Plain code but for ``progress``; the time is an argument.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SILENT_SECONDS = 60.0
+START_SECONDS = 3600.0
+
+
+@dataclass(slots=True)
+class Vigil:
+    """Over one syncer process after the other. Times are monotonic seconds."""
+
+    begun: float = 0.0
+    heard: float = 0.0  # the last sign: an answer, or progress before the first answer
+    answers: bool = False
+    figure: int = -1
+
+    def started(self, now: float) -> None:
+        """A new process."""
+        self.begun = self.heard = now
+        self.answers, self.figure = False, -1
+
+    def answered(self, now: float) -> None:
+        """It said its status."""
+        self.heard, self.answers = now, True
+
+    def excused(self, now: float) -> None:
+        """It is held up on purpose."""
+        self.heard = now
+
+    def check(self, now: float, figure: int) -> str:
+        """Why it is to be given up; empty: it is not. ``figure``: its ``progress``."""
+        if not self.answers and figure != self.figure:
+            self.heard, self.figure = now, figure
+        if not self.answers and now - self.begun > START_SECONDS:
+            return f"the syncer did not serve within {START_SECONDS:.0f} s"
+        if now - self.heard <= SILENT_SECONDS:
+            return ""
+        if self.answers:
+            return f"the syncer has not answered for {SILENT_SECONDS:.0f} s"
+        return f"the syncer does not serve, and has done nothing for {SILENT_SECONDS:.0f} s"
+
+
+def progress(pid: int) -> int:
+    """What a process has done so far: clock ticks on a processor, pages and bytes read. -1: it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()  # behind the name, which may hold anything
+        done = int(fields[9]) + int(fields[11]) + int(fields[12])  # major faults, user, system
+    except (OSError, ValueError, IndexError):
+        return -1
+    try:
+        with open(f"/proc/{pid}/io", encoding="ascii", errors="replace") as file:
+            done += sum(int(line.split()[1]) for line in file if line.startswith(("rchar", "wchar")))
+    except (OSError, ValueError, IndexError):
+        pass  # not everybody may read it; the processor's time tells as well
+    return done

@@ -1,0 +1,73 @@
+"""The runner and a syncer that hangs, that is stopped while the job ends, or whose job has ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from runs import JOB, Run
+
+from diloco import run, runner, vigil
+from diloco.runner import Runner
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def job(folder: Path, steps: int) -> run.Options:
+    (folder / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog and runs away\n" * 2000)
+    (folder / "job.yaml").write_text(JOB.format(steps=steps, learners=1))
+    return run.Options(folder / "job.yaml", folder / "run")
+
+
+def signalled(monkeypatch: pytest.MonkeyPatch, number: int, when: Callable[[Runner], bool]) -> list[float]:
+    """Send the syncer this signal once, when ``when`` holds after a look; the times it was sent."""
+    look, sent = Runner._look, list[float]()
+
+    async def watched(self: Runner) -> bool:
+        answered = await look(self)
+        if not sent and "syncer" in self.running and when(self):
+            os.kill(self.running["syncer"].pid, number)
+            sent.append(time.monotonic())
+        return answered
+
+    monkeypatch.setattr(Runner, "_look", watched)
+    return sent
+
+
+def test_a_syncer_that_hangs_is_killed_and_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(vigil, "SILENT_SECONDS", 2.0)
+    sent = signalled(monkeypatch, signal.SIGSTOP, lambda r: int(r.view.status.get("merges") or 0) > 2)
+    assert run.run(job(tmp_path, 150)) == 0
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert sent and report["outcome"] == "complete" and report["syncer"]["restarts"] == 1
+    assert "has not answered for 2 s: it is killed" in capsys.readouterr().out
+
+
+def test_a_syncer_that_is_told_to_stop_while_the_job_ends_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "POLL_SECONDS", 0.01)
+    sent = signalled(monkeypatch, signal.SIGTERM, lambda r: r.watch.closing)
+    assert run.run(job(tmp_path, 60)) == 0
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert sent and report["outcome"] == "complete" and report["syncer"]["restarts"] == 1
+    assert report["final_loss"] is not None and report["syncer"]["epoch"] == 2
+
+
+def test_a_job_that_is_complete_says_so_and_keeps_its_report(start: Callable[..., Run]) -> None:
+    first = start(steps=30, learners=1)
+    assert first.ends() == 0
+    before = first.report()
+    began = time.monotonic()
+    again = start(steps=30, learners=1)
+    assert again.ends() == 0
+    assert time.monotonic() - began < 30
+    assert "the job is complete already" in again.output and again.report() == before
+    assert "learner-0 ended" not in again.output
