@@ -281,7 +281,8 @@ def test_a_gap_is_never_jumped(store: Store) -> None:
 def taken(version: int, follows: int, epoch: int) -> MergeRecord:
     """Fragment 0's version as a learner had it in epoch 1."""
     rows = (SlotRow(0, (1 << 64) - 1, 100, 50, 3, version, 10, 1.5),)
-    return dataclasses.replace(
+    recovered = Recovered(follows, 1, rows)
+    return dataclasses.replace(record(0, version, epoch), responders=(), recovered=recovered)
         record(0, version, epoch), responders=(), recovered=Recovered(follows, 1, rows)
     )
 
