@@ -283,8 +283,6 @@ def taken(version: int, follows: int, epoch: int) -> MergeRecord:
     rows = (SlotRow(0, (1 << 64) - 1, 100, 50, 3, version, 10, 1.5),)
     recovered = Recovered(follows, 1, rows)
     return dataclasses.replace(record(0, version, epoch), responders=(), recovered=recovered)
-        record(0, version, epoch), responders=(), recovered=Recovered(follows, 1, rows)
-    )
 
 
 def test_a_version_from_a_learner_bridges_the_gap_before_it(store: Store) -> None:
