@@ -8,6 +8,7 @@ import subprocess
 import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -232,3 +233,67 @@ async def test_another_job_in_the_store_and_a_port_in_use_are_exit_2(tmp_path: P
             assert first.addresses[name] in fourth.text() and "Traceback" not in fourth.text()
     finally:
         first.stop()
+
+
+async def test_a_base_is_taken_only_as_it_was_asked_for(tmp_path: Path) -> None:
+    syncer = SyncerProcess(tmp_path / "syncer", raw_job()).start()
+    client = await first_learner(syncer)
+    try:
+        await turn(client, 0)
+        await client.train(1)
+        await client.merge_once(0, 1)
+        request = sync_pb2.DownloadRequest(
+            job="raw",
+            process=client.process,
+            what=sync_pb2.DownloadRequest.FULL,
+            fragment=0,
+            epoch=1,
+            version=2,
+        )
+        header, values = await wire.download(client.channel, request)
+        syncer.kill()
+        await client.close()
+        (syncer.store / record_name(0, 2)).unlink()
+        syncer.start()
+
+        async def back() -> Client:
+            again = Client(syncer, process=client.process)
+            held = [sync_pb2.Held(epoch=1, version=2), sync_pb2.Held(epoch=1, version=1)]
+            await again.join(held=held, previous_incarnation=1)
+            return again
+
+        def base(**changes: Any) -> sync_pb2.Base:
+            fields: dict[str, Any] = {
+                "fragment": 0, "epoch": 1, "version": 2, "encoding": "float32", "receipt": header.receipt
+            }  # fmt: skip
+            return sync_pb2.Base(**(fields | changes))
+
+        client = await back()
+        assert [a.fragment for a in client.welcome.fragments] == [1], "it holds a newer version of the other"
+        await until(lambda: client.of_kind("base_request"))
+        asked = client.of_kind("base_request")[0]
+        assert (asked.fragment, asked.epoch, asked.version) == (0, 1, 2)
+        assert "lost data" in syncer.status()["message"]
+        for what, payload, word in (
+            (base(fragment=1), values, "nobody asked"),
+            (base(fragment=9), values, "fragment 9"),
+            (base(), values[:-4], "as float32 it has"),
+        ):
+            reply = await client.upload(client.header(base=what), payload)
+            assert (reply.accepted, reply.reason) == (False, "base") and word in reply.message
+        # What cannot be used is given up, and the older version is announced.
+        await until(lambda: [a for a in client.of_kind("announcement") if (a.fragment, a.version) == (0, 1)])
+        reply = await client.upload(client.header(base=base()), values)
+        assert (reply.accepted, reply.reason) == (False, "base")
+        assert not (syncer.store / record_name(0, 2)).exists()
+        await client.close()
+        # Given up once, it is another history's, also in the next life.
+        syncer.kill()
+        syncer.start()
+        client = await back()
+        assert [a.fragment for a in client.welcome.fragments] == [0, 1]
+        assert not client.of_kind("base_request")
+    finally:
+        await client.close()
+        syncer.stop()
+    assert "Traceback" not in syncer.text()

@@ -16,7 +16,9 @@ import pytest
 import torch
 from test_learner import Rows, Syncer, make_job, one_step, small_model, until
 
+from diloco_protocol import codec
 from diloco_syncer import tape
+from diloco_syncer.records import MergeRecord, record_name, theta_digest
 from diloco_syncer.store import DirectoryStore
 from diloco_worker import Learner
 
@@ -30,10 +32,10 @@ SYNC = {
 
 
 @pytest.fixture
-def service(tmp_path: Path) -> Iterator[Syncer]:
+def service(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Syncer]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    made = Syncer(tmp_path, make_job(SYNC, {"steps": 1_000_000}))
+    made = Syncer(tmp_path, make_job({**SYNC, **getattr(request, "param", {})}, {"steps": 1_000_000}))
     made.start()
     yield made
     made.stop()
@@ -77,7 +79,27 @@ def lines(store: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (store / "tape.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.mark.parametrize("epochs_too", [False, True])
+def broadcast_of(store: Path, fragment: int, version: int, service: Syncer) -> str:
+    """Digest of a version as learners have it."""
+    name = record_name(fragment, version)
+    theta = MergeRecord.unpack((store / name).read_bytes(), name).theta
+    down = json.loads(service.job_file.read_text(encoding="utf-8"))["spec"]["sync"]["compression"]["down"]
+    encoding = down if down == "bfloat16" else "float32"
+    return theta_digest(codec.decode(codec.encode(theta, encoding), encoding, theta.size))
+
+
+@pytest.mark.parametrize(
+    ("service", "epochs_too"),
+    [
+        ({}, False),
+        ({}, True),
+        ({"deterministic": True, "overlap": 2}, False),
+        ({"compression": {"up": "int4", "errorFeedback": True, "down": "bfloat16"}}, True),
+        ({"compression": {"up": "int8", "down": "delta-int8"}}, False),
+    ],
+    indirect=["service"],
+    ids=["records and states", "epochs too", "deterministic", "bfloat16", "deltas"],
+)
 def test_records_states_and_perhaps_epochs_are_gone(service: Syncer, epochs_too: bool) -> None:
     """The newest records and states are lost; with ``epochs_too`` the whole store is an older copy,
     so that its next epoch is one that the learner has seen. Not a token is lost."""
@@ -112,14 +134,13 @@ def test_records_states_and_perhaps_epochs_are_gone(service: Syncer, epochs_too:
     assert report["tokens"]["dropped"] == 0
     for row in report["ledger"]:
         assert row["merged"] + row["pending"] == learner.step * 32
-    # What was taken is what was lost, bit for bit.
-    lost = {(row["fragment"], row["version"]): row["result"] for row in lines(newest) if "result" in row}
     told = lines(service.folder / "store")
+    # What was taken is what was lost, at the broadcast's precision bit for bit.
     taken = [row for row in told if row["kind"] == "recovered-from-learner"]
     assert sorted(row["fragment"] for row in taken) == [0, 1, 2]
     for row in taken:
         assert row["follows"] < row["version"]
-        assert row["result"] == lost[row["fragment"], row["version"]]
+        assert row["result"] == broadcast_of(newest, row["fragment"], row["version"], service)
     assert any(row["kind"] == "discarded" for row in told) != epochs_too
     assert tape.verify(DirectoryStore(service.folder / "store")) == len(told)
     log = (service.folder / "syncer.log").read_text(encoding="utf-8")
