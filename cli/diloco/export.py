@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco.workdir import MAX_JOB_BYTES, Workdir
+from diloco.workdir import Workdir
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,13 +28,13 @@ class ExportFailed(Exception):
 
 def export_run(workdir: Workdir, out: Path) -> list[int]:
     """Write the run's merged model to ``out``; returns the fragments' versions. Raises ExportFailed."""
-    from diloco_protocol.files import FileError, read_bounded
-    from diloco_protocol.load import JobError, job_from_json
+    from diloco_protocol.files import FileError
+    from diloco_protocol.load import JobError, read_job
     from diloco_syncer.records import Damaged, FormatRefused
     from diloco_syncer.store import DirectoryStore
 
     try:
-        job = job_from_json(read_bounded(workdir.job, MAX_JOB_BYTES))
+        job = read_job(workdir.job)
         if not (workdir.store / "initial.json").is_file():
             raise ExportFailed(f"{workdir.path} holds no model yet: its run has not got to version 0")
         store = DirectoryStore(workdir.store)
