@@ -107,8 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     log = logging.getLogger("diloco_syncer")
 
     # Late: compiled kernels and gRPC are not needed to find the mistakes above.
-    from diloco_syncer.checkpoint import StoreUnusable
     from diloco_syncer.outer import OuterError
+    from diloco_syncer.reading import StoreUnusable
     from diloco_syncer.records import FormatRefused
     from diloco_syncer.service import AddressError, Options, run
     from diloco_syncer.store import HigherEpoch
