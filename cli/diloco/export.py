@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco.workdir import MAX_JOB_BYTES, Workdir
+from diloco.workdir import Workdir
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,13 +28,13 @@ class ExportFailed(Exception):
 
 def export_run(workdir: Workdir, out: Path) -> list[int]:
     """Write the run's merged model to ``out``; returns the fragments' versions. Raises ExportFailed."""
-    from diloco_protocol.files import FileError, read_bounded
-    from diloco_protocol.load import JobError, job_from_json
+    from diloco_protocol.files import FileError
+    from diloco_protocol.load import JobError, read_job
     from diloco_syncer.records import Damaged, FormatRefused
     from diloco_syncer.store import DirectoryStore
 
     try:
-        job = job_from_json(read_bounded(workdir.job, MAX_JOB_BYTES))
+        job = read_job(workdir.job)
         if not (workdir.store / "initial.json").is_file():
             raise ExportFailed(f"{workdir.path} holds no model yet: its run has not got to version 0")
         store = DirectoryStore(workdir.store)
@@ -58,63 +58,33 @@ def export_run(workdir: Workdir, out: Path) -> list[int]:
 
 def read_model(store: Store, job: str) -> tuple[dict[str, NDArray[Any]], list[int]]:
     """Every parameter of the merged model by name, float32 (frozen ones in their own dtype where
-    numpy has it), and the fragments' versions.
+    numpy has it), and the fragments' versions: those that a restart of the syncer would go on from.
 
     Raises ExportFailed, and what the store raises for damaged objects.
     """
-    from diloco_protocol.layout import Layout
-    from diloco_syncer import records
-    from diloco_syncer.documents import read_document
+    from diloco_syncer.reading import Reader, StoreUnusable
     from diloco_syncer.store import NotThere
 
     for last in [False] * (TRIES - 1) + [True]:
+        reader = Reader(store, job)
         try:
-            initial = read_document(store, "initial.json")
-            raw = records.unpack(store.read(initial["layout"], records.MAX_FILE), "blob", initial["layout"])[
-                1
-            ]
-            layout = Layout.from_json(raw["blob"].tobytes())
-            versions = newest_versions(store, len(layout.fragments))
-            fragments = []
-            for fragment, version in enumerate(versions):
-                name = (
-                    initial["fragments"][fragment] if version == 0 else records.record_name(fragment, version)
-                )
-                record = records.MergeRecord.unpack(store.read(name, records.MAX_FILE), name)
-                if (record.job, record.fragment, record.version) != (job, fragment, version):
-                    raise ExportFailed(f"{name} holds another fragment than its name says: restore the store")
-                fragments.append(record.theta)
-            tensors = assemble(layout, fragments)
-            if initial["frozen"]:
-                blob = records.unpack(
-                    store.read(initial["frozen"], records.MAX_FILE), "blob", initial["frozen"]
-                )[1]
-                tensors |= _frozen(blob["blob"].tobytes())
-            return tensors, versions
+            layout = reader.layout()
+            if layout is None or reader.initial is None:
+                raise ExportFailed("the store has no version 0 yet")
+            chains = reader.newest(layout).chains
+            if any(chain.unusable for chain in chains) and not last:
+                continue  # damaged, or removed by the syncer while we read
+            tensors = assemble(layout, [chain.newest.theta for chain in chains])
+            if reader.initial["frozen"]:
+                tensors |= _frozen(reader.blob(reader.initial["frozen"]).tobytes())
+            return tensors, [chain.newest.version for chain in chains]
+        except StoreUnusable as error:
+            if last:
+                raise ExportFailed(str(error)) from error
         except NotThere as error:
             if last:
                 raise ExportFailed(f"the store lacks {error}: restore it from a copy") from error
     raise AssertionError("unreachable")
-
-
-def newest_versions(store: Store, fragments: int) -> list[int]:
-    """Per fragment: the newest valid state's version, and what was merged after it without a gap."""
-    from diloco_syncer.documents import read_document
-    from diloco_syncer.records import Damaged, parse_record_name
-
-    versions = [0] * fragments
-    for name in reversed(store.names("state")):
-        try:
-            found = read_document(store, name)["versions"]
-        except Damaged:
-            continue  # the one before it serves, as at a restart
-        versions = list(found) or versions
-        break
-    there = {parsed for name in store.names("records") if (parsed := parse_record_name(name))}
-    for fragment in range(fragments):
-        while (fragment, versions[fragment] + 1) in there:
-            versions[fragment] += 1
-    return versions
 
 
 def assemble(layout: Layout, fragments: Sequence[NDArray[np.float32]]) -> dict[str, NDArray[Any]]:

@@ -113,10 +113,11 @@ def without_meaning(job: DiLoCoJob) -> list[str]:
     """Fields set away from their default that nothing reads on one machine."""
     from diloco_protocol.spec import DiLoCoJob as Job
 
+    training = {"model": {"config": {"model_type": "llama"}}, "data": {"paths": ["python-stdlib"]}}
     bare = {
         "apiVersion": job.api_version, "kind": job.kind, "metadata": {"name": job.metadata.name},
         # Any training will do: nothing in it is for a cluster only.
-        "spec": {"regions": [{"learners": 1}], "training": {"model": {"config": {"model_type": "llama"}}, "data": {"paths": ["python-stdlib"]}}},
+        "spec": {"regions": [{"learners": 1}], "training": training},
     }  # fmt: skip
     default = Job.model_validate(bare).model_dump(mode="json")
     given = job.model_dump(mode="json")

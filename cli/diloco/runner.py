@@ -84,7 +84,8 @@ class Runner:
             [(frozenset(r.exit_codes), r.action) for r in policy.rules],
         )
         self.hub = Hub(workdir.address, workdir.control_key)
-        self.view = View(job.metadata.name, _stop(job))
+        stop = job.spec.training.stop
+        self.view = View(job.metadata.name, (stop.kind, stop.limit))
         self.running: dict[str, Process] = {}
         self.proxies: dict[str, Proxy] = {}
         self.injector = Injector(self, schedule, job.spec.seed)
@@ -462,8 +463,3 @@ def free_or_any(address: str) -> str:
             return address
     except OSError:
         return f"{host}:0"
-
-
-def _stop(job: DiLoCoJob) -> tuple[str, float]:
-    """The unit and limit of training.stop."""
-    return next((unit, value) for unit, value in job.spec.training.stop if value is not None)

@@ -61,7 +61,7 @@ def summary_text(job: DiLoCoJob, warnings: Sequence[Problem] = (), source: str =
     """A valid job in a few lines, with its warnings under it."""
     spec = job.spec
     training, sync = spec.training, spec.sync
-    unit, limit = next((name, value) for name, value in training.stop if value is not None)
+    unit, limit = training.stop.kind, training.stop.limit
     stop = f"{_count(limit)} {unit}" + (" per learner" if unit == "steps" else "")
     regions = ", ".join(
         f"{region.name} {region.learners}" + (f" + {region.spares} spare" if region.spares else "")

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from diloco_protocol.spec import DiLoCoJob
 
-MAX_JOB_BYTES = 16 << 20
 MAX_REPORT_BYTES = 64 << 20
 
 
@@ -155,16 +154,16 @@ def claim(workdir: Workdir, job: DiLoCoJob, directory: Path) -> bool:
     Raises WorkdirError if it belongs to another job, or to this one with something
     changed that is fixed once a job has started.
     """
-    from diloco_protocol.files import FileError, read_bounded, write_whole
-    from diloco_protocol.load import JobError, job_from_json, job_to_json
+    from diloco_protocol.files import FileError, write_whole
+    from diloco_protocol.load import JobError, job_to_json, read_job
     from diloco_protocol.spec import immutable_digests
 
     before = None
     try:
-        before = job_from_json(read_bounded(workdir.job, MAX_JOB_BYTES).decode())
+        before = read_job(workdir.job)
     except FileNotFoundError:
         pass
-    except (JobError, FileError, UnicodeDecodeError) as error:
+    except (JobError, FileError) as error:
         raise WorkdirError(
             f"workdir {workdir.path} has a job.json that cannot be read ({error}): give another --workdir"
         ) from error

@@ -20,6 +20,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from .files import read_bounded
 from .spec import DiLoCoJob, immutable_digests, spec_digest
 from .spec_base import Spec, fields_by_alias, nested_model, unwrap
 from .spec_rules import violations, warnings
@@ -28,9 +29,10 @@ from .spec_yaml import MAX_BYTES, Document, Path, YamlProblem, parse
 
 __all__ = [
     "JobError", "Problem", "immutable_digests", "job_from_json", "job_to_json", "job_warnings", "load_job",
-    "parse_job", "spec_digest",
+    "parse_job", "read_job", "spec_digest",
 ]  # fmt: skip
 
+MAX_JOB_BYTES = 4 * MAX_BYTES  # of the normal form, which has every default in it
 _SKIP_RULES = {"skip_rules": True}
 
 
@@ -119,8 +121,8 @@ def job_from_json(text: str | bytes) -> DiLoCoJob:
     """The job whose normal form is ``text``. Raises JobError."""
     source = "job (normal form)"
     try:
-        if len(text) > 4 * MAX_BYTES:
-            raise ValueError(f"more than {4 * MAX_BYTES} bytes")
+        if len(text) > MAX_JOB_BYTES:
+            raise ValueError(f"more than {MAX_JOB_BYTES} bytes")
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise JobError([Problem("", None, f"not JSON: {error}")], source) from None
@@ -130,6 +132,12 @@ def job_from_json(text: str | bytes) -> DiLoCoJob:
     if job is None:
         raise JobError(problems, source)
     return job
+
+
+def read_job(path: str | os.PathLike[str]) -> DiLoCoJob:
+    """The job whose normal form is in the file, as runner and operator hand it to processes.
+    Raises JobError; OSError where the file is not to be read, ``files.TooLarge`` among them."""
+    return job_from_json(read_bounded(path, MAX_JOB_BYTES))
 
 
 def _read(path: FilePath) -> str:

@@ -120,6 +120,16 @@ class StopSpec(Spec):
     )
     seconds: Seconds | None = Field(None, description="Seconds from the first step.")
 
+    @property
+    def kind(self) -> Literal["steps", "tokens", "seconds"]:
+        """Which of them is given."""
+        return "steps" if self.steps is not None else "tokens" if self.tokens is not None else "seconds"
+
+    @property
+    def limit(self) -> float:
+        """Its value: steps of a slot, tokens of all learners, or seconds."""
+        return next((v for v in (self.steps, self.tokens, self.seconds) if v is not None), 0.0)
+
 
 class EvaluationSpec(Spec):
     """Evaluation of the merged model on held-out data."""

@@ -19,10 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from diloco_protocol.credentials import Credentials, CredentialsError, read_key
-from diloco_protocol.load import JobError, job_from_json
-from diloco_protocol.spec import DiLoCoJob
-
-MAX_JOB = 16 << 20
+from diloco_protocol.load import JobError, read_job
 
 _EPILOG = """\
 The store holds everything that must not be lost: merges, membership, ledger, the
@@ -94,19 +91,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _read_job(path: str) -> DiLoCoJob:
-    """Raises ``JobError``, OSError."""
-    size = os.path.getsize(path)
-    if size > MAX_JOB:
-        raise OSError(f"{path} has {size} bytes; a job has at most {MAX_JOB}")
-    return job_from_json(Path(path).read_bytes())
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; returns the exit code."""
     given = _parser().parse_args(arguments)
     try:
-        job = _read_job(given.job)
+        job = read_job(given.job)
         key = read_key(given.control_key_file)
         credentials = Credentials.from_directory(given.credentials)
     except (JobError, CredentialsError, OSError) as error:
@@ -118,8 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     log = logging.getLogger("diloco_syncer")
 
     # Late: compiled kernels and gRPC are not needed to find the mistakes above.
-    from diloco_syncer.checkpoint import StoreUnusable
     from diloco_syncer.outer import OuterError
+    from diloco_syncer.reading import StoreUnusable
     from diloco_syncer.records import FormatRefused
     from diloco_syncer.service import AddressError, Options, run
     from diloco_syncer.store import HigherEpoch

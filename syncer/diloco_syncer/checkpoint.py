@@ -14,8 +14,8 @@ Names in the store::
     discarded/...                   what a restart could not use, kept for people
     tape.jsonl                      the event tape (tape.py)
 
-A restart takes the newest state that is valid, and on top of it, per fragment, the
-records after it without a gap. If the newest state is damaged the one before it
+A restart (reading.py) takes the newest state that is valid, and on top of it, per
+fragment, the records after it without a gap. If the newest state is damaged the one before it
 serves, and the checkpoints' after that; records are kept from the older of the
 two newest states on, so that nothing is lost by one damaged state. If a newest
 record is damaged its fragment goes back one version, loudly. A store in which
@@ -32,19 +32,16 @@ from typing import Any
 import numpy as np
 
 from diloco_protocol.files import Buffer
-from diloco_protocol.layout import Layout, LayoutError
+from diloco_protocol.layout import Layout
 from diloco_syncer import records
 from diloco_syncer.documents import pack_document, read_document
 from diloco_syncer.events import PushHeader
 from diloco_syncer.ledger import header_from_json, header_to_json
+from diloco_syncer.reading import Reader, StoreUnusable
 from diloco_syncer.records import Array, Damaged, MergeRecord, parse_record_name, record_name
 from diloco_syncer.store import AlreadyThere, Epoch, HigherEpoch, NotThere, Store
 
 STATES_KEPT = 2
-
-
-class StoreUnusable(Exception):
-    """The store is of another job, or nothing in it fits together; the message says what to do."""
 
 
 class TakeOver(Exception):
@@ -98,12 +95,12 @@ class Checkpoints:
 
     def __init__(self, store: Store, epoch: Epoch, job: str, keep: int) -> None:
         self.store = store
+        self.reader = Reader(store, job)
         self.epoch = epoch
         self.job = job
         self.keep = max(1, keep)
         self._number = 0
         self._states: list[tuple[str, list[int]]] = []  # newest last
-        self._initial: dict[str, Any] | None = None
 
     # ------------------------------------------------------------- identity
 
@@ -146,7 +143,7 @@ class Checkpoints:
         except AlreadyThere as error:
             if read_document(self.store, "initial.json") != body:
                 raise HigherEpoch("another syncer has stored version 0 meanwhile; this one stops") from error
-        self._initial = body
+        self.reader.initial = body
 
     # ------------------------------------------------------------- records
 
@@ -207,19 +204,13 @@ class Checkpoints:
             "epoch": self.epoch.number,
             "state": state,
             "versions": list(versions),
-            "records": [self.name_of(fragment, version) for fragment, version in enumerate(versions)],
-            "initial": self._initial,
+            "records": [self.reader.name_of(fragment, version) for fragment, version in enumerate(versions)],
+            "initial": self.reader.initial,
             "optimizer": optimizer,
             "offers": self.store.names("offers"),
         }
         self.store.replace(name, *pack_document(body))
         return name
-
-    def name_of(self, fragment: int, version: int) -> str:
-        """The object that holds a fragment's version."""
-        if version == 0 and self._initial is not None:
-            return str(self._initial["fragments"][fragment])
-        return record_name(fragment, version)
 
     # ------------------------------------------------------------- blobs and offers
 
@@ -239,7 +230,7 @@ class Checkpoints:
         """A blob's bytes, verified; mapped from the disk where the store has files."""
         path = self.store.local_path(name)
         if path is None:
-            return records.unpack(self.store.read(name, records.MAX_FILE), "blob", name)[1]["blob"]
+            return self.reader.blob(name)
         if not path.is_file():
             raise NotThere(name)
         mapped = np.memmap(path, np.uint8, "r")
@@ -276,138 +267,46 @@ class Checkpoints:
         return len(doomed)
 
     def _doomed_initial(self, floor: Sequence[int], named: set[str]) -> list[str]:
-        if self._initial is None:
+        initial = self.reader.initial
+        if initial is None:
             return []
-        keep = {self._initial["layout"], self._initial["frozen"]} | named
-        keep |= {n for n, least in zip(self._initial["fragments"], floor, strict=False) if least == 0}
+        keep = {initial["layout"], initial["frozen"]} | named
+        keep |= {n for n, least in zip(initial["fragments"], floor, strict=False) if least == 0}
         return [name for name in self.store.names("initial") if name not in keep]
 
     # ------------------------------------------------------------- restart
 
     def load(self) -> Restored:
         """Everything that a start needs. Raises ``StoreUnusable``, ``FormatRefused``, OSError."""
-        restored = Restored()
-        if self.store.exists("initial.json"):
-            try:
-                self._initial = read_document(self.store, "initial.json")
-                raw = records.unpack(
-                    self.store.read(self._initial["layout"], records.MAX_FILE),
-                    "blob",
-                    self._initial["layout"],
-                )[1]["blob"]
-                restored.layout = Layout.from_json(raw.tobytes())
-            except (Damaged, NotThere, LayoutError) as error:
-                raise StoreUnusable(
-                    f"version 0's layout cannot be read: {error}; restore the store"
-                ) from error
-            restored.frozen = self._initial["frozen"]
-        names = list(reversed(self.store.names("state")))
-        usable = False
-        for name in names:
-            try:
-                usable = self._load_state(name, restored)
-            except (Damaged, NotThere) as error:
-                restored.problems.append(f"{error}; going back to an older state")
-                continue
-            if usable:
-                break
-        if names and not usable:
-            raise StoreUnusable(
-                "no state in the store can be used: " + "; ".join(restored.problems[-3:])
-                + ": restore the store from a copy, or use another"
-            )  # fmt: skip
-        if not names and restored.layout is not None:  # stopped between version 0 and the first state
-            restored.newest = [self._read(f, 0) for f in range(len(restored.layout))]
+        restored = Restored(layout=self.reader.layout())
+        if self.reader.initial is not None:
+            restored.frozen = self.reader.initial["frozen"]
+        found = self.reader.newest(restored.layout)
+        restored.core, restored.problems = found.core, found.problems
+        if found.name:
+            self._states = [(found.name, found.versions)]
+        restored.newest = [chain.newest for chain in found.chains]
+        restored.newer = sorted((r for chain in found.chains for r in chain.newer), key=lambda r: r.number)
+        restored.number = max((record.number for record in restored.newest), default=0)
+        for fragment, chain in enumerate(found.chains):
+            if chain.unusable:
+                version = chain.newest.version
+                restored.problems.append(f"fragment {fragment} goes on from version {version}: {chain.why}")
+                restored.discarded.append((fragment, version, chain.why))
+                for above in chain.unusable:
+                    self._set_aside(record_name(fragment, above))
         self._load_offers(restored)
         optimizers = self.store.names("optimizer")
         restored.optimizer = optimizers[-1] if optimizers else ""
         return restored
 
-    def _load_state(self, name: str, restored: Restored) -> bool:
-        body = read_document(self.store, name)
-        if body["job"] != self.job:
-            raise StoreUnusable(f"{name} is of the job {body['job']!r}, not {self.job!r}: use another store")
-        versions: list[int] = body["versions"]
-        if restored.layout is not None:
-            versions = versions or [0] * len(restored.layout)
-            found = self._chains(versions, restored)
-            restored.newest = [newest for newest, _ in found]
-            restored.newer = sorted((r for _, newer in found for r in newer), key=lambda r: r.number)
-            restored.number = max((r.number for r in restored.newest), default=0)
-        elif versions:
-            raise StoreUnusable("there are merges but no initial.json in the store: restore it from a copy")
-        restored.core = body["core"]
-        self._states = [(name, versions)]
-        return True
-
-    def _chains(
-        self, versions: Sequence[int], restored: Restored
-    ) -> list[tuple[MergeRecord, list[MergeRecord]]]:
-        """Per fragment the newest usable record, and the headers from the state's version to it."""
-        there: dict[int, set[int]] = {}
-        for name in self.store.names("records"):
-            parsed = parse_record_name(name)
-            if parsed:
-                there.setdefault(parsed[0], set()).add(parsed[1])
-        result, problems, unusable = [], list[str](), list[tuple[int, int, str]]()
-        for fragment, begun in enumerate(versions):
-            have = there.get(fragment, set())
-            newer = self._newer(fragment, begun, have, problems)
-            while True:
-                version = newer[-1].version if newer else begun
-                try:
-                    newest = self._read(fragment, version)
-                    break
-                except (Damaged, NotThere) as error:
-                    if version == begun:
-                        raise
-                    problems.append(str(error))
-                    newer.pop()
-            above = sorted(v for v in have if v > version)
-            if above:
-                why = f"versions {above[0]} to {above[-1]} cannot be used: {'; '.join(problems) or 'a gap'}"
-                restored.problems.append(f"fragment {fragment} goes on from version {version}: {why}")
-                unusable.append((fragment, version, why))
-                for v in above:
-                    self._set_aside(record_name(fragment, v))
-            result.append((newest, newer))
-        restored.discarded = unusable
-        return result
-
-    def _newer(self, fragment: int, begun: int, have: set[int], problems: list[str]) -> list[MergeRecord]:
-        """The records after version ``begun``, without arrays. A gap ends them, unless it is one
-        that a version from a learner has bridged."""
-        newer: list[MergeRecord] = []
-        version = begun
-        after_gaps = [v for v in sorted(have) if v > begun + 1 and v - 1 not in have]
-        try:
-            bridges = {r.follows: r for v in after_gaps if (r := self._body(fragment, v)).recovered}
-            while version in bridges or version + 1 in have:
-                newer.append(bridges.get(version) or self._body(fragment, version + 1))
-                version = newer[-1].version
-        except (Damaged, NotThere) as error:
-            problems.append(str(error))
-        return newer
-
-    def _body(self, fragment: int, version: int) -> MergeRecord:
-        body = records.read_body(self.store, record_name(fragment, version), "merge")
-        return MergeRecord.from_body(body, np.empty(0, np.float32))
-
-    def _read(self, fragment: int, version: int) -> MergeRecord:
-        name = self.name_of(fragment, version)
-        record = MergeRecord.unpack(self.store.read(name, records.MAX_FILE), name)
-        if (record.job, record.fragment, record.version) != (self.job, fragment, version):
-            raise Damaged(f"{name} holds {record.job!r} fragment {record.fragment} version {record.version}")
-        return record
-
     def newer_than(self, versions: Mapping[int, int], upto: Sequence[int]) -> list[MergeRecord]:
         """Records without arrays that are still there, above ``versions`` and up to ``upto``, by fragment."""
-        found = []
-        for name in self.store.names("records"):
-            parsed = parse_record_name(name)
-            if parsed and parsed[0] < len(upto) and versions.get(parsed[0], 0) < parsed[1] <= upto[parsed[0]]:
-                found.append(self._body(*parsed))
-        return found
+        return [
+            self.reader.header(fragment, version)
+            for fragment, version in self.reader.merges()
+            if fragment < len(upto) and versions.get(fragment, 0) < version <= upto[fragment]
+        ]
 
     def _load_offers(self, restored: Restored) -> None:
         for name in self.store.names("offers"):

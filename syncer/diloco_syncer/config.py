@@ -37,13 +37,6 @@ class CoreConfig:
         places = tuple(
             (region.name, ordinal) for region in spec.regions for ordinal in range(region.learners)
         )
-        limit: tuple[Literal["steps", "tokens", "seconds"], float]
-        if stop.steps is not None:
-            limit = ("steps", stop.steps)
-        elif stop.tokens is not None:
-            limit = ("tokens", stop.tokens)
-        else:
-            limit = ("seconds", stop.seconds or 0.0)
         return cls(
             places=places,
             rules=RoundRules(
@@ -59,7 +52,7 @@ class CoreConfig:
             weights=sync.merge.weights,
             max_versions=sync.staleness.max_versions,
             heartbeat_timeout=sync.heartbeat.timeout_seconds,
-            stop=limit,
+            stop=(stop.kind, stop.limit),
             norm_gate=sync.norm_gate.factor,
             evaluated=spec.evaluated,
             seed=spec.seed,

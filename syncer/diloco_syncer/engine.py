@@ -38,13 +38,14 @@ from diloco_protocol.layout import Layout
 from diloco_protocol.spec import DiLoCoJob
 from diloco_syncer import events as ev
 from diloco_syncer.bases import Bases
-from diloco_syncer.checkpoint import Checkpoints, Restored, StoreUnusable, TakeOver
+from diloco_syncer.checkpoint import Checkpoints, Restored, TakeOver
 from diloco_syncer.core import Core
 from diloco_syncer.events import ENDED, PhaseName
 from diloco_syncer.initial import InitialUpload
 from diloco_syncer.messages import receipt_to
 from diloco_syncer.parameters import Broadcast, Diverged, Parameters
 from diloco_syncer.payloads import Payloads
+from diloco_syncer.reading import StoreUnusable
 from diloco_syncer.records import Array
 from diloco_syncer.relay import Relay
 from diloco_syncer.report import report

@@ -150,3 +150,11 @@ def test_a_session_that_breaks_takes_the_request_with_it(newcomer: Callable[...,
     one.takes.want(False)
     one.takes.ask_again()
     assert one.asked.calls == [PEER, PEER]
+
+
+def test_no_peer_and_nothing_on_any_disk_is_a_fresh_start(newcomer: Callable[..., Newcomer]) -> None:
+    one = newcomer()
+    one.takes.want(False)
+    one.takes.take(mail.StateArrived(True, None))
+    assert not one.takes.awaited and one.fresh == [0]
+    assert one.asked.calls == [PEER]

@@ -15,7 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.validate import problems_text, validate_file
-from diloco_protocol.load import JobError, Problem, job_from_json, job_to_json, load_job, parse_job, show
+from diloco_protocol.files import TooLarge
+from diloco_protocol.load import (
+    MAX_JOB_BYTES,
+    JobError,
+    Problem,
+    job_from_json,
+    job_to_json,
+    load_job,
+    parse_job,
+    read_job,
+    show,
+)
 from diloco_protocol.spec_yaml import MAX_BYTES, MAX_DEPTH, MAX_VALUES, YamlProblem, parse
 
 ROOT = Path(__file__).parents[2]
@@ -421,3 +432,20 @@ def test_an_error_without_a_file_reads_well() -> None:
     assert isinstance(error, ValueError) and str(error).startswith('training.data.paths = ["xxx')
     assert len(str(error)) < 130 and problems_text(error).startswith("the job: 1 problem\n")
     assert show("ü") == '"ü"'
+
+
+def test_a_job_in_normal_form_is_read_from_a_file_within_a_bound(tmp_path: Path) -> None:
+    path = tmp_path / "job.json"
+    job = parse_job(MINIMAL)
+    path.write_text(job_to_json(job))
+    assert read_job(path) == job
+    for data in (b"\xff\xfe", b"{", b"[]", b"{}"):
+        path.write_bytes(data)
+        with pytest.raises(JobError, match="normal form"):
+            read_job(path)
+    with open(path, "wb") as file:
+        file.truncate(MAX_JOB_BYTES + 1)
+    with pytest.raises(TooLarge, match="at most"):
+        read_job(path)
+    with pytest.raises(FileNotFoundError):
+        read_job(tmp_path / "absent")

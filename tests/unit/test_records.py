@@ -10,19 +10,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diloco.export import read_model
 from diloco_protocol.layout import Layout, Tensor
 from diloco_syncer import records
 from diloco_syncer.checkpoint import Checkpoints, SpooledOffer, StoreUnusable, TakeOver
 from diloco_syncer.documents import pack_document, unpack_document
 from diloco_syncer.events import FragmentCounts, PushHeader, ReportCounts
+from diloco_syncer.reading import Reader
 from diloco_syncer.receipts import SlotRow
 from diloco_syncer.records import Damaged, FormatRefused, Merged, MergeRecord, Recovered, record_name
 from diloco_syncer.store import DirectoryStore, Epoch, HigherEpoch, Store, open_store
 
 LAYOUT = Layout.build([Tensor("w", (100,), "float32", False)], 2)
+FROZEN = safetensors.numpy.save({"embed": np.ones(3, np.float32)})
 
 
 def header(fragment: int = 0, sequence: int = 1) -> PushHeader:
@@ -177,7 +181,7 @@ def begun(store: Store) -> Checkpoints:
         1, "layout.rec", *records.pack("blob", {}, {"blob": array(LAYOUT.to_json().encode())})
     )
     names = [made.stage(1, f"f{p:05d}.rec", *record(p, 0, made.epoch.number).pack()) for p in range(2)]
-    frozen = made.stage(1, "frozen.rec", *records.pack("blob", {}, {"blob": array(b"frozen")}))
+    frozen = made.stage(1, "frozen.rec", *records.pack("blob", {}, {"blob": array(FROZEN)}))
     made.commit_initial(layout, names, frozen)
     made.write_state({"n": 0}, [0, 0])
     return made
@@ -216,7 +220,7 @@ def test_version_0_is_in_force_only_when_it_was_committed(store: Store) -> None:
     begun(store)
     restored = opened(store).load()
     assert restored.layout == LAYOUT and restored.frozen
-    assert opened(store).read_blob(restored.frozen).tobytes() == b"frozen"
+    assert opened(store).read_blob(restored.frozen).tobytes() == FROZEN
     assert [r.version for r in restored.newest] == [0, 0]
     assert same(restored.newest[1], record(1, 0, restored.newest[1].epoch))
 
@@ -267,6 +271,31 @@ def test_a_damaged_newest_record_goes_back_one_version_loudly(store: Store) -> N
     made.load()
     made.write_record(record(1, 3, made.epoch.number))
     assert [r.version for r in opened(store).load().newest] == [3, 3]
+
+
+@pytest.mark.parametrize("harm", ["nothing", "newest record", "newest state", "a gap"])
+def test_an_export_is_what_a_restart_goes_on_from_and_changes_nothing(store: Store, harm: str) -> None:
+    made, versions = begun(store), [0, 0]
+    merge(made, versions, 2)
+    made.write_state({"n": 2}, versions)
+    merge(made, versions, 4)
+    if harm == "newest record":
+        damage(store, record_name(1, 4))
+    elif harm == "newest state":
+        damage(store, store.names("state")[-1])
+    elif harm == "a gap":
+        store.delete(record_name(0, 4))
+    folders = ("records", "state", "discarded", "initial")
+    before = {name: store.read(name, 1 << 20) for folder in folders for name in store.names(folder)}
+    exported = Reader(store, "j").newest(LAYOUT)
+    assert before == {name: store.read(name, 1 << 20) for folder in folders for name in store.names(folder)}
+    tensors, found = read_model(store, "j")
+    restored = opened(store).load()
+    assert found == [r.version for r in restored.newest] == [c.newest.version for c in exported.chains]
+    for fragment, pieces in enumerate(LAYOUT.fragments):
+        for piece in pieces:
+            values = tensors["w"][piece.start : piece.stop]
+            assert np.array_equal(values, restored.newest[fragment].theta[piece.offset :][: values.size])
 
 
 def test_a_gap_is_never_jumped(store: Store) -> None:

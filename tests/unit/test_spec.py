@@ -29,7 +29,7 @@ from diloco_protocol.load import (
     parse_job,
     spec_digest,
 )
-from diloco_protocol.spec import DiLoCoJob, JobSpec, RegionSpec
+from diloco_protocol.spec import DiLoCoJob, JobSpec, RegionSpec, StopSpec
 from diloco_protocol.spec_base import Spec, fields_by_alias, nested_model, unwrap
 from diloco_protocol.spec_words import _all_constraints, words
 from diloco_protocol.units import parse_quantity
@@ -662,6 +662,13 @@ def test_addresses(address: str) -> None:
 def test_wrong_addresses(address: str) -> None:
     (problem,) = problems(local_job({"syncer.endpoint": {"type": "External", "address": address}}))
     assert problem.path == "spec.syncer.endpoint.address" and "host:port" in problem.message
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("steps", 5), ("tokens", 7000), ("seconds", 2.5)])
+def test_a_stop_has_one_kind_and_its_limit(kind: str, limit: float) -> None:
+    stop = StopSpec.model_validate({kind: limit})
+    assert (stop.kind, stop.limit) == (kind, limit)
+    assert set(stop.model_dump()) == {"steps", "tokens", "seconds"}  # the normal form stays as it is
 
 
 # ------------------------------------------------------------------ what is written about it

@@ -137,11 +137,9 @@ class Participant:
         if not self._spec.sync.deterministic or not self.seated:
             return False
         stop = self._spec.training.stop
-        if stop.steps is not None:
-            return self.adoption.now.step >= stop.steps
-        if stop.tokens is not None:
-            return self.tokens >= -(-stop.tokens // self._spec.slots)
-        return False
+        if stop.kind == "steps":
+            return self.adoption.now.step >= stop.limit
+        return stop.kind == "tokens" and self.tokens >= -(-int(stop.limit) // self._spec.slots)
 
     @property
     def tokens(self) -> int:

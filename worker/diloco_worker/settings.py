@@ -21,7 +21,7 @@ from diloco_protocol.spec import DiLoCoJob
 _PROCESS = re.compile(r"^[0-9a-f]{1,64}$")
 _REGION = re.compile(r"^[^/\0]{1,64}$")
 _ADDRESS = re.compile(r"^(\[[0-9a-fA-F:]+\]|[^:\s/]+):([0-9]{1,5})$")
-_MAX_FILE_BYTES = 16 * 2**20
+_MAX_ADDRESS_BYTES = 2**16
 
 
 class WorkerError(Exception):
@@ -122,7 +122,7 @@ class WorkerSettings:
         assert self.syncer_file is not None
         try:
             with self.syncer_file.open("rb") as file:
-                document = json.loads(file.read(_MAX_FILE_BYTES))
+                document = json.loads(file.read(_MAX_ADDRESS_BYTES))
         except (FileNotFoundError, ValueError):
             return None  # not written yet, or being replaced by something that is no address file
         address = document.get("sync") if isinstance(document, dict) else None
@@ -159,23 +159,16 @@ def _flag(name: str, value: str) -> bool:
 
 
 def _read_job(path: Path) -> DiLoCoJob:
-    from diloco_protocol.load import job_from_json
+    from diloco_protocol.load import JobError, read_job
 
     try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_FILE_BYTES + 1)
+        return read_job(path)
     except OSError as error:
         raise ConfigurationError(
             f"DILOCO_JOB_FILE {str(path)!r} cannot be read: {error.strerror}; "
             "it is the job's normal form, written by the runner or the operator"
         ) from error
-    if len(data) > _MAX_FILE_BYTES:
-        raise ConfigurationError(
-            f"DILOCO_JOB_FILE {str(path)!r} is larger than {_MAX_FILE_BYTES} bytes: no job is"
-        )
-    try:
-        return job_from_json(data.decode("utf-8"))
-    except ValueError as error:  # JobError, or bytes that are no text
+    except JobError as error:
         raise ConfigurationError(
             f"DILOCO_JOB_FILE {str(path)!r} is no job in normal form: {error}"
         ) from error
