@@ -79,7 +79,7 @@ class Client:
         return int(event["pid"])
 
 
-def until(condition: Callable[[], bool], timeout: float = 10.0) -> None:
+def until(condition: Callable[[], bool], timeout: float = 45.0) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true"
