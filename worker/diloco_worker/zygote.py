@@ -64,6 +64,9 @@ def die_with_parent(parent: int) -> None:
 def die_while_loading() -> None:
     """End at once, not only after the imports' seconds, when the parent does: SIGTERM, which later
     ends the children first. Whoever started this holds the other end of stdin."""
+    # Ignored and blocked signals are inherited: whoever started the runner may have left SIGTERM so.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
         error = ctypes.get_errno()
