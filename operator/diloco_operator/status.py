@@ -1,0 +1,96 @@
+"""``status`` of a DiLoCoJob: the models that the CRD's status schema is generated from.
+
+The plan writes it whole through these models, so nothing is written that the API server
+would prune. People and programs read it; what the plan itself reads back (``image``,
+``replacements``, ``startTime``) is marked as such.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from diloco_protocol.spec_base import Spec
+
+Phase = Literal[
+    "Pending", "Starting", "Running", "Holding", "Suspending", "Suspended", "Finishing", "Complete", "Failed",
+    "Deleting", "Invalid",
+]  # fmt: skip
+
+
+class Condition(Spec):
+    """One condition, as Kubernetes' conventions have it."""
+
+    type: str = Field(..., max_length=316, description="Ready, QuorumMet, SyncerReady, ...")
+    status: Literal["True", "False", "Unknown"] = Field(..., description="Whether it holds.")
+    reason: str = Field(..., max_length=1024, description="One word in CamelCase, for programs.")
+    message: str = Field("", max_length=32768, description="A sentence: what is so, and what to do.")
+    observed_generation: int = Field(..., ge=0, description="Of the job that this is about.")
+    last_transition_time: str = Field(..., max_length=40, description="RFC 3339: since when.")
+
+
+class SyncerStatus(Spec):
+    """The syncer as it answered last."""
+
+    epoch: int | None = Field(None, description="How many syncers this job's store has had.")
+    step: int | None = Field(None, description="Greatest slot step.")
+    address: str | None = Field(None, max_length=300, description="host:port that learners dial.")
+    image: str | None = Field(None, max_length=1024, description="Image that it runs.")
+
+
+class Progress(Spec):
+    """Written at most every 60 s, and at transitions."""
+
+    tokens: int | None = Field(None, description="Trained, all learners.")
+    step: int | None = Field(None, description="Greatest slot step.")
+    merges: int | None = Field(None, description="Merges made durable.")
+    loss: float | None = Field(None, description="Of the merged model (else of the learners), nats a token.")
+    goodput: float | None = Field(None, description="Compute of merged steps over all slots' wall time.")
+
+
+class RegionStatus(Spec):
+    """One region."""
+
+    name: str = Field(..., max_length=20, description="As in spec.regions.")
+    cluster: str | None = Field(None, max_length=253, description="Where it runs.")
+    desired: int = Field(0, description="Learners wanted, spares included.")
+    ready: int = Field(0, description="Pods that have joined (this cluster's regions only).")
+    in_quorum: int = Field(0, description="Learners that take part in merges.")
+    lost_since: str | None = Field(None, max_length=40, description="RFC 3339: nobody heard since.")
+    state: str = Field("", max_length=64, description="One word.")
+    cause: str = Field("", max_length=2048, description="What keeps it from being whole.")
+    image: str | None = Field(None, max_length=1024, description="Image of its learners.")
+
+
+class Images(Spec):
+    """The operator's default images when the job started; kept, so that its upgrade restarts nothing."""
+
+    syncer: str = Field(..., max_length=1024, description="Of the syncer.")
+    worker: str = Field(..., max_length=1024, description="Of learners and evaluator.")
+
+
+class Replacements(Spec):
+    """Learners and syncers that had to be replaced."""
+
+    total: int = Field(0, description="Since the job began.")
+    since_merge: int = Field(0, description="Since the last merge; failurePolicy.maxReplacements is about it.")
+    merges: int = Field(0, description="The job's merges when since_merge was last zero.")
+
+
+class JobStatus(Spec):
+    """The whole status."""
+
+    observed_generation: int | None = Field(None, description="Generation of the spec this is about.")
+    phase: Phase | None = Field(None, description="For people; nothing decides on it.")
+    start_time: str | None = Field(None, max_length=40, description="RFC 3339; set once.")
+    completion_time: str | None = Field(None, max_length=40, description="RFC 3339: complete or failed.")
+    learners: str | None = Field(None, max_length=24, description="In the quorum / wanted.")
+    quorum: str | None = Field(None, max_length=24, description="Active / needed (K).")
+    conditions: list[Condition] = Field([], max_length=16, description="What is so and why.")
+    syncer: SyncerStatus | None = Field(None, description="The syncer as it answered last.")
+    progress: Progress | None = Field(None, description="How far it is.")
+    regions: list[RegionStatus] = Field([], max_length=64, description="Each region.")
+    image: Images | None = Field(None, description="Default images when the job started.")
+    replacements: Replacements | None = Field(None, description="Learners that had to be replaced.")
+    report: dict[str, Any] = Field({}, description="At the end: report.json's scalars and token totals.")
