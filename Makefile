@@ -10,7 +10,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := syncer,worker,dev,tensorboard
+EXTRAS := syncer,worker,operator,dev,tensorboard
 # An index to take torch from, as the install page of pytorch.org gives it for
 # your CPU or CUDA version; empty: the index that pip is set up with.
 TORCH_INDEX ?=
