@@ -51,11 +51,11 @@ demo: $(STAMP) ## Train a small model with three learners, kill one, and show wh
 
 .PHONY: test
 test: $(STAMP) ## Run the quick tests (within 10 minutes on two cores)
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow and not e2e" $(PYTEST_ARGS)
 
 .PHONY: test-slow
 test-slow: $(STAMP) ## Run the slow tests
-	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "slow and not e2e" $(PYTEST_ARGS)
 
 .PHONY: lint
 lint: $(STAMP) ## Style, types, doors between rooms, and whether generated files are current
