@@ -279,8 +279,14 @@ class Core:
             return
         if event.sum_versions == 0 and job.initial_loss is None:
             job.initial_loss = event.loss
-        if not job.eval_loss or event.tokens >= job.eval_loss[-1][0]:
+        # One row per measured version, though an evaluator that begins again or scores the end
+        # measures one that it had measured.
+        newest = job.eval_loss[-1][0] if job.eval_loss else 0
+        if event.tokens >= newest:
+            if job.eval_loss and (event.tokens, event.sum_versions) == (newest, job.scored_merges):
+                job.eval_loss.pop()
             job.eval_loss.append((event.tokens, event.loss))
+            job.scored_merges = event.sum_versions
         if event.final and job.phase is PhaseName.EVALUATING:
             job.final_loss = event.loss
 

@@ -40,6 +40,7 @@ class Job:
         self.epochs: list[tuple[int, list[int]]] = []  # (epoch, versions when it began)
         self.merges = 0
         self.eval_loss: list[tuple[int, float]] = []
+        self.scored_merges = -1  # merges in the model of its newest row
         self.initial_loss: float | None = None
         self.final_loss: float | None = None
         self.initialiser: int | None = None  # the connection that uploads version 0
@@ -156,6 +157,7 @@ class Job:
             "settled": self.settled,
             "merges": self.merges,
             "eval_loss": self.eval_loss,
+            "scored_merges": self.scored_merges,
             "initial_loss": self.initial_loss,
             "final_loss": self.final_loss,
         }
@@ -178,4 +180,5 @@ class Job:
         self.merges = state["merges"]
         self.settled = state.get("settled", 0)
         self.eval_loss = [(tokens, loss) for tokens, loss in state["eval_loss"]]
+        self.scored_merges = state.get("scored_merges", -1)
         self.initial_loss, self.final_loss = state["initial_loss"], state["final_loss"]

@@ -189,6 +189,7 @@ class Phases:
         ended = job.phase in (PhaseName.COMPLETE, PhaseName.EVALUATING)
         if again or (ended and not self._stop_reached(0.0)):
             job.phase, job.phase_message, self.target = PhaseName.WAITING, "resumed", PhaseName.COMPLETE
+            job.final_loss = None  # of an end that was not the last: the next one is scored anew
 
     def restart(self, now: float) -> None:
         """A new life of the syncer: learners have to come back before it goes on."""

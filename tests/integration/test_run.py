@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,11 +21,42 @@ from runs import Run, check_ledger
 pytestmark = pytest.mark.timeout(300)  # each waits with its own limits, which name what did not come
 
 
+# report.json is read by other programs: these names stay.
+NAMES = {
+    "schema", "outcome", "seed", "spec_digest", "layout_digest", "wall_seconds", "steps", "merges",
+    "versions", "tokens", "ledger", "goodput", "uptime", "initial_loss", "final_loss", "eval_loss",
+    "bytes_up", "bytes_down", "learners", "faults", "holds", "syncer",
+}  # fmt: skip
+INNER = {
+    "versions": {"min", "max"},
+    "tokens": {"trained", "merged", "pending", "dropped"},
+    "ledger": {"fragment", "merged", "pending", "dropped", "reasons"},
+    "learners": {
+        "slot", "incarnations", "steps", "tokens", "compute_seconds", "stalled_seconds", "merged_pushes",
+    },
+    "faults": {
+        "at_seconds", "action", "target", "detected_seconds", "joined_seconds", "first_step_seconds",
+        "recovered_seconds",
+    },
+    "holds": {"from_seconds", "to_seconds"},
+    "syncer": {"epoch", "restarts", "peak_rss_bytes"},
+}  # fmt: skip
+
+
+def names_are_kept(report: dict[str, Any]) -> None:
+    assert set(report) >= NAMES
+    for name, inner in INNER.items():
+        rows = report[name] if isinstance(report[name], list) else [report[name]]
+        assert all(set(row) == inner for row in rows), report[name]
+    assert all(len(row) == 2 for row in report["eval_loss"])
+
+
 def test_a_job_runs_to_its_end_and_what_it_leaves_is_whole(start: Callable[..., Run], tmp_path: Path) -> None:
     run = start("--report", str(tmp_path / "copy.json"))
     assert run.ends() == 0, run.everything()
     report = run.report()
     assert report == json.loads((tmp_path / "copy.json").read_text())
+    names_are_kept(report)
     assert report["schema"] == 1 and report["outcome"] == "complete" and report["seed"] == 0
     # Steps take 10 ms: how many merges fit between them depends on how busy this machine is.
     assert report["steps"] >= 60 and report["merges"] >= 8 and report["versions"]["min"] >= 1
@@ -60,12 +92,17 @@ def test_a_job_runs_to_its_end_and_what_it_leaves_is_whole(start: Callable[..., 
     assert "going on from the checkpoint" in more.output
     assert more.report()["steps"] >= 90
     check_ledger(more.report())
+    # The first end's score is a point of the curve now, and the new end has its own.
+    curve, further = report["eval_loss"], more.report()["eval_loss"]
+    assert curve[-1][1] == report["final_loss"] and further[-1][1] == more.report()["final_loss"]
+    assert further[: len(curve)] == curve and further[-1][0] > curve[-1][0]
+    assert len({tuple(row) for row in further}) == len(further)
 
 
 def test_faults_are_survived_and_accounted_for(start: Callable[..., Run]) -> None:
     chaos = (
         "step=20:kill:learner-1,step=60:term:learner-0,step=120:pause:learner-1:1s,"
-        "step=160:cut:learner-0:1s,step=220:kill:syncer"
+        "step=160:cut:learner-0:1s,step=220:kill:syncer,9999s:kill:learner"
     )
     run = start("--chaos", chaos, steps=600)
     assert run.ends(180) == 0, run.everything()
@@ -82,6 +119,8 @@ def test_faults_are_survived_and_accounted_for(start: Callable[..., Run]) -> Non
         assert None not in times, (fault, run.everything())
         assert times == sorted(times) and times[-1] < 30, fault
     assert report["syncer"]["restarts"] == 1 and report["syncer"]["epoch"] == 2
+    names_are_kept(report)
+    assert "chaos: it did not come to 9999s:kill:learner" in run.output
     assert "chaos: kill learner-1" in run.output and "gone:" in run.output and "joined:" in run.output
     check_ledger(report)
     assert all(row["reasons"].get("drain", 0) == 0 for row in report["ledger"]), report["ledger"]

@@ -382,6 +382,34 @@ def test_stop_drains_merges_evaluates_and_completes() -> None:
     assert told["final_loss"] == 2.5
     assert told["tokens"] == {"trained": 100, "merged": 100, "pending": 0, "dropped": 0}
 
+    saved = json.loads(json.dumps(desk.core.state(desk.now)))
+    same = Desk(config(slots=2, stop=("tokens", 100), evaluated=True), saved, 2)
+    assert same.core.phase is PhaseName.COMPLETE and same.core.report(0.0)["final_loss"] == 2.5
+    further = Desk(config(slots=2, stop=("tokens", 200), evaluated=True), saved, 2)
+    assert further.core.phase is PhaseName.WAITING
+    assert further.core.report(0.0)["final_loss"] is None  # the next end is scored anew
+
+
+def test_one_row_per_version_that_was_scored() -> None:
+    desk = Desk(config(slots=2, evaluated=True))
+    evaluator = ev.Join(8, "e", "r", 0, True, "L", {}, 0, ())
+    desk.do(evaluator)
+
+    def score(desk: Desk, tokens: int, loss: float, merges: int) -> list[list[float]]:
+        desk.do(ev.Evaluated(8, tokens, loss, merges, False))
+        return desk.core.report(0.0)["eval_loss"]
+
+    assert score(desk, 0, 5.5, 0) == [[0, 5.5]]
+    assert score(desk, 0, 5.5, 0) == [[0, 5.5]]  # said again in the next session
+    assert score(desk, 40, 4.0, 1) == [[0, 5.5], [40, 4.0]]
+    assert score(desk, 0, 5.5, 0) == [[0, 5.5], [40, 4.0]]
+    assert score(desk, 40, 3.5, 2) == [[0, 5.5], [40, 4.0], [40, 3.5]]  # merged, not trained meanwhile
+    saved = json.loads(json.dumps(desk.core.state(0.0)))
+    again = Desk(config(slots=2, evaluated=True), saved, 2)
+    again.do(evaluator)
+    assert score(again, 40, 3.5, 2) == [[0, 5.5], [40, 4.0], [40, 3.5]]
+    assert score(again, 80, 3.0, 3)[2:] == [[40, 3.5], [80, 3.0]]
+
 
 def test_suspend_keeps_offers_short_of_k_and_resume_merges_them() -> None:
     desk = Desk(config(slots=2, quorum=2))
