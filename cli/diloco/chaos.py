@@ -29,10 +29,11 @@ LASTING = ("pause", "cut")  # these need a DURATION
 GRAMMAR = "TIME:ACTION:TARGET[:DURATION], as in 20s:kill:learner-2 or step=150:pause:learner:5s"
 MAX_FAULTS = 10_000
 
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
+# At most 9 digits: what nobody means is refused here, not where a float or a timer ends.
+_DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(ms|s|m|h)")
 _UNIT_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
-_STEP = re.compile(r"step=(\d+)")
-_LEARNER = re.compile(r"learner(?:-(\d+))?")
+_STEP = re.compile(r"step=([0-9]{1,9})")
+_LEARNER = re.compile(r"learner(?:-([0-9]{1,9}))?")
 
 
 class ChaosError(ValueError):

@@ -116,6 +116,8 @@ class Runner:
             self._spawn(self._life(journal))
             verdict = await self._verdict
             await self._leave(verdict)
+            for fault in self.injector.waiting:
+                self.screen.event(f"chaos: it did not come to {fault.text}", "yellow")
         finally:
             self._stopping = True
             await self._cancel_tasks()

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 EVENTS_SHOWN = 14
+FEWEST_EVENTS = 3  # on a small terminal
 LINE_SECONDS = 5.0  # between plain progress lines
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _STATE_STYLES = {
@@ -244,12 +245,14 @@ class Live:
         self._events: deque[Text] = deque(maxlen=EVENTS_SHOWN)
         self._start = time.monotonic()
         self._view: View | None = None
+        self._console = console
         self._live = RichLive(console=console, refresh_per_second=4, auto_refresh=False, transient=False)
         self._live.start()
 
     def event(self, text: str, style: str = "") -> None:
         stamp = f"{time.monotonic() - self._start:7.1f} s  "
-        self._events.append(Text(stamp, style="dim") + Text(text, style=style))
+        line = Text(stamp, style="dim", no_wrap=True, overflow="ellipsis")
+        self._events.append(line + Text(text, style=style))
         if self._view is not None:
             self.update(self._view)
         else:
@@ -257,7 +260,10 @@ class Live:
 
     def update(self, view: View) -> None:
         self._view = view
-        self._live.update(picture(view, list(self._events)), refresh=True)
+        # What is taller than the terminal is cut off at its end, where the newest events are.
+        figures = len(self._console.render_lines(picture(view, []), self._console.options))
+        room = max(FEWEST_EVENTS, self._console.height - figures)
+        self._live.update(picture(view, list(self._events)[-room:]), refresh=True)
 
     def close(self) -> None:
         self._live.stop()

@@ -27,6 +27,8 @@ def read_status(where: str | None) -> dict[str, Any]:
     """
     address = None if where is None or Path(where).exists() else _ADDRESS.fullmatch(where)
     if address is not None:
+        if int(address[2]) > 65535:
+            raise StatusError(f"{where}: there is no port {address[2]}; a port is at most 65535")
         return {"running": True, **_from_address(f"{address[1]}:{address[2]}")}
     try:
         workdir = find(where)

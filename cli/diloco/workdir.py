@@ -12,6 +12,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from diloco_protocol.spec import DiLoCoJob
 
 MAX_REPORT_BYTES = 64 << 20
+
+# What a store holds before version 0 is in it; deleting it loses nothing.
+_NOT_BEGUN = frozenset({"job.json", "epochs", "state", "manifests", "tape.jsonl", "report.json"})
 
 
 class WorkdirError(Exception):
@@ -152,7 +156,8 @@ def claim(workdir: Workdir, job: DiLoCoJob, directory: Path) -> bool:
     workdir already belonged to this job.
 
     Raises WorkdirError if it belongs to another job, or to this one with something
-    changed that is fixed once a job has started.
+    changed that is fixed once a job has started. A run that failed before version 0 (a
+    mistake in the model, say) has started nothing: what is left of it is removed.
     """
     from diloco_protocol.files import FileError, write_whole
     from diloco_protocol.load import JobError, job_to_json, read_job
@@ -170,7 +175,10 @@ def claim(workdir: Workdir, job: DiLoCoJob, directory: Path) -> bool:
     except OSError as error:
         raise _unusable(workdir.path, error) from error
     if before is not None:
-        _same_job(workdir.path, before, job, immutable_digests(before), immutable_digests(job))
+        changed = _changed(workdir.path, before, job, immutable_digests(before), immutable_digests(job))
+        if changed:
+            _empty_unbegun(workdir, job.metadata.name, changed)
+            before = None
     elif any(workdir.store.iterdir()):
         raise WorkdirError(f"workdir {workdir.path} has a store but no job.json: give another --workdir")
     try:
@@ -181,21 +189,32 @@ def claim(workdir: Workdir, job: DiLoCoJob, directory: Path) -> bool:
     return before is not None
 
 
-def _same_job(
+def _changed(
     path: Path, before: DiLoCoJob, job: DiLoCoJob, digests_before: dict[str, str], digests: dict[str, str]
-) -> None:
+) -> list[str]:
+    """The fields that are fixed once a job has started and differ. Raises WorkdirError for another job."""
     if before.metadata.name != job.metadata.name:
         raise WorkdirError(
             f"workdir {path} belongs to the job {before.metadata.name!r}, this one is {job.metadata.name!r}:"
             " give another --workdir"
         )
-    changed = sorted(field for field in digests if digests[field] != digests_before.get(field))
-    if changed:
-        raise WorkdirError(
-            f"workdir {path} holds a start of the job {job.metadata.name!r} with another"
-            f" {', '.join(changed)}: these are fixed once a job has started; restore them,"
-            " or give another --workdir"
-        )
+    return sorted(field for field in digests if digests[field] != digests_before.get(field))
+
+
+def _empty_unbegun(workdir: Workdir, name: str, changed: list[str]) -> None:
+    """Empty the store of a job that got to no version 0. Raises WorkdirError if it did."""
+    try:
+        entries = list(workdir.store.iterdir())
+        if any(entry.name not in _NOT_BEGUN for entry in entries):
+            raise WorkdirError(
+                f"workdir {workdir.path} holds a start of the job {name!r} with another"
+                f" {', '.join(changed)}: these are fixed once a job has started; restore them,"
+                " or give another --workdir"
+            )
+        for entry in entries:
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    except OSError as error:
+        raise _unusable(workdir.path, error) from error
 
 
 def _unusable(path: Path, error: OSError) -> WorkdirError:

@@ -196,6 +196,9 @@ def _set(document: Document, text: str, overridden: list[Path]) -> None:
     parts = left.strip().split(".")
     if not equals or not all(parts):
         raise ValueError("must read path=value, such as sync.every=12 or regions.0.learners=2")
+    if parts[0] in ("apiVersion", "kind", "metadata", "spec"):
+        cure = f"write {'.'.join(parts[1:])}={right}" if parts[0] == "spec" and parts[1:] else "edit the file"
+        raise ValueError(f"{parts[0]} is not a known field below spec, where these paths start: {cure}")
     try:
         value = parse(right).value
     except YamlProblem as problem:

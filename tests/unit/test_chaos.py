@@ -35,6 +35,9 @@ def test_every_form() -> None:
         ("20s:kill:worker", "item 1", "write learner-N, learner or syncer"),
         ("20s:kill:learner-", "item 1", "no target 'learner-'"),
         ("20s:kill:learner,", "item 2 ('')", "remove the spare comma"),
+        (f"step={'9' * 5000}:kill:learner", "item 1", "such as step=150"),
+        (f"1s:kill:learner-{'9' * 5000}", "item 1", "write learner-N, learner or syncer"),
+        (f"1s:pause:learner:{'9' * 400}h", "item 1", "is no duration above zero"),
         (
             "random(seed=1,every=10s):kill:learner",
             "item 1 ('random(seed=1,every=10s):kill:learner')",

@@ -162,10 +162,22 @@ def test_a_workdir_belongs_to_one_job(tmp_path: Path) -> None:
         assert claim(workdir, parse_job(JOB, ["training.stop.steps=20"]), tmp_path) is True
         assert json.loads(workdir.job.read_text())["spec"]["training"]["stop"]["steps"] == 20
         assert workdir.job_directory() == tmp_path
+        (workdir.store / "initial.json").write_text("{}")
         with pytest.raises(WorkdirError, match="belongs to the job 'tiny', this one is 'other'"):
             claim(workdir, parse_job(JOB.replace("name: tiny", "name: other")), tmp_path)
         with pytest.raises(WorkdirError, match=r"another seed, sync\.fragments: these are fixed"):
             claim(workdir, parse_job(JOB, ["seed=7", "sync.fragments=1"]), tmp_path)
+
+
+def test_a_start_that_came_to_nothing_does_not_fix_what_was_wrong_with_it(tmp_path: Path) -> None:
+    with locked(tmp_path / "run") as workdir:
+        assert claim(workdir, parse_job(JOB, ["seed=7"]), tmp_path) is False
+        (workdir.store / "epochs").mkdir()
+        for name in ("job.json", "tape.jsonl", "epochs/0000000001"):
+            (workdir.store / name).write_text("{}")
+        assert claim(workdir, parse_job(JOB), tmp_path) is False
+        assert json.loads(workdir.job.read_text())["spec"]["seed"] == 0
+        assert not list(workdir.store.iterdir())
 
 
 def test_directories_that_cannot_be_a_workdir(tmp_path: Path, job: Path) -> None:
@@ -200,6 +212,8 @@ def test_status_of_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         closed = f"127.0.0.1:{server.getsockname()[1]}"
     code, output = diloco("status", closed)
     assert code == 2 and "nothing listens on" in output
+    code, output = diloco("status", "127.0.0.1:99999")
+    assert code == 2 and "there is no port 99999" in output
 
 
 def test_status_of_a_run_that_is_over(tmp_path: Path) -> None:

@@ -94,6 +94,19 @@ def test_the_picture_has_everything() -> None:
         assert words in out.getvalue(), words
 
 
+def test_on_a_small_terminal_the_newest_events_are_seen() -> None:
+    out = io.StringIO()
+    live = Live(Console(file=out, force_terminal=True, width=80, height=24))
+    live.update(view())
+    for number in range(20):
+        out.truncate(0)
+        live.event(f"event {number} " + 70 * "x")
+    shown = out.getvalue()  # one picture
+    live.close()
+    assert shown.count("\n") < 24 and "event 19" in shown and "event 13" in shown
+    assert "training" in shown and "event 0 " not in shown
+
+
 def test_the_picture_before_anything_is_known() -> None:
     out = io.StringIO()
     live = Live(Console(file=out, force_terminal=True, width=120))
