@@ -50,7 +50,7 @@ class Syncer:
         self.max_versions = max_versions
         self.epoch, self.version = 1, 0
         self.history: list[Theta] = [{}]
-        self.reset_at: set[int] = set()
+        self.reset_at: dict[int, int] = {}  # version -> its epoch
         self.round = 0
         self.opened: int | None = None
         self.pushes: dict[int, tuple[PushPlan, Theta]] = {}
@@ -65,7 +65,7 @@ class Syncer:
             epoch=self.epoch,
             version=self.version,
             identity=("float32", 4, hash(frozenset(self.history[self.version].items()))),
-            reset=self.version in self.reset_at,
+            reset_at=max(((epoch, v) for v, epoch in self.reset_at.items()), default=(0, 0)),
             merged_sequence=self.merged[0],
             merged_version=self.merged[1],
         )
@@ -112,9 +112,9 @@ class Syncer:
     def roll_back(self, version: int) -> None:
         self.history.append(self.history[version])
         self.version += 1
-        self.reset_at.add(self.version)
         self.pushes, self.offers, self.opened = {}, {}, None
         self.epoch += 1
+        self.reset_at[self.version] = self.epoch
 
 
 class World(RuleBasedStateMachine):
@@ -211,7 +211,13 @@ class World(RuleBasedStateMachine):
             self.deliver_news(news, theta)
 
     def deliver_news(self, news: Broadcast, new: Theta) -> None:
+        before = self.adoption.fragments[0].base
         decision = self.adoption.on_broadcast(news)
+        if decision.moves_parameters and before is not None:
+            # Also where the broadcast of the roll-back itself was lost or overtaken.
+            rolled_back = any(before.version < v <= news.version for v in self.syncer.reset_at)
+            assert decision.reset_optimizer == rolled_back
+            assert decision.kind is Kind.OVERWRITE or not rolled_back
         self.apply(decision, new)
 
     def apply(self, decision: Decision, new: Theta) -> None:
@@ -361,7 +367,7 @@ def news(
     version: int, fragment: int = 0, epoch: int = 1, merged: tuple[int, int] = (0, 0), **more: object
 ) -> Broadcast:
     identity = ("float32", 4, 1000 * epoch + version)
-    return Broadcast(fragment, epoch, version, identity, False, *merged, **more)  # type: ignore[arg-type]
+    return Broadcast(fragment, epoch, version, identity, (0, 0), *merged, **more)  # type: ignore[arg-type]
 
 
 def test_overlapped_steps_are_kept_or_dropped_by_rule() -> None:
@@ -447,7 +453,18 @@ def test_epochs() -> None:
 def test_a_reset_clears_the_work_and_the_inner_optimizer() -> None:
     adoption = learner()
     adoption.on_step(10, 1.0)
-    decision = adoption.on_broadcast(Broadcast(0, 2, 5, ("float32", 4, 5), reset=True))
+    decision = adoption.on_broadcast(Broadcast(0, 2, 5, ("float32", 4, 5), reset_at=(2, 5)))
+    assert (decision.kind, decision.reset_optimizer) == (Kind.OVERWRITE, True)
+    assert adoption.rows()[0].dropped_rolled_back == 10
+    adoption.on_step(10, 1.0)
+    decision = adoption.on_broadcast(Broadcast(0, 2, 6, ("float32", 4, 6), reset_at=(2, 5)))
+    assert (decision.kind, decision.reset_optimizer) == (Kind.REBASE, False), "it was adopted before"
+
+
+def test_a_reset_that_was_overtaken_is_a_reset_still() -> None:
+    adoption = learner()
+    adoption.on_step(10, 1.0)
+    decision = adoption.on_broadcast(Broadcast(0, 2, 6, ("float32", 4, 6), reset_at=(2, 5)))
     assert (decision.kind, decision.reset_optimizer) == (Kind.OVERWRITE, True)
     assert adoption.rows()[0].dropped_rolled_back == 10
 

@@ -19,6 +19,7 @@ from diloco_worker import Learner, compute, exchange, mail
 from diloco_worker.adoption import PushPlan
 from diloco_worker.exchange import Exchange
 from diloco_worker.fragments import Vector, build_layout
+from diloco_worker.holdings import Holding
 from diloco_worker.phases import CLOSING, ENDED, LEAVING
 from diloco_worker.session import Outbox
 from diloco_worker.settings import ConfigurationError, WorkerSettings
@@ -105,6 +106,18 @@ def test_version_0_with_infinities_is_fatal_and_said(made: tuple[Exchange, mail.
     start = [Vector.from_array(np.array([1, np.nan], np.float32))]
     with pytest.raises(ConfigurationError, match=r"not finite \(fragment 0\).*check how the model is built"):
         one._loop.run_until_complete(one._upload_initial(start, b""))
+
+
+def test_a_roll_back_that_was_overtaken_is_not_forgotten(made: tuple[Exchange, mail.Inbox]) -> None:
+    one, box = made
+    one._holdings.put(Holding(sync_pb2.Announcement(), np.zeros(10, np.float32), b""))
+    one._eager = False  # hears, and does not download
+    full = sync_pb2.Payload(encoding="bfloat16", bytes=20)
+    for version, reset in ((4, False), (5, True), (6, False)):
+        one._announced(sync_pb2.Announcement(epoch=2, version=version, reset=reset, full=full))
+    (heard,) = box.take()  # of three announcements the newest
+    assert isinstance(heard, mail.Heard)
+    assert (heard.news.version, heard.news.reset_at) == (6, (2, 5))
 
 
 # ------------------------------------------------------------------ what is to be said

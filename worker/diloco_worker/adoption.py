@@ -33,8 +33,8 @@ after Decoupled DiLoCo section 3 and Streaming DiLoCo, arXiv 2501.18512):
   own work only.
 - in either case, work older than ``max_versions`` can never be merged:
   θ ← Θ', its tokens dropped (stale).
-- ``reset`` (a roll-back): θ ← Θ', its tokens dropped (rolled-back), and the inner
-  optimizer starts afresh.
+- a roll-back since the base (``reset_at``; the broadcast of it may have been overtaken):
+  θ ← Θ', its tokens dropped (rolled-back), and the inner optimizer starts afresh.
 
 Within an epoch a lower version is ignored, and the same version with other bytes
 stops the learner. A higher epoch wins whatever its version: with the same version
@@ -126,13 +126,14 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class Broadcast:
-    """An announcement whose bytes are here (sync.proto Announcement)."""
+    """An announcement whose bytes are here (sync.proto Announcement). ``reset_at``: (epoch, version)
+    of the newest roll-back that was announced, this one's or an earlier one's."""
 
     fragment: int
     epoch: int
     version: int
     identity: tuple[str, int, int]
-    reset: bool = False
+    reset_at: tuple[int, int] = (0, 0)
     merged_sequence: int = 0
     merged_version: int = 0
 
@@ -418,6 +419,7 @@ class Adoption:
     def _adopt(self, state: FragmentState, base: Base, news: Broadcast) -> Decision:
         now = self.now
         merged: _Snapshot | None = None
+        reset = news.reset_at > (base.epoch, base.version)
         if news.merged_sequence and news.merged_version > base.version:
             merged = state.snapshots.get(news.merged_sequence)
             if merged is None:
@@ -438,7 +440,7 @@ class Adoption:
         pending = now.tokens - since[0].point.tokens
 
         overwrite: Dropped | None = None
-        if news.reset:
+        if reset:
             overwrite = Dropped.ROLLED_BACK
         elif age > self.config.max_versions:
             overwrite = Dropped.STALE
@@ -459,7 +461,7 @@ class Adoption:
             merged=merged.plan.sequence if merged else 0,
             forget=forget,
             move=tuple(sorted(s for s, kept in state.snapshots.items() if kept.values)),
-            reset_optimizer=news.reset,
+            reset_optimizer=reset,
         )
         if overwrite is not None:
             return _as(decision, Kind.OVERWRITE)

@@ -107,6 +107,7 @@ class Exchange:
         self._pushes: list[Push] = []
         self._pushing = 0
         self._news: dict[int, sync_pb2.Announcement] = {}  # newest announced, per fragment
+        self._resets: dict[int, tuple[int, int]] = {}  # newest roll-back, per fragment
         self._holdings = Holdings(len(layout))
         self._fetching: set[int] = set()
         self._bytes = [0, 0]  # up, down, of earlier connections
@@ -442,9 +443,23 @@ class Exchange:
                 f"fragment {news.fragment}: a push merged after version {news.version} is named"
             )
         self._news[news.fragment] = news
-        self._inbox.put(mail.Heard(_broadcast(news), news.job_tokens))
+        if news.reset:
+            self._resets[news.fragment] = (news.epoch, news.version)
+        self._inbox.put(mail.Heard(self._broadcast(news), news.job_tokens))
         if self._eager or self._holdings.get(news.fragment) is None:
             self._fetch(news.fragment)
+
+    def _broadcast(self, news: sync_pb2.Announcement) -> Broadcast:
+        full = news.full
+        return Broadcast(
+            fragment=news.fragment,
+            epoch=news.epoch,
+            version=news.version,
+            identity=(full.encoding, full.bytes, full.checksum),
+            reset_at=self._resets.get(news.fragment, (0, 0)),
+            merged_sequence=news.merged_sequence,
+            merged_version=news.merged_version,
+        )
 
     def _fetch_announced(self) -> None:
         for fragment, news in self._news.items():
@@ -504,7 +519,7 @@ class Exchange:
                 attempt = 0
                 self._holdings.put(holding)
                 vector = self._pinned(holding.values)
-                self._inbox.put(mail.Arrived(_broadcast(news), vector, news.job_tokens))
+                self._inbox.put(mail.Arrived(self._broadcast(news), vector, news.job_tokens))
                 if self._news.get(fragment) is news or not self._eager:
                     break
         finally:
@@ -658,19 +673,6 @@ class Exchange:
 
 def _grant(lease: sync_pb2.Lease) -> Grant:
     return Grant(lease.lease, lease.data_epoch, lease.block, lease.start, lease.end, lease.block_size)
-
-
-def _broadcast(news: sync_pb2.Announcement) -> Broadcast:
-    full = news.full
-    return Broadcast(
-        fragment=news.fragment,
-        epoch=news.epoch,
-        version=news.version,
-        identity=(full.encoding, full.bytes, full.checksum),
-        reset=news.reset,
-        merged_sequence=news.merged_sequence,
-        merged_version=news.merged_version,
-    )
 
 
 def _first(group: BaseExceptionGroup[Any]) -> BaseException:
