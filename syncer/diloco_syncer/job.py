@@ -129,8 +129,9 @@ class Job:
             slot.loss = report.loss
         if self.leases:
             self.leases.move(slot.index, report.cursors)
-        if report.trained_steps and not slot.advanced:
-            slot.advanced = True
+        slot.advanced = slot.advanced or bool(report.trained_steps)
+        if report.trained_steps and moved and not slot.stepped:
+            slot.stepped = True
             self.note("first-step", slot, f"slot {slot.index} made its first step, {slot.step}")
         trained = self.ledger.trained(slot.index)
         if trained > before:

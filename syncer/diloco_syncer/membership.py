@@ -62,7 +62,9 @@ class Slot:
     step_seconds: float = 0.0
     paused: bool = False
     merged_pushes: int = 0
-    merged_in_tenure: bool = False
+    # Since it was seated, anew or as who it was: what a fault's time of recovery is read from.
+    stepped: bool = False
+    merged_since: bool = False
     late_rounds: int = 0
     starved: bool = False
     # Newest accepted and newest merged push of the open tenure, per fragment.
@@ -75,7 +77,7 @@ class Slot:
         return self.state in OCCUPIED
 
     def clear_tenure(self) -> None:
-        self.ready = self.advanced = self.merged_in_tenure = self.paused = self.starved = False
+        self.ready = self.advanced = self.paused = self.starved = False
         self.late_rounds = 0
         self.accepted_sequence.clear()
         self.merged.clear()
@@ -148,6 +150,7 @@ class Membership:
         self.next_incarnation += 1
         slot.process, slot.region, slot.ordinal = join.process, join.region, join.ordinal
         slot.connection, slot.state, slot.heard_at = join.connection, SlotState.ACTIVE, now
+        slot.stepped = slot.merged_since = False
         return slot.incarnation
 
     def reachable(self) -> set[int]:

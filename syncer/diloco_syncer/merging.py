@@ -96,8 +96,8 @@ class Merging:
         for push in closed.pushes:
             slot = self.job.members.slots[push.header.slot]
             self._count_merged(slot, push.header, event.version)
-            if not slot.merged_in_tenure and push.header.incarnation == slot.incarnation:
-                slot.merged_in_tenure = True
+            if not slot.merged_since and push.header.incarnation == slot.incarnation:
+                slot.merged_since = True
                 self.job.note(
                     "first-merge", slot, f"slot {slot.index} is in a merge (fragment {event.fragment})"
                 )

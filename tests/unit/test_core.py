@@ -258,6 +258,27 @@ def test_the_same_process_comes_back_with_its_work() -> None:
     assert desk.core.ledger and desk.core.ledger.pending(1, 0) == 30
 
 
+def test_who_came_back_has_a_first_step_and_a_first_merge_again() -> None:
+    desk = Desk(config())
+
+    def told(actions: list[ev.Action]) -> list[tuple[str, int]]:
+        return [(n.kind, n.incarnation) for n in of(actions, ev.Note) if n.kind.startswith("first-")]
+
+    desk.begin(1)
+    assert told(desk.report(1, 4)) == [("first-step", 1)]
+    desk.push(0, 4)
+    assert told(desk.do(ev.Merged(0, 1, 0.1, (1.0,)))) == [("first-merge", 1)]
+    assert told(desk.report(1, 5, base=1, confirmed=40)) == []
+    desk.do(ev.ConnectionLost(1))
+    desk.later(11.0)
+    desk.join(9, 0, process="p1", previous_incarnation=1)
+    assert told(desk.report(9, 5, base=1, confirmed=40)) == []  # what was known is no step since
+    assert told(desk.report(9, 8, base=1, confirmed=40)) == [("first-step", 2)]
+    changes = {"base_version": 1, "first_step": 5, "steps": 4, "tokens": 40, "sequence": 2}
+    assert reason(desk.push(0, 8, **changes, report=report(8, 1, 40))) is None
+    assert told(desk.do(ev.Merged(0, 2, 0.1, (1.0,)))) == [("first-merge", 2)]
+
+
 def test_a_program_started_again_under_the_same_id_begins_a_new_tenure() -> None:
     desk = Desk(config())
     desk.begin(2)
