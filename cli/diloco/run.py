@@ -90,8 +90,12 @@ def _check_here(job: DiLoCoJob, options: Options) -> None:
     if options.report is not None:
         # Its directory is made with the first write (it may be the workdir itself): the nearest
         # one that exists has to be writable.
-        parent = next(p for p in options.report.absolute().parents if p.exists())
-        if options.report.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
+        try:
+            parent = next(p for p in options.report.absolute().parents if p.exists())
+            unfit = options.report.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK)
+        except OSError:  # a name that is too long, a loop of links
+            unfit = True
+        if unfit:
             raise UsageError(
                 f"--report {options.report}: it cannot be written; "
                 "name a file in a directory that can be written"
@@ -112,8 +116,11 @@ def check_listen(address: str) -> None:
         ):
             pass
     except OSError as error:
+        number = error.errno or 0
+        if number < 0:  # getaddrinfo's
+            raise UsageError(f"--http {address}: there is no such host; write 127.0.0.1:0") from error
         raise UsageError(
-            f"--http {address}: cannot listen there ({os.strerror(error.errno) if error.errno else error});"
+            f"--http {address}: cannot listen there ({os.strerror(number) if number else error});"
             " choose another port, or leave it out"
         ) from error
 

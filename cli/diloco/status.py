@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
-from pathlib import Path
 from typing import Any
 
 from diloco.hub import HubError, fetch_json
@@ -25,7 +25,7 @@ def read_status(where: str | None) -> dict[str, Any]:
     the syncer's own port. Of a run that is not going on, the last report is shown with
     ``"running": false``. Raises StatusError.
     """
-    address = None if where is None or Path(where).exists() else _ADDRESS.fullmatch(where)
+    address = None if where is None or os.path.exists(where) else _ADDRESS.fullmatch(where)
     if address is not None:
         if int(address[2]) > 65535:
             raise StatusError(f"{where}: there is no port {address[2]}; a port is at most 65535")

@@ -233,7 +233,7 @@ def find(argument: str | None) -> Workdir:
     """
     if argument is not None:
         path = Path(argument)
-        if not (path / "job.json").is_file():
+        if not os.path.isfile(path / "job.json"):
             raise WorkdirError(f"{argument} is no run's directory (it has no job.json)")
         return Workdir(path.absolute())
     found = [(job.stat().st_mtime, job.parent) for job in Path("runs").glob("*/job.json")]

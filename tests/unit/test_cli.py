@@ -84,7 +84,9 @@ def test_wrong_arguments_are_2(arguments: list[str]) -> None:
         (["--seed", "-5"], "seed"),
         (["--set", "syncer.shards=2"], "--set syncer.shards=1"),
         (["--report", "/dev/null/report.json"], "name a file in a directory that can be written"),
+        (["--report", "r" * 300], "name a file in a directory that can be written"),
         (["--http", "8080"], "host:port"),
+        (["--http", "nowhere.invalid:0"], "there is no such host"),
         (["--http", "127.0.0.1:99999"], "host:port"),
     ],
 )
@@ -212,6 +214,9 @@ def test_status_of_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         closed = f"127.0.0.1:{server.getsockname()[1]}"
     code, output = diloco("status", closed)
     assert code == 2 and "nothing listens on" in output
+    for command in (["status"], ["export", tmp_path / "out"]):
+        code, output = diloco(command[0], "w" * 300, *command[1:])
+        assert code == 2 and "no run's directory" in output
     code, output = diloco("status", "127.0.0.1:99999")
     assert code == 2 and "there is no port 99999" in output
 
