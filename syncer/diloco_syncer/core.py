@@ -197,8 +197,7 @@ class Core:
             case ev.InitialStored():
                 self._initial_stored(event)
             case ev.InitialFailed():
-                if self.job.initialiser == event.connection:
-                    self.job.initialiser = None
+                self.reception.initial_failed(event.connection)
             case ev.Merged():
                 self.merging.merged(event, now)
             case ev.LeaseRequested():
@@ -295,7 +294,7 @@ class Core:
         job = self.job
         self.reception.lose_silent(now)
         self.reception.seat_standbys(now)
-        self.reception.ask_initial()
+        self.reception.ask_initial(now)
         job.out += self.lost.advance(now)
         job.out += self.peers.advance(job.members, job.closing, now)
         job.out += self.phases.advance(now)

@@ -7,6 +7,7 @@ are appended to ``out`` in the order in which they are to be carried out.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from diloco_syncer import events as ev
@@ -44,6 +45,8 @@ class Job:
         self.initial_loss: float | None = None
         self.final_loss: float | None = None
         self.initialiser: int | None = None  # the connection that uploads version 0
+        self.invited = ("", 0.0)  # the process that was told to join again for it, and how long that counts
+        self.initial_failures: Counter[str] = Counter()  # uploads that did not come through, by process
         self.settled = 0  # the newest epoch that trained, or gave up what its store had lost
         self.forgotten: set[int] = set()  # slots with tenures that the restored state has not heard of
         self.out: list[Action] = []
@@ -122,6 +125,7 @@ class Job:
         if not self.ledger.tell(slot.index, report):
             return False
         self.ledger.roll_back(slot.index, self.epoch)
+        moved = report.slot_step > slot.step or not slot.advanced
         slot.step = max(slot.step, report.slot_step)
         slot.step_seconds = report.step_seconds
         slot.paused = report.paused

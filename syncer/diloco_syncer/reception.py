@@ -161,12 +161,7 @@ class Reception:
                 self.job.ledger.open_tenure(slot.index, incarnation)
                 self.job.rounds.seat(slot.index, slot.step)
         slot.ready = False
-        if (
-            not self.job.initialised
-            and self.job.initialiser is None
-            and not (self.job.config.rules.deterministic and slot.index != 0)
-        ):
-            self.job.initialiser = join.connection
+        self._may_initialise(slot, now)
         leases = self.job.leases.of(slot.index) if self.job.leases else ()
         tokens = self.job.ledger.trained(slot.index) if self.job.ledger else 0
         seat = ev.Seat(slot.index, incarnation, continuing, slot.step, tokens, leases)
@@ -198,8 +193,7 @@ class Reception:
     def connection_lost(self, connection: int, now: float) -> None:
         self.job.members.standby.pop(connection, None)
         self.job.members.evaluators.discard(connection)
-        if self.job.initialiser == connection:
-            self.job.initialiser = None
+        self.initial_failed(connection)
         self.peers.forget(connection)
         self.lost.gone(connection)
         slot = self.job.members.by_connection(connection)
@@ -225,8 +219,7 @@ class Reception:
             self.job.out.append(ev.Refuse(slot.connection, "lost", "not heard in time: join again", False))
             self.peers.forget(slot.connection)
             self.lost.gone(slot.connection)
-            if self.job.initialiser == slot.connection:
-                self.job.initialiser = None
+            self.initial_failed(slot.connection)
             slot.connection = None
         self.job.out.append(ev.Persist())
         self.job.note(kind, slot, message)
@@ -262,13 +255,51 @@ class Reception:
             del self.job.members.standby[connection]
             self._seat(slot, join, now, continuing=False, promote=True)
 
-    def ask_initial(self) -> None:
-        """Version 0 is missing and nobody is making it: ask the next member."""
-        if self.job.initialised or self.job.initialiser is not None:
+    # ---------------------------------------------------------------- version 0
+
+    def initial_failed(self, connection: int) -> None:
+        """Version 0 does not come from there: whoever failed less often is asked before it."""
+        if self.job.initialiser != connection:
             return
-        for slot in self.job.members.slots:
-            if slot.connection is None or (self.job.config.rules.deterministic and slot.index != 0):
-                continue
-            self.job.initialiser = slot.connection
-            self.job.out.append(ev.AskInitial(slot.connection))
+        self.job.initialiser = None
+        slot = self.job.members.by_connection(connection)
+        if slot is not None:
+            self.job.initial_failures[slot.process] += 1
+
+    def ask_initial(self, now: float) -> None:
+        """Version 0 is missing and nobody is making it: invite the next member. Only a Welcome can ask
+        for it, so its session ends, and until it is back nobody else is invited."""
+        job = self.job
+        if job.initialised or job.initialiser is not None or job.phase in ENDED or self._invited(now):
             return
+        if job.invited[0]:
+            job.initial_failures[job.invited[0]] += 1  # it did not come back
+            job.invited = ("", 0.0)
+        here = [slot for slot in job.members.slots if slot.connection is not None]
+        seated = [slot for slot in here if self._initialises(slot)]
+        if not seated:
+            return
+        slot = min(seated, key=lambda slot: job.initial_failures[slot.process])
+        assert slot.connection is not None
+        job.invited = (slot.process, now + job.config.heartbeat_timeout)
+        job.out.append(ev.AskInitial(slot.connection))
+
+    def _initialises(self, slot: Slot) -> bool:
+        return slot.index == 0 or not self.job.config.rules.deterministic
+
+    def _invited(self, now: float) -> str:
+        """The process that is expected back to upload version 0; empty: none is."""
+        process, until = self.job.invited
+        if now < until and any(s.occupied and s.process == process for s in self.job.members.slots):
+            return process
+        return ""
+
+    def _may_initialise(self, slot: Slot, now: float) -> None:
+        """Who is seated while version 0 is missing makes it, unless a better one is expected back."""
+        job = self.job
+        if job.initialised or job.initialiser is not None or not self._initialises(slot):
+            return
+        invited, failures = self._invited(now), job.initial_failures
+        if invited in ("", slot.process) or failures[slot.process] < failures[invited]:
+            job.initialiser = slot.connection
+            job.invited = ("", 0.0)

@@ -342,7 +342,11 @@ class World:
             case ev.Promote():
                 self.seated(self.connections[action.connection], action.seat, action.merged)
             case ev.AskInitial():
-                self.at(0.1, lambda c=action.connection: self.initialise(c))
+                learner = self.connections.pop(action.connection, None)
+                if learner is not None:
+                    learner.connection = None
+                    self.at(0.01, lambda: self.handle(ev.ConnectionLost(action.connection)))
+                    self.at(0.2, lambda: self.connect(learner))
             case ev.Refuse():
                 learner = self.connections.pop(action.connection, None)
                 if learner is not None:
@@ -486,7 +490,7 @@ class World:
                 self.announce(learner, p, merged[p] if merged else ev.MergedPush())
 
     def initialise(self, connection: int) -> None:
-        if connection in self.connections and not self.core.initialised:
+        if connection in self.connections and self.core.initialiser == connection:
             for p in range(self.setup.fragments):
                 self.records[p, 0] = Record(self.epoch, frozenset(), [])
             self.handle(ev.InitialStored("L", (10,) * self.setup.fragments))
@@ -495,7 +499,7 @@ class World:
         version = self.core.versions[p]
         epoch, ids, connection = self.epoch, self.records[p, version].ids, learner.connection
         identity = ("f", p, hash(ids))
-        news = Broadcast(p, epoch, version, identity, False, merged.sequence, merged.version)
+        news = Broadcast(p, epoch, version, identity, (0, 0), merged.sequence, merged.version)
         rows = self.core.receipt(p)
 
         def arrive() -> None:
