@@ -29,7 +29,7 @@ from .spec_yaml import MAX_BYTES, Document, Path, YamlProblem, parse
 
 __all__ = [
     "JobError", "Problem", "immutable_digests", "job_from_json", "job_to_json", "job_warnings", "load_job",
-    "parse_job", "read_job", "spec_digest",
+    "load_manifest", "parse_job", "read_job", "spec_digest",
 ]  # fmt: skip
 
 MAX_JOB_BYTES = 4 * MAX_BYTES  # of the normal form, which has every default in it
@@ -85,8 +85,20 @@ def load_job(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> DiL
     return parse_job(_read(FilePath(path)), overrides, source=str(path))
 
 
+def load_manifest(
+    path: str | os.PathLike[str], overrides: Iterable[str] = ()
+) -> tuple[DiLoCoJob, dict[str, Any]]:
+    """As load_job, with the document as it is written: overrides applied, no defaults filled in. It is
+    what a client of the API server applies, and so owns those fields alone."""
+    return _parse(_read(FilePath(path)), overrides, str(path))
+
+
 def parse_job(text: str, overrides: Iterable[str] = (), source: str = "job") -> DiLoCoJob:
     """As load_job, from text."""
+    return _parse(text, overrides, source)[0]
+
+
+def _parse(text: str, overrides: Iterable[str], source: str) -> tuple[DiLoCoJob, dict[str, Any]]:
     try:
         document = parse(text)
     except YamlProblem as problem:
@@ -104,7 +116,7 @@ def parse_job(text: str, overrides: Iterable[str] = (), source: str = "job") -> 
     problems += found
     if problems or job is None:
         raise JobError(problems, source)
-    return job
+    return job, document.value
 
 
 def job_warnings(job: DiLoCoJob) -> list[Problem]:
