@@ -123,7 +123,7 @@ def print_costs(faults: list[dict[str, Any]]) -> None:
     print("median".ljust(14), *(f"{median(f[f'{part}_seconds'] for f in faults):11.2f}" for part in PARTS))
 
 
-def test_ten_kills_of_learners(start: Callable[..., Run]) -> None:
+def test_ten_kills_of_learners(start: Callable[..., Run], capsys: pytest.CaptureFixture[str]) -> None:
     rng = random.Random(20260428)
     at, target, schedule = 0.0, -1, []
     for _ in range(KILLS):
@@ -140,7 +140,8 @@ def test_ten_kills_of_learners(start: Callable[..., Run]) -> None:
         costs = [fault[f"{part}_seconds"] for part in PARTS]
         assert None not in costs, (fault, run.everything())
         assert costs == sorted(costs), fault
-    print_costs(faults)
+    with capsys.disabled():
+        print_costs(faults)
     assert median(fault["recovered_seconds"] for fault in faults) <= 10
 
     # The steps of those that were not hit: as many in the seconds after a kill as before it.
@@ -155,7 +156,8 @@ def test_ten_kills_of_learners(start: Callable[..., Run]) -> None:
                 continue
             before = within(times, moment - window, moment)
             ratios.append(before / max(1, within(times, moment, moment + window)))
-    print("steps before / after a kill:", " ".join(f"{ratio:.2f}" for ratio in sorted(ratios)))
+    with capsys.disabled():
+        print("steps before / after a kill:", " ".join(f"{ratio:.2f}" for ratio in sorted(ratios)))
     assert len(ratios) >= 5 and median(ratios) <= 1.5, ratios
 
     check_ledger(report, FRAGMENTS)
@@ -174,7 +176,9 @@ def test_ten_kills_of_learners(start: Callable[..., Run]) -> None:
         assert learner["incarnations"] == 1 + hits, report["learners"]
 
 
-def test_syncers_killed_lose_no_acknowledged_merge(start: Callable[..., Run]) -> None:
+def test_syncers_killed_lose_no_acknowledged_merge(
+    start: Callable[..., Run], capsys: pytest.CaptureFixture[str]
+) -> None:
     rng = random.Random(7)
     moments = [rng.uniform(3, 6), rng.uniform(11, 14), rng.uniform(19, 22)]
     chaos = ",".join(f"{moment:.2f}s:kill:syncer" for moment in moments)
@@ -189,7 +193,8 @@ def test_syncers_killed_lose_no_acknowledged_merge(start: Callable[..., Run]) ->
     assert report["syncer"]["restarts"] == 3 and report["syncer"]["epoch"] == 4
     faults = report["faults"]
     assert len(faults) == 3 and None not in [f[f"{part}_seconds"] for f in faults for part in PARTS], faults
-    print_costs(faults)
+    with capsys.disabled():
+        print_costs(faults)
     assert median(fault["recovered_seconds"] for fault in faults) <= 10
 
     # Learners go on alone, from the kill to the first session with the next syncer.
