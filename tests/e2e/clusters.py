@@ -1,0 +1,258 @@
+"""Real Kubernetes clusters for the tests: localkube, kind, or the one that KUBECONFIG names.
+
+CLUSTER=localkube|kind|current chooses (default: the first that is there); CLUSTER_NAME names
+a cluster that is made; KEEP=1 leaves it running, and a running one is used again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import ssl
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class CommandFailed(AssertionError):
+    """A command that had to work did not; the message has its output."""
+
+
+def run(*command: str, check: bool = True, timeout: float = 120, stdin: str | None = None, **env: str) -> str:
+    """The command's stdout. Raises CommandFailed with all that it said."""
+    done = subprocess.run(
+        command,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, **env},
+        check=False,
+    )
+    if check and done.returncode:
+        raise CommandFailed(
+            f"{' '.join(command)}: exit {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        )
+    return done.stdout
+
+
+def until(what: str, condition: Callable[[], Any], timeout: float, every: float = 0.5) -> Any:
+    """Wait for the first true value of ``condition``; errors count as false and are told at the end."""
+    end, error = time.monotonic() + timeout, None
+    while time.monotonic() < end:
+        try:
+            value = condition()
+            error = None
+            if value:
+                return value
+        except (CommandFailed, OSError, KeyError, IndexError, ValueError) as problem:
+            error = problem
+        time.sleep(every)
+    raise AssertionError(f"after {timeout:.0f} s: not {what}" + (f" ({error})" if error else ""))
+
+
+class Cluster:
+    """One cluster, reached with kubectl, helm, and the API server's own HTTP."""
+
+    can: frozenset[str] = frozenset()  # which faults can be made: node, isolate, api, fake-nodes
+
+    def __init__(self, name: str, kubeconfig: Path, context: str | None = None) -> None:
+        self.name, self.kubeconfig = name, kubeconfig
+        document = yaml.safe_load(kubeconfig.read_text())
+        self.context = context or document["current-context"]
+        entry = next(c["context"] for c in document["contexts"] if c["name"] == self.context)
+        cluster = next(c["cluster"] for c in document["clusters"] if c["name"] == entry["cluster"])
+        user = next((u["user"] for u in document["users"] if u["name"] == entry["user"]), {})
+        self.server = cluster["server"]
+        self._token = user.get("token")
+        self._tls = ssl.create_default_context()
+        if "certificate-authority-data" in cluster:
+            import base64
+
+            self._tls = ssl.create_default_context(
+                cadata=base64.b64decode(cluster["certificate-authority-data"]).decode()
+            )
+
+    # ------------------------------------------------------------- commands
+
+    def kubectl(self, *args: str, check: bool = True, timeout: float = 90, stdin: str | None = None) -> str:
+        command = ("kubectl", "--kubeconfig", str(self.kubeconfig), "--context", self.context, *args)
+        return run(*command, check=check, timeout=timeout, stdin=stdin)
+
+    def helm(self, *args: str, check: bool = True, timeout: float = 300) -> str:
+        command = ("helm", "--kubeconfig", str(self.kubeconfig), "--kube-context", self.context, *args)
+        return run(*command, check=check, timeout=timeout)
+
+    def diloco(self, *args: str, check: bool = True, timeout: float = 120) -> str:
+        """The command line of this checkout, on this cluster."""
+        import sys
+
+        program = Path(sys.executable).with_name("diloco")
+        extra = ("--kubeconfig", str(self.kubeconfig), "--context", self.context)
+        return run(str(program), *args, *extra, check=check, timeout=timeout)
+
+    def apply(self, *objects: dict[str, Any], namespace: str = "default") -> str:
+        text = "\n---\n".join(json.dumps(o) for o in objects)
+        return self.kubectl("apply", "-n", namespace, "-f", "-", stdin=text)
+
+    # ------------------------------------------------------------- the API, quickly
+
+    def raw(self, path: str, timeout: float = 5) -> bytes:
+        """GET below the API server. Raises OSError."""
+        if self._token is None:  # client certificates: kubectl knows how
+            try:
+                return self.kubectl("get", "--raw", path, timeout=timeout + 5).encode()
+            except (CommandFailed, subprocess.TimeoutExpired) as error:
+                raise OSError(str(error)) from error
+        request = urllib.request.Request(
+            self.server + path, headers={"Authorization": f"Bearer {self._token}"}
+        )
+        with urllib.request.urlopen(request, timeout=timeout, context=self._tls) as answer:
+            return bytes(answer.read())
+
+    def api(self, path: str) -> dict[str, Any] | None:
+        """A JSON object of the API server; None: not found."""
+        try:
+            return dict(json.loads(self.raw(path)))
+        except urllib.error.HTTPError as error:
+            if error.code == 404:
+                return None
+            raise
+        except OSError as error:
+            if "NotFound" in str(error):
+                return None
+            raise
+
+    def items(self, path: str, selector: str = "") -> list[dict[str, Any]]:
+        from urllib.parse import quote
+
+        document = self.api(path + (f"?labelSelector={quote(selector)}" if selector else ""))
+        return list(document["items"]) if document else []
+
+    # ------------------------------------------------------------- life and faults
+
+    def load(self, tags: Sequence[str]) -> None:
+        raise NotImplementedError
+
+    def down(self) -> None:
+        """Delete the cluster, if the tests made it."""
+
+    def nodes(self) -> list[str]:
+        return sorted(n["metadata"]["name"] for n in self.items("/api/v1/nodes"))
+
+    def fault(self, *words: str) -> None:
+        """localkube's words: stop-node N, start-node N, isolate N, rejoin N, stop-api, start-api."""
+        raise NotImplementedError(f"{type(self).__name__} cannot do {words}")
+
+
+class LocalKube(Cluster):
+    can = frozenset({"node", "isolate", "api", "fake-nodes"})
+
+    def __init__(self, program: str, name: str, nodes: int) -> None:
+        self._program = program
+        env = run(program, "env").strip()
+        folder = env.removeprefix("export PATH=").removesuffix(":$PATH")
+        if folder not in os.environ["PATH"].split(":"):
+            os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
+        kubeconfig = run(program, "up", name, "--nodes", str(nodes), timeout=600).strip().splitlines()[-1]
+        super().__init__(name, Path(kubeconfig))
+
+    def load(self, tags: Sequence[str]) -> None:
+        run(self._program, "load", self.name, *tags, timeout=900)
+
+    def fault(self, *words: str) -> None:
+        run(self._program, words[0], self.name, *words[1:], timeout=180)
+
+    def down(self) -> None:
+        run(self._program, "down", self.name, timeout=180)
+
+
+class Kind(Cluster):
+    can = frozenset({"node", "isolate", "api"})
+
+    def __init__(self, name: str, nodes: int) -> None:
+        self._kind = name
+        if name not in run("kind", "get", "clusters").split():
+            roles = [{"role": "control-plane"}, *({"role": "worker"} for _ in range(nodes - 1))]
+            config = yaml.safe_dump(
+                {"kind": "Cluster", "apiVersion": "kind.x-k8s.io/v1alpha4", "nodes": roles}
+            )
+            run("kind", "create", "cluster", "--name", name, "--config", "-", stdin=config, timeout=600)
+        path = Path(os.environ.get("TMPDIR", "/tmp")) / f"kind-{name}.kubeconfig"
+        path.write_text(run("kind", "get", "kubeconfig", "--name", name))
+        path.chmod(0o600)
+        super().__init__(name, path)
+
+    def load(self, tags: Sequence[str]) -> None:
+        run("kind", "load", "docker-image", "--name", self._kind, *tags, timeout=900)
+
+    def fault(self, *words: str) -> None:
+        node = self.nodes()[int(words[1])] if len(words) > 1 else f"{self._kind}-control-plane"
+        docker = {
+            "stop-node": ("stop", node),
+            "start-node": ("start", node),
+            "isolate": ("network", "disconnect", "kind", node),
+            "rejoin": ("network", "connect", "kind", node),
+        }
+        if words[0] in docker:
+            run("docker", *docker[words[0]], timeout=120)
+        elif words[0] == "stop-api":
+            manifest = "/etc/kubernetes/manifests/kube-apiserver.yaml"
+            run("docker", "exec", node, "mv", manifest, "/etc/kubernetes/apiserver.away")
+        else:
+            manifest = "/etc/kubernetes/manifests/kube-apiserver.yaml"
+            run("docker", "exec", node, "mv", "/etc/kubernetes/apiserver.away", manifest)
+
+    def down(self) -> None:
+        run("kind", "delete", "cluster", "--name", self._kind, timeout=180)
+
+
+class Current(Cluster):
+    """The cluster of KUBECONFIG; its nodes must be able to pull the images (IMAGE_REPOSITORY, IMAGE_TAG)."""
+
+    def __init__(self) -> None:
+        path = Path(os.environ.get("KUBECONFIG") or Path.home() / ".kube" / "config")
+        super().__init__("current", path)
+
+    def load(self, tags: Sequence[str]) -> None:
+        pass
+
+
+def localkube() -> str | None:
+    """The localkube program, from LOCALKUBE or PATH."""
+    return os.environ.get("LOCALKUBE") or shutil.which("localkube")
+
+
+def open_cluster(name: str | None = None, nodes: int = 2) -> Cluster | str:
+    """The cluster that CLUSTER asks for, or why there is none."""
+    kind = os.environ.get("CLUSTER") or (
+        "localkube"
+        if localkube()
+        else "kind"
+        if shutil.which("kind")
+        else "current"
+        if "KUBECONFIG" in os.environ
+        else ""
+    )
+    name = name or os.environ.get("CLUSTER_NAME", "dilocoe2e")
+    if kind == "localkube":
+        program = localkube()
+        return (
+            LocalKube(program, name, nodes)
+            if program
+            else "CLUSTER=localkube, but LOCALKUBE names no program"
+        )
+    if kind == "kind":
+        return Kind(name, nodes) if shutil.which("kind") else "CLUSTER=kind, but kind is not on PATH"
+    if kind == "current":
+        return Current()
+    return "no cluster: set CLUSTER=localkube|kind|current (and LOCALKUBE or KUBECONFIG)"

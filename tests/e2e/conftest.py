@@ -1,0 +1,108 @@
+"""The cluster of the tests: made once, the operator installed by the chart, taken away at the end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .clusters import ROOT, Cluster, open_cluster, until
+from .jobs import Job, small_job
+
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+SYSTEM = "diloco-system"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.e2e)
+
+
+def images() -> tuple[str, ...]:
+    return tuple(f"diloco-{role}:{VERSION}" for role in ("operator", "syncer", "worker"))
+
+
+@pytest.fixture(scope="session")
+def bare_cluster() -> Iterator[Cluster]:
+    """A cluster without the operator, two nodes."""
+    found = open_cluster()
+    if isinstance(found, str):
+        pytest.skip(found)
+    yield found
+    if not os.environ.get("KEEP") and type(found).__name__ != "Current":
+        found.down()
+
+
+@pytest.fixture(scope="session")
+def cluster(bare_cluster: Cluster) -> Cluster:
+    """With images loaded and the operator installed, ready."""
+    if not os.environ.get("IMAGES_LOADED"):
+        bare_cluster.load(images())
+    install(bare_cluster)
+    return bare_cluster
+
+
+def install(cluster: Cluster, *values: str, timeout: int = 180) -> None:
+    """`helm upgrade --install` of the chart, as the README says it."""
+    settings = [word for value in values for word in ("--set", value)]
+    cluster.helm(
+        "upgrade", "--install", "diloco", str(ROOT / "charts" / "diloco"), "-n", SYSTEM, "--create-namespace",
+        "--wait", "--timeout", f"{timeout}s", *settings, timeout=timeout + 60,
+    )  # fmt: skip
+
+
+_numbers = iter(range(1000))
+
+
+@pytest.fixture
+def namespace(cluster: Cluster) -> Iterator[str]:
+    """A namespace of the test's own, with the restricted pod security standard enforced."""
+    name = f"t{int(time.time()) % 100000}-{next(_numbers)}"
+    cluster.apply(
+        {
+            "apiVersion": "v1",
+            "kind": "Namespace",
+            "metadata": {"name": name, "labels": {"pod-security.kubernetes.io/enforce": "restricted"}},
+        }
+    )
+    yield name
+    if os.environ.get("KEEP"):
+        return
+    for item in cluster.items(f"/apis/diloco.io/v1alpha1/namespaces/{name}/dilocojobs"):
+        cluster.kubectl(
+            "delete", "dilocojob", item["metadata"]["name"], "-n", name, "--wait=false", check=False
+        )
+    until(
+        f"no job left in {name}",
+        lambda: not cluster.items(f"/apis/diloco.io/v1alpha1/namespaces/{name}/dilocojobs"),
+        60,
+    )
+    cluster.kubectl("delete", "namespace", name, "--wait=false", check=False)
+
+
+@pytest.fixture
+def start(cluster: Cluster, namespace: str) -> Any:
+    """``start(name, **spec)``: a small job of the test's own, applied."""
+
+    def begin(name: str, **spec: Any) -> Job:
+        job = Job(cluster, name, namespace)
+        job.apply(small_job(name, **spec))
+        return job
+
+    return begin
+
+
+def python(*words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """This environment's Python."""
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=timeout, check=False
+    )

@@ -1,0 +1,102 @@
+"""1. Apply to Complete; the export loads in transformers; status.report is report.json's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from .clusters import ROOT, Cluster, until
+from .jobs import Job
+
+
+def scalars(report: dict[str, Any]) -> dict[str, Any]:
+    """What of report.json the status keeps: no lists, and of objects the numbers."""
+    return {key: value for key, value in report.items() if not isinstance(value, list)}
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(900)
+def test_the_example_trains_to_its_end(cluster: Cluster, namespace: str, tmp_path: Path) -> None:
+    document = yaml.safe_load((ROOT / "manifests" / "examples" / "tiny-gpt.yaml").read_text())
+    document["spec"]["training"]["stop"] = {"tokens": 250_000}
+    document["spec"]["training"]["evaluation"]["everyTokens"] = 100_000
+    name = document["metadata"]["name"]
+    job = Job(cluster, name, namespace)
+    job.apply(document)
+    job.wait_condition("Complete", timeout=700)
+    status = job.status()
+    assert status["phase"] == "Complete"
+    assert status["completionTime"] > status["startTime"]
+
+    path = tmp_path / "report.json"
+    cluster.diloco("report", name, "-n", namespace, "-o", str(path))
+    report = json.loads(path.read_text())
+    assert report["outcome"] == "complete"
+    assert report["tokens"]["trained"] >= 250_000
+    wanted = scalars(report)
+    for key, value in status["report"].items():
+        assert value == wanted[key], key
+    missing = {k for k, v in wanted.items() if v is not None} - set(status["report"])
+    assert not missing, missing
+    for row in report["ledger"]:
+        assert row["merged"] + row["pending"] + row["dropped"] == report["tokens"]["trained"]
+    # The evaluator's figures, from a pod of its own: it learned something.
+    assert report["final_loss"] < report["initial_loss"] - 1.0
+
+    # Learners and evaluator are gone, the syncer stays and serves the model.
+    until("no learner left", lambda: not job.pods("learner") and not job.pods("evaluator"), 60)
+    out = tmp_path / "model"
+    cluster.diloco("export", name, str(out), "-n", namespace, timeout=180)
+    assert abs(held_out_loss(out, document) - report["final_loss"]) < 0.02
+
+
+def held_out_loss(model: Path, document: dict[str, Any]) -> float:
+    """The exported model's loss on the evaluator's own batches, in transformers."""
+    import torch
+    import transformers
+
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model)
+    length = document["spec"]["training"]["data"]["sequenceLength"]
+    from diloco_protocol.load import parse_job
+    from diloco_worker import data
+
+    job = parse_job(yaml.safe_dump(document), "job.yaml")
+    spec = job.spec
+    held_out = data.load(spec, held_out=True)
+    assert spec.training.evaluation is not None
+    count = spec.training.evaluation.batches * spec.training.batch.sequences
+    picked = [held_out[i * len(held_out) // count] for i in range(count)]
+    total = 0.0
+    with torch.no_grad():
+        for item in picked:
+            ids = item["input_ids"].long().unsqueeze(0)
+            assert ids.shape[1] == length
+            logits = loaded(ids).logits[:, :-1]
+            total += float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()))
+    return total / count
+
+
+def test_what_people_see(cluster: Cluster, start: Any) -> None:
+    """kubectl get, wait, describe as the README says them."""
+    job: Job = start("shown", tokens=60_000, learners=2)
+    job.in_merges(2)
+    table = cluster.kubectl("get", "dj", "-n", job.namespace)
+    head, row = table.splitlines()[:2]
+    assert head.split() == ["NAME", "PHASE", "LEARNERS", "QUORUM", "STEP", "TOKENS", "LOSS", "GOODPUT", "AGE"]
+    assert row.split()[0] == "shown"
+    cluster.kubectl(
+        "wait",
+        "--for=condition=Complete",
+        "--timeout=5m",
+        "dilocojob/shown",
+        "-n",
+        job.namespace,
+        timeout=320,
+    )
+    told = cluster.kubectl("describe", "dilocojob", "shown", "-n", job.namespace)
+    for word in ("Complete", "Events:", "Started"):
+        assert word in told, told[-3000:]

@@ -1,0 +1,161 @@
+"""2. Learners' pods are deleted at random moments; 4. so is the operator's, in the middle.
+
+Survivors never restart, and their median step time stays within 15 %; every replacement
+contributes again. Printed for each deletion: gone, fenced, running, joined, in a merge, in
+seconds from `kubectl delete`.
+"""
+
+from __future__ import annotations
+
+import calendar
+import json
+import random
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pytest
+
+from .clusters import ROOT, Cluster, until
+from .conftest import SYSTEM
+from .jobs import Job, wall
+
+WINDOW = 20.0  # seconds of steps before and after a deletion
+
+
+@dataclass
+class Timeline:
+    """Seconds from the deletion; ``slower``: the worst survivor's median step time against before."""
+
+    pod: str
+    forced: bool
+    gone: float = 0.0
+    fenced: float = 0.0
+    running: float = 0.0
+    joined: float = 0.0
+    merged: float = 0.0
+    slower: float = 0.0
+
+
+def delete_and_follow(job: Job, victim: str, forced: bool) -> Timeline:
+    pod = job.pod(victim)
+    assert pod is not None
+    uid = pod["metadata"]["uid"]
+    known = job.training()["events"]
+    newest = known[-1]["n"] if known else 0
+    slot = next(s["slot"] for s in job.training()["slots"] if s["process"].startswith(uid.replace("-", "")))
+    told = Timeline(victim, forced)
+    start = wall()
+    words = ("--grace-period=0", "--force") if forced else ()
+    job.cluster.kubectl("delete", "pod", victim, "-n", job.namespace, "--wait=false", *words)
+
+    def successor() -> dict[str, Any] | None:
+        found = job.pod(victim)
+        if told.gone == 0.0 and (found is None or found["metadata"]["uid"] != uid):
+            told.gone = wall() - start
+        return found if found is not None and found["metadata"]["uid"] != uid else None
+
+    new = until(f"a successor of {victim}", successor, 90, every=0.2)
+    process = new["metadata"]["uid"].replace("-", "")
+
+    def running() -> str | None:
+        states = (job.pod(victim) or {})["status"].get("containerStatuses", [])
+        found = next((s["state"]["running"]["startedAt"] for s in states if "running" in s["state"]), None)
+        return str(found) if found else None
+
+    started = until(f"{victim} runs again", running, 90, every=0.2)
+    told.running = max(calendar.timegm(time.strptime(started, "%Y-%m-%dT%H:%M:%SZ")) - start, told.gone)
+
+    def merged(document: dict[str, Any]) -> bool:
+        row = next((s for s in document["slots"] if s["process"].startswith(process)), None)
+        return row is not None and any(
+            e["kind"] == "first-merge" and e["slot"] == row["slot"] and e["incarnation"] == row["incarnation"]
+            for e in document["events"]
+        )
+
+    document = job.wait_training(f"{victim} is in a merge again", merged, 120)
+    events = [e for e in document["events"] if e["n"] > newest]
+    row = next(s for s in document["slots"] if s["process"].startswith(process))
+    told.fenced = (
+        next(
+            e["time"]
+            for e in events
+            if (e["slot"] == slot and e["kind"] in ("gone", "lost", "drained"))
+            or (e["slot"] == row["slot"] and e["kind"] == "joined")
+        )
+        - start
+    )
+    mine = [e for e in events if e["slot"] == row["slot"] and e["incarnation"] == row["incarnation"]]
+    told.joined = next(e["time"] for e in mine if e["kind"] == "joined") - start
+    told.merged = next(e["time"] for e in mine if e["kind"] == "first-merge") - start
+    return told
+
+
+@pytest.mark.parametrize(
+    "count", [pytest.param(3, marks=[pytest.mark.ci, pytest.mark.timeout(600)]),
+              pytest.param(10, marks=pytest.mark.timeout(1500))],
+)  # fmt: skip
+def test_learners_are_deleted(cluster: Cluster, start: Any, count: int) -> None:
+    job: Job = start("chaos", learners=3)
+    job.in_merges(3)
+    rng = random.Random(count)
+    timelines: list[Timeline] = []
+    pods = sorted(job.identities())
+    for turn in range(count):
+        # Long enough for the steps before the deletion to be those of a whole quorum.
+        moment = wall() + WINDOW + rng.uniform(0, 5)
+        until("the random moment", lambda at=moment: wall() >= at, WINDOW + 10, every=0.1)
+        before = job.identities()
+        victim, forced = rng.choice(pods), turn % 2 == 1
+        began = wall()
+        earlier = job.step_seconds(began - WINDOW, began)
+        if turn == count // 2:  # nobody is there to replace anything, and nothing waits for it
+            cluster.kubectl("delete", "pod", "-n", SYSTEM, "-l", "app.kubernetes.io/name=diloco-operator",
+                            "--wait=false")  # fmt: skip
+        told = delete_and_follow(job, victim, forced)
+        until("the window after it", lambda at=began: wall() >= at + WINDOW, WINDOW + 5)
+        later = job.step_seconds(began, began + WINDOW)
+        survivors = [p for p in pods if p != victim]
+        told.slower = max(later[p] / earlier[p] for p in survivors)
+        timelines.append(told)
+        print(
+            "  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in asdict(told).items())
+        )
+        after = job.identities()
+        assert {p: after[p] for p in survivors} == {p: before[p] for p in survivors}, "a survivor restarted"
+        job.in_merges(3)
+    job.exact()
+    job.wait_condition("Ready", timeout=60)
+    (ROOT / "build" / "e2e").mkdir(parents=True, exist_ok=True)
+    (ROOT / "build" / "e2e" / f"deletions-{count}.json").write_text(
+        json.dumps([asdict(t) for t in timelines], indent=1)
+    )
+    for name in ("gone", "fenced", "running", "joined", "merged", "slower"):
+        values = [getattr(t, name) for t in timelines]
+        print(f"{name:8} median {statistics.median(values):6.2f}  greatest {max(values):6.2f}")
+    worst = statistics.median(t.slower for t in timelines)
+    assert worst <= 1.15, f"survivors' steps took {worst:.2f} times as long (median of {count} deletions)"
+
+
+@pytest.mark.timeout(400)
+def test_an_operator_upgrade_restarts_no_learner(cluster: Cluster, start: Any) -> None:
+    from .conftest import VERSION, install
+
+    job: Job = start("upgraded", learners=2)
+    job.in_merges(2)
+    before = job.identities() | job.identities("syncer")
+    try:
+        # Another default image for jobs to come: one that does not even exist.
+        install(cluster, "images.worker.tag=9.9.9", "images.syncer.tag=9.9.9")
+        job.merging_on(merges=20)
+        job.patch({"metadata": {"annotations": {"example.com/touched": "yes"}}})  # no new generation
+        job.merging_on(merges=20)
+        assert job.identities() | job.identities("syncer") == before
+        # Also a change that renders the templates anew keeps the images that the job started with.
+        job.patch({"spec": {"failurePolicy": {"maxReplacements": 77}}})
+        until("the new generation is seen", lambda: job.status()["observedGeneration"] >= 2, 60)
+        job.merging_on(merges=20)
+        assert job.identities() | job.identities("syncer") == before
+    finally:
+        install(cluster, f"images.worker.tag={VERSION}", f"images.syncer.tag={VERSION}")

@@ -1,0 +1,214 @@
+"""9. Wrong things a person does: the status says what and what to do, nothing is lost, it heals."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from .clusters import Cluster, CommandFailed, until
+from .jobs import Job, pod_template, small_job
+
+ci = pytest.mark.ci
+ONE = [{"name": "local", "learners": 1}]
+
+
+def told(job: Job, *words: str, timeout: float = 90) -> str:
+    """Wait until one sentence of the status (a condition's message or a region's cause) has all the words."""
+
+    def sentence() -> str | None:
+        status = job.status()
+        texts = [f"{c['type']} {c['reason']}: {c['message']}" for c in status.get("conditions", [])]
+        texts += [f"{r['name']}: {r.get('cause', '')}" for r in status.get("regions", [])]
+        return next((t for t in texts if all(w.lower() in t.lower() for w in words)), None)
+
+    try:
+        found = str(until(f"{job.name}'s status says {words}", sentence, timeout))
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{job.story()}") from None
+    print(f"{job.name}: {found}")
+    return found
+
+
+@ci
+@pytest.mark.timeout(300)
+def test_an_image_that_is_missing(start: Any) -> None:
+    template = pod_template("learner", "300m")
+    template["spec"]["containers"][0]["image"] = "diloco-worker:nowhere"
+    job: Job = start("noimage", learners={"podTemplate": template}, regions=ONE)
+    told(job, "diloco-worker:nowhere")
+    pod = job.pods("learner")[0]["metadata"]["uid"]
+    assert job.status().get("replacements", {}).get("total", 0) == 0, "it could not start: not counted"
+    job.patch({"spec": {"learners": {"podTemplate": pod_template("learner", "300m")}}})
+    job.in_merges(1)
+    assert job.pods("learner")[0]["metadata"]["uid"] != pod
+
+
+@ci
+@pytest.mark.timeout(300)
+def test_a_foreign_object_of_the_same_name(cluster: Cluster, namespace: str) -> None:
+    """It is never touched; the job says whose name it is, and starts when it is gone."""
+    foreign = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": "taken-settings"},
+        "data": {"mine": "yes"},
+    }
+    cluster.apply(foreign, namespace=namespace)
+    job = Job(cluster, "taken", namespace)
+    job.apply(small_job("taken", learners=1))
+    job.wait_condition("NameConflict", timeout=60)
+    told(job, "taken-settings")
+    found = cluster.api(f"/api/v1/namespaces/{namespace}/configmaps/taken-settings")
+    assert found is not None and found["data"] == {"mine": "yes"} and "labels" not in found["metadata"]
+    cluster.kubectl("delete", "configmap", "taken-settings", "-n", namespace)
+    job.in_merges(1)
+    job.wait_condition("NameConflict", "False", timeout=60)
+
+
+@ci
+@pytest.mark.timeout(400)
+def test_children_deleted_by_hand(cluster: Cluster, start: Any) -> None:
+    job: Job = start("pruned", learners=2)
+    before = job.in_merges(2)
+    for kind in ("statefulset/pruned-local", "service/pruned-syncer", "configmap/pruned-settings"):
+        cluster.kubectl("delete", kind, "-n", job.namespace, "--wait=false")
+    for kind in ("statefulsets", "services", "configmaps"):
+        until(f"{kind} are back", lambda kind=kind: len(objects(job, kind)) >= 1, 60)
+    after = job.in_merges(2)
+    assert after["merges"] >= before["merges"] and after["epoch"] == before["epoch"]
+    job.merging_on()
+    # A changed field of ours is put right; a foreign one is left.
+    path = {"metadata": {"labels": {"example.com/team": "nine"}}, "spec": {"replicas": 7}}
+    cluster.kubectl(
+        "patch", "statefulset", "pruned-local", "-n", job.namespace, "--type=merge", "-p", json.dumps(path)
+    )
+    until("replicas are 2 again", lambda: objects(job, "statefulsets")[0]["spec"]["replicas"] == 2, 60)
+    assert objects(job, "statefulsets")[0]["metadata"]["labels"]["example.com/team"] == "nine"
+    job.exact()
+
+
+def objects(job: Job, kind: str) -> list[dict[str, Any]]:
+    group = {"statefulsets": "/apis/apps/v1", "deployments": "/apis/apps/v1"}.get(kind, "/api/v1")
+    return job.cluster.items(f"{group}/namespaces/{job.namespace}/{kind}", f"diloco.io/job={job.name}")
+
+
+@pytest.mark.timeout(300)
+def test_a_quota_is_exceeded(cluster: Cluster, namespace: str) -> None:
+    quota = {
+        "apiVersion": "v1",
+        "kind": "ResourceQuota",
+        "metadata": {"name": "small"},
+        "spec": {"hard": {"pods": "2"}},
+    }
+    cluster.apply(quota, namespace=namespace)
+    job = Job(cluster, "squeezed", namespace)
+    job.apply(small_job("squeezed", learners=3))
+    told(job, "quota")
+    job.in_merges(1)  # one learner is enough to go on
+    cluster.kubectl("delete", "resourcequota", "small", "-n", namespace)
+    job.in_merges(3, timeout=300)
+
+
+@pytest.mark.timeout(300)
+def test_a_volume_that_does_not_bind(cluster: Cluster, start: Any) -> None:
+    job: Job = start("unbound", learners=1, syncer={"storage": {"claimName": "absent"}})
+    told(job, "absent")
+    claim = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": "absent"},
+        "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}},
+    }
+    cluster.apply(claim, namespace=job.namespace)
+    job.in_merges(1, timeout=240)
+
+
+@pytest.mark.timeout(300)
+def test_a_secret_that_is_missing(cluster: Cluster, start: Any) -> None:
+    template = pod_template("learner", "300m")
+    template["spec"]["containers"][0]["envFrom"] = [{"secretRef": {"name": "s3-keys"}}]
+    job: Job = start("nosecret", learners={"podTemplate": template}, regions=ONE)
+    told(job, "s3-keys")
+    cluster.kubectl("create", "secret", "generic", "s3-keys", "-n", job.namespace, "--from-literal=A=b")
+    job.in_merges(1, timeout=240)
+
+
+@pytest.mark.timeout(300)
+def test_an_immutable_field_is_edited(cluster: Cluster, start: Any) -> None:
+    job: Job = start("fixed", learners=1)
+    job.in_merges(1)
+    until("it has started", lambda: job.status().get("startTime"), 60)
+    for patch, field in (
+        ('{"spec": {"seed": 7}}', "seed"),
+        ('{"spec": {"sync": {"fragments": 2}}}', "fragments"),
+        ('{"spec": {"training": {"model": {"config": {"hidden_size": 32}}}}}', "model"),
+        ('{"spec": {"training": {"data": null}}}', "data"),
+    ):
+        with pytest.raises(CommandFailed, match=field):
+            cluster.kubectl("patch", "dj", "fixed", "-n", job.namespace, "--type=merge", "-p", patch)
+    job.merging_on()
+
+
+@pytest.mark.timeout(300)
+def test_a_pod_template_that_no_pod_can_have(cluster: Cluster, start: Any) -> None:
+    template = pod_template("learner", "300m")
+    template["spec"]["containers"][0]["ports"] = [{"containerPort": "many"}]
+    job: Job = start("odd", learners={"podTemplate": template}, regions=ONE)
+    told(job, "containerPort")
+    job.patch({"spec": {"learners": {"podTemplate": pod_template("learner", "300m")}}})
+    job.patch({"spec": {"learners": {"podTemplate": {"spec": {"containers": None}}}}})
+    job.in_merges(1, timeout=200)
+
+
+@pytest.mark.timeout(300)
+def test_the_operators_rights_are_too_small(cluster: Cluster, namespace: str) -> None:
+    """A verb is taken from the operator's role: the status names it; it heals when it is given back."""
+    name = next(
+        r["metadata"]["name"]
+        for r in cluster.items("/apis/rbac.authorization.k8s.io/v1/clusterroles")
+        if r["metadata"]["labels"].get("app.kubernetes.io/instance") == "diloco"
+        and any("poddisruptionbudgets" in rule.get("resources", []) for rule in r["rules"] or [])
+    )
+
+    role = cluster.api(f"/apis/rbac.authorization.k8s.io/v1/clusterroles/{name}")
+    assert role is not None
+    lesser = [
+        {**rule, "verbs": [v for v in rule["verbs"] if v in ("get", "list", "watch")]}
+        if "poddisruptionbudgets" in rule.get("resources", [])
+        else rule
+        for rule in role["rules"]
+    ]
+    cluster.kubectl("patch", "clusterrole", name, "--type=merge", "-p", json.dumps({"rules": lesser}))
+    job = Job(cluster, "small-rights", namespace)
+    try:
+        job.apply(small_job("small-rights", learners=1))
+        told(job, "poddisruptionbudgets")
+        job.in_merges(1)  # training does not need that object
+    finally:
+        cluster.kubectl(
+            "patch", "clusterrole", name, "--type=merge", "-p", json.dumps({"rules": role["rules"]})
+        )
+    until(
+        "the object is there",
+        lambda: cluster.items(f"/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets"),
+        90,
+    )
+
+
+@pytest.mark.timeout(300)
+def test_a_learner_that_crashes_again_and_again(start: Any) -> None:
+    """Counted, told with its last words, and the job fails at the limit and not before."""
+    job: Job = start(
+        "crashing",
+        learners={
+            "command": ["python", "-c", "raise SystemExit('the disk is on fire')"],
+            "podTemplate": pod_template("learner", "300m"),
+        },
+        regions=ONE,
+        failurePolicy={"maxReplacements": 2},
+    )
+    told(job, "the disk is on fire", timeout=120)
+    job.wait_condition("Failed", timeout=240)
+    told(job, "maxReplacements")
