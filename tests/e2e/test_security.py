@@ -30,6 +30,19 @@ with grpc.insecure_channel(address) as channel:
             print(error.code().name)
 """
 
+ANONYMOUS = """
+import ssl, urllib.request, urllib.error
+trusting = ssl._create_unverified_context()
+for path in ("/api/v1/secrets", "/api/v1/namespaces/default/pods", "/apis/diloco.io/v1alpha1/dilocojobs"):
+    try:
+        address = "https://kubernetes.default.svc" + path
+        print(urllib.request.urlopen(address, context=trusting, timeout=5).status)
+    except urllib.error.HTTPError as error:
+        print(error.code)
+    except OSError:
+        print("unreachable")
+"""
+
 REPLAY = """
 import sys, grpc
 from diloco_protocol import sync_pb2_grpc
@@ -72,19 +85,14 @@ def test_pods_and_tokens(start: Any) -> None:
         assert pod["spec"]["automountServiceAccountToken"] is False
         files = job.cluster.kubectl(
             "exec", "-n", job.namespace, name, "--", "sh", "-c",
-            "ls /var/run/secrets/kubernetes.io/serviceaccount 2>/dev/null; touch /root-is-writable 2>&1; id -u",
+            "ls /var/run/secrets/kubernetes.io/serviceaccount 2>/dev/null; touch /writable 2>&1; id -u",
         )  # fmt: skip
         assert "token" not in files and files.split()[-1] != "0"
         assert "Read-only" in files or "Permission denied" in files
         # Without a token the API server lets nobody see anything.
         asked = inside(
             job, name,
-            "import ssl, sys, urllib.request, urllib.error\n"
-            "c = ssl._create_unverified_context()\n"
-            "for path in ('/api/v1/secrets', '/api/v1/namespaces/default/pods', '/apis/diloco.io/v1alpha1/dilocojobs'):\n"
-            "    try: print(urllib.request.urlopen('https://kubernetes.default.svc' + path, context=c, timeout=5).status)\n"
-            "    except urllib.error.HTTPError as e: print(e.code)\n"
-            "    except OSError as e: print('unreachable')\n",
+            ANONYMOUS,
         )  # fmt: skip
         assert len(asked) == 3 and set(asked) <= {"401", "403", "unreachable"}, asked
     # The control port believes neither the join token nor an empty or made-up key.
