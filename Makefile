@@ -57,6 +57,19 @@ test: $(STAMP) ## Run the quick tests (within 10 minutes on two cores)
 test-slow: $(STAMP) ## Run the slow tests
 	$(BIN)/python -m pytest -m "slow and not e2e" $(PYTEST_ARGS)
 
+# The cluster for the next two: localkube ($LOCALKUBE or on PATH), kind, or current (KUBECONFIG).
+CLUSTER ?=
+# Words for pytest: E2E_ARGS="-m ci" is the part that .ci/run runs.
+E2E_ARGS ?=
+
+.PHONY: e2e
+e2e: $(STAMP) images ## Run the tests on a real cluster (CLUSTER=localkube|kind|current; about an hour)
+	CLUSTER=$(CLUSTER) $(BIN)/python -m pytest tests/e2e -m e2e -s $(E2E_ARGS)
+
+.PHONY: cluster-demo
+cluster-demo: $(STAMP) ## The tour on a real cluster (CLUSTER=localkube|kind|current)
+	VENV=$(VENV) tools/cluster_demo.sh $(CLUSTER)
+
 .PHONY: lint
 lint: $(STAMP) ## Style, types, doors between rooms, and whether generated files are current
 	$(BIN)/ruff check .
