@@ -375,8 +375,7 @@ class Runner:
         self._interrupts += 1
         if self._interrupts == 1:
             self.screen.event(
-                "interrupted: learners offer their work, the syncer makes a checkpoint (again: stop at once)",
-                "bold",
+                "interrupted: learners offer their work, then a checkpoint (again: stop at once)", "bold"
             )
             self._spawn(self._interrupt())
         else:

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 EVENTS_SHOWN = 14
-FEWEST_EVENTS = 3  # on a small terminal
+LEAST_ROOM = 3  # lines of events, on a small terminal
 LINE_SECONDS = 5.0  # between plain progress lines
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _STATE_STYLES = {
@@ -251,8 +251,7 @@ class Live:
 
     def event(self, text: str, style: str = "") -> None:
         stamp = f"{time.monotonic() - self._start:7.1f} s  "
-        line = Text(stamp, style="dim", no_wrap=True, overflow="ellipsis")
-        self._events.append(line + Text(text, style=style))
+        self._events.append(Text(stamp, style="dim") + Text(text, style=style))
         if self._view is not None:
             self.update(self._view)
         else:
@@ -262,8 +261,14 @@ class Live:
         self._view = view
         # What is taller than the terminal is cut off at its end, where the newest events are.
         figures = len(self._console.render_lines(picture(view, []), self._console.options))
-        room = max(FEWEST_EVENTS, self._console.height - figures)
-        self._live.update(picture(view, list(self._events)[-room:]), refresh=True)
+        room = max(LEAST_ROOM, self._console.height - figures)
+        events: deque[Text] = deque()
+        for event in reversed(self._events):
+            room -= len(event.wrap(self._console, self._console.width))
+            if room < 0:
+                break
+            events.appendleft(event)
+        self._live.update(picture(view, list(events)), refresh=True)
 
     def close(self) -> None:
         self._live.stop()
