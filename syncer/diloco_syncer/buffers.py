@@ -51,8 +51,9 @@ class Buffers:
                     break
         if block is None:
             block = np.empty(rounded, np.uint8)
-        # frombuffer: views of this array keep it alive itself, not the block behind it.
-        array: Bytes = np.frombuffer(block, np.uint8, size)
+        # A view refers to the last array of the chain behind it. The memoryview ends that chain here:
+        # without it a view would keep the block alive and not this array, whose end gives it back.
+        array: Bytes = np.frombuffer(memoryview(block), np.uint8, size)
         weakref.finalize(array, self._give, block).atexit = False
         return array
 

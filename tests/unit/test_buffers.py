@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,6 +39,29 @@ def test_memory_comes_back_when_the_last_view_is_gone() -> None:
     assert pool.idle_bytes == MIB
     again = pool.take(MIB - 1000)  # about the same size
     assert address(again) == where and again.size == MIB - 1000 and pool.idle_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda a: a.view(np.float32),
+        lambda a: a[8:],
+        lambda a: a[8:][8:].view(np.float32)[1:],
+        lambda a: a.reshape(2, -1).T,
+        memoryview,
+        lambda a: np.frombuffer(a, np.float32, 10),
+    ],
+    ids=["view", "slice", "view of slices", "transposed", "memoryview", "frombuffer"],
+)
+def test_any_view_alone_keeps_the_memory(look: Callable[[np.ndarray], object]) -> None:
+    """A push is decoded into a float32 view, and that is all that is kept of it until it is merged."""
+    pool = Buffers()
+    view = look(pool.take(MIB))
+    gc.collect()
+    assert pool.idle_bytes == 0
+    assert not np.shares_memory(np.asarray(view), pool.take(MIB))
+    del view
+    assert pool.idle_bytes == 2 * MIB
 
 
 def test_idle_memory_is_bounded_in_bytes_and_time() -> None:
