@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diloco_protocol import sync_pb2, wire
+from diloco_protocol import codec, sync_pb2, wire
 from diloco_protocol.credentials import Credentials
 from diloco_protocol.layout import Layout, Tensor
 from diloco_protocol.load import parse_job
@@ -189,6 +190,28 @@ async def test_a_refused_offer_keeps_nobody_waiting(tmp_path: Path) -> None:
         assert (await bench.upload("a", bad, **fields)).reason == "not-finite"
         await asyncio.wait_for(bench.engine.payloads.settle(5), 1)
         assert (await bench.upload("a", np.ones_like(bad), **fields)).accepted
+
+
+@pytest.mark.parametrize("encoding", ["float32", "int8"])
+async def test_pushes_that_wait_are_not_touched_by_those_that_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    """Large enough for pooled memory: what is refused must not come up in a merge."""
+    large = Layout.build([Tensor("w", (1024, 64), "float32", False)], fragments=2)
+    monkeypatch.setattr(sys.modules[__name__], "LAYOUT", large)
+    async with Bench(tmp_path, f"sync.compression.up={encoding}", "sync.quorum=2") as bench:
+        replies = []
+        for number, process in enumerate("ab"):
+            bench.connect(number + 1, number, process)
+        await bench.initialise("a")
+        for connection, process, value in ((1, "a", 1.0), (2, "b", np.nan)):
+            fields = bench.offer(connection)
+            fields["push"].encoding = encoding
+            delta = codec.encode(np.full(large.elements(0), value, np.float32), encoding)
+            replies.append((await bench.upload(process, delta, **fields)).reason)
+        assert replies == ["", "not-finite"]
+        (waiting,) = bench.engine.payloads._held.values()
+        np.testing.assert_allclose(waiting.delta, 1.0, rtol=0.01)
 
 
 def _header(fields: dict[str, Any]) -> ev.PushHeader:
