@@ -6,7 +6,7 @@ takes the newest durable version, as a restart of the syncer would, and changes 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from diloco_protocol.layout import Layout
+    from diloco_protocol.spec import DiLoCoJob
     from diloco_syncer.store import Store
 
 TRIES = 5  # a running syncer may remove a version just as it is read
@@ -43,22 +44,48 @@ def export_run(workdir: Workdir, out: Path) -> list[int]:
         raise ExportFailed(f"{workdir.path} is no run's directory: {error.filename} is missing") from error
     except (Damaged, FormatRefused, FileError, JobError, OSError) as error:
         raise ExportFailed(str(error)) from error
+    write_model(job, tensors, out, workdir.job_directory())
+    return versions
+
+
+def export_url(
+    url: str,
+    out: Path,
+    directory: Path | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[int]:
+    """The same from a syncer's export listener (remote_model.py). ``directory``: where the job's
+    relative paths start. Raises ExportFailed."""
+    from diloco.remote_model import RemoteModelError, fetch_model
+
+    try:
+        job, tensors, versions = fetch_model(url, progress)
+    except RemoteModelError as error:
+        raise ExportFailed(str(error)) from error
+    write_model(job, tensors, out, directory)
+    return versions
+
+
+def write_model(
+    job: DiLoCoJob, tensors: Mapping[str, NDArray[Any]], out: Path, directory: Path | None
+) -> None:
+    """Write a directory that transformers loads. Raises ExportFailed."""
+    from diloco_protocol.load import JobError
+    from diloco_worker.export import ExportError, export
+
     if job.spec.training.model is None:
         raise ExportFailed(
             "the job has no spec.training.model: only its own program (learners.command) can build it"
         )
-    from diloco_worker.export import ExportError, export
-
     try:
-        export(job, tensors, out, directory=workdir.job_directory())
+        export(job, tensors, out, directory=directory)
     except (ExportError, JobError) as error:
         raise ExportFailed(str(error)) from error
-    return versions
 
 
 def read_model(store: Store, job: str) -> tuple[dict[str, NDArray[Any]], list[int]]:
-    """Every parameter of the merged model by name, float32 (frozen ones in their own dtype where
-    numpy has it), and the fragments' versions: those that a restart of the syncer would go on from.
+    """Every parameter of the merged model by name, float32, and the fragments' versions: those that
+    a restart of the syncer would go on from.
 
     Raises ExportFailed, and what the store raises for damaged objects.
     """
@@ -76,7 +103,7 @@ def read_model(store: Store, job: str) -> tuple[dict[str, NDArray[Any]], list[in
                 continue  # damaged, or removed by the syncer while we read
             tensors = assemble(layout, [chain.newest.theta for chain in chains])
             if reader.initial["frozen"]:
-                tensors |= _frozen(reader.blob(reader.initial["frozen"]).tobytes())
+                tensors |= _frozen(reader.blob(reader.initial["frozen"]))
             return tensors, [chain.newest.version for chain in chains]
         except StoreUnusable as error:
             if last:
@@ -103,7 +130,16 @@ def assemble(layout: Layout, fragments: Sequence[NDArray[np.float32]]) -> dict[s
     return {name: values.reshape(shapes[name]) for name, values in flat.items()}
 
 
-def _frozen(data: bytes) -> dict[str, NDArray[Any]]:
-    from safetensors.torch import load  # numpy has no bfloat16
+def _frozen(data: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
+    from diloco_syncer.model_file import NotSafetensors, as_float32, frozen_entries
 
-    return {name: tensor.float().numpy() for name, tensor in load(data).items()}
+    try:
+        entries, begin = frozen_entries(data)
+    except NotSafetensors as error:
+        raise ExportFailed(f"the store's frozen parameters cannot be read: {error}") from error
+    return {
+        entry.name: as_float32(data[begin + entry.start : begin + entry.stop].copy(), entry.dtype).reshape(
+            entry.shape
+        )
+        for entry in entries
+    }

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diloco.workdir import WorkdirError, read_address
+
+if TYPE_CHECKING:
+    from diloco_protocol.control_client import ControlClient
 
 MAX_PAGE_BYTES = 16 << 20
 PAGE_SECONDS = 2.0
@@ -68,8 +71,7 @@ class Hub:
     def __init__(self, address_file: Path, control_key: Path) -> None:
         self._address_file = address_file
         self._control_key = control_key
-        self._channel: Any = None
-        self._channel_address = ""
+        self._client: ControlClient | None = None
 
     def address(self) -> dict[str, str | int] | None:
         """The address file's fields; None while there is none."""
@@ -84,36 +86,24 @@ class Hub:
 
     async def call(self, method: str, body: dict[str, Any], seconds: float = CALL_SECONDS) -> dict[str, Any]:
         """A signed control call; returns the reply's body. Raises HubError."""
-        import grpc
-
-        from diloco_protocol import sync_pb2_grpc
-        from diloco_protocol.credentials import Credentials, CredentialsError, read_key, sign_call
-        from diloco_protocol.wire import channel_options
+        from diloco_protocol.control_client import ControlClient, ControlError
+        from diloco_protocol.credentials import CredentialsError, read_key
 
         address = self._where("control")
-        if self._channel is None or address != self._channel_address:
-            await self.close()
-            self._channel = Credentials.from_directory(None).aio_channel(address, channel_options())
-            self._channel_address = address
         try:
-            signed = sign_call(read_key(self._control_key), method, json.dumps(body).encode())
-            reply = await sync_pb2_grpc.ControlStub(self._channel).Call(signed, timeout=seconds)
-        except grpc.aio.AioRpcError as error:
-            raise HubError(f"control call {method}: {error.code().name}: {error.details()}") from error
+            if self._client is None or address != self._client.address:
+                await self.close()
+                self._client = ControlClient(address, read_key(self._control_key))
+            return await self._client.call(method, body, seconds)
         except CredentialsError as error:
             raise HubError(f"control call {method}: {error}") from error
-        if not reply.ok:
-            raise HubError(f"control call {method} was refused: {reply.message}")
-        try:
-            document = json.loads(reply.body) if reply.body else {}
-        except ValueError as error:
-            raise HubError(f"control call {method}: the reply is no JSON") from error
-        return document if isinstance(document, dict) else {}
+        except ControlError as error:
+            raise HubError(str(error)) from error
 
     async def close(self) -> None:
-        if self._channel is not None:
-            await self._channel.close()
-            self._channel = None
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
 
     def _where(self, service: str) -> str:
         address = self.address()

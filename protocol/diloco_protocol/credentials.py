@@ -22,6 +22,12 @@ signature is wrong, its time is more than ``WINDOW_MS`` off, or its nonce was
 seen. Nonces are remembered for as long as their call could be replayed, at most
 ``NonceCache.capacity`` of them; when that many fresh ones are held, calls are
 refused rather than nonces forgotten.
+
+Replies are signed with the same key, over the call's nonce and all that they say. So
+the control port is plaintext even where everything else is TLS: who makes a call needs
+the key and nothing else (an operator may not read its users' certificates), nobody
+without it can make a call, alter one or answer in the syncer's place, and no secret is
+in any of them.
 """
 
 from __future__ import annotations
@@ -219,6 +225,25 @@ def sign_call(key: bytes, method: str, body: bytes, time_ms: int | None = None) 
         nonce=nonce,
         signature=_signature(key, method, body, stamp, nonce),
     )
+
+
+def sign_reply(key: bytes, nonce: bytes, reply: sync_pb2.CallReply) -> None:
+    """Sign the reply to the call with this nonce, in place."""
+    reply.signature = _reply_signature(key, nonce, reply)
+
+
+def verify_reply(key: bytes, nonce: bytes, reply: sync_pb2.CallReply) -> None:
+    """Return if the reply is the syncer's to the call with this nonce. Raises ``CallRefused``."""
+    if not hmac.compare_digest(_reply_signature(key, nonce, reply), reply.signature):
+        raise CallRefused("the reply is not signed with the control key: something else answered")
+
+
+def _reply_signature(key: bytes, nonce: bytes, reply: sync_pb2.CallReply) -> bytes:
+    mac = hmac.new(key, digestmod=hashlib.sha256)
+    for part in (b"reply", nonce, b"1" if reply.ok else b"0", reply.message.encode(), reply.body):
+        mac.update(len(part).to_bytes(8, "big"))
+        mac.update(part)
+    return mac.digest()
 
 
 class NonceCache:

@@ -45,6 +45,7 @@ FORMAT = 1  # of messages; the present and the previous one are understood
 PREVIOUS_FORMAT = 1  # there is none before the first
 
 MAX_CONTROL_BYTES = 1 << 20  # any protobuf message
+MAX_REPLY_BYTES = 16 << 20  # a reply of the control service, status and report included
 MAX_HEADER_BYTES = 64 << 10  # UploadHeader, DownloadRequest, DownloadHeader
 MAX_FRAGMENTS = 512  # a Report has a row of at most 90 bytes per fragment: 46 KiB of a push's header
 MAX_RECEIPT_BYTES = 48 << 10  # in a DownloadHeader or a Base; about 50 bytes per slot
@@ -59,6 +60,7 @@ MAX_FRAGMENT_BYTES = 1 << 36  # 64 GiB: a fragment's size as anybody may state i
 
 KEEPALIVE_SECONDS = 30
 KEEPALIVE_ANSWER_SECONDS = 20
+CONNECT_SECONDS = 2  # one try to connect, TCP and TLS; after it the name is resolved anew
 JOIN_SECONDS = 10.0  # a session's first message, both ways
 STALL_SECONDS = 30.0  # without a chunk in or out, a transfer is given up
 SLOWEST_BYTES_PER_SECOND = 256 << 10  # a transfer slower than this is given up
@@ -103,15 +105,29 @@ def channel_options(bulk: bool = False) -> list[Option]:
         *_common(largest),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", 200),
-        ("grpc.min_reconnect_backoff_ms", 1000),
-        ("grpc.max_reconnect_backoff_ms", 5000),
+        ("grpc.min_reconnect_backoff_ms", CONNECT_SECONDS * 1000),  # how long one try may take
+        ("grpc.max_reconnect_backoff_ms", CONNECT_SECONDS * 1000),
     ]
 
 
-def server_options() -> list[Option]:
-    """Options of the syncer's server. A port in use is an error (no SO_REUSEPORT)."""
+def control_options() -> list[Option]:
+    """Options of a control client's channel: replies may be large, and a connection that is not
+    used is given up, for an operator talks to many syncers."""
     return [
-        *_common(MAX_CHUNK_BYTES),
+        *_common(MAX_REPLY_BYTES),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.initial_reconnect_backoff_ms", 200),
+        ("grpc.min_reconnect_backoff_ms", CONNECT_SECONDS * 1000),
+        ("grpc.max_reconnect_backoff_ms", CONNECT_SECONDS * 1000),
+        ("grpc.client_idle_timeout_ms", 15_000),
+    ]
+
+
+def server_options(reply_bytes: int = MAX_CHUNK_BYTES) -> list[Option]:
+    """Options of the syncer's servers; ``reply_bytes``: the largest message down. A port in use is
+    an error (no SO_REUSEPORT)."""
+    return [
+        *_common(MAX_CHUNK_BYTES, reply_bytes),
         ("grpc.so_reuseport", 0),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_SECONDS * 1000 // 3),
         ("grpc.http2.max_ping_strikes", 5),
@@ -119,9 +135,9 @@ def server_options() -> list[Option]:
     ]
 
 
-def _common(largest: int) -> list[Option]:
+def _common(largest: int, sent: int = MAX_CHUNK_BYTES) -> list[Option]:
     return [
-        ("grpc.max_send_message_length", MAX_CHUNK_BYTES),
+        ("grpc.max_send_message_length", sent),
         ("grpc.max_receive_message_length", largest),
         ("grpc.max_metadata_size", 16 << 10),
         ("grpc.http2.max_frame_size", 1 << 20),  # the default of 16 KiB halves the throughput

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import logging
 import os
+import signal
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from diloco_protocol import logs
 from diloco_protocol.credentials import Credentials, CredentialsError, read_key
+from diloco_protocol.http_pages import AddressError
 from diloco_protocol.load import JobError, read_job
+
+log = logging.getLogger("diloco_syncer")
 
 _EPILOG = """\
 The store holds everything that must not be lost: merges, membership, ledger, the
@@ -30,27 +33,6 @@ exit codes: 0 ended, or stopped by SIGTERM with everything durable; 1 the job fa
 2 job, arguments or store content wrong; 3 a newer syncer has the store; 4 the store
 cannot be written.
 """
-
-
-class JsonLines(logging.Formatter):
-    """One JSON object a line: time, level, job, slot (-1: none), message."""
-
-    def __init__(self, job: str) -> None:
-        super().__init__()
-        self._job = job
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-            + f".{record.msecs:03.0f}Z",
-            "level": record.levelname.lower(),
-            "job": self._job,
-            "slot": getattr(record, "slot", -1),
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -75,6 +57,14 @@ def _parser() -> argparse.ArgumentParser:
         "--control", default="127.0.0.1:0", metavar="HOST:PORT", help="for signed calls of operator or runner"
     )
     parser.add_argument("--http", default="127.0.0.1:0", metavar="HOST:PORT", help="status page and metrics")
+    parser.add_argument(
+        "--export", metavar="HOST:PORT", help="serve the merged model here; a loopback address (default: not)"
+    )
+    parser.add_argument(
+        "--stay",
+        action="store_true",
+        help="after the job's end go on serving status, report and export, until SIGTERM",
+    )
     parser.add_argument("--address-file", metavar="FILE", help="written whole when it serves: its addresses")
     parser.add_argument("--control-key-file", required=True, metavar="FILE", help="the key of signed calls")
     parser.add_argument(
@@ -94,23 +84,35 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; returns the exit code."""
     given = _parser().parse_args(arguments)
+    _log("", given.log_level)
+    # Before it serves there is nothing to bring to rest: whatever is in the store is whole. Said
+    # explicitly, because the first process of a container has no default for this signal.
+    before = signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    try:
+        return _serve(given)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _serve(given: argparse.Namespace) -> int:
     try:
         job = read_job(given.job)
+        _log(job.metadata.name, given.log_level)
         key = read_key(given.control_key_file)
         credentials = Credentials.from_directory(given.credentials)
-    except (JobError, CredentialsError, OSError) as error:
-        print(f"diloco_syncer: {error}", file=sys.stderr)
+    except JobError as error:
+        for problem in error.problems:
+            log.error("%s: %s", given.job, problem)
         return 2
-    handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines(job.metadata.name))
-    logging.basicConfig(level=given.log_level.upper(), handlers=[handler], force=True)
-    log = logging.getLogger("diloco_syncer")
+    except (CredentialsError, OSError) as error:
+        log.error("%s", error)
+        return 2
 
     # Late: compiled kernels and gRPC are not needed to find the mistakes above.
     from diloco_syncer.outer import OuterError
     from diloco_syncer.reading import StoreUnusable
     from diloco_syncer.records import FormatRefused
-    from diloco_syncer.service import AddressError, Options, run
+    from diloco_syncer.service import Options, run
     from diloco_syncer.store import HigherEpoch
     from diloco_syncer.tape import TapeError
 
@@ -124,6 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         control_key=key,
         credentials=credentials,
         threads=given.threads or min(16, len(os.sched_getaffinity(0))),
+        export=given.export,
+        stay=given.stay,
     )
     try:
         return asyncio.run(run(options))
@@ -136,6 +140,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         log.error("the store cannot be used: %s", error.strerror or error)
         return 4
+    except Exception as error:
+        log.exception("a fault of this program")
+        log.error("a fault of this program: %r", error)
+        return 1
+
+
+def _log(job: str, level: str) -> None:
+    packages = ("diloco_syncer", "diloco_protocol")
+    logs.configure("json", {"job": job}, level=level.upper(), packages=packages)
 
 
 if __name__ == "__main__":

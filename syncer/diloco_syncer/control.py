@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from diloco_protocol import sync_pb2, wire
-from diloco_protocol.credentials import CallRefused, NonceCache, verify_call
+from diloco_protocol.credentials import CallRefused, NonceCache, sign_reply, verify_call
 from diloco_protocol.wire import WireError
 from diloco_syncer import events as ev
 from diloco_syncer.events import PhaseName
-from diloco_syncer.report import report, status
+from diloco_syncer.report import bounded, report, status
 
 if TYPE_CHECKING:
     from diloco_syncer.engine import Engine
 
 log = logging.getLogger(__name__)
 
+METHODS = ("process-gone", "checkpoint", "announce", "report", "status")
 _ENDS = {
     "suspended": PhaseName.SUSPENDED,
     "interrupted": PhaseName.SUSPENDED,
@@ -66,11 +67,12 @@ class Control:
             body = json.loads(call.body or b"{}")
             if not isinstance(body, dict):
                 raise BadCall("the body must be a JSON object")
-            answer = await self._do(call.method, body)
-        except (BadCall, ValueError) as error:
+            answer = bounded(await self._do(call.method, body), wire.MAX_REPLY_BYTES - wire.MAX_HEADER_BYTES)
+        except (BadCall, ValueError, RecursionError) as error:
             reply = sync_pb2.CallReply(ok=False, message=str(error)[: wire.MAX_TEXT])
         else:
-            reply = sync_pb2.CallReply(ok=True, body=json.dumps(answer, allow_nan=False).encode())
+            reply = sync_pb2.CallReply(ok=True, body=answer)
+        sign_reply(self._key, call.nonce, reply)
         return reply.SerializeToString()
 
     async def _do(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -98,7 +100,9 @@ class Control:
             document = report(engine)
             engine.report_fetched = True
             return document
-        raise BadCall(f"method {method[:80]!r} is none of process-gone, checkpoint, announce, report")
+        if method == "status":
+            return status(engine)
+        raise BadCall(f"method {method[:80]!r} is none of {', '.join(METHODS)}")
 
 
 def status_handler(engine: Engine) -> Any:
@@ -107,8 +111,11 @@ def status_handler(engine: Engine) -> Any:
     async def get(raw: bytes, context: Any) -> bytes:
         if not engine.sessions.credentials.admits(context.invocation_metadata()):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the join token is missing or wrong")
-        text = json.dumps(status(engine), allow_nan=False)
-        return sync_pb2.StatusReply(json=text).SerializeToString()
+        try:
+            text = bounded(status(engine), wire.MAX_CONTROL_BYTES - wire.MAX_HEADER_BYTES)
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        return sync_pb2.StatusReply(json=text.decode()).SerializeToString()
 
     return grpc.method_handlers_generic_handler(
         "diloco.v1.Status", {"Get": grpc.unary_unary_rpc_method_handler(get)}

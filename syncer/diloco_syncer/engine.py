@@ -118,6 +118,8 @@ class Engine:
         self.bytes_up = self.bytes_down = 0
         self.seconds = {"merge": 0.0, "quorum": 0.0, "waited": 0.0}  # summed over merges
         self.outcome: asyncio.Future[int] = loop.create_future()
+        self.why = ""  # of the outcome, for people
+        self.stay = False  # serve on after the job's end, until told to stop
         self.report_fetched = False
         self._numbers = 0  # of events
         self._merge_number = restored.number
@@ -182,6 +184,7 @@ class Engine:
     def stop(self, outcome: int, why: str) -> None:
         """End the process with this exit code (or ``RESTART``); the first call counts."""
         if not self.outcome.done():
+            self.why = why
             log.log(logging.INFO if outcome == 0 else logging.ERROR, "stopping: %s", why)
             self.outcome.set_result(outcome)
 
@@ -324,7 +327,10 @@ class Engine:
     async def _checkpoint_regularly(self) -> None:
         while True:
             await asyncio.sleep(self.job.spec.syncer.checkpoint.every_seconds)
-            await self.checkpoint()
+            if self.core.phase in ENDED:  # there is nothing new; but another syncer may have the store
+                await self.durably(self.checkpoints.epoch.check)
+            else:
+                await self.checkpoint()
 
     async def _tidy(self) -> None:
         """After many merges: a state, so that the records before it may go."""
@@ -388,13 +394,16 @@ class Engine:
         log.log(level, "%s: %s", note.kind, note.message, extra={"slot": note.slot})
 
     async def _end(self, phase: PhaseName, again: bool = False) -> None:
-        """The job has ended: checkpoint, let everybody hear of it, stop. ``again``: it had ended
-        before this process began, whose report stays if it was written."""
+        """The job has ended: checkpoint, let everybody hear of it, stop (or serve on). ``again``: it
+        had ended before this process began, whose report stays if it was written."""
         document = report(self)
         if not again or not await asyncio.to_thread(self._reported, document["outcome"]):
             await self.checkpoint()
             text = json.dumps(document, indent=1).encode()
             await self.durably(self.checkpoints.store.replace, "report.json", text)
+        if self.stay:
+            log.info("the job is %s; status, report and export are served on", phase.value)
+            return
         began = time.monotonic()
         while (waited := time.monotonic() - began) < LINGER_SECONDS:
             if not self.sessions.count and (self.report_fetched or waited > REPORT_SECONDS):

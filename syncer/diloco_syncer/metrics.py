@@ -12,8 +12,6 @@ from prometheus_client.registry import Collector
 from diloco_syncer.events import PhaseName
 from diloco_syncer.membership import SlotState
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
 
 class StatusCollector(Collector):
     """Turns a status document into metrics. Names end in their units (seconds, bytes, tokens)."""

@@ -206,6 +206,12 @@ class Reception:
             self.job.note("suspect", slot, f"slot {slot.index}: connection lost")
 
     def process_gone(self, event: ev.ProcessGone) -> None:
+        """Somebody who knows says so. A process that neither holds a slot nor stands by is old news."""
+        for connection, join in list(self.job.members.standby.items()):
+            if (join.process, join.region, join.ordinal) == (event.process, event.region, event.ordinal):
+                # It would be given a slot, and be lost again only after a heartbeat timeout.
+                del self.job.members.standby[connection]
+                self.job.out.append(ev.Refuse(connection, "lost", f"gone: {event.reason}", False))
         for slot in self.job.members.slots:
             if (slot.region, slot.ordinal) != (event.region, event.ordinal) or not slot.occupied:
                 continue

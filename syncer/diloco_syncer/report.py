@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import resource
 import sys
@@ -26,6 +27,21 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
     return value
+
+
+def bounded(document: dict[str, Any], limit: int) -> bytes:
+    """The document as JSON of at most ``limit`` bytes; of a status document the oldest events go first.
+
+    Raises ValueError if that is not enough.
+    """
+    text = json.dumps(document, allow_nan=False).encode()
+    events = document.get("events")
+    while len(text) > limit and events:
+        events = events[-(len(events) // 2) :] if len(events) > 1 else []
+        text = json.dumps({**document, "events": events}, allow_nan=False).encode()
+    if len(text) > limit:
+        raise ValueError(f"the answer has {len(text)} bytes; at most {limit} can be sent: read it over HTTP")
+    return text
 
 
 def peak_rss_bytes() -> int:

@@ -14,7 +14,9 @@ import json
 import logging
 import os
 import signal
+import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,16 @@ from grpc_health.v1._async import HealthServicer
 from diloco_protocol import codec, wire
 from diloco_protocol.credentials import Credentials
 from diloco_protocol.files import write_whole
+from diloco_protocol.http_pages import (
+    METRICS_TYPE,
+    AddressError,
+    HttpServer,
+    Page,
+    json_page,
+    listening_socket,
+    split_address,
+    text_page,
+)
 from diloco_protocol.layout import Layout, Tensor
 from diloco_protocol.spec import DiLoCoJob, immutable_digests
 from diloco_syncer import merge, outer
@@ -37,7 +49,7 @@ from diloco_syncer.control import Control, status_handler
 from diloco_syncer.core import Core
 from diloco_syncer.engine import RESTART, Engine
 from diloco_syncer.events import InitialStored
-from diloco_syncer.http import HttpServer, json_page, text_page
+from diloco_syncer.export import check_loopback, export_pages
 from diloco_syncer.metrics import exposition
 from diloco_syncer.parameters import Parameters
 from diloco_syncer.report import report, status
@@ -62,19 +74,9 @@ class Options:
     control_key: bytes
     credentials: Credentials
     threads: int
+    export: str | None = None  # where the merged model is served; a loopback address
+    stay: bool = False  # after the job's end serve on, until told to stop
     above: int = 0  # claim a higher epoch than this
-
-
-class AddressError(Exception):
-    """An address cannot be listened on; the message names the option."""
-
-
-def split_address(address: str, option: str) -> tuple[str, int]:
-    """Host and port of ``host:port`` or ``[v6]:port``. Raises ``AddressError``."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > 65535:
-        raise AddressError(f"{option} {address!r}: expected HOST:PORT, e.g. 127.0.0.1:4001 (port 0: any)")
-    return host.strip("[]"), int(port)
 
 
 def _at(address: str, port: int) -> str:
@@ -88,15 +90,24 @@ async def run(options: Options) -> int:
         if outcome != RESTART:
             return outcome
         log.warning("beginning again from the store")
+        loop = asyncio.get_running_loop()
+        loop.remove_signal_handler(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # until it serves again, as at first
 
 
 async def _life(options: Options) -> tuple[int, Options]:
-    for name in ("listen", "control", "http"):
-        split_address(getattr(options, name), f"--{name}")
-    main, private = aio.server(options=wire.server_options()), aio.server(options=wire.server_options())
-    ports = options.credentials.bind(main, options.listen), options.credentials.bind(private, options.control)
+    split_address(options.listen, "--listen")
+    split_address(options.control, "--control")
+    if options.export is not None:
+        check_loopback(options.export, "--export")
+    main = aio.server(options=wire.server_options())
+    private = aio.server(options=wire.server_options(wire.MAX_REPLY_BYTES))
+    # Calls and replies of the control service are signed, and need no certificate (credentials.py).
+    ports = options.credentials.bind(main, options.listen), Credentials().bind(private, options.control)
+    web = _listen(options.http, "--http")
+    out = _listen(options.export, "--export") if options.export is not None else None
     engine = await asyncio.to_thread(_restore, options, asyncio.get_running_loop())
-    engine.sessions.credentials = options.credentials
+    engine.sessions.credentials, engine.stay = options.credentials, options.stay
     _recover(engine)
     control = Control(engine, options.control_key)
     bulk = Bulk(engine)
@@ -110,19 +121,13 @@ async def _life(options: Options) -> tuple[int, Options]:
     private.add_generic_rpc_handlers([control.handler()])
     for server in (main, private):
         await _add_health(server)
-    http = HttpServer(_pages(engine))
-    host, port = split_address(options.http, "--http")
-    try:
-        web = await http.start(host, port)
-    except OSError as error:
-        raise AddressError(
-            f"--http {options.http}: {error.strerror or error}; choose another port"
-        ) from error
+    pages, export = HttpServer(_pages(engine)), HttpServer(export_pages(engine))
     options = replace(
         options,
         listen=_at(options.listen, ports[0]),
         control=_at(options.control, ports[1]),
-        http=_at(options.http, web),
+        http=_at(options.http, await pages.serve(web)),
+        export=_at(options.export, await export.serve(out)) if options.export and out else None,
     )
     engine.start()
     await main.start()
@@ -139,9 +144,19 @@ async def _life(options: Options) -> tuple[int, Options]:
     )
     outcome = await engine.outcome
     engine.sessions.end_all()
-    await asyncio.gather(main.stop(0.5), private.stop(0.5), http.stop())
+    await asyncio.gather(main.stop(0.5), private.stop(0.5), pages.stop(), export.stop())
     await engine.close(checkpoint=outcome in (0, 1))
+    if outcome not in (0, RESTART):
+        log.error("%s", engine.why)  # last, where people and clusters look for it
     return outcome, replace(options, above=engine.above)
+
+
+def _listen(address: str, option: str) -> socket.socket:
+    """Bound first of all, so that a port in use costs no epoch. Raises ``AddressError``."""
+    try:
+        return listening_socket(*split_address(address, option))
+    except OSError as error:
+        raise AddressError(f"{option} {address}: {error.strerror or error}; choose another port") from error
 
 
 def _restore(options: Options, loop: asyncio.AbstractEventLoop) -> Engine:
@@ -243,15 +258,18 @@ async def _add_health(server: Any) -> None:
         await health.set(service, health_pb2.HealthCheckResponse.SERVING)
 
 
-def _pages(engine: Engine) -> dict[str, Any]:
-    def healthz() -> tuple[int, bytes]:
-        return (503, f"{engine.problem}\n".encode()) if engine.problem else (200, b"ok\n")
+def _pages(engine: Engine) -> Mapping[str, Page]:
+    # The process lives, and serves, also while its store cannot be written: killing it would not help,
+    # and learners that cannot reach it would lose more. Status and metrics tell of the store.
+    def well() -> tuple[int, bytes]:
+        return 200, f"{engine.problem or 'ok'}\n".encode()
 
     return {
         "/status": json_page(lambda: status(engine)),
         "/report": json_page(lambda: report(engine)),
-        "/metrics": text_page(lambda: (200, exposition(lambda: status(engine)))),
-        "/healthz": text_page(healthz, "text/plain"),
+        "/metrics": text_page(lambda: (200, exposition(lambda: status(engine))), METRICS_TYPE),
+        "/healthz": text_page(well),
+        "/readyz": text_page(well),
     }
 
 
@@ -264,11 +282,13 @@ def _stop_on_signals(engine: Engine) -> None:
 
 def _write_addresses(options: Options, epoch: int) -> None:
     assert options.address_file is not None
-    document = {
+    document: dict[str, Any] = {
         "sync": options.listen,
         "control": options.control,
         "http": options.http,
         "pid": os.getpid(),
         "epoch": epoch,
     }
+    if options.export is not None:
+        document["export"] = options.export
     write_whole(options.address_file, json.dumps(document).encode() + b"\n")

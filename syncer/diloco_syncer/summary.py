@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from diloco_syncer.job import Job
+from diloco_syncer.membership import SlotState
 
 
 def goodput(job: Job, now: float) -> float:
@@ -18,6 +19,15 @@ def goodput(job: Job, now: float) -> float:
         return 0.0
     slot_seconds = len(job.config.places) * elapsed
     return job.ledger.merged_compute_seconds() / (job.ledger.fragments * slot_seconds)
+
+
+def newest_loss(job: Job) -> float | None:
+    """Nats per token: the merged model's last score, else the mean of the active learners' last steps;
+    None: there is neither."""
+    if job.eval_loss:
+        return job.eval_loss[-1][1]
+    active = [s.loss for s in job.members.slots if s.state is SlotState.ACTIVE and s.loss is not None]
+    return sum(active) / len(active) if active else None
 
 
 def slot_rows(job: Job, now: float) -> list[dict[str, Any]]:
@@ -59,6 +69,8 @@ def core_status(job: Job, now: float) -> dict[str, Any]:
         "message": job.phase_message,
         "epoch": job.epoch,
         "elapsed_seconds": job.clock.elapsed(now),
+        "step": max((slot.step for slot in job.members.slots), default=0),
+        "loss": newest_loss(job),
         "quorum": {"active": active, "required": job.config.rules.quorum},
         "standby": len(job.members.standby),
         "evaluators": len(job.members.evaluators),

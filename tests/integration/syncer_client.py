@@ -71,8 +71,8 @@ class SyncerProcess:
         self.process: subprocess.Popen[bytes] | None = None
         self.addresses: dict[str, Any] = {}
 
-    def start(self) -> SyncerProcess:
-        self.launch()
+    def start(self, *options: str) -> SyncerProcess:
+        self.launch(*options)
         return self.await_serving()
 
     def launch(self, *options: str) -> None:
@@ -222,11 +222,11 @@ class Client:
     async def upload(self, header: sync_pb2.UploadHeader, payload: Any) -> sync_pb2.UploadReply:
         return await wire.upload(self.channel, header, payload, timeout=20)
 
-    async def initialise(self) -> None:
+    async def initialise(self, frozen: bytes = b"frozen bytes") -> None:
         part = sync_pb2.Initial
         rows: list[tuple[Any, Any]] = [(part(part=part.LAYOUT), LAYOUT.to_json().encode())]
         rows += [(part(part=part.FRAGMENT, fragment=p), first_values(p)) for p in range(len(LAYOUT))]
-        rows += [(part(part=part.FROZEN), b"frozen bytes"), (part(part=part.DONE), b"")]
+        rows += [(part(part=part.FROZEN), frozen), (part(part=part.DONE), b"")]
         for what, payload in rows:
             reply = await self.upload(self.header(initial=what), payload)
             assert reply.accepted, reply

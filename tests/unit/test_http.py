@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from diloco_syncer import http
-from diloco_syncer.http import HttpServer, json_page, text_page
+from diloco_protocol import http_pages
+from diloco_protocol.http_pages import HttpServer, json_page, text_page
 from diloco_syncer.report import finite
 
 
@@ -50,7 +50,7 @@ async def ask(port: int, request: bytes) -> tuple[int, bytes]:
         (b"POST /status HTTP/1.1\r\n\r\n", 405),
         (b"nonsense\r\n\r\n", 400),
         (b"\xff\xfe /\r\n\r\n", 400),
-        (b"GET /" + b"x" * (2 * http.MAX_REQUEST) + b" HTTP/1.1\r\n\r\n", 400),
+        (b"GET /" + b"x" * (2 * http_pages.MAX_REQUEST) + b" HTTP/1.1\r\n\r\n", 400),
     ],
 )
 def test_requests(request_text: bytes, status: int) -> None:
@@ -64,7 +64,7 @@ def test_requests(request_text: bytes, status: int) -> None:
 
 
 def test_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "REQUEST_SECONDS", 0.2)
+    monkeypatch.setattr(http_pages, "REQUEST_SECONDS", 0.2)
 
     async def test(port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -75,7 +75,7 @@ def test_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_too_many_connections_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(http_pages, "MAX_CONNECTIONS", 2)
 
     async def test(port: int) -> None:
         idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]

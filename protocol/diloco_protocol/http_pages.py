@@ -1,0 +1,241 @@
+"""A minimal HTTP/1.1 server for pages that are read and change nothing: status, metrics, probes, export.
+
+Theory of operation. One request per connection, GET only, of at most ``MAX_REQUEST``
+bytes and ``REQUEST_SECONDS``; at most ``MAX_CONNECTIONS`` at once, whoever comes beyond
+that is told to try again. A page is a function without arguments that gives status,
+content type and body; a body that is too large for one piece is a ``Stream``, whose
+chunks are made as the reader takes them. A reader that takes nothing for
+``STALL_SECONDS`` is hung up on.
+
+The syncer serves pages in its own event loop. ``ThreadedPages`` serves them in a thread
+of its own, for a program whose main thread trains; the page functions then run in that
+thread, and what they read must bear it.
+
+``[::]`` listens on IPv6 and IPv4 alike, and where the machine has no IPv6 on IPv4 alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import logging
+import socket
+import threading
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+
+log = logging.getLogger(__name__)
+
+MAX_REQUEST = 16 << 10
+REQUEST_SECONDS = 10.0  # to ask, and to take an answer that is one piece
+STALL_SECONDS = 30.0  # without a byte taken of a stream
+MAX_CONNECTIONS = 64
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus' text format
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A body of exactly ``length`` bytes that is made while it is sent. ``headers`` go beside it."""
+
+    length: int
+    chunks: AsyncGenerator[bytes, None]
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+Answer = tuple[int, str, bytes | Stream]  # status, content type, body
+Page = Callable[[], Answer | Awaitable[Answer]]
+_REASONS = {
+    200: "OK",
+    400: "Bad Request",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    500: "Internal Server Error",
+    503: "Service Unavailable",
+}
+
+
+class AddressError(Exception):
+    """An address cannot be listened on; the message names it and the cure."""
+
+
+def json_page(document: Callable[[], object]) -> Page:
+    """A page that shows a JSON document."""
+
+    def page() -> Answer:
+        text = json.dumps(document(), allow_nan=False)
+        return 200, "application/json", text.encode() + b"\n"
+
+    return page
+
+
+def text_page(text: Callable[[], tuple[int, bytes]], content_type: str = "text/plain; charset=utf-8") -> Page:
+    """A page of plain text; ``text`` gives status and body."""
+
+    def page() -> Answer:
+        status, body = text()
+        return status, content_type, body
+
+    return page
+
+
+def split_address(address: str, name: str) -> tuple[str, int]:
+    """Host and port of ``host:port`` or ``[v6]:port``; ``name`` is the option's, for the error.
+
+    Raises AddressError.
+    """
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+        raise AddressError(f"{name} {address!r}: expected HOST:PORT, e.g. 127.0.0.1:4001 (port 0: any)")
+    return host.strip("[]"), int(port)
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """A listening TCP socket; ``::`` takes IPv4 connections too (asyncio's own would not).
+
+    Raises OSError if the address cannot be had.
+    """
+    if host != "::":
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, where = found[0]
+        return socket.create_server((str(where[0]), port), family=family)
+    try:
+        return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    except OSError as error:
+        if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
+            raise
+        return socket.create_server(("0.0.0.0", port))
+
+
+class HttpServer:
+    """Serves ``pages`` by path."""
+
+    def __init__(self, pages: Mapping[str, Page]) -> None:
+        self._pages = pages
+        self._server: asyncio.Server | None = None
+        self._open: set[asyncio.StreamWriter] = set()
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; returns the port. Raises OSError if it cannot be had."""
+        listening = await asyncio.to_thread(listening_socket, host, port)
+        return await self.serve(listening)
+
+    async def serve(self, listening: socket.socket) -> int:
+        """Serve on a listening socket, which is this object's from now on; returns its port."""
+        self._server = await asyncio.start_server(self._serve, sock=listening, limit=MAX_REQUEST)
+        return int(listening.getsockname()[1])
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            for writer in self._open:  # whoever has not asked yet gets no answer
+                writer.close()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(2):
+                    await self._server.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._open.add(writer)
+        try:
+            async with asyncio.timeout(REQUEST_SECONDS):
+                page = await self._asked(reader)
+            # Making a large body ready (its checksum) may take longer than a request.
+            status, content_type, body = await self._answer(page) if callable(page) else page
+            await self._send(writer, status, content_type, body)
+        except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
+            log.debug("http: %s", error)
+        finally:
+            self._open.discard(writer)
+            writer.close()
+
+    async def _answer(self, page: Page) -> Answer:
+        try:
+            answer = page()
+            return answer if isinstance(answer, tuple) else await answer
+        except Exception as error:
+            log.exception("a page could not be made")
+            return 500, "text/plain", f"{type(error).__name__}\n".encode()
+
+    async def _send(
+        self, writer: asyncio.StreamWriter, status: int, content_type: str, body: bytes | Stream
+    ) -> None:
+        length, headers = (len(body), {}) if isinstance(body, bytes) else (body.length, body.headers)
+        head = (
+            f"HTTP/1.1 {status} {_REASONS[status]}",
+            f"Content-Type: {content_type}",
+            f"Content-Length: {length}",
+            "Cache-Control: no-store",
+            "Connection: close",
+            *(f"{name}: {value}" for name, value in headers.items()),
+        )
+        writer.write("\r\n".join(head).encode() + b"\r\n\r\n")
+        if isinstance(body, bytes):
+            writer.write(body)
+            async with asyncio.timeout(REQUEST_SECONDS):
+                await writer.drain()
+            return
+        async with contextlib.aclosing(body.chunks) as chunks:
+            async for chunk in chunks:
+                writer.write(chunk)
+                async with asyncio.timeout(STALL_SECONDS):
+                    await writer.drain()
+
+    async def _asked(self, reader: asyncio.StreamReader) -> Page | Answer:
+        """The page that is asked for, or the answer that there is none."""
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+            method, target, _ = head.split(b"\r\n", 1)[0].decode("ascii").split(" ")
+        except asyncio.LimitOverrunError:
+            await reader.read(
+                4 * MAX_REQUEST
+            )  # bytes left unread would reset the connection under the answer
+            return 400, "text/plain", b"the request is too long\n"
+        except ValueError:
+            return 400, "text/plain", b"not an HTTP request\n"
+        if len(self._open) > MAX_CONNECTIONS:
+            return 503, "text/plain", b"too many connections: try again\n"
+        if method != "GET":
+            return 405, "text/plain", b"only GET\n"
+        page = self._pages.get(target.partition("?")[0])
+        if page is None:
+            return 404, "text/plain", ("pages: " + ", ".join(sorted(self._pages)) + "\n").encode()
+        return page
+
+
+class ThreadedPages:
+    """``pages`` on ``address`` (host:port), served by a thread of its own until ``stop``."""
+
+    def __init__(self, pages: Mapping[str, Page], address: str, name: str = "address") -> None:
+        """Listens at once. ``name`` is the option's, for the error. Raises AddressError."""
+        host, port = split_address(address, name)
+        try:
+            self._socket = listening_socket(host, port)
+        except OSError as error:
+            raise AddressError(f"{name} {address}: {error.strerror or error}; choose another") from error
+        self.port = int(self._socket.getsockname()[1])
+        self._server = HttpServer(pages)
+        self._loop = asyncio.new_event_loop()
+        self._ending = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="diloco-pages", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout: float = 3.0) -> None:
+        """Hang up on everybody and end the thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed already
+            self._loop.call_soon_threadsafe(self._ending.set)
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve())
+        except Exception:  # pages are worth less than the training beside them
+            log.exception("the status pages are not served any more")
+        finally:
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        await self._server.serve(self._socket)
+        await self._ending.wait()
+        await self._server.stop()

@@ -1,0 +1,224 @@
+"""What a syncer in a pod does beside training: it stays after the end, serves the model, and answers
+signed calls of an operator."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from syncer_client import LAYOUT, TOKENS, Client, SyncerProcess, raw_job, turn, until
+
+from diloco.export import assemble
+from diloco.remote_model import RemoteModelError, fetch_model
+from diloco_protocol import sync_pb2
+from diloco_protocol.control_client import ControlClient, ControlError
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.asyncio(loop_scope="module")]
+
+STAY = ("--stay", "--export", "127.0.0.1:0")
+FROZEN = {"table": np.arange(6, dtype=np.float16).reshape(2, 3)}
+
+
+@pytest.fixture
+def syncer(tmp_path: Path) -> Iterator[SyncerProcess]:
+    made = SyncerProcess(tmp_path / "syncer", raw_job()).start(*STAY)
+    yield made
+    made.stop()
+
+
+async def first(syncer: SyncerProcess) -> Client:
+    client = Client(syncer)
+    assert (await client.join()).welcome.initialise
+    await client.initialise(safetensors.numpy.save(FROZEN))
+    await client.ready()
+    return client
+
+
+def control(syncer: SyncerProcess, key: bytes = b"") -> ControlClient:
+    return ControlClient(syncer.addresses["control"], key or syncer.key)
+
+
+async def model(syncer: SyncerProcess) -> tuple[dict[str, np.ndarray], list[int]]:
+    url = f"http://{syncer.addresses['export']}"
+    job, tensors, versions = await asyncio.to_thread(fetch_model, url)
+    assert job == syncer.job
+    return tensors, versions
+
+
+async def end(client: Client, syncer: SyncerProcess, phase: str) -> None:
+    """Ask for this end, and leave as a learner does."""
+    calls = control(syncer)
+    await calls.call("announce", {"phase": phase, "message": "enough"})
+    if phase == "suspended":
+        await until(lambda: syncer.status()["phase"] == "draining")
+        await until(lambda: client.of_kind("peer_state_request"))
+        transfer = client.of_kind("peer_state_request")[0].transfer
+        await client.say(peer_state_unavailable=sync_pb2.PeerStateUnavailable(transfer=transfer))
+        await client.say(drained=sync_pb2.Drained())
+    await until(lambda: syncer.status()["phase"] == phase)
+    await calls.close()
+
+
+@pytest.mark.parametrize("phase", ["failed", "suspended", "deleted"])
+async def test_it_stays_after_an_end_and_leaves_when_told(syncer: SyncerProcess, phase: str) -> None:
+    client = await first(syncer)
+    try:
+        await turn(client, 0)
+        merged = [values.copy() for values in client.bases]
+        await end(client, syncer, phase)
+        await until(lambda: (syncer.store / "report.json").exists())
+        await asyncio.sleep(4.0)  # longer than one without --stay waits for its report to be fetched
+        assert not syncer.exited
+        # Whoever comes now hears of the end, and learners that are connected are kept.
+        assert not client.ended
+        late = Client(syncer, 1)
+        welcome = (await late.join()).welcome
+        assert sync_pb2.PhaseName.Name(welcome.phase.name) == f"PHASE_{phase.upper()}"
+        assert welcome.phase.message == "enough"
+        tensors, versions = await model(syncer)
+        assert versions == [1, 1]
+        expected = assemble(LAYOUT, merged) | {"table": FROZEN["table"].astype(np.float32)}
+        assert sorted(tensors) == sorted(expected)
+        for name, values in expected.items():
+            assert np.array_equal(tensors[name], values), name
+        calls = control(syncer)
+        assert (await calls.call("report"))["outcome"] == {"failed": "failed"}.get(phase, "interrupted")
+        assert (await calls.call("status"))["phase"] == phase
+        await calls.close()
+        await late.close()
+    finally:
+        await client.close()
+    assert syncer.terminate() == 0
+
+
+async def test_a_complete_job_is_served_again_by_a_new_syncer(tmp_path: Path) -> None:
+    syncer = SyncerProcess(tmp_path / "syncer", raw_job("training.stop={steps: 3}")).start(*STAY)
+    client = await first(syncer)
+    try:
+        await turn(client, 0)
+        await client.train(1)
+        await until(lambda: syncer.status()["phase"] == "draining")
+        await client.say(drained=sync_pb2.Drained())
+        await until(lambda: syncer.status()["phase"] == "complete")
+        await until(lambda: (syncer.store / "report.json").exists())
+        before, versions = await model(syncer)
+        report = json.loads((syncer.store / "report.json").read_text())
+        await client.close()
+        syncer.kill()
+        syncer.start(*STAY)
+        status = syncer.status()
+        assert (status["phase"], status["epoch"], status["step"]) == ("complete", 2, 3)
+        after, again = await model(syncer)
+        assert again == versions and sorted(after) == sorted(before)
+        assert all(np.array_equal(after[name], values) for name, values in before.items())
+        assert json.loads((syncer.store / "report.json").read_text()) == report
+        late = Client(syncer)
+        assert (await late.join()).welcome.phase.name == sync_pb2.PHASE_COMPLETE
+        await late.close()
+        await asyncio.sleep(4.0)
+        assert not syncer.exited
+        assert syncer.terminate() == 0
+    finally:
+        await client.close()
+        syncer.stop()
+
+
+async def test_the_model_is_of_one_moment_while_merges_go_on(syncer: SyncerProcess) -> None:
+    client = await first(syncer)
+    try:
+        seen, history = [], {(p, 0): values for p, values in enumerate(client.bases)}
+        for version in range(5):
+            fetching = asyncio.create_task(model(syncer))
+            for fragment in range(len(LAYOUT)):
+                await client.train(1)
+                await client.merge_once(fragment, version)
+                history[fragment, version + 1] = client.bases[fragment]
+            seen.append(await fetching)
+        for tensors, versions in seen:
+            expected = assemble(LAYOUT, [history[p, version] for p, version in enumerate(versions)])
+            assert all(np.array_equal(tensors[name], values) for name, values in expected.items())
+        assert (await model(syncer))[1] == [5, 5]
+    finally:
+        await client.close()
+
+
+async def test_the_model_is_refused_before_there_is_one_and_to_anybody_outside(tmp_path: Path) -> None:
+    syncer = SyncerProcess(tmp_path / "syncer", raw_job())
+    for address in ("0.0.0.0:0", "[::]:0", "10.0.0.1:7703", "example.org:1"):
+        syncer.launch("--export", address)
+        assert syncer.wait() == 2
+        last = json.loads(syncer.text().splitlines()[-1])
+        assert last["level"] == "error" and f"--export {address}" in last["message"]
+    syncer.start(*STAY)
+    try:
+        with pytest.raises(RemoteModelError, match="no model yet"):
+            await model(syncer)
+        # One reader at a time; who waits is let in when the other has gone.
+        client = await first(syncer)
+        host, port = syncer.addresses["export"].rsplit(":", 1)
+        assert host == "127.0.0.1"
+        big = Client(syncer)
+        with socket.create_connection((host, int(port))) as slow:
+            slow.sendall(b"GET /model.safetensors HTTP/1.1\r\n\r\n")
+            slow.recv(10)
+        assert (await model(syncer))[1] == [0, 0]
+        await big.close()
+        await client.close()
+    finally:
+        syncer.stop()
+
+
+async def test_control_calls_of_an_operator(syncer: SyncerProcess) -> None:
+    calls = control(syncer)
+    client = await first(syncer)
+    try:
+        await client.train(3)
+        await until(lambda: syncer.status()["tokens"]["trained"] == 3 * TOKENS)
+        told = await calls.call("status")
+        page = syncer.status()
+        assert {**told, "elapsed_seconds": 0, "slots": 0} == {**page, "elapsed_seconds": 0, "slots": 0} | {
+            "tokens_per_second": told["tokens_per_second"], "uptime": told["uptime"],
+        }  # fmt: skip
+        assert (told["step"], told["loss"]) == (3, 2.0)
+        slot = told["slots"][0]
+        assert (slot["process"], slot["state"], slot["ready"]) == (client.process, "active", True)
+        assert 0 <= slot["heard_seconds_ago"] < 10
+        # Only the slot's present process can be gone.
+        for body in (
+            {"region": "local", "ordinal": 0, "process": "ab"},
+            {"region": "local", "ordinal": 1, "process": client.process},
+            {"region": "other", "ordinal": 0, "process": client.process},
+        ):
+            await calls.call("process-gone", {**body, "reason": "deleted"})
+        assert syncer.status()["slots"][0]["state"] == "active"
+        await calls.call("process-gone", {"region": "local", "ordinal": 0, "process": client.process})
+        assert syncer.status()["slots"][0]["state"] == "lost"
+        # Errors have kinds.
+        for wrong, kind in (
+            (calls.call("nothing"), "refused"),
+            (calls.call("process-gone", {"region": "local"}), "refused"),
+            (control(syncer, b"0123456789abcdef").call("status"), "refused"),
+            (ControlClient("127.0.0.1:1", syncer.key).call("status", timeout=3), "unreachable"),
+            (ControlClient(syncer.addresses["http"], syncer.key).call("status", timeout=3), "unreachable"),
+            (ControlClient(syncer.addresses["sync"], syncer.key).call("status"), "failed"),
+        ):
+            with pytest.raises(ControlError) as caught:
+                await wrong
+            assert caught.value.kind == kind, caught.value
+        assert (await calls.call("checkpoint"))["epoch"] == 1
+    finally:
+        await client.close()
+        await calls.close()
+
+
+async def test_probes(syncer: SyncerProcess) -> None:
+    assert syncer.get("/readyz") == syncer.get("/healthz") == b"ok\n"
+    with urllib.request.urlopen(f"http://{syncer.addresses['export']}/job.json", timeout=5) as page:
+        assert json.load(page)["metadata"]["name"] == "raw"
