@@ -16,7 +16,7 @@ kind: DiLoCoJob
 metadata: {{name: exact}}
 spec:
   training:
-    model: {{config: {{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,
+    model: {{config: {{model_type: llama, hidden_size: {width}, intermediate_size: 64, num_hidden_layers: 2,
                      num_attention_heads: 2, num_key_value_heads: 2}}}}
     data: {{source: text, paths: [corpus.txt], sequenceLength: 32}}
     batch: {{sequences: 4}}
@@ -47,7 +47,7 @@ def weights(tmp_path: Path, name: str, learners: int, seed: int, stop: str) -> s
     (tmp_path / "corpus.txt").write_text(
         "how vexingly quick daft zebras jump over the lazy dog, again and again\n" * 3000
     )
-    (tmp_path / "job.yaml").write_text(JOB.format(learners=learners, stop=stop))
+    (tmp_path / "job.yaml").write_text(JOB.format(learners=learners, stop=stop, width=32 * learners))
     diloco("run", "job.yaml", "--workdir", name, "--seed", str(seed), cwd=tmp_path)
     diloco("export", name, f"{name}-out", cwd=tmp_path)
     return hashlib.sha256((tmp_path / f"{name}-out" / "model.safetensors").read_bytes()).hexdigest()
@@ -58,6 +58,7 @@ def weights(tmp_path: Path, name: str, learners: int, seed: int, stop: str) -> s
 def test_one_seed_gives_the_same_bits_and_another_does_not(tmp_path: Path, learners: int) -> None:
     # 33 steps do not end with a merge, so that the last offers are part of it; tokens are shared out.
     stop = "steps: 33" if learners == 1 else f"tokens: {3 * 33 * 128 - 5}"
+    # The wider model of three has fragments that are large enough for the syncer's pooled memory.
     first = weights(tmp_path, "a", learners, 7, stop)
     assert weights(tmp_path, "b", learners, 7, stop) == first
     assert weights(tmp_path, "c", learners, 8, stop) != first
