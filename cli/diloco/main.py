@@ -3,16 +3,16 @@ and status must answer at once, and without torch."""
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-COMPLETE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
+from diloco import cluster_commands
+from diloco.cluster_commands import Context, Contexts, Kubeconfig, Namespace, where
+from diloco.console import WRONG, fail, in_cluster, interruptible, means_job
 
 app = typer.Typer(
     name="diloco",
@@ -31,7 +31,12 @@ A job is one YAML file. Try it on this machine:
 
     diloco export runs/tiny-gpt model/
 
-Exit codes: 0 job complete, 1 job failed, 2 the job file or the arguments are wrong, 130 interrupted.
+Or in a Kubernetes cluster with the operator:
+
+    diloco apply examples/tiny-gpt.yaml --context my-cluster --wait
+
+Exit codes: 0 job complete, 1 job failed, 2 the job file or the arguments are wrong, 130 interrupted; of the
+other commands 0 done, 1 it could not be done, 2 the file, the arguments or what they name are wrong.
 """,
 )
 
@@ -48,26 +53,8 @@ Overrides = Annotated[
 ]  # fmt: skip
 
 
-def _fail(message: str, code: int) -> typer.Exit:
-    print(message if message.startswith("error") else f"error: {message}", file=sys.stderr)
-    return typer.Exit(code)
-
-
-def _interruptible(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Ctrl-C before or after the run itself, which handles it on its own."""
-
-    @functools.wraps(command)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return command(*args, **kwargs)
-        except KeyboardInterrupt:
-            raise typer.Exit(INTERRUPTED) from None
-
-    return wrapped
-
-
 @app.command()
-@_interruptible
+@interruptible
 def run(
     job: JobFile,
     workdir: Annotated[
@@ -122,12 +109,12 @@ def run(
     try:
         code = run_job(Options(job, workdir, report, chaos, seed, overrides, http))
     except UsageError as error:
-        raise _fail(str(error), WRONG) from None
+        raise fail(str(error), WRONG) from None
     raise typer.Exit(code)
 
 
 @app.command()
-@_interruptible
+@interruptible
 def validate(job: JobFile, overrides: Overrides = []) -> None:  # noqa: B006
     """Check a job file: all that is wrong with it at once, with the cure.
 
@@ -143,20 +130,29 @@ def validate(job: JobFile, overrides: Overrides = []) -> None:  # noqa: B006
 
 
 @app.command()
-@_interruptible
+@interruptible
 def status(
-    where: Annotated[
+    what: Annotated[
         str | None,
         typer.Argument(
-            metavar="[WORKDIR|ADDRESS]",
+            metavar="WORKDIR|ADDRESS|JOB",
             show_default=False,
-            help="A run's directory, or host:port of its status page or its syncer. "
-            " [default: the newest below ./runs]",
+            help="A run's directory, host:port of its status page or its syncer, or the name of a job in a "
+            "cluster.  [default: the newest below ./runs; with --context, -n or -A all jobs there]",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The whole status document, for programs.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Of a job in a cluster: go on showing it.")
+    ] = False,
+    everywhere: Annotated[
+        bool, typer.Option("--all-namespaces", "-A", help="List the jobs of every namespace of the cluster.")
+    ] = False,
+    context: Contexts = [],  # noqa: B006
+    namespace: Namespace = None,
+    kubeconfig: Kubeconfig = None,
 ) -> None:
-    """Show how a job is doing.
+    """Show how a job is doing, on this machine or in a cluster.
 
     Examples:
 
@@ -165,13 +161,30 @@ def status(
         diloco status runs/tiny-gpt --json
 
         diloco status 127.0.0.1:8080
+
+        diloco status tiny-gpt --context my-cluster --watch
+
+        diloco status -A
     """
+    there = where(context, namespace, kubeconfig)
+    if there.given or everywhere or means_job(what):
+
+        def run() -> int:
+            from diloco.cluster_status import show_status
+
+            return show_status(there, what, everywhere, watch, as_json)
+
+        raise in_cluster(
+            run, "" if there.given or everywhere else f"nothing on this machine is called {what}; "
+        )
     from diloco.status import StatusError, read_status, show
 
+    if watch:
+        raise fail("--watch is for jobs in clusters: a run on this machine shows itself", WRONG)
     try:
-        document = read_status(where)
+        document = read_status(what)
     except StatusError as error:
-        raise _fail(str(error), WRONG) from None
+        raise fail(str(error), WRONG) from None
     if as_json:
         print(json.dumps(document, indent=1))
     else:
@@ -179,31 +192,96 @@ def status(
 
 
 @app.command()
-@_interruptible
+@interruptible
 def export(
-    workdir: Annotated[
-        Path, typer.Argument(metavar="WORKDIR", help="A run's directory.", show_default=False)
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="WORKDIR|JOB", help="A run's directory, or a job in a cluster.", show_default=False
+        ),
     ],
     out: Annotated[
         Path, typer.Argument(metavar="OUT", help="A new directory for the model.", show_default=False)
     ],
+    context: Context = [],  # noqa: B006
+    namespace: Namespace = None,
+    kubeconfig: Kubeconfig = None,
 ) -> None:
-    """Write the merged model to a directory that transformers loads; the run may still be going on.
+    """Write the merged model to a directory that transformers loads; the job may still be going on.
 
-    Example:
+    From a cluster it comes through a port-forward to the syncer's pod, checked by length and checksum.
+
+    Examples:
 
         diloco export runs/tiny-gpt model/
 
+        diloco export tiny-gpt model/ --context my-cluster
+
         python -c "import transformers; transformers.AutoModelForCausalLM.from_pretrained('model/')"
     """
+    there = where(context, namespace, kubeconfig)
+    if there.given or means_job(what):
+
+        def run() -> int:
+            from diloco.cluster_fetch import export as export_job
+
+            return export_job(there, what, out)
+
+        raise in_cluster(run, "" if there.given else f"nothing on this machine is called {what}; ")
     from diloco.export import ExportFailed, export_run
     from diloco.workdir import WorkdirError, find
 
     try:
-        versions = export_run(find(str(workdir)), out)
+        versions = export_run(find(what), out)
     except (WorkdirError, ExportFailed) as error:
-        raise _fail(str(error), WRONG) from None
+        raise fail(str(error), WRONG) from None
     print(f"{out}: the merged model, fragments at versions {min(versions)} to {max(versions)}")
+
+
+@app.command()
+@interruptible
+def report(
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="WORKDIR|JOB", help="A run's directory, or a job in a cluster.", show_default=False
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Write report.json here.", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print report.json, for programs.")] = False,
+    context: Context = [],  # noqa: B006
+    namespace: Namespace = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Show a job's report: its outcome, and what became of every token. As it stands, while the job goes on.
+
+    Examples:
+
+        diloco report runs/tiny-gpt
+
+        diloco report tiny-gpt -o report.json --context my-cluster
+    """
+    there = where(context, namespace, kubeconfig)
+
+    def run() -> int:
+        from diloco.cluster_fetch import report as report_job
+        from diloco.cluster_fetch import show_report
+        from diloco.status import StatusError, read_status
+
+        if there.given or means_job(what):
+            return report_job(there, what, out, as_json)
+        try:
+            document = read_status(what)
+        except StatusError as error:
+            raise fail(str(error), WRONG) from None
+        if document["running"]:
+            raise fail(f"the run in {what} is going on and has no report yet: diloco status {what}", WRONG)
+        return show_report(document["report"], what, out, as_json)
+
+    raise in_cluster(run, "" if there.given else f"nothing on this machine is called {what}; ")
 
 
 @app.command()
@@ -212,6 +290,9 @@ def version() -> None:
     from importlib.metadata import version as installed
 
     print(installed("decoupled-diloco"))
+
+
+cluster_commands.add_to(app)
 
 
 def main() -> None:

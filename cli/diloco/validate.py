@@ -82,10 +82,12 @@ def summary_text(job: DiLoCoJob, warnings: Sequence[Problem] = (), source: str =
         f"  evaluated {evaluated}",
         f"  digest    {spec_digest(job)[:16]}",
     ]
-    for warning in warnings:
-        lines.append("warning:")
-        lines.append(_problem_text(warning))
-    return "\n".join(lines)
+    return "\n".join([*lines, *warnings_text(warnings)])
+
+
+def warnings_text(warnings: Iterable[Problem]) -> list[str]:
+    """Warnings, for people."""
+    return [f"warning:\n{_problem_text(warning)}" for warning in warnings]
 
 
 def _count(number: float) -> str:

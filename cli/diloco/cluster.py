@@ -1,0 +1,385 @@
+"""The command line's wall to a cluster: a kubeconfig's context, and its API server.
+
+Requests are plain JSON over the official client's connection settings (certificates,
+tokens, credential plugins, proxies); what comes back are the dicts that the API server
+sends. Every request ends within ``TIMEOUT`` seconds, and every failure is a
+``ClusterError`` that names what failed and the cure.
+
+The package ``kubernetes`` is loaded when a context is opened, not before: ``diloco run``
+and ``--help`` work without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+TIMEOUT = 10.0  # seconds until an API server counts as not answering
+MAX_REPLY_BYTES = 256 << 20
+FAILED, WRONG = 1, 2  # exit codes (main.py)
+
+GROUP, VERSION, PLURAL = "diloco.io", "v1alpha1", "dilocojobs"
+MANAGER = "diloco"  # field manager of everything that this command line writes
+INSTALL = "helm install diloco charts/diloco --namespace diloco-system --create-namespace"
+
+Object = dict[str, Any]
+"""One API object as the API server sends it."""
+
+
+class ClusterError(Exception):
+    """What could not be done and the cure. ``reason`` is the API server's word, or ``Unreachable``,
+    ``NoCRD``, ``Settings``; ``code`` the exit code that fits; ``status`` the API server's Status."""
+
+    def __init__(
+        self, message: str, reason: str = "", code: int = FAILED, status: Object | None = None
+    ) -> None:
+        super().__init__(message)
+        self.reason, self.code, self.status = reason, code, status or {}
+
+    @property
+    def causes(self) -> list[Object]:
+        """The API server's list of what is wrong: ``field``, ``reason`` and ``message`` each."""
+        return list((self.status.get("details") or {}).get("causes") or [])
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """What the options ``--context``, ``--namespace`` and ``--kubeconfig`` said."""
+
+    contexts: tuple[str, ...] = ()
+    namespace: str | None = None
+    kubeconfig: Path | None = None
+
+    @property
+    def given(self) -> bool:
+        """Whether any of them was."""
+        return bool(self.contexts or self.namespace or self.kubeconfig)
+
+    def open(self) -> list[Cluster]:
+        """Every context named, in order, or the current one. Raises ClusterError."""
+        names: Sequence[str | None] = list(dict.fromkeys(self.contexts)) or [None]
+        return [open_cluster(name, self.namespace, self.kubeconfig) for name in names]
+
+
+class Cluster:
+    """One context of a kubeconfig: a cluster, an account and a namespace."""
+
+    def __init__(self, configuration: Any, context: str, namespace: str) -> None:
+        from kubernetes.client.rest import RESTClientObject
+
+        self.configuration, self.context, self.namespace = configuration, context, namespace
+        self._pool = RESTClientObject(configuration).pool_manager
+
+    def __repr__(self) -> str:
+        return f"Cluster({self.context!r}, {self.namespace!r})"
+
+    @property
+    def flags(self) -> str:
+        """``--context`` and ``--namespace`` as a command line repeats them."""
+        return f"--context {self.context} -n {self.namespace}"
+
+    @property
+    def kubectl_flags(self) -> str:
+        """As ``flags``, for kubectl."""
+        return f"--context {self.context} -n {self.namespace}"
+
+    # ------------------------------------------------------------------ paths
+
+    def jobs_path(self, everywhere: bool = False) -> str:
+        """The jobs of this namespace, or of all."""
+        base = f"/apis/{GROUP}/{VERSION}"
+        return f"{base}/{PLURAL}" if everywhere else f"{base}/namespaces/{self.namespace}/{PLURAL}"
+
+    def job_path(self, name: str) -> str:
+        return f"{self.jobs_path()}/{name}"
+
+    def core_path(self, resource: str) -> str:
+        """``pods``, ``events`` … of this namespace."""
+        return f"/api/v1/namespaces/{self.namespace}/{resource}"
+
+    # ------------------------------------------------------------------ requests
+
+    def get(self, path: str, **query: Any) -> Object:
+        return self.request("GET", path, query=query)
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: dict[str, Any] | None = None,
+        body: Any = None,
+        content: str = "application/json",
+        seconds: float = TIMEOUT,
+    ) -> Object:
+        """One request; the reply's JSON object. Raises ClusterError."""
+        with self._send(method, path, query, body, content, seconds, seconds) as response:
+            data = self._read(response, path, seconds)
+        if response.status >= 400:
+            raise self.refusal(method, path, response.status, data)
+        if (document := _object(data)) is None:
+            raise ClusterError(f"{self.server} answered {path} with something that is no JSON object")
+        return document
+
+    @contextlib.contextmanager
+    def stream(self, path: str, query: dict[str, Any], silence: float | None) -> Iterator[Any]:
+        """A reply as it comes: urllib3's response, its bytes unread. ``silence``: seconds without a byte
+        that are borne; None: any. Raises ClusterError."""
+        with self._send("GET", path, query, None, "", TIMEOUT, silence) as response:
+            if response.status >= 400:
+                raise self.refusal("GET", path, response.status, self._read(response, path, TIMEOUT))
+            yield response
+
+    @contextlib.contextmanager
+    def _send(
+        self,
+        method: str,
+        path: str,
+        query: dict[str, Any] | None,
+        body: Any,
+        content: str,
+        seconds: float,
+        silence: float | None,
+    ) -> Iterator[Any]:
+        import urllib3
+
+        headers = {"Accept": "application/json", "User-Agent": "diloco", **self.authorization()}
+        if body is not None:
+            headers["Content-Type"] = content
+        url = self.configuration.host + path + (f"?{urlencode(query)}" if query else "")
+        try:
+            response = self._pool.request(
+                method,
+                url,
+                body=None if body is None else json.dumps(body, allow_nan=False).encode(),
+                headers=headers,
+                timeout=urllib3.Timeout(connect=seconds, read=silence),
+                retries=False,
+                preload_content=False,
+            )
+        except urllib3.exceptions.HTTPError as error:
+            raise self._unreachable(error, seconds) from error
+        except UnicodeError as error:
+            raise ClusterError(f"{url!r} cannot be asked for: {error}", code=WRONG) from error
+        try:
+            yield response
+        finally:
+            # A connection whose reply was not read to its end cannot serve the next request.
+            response.release_conn() if response.closed else response.close()
+
+    def _read(self, response: Any, path: str, seconds: float) -> bytes:
+        import urllib3
+
+        try:
+            data = bytes(response.read(MAX_REPLY_BYTES + 1))
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise self._unreachable(error, seconds) from error
+        if len(data) > MAX_REPLY_BYTES:
+            raise ClusterError(f"{self.server} answered {path} with more than {MAX_REPLY_BYTES} bytes")
+        return data
+
+    def authorization(self) -> dict[str, str]:
+        """The header that says who asks; a plugin of the kubeconfig renews its token here."""
+        try:
+            settings = self.configuration.auth_settings().values()
+        except Exception as error:  # whatever a plugin raises
+            raise ClusterError(
+                f"context {self.context}: its credentials cannot be had: {error}", "Settings", WRONG
+            ) from error
+        return {one["key"]: one["value"] for one in settings if one["in"] == "header" and one["value"]}
+
+    # ------------------------------------------------------------------ what went wrong
+
+    @property
+    def server(self) -> str:
+        return f"{self.configuration.host} (context {self.context})"
+
+    def _unreachable(self, error: Exception, seconds: float) -> ClusterError:
+        text = str(error.__cause__ or error)
+        kind = type(error).__name__
+        cure = "is it running, and this machine's network (or VPN) up?"
+        if "SSL" in kind or "certificate" in text.lower():
+            why = f"does not show a certificate that the kubeconfig trusts ({text})"
+            cure = "is this the right cluster, and its kubeconfig current?"
+        elif "Timeout" in kind:
+            why = f"does not answer within {seconds:g} s"
+        elif "NameResolution" in kind:
+            why = "has a name that does not resolve"
+        else:
+            why = f"cannot be reached ({reason_of(text)})"
+        return ClusterError(f"{self.server} {why}: {cure}", "Unreachable")
+
+    def refusal(self, method: str, path: str, code: int, body: bytes) -> ClusterError:
+        """What a reply with a status of 400 and above means."""
+        status = _object(body) or {"message": body[:300].decode("utf-8", "replace").strip()}
+        reason = str(status.get("reason") or code)
+        message = str(status.get("message") or f"status {code}")
+        details = status.get("details") or {}
+        verb, resource, namespace = asked(method, path)
+        place = f" in the namespace {namespace}" if namespace else ""
+        if code == 401:
+            return ClusterError(
+                f"{self.server} does not know this account: the kubeconfig's credentials are wrong or have"
+                " expired; log in again",
+                "Unauthorized",
+                WRONG,
+            )
+        if code == 403 and reason == "Forbidden" and "exceeded quota" not in message:
+            return ClusterError(
+                f"context {self.context}: this account may not {verb} {resource}{place}; ask for a Role with"
+                f" the verb {verb} on {resource} ({message})",
+                "Forbidden",
+                status=status,
+            )
+        if code == 404 and details.get("kind") == "namespaces":
+            name = details.get("name") or namespace
+            return ClusterError(
+                f"context {self.context}: there is no namespace {name}; create it"
+                f" (kubectl --context {self.context} create namespace {name}), or name another with -n",
+                "NoNamespace",
+                WRONG,
+                status,
+            )
+        if code == 404 and f"/apis/{GROUP}/" in path and not details.get("name"):
+            return ClusterError(
+                f"context {self.context}: the cluster knows no DiLoCoJobs: the operator is not installed."
+                f" Install it: {INSTALL} --kube-context {self.context}"
+                f" (without Helm: kubectl --context {self.context} apply -f manifests/install.yaml)",
+                "NoCRD",
+            )
+        return ClusterError(f"context {self.context}: {message}", reason, FAILED, status)
+
+    # ------------------------------------------------------------------ jobs
+
+    def job(self, name: str) -> Object:
+        """The DiLoCoJob ``name``. Raises ClusterError; of one that is not there, the message lists the
+        jobs that are, the nearest name first."""
+        try:
+            return self.get(self.job_path(name))
+        except ClusterError as error:
+            if error.reason != "NotFound":
+                raise
+        raise self.no_such_job(name)
+
+    def no_such_job(self, name: str) -> ClusterError:
+        """That ``name`` is not there, and what is."""
+        place = f"the namespace {self.namespace} of context {self.context}"
+        with contextlib.suppress(ClusterError):
+            there = [str(job["metadata"]["name"]) for job in self.jobs()]
+            return ClusterError(f"there is no job {name} in {place}{nearest(name, there)}", "NotFound", WRONG)
+        return ClusterError(f"there is no job {name} in {place}", "NotFound", WRONG)
+
+    def jobs(self, everywhere: bool = False) -> list[Object]:
+        """All jobs of this namespace, or of all. Raises ClusterError."""
+        return self.all_of(self.jobs_path(everywhere))
+
+    def all_of(self, path: str, **query: Any) -> list[Object]:
+        """A whole list, read in pages. Raises ClusterError."""
+        items: list[Object] = []
+        query = {**query, "limit": 500}
+        while True:
+            page = self.get(path, **query)
+            items += page.get("items") or []
+            if not (more := (page.get("metadata") or {}).get("continue")):
+                return items
+            query["continue"] = more
+
+    def pods(self, job: str, role: str | None = None) -> list[Object]:
+        """The job's pods, those that are going included. Raises ClusterError."""
+        selector = f"{GROUP}/job={job}" + (f",{GROUP}/role={role}" if role else "")
+        return self.all_of(self.core_path("pods"), labelSelector=selector)
+
+
+def _object(data: bytes) -> Object | None:
+    try:
+        document = json.loads(data) if data else {}
+    except ValueError:
+        return None
+    return document if isinstance(document, dict) else None
+
+
+def reason_of(text: str) -> str:
+    """The words at the end of a chain of network errors: ``… [Errno 111] Connection refused``."""
+    return text.rpartition("] ")[2].rstrip("')\" ") or text
+
+
+def nearest(name: str, there: Sequence[str], shown: int = 10) -> str:
+    """What to say of the names that are there: a guess at the one that was meant, and a list."""
+    if not there:
+        return "; there are none"
+    close = difflib.get_close_matches(name, there, n=1, cutoff=0.5)
+    rest = sorted(there)
+    listed = ", ".join(rest[:shown]) + (f" and {len(rest) - shown} more" if len(rest) > shown else "")
+    return (f"; did you mean {close[0]}?" if close else ";") + f" There {_are(len(rest))}: {listed}"
+
+
+def _are(count: int) -> str:
+    return "is" if count == 1 else f"are {count}"
+
+
+def asked(method: str, path: str) -> tuple[str, str, str | None]:
+    """A request in RBAC's terms: the verb, the resource (with group and subresource) and the namespace."""
+    parts = path.partition("?")[0].strip("/").split("/")
+    group = parts[1] if parts[0] == "apis" else ""
+    rest = parts[3:] if parts[0] == "apis" else parts[2:]
+    namespace = None
+    if len(rest) > 2 and rest[0] == "namespaces":
+        namespace, rest = rest[1], rest[2:]
+    resource = rest[0] if rest else ""
+    if len(rest) > 2:
+        resource += f"/{rest[2]}"
+    verbs = {"GET": "get" if len(rest) > 1 else "list", "POST": "create", "PUT": "update"}
+    verb = "create" if resource == "pods/portforward" else verbs.get(method, method.lower())
+    return verb, f"{resource}.{group}" if group else resource, namespace
+
+
+# ------------------------------------------------------------------ kubeconfig
+
+
+def open_cluster(context: str | None, namespace: str | None, kubeconfig: Path | None) -> Cluster:
+    """The named context of the kubeconfig, or its current one; in a pod without a kubeconfig, the pod's
+    own account. Raises ClusterError."""
+    try:
+        from kubernetes import client, config
+        from yaml import YAMLError
+    except ImportError as error:
+        raise ClusterError(
+            "the package kubernetes is not installed: pip install 'decoupled-diloco[kube]'", "Settings", WRONG
+        ) from error
+    # At the client's own import KUBECONFIG was read; here it is read as it is now.
+    paths = str(kubeconfig) if kubeconfig else os.environ.get("KUBECONFIG") or "~/.kube/config"
+    present = [one for one in paths.split(os.pathsep) if one and Path(one).expanduser().is_file()]
+    configuration = client.Configuration()
+    configuration.connection_pool_maxsize = 100  # streams of logs, one a pod
+    try:
+        if not present and kubeconfig is None and context is None and "KUBERNETES_SERVICE_HOST" in os.environ:
+            config.load_incluster_config(client_configuration=configuration)
+            own = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace").read_text().strip()
+            return Cluster(configuration, "in-cluster", namespace or own)
+        if not present:
+            raise ClusterError(
+                f"there is no kubeconfig at {paths}: name one with --kubeconfig or the variable KUBECONFIG",
+                "Settings",
+                WRONG,
+            )
+        contexts, current = config.list_kube_config_contexts(os.pathsep.join(present))
+        name = context if context is not None else (current or {}).get("name")
+        found = next((one for one in contexts if one["name"] == name), None)
+        if found is None:
+            known = [str(one["name"]) for one in contexts]
+            said = "names no current context" if name is None else f"knows no context {name}"
+            raise ClusterError(f"{paths} {said}{nearest(name or '', known)}", "Settings", WRONG)
+        config.load_kube_config(
+            os.pathsep.join(present), name, client_configuration=configuration, persist_config=False
+        )
+    except (config.ConfigException, YAMLError, OSError, KeyError, TypeError, ValueError) as error:
+        raise ClusterError(f"the kubeconfig {paths} cannot be used: {error}", "Settings", WRONG) from error
+    own = (found.get("context") or {}).get("namespace") or "default"
+    return Cluster(configuration, str(name), namespace or own)

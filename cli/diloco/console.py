@@ -1,0 +1,75 @@
+"""What all commands share: exit codes, errors on stderr, Ctrl-C, and the forms of arguments."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import typer
+
+COMPLETE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
+
+_NAME = re.compile(r"[a-z]([-a-z0-9]{0,28}[a-z0-9])?")
+_DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(s|m|min|h|d)?")
+_SECONDS = {None: 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+
+
+def fail(message: str, code: int) -> typer.Exit:
+    """Say what went wrong; raise what is returned."""
+    print(message if message.startswith("error") else f"error: {message}", file=sys.stderr)
+    return typer.Exit(code)
+
+
+def interruptible(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Ctrl-C where the command does not handle it on its own."""
+
+    @functools.wraps(command)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return command(*args, **kwargs)
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+
+    return wrapped
+
+
+def in_cluster(run: Callable[[], int], instead: str = "") -> typer.Exit:
+    """Run what talks to clusters and turn its outcome into an exit; raise what is returned. ``instead``:
+    said before an error of the kubeconfig, where the argument might have meant something else."""
+    from diloco.cluster import ClusterError
+
+    try:
+        return typer.Exit(run())
+    except ClusterError as error:
+        return fail(f"{instead}{error}" if error.reason == "Settings" else str(error), error.code)
+    except BrokenPipeError:  # the reader left (`| head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return typer.Exit(COMPLETE)
+
+
+def duration(text: str) -> float:
+    """``90``, ``90s``, ``10m``, ``2h``, ``1d`` in seconds."""
+    match = _DURATION.fullmatch(text.strip())
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is no duration: write 90s, 10m, 2h or 1d")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def job_name(text: str) -> str:
+    """The name of a job in a cluster."""
+    if not _NAME.fullmatch(text):
+        raise typer.BadParameter(
+            f"{text!r} is no job's name: lower-case letters, digits and dashes, at most 30"
+        )
+    return text
+
+
+def means_job(argument: str | None) -> bool:
+    """Whether an argument of ``status``, ``export`` and ``report`` names a job in a cluster: it could be a
+    job's name, and nothing on this machine is called so."""
+    return argument is not None and _NAME.fullmatch(argument) is not None and not Path(argument).exists()
