@@ -53,7 +53,7 @@ class Buffers:
             block = np.empty(rounded, np.uint8)
         # A view refers to the last array of the chain behind it. The memoryview ends that chain here:
         # without it a view would keep the block alive and not this array, whose end gives it back.
-        array: Bytes = np.frombuffer(memoryview(block), np.uint8, size)
+        array: Bytes = np.frombuffer(block.data, np.uint8, size)
         weakref.finalize(array, self._give, block).atexit = False
         return array
 
