@@ -1,0 +1,148 @@
+"""What a job's objects are called, labelled and annotated, and where things lie in its pods.
+
+docs/design.md (operator) has these names as the contract between operator, images,
+chart and command line; here they are defined once for the operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .types import Object, Ref
+
+DOMAIN = "diloco.io"
+MANAGER = "diloco-operator"
+"""Field manager of server-side apply, and the value of app.kubernetes.io/managed-by."""
+FINALIZER = f"{DOMAIN}/job"
+
+LABEL_JOB = f"{DOMAIN}/job"
+LABEL_ROLE = f"{DOMAIN}/role"
+LABEL_REGION = f"{DOMAIN}/region"
+QUEUE = "kueue.x-k8s.io/queue-name"
+"""Copied from the job to its StatefulSets."""
+
+GENERATION = f"{DOMAIN}/generation"
+"""Annotation of pod-carrying objects: the job's generation that they were rendered for."""
+RENDERED = f"{DOMAIN}/rendered"
+"""Annotation of pod-carrying objects: their spec as it was rendered then, JSON without replicas."""
+INPUTS = f"{DOMAIN}/inputs"
+"""Annotation of pod templates: a digest of what of the job the program reads when it starts."""
+
+POD_INDEX = "apps.kubernetes.io/pod-index"
+POD_REVISION = "controller-revision-hash"
+
+SYNC_PORT, CONTROL_PORT, HTTP_PORT, EXPORT_PORT, WORKER_PORT = 7700, 7701, 7702, 7703, 7710
+
+SETTINGS_PATH = "/etc/diloco/settings"
+CREDENTIALS_PATH = "/etc/diloco/credentials"
+CONTROL_PATH = "/etc/diloco/control"
+DATA_PATH = "/var/lib/diloco"
+
+KINDS = (
+    "ConfigMap", "PersistentVolumeClaim", "NetworkPolicy", "Service", "PodDisruptionBudget", "Deployment",
+    "StatefulSet",
+)  # fmt: skip
+"""Kinds of a job's children that the operator reads (Secrets it only makes)."""
+
+API_VERSIONS = {
+    "ConfigMap": "v1",
+    "Secret": "v1",
+    "Service": "v1",
+    "PersistentVolumeClaim": "v1",
+    "NetworkPolicy": "networking.k8s.io/v1",
+    "PodDisruptionBudget": "policy/v1",
+    "Deployment": "apps/v1",
+    "StatefulSet": "apps/v1",
+}
+
+
+def settings_map(job: str) -> Ref:
+    return Ref("ConfigMap", f"{job}-settings")
+
+
+def claim(job: str) -> Ref:
+    return Ref("PersistentVolumeClaim", f"{job}-syncer")
+
+
+def syncer_deployment(job: str) -> Ref:
+    return Ref("Deployment", f"{job}-syncer")
+
+
+def syncer_service(job: str) -> Ref:
+    return Ref("Service", f"{job}-syncer")
+
+
+def evaluator_deployment(job: str) -> Ref:
+    return Ref("Deployment", f"{job}-evaluator")
+
+
+def stateful_set(job: str, region: str) -> Ref:
+    return Ref("StatefulSet", f"{job}-{region}")
+
+
+def region_service(job: str, region: str) -> Ref:
+    return Ref("Service", f"{job}-{region}")
+
+
+def budget(job: str, region: str) -> Ref:
+    return Ref("PodDisruptionBudget", f"{job}-{region}")
+
+
+def secret_name(job: str, role: str, uid: str) -> str:
+    """``role`` is syncer or learner. A Secret is never read back, so an earlier job's of the same name
+    must not be taken for this one's: the name has the first 8 digits of the job's UID."""
+    return f"{job}-{role}-{uid.replace('-', '')[:8]}"
+
+
+def labels(job: str, role: str, region: str | None = None) -> dict[str, str]:
+    """The labels of an object of that job. ``role``: syncer, learner or evaluator."""
+    found = {
+        "app.kubernetes.io/name": "diloco",
+        "app.kubernetes.io/instance": job,
+        "app.kubernetes.io/component": role,
+        "app.kubernetes.io/managed-by": MANAGER,
+        LABEL_JOB: job,
+        LABEL_ROLE: role,
+    }
+    return found | ({LABEL_REGION: region} if region is not None else {})
+
+
+def owner_reference(job: str, uid: str) -> Object:
+    return {
+        "apiVersion": f"{DOMAIN}/v1alpha1",
+        "kind": "DiLoCoJob",
+        "name": job,
+        "uid": uid,
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+
+
+def is_ours(live: Mapping[str, Any], job: str, uid: str) -> bool:
+    """Whether a live object is this job's: controlled by its UID. A claim, which has no owner since it
+    outlives jobs, is the job's by its labels, unless something else controls it."""
+    metadata = live.get("metadata") or {}
+    controllers = [o for o in metadata.get("ownerReferences") or [] if o.get("controller")]
+    if controllers:
+        return any(o.get("uid") == uid for o in controllers)
+    if live.get("kind") != "PersistentVolumeClaim":
+        return False
+    found = metadata.get("labels") or {}
+    return found.get(LABEL_JOB) == job and found.get("app.kubernetes.io/managed-by") == MANAGER
+
+
+def children(job: str, spec: Mapping[str, Any]) -> list[Ref]:
+    """The objects that a job with this spec (as the API server sends it, valid or not) may have in one
+    cluster, besides its Secrets, which the operator never reads."""
+    found = [
+        settings_map(job), claim(job), Ref("NetworkPolicy", f"{job}-syncer"),
+        Ref("NetworkPolicy", f"{job}-learners"), syncer_service(job), syncer_deployment(job),
+        evaluator_deployment(job),
+    ]  # fmt: skip
+    regions = spec.get("regions")
+    for region in regions if isinstance(regions, list) else []:
+        name = region.get("name", "local") if isinstance(region, Mapping) else None
+        if isinstance(name, str):
+            found += [stateful_set(job, name), region_service(job, name), budget(job, name)]
+    return list(dict.fromkeys(found))
