@@ -119,14 +119,14 @@ def owner_reference(job: str, uid: str) -> Object:
     }
 
 
-def is_ours(live: Mapping[str, Any], job: str, uid: str) -> bool:
+def is_ours(ref: Ref, live: Mapping[str, Any], job: str, uid: str) -> bool:
     """Whether a live object is this job's: controlled by its UID. A claim, which has no owner since it
     outlives jobs, is the job's by its labels, unless something else controls it."""
     metadata = live.get("metadata") or {}
     controllers = [o for o in metadata.get("ownerReferences") or [] if o.get("controller")]
     if controllers:
         return any(o.get("uid") == uid for o in controllers)
-    if live.get("kind") != "PersistentVolumeClaim":
+    if ref.kind != "PersistentVolumeClaim":
         return False
     found = metadata.get("labels") or {}
     return found.get(LABEL_JOB) == job and found.get("app.kubernetes.io/managed-by") == MANAGER
