@@ -23,12 +23,13 @@ _WIDTH = 100
 
 def validate_file(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> tuple[str, int]:
     """What to print for the job file at ``path``, and the exit code: 0 valid, 2 wrong."""
+    notes: list[Problem] = []
     try:
-        job = load_job(path, overrides)
+        job = load_job(path, overrides, notes)
     except JobError as error:
         return problems_text(error), WRONG
     directory = Path(path).resolve().parent
-    return summary_text(job, [*job_warnings(job), *absent_data(job, directory)], str(path)), 0
+    return summary_text(job, [*notes, *job_warnings(job), *absent_data(job, directory)], str(path)), 0
 
 
 def problems_text(error: JobError) -> str:

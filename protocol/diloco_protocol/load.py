@@ -24,12 +24,13 @@ from .files import read_bounded
 from .spec import DiLoCoJob, immutable_digests, spec_digest
 from .spec_base import Spec, fields_by_alias, nested_model, unwrap
 from .spec_rules import violations, warnings
+from .spec_server import dropped_nulls, without_server_fields
 from .spec_words import explain, suggestion
 from .spec_yaml import MAX_BYTES, Document, Path, YamlProblem, parse
 
 __all__ = [
-    "JobError", "Problem", "immutable_digests", "job_from_json", "job_to_json", "job_warnings", "load_job",
-    "load_manifest", "parse_job", "read_job", "spec_digest",
+    "JobError", "Problem", "immutable_digests", "job_from_json", "job_from_object", "job_to_json",
+    "job_warnings", "load_job", "load_manifest", "parse_job", "read_job", "spec_digest",
 ]  # fmt: skip
 
 MAX_JOB_BYTES = 4 * MAX_BYTES  # of the normal form, which has every default in it
@@ -77,28 +78,44 @@ def dotted(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def load_job(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> DiLoCoJob:
+def load_job(
+    path: str | os.PathLike[str], overrides: Iterable[str] = (), notes: list[Problem] | None = None
+) -> DiLoCoJob:
     """The job in the file at ``path``, with ``overrides`` (``path=value`` below spec, value in YAML) applied.
 
-    Raises JobError with every problem that can be found.
+    What the API server writes into an object (``status``, ``metadata.uid`` ...) is left out. ``notes``, if
+    given, is filled with what is taken and its author should know. Raises JobError with every problem that
+    can be found.
     """
-    return parse_job(_read(FilePath(path)), overrides, source=str(path))
+    return parse_job(_read(FilePath(path)), overrides, str(path), notes)
 
 
 def load_manifest(
-    path: str | os.PathLike[str], overrides: Iterable[str] = ()
+    path: str | os.PathLike[str], overrides: Iterable[str] = (), notes: list[Problem] | None = None
 ) -> tuple[DiLoCoJob, dict[str, Any]]:
-    """As load_job, with the document as it is written: overrides applied, no defaults filled in. It is
-    what a client of the API server applies, and so owns those fields alone."""
-    return _parse(_read(FilePath(path)), overrides, str(path))
+    """As load_job, with the document as it is written: overrides applied, no defaults filled in, nothing of
+    the API server's. It is what a client of the API server applies, and so owns those fields alone."""
+    return _parse(_read(FilePath(path)), overrides, str(path), notes)
 
 
-def parse_job(text: str, overrides: Iterable[str] = (), source: str = "job") -> DiLoCoJob:
+def parse_job(
+    text: str, overrides: Iterable[str] = (), source: str = "job", notes: list[Problem] | None = None
+) -> DiLoCoJob:
     """As load_job, from text."""
-    return _parse(text, overrides, source)[0]
+    return _parse(text, overrides, source, notes)[0]
 
 
-def _parse(text: str, overrides: Iterable[str], source: str) -> tuple[DiLoCoJob, dict[str, Any]]:
+def job_from_object(item: dict[str, Any]) -> DiLoCoJob:
+    """The job that an API server's object is; ``item`` stays as it is. Raises JobError."""
+    job, problems = _validate(Document(without_server_fields(item)[0], {}, True))
+    if job is None:
+        raise JobError(problems, f"job {(item.get('metadata') or {}).get('name', '')}".rstrip())
+    return job
+
+
+def _parse(
+    text: str, overrides: Iterable[str], source: str, notes: list[Problem] | None = None
+) -> tuple[DiLoCoJob, dict[str, Any]]:
     try:
         document = parse(text)
     except YamlProblem as problem:
@@ -111,11 +128,15 @@ def _parse(text: str, overrides: Iterable[str], source: str) -> tuple[DiLoCoJob,
         kind = "a list" if isinstance(document.value, list) else "a single value"
         message = f"it holds {kind}: a job is a mapping with apiVersion, kind, metadata and spec"
         raise JobError([Problem("", None, message)], source)
+    document.value, server = without_server_fields(document.value)
     overridden, problems = _override(document, overrides)
-    job, found = _validate(document, overridden)
-    problems += found
+    job, wrong = _validate(document, overridden)
+    problems += wrong
     if problems or job is None:
         raise JobError(problems, source)
+    if notes is not None:
+        found = [*server, *dropped_nulls(document.value)]
+        notes += [Problem(dotted(at), None, said, document.lines.get(at)) for at, said in found]
     return job, document.value
 
 

@@ -33,9 +33,12 @@ jobs to start from; `minimal.yaml` is the shortest.
 
 - Values are read as kubectl reads them: `1e-3` is a number, `2e6` is a whole number, `yes` and `on` are
   true. Text that looks like one of these needs quotes. A field set to null is the same as one left out,
-  unless null is one of its values.
+  unless null is one of its values. `kubectl apply` drops null from what it creates, unless it is called
+  with `--server-side`: `clipNorm: 0` and `evaluation: {{fraction: 0}}` say the same and stay.
 - Unknown fields, keys given twice, several documents in one file and files above
   {MAX_BYTES // 1024} KiB are refused.
+- What `kubectl get -o yaml` shows of the API server's own (`status`, `metadata.uid` and the like) is not
+  used; `diloco validate` names it.
 - Durations are in seconds and end in `Seconds`; sizes are Kubernetes quantities (`10Gi`); shares are
   from 0 to 1.
 - Relative paths, modules and the program of `learners.command` start at the job file's own directory.

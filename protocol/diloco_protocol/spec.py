@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, model_validator
 
-from .spec_base import NAME_PATTERN, Name, Spec
+from .spec_base import NAME_PATTERN, NAMESPACE_PATTERN, Annotations, Labels, Spec
 from .spec_cluster import (
     CheckpointSpec,
     CredentialsSpec,
@@ -69,11 +69,11 @@ class MetadataSpec(Spec):
         ..., pattern=NAME_PATTERN, max_length=30, examples=["tiny-gpt"],
         description="The job's name: lower-case letters, digits and dashes.",
     )  # fmt: skip
-    namespace: Name | None = Field(
+    namespace: Annotated[str, Field(pattern=NAMESPACE_PATTERN, max_length=63)] | None = Field(
         None, description="Kubernetes namespace; without meaning for `diloco run`."
     )
-    labels: dict[str, str] = Field({}, description="Kubernetes labels.")
-    annotations: dict[str, str] = Field({}, description="Kubernetes annotations.")
+    labels: Labels = Field({}, description="Kubernetes labels.")
+    annotations: Annotations = Field({}, description="Kubernetes annotations.")
 
 
 class JobSpec(Spec):

@@ -8,11 +8,12 @@ definition.
 
 from __future__ import annotations
 
+import re
 import types
 import typing
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 from pydantic.alias_generators import to_camel
 from pydantic.fields import FieldInfo
 
@@ -42,8 +43,57 @@ class Spec(BaseModel):
 Text = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 """A path, URI or name: not empty."""
 
-Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$", max_length=253)]
+OBJECT_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
+"""Kubernetes DNS subdomain (RFC 1123)."""
+
+NAMESPACE_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+"""Kubernetes DNS label (RFC 1123)."""
+
+FUNCTION_PATTERN = r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*$"
+"""module:function. No class such as \\w here: regular expressions in Go know them for ASCII only."""
+
+Name = Annotated[str, StringConstraints(pattern=OBJECT_PATTERN, max_length=253)]
 """The name of a Kubernetes object."""
+
+_LABEL = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)")
+
+
+def _qualified(key: str) -> bool:
+    """Whether Kubernetes takes ``key`` for a label: a name, or a DNS subdomain, a slash and a name."""
+    prefix, slash, name = key.rpartition("/")
+    return (
+        len(name) <= 63
+        and _LABEL.fullmatch(name) is not None
+        and (not slash or (len(prefix) <= 253 and re.fullmatch(OBJECT_PATTERN, prefix) is not None))
+    )
+
+
+def _labels(labels: dict[str, str]) -> dict[str, str]:
+    for key, value in labels.items():
+        if not _qualified(key):
+            raise ValueError(f"must have keys such as team or example.org/team, and {key!r} is none")
+        if value and (len(value) > 63 or _LABEL.fullmatch(value) is None):
+            raise ValueError(
+                "must have values of at most 63 letters, digits, dashes, dots and underscores, from a "
+                f"letter or digit to another; that of {key} is none"
+            )
+    return labels
+
+
+def _annotations(annotations: dict[str, str]) -> dict[str, str]:
+    for key in annotations:
+        if not _qualified(key.lower()):
+            raise ValueError(f"must have keys such as note or example.org/note, and {key!r} is none")
+    if sum(len(word.encode()) for pair in annotations.items() for word in pair) > 256 * 1024:
+        raise ValueError("must be at most 256 KiB, keys and values together")
+    return annotations
+
+
+Labels = Annotated[dict[str, str], AfterValidator(_labels)]
+"""Kubernetes labels."""
+
+Annotations = Annotated[dict[str, str], AfterValidator(_annotations)]
+"""Kubernetes annotations."""
 
 Pattern = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 """A shell pattern (fnmatch) over parameter names."""

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from .spec_base import Free, Pattern, Seconds, Spec, Text
+from .spec_base import FUNCTION_PATTERN, Free, Pattern, Seconds, Spec, Text
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[list[Beta], Field(min_length=2, max_length=2)]
+
+# `kubectl apply` without --server-side drops nulls from what it creates, and the default would come
+# in their place. So what null says here can be said with a zero too, and both become None.
+
+
+def _none_for_zero(value: float) -> float | None:
+    return value or None
+
+
+def _none_without_fraction(value: EvaluationSpec | None) -> EvaluationSpec | None:
+    return value if value is not None and value.fraction else None
 
 
 class LoraSpec(Spec):
@@ -69,7 +80,7 @@ class DataSpec(Spec):
     )
     split: Text = Field("train", description="Of source datasets: the split to train on.")
     text_field: Text = Field("text", description="Of source datasets: the column that holds the text.")
-    function: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", max_length=256)] | None = Field(
+    function: Annotated[str, Field(pattern=FUNCTION_PATTERN, max_length=256)] | None = Field(
         None,
         description="Of source python: `module:function`, called with this section and held_out (bool); "
         "it returns a map-style data set. The module is found in the job file's directory first.",
@@ -104,8 +115,8 @@ class OptimizerSpec(Spec):
         "cosine",
         description="After the warm-up: cosine decay to 2 % of the peak at the stop, or the peak kept.",
     )
-    clip_norm: Annotated[float, Field(gt=0, le=1e6)] | None = Field(
-        1.0, description="Greatest norm of the gradient; null: not clipped."
+    clip_norm: Annotated[float, Field(ge=0, le=1e6), AfterValidator(_none_for_zero)] | None = Field(
+        1.0, description="Greatest norm of the gradient; 0 or null: not clipped."
     )
 
 
@@ -134,7 +145,9 @@ class StopSpec(Spec):
 class EvaluationSpec(Spec):
     """Evaluation of the merged model on held-out data."""
 
-    fraction: float = Field(0.01, gt=0, le=0.5, description="Share of the data held out of training.")
+    fraction: float = Field(
+        0.01, ge=0, le=0.5, description="Share of the data held out of training; 0: no evaluation."
+    )
     every_tokens: int = Field(
         200_000, ge=1, le=2**53, description="Trained tokens (all learners) between evaluations."
     )
@@ -160,7 +173,7 @@ class TrainingSpec(Spec):
         default_factory=lambda: StopSpec(tokens=2_000_000),
         description="When the job is done: exactly one of steps, tokens, seconds.",
     )
-    evaluation: EvaluationSpec | None = Field(
+    evaluation: Annotated[EvaluationSpec | None, AfterValidator(_none_without_fraction)] = Field(
         default_factory=EvaluationSpec,
-        description="Evaluation of the merged model; needs model and data. null: none.",
+        description="Evaluation of the merged model; needs model and data. null or fraction 0: none.",
     )

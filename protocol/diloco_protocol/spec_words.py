@@ -12,22 +12,33 @@ from typing import Annotated, Any, Literal
 
 from pydantic.fields import FieldInfo
 
-from .spec_base import ADDRESS_PATTERN, NAME_PATTERN, Spec, fields_by_alias, nested_model, unwrap
+from .spec_base import (
+    ADDRESS_PATTERN,
+    FUNCTION_PATTERN,
+    NAME_PATTERN,
+    NAMESPACE_PATTERN,
+    OBJECT_PATTERN,
+    Spec,
+    fields_by_alias,
+    nested_model,
+    unwrap,
+)
 
 _PATTERNS = {
     NAME_PATTERN: "lower-case letters, digits and dashes, from a letter to a letter or digit",
-    r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$": "lower-case letters, digits, dashes and dots",
-    r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$": "module:function",
+    OBJECT_PATTERN: "lower-case letters, digits and dashes between letters or digits, parts joined by dots",
+    NAMESPACE_PATTERN: "lower-case letters, digits and dashes between letters or digits",
+    FUNCTION_PATTERN: "module:function",
     ADDRESS_PATTERN: "host or host:port (an IPv6 host in brackets)",
 }
 
 
-def _constraints(metadata: typing.Iterable[Any]) -> dict[str, Any]:
+def _own_constraints(metadata: typing.Iterable[Any]) -> dict[str, Any]:
     """The bounds in a field's metadata by name: ge, gt, le, lt, min_length, max_length, pattern."""
     found: dict[str, Any] = {}
     for item in metadata:
         if isinstance(item, FieldInfo):
-            found.update(_constraints(item.metadata))
+            found.update(_own_constraints(item.metadata))
             continue
         for name in ("ge", "gt", "le", "lt", "min_length", "max_length", "pattern"):
             value = getattr(item, name, None)
@@ -36,16 +47,16 @@ def _constraints(metadata: typing.Iterable[Any]) -> dict[str, Any]:
     return found
 
 
-def _all_constraints(annotation: Any, metadata: typing.Iterable[Any]) -> dict[str, Any]:
+def constraints(annotation: Any, metadata: typing.Iterable[Any]) -> dict[str, Any]:
     """Bounds of the annotation (also inside ``| None``) and of the field around it."""
     found: dict[str, Any] = {}
     if typing.get_origin(annotation) is Annotated:
         inner, *extra = typing.get_args(annotation)
-        found.update(_all_constraints(inner, extra))
+        found.update(constraints(inner, extra))
     elif typing.get_args(annotation) and typing.get_origin(annotation) not in (list, dict, Literal):
         for kind in typing.get_args(annotation):
-            found.update(_all_constraints(kind, ()))
-    found.update(_constraints(metadata))
+            found.update(constraints(kind, ()))
+    found.update(_own_constraints(metadata))
     return found
 
 
@@ -74,7 +85,7 @@ def _range(bounds: dict[str, Any]) -> str:
 def words(annotation: Any, metadata: typing.Iterable[Any] = ()) -> str:
     """What a field takes: "a whole number, at least 1 and at most 4096"."""
     kind, nullable = unwrap(annotation)
-    bounds = _all_constraints(annotation, metadata)
+    bounds = constraints(annotation, metadata)
     tail = ", or null" if nullable else ""
     origin = typing.get_origin(kind)
     if origin is Literal:

@@ -282,15 +282,18 @@ def parse(text: str) -> Document:
     if len(text) > MAX_BYTES:
         raise YamlProblem(f"more than {MAX_BYTES} characters: a job file is a few kilobytes")
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    result, builder = Document(), _Builder()
+    result, builder, first_line = Document(), _Builder(), 1
     try:
         for event in yaml.parse(text, Loader=loader):
             if isinstance(event, yaml.DocumentStartEvent):
-                builder = _Builder()
+                builder, first_line = _Builder(), event.start_mark.line + 1
             elif isinstance(event, yaml.DocumentEndEvent):
                 if builder.document.value is not None:
                     if result.found:
-                        raise YamlProblem("there are several documents: keep one job in a file")
+                        raise YamlProblem(
+                            "there are several documents, and a file holds one job: "
+                            "put what begins here into a file of its own", (), first_line
+                        )  # fmt: skip
                     result = builder.document
             else:
                 builder.handle(event)

@@ -21,8 +21,10 @@ from diloco_protocol.load import (
     JobError,
     Problem,
     job_from_json,
+    job_from_object,
     job_to_json,
     load_job,
+    load_manifest,
     parse_job,
     read_job,
     show,
@@ -186,6 +188,13 @@ def test_aliases_of_aliases_are_counted_in_full_and_do_not_blow_up() -> None:
     tracemalloc.stop()
 
 
+def test_the_second_document_is_named_by_its_line() -> None:
+    with pytest.raises(JobError) as caught:
+        parse_job(f"{MINIMAL}---\n# more\n---\n{MINIMAL}")
+    assert [(p.path, p.line) for p in caught.value.problems] == [("", MINIMAL.count("\n") + 3)]
+    assert "a file of its own" in str(caught.value)
+
+
 def test_an_error_says_its_line() -> None:
     with pytest.raises(YamlProblem) as caught:
         parse("a: 1\nb: 2\nc: [3\n")
@@ -283,6 +292,8 @@ def test_numbers_and_nulls_mean_what_they_mean_to_kubectl() -> None:
     assert isinstance(parse_job(MINIMAL, ["training.optimizer.lr=1"]).spec.training.optimizer.lr, float)
     assert parse_job(MINIMAL, ["training.evaluation=null"]).spec.training.evaluation is None
     assert parse_job(MINIMAL, ["sync=null"]).spec.sync.every == 24
+    assert parse_job(MINIMAL, ["training.evaluation={fraction: 0}"]).spec.training.evaluation is None
+    assert parse_job(MINIMAL, ["training.optimizer.clipNorm=0"]).spec.training.optimizer.clip_norm is None
     with pytest.raises(JobError, match=r"metadata\.name"):
         parse_job(MINIMAL.replace("tiny", "on"))  # a boolean: kubectl would send one too
 
@@ -303,6 +314,81 @@ def test_all_problems_come_at_once_with_their_lines() -> None:
     assert (
         text.startswith("job.yaml:\n") and '  metadata.name = "Tiny": must be' in text and "(line 9)" in text
     )
+
+
+# ------------------------------------------------------------------ what an API server adds
+
+RECORD = {
+    "uid": "6a1c", "resourceVersion": "12", "generation": 2, "creationTimestamp": "2026-01-01T00:00:00Z",
+    "deletionTimestamp": None, "finalizers": ["diloco.io/job"], "ownerReferences": [], "generateName": "t-",
+    "managedFields": [{"manager": "kubectl", "fieldsV1": {"f:spec": {}}}], "selfLink": "/x",
+    "deletionGracePeriodSeconds": 0,
+}  # fmt: skip
+
+
+def test_the_record_of_an_api_server_is_named_and_not_used(tmp_path: Path) -> None:
+    plain = parse_job(MINIMAL)
+    document = parse(MINIMAL).value
+    document["metadata"] |= RECORD
+    document["status"] = {"phase": "Running", "anything": [1]}
+    text, notes = json.dumps(document, indent=1), []
+    assert parse_job(text, notes=notes) == job_from_object(document) == plain
+    assert {note.path for note in notes} == {"status", *(f"metadata.{name}" for name in RECORD)}
+    assert all("not used" in note.message and note.line for note in notes)
+    assert document["metadata"]["uid"] == "6a1c"  # the caller's object is as it was
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    assert load_manifest(path)[1] == parse(MINIMAL).value
+    said, code = validate_file(path)
+    assert code == 0 and "metadata.managedFields" in said and "not used" in said
+
+
+@pytest.mark.parametrize("name", ["uuid", "label", "clusterName"])
+def test_metadata_that_no_object_has_is_refused(name: str) -> None:
+    with pytest.raises(JobError, match=f"metadata.{name}"):
+        parse_job(MINIMAL.replace("name: tiny", f"name: tiny, {name}: a"))
+
+
+def test_nulls_that_kubectl_drops_are_named_with_what_says_the_same() -> None:
+    nulls = {
+        "training.evaluation": "fraction: 0", "training.optimizer.clipNorm": "clipNorm: 0",
+        "training.model.config.sliding_window": "--server-side",
+    }  # fmt: skip
+    for path, cure in nulls.items():
+        notes: list[Problem] = []
+        parse_job(MINIMAL, [f"{path}=null", "training.data.name=null", "seed=null"], notes=notes)
+        (note,) = notes
+        assert note.path == f"spec.{path}" and cure in note.message
+    notes = []
+    parse_job(MINIMAL, notes=notes)
+    assert notes == []
+
+
+LABELS = [
+    ("a", True), ("a/b", True), ("example.org/B_c.d", True), ("a" * 63, True), ("a" * 64, False), ("", False),
+    ("-a", False), ("a-", False), ("a/b/c", False), ("/a", False), ("a/", False), ("A.b/c", False),
+    ("a b", False), ("é", False), ("a\n", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "good"), LABELS)
+def test_labels_and_annotations_are_those_of_kubernetes(key: str, good: bool) -> None:
+    def found(**metadata: Any) -> list[str]:
+        document = parse(MINIMAL).value
+        document["metadata"] |= metadata
+        try:
+            job_from_object(document)
+        except JobError as error:
+            return [problem.path for problem in error.problems]
+        return []
+
+    assert found(labels={key: "x"}) == ([] if good else ["metadata.labels"])
+    if key != "A.b/c":  # annotations' keys are looked at in lower case
+        assert found(annotations={key: "any thing"}) == ([] if good else ["metadata.annotations"])
+    if "/" not in key and key:
+        assert found(labels={"a": key}) == ([] if good else ["metadata.labels"])
+    assert found(labels={"a": ""}) == [] and found(annotations={"a": "x" * 262_143}) == []
+    assert found(annotations={"a": "x" * 262_144}) == ["metadata.annotations"]
 
 
 # ------------------------------------------------------------------ overrides

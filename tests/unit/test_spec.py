@@ -31,7 +31,7 @@ from diloco_protocol.load import (
 )
 from diloco_protocol.spec import DiLoCoJob, JobSpec, RegionSpec, StopSpec
 from diloco_protocol.spec_base import Spec, fields_by_alias, nested_model, unwrap
-from diloco_protocol.spec_words import _all_constraints, words
+from diloco_protocol.spec_words import constraints, words
 from diloco_protocol.units import parse_quantity
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +77,7 @@ class Leaf:
 
     @property
     def bounds(self) -> dict[str, Any]:
-        return _all_constraints(self.annotation, self.metadata)
+        return constraints(self.annotation, self.metadata)
 
     def __str__(self) -> str:
         return ".".join(map(str, self.path))
@@ -243,7 +243,7 @@ def test_an_unknown_field_is_refused_at_every_level_with_the_nearest_name() -> N
         ("spec.sync.zzz", "known are fragments, every, overlap"),
         ("spec.regions.0.learner", "did you mean learners?"),
         ("zzz", "known are apiVersion, kind, metadata, spec"),
-        ("status", "known are apiVersion, kind, metadata, spec"),
+        ("metadata.uuid", "known are name, namespace, labels"),
     ],
 )
 def test_hints(path: str, hint: str) -> None:
