@@ -1,0 +1,97 @@
+"""The operator's metrics: the one list of them. docs/operator.md is written from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import get_args
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics import MetricWrapperBase
+
+from .status import Phase
+
+PHASES: tuple[str, ...] = get_args(Phase)
+_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_PREFIX = "diloco_operator_"
+
+
+class Metrics:
+    """One set, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.reconcile_seconds = self._histogram("reconcile_seconds", "Seconds that looking at one job took.")
+        self.reconcile_errors = self._counter(
+            "reconcile_errors",
+            "Looks at a job that failed, by kind: api, unreachable (the API server), conflict (a write on an "
+            "old version, tried again), internal.",
+            "kind",
+        )
+        self.troubles = self._counter(
+            "troubles",
+            "Parts of a plan that could not be carried out, by reason: conflict, invalid, forbidden, quota, "
+            "other.",
+            "reason",
+        )
+        self.queue_depth = self._gauge("queue_depth", "Jobs that are due and wait for a worker.")
+        self.queue_lag = self._gauge(
+            "queue_lag_seconds",
+            "Seconds that the most overdue job has waited, or the longest look has taken, if that is more.",
+        )
+        self.api_requests = self._counter(
+            "api_requests",
+            "Requests to the API server, by verb, resource and HTTP status (0: no answer).",
+            *("verb", "resource", "code"),
+        )
+        self.api_seconds = self._histogram(
+            "api_request_seconds",
+            "Seconds that a request to the API server took, by verb; those of the streams are not counted.",
+            "verb",
+        )
+        self.watch_restarts = self._counter(
+            "watch_restarts", "Streams that had to list anew, by resource (all: every one).", "resource"
+        )
+        self.jobs = self._gauge("jobs", "Jobs by phase; an empty phase: none written yet.", "phase")
+        self.objects = self._gauge("cached_objects", "Objects in memory, by kind.", "kind")
+        self.replacements = self._counter("replacements", "Learners and syncers that had to be replaced.")
+        self.deletions = self._counter(
+            "deletions", "Objects that the operator deleted, by kind and whether by force.", "kind", "force"
+        )
+        self.syncer_calls = self._counter(
+            "syncer_calls",
+            "Calls to syncers (status, report, process-gone, checkpoint, announce) and to learners' status "
+            "ports (learner-status), by outcome: ok, unreachable, refused, failed.",
+            *("method", "outcome"),
+        )
+        self.syncer_seconds = self._histogram("syncer_call_seconds", "Seconds that such a call took.")
+        self.before: Callable[[], None] = lambda: None  # sets gauges, before they are shown
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(_PREFIX + name, text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(_PREFIX + name, text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
+        return Histogram(_PREFIX + name, text, labels, buckets=_BUCKETS, registry=self.registry)
+
+    def request(self, verb: str, resource: str, status: int, seconds: float | None) -> None:
+        """One request to the API server; ``seconds`` None: of a stream."""
+        self.api_requests.labels(verb, resource, str(status)).inc()
+        if seconds is not None:
+            self.api_seconds.labels(verb).observe(seconds)
+
+    def page(self) -> bytes:
+        """Prometheus' text format."""
+        self.before()
+        return generate_latest(self.registry)
+
+    def table(self) -> list[tuple[str, str, tuple[str, ...], str]]:
+        """Name, type, labels and help of each, as they are shown."""
+        rows: list[tuple[str, str, tuple[str, ...], str]] = []
+        for one in vars(self).values():
+            if isinstance(one, MetricWrapperBase):
+                kind = str(one._type)
+                name = one._name + ("_total" if kind == "counter" else "")
+                rows.append((name, kind, tuple(one._labelnames), one._documentation))
+        return rows

@@ -1,0 +1,236 @@
+"""The operator's flags and environment: the only definition; docs/operator.md is written from it.
+
+Every setting is a flag (``--http``) and a variable (``DILOCO_OPERATOR_HTTP``). Flags beat
+the environment, the environment beats the defaults. What is wrong is a ``SettingsError``
+that names the flag or variable and the cure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any, cast
+
+from diloco_protocol.http_pages import AddressError, split_address
+from diloco_protocol.logs import FORMATS, LEVELS
+
+from .types import PlanSettings
+
+PREFIX = "DILOCO_OPERATOR_"
+RELEASE = version("decoupled-diloco")
+# What a cluster puts into every pod's environment for a Service called diloco-operator.
+_SERVICE_LINKS = re.compile(PREFIX + r"(SERVICE_(HOST|PORT)|PORT)(_.*)?")
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+
+
+class SettingsError(Exception):
+    """A setting is wrong; the message names the flag or variable, the value and the cure."""
+
+
+def _name(text: str) -> str:
+    if not _NAME.fullmatch(text) or len(text) > 63:
+        raise ValueError("expected a name of small letters, digits and dashes, at most 63 characters")
+    return text
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(_name(part) for part in re.split(r"[,\s]+", text.strip()) if part))
+
+
+def _image(text: str) -> str:
+    if not text or any(c.isspace() for c in text) or len(text) > 1024:
+        raise ValueError("expected an image's name, such as diloco-worker:0.1.0")
+    return text
+
+
+def _word(*words: str) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        by_small = {word.lower(): word for word in words}
+        if text.lower() not in by_small:
+            raise ValueError(f"expected one of {', '.join(words)}")
+        return by_small[text.lower()]
+
+    return read
+
+
+def _number(low: float, high: float) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not low <= value <= high:
+            raise ValueError(f"expected a number from {low:g} to {high:g}")
+        return value
+
+    return read
+
+
+def _whole(low: int, high: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not re.fullmatch(r"[0-9]{1,9}", text) or not low <= int(text) <= high:
+            raise ValueError(f"expected a whole number from {low} to {high}")
+        return int(text)
+
+    return read
+
+
+def _address(text: str) -> str:
+    try:
+        split_address(text, "")
+    except AddressError as error:
+        raise ValueError("expected HOST:PORT, such as [::]:7720") from error
+    return text
+
+
+def _path(text: str) -> str:
+    if not text.startswith("/"):
+        raise ValueError("expected an absolute path")
+    return text
+
+
+def _setting(default: Any, read: Callable[[str], Any], takes: str, text: str, shown: str = "") -> Any:
+    return field(default=default, metadata={"read": read, "takes": takes, "text": text, "shown": shown})
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything that can be set."""
+
+    cluster: str | None = _setting(
+        None, _name, "NAME",
+        "This cluster's name, as jobs that span clusters say it in `syncer.cluster` and `regions[].cluster`. "
+        "Without one only what names no cluster is placed here.", "none")  # fmt: skip
+    namespace: str = _setting(
+        "diloco-system", _name, "NAME", "The operator's own namespace: its root key lies there.")  # fmt: skip
+    watch_namespaces: tuple[str, ...] = _setting(
+        (), _names, "A,B", "Namespaces whose jobs are looked after; empty: all, which needs a ClusterRole. "
+        "With names, Roles in them are enough, and nodes are not read: a lost node is then seen by its pods' "
+        "silence alone.", "all")  # fmt: skip
+    syncer_image: str = _setting(
+        f"diloco-syncer:{RELEASE}", _image, "IMAGE",
+        "Image of the syncers of jobs that start from now on; running jobs keep theirs.")  # fmt: skip
+    worker_image: str = _setting(
+        f"diloco-worker:{RELEASE}", _image, "IMAGE",
+        "Image of learners and evaluators, likewise.")  # fmt: skip
+    image_pull_policy: str = _setting(
+        "IfNotPresent", _word("Always", "IfNotPresent", "Never"), "POLICY",
+        "imagePullPolicy of these images: Always, IfNotPresent or Never.")  # fmt: skip
+    metrics_namespace: str | None = _setting(
+        None, _name, "NAME", "The namespace whose pods may scrape jobs' metrics (NetworkPolicy); none: every "
+        "namespace's.", "none")  # fmt: skip
+    resync_seconds: float = _setting(
+        20.0, _number(5, 300), "SECONDS",
+        "The longest that a job goes without being looked at when nothing happens.")  # fmt: skip
+    workers: int = _setting(
+        8, _whole(1, 64), "N", "Jobs that are looked at side by side.")  # fmt: skip
+    api_threads: int = _setting(
+        8, _whole(1, 64), "N", "Requests to the API server side by side (watches not counted).")  # fmt: skip
+    api_timeout_seconds: float = _setting(
+        15.0, _number(1, 120), "SECONDS", "The longest that one of them may take.")  # fmt: skip
+    syncer_calls: int = _setting(
+        32, _whole(1, 512), "N", "Calls to syncers and learners side by side.")  # fmt: skip
+    syncer_timeout_seconds: float = _setting(
+        3.0, _number(0.5, 30), "SECONDS", "The longest that one of them may take.")  # fmt: skip
+    http: str = _setting(
+        "[::]:7720", _address, "HOST:PORT",
+        "Where `/healthz`, `/readyz` and `/metrics` are served.")  # fmt: skip
+    key_file: str = _setting(
+        "/etc/diloco/key/key", _path, "FILE",
+        "The root key, from the Secret `diloco-operator-key`. If it is not there, the operator makes "
+        "the Secret.")  # fmt: skip
+    log_level: str = _setting(
+        "INFO", _word(*LEVELS), "LEVEL", "From which level on it logs.")  # fmt: skip
+    log_format: str = _setting(
+        "json", _word(*FORMATS), "FORMAT", "json: an object a line; text: for people.")  # fmt: skip
+
+    def plan(self) -> PlanSettings:
+        """What of it the plan depends on."""
+        return PlanSettings(
+            cluster=self.cluster,
+            namespace=self.namespace,
+            syncer_image=self.syncer_image,
+            worker_image=self.worker_image,
+            image_pull_policy=self.image_pull_policy,
+            metrics_namespace=self.metrics_namespace,
+        )
+
+    @property
+    def watches_nodes(self) -> bool:
+        """Nodes belong to no namespace: only an operator of the whole cluster reads them."""
+        return not self.watch_namespaces
+
+
+def flag(name: str) -> str:
+    """The flag of a setting."""
+    return "--" + name.replace("_", "-")
+
+
+def variable(name: str) -> str:
+    """The environment variable of a setting."""
+    return PREFIX + name.upper()
+
+
+def fields() -> tuple[dataclasses.Field[Any], ...]:
+    """The settings, each with ``takes``, ``text`` and ``shown`` in its metadata."""
+    return dataclasses.fields(Settings)
+
+
+def shown_default(setting: dataclasses.Field[Any]) -> str:
+    """A setting's default, for people."""
+    if setting.metadata["shown"]:
+        return str(setting.metadata["shown"])
+    return f"{setting.default:g}" if isinstance(setting.default, float) else str(setting.default)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the command line; values are read by ``load``, so that flags and environment err alike."""
+    made = argparse.ArgumentParser(
+        prog="python -m diloco_operator",
+        description="The operator: makes DiLoCoJobs true on this cluster and keeps them true. It finds the "
+        "API server by its pod's ServiceAccount, else by KUBECONFIG or ~/.kube/config.",
+        epilog="Every flag is a variable too, which the flag beats: --watch-namespaces is "
+        f"{variable('watch_namespaces')}. docs/operator.md says more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for setting in fields():
+        text = setting.metadata["text"].replace("%", "%%")
+        made.add_argument(
+            flag(setting.name), metavar=setting.metadata["takes"], default=None,
+            help=f"{text} [{variable(setting.name)}; {shown_default(setting)}]",
+        )  # fmt: skip
+    return made
+
+
+def load(arguments: Sequence[str], environment: Mapping[str, str]) -> Settings:
+    """The settings from a command line and an environment. Raises SettingsError with all that is wrong.
+
+    An empty variable counts as absent, so that a manifest may leave one in.
+    """
+    given = vars(parser().parse_args(arguments))
+    values: dict[str, Any] = {}
+    wrong: list[str] = []
+    for setting in fields():
+        text, origin = given[setting.name], flag(setting.name)
+        if text is None:
+            text, origin = environment.get(variable(setting.name)) or None, variable(setting.name)
+        if text is None:
+            continue
+        try:
+            values[setting.name] = cast("Callable[[str], Any]", setting.metadata["read"])(text)
+        except ValueError as error:
+            wrong.append(f"{origin}={text!r}: {error}")
+    known = {variable(setting.name) for setting in fields()}
+    wrong += [
+        f"{name}: there is no such setting; see python -m diloco_operator --help"
+        for name in sorted(environment)
+        if name.startswith(PREFIX) and name not in known and not _SERVICE_LINKS.fullmatch(name)
+    ]
+    if wrong:
+        raise SettingsError("\n".join(wrong))
+    return Settings(**values)
