@@ -74,22 +74,35 @@ class Observed:
 
 
 @dataclass(slots=True)
+class Sighting:
+    """A pod as the plan saw it last, for telling and counting what happened to it since."""
+
+    uid: str
+    ends: int = 0  # how often its main container has ended
+    started: bool = False  # its main container has run
+    excused: str = ""  # why its going does not count: this operator's doing, preemption, eviction
+    cause: str = ""  # what was wrong with it last, in words
+
+
+@dataclass(slots=True)
 class Memory:
     """What the plan wants to remember until the next turn, and may lose when the operator
     restarts: nothing here decides over work, only over counting and patience."""
 
-    # pod name -> (uid, restarts of its main container) as last seen, for counting replacements
-    seen: dict[str, tuple[str, int]] = field(default_factory=dict)
+    # place (a learner's pod name, or `syncer`) -> its pod as last seen
+    seen: dict[str, Sighting] = field(default_factory=dict)
     # pod UIDs whose going is this operator's own doing (rollout, scaling, suspension)
     own_deletions: set[str] = field(default_factory=set)
-    # pod name -> (times deleted as crash-looping or silent, not again before)
+    # place -> (times deleted as crash-looping or silent, not again before)
     backoff: dict[str, tuple[int, float]] = field(default_factory=dict)
     # condition or fact -> since when it is observed so
     since: dict[str, float] = field(default_factory=dict)
-    # pod name -> uid of newcomers that are followed until they are in the quorum
-    followed: dict[str, str] = field(default_factory=dict)
-    force_deletions: list[float] = field(default_factory=list)  # times, for the rate budget
-    events_sent: dict[str, float] = field(default_factory=dict)  # against repeating one
+    # place -> since when its successor is followed until it is in the quorum
+    followed: dict[str, float] = field(default_factory=dict)
+    # times of force-deletions, for the rate budget
+    force_deletions: list[float] = field(default_factory=list)
+    # what an event was about -> the state that it told last, against telling it twice
+    told: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +115,8 @@ class SecretWanted:
     # What to put in, made only when it is sent: control-key, join-token, and with ``tls`` certificates.
     tls: bool
     control_key: bool
+    # A pod waits for it though it should be there (deleted by hand): POST it again even if it was made.
+    missed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +159,7 @@ class Plan:
     deletes: tuple[Delete, ...] = ()
     status: dict[str, Any] | None = None  # whole; None: leave as it is
     urgent: bool = False  # a transition: write the status now, not at most every 60 s
+    # Told once: the plan does not repeat them, so the walls keep them until they are sent.
     events: tuple[EventWanted, ...] = ()
     delete_job: bool = False  # its time to live is over
     wake_in: float = 20.0  # seconds until the next reconcile if nothing else wakes it
