@@ -1,0 +1,160 @@
+"""A DiLoCoJob as the API server sends it, read; and what of it is placed on this cluster."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import lru_cache
+from typing import Any
+
+from diloco_protocol.load import JobError, job_from_json
+from diloco_protocol.spec import DiLoCoJob, JobSpec, RegionSpec
+
+from .types import Object
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What of the object is not its spec, and the spec: ``document`` is None where it is wrong, and then
+    ``problems`` says how."""
+
+    name: str
+    namespace: str
+    uid: str
+    generation: int
+    labels: Mapping[str, str]
+    finalizers: tuple[str, ...]
+    deleted_at: float | None
+    status: Object
+    raw_spec: Object
+    document: DiLoCoJob | None
+    problems: tuple[str, ...] = ()
+
+    @property
+    def spec(self) -> JobSpec:
+        assert self.document is not None, "the job is invalid"
+        return self.document.spec
+
+
+def read(obj: Object) -> Job:
+    """The job of an API object. Raises nothing for a wrong spec."""
+    metadata = obj["metadata"]
+    spec = obj.get("spec")
+    deleted = metadata.get("deletionTimestamp")
+    document, problems = _document(metadata["name"], metadata.get("namespace", "default"), _digestible(spec))
+    return Job(
+        name=metadata["name"],
+        namespace=metadata.get("namespace", "default"),
+        uid=metadata["uid"],
+        generation=int(metadata.get("generation", 1)),
+        labels=dict(metadata.get("labels") or {}),
+        finalizers=tuple(metadata.get("finalizers") or ()),
+        deleted_at=seconds(deleted) if deleted else None,
+        status=dict(obj.get("status") or {}),
+        raw_spec=spec if isinstance(spec, dict) else {},
+        document=document,
+        problems=problems,
+    )
+
+
+def _digestible(spec: Any) -> str:
+    return json.dumps(_whole(spec), sort_keys=True, separators=(",", ":"))
+
+
+def _whole(value: Any) -> Any:
+    """Numbers such as 2e6 arrive as floats; where a whole number is meant, that is one."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    if isinstance(value, dict):
+        return {key: _whole(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_whole(item) for item in value]
+    return value
+
+
+@lru_cache(maxsize=1024)  # a job is read at every reconcile and changes seldom
+def _document(name: str, namespace: str, spec: str) -> tuple[DiLoCoJob | None, tuple[str, ...]]:
+    head = {"apiVersion": "diloco.io/v1alpha1", "kind": "DiLoCoJob"}
+    body = {**head, "metadata": {"name": name, "namespace": namespace}, "spec": json.loads(spec)}
+    try:
+        return job_from_json(json.dumps(body)), ()
+    except JobError as error:
+        return None, tuple(str(problem) for problem in error.problems)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What of a job runs on this cluster. ``elsewhere``: a sentence, where nothing does."""
+
+    syncer: bool
+    regions: tuple[RegionSpec, ...]
+    elsewhere: str = ""
+
+    @property
+    def anything(self) -> bool:
+        return self.syncer or bool(self.regions)
+
+
+def place(spec: JobSpec, cluster: str | None) -> Place:
+    """A job that names no cluster is all here; of another, what names this cluster."""
+    named = sorted({n for n in [spec.syncer.cluster, *(r.cluster for r in spec.regions)] if n is not None})
+    if not named:
+        return Place(True, tuple(spec.regions))
+    here = Place(
+        syncer=cluster is not None and spec.syncer.cluster == cluster,
+        regions=tuple(r for r in spec.regions if cluster is not None and r.cluster == cluster),
+    )
+    if here.anything:
+        return here
+    said = f"the job names {'the cluster ' if len(named) == 1 else 'the clusters '}{', '.join(named)}"
+    if cluster is None:
+        return Place(
+            False, (),
+            f"{said}, and this cluster's operator has no name: install it with cluster.name, or leave "
+            "syncer.cluster and regions[].cluster out if the job is for one cluster",
+        )  # fmt: skip
+    return Place(False, (), f"{said}, and this one is called {cluster}: nothing of the job runs here")
+
+
+def unsupported(spec: JobSpec) -> list[str]:
+    """What the spec allows and this version of the operator does not do."""
+    found = []
+    if spec.syncer.shards > 1:
+        found.append(
+            f"spec.syncer.shards is {spec.syncer.shards}: this version runs one syncer per job, set it to 1"
+        )
+    if spec.syncer.tls.mode == "auto":
+        named = (spec.syncer.tls.secret_name is not None, spec.learners.credentials.secret_name is not None)
+        if named == (True, False):
+            found.append(
+                "spec.learners.credentials.secretName: is required where syncer.tls.secretName is given: "
+                "learners must hold a certificate of the same authority"
+            )
+        if named == (False, True):
+            found.append(
+                "spec.syncer.tls.secretName: is required where learners.credentials.secretName is given: "
+                "the syncer must hold a certificate of the same authority"
+            )
+    return found
+
+
+def digest(value: Any) -> str:
+    """A short digest (16 hexadecimal digits) of what JSON can say."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()[:16]
+
+
+# ------------------------------------------------------------------ times
+
+
+def seconds(text: str) -> float:
+    """RFC 3339 → unix seconds. Raises ValueError."""
+    return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
+
+
+def stamp(at: float) -> str:
+    """Unix seconds → RFC 3339 in whole seconds, as Kubernetes writes them."""
+    return datetime.fromtimestamp(int(at), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
