@@ -73,6 +73,7 @@ def core_status(job: Job, now: float) -> dict[str, Any]:
         "loss": newest_loss(job),
         "quorum": {"active": active, "required": job.config.rules.quorum},
         "standby": len(job.members.standby),
+        "standbys": [join.process for join in job.members.standby.values()],
         "evaluators": len(job.members.evaluators),
         "versions": list(job.versions),
         "rounds": [
