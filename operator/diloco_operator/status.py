@@ -7,11 +7,23 @@ would prune. People and programs read it; what the plan itself reads back (``ima
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import math
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from diloco_protocol.spec_base import Spec
+
+
+def _shown(value: Any) -> Any:
+    """A figure as `kubectl get` shows it: at most four decimals, as it prints numbers whole. None where
+    there is no figure (a diverged loss), which JSON could not carry. The report has the exact ones."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    return round(value, 4) if math.isfinite(value) else None
+
+
+Shown = Annotated[float | None, BeforeValidator(_shown)]
 
 Phase = Literal[
     "Pending", "Starting", "Running", "Holding", "Suspending", "Suspended", "Finishing", "Complete", "Failed",
@@ -45,8 +57,8 @@ class Progress(Spec):
     tokens: int | None = Field(None, description="Trained, all learners.")
     step: int | None = Field(None, description="Greatest slot step.")
     merges: int | None = Field(None, description="Merges made durable.")
-    loss: float | None = Field(None, description="Of the merged model (else of the learners), nats a token.")
-    goodput: float | None = Field(None, description="Compute of merged steps over all slots' wall time.")
+    loss: Shown = Field(None, description="Of the merged model (else of the learners), nats a token.")
+    goodput: Shown = Field(None, description="Compute of merged steps over all slots' wall time.")
 
 
 class RegionStatus(Spec):
@@ -74,7 +86,9 @@ class Replacements(Spec):
     """Learners and syncers that had to be replaced."""
 
     total: int = Field(0, description="Since the job began.")
-    since_merge: int = Field(0, description="Since the last merge; failurePolicy.maxReplacements is about it.")
+    since_merge: int = Field(
+        0, description="Since the last merge; failurePolicy.maxReplacements is about it."
+    )
     merges: int = Field(0, description="The job's merges when since_merge was last zero.")
 
 

@@ -28,7 +28,7 @@ def parse_quantity(text: str) -> int:
         value = number.scaleb(_DECIMAL[suffix])
     else:
         exponent = int(suffix[1:])
-        if abs(exponent) > 18:
+        if exponent > 18:
             raise ValueError("is out of range: a quantity is below 2^63 (8Ei)")
         value = number.scaleb(exponent)
     whole = int(value.to_integral_value(rounding="ROUND_CEILING"))

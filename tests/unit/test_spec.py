@@ -1,15 +1,14 @@
-"""The job spec: every field wrong once, every rule broken once, and what the models promise about themselves.
-
-The cases for single fields are made from the models, so that a new field is tested the day it appears.
+"""The job spec: every field wrong once, every rule broken once (tests/wrong_jobs.py has the cases), and what
+the models promise about themselves.
 """
 
 from __future__ import annotations
 
+import ast
 import copy
 import json
+import sys
 import typing
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +17,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from diloco_protocol import reference
+from diloco_protocol import reference, spec_rules
 from diloco_protocol.load import (
     JobError,
     Problem,
@@ -31,150 +30,27 @@ from diloco_protocol.load import (
 )
 from diloco_protocol.spec import DiLoCoJob, JobSpec, RegionSpec, StopSpec
 from diloco_protocol.spec_base import Spec, fields_by_alias, nested_model, unwrap
-from diloco_protocol.spec_words import constraints, words
+from diloco_protocol.spec_words import words
 from diloco_protocol.units import parse_quantity
+from wrong_jobs import (
+    BASE,
+    CLUSTERS,
+    LEAVES,
+    NAMES,
+    RULES,
+    SIZES,
+    TOGETHER,
+    Leaf,
+    broken,
+    good_value,
+    local_job,
+    put,
+    typo,
+    without,
+    wrong_values,
+)
 
 ROOT = Path(__file__).parents[2]
-
-BASE: dict[str, Any] = {
-    "apiVersion": "diloco.io/v1alpha1",
-    "kind": "DiLoCoJob",
-    "metadata": {"name": "tiny"},
-    "spec": {
-        "training": {
-            "model": {"config": {"model_type": "llama"}, "lora": {}},
-            "data": {"paths": ["python-stdlib"]},
-            "evaluation": {},
-        },
-        "regions": [{"name": "local", "learners": 3}, {"name": "far", "learners": 2}],
-        "failurePolicy": {"rules": [{"exitCodes": [3], "action": "Fail"}]},
-    },
-}
-"""A job in which every part of the spec is there, so that every field can be set."""
-
-LOCAL: dict[str, Any] = {
-    "training": {"model": {"config": {"model_type": "llama"}}, "data": {"paths": ["python-stdlib"]}},
-    "regions": [{"learners": 3}],
-}
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """One field of the spec and where it lies in a job like BASE."""
-
-    path: tuple[str | int, ...]
-    annotation: Any
-    metadata: tuple[Any, ...]
-    required: bool
-
-    @property
-    def kind(self) -> Any:
-        return unwrap(self.annotation)[0]
-
-    @property
-    def nullable(self) -> bool:
-        return unwrap(self.annotation)[1]
-
-    @property
-    def bounds(self) -> dict[str, Any]:
-        return constraints(self.annotation, self.metadata)
-
-    def __str__(self) -> str:
-        return ".".join(map(str, self.path))
-
-
-def leaves(model: type[Spec] = DiLoCoJob, path: tuple[str | int, ...] = ()) -> Iterator[Leaf]:
-    """All fields of all models, also those that hold models."""
-    for alias, field in fields_by_alias(model).items():
-        here = (*path, alias)
-        yield Leaf(here, field.annotation, tuple(field.metadata), field.is_required())
-        inner, many = nested_model(field.annotation)
-        if inner is not None:
-            yield from leaves(inner, (*here, 0) if many else here)
-
-
-LEAVES = list(leaves())
-
-
-def wrong_values(leaf: Leaf) -> Iterator[Any]:
-    """Values that the field alone must refuse."""
-    kind, bounds = leaf.kind, leaf.bounds
-    origin = typing.get_origin(kind)
-    if not leaf.nullable and leaf.required:
-        yield None
-    if kind is bool:
-        yield from ("true", 1, [], {})
-    elif kind is int:
-        yield from ("3", 1.5, True, [3], {"a": 3})
-    elif kind is float:
-        yield from ("1", True, [1.0], {})
-    elif kind is str:
-        yield from (3, True, ["a"], {})
-        if bounds.get("min_length") or "pattern" in bounds:
-            yield ""
-        if "pattern" in bounds:
-            yield "No such_name!"
-        if "max_length" in bounds:
-            yield "a" * (bounds["max_length"] + 1)
-    elif origin is Literal:
-        yield from ("no-such-choice", 3, typing.get_args(kind)[0].swapcase(), True)
-    elif origin is list:
-        yield from ("text", 3, {})
-        (item,) = typing.get_args(kind)
-        good = good_value(Leaf(leaf.path, item, (), True))
-        if "max_length" in bounds:
-            yield [good] * (bounds["max_length"] + 1)
-        if bounds.get("min_length"):
-            yield [good] * (bounds["min_length"] - 1)
-    elif origin is dict:
-        yield from (3, "text", [])
-        if typing.get_args(kind)[1] is str:
-            yield {"a": 3}
-    elif isinstance(kind, type) and issubclass(kind, Spec):
-        yield from (3, "text", [], True)
-    else:
-        raise AssertionError(f"no cases for {kind}")
-    if kind in (int, float):
-        step = 1 if kind is int else 1e-3
-        if "ge" in bounds:
-            yield bounds["ge"] - step
-        if "gt" in bounds:
-            yield bounds["gt"]
-        if "le" in bounds:
-            yield bounds["le"] + (1 if kind is int else max(1.0, bounds["le"] * 1e-6))
-        if "lt" in bounds:
-            yield bounds["lt"]
-
-
-def good_value(leaf: Leaf) -> Any:
-    """Some value that the field alone takes."""
-    kind, bounds = leaf.kind, leaf.bounds
-    origin = typing.get_origin(kind)
-    if kind is bool:
-        return True
-    if kind in (int, float):
-        return bounds["ge"] if "ge" in bounds else bounds["le"]
-    if kind is str:
-        return "python:name" if r":[A-Za-z_]" in bounds.get("pattern", "") else "name"
-    if origin is Literal:
-        return typing.get_args(kind)[-1]
-    if origin is list:
-        (item,) = typing.get_args(kind)
-        return [good_value(Leaf(leaf.path, item, (), True))] * max(1, bounds.get("min_length", 1))
-    if origin is dict:
-        return {"a": "b"}
-    assert issubclass(kind, Spec)
-    return {alias: f.examples[0] for alias, f in fields_by_alias(kind).items() if f.is_required()}
-
-
-def put(job: dict[str, Any], path: tuple[str | int, ...], value: Any) -> dict[str, Any]:
-    """A copy of the job with the value at the path."""
-    job = copy.deepcopy(job)
-    place: Any = job
-    for step in path[:-1]:
-        place = place.setdefault(step, {}) if isinstance(place, dict) else place[step]
-    place[path[-1]] = value
-    return job
 
 
 def problems(job: Any) -> list[Problem]:
@@ -224,13 +100,11 @@ def test_values_at_the_bounds_are_taken(leaf: Leaf) -> None:
 
 def test_an_unknown_field_is_refused_at_every_level_with_the_nearest_name() -> None:
     for leaf in LEAVES:
-        name = str(leaf.path[-1])
-        if len(name) < 4:
+        name, job = typo(leaf)
+        if len(str(leaf.path[-1])) < 4:
             continue
-        typo = name[:-1] + "x" + name[-1]
-        job = put(BASE, (*leaf.path[:-1], typo), 1)
-        found = [problem for problem in problems(job) if problem.path.endswith(f"{typo}")]
-        assert len(found) == 1 and f"did you mean {name}?" in found[0].message, (leaf, problems(job))
+        found = [problem for problem in problems(job) if problem.path.endswith(f"{name}")]
+        assert len(found) == 1 and f"did you mean {leaf.path[-1]}?" in found[0].message, (leaf, problems(job))
 
 
 @pytest.mark.parametrize(
@@ -254,12 +128,7 @@ def test_hints(path: str, hint: str) -> None:
 
 @pytest.mark.parametrize("leaf", [leaf for leaf in LEAVES if leaf.required], ids=str)
 def test_a_required_field_left_out_is_named_with_an_example_that_works(leaf: Leaf) -> None:
-    job = copy.deepcopy(BASE)
-    place: Any = job
-    for step in leaf.path[:-1]:
-        place = place[step]
-    del place[leaf.path[-1]]
-    (problem,) = problems(job)
+    (problem,) = problems(without(BASE, leaf.path))
     assert problem.path == str(leaf) and problem.message.startswith("is required")
 
 
@@ -278,160 +147,6 @@ def test_every_field_has_a_description_that_is_a_sentence() -> None:
 
 # ------------------------------------------------------------------ rules between fields
 
-RULES: list[tuple[str, dict[str, Any], str, str]] = [
-    # what, fields below spec in a local job, path of the problem below spec, part of its message
-    ("no stop", {"training.stop": {}}, "training.stop", "exactly one"),
-    (
-        "two stops",
-        {"training.stop": {"steps": 3, "tokens": 4}},
-        "training.stop",
-        "steps and tokens are given",
-    ),
-    (
-        "deterministic by the clock",
-        {
-            "training.stop": {"seconds": 3},
-            "training.optimizer.schedule": "constant",
-            "sync.deterministic": True,
-        },
-        "training.stop.seconds",
-        "stop by steps or tokens",
-    ),
-    ("cosine by the clock", {"training.stop": {"seconds": 3}}, "training.optimizer.schedule", "constant"),
-    ("no model", {"training.model": None}, "training.model", "is required"),
-    ("empty model", {"training.model": {}}, "training.model", "needs config"),
-    ("no kind", {"training.model.config": {}}, "training.model.config.model_type", "is required"),
-    (
-        "kind is a number",
-        {"training.model.config": {"model_type": 3}},
-        "training.model.config.model_type",
-        "llama",
-    ),
-    (
-        "small vocabulary",
-        {"training.model.config.vocab_size": 255},
-        "training.model.config.vocab_size",
-        "at least 256",
-    ),
-    (
-        "vocabulary is text",
-        {"training.model.config.vocab_size": "256"},
-        "training.model.config.vocab_size",
-        "whole",
-    ),
-    (
-        "frozen and adapted",
-        {"training.model.freeze": ["*"], "training.model.lora": {}},
-        "training.model.freeze",
-        "lora",
-    ),
-    ("no data", {"training.data": None}, "training.data", "is required"),
-    (
-        "text without paths",
-        {"training.data.paths": []},
-        "training.data.paths",
-        "is required with source text",
-    ),
-    (
-        "datasets without name",
-        {"training.data": {"source": "datasets"}},
-        "training.data.name",
-        "is required with source datasets",
-    ),
-    (
-        "python without function",
-        {"training.data": {"source": "python"}},
-        "training.data.function",
-        "is required",
-    ),
-    ("function of text", {"training.data.function": "a:b"}, "training.data.function", "source is text"),
-    ("name of text", {"training.data.name": "a"}, "training.data.name", "set source: datasets"),
-    ("subset of text", {"training.data.subset": "a"}, "training.data.subset", "leave it out"),
-    (
-        "paths of python",
-        {"training.data": {"source": "python", "function": "a:b", "paths": ["c"]}},
-        "training.data.paths",
-        "source is python",
-    ),
-    ("P above H", {"sync.fragments": 25}, "sync.fragments", "at most sync.every (24)"),
-    ("tau is H", {"sync.overlap": 24}, "sync.overlap", "below sync.every (24)"),
-    ("K above M", {"sync.quorum": 4}, "sync.quorum", "all regions (3)"),
-    ("pause before merge", {"sync.staleness.maxSteps": 23}, "sync.staleness.maxSteps", "at least sync.every"),
-    (
-        "heartbeat",
-        {"sync.heartbeat": {"intervalSeconds": 5, "timeoutSeconds": 5}},
-        "sync.heartbeat.timeoutSeconds",
-        "more than",
-    ),
-    (
-        "feedback of nothing",
-        {"sync.compression": {"up": "float32", "errorFeedback": True}},
-        "sync.compression.errorFeedback",
-        "no meaning",
-    ),
-    ("reserved region", {"regions": [{"name": "syncer", "learners": 1}]}, "regions.0.name", "another name"),
-    (
-        "evaluator region",
-        {"regions": [{"name": "evaluator", "learners": 1}]},
-        "regions.0.name",
-        "another name",
-    ),
-    ("same region", {"regions": [{"learners": 1}, {"learners": 1}]}, "regions.1.name", "regions.0"),
-    (
-        "too many learners",
-        {"regions": [{"name": f"r{i}", "learners": 1000} for i in range(5)]},
-        "regions",
-        "more than 4096",
-    ),
-    ("external", {"syncer.endpoint.type": "External"}, "syncer.endpoint.address", "is required"),
-    ("half named", {"syncer.cluster": "a"}, "regions.0.cluster", "everywhere, or nowhere"),
-    ("shards above P", {"syncer.shards": 25}, "syncer.shards", "at most sync.fragments"),
-    (
-        "port of ClusterIP",
-        {"syncer.endpoint.nodePort": 30000},
-        "syncer.endpoint.nodePort",
-        "belongs to type NodePort",
-    ),
-    (
-        "ports beyond the range",
-        {"syncer.endpoint": {"type": "NodePort", "nodePort": 32767}, "syncer.shards": 2},
-        "syncer.endpoint.nodePort",
-        "at most 32766",
-    ),
-    (
-        "tls off and named",
-        {"syncer.tls": {"mode": "off", "secretName": "a"}},
-        "syncer.tls.mode",
-        "contradicts",
-    ),
-    (
-        "two stores",
-        {"syncer.storage": {"claimName": "a", "uri": "s3://a"}},
-        "syncer.storage.uri",
-        "contradicts",
-    ),
-    (
-        "class of my volume",
-        {"syncer.storage": {"claimName": "a", "storageClassName": "b"}},
-        "syncer.storage.storageClassName",
-        "leave it out",
-    ),
-    (
-        "delete my bucket",
-        {"syncer.storage": {"uri": "s3://a", "onDelete": "Delete"}},
-        "syncer.storage.onDelete",
-        "never",
-    ),
-]
-
-
-def local_job(fields: dict[str, Any]) -> dict[str, Any]:
-    job = {**{key: BASE[key] for key in ("apiVersion", "kind", "metadata")}, "spec": copy.deepcopy(LOCAL)}
-    for path, value in fields.items():
-        steps = tuple(int(step) if step.isdigit() else step for step in path.split("."))
-        job = put(job, ("spec", *steps), value)
-    return job
-
 
 @pytest.mark.parametrize(
     ("fields", "path", "said"), [rule[1:] for rule in RULES], ids=[rule[0] for rule in RULES]
@@ -442,20 +157,6 @@ def test_a_broken_rule_is_the_only_problem(fields: dict[str, Any], path: str, sa
     assert problem.path == f"spec.{path}" and said in problem.message
     with pytest.raises(ValidationError, match="spec"):  # the models themselves refuse it too
         DiLoCoJob.model_validate(job)
-
-
-CLUSTERS: dict[str, Any] = {
-    "syncer": {
-        "cluster": "hub",
-        "endpoint": {"type": "LoadBalancer", "address": "syncer.example.org:4001"},
-        "tls": {"secretName": "tls"},
-    },
-    "learners.credentials.secretName": "join",
-    "regions": [
-        {"name": "east", "cluster": "hub", "learners": 2},
-        {"name": "west", "cluster": "far", "learners": 2},
-    ],
-}
 
 
 def test_a_job_that_spans_clusters() -> None:
@@ -469,8 +170,39 @@ def test_a_job_that_spans_clusters() -> None:
     }.items():
         found = problems(local_job({**CLUSTERS, path: value}))
         assert f"spec.{path}" in [problem.path for problem in found], (path, found)
-    found = problems(local_job({**CLUSTERS, "syncer.tls": {"mode": "off"}}))
-    assert {problem.path for problem in found} == {"spec.syncer.tls.mode", "spec.syncer.tls.secretName"}
+
+
+@pytest.mark.parametrize(("fields", "paths"), [case[1:] for case in TOGETHER], ids=[c[0] for c in TOGETHER])
+def test_rules_that_break_together(fields: dict[str, Any], paths: set[str]) -> None:
+    assert {problem.path for problem in problems(local_job(fields))} == {f"spec.{path}" for path in paths}
+
+
+def test_every_rule_is_broken_by_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each place in spec_rules that yields a violation, by its line: the table holds for all of them, so that
+    a new rule gets a case, and with it a rule in the API server."""
+    source = Path(spec_rules.__file__).read_text(encoding="utf-8")
+    tree = ast.parse(source)
+    names = {rule.__name__ for rule in spec_rules.RULES}
+    places = {
+        call.lineno
+        for function in tree.body
+        if isinstance(function, ast.FunctionDef) and function.name in names
+        for call in ast.walk(function)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "_broken"
+    }
+    assert len(places) > 30
+    seen: set[int] = set()
+    plain = spec_rules._broken
+
+    def noted(*arguments: Any) -> Any:
+        frame = sys._getframe(1)
+        seen.update(places & {frame.f_lineno})
+        return plain(*arguments)
+
+    monkeypatch.setattr(spec_rules, "_broken", noted)
+    for _, job, paths in broken():
+        assert {problem.path for problem in problems(job)} >= paths
+    assert seen == places, [source.splitlines()[line - 1 : line + 2] for line in places - seen]
 
 
 def test_rules_are_told_beside_wrong_fields_and_never_as_their_consequence() -> None:
@@ -646,9 +378,16 @@ def test_wrong_quantities(text: str) -> None:
 
 
 def test_a_storage_size_is_a_quantity_above_zero() -> None:
-    for size in ("10GB", "0", "-1Gi"):
-        (problem,) = problems(local_job({"syncer.storage.size": size}))
-        assert problem.path == "spec.syncer.storage.size" and "10Gi" in problem.message
+    for size, good in SIZES:
+        found = problems(local_job({"syncer.storage.size": size}))
+        assert [problem.path for problem in found] == ([] if good else ["spec.syncer.storage.size"]), size
+        assert good or "quantity" in found[0].message or "zero" in found[0].message
+
+
+@pytest.mark.parametrize(("path", "value"), NAMES)
+def test_wrong_names(path: str, value: Any) -> None:
+    (problem,) = problems(put(BASE, tuple(path.split(".")), value))
+    assert problem.path == path
 
 
 @pytest.mark.parametrize("address", ["a", "10.0.0.1", "a.example.org:4001", "[::1]", "[fe80::1]:4001"])

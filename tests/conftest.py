@@ -1,0 +1,8 @@
+"""Makes the tables that several kinds of tests share importable (pytest imports tests by file)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
