@@ -180,12 +180,14 @@ class Phases:
         }
 
     def load(self, row: dict[str, Any]) -> None:
-        """Go on from a saved phase. A suspended or failed job, a complete one whose stop was
+        """Go on from a saved phase. A suspended, failed or deleted job, a complete one whose stop was
         moved, and one that was draining wait for learners again: whoever wants it suspended
         still says so, and a stop that is reached is seen again."""
         self.target, self.target_message = PhaseName(row["target"]), row["target_message"]
         job = self.job
-        again = job.phase in (PhaseName.SUSPENDED, PhaseName.FAILED, PhaseName.DRAINING)
+        again = job.phase in (
+            PhaseName.SUSPENDED, PhaseName.FAILED, PhaseName.DELETED, PhaseName.DRAINING,
+        )  # fmt: skip
         ended = job.phase in (PhaseName.COMPLETE, PhaseName.EVALUATING)
         if again or (ended and not self._stop_reached(0.0)):
             job.phase, job.phase_message, self.target = PhaseName.WAITING, "resumed", PhaseName.COMPLETE

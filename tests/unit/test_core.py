@@ -480,6 +480,19 @@ def test_suspend_keeps_offers_short_of_k_and_resume_merges_them() -> None:
     assert core.ledger and core.ledger.check() == [] and core.ledger.pending(0, 0) == 40
 
 
+@pytest.mark.parametrize("end", [PhaseName.DELETED, PhaseName.FAILED])
+def test_a_job_that_is_applied_again_after_its_end_goes_on_from_its_store(end: PhaseName) -> None:
+    desk = Desk(config(slots=1, stop=("steps", 100)))
+    desk.begin(1)
+    desk.report(1, 4)
+    desk.do(ev.EndRequested(end, "x"))
+    assert desk.core.phase is end
+    core = Core(config(slots=1), json.loads(json.dumps(desk.core.state(desk.now))), 2, 0.0)
+    core.start(0.0)
+    assert core.phase is PhaseName.WAITING
+    assert core.ledger and core.ledger.check() == []
+
+
 def test_what_does_not_drain_in_time_is_given_up() -> None:
     desk = Desk(config(slots=1, stop=("steps", 4), drain_seconds=30.0))
     desk.begin(1)
