@@ -15,6 +15,7 @@ import contextlib
 import difflib
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,13 +36,20 @@ Object = dict[str, Any]
 
 class ClusterError(Exception):
     """What could not be done and the cure. ``reason`` is the API server's word, or ``Unreachable``,
-    ``NoCRD``, ``Settings``; ``code`` the exit code that fits; ``status`` the API server's Status."""
+    ``Busy``, ``NoCRD``, ``NoNamespace``, ``Settings``; ``code`` the exit code that fits; ``status`` the
+    API server's Status."""
 
     def __init__(
         self, message: str, reason: str = "", code: int = FAILED, status: Object | None = None
     ) -> None:
         super().__init__(message)
         self.reason, self.code, self.status = reason, code, status or {}
+
+    @property
+    def passing(self) -> bool:
+        """Whether asking again later may help: nobody answered, or an API server that starts or is
+        overloaded."""
+        return self.reason in ("Unreachable", "Busy")
 
     @property
     def causes(self) -> list[Object]:
@@ -71,24 +79,27 @@ class Where:
 class Cluster:
     """One context of a kubeconfig: a cluster, an account and a namespace."""
 
-    def __init__(self, configuration: Any, context: str, namespace: str) -> None:
+    def __init__(
+        self, configuration: Any, context: str, namespace: str, kubeconfig: Path | None = None
+    ) -> None:
         from kubernetes.client.rest import RESTClientObject
 
         self.configuration, self.context, self.namespace = configuration, context, namespace
+        self._named = f" --kubeconfig {kubeconfig}" if kubeconfig else ""
         self._pool = RESTClientObject(configuration).pool_manager
 
     def __repr__(self) -> str:
         return f"Cluster({self.context!r}, {self.namespace!r})"
 
     @property
-    def flags(self) -> str:
-        """``--context`` and ``--namespace`` as a command line repeats them."""
-        return f"--context {self.context} -n {self.namespace}"
+    def reach(self) -> str:
+        """The options, of this program and of kubectl, that lead to this cluster."""
+        return f"--context {self.context}{self._named}"
 
     @property
-    def kubectl_flags(self) -> str:
-        """As ``flags``, for kubectl."""
-        return f"--context {self.context} -n {self.namespace}"
+    def flags(self) -> str:
+        """The options that lead to this namespace of it."""
+        return f"{self.reach} -n {self.namespace}"
 
     # ------------------------------------------------------------------ paths
 
@@ -123,7 +134,7 @@ class Cluster:
         with self._send(method, path, query, body, content, seconds, seconds) as response:
             data = self._read(response, path, seconds)
         if response.status >= 400:
-            raise self.refusal(method, path, response.status, data)
+            raise self.refusal(path, response.status, data)
         if (document := _object(data)) is None:
             raise ClusterError(f"{self.server} answered {path} with something that is no JSON object")
         return document
@@ -134,7 +145,7 @@ class Cluster:
         that are borne; None: any. Raises ClusterError."""
         with self._send("GET", path, query, None, "", TIMEOUT, silence) as response:
             if response.status >= 400:
-                raise self.refusal("GET", path, response.status, self._read(response, path, TIMEOUT))
+                raise self.refusal(path, response.status, self._read(response, path, TIMEOUT))
             yield response
 
     @contextlib.contextmanager
@@ -216,14 +227,12 @@ class Cluster:
             why = f"cannot be reached ({reason_of(text)})"
         return ClusterError(f"{self.server} {why}: {cure}", "Unreachable")
 
-    def refusal(self, method: str, path: str, code: int, body: bytes) -> ClusterError:
+    def refusal(self, path: str, code: int, body: bytes) -> ClusterError:
         """What a reply with a status of 400 and above means."""
         status = _object(body) or {"message": body[:300].decode("utf-8", "replace").strip()}
         reason = str(status.get("reason") or code)
         message = str(status.get("message") or f"status {code}")
         details = status.get("details") or {}
-        verb, resource, namespace = asked(method, path)
-        place = f" in the namespace {namespace}" if namespace else ""
         if code == 401:
             return ClusterError(
                 f"{self.server} does not know this account: the kubeconfig's credentials are wrong or have"
@@ -232,17 +241,13 @@ class Cluster:
                 WRONG,
             )
         if code == 403 and reason == "Forbidden" and "exceeded quota" not in message:
-            return ClusterError(
-                f"context {self.context}: this account may not {verb} {resource}{place}; ask for a Role with"
-                f" the verb {verb} on {resource} ({message})",
-                "Forbidden",
-                status=status,
-            )
+            said = f"context {self.context}: {forbidden(message)}"
+            return ClusterError(said, "Forbidden", status=status)
         if code == 404 and details.get("kind") == "namespaces":
-            name = details.get("name") or namespace
+            name = details.get("name") or self.namespace
             return ClusterError(
                 f"context {self.context}: there is no namespace {name}; create it"
-                f" (kubectl --context {self.context} create namespace {name}), or name another with -n",
+                f" (kubectl {self.reach} create namespace {name}), or name another with -n",
                 "NoNamespace",
                 WRONG,
                 status,
@@ -250,10 +255,13 @@ class Cluster:
         if code == 404 and f"/apis/{GROUP}/" in path and not details.get("name"):
             return ClusterError(
                 f"context {self.context}: the cluster knows no DiLoCoJobs: the operator is not installed."
-                f" Install it: {INSTALL} --kube-context {self.context}"
-                f" (without Helm: kubectl --context {self.context} apply -f manifests/install.yaml)",
+                f" Install it: {INSTALL} --kube-context {self.context}{self._named}"
+                f" (without Helm: kubectl {self.reach} apply -f manifests/install.yaml)",
                 "NoCRD",
             )
+        if code == 429 or code >= 500:
+            said = f"{self.server} cannot answer now ({' '.join(message.split())}): try again"
+            return ClusterError(said, "Busy", status=status)
         return ClusterError(f"context {self.context}: {message}", reason, FAILED, status)
 
     # ------------------------------------------------------------------ jobs
@@ -313,31 +321,28 @@ def reason_of(text: str) -> str:
 def nearest(name: str, there: Sequence[str], shown: int = 10) -> str:
     """What to say of the names that are there: a guess at the one that was meant, and a list."""
     if not there:
-        return "; there are none"
+        return "; there is none"
     close = difflib.get_close_matches(name, there, n=1, cutoff=0.5)
     rest = sorted(there)
     listed = ", ".join(rest[:shown]) + (f" and {len(rest) - shown} more" if len(rest) > shown else "")
-    return (f"; did you mean {close[0]}?" if close else ";") + f" There {_are(len(rest))}: {listed}"
+    head = f"; did you mean {close[0]}? There" if close else "; there"
+    return f"{head} {'is' if len(rest) == 1 else f'are {len(rest)}'}: {listed}"
 
 
-def _are(count: int) -> str:
-    return "is" if count == 1 else f"are {count}"
+_FORBIDDEN = re.compile(r'cannot (\w+) resource "([^"]+)"(?: in API group "([^"]*)")?(.*)', re.DOTALL)
 
 
-def asked(method: str, path: str) -> tuple[str, str, str | None]:
-    """A request in RBAC's terms: the verb, the resource (with group and subresource) and the namespace."""
-    parts = path.partition("?")[0].strip("/").split("/")
-    group = parts[1] if parts[0] == "apis" else ""
-    rest = parts[3:] if parts[0] == "apis" else parts[2:]
-    namespace = None
-    if len(rest) > 2 and rest[0] == "namespaces":
-        namespace, rest = rest[1], rest[2:]
-    resource = rest[0] if rest else ""
-    if len(rest) > 2:
-        resource += f"/{rest[2]}"
-    verbs = {"GET": "get" if len(rest) > 1 else "list", "POST": "create", "PUT": "update"}
-    verb = "create" if resource == "pods/portforward" else verbs.get(method, method.lower())
-    return verb, f"{resource}.{group}" if group else resource, namespace
+def forbidden(message: str) -> str:
+    """The API server's refusal of an account, with the rights to ask for."""
+    match = _FORBIDDEN.search(message)
+    if match is None:
+        return message
+    verb, resource, group, place = match.groups()
+    # A websocket is asked for with GET, and newer API servers want the right to create it, too.
+    verb = "get and create" if resource == "pods/portforward" else verb
+    role = "ClusterRole" if "cluster scope" in place else "Role"
+    resource = f"{resource}.{group}" if group else resource
+    return f"this account may not {verb} {resource}{place}; ask for a {role} with that verb and resource"
 
 
 # ------------------------------------------------------------------ kubeconfig
@@ -382,4 +387,4 @@ def open_cluster(context: str | None, namespace: str | None, kubeconfig: Path | 
     except (config.ConfigException, YAMLError, OSError, KeyError, TypeError, ValueError) as error:
         raise ClusterError(f"the kubeconfig {paths} cannot be used: {error}", "Settings", WRONG) from error
     own = (found.get("context") or {}).get("namespace") or "default"
-    return Cluster(configuration, str(name), namespace or own)
+    return Cluster(configuration, str(name), namespace or own, kubeconfig)

@@ -140,6 +140,8 @@ def apply_to(cluster: Cluster, job: DiLoCoJob, document: dict[str, Any], options
             if error.reason != "Conflict" or managers(error) != {MANAGER}:
                 raise
             # Set by `diloco scale`, suspend or resume since: the file is what is wanted now.
+            fields = ", ".join(str(cause.get("field") or "").lstrip(".") for cause in error.causes)
+            print(f"as in the file again: {fields} (changed since by diloco scale, suspend or resume)")
             query["force"] = "true"
             after = cluster.request(
                 "PATCH", path, query=query, body=body, content="application/apply-patch+yaml"

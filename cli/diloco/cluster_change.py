@@ -16,11 +16,11 @@ from typing import Any
 from diloco.cluster import FAILED, MANAGER, WRONG, Cluster, ClusterError, Object, Where, nearest
 from diloco.cluster_follow import (
     INTERRUPTED,
-    OPERATOR_HINT,
     Outcome,
     follow,
     invalid,
     no_operator,
+    operator_hint,
     resumed,
     suspended,
 )
@@ -205,7 +205,7 @@ def suspend(where: Where, name: str, value: bool, wait: bool, timeout: float | N
 
     def act(cluster: Cluster) -> str:
         if patched(cluster, name, make) is None:
-            return f"{name} {'is suspended' if value else 'is not suspended'} already"
+            return f"{name} is suspended already" if value else f"{name} is not suspended"
         if value:
             return f"{name} is being suspended: learners offer their work, the syncer makes a checkpoint"
         return f"{name} goes on from its checkpoint"
@@ -246,21 +246,35 @@ def _unheard(job: Object) -> bool:
 # ------------------------------------------------------------------ delete
 
 
-def stays(job: Object, cluster: Cluster) -> str | None:
-    """What a deleted job leaves, and how to remove it; None: nothing."""
-    name = str(job["metadata"]["name"])
-    syncer = (job.get("spec") or {}).get("syncer") or {}
-    storage = syncer.get("storage") or {}
+def made_claim(job: Object) -> str | None:
+    """The claim that the operator made for the job; None: the job names a place of its own."""
+    storage = ((job.get("spec") or {}).get("syncer") or {}).get("storage") or {}
+    own = storage.get("uri") or storage.get("claimName")
+    return None if own else f"{job['metadata']['name']}-syncer"
+
+
+def stays(job: Object, flags: str) -> str | None:
+    """What a deleted job leaves, and how to remove it; None: nothing. ``flags``: as kubectl takes them."""
+    storage = ((job.get("spec") or {}).get("syncer") or {}).get("storage") or {}
     if storage.get("uri"):
         return f"what it learned stays at {storage['uri']}"
-    if claim := storage.get("claimName"):
-        return f"what it learned stays on your PersistentVolumeClaim {claim}"
+    if storage.get("claimName"):
+        return f"what it learned stays on your PersistentVolumeClaim {storage['claimName']}"
     if storage.get("onDelete") == "Delete":
         return None
+    claim = made_claim(job)
     return (
-        f"what it learned stays on the PersistentVolumeClaim {name}-syncer, and a job of this name goes on"
-        f" from it; to remove it: kubectl {cluster.kubectl_flags} delete pvc {name}-syncer"
+        f"what it learned stays on the PersistentVolumeClaim {claim}, and a job of this name goes on"
+        f" from it; to remove it: kubectl {flags} delete pvc {claim}"
     )
+
+
+def _is_gone(cluster: Cluster, claim: str) -> bool:
+    try:
+        cluster.get(f"{cluster.core_path('persistentvolumeclaims')}/{claim}")
+    except ClusterError as error:
+        return error.reason == "NotFound"  # of one that may not be looked at, it is said that it stays
+    return False
 
 
 def delete(where: Where, name: str, wait: bool, timeout: float) -> int:
@@ -270,7 +284,10 @@ def delete(where: Where, name: str, wait: bool, timeout: float) -> int:
 
     def act(cluster: Cluster) -> str:
         job = cluster.job(name)
-        left[cluster.context] = stays(job, cluster)
+        claim = made_claim(job)
+        # There is none where the syncer is in another cluster, or never came to be.
+        nothing = claim is not None and _is_gone(cluster, claim)
+        left[cluster.context] = None if nothing else stays(job, cluster.flags)
         uid = str(job["metadata"]["uid"])
         cluster.request("DELETE", cluster.job_path(name), body={"preconditions": {"uid": uid}})
         uids.add(uid)
@@ -306,11 +323,11 @@ def _until_gone(clusters: Sequence[Cluster], name: str, uids: set[str], timeout:
         print(f"error: {name}{place} is not gone after {timeout:g} s; the deletion goes on", file=sys.stderr)
         if FINALIZER in held:
             rest = json.dumps({"metadata": {"finalizers": [one for one in held if one != FINALIZER]}})
-            look = OPERATOR_HINT.format(context=f" --context {cluster.context}")
+            look = operator_hint(cluster)
             print(
                 f"error: the operator still holds it ({FINALIZER}). Is it running? {look}."
                 " Where it is gone for good, let go by hand:"
-                f" kubectl {cluster.kubectl_flags} patch dilocojob {name} --type=merge -p '{rest}'",
+                f" kubectl {cluster.flags} patch dilocojob {name} --type=merge -p '{rest}'",
                 file=sys.stderr,
             )
         elif held:

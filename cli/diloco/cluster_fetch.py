@@ -43,7 +43,7 @@ def syncer_pod(job: Object, pods: list[Object]) -> str:
     if running:
         newest = max(running, key=lambda pod: str(pod["metadata"].get("creationTimestamp")))
         return str(newest["metadata"]["name"])
-    phase = (job.get("status") or {}).get("phase") or "not seen by an operator yet"
+    phase = (job.get("status") or {}).get("phase") or "new"
     if pods:
         state = (pods[-1].get("status") or {}).get("phase")
         raise ClusterError(

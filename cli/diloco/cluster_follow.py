@@ -29,7 +29,6 @@ POLL_SECONDS = 2.0
 SLOWEST_POLL = 15.0  # where the API server does not answer
 LINE_SECONDS = 5.0  # between progress lines
 COMPLETE, FAILED, INTERRUPTED = 0, 1, 130
-OPERATOR_HINT = "kubectl{context} get pods -A -l app.kubernetes.io/name=diloco-operator"
 
 Outcome = tuple[int, str]
 """An exit code, and the sentence that says why."""
@@ -183,7 +182,7 @@ def _look(
         if copy.job is not None and not quiet:
             events = job_events(cluster, name)
     except ClusterError as error:
-        if error.reason != "Unreachable":
+        if not error.passing:
             raise
         if not copy.silent and not quiet:
             say(f"{prefix}{error} (the job goes on without it; asking again)")
@@ -209,9 +208,14 @@ def job_events(cluster: Cluster, name: str) -> list[Object]:
         raise
 
 
+def operator_hint(cluster: Cluster) -> str:
+    """How to look whether an operator runs."""
+    return f"kubectl {cluster.reach} get pods -A -l app.kubernetes.io/name=diloco-operator"
+
+
 def no_operator(cluster: Cluster, name: str) -> str:
     """What to say where no operator has taken note of a job."""
     return (
         f"no operator has looked at {name} in context {cluster.context}: is one running there, for this"
-        f" namespace? {OPERATOR_HINT.format(context=f' --context {cluster.context}')}"
+        f" namespace? {operator_hint(cluster)}"
     )

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from diloco.cluster import WRONG, Cluster, ClusterError, Object, Where, nearest
+from diloco.cluster import FAILED, WRONG, Cluster, ClusterError, Object, Where, nearest
 from diloco.cluster_picture import region_names
 
 MAX_STREAMS = 64
@@ -93,7 +93,7 @@ def chosen(job: Object, pods: Sequence[Object], target: str | None) -> list[Sour
     if target is None:
         return sources
     wanted = _labels(job, regions, target)
-    found = [one for one in sources if one.label in wanted or one.pod == target]
+    found = [one for one in sources if one.label in wanted or target in (one.label, one.pod)]
     if not found and not wanted:
         there = ["syncer", "evaluator", *(name for name, _ in regions)]
         there += [f"{name}-{n}" for name, count in regions for n in range(min(count, 3))]
@@ -113,7 +113,7 @@ def _labels(job: Object, regions: Sequence[tuple[str, int]], target: str) -> set
     if not number.isdigit() or len(number) > 5:
         return set()
     if head in counts:
-        return {target}
+        return {target} if int(number) < counts[head] else set()
     if head == "learner":
         learners = [f"{name}-{n}" for name, row in zip(counts, job["spec"]["regions"], strict=True)
                     for n in range(int(row.get("learners") or 0))]  # fmt: skip
@@ -185,8 +185,10 @@ def _path(cluster: Cluster, one: Source) -> str:
     return f"{cluster.core_path('pods')}/{one.pod}/log"
 
 
-def _read(cluster: Cluster, one: Source, options: Options) -> Iterator[tuple[str, Source, str]]:
-    """(time, source, line) of what there is."""
+def _read(
+    cluster: Cluster, one: Source, options: Options, missing: list[str]
+) -> Iterator[tuple[str, Source, str]]:
+    """(time, source, line) of what there is; a pod without a log is added to ``missing``."""
     import urllib3
 
     try:
@@ -197,8 +199,9 @@ def _read(cluster: Cluster, one: Source, options: Options) -> Iterator[tuple[str
                 last = stamp or last  # a line without a time belongs to the one before
                 yield last, one, text
     except ClusterError as error:
-        if error.reason in ("Forbidden", "Unauthorized", "Unreachable"):
+        if error.reason in ("Unreachable", "Forbidden", "Unauthorized"):
             raise
+        missing.append(one.label)
         _note(f"{one.label}: no log{' of an earlier container' if options.previous else ' yet'}: {error}")
     except (urllib3.exceptions.HTTPError, OSError) as error:
         _note(f"{one.label}: the log broke off: {error}")
@@ -231,17 +234,20 @@ class _Follower:
         import urllib3
 
         query = _query(one, self.options, True)
-        last, pause = "", 0.5
+        last, pause, complaint = "", 0.5, ""
         while one.uid in self.there:
             floor = last  # a stream is taken up at a whole second: what is not newer was shown
             try:
                 with self.cluster.stream(_path(self.cluster, one), query, SILENCE_SECONDS) as response:
                     for line in lines(response):
                         stamp, text = stamped(line)
-                        if stamp and stamp <= floor:
-                            continue
-                        last, pause = stamp or last, 0.5
-                        self.lines.put((one, text))
+                        if stamp:
+                            if stamp > floor:
+                                last, pause = stamp, 0.5
+                                self.lines.put((one, text))
+                        elif text != complaint:  # of the node, which has no log of it (now)
+                            complaint = text
+                            self.lines.put((one, text))
             except ClusterError as error:
                 if error.reason in ("Forbidden", "Unauthorized"):
                     self.error = error
@@ -271,13 +277,13 @@ def show_logs(options: Options, out: Callable[[str], None] | None = None) -> int
     if options.follow:
         return _follow(cluster, options, job, printer)
     if not sources:
-        phase = (job.get("status") or {}).get("phase") or "not seen by an operator yet"
+        phase = (job.get("status") or {}).get("phase") or "new"
         raise ClusterError(f"{options.target or options.name} has no pod now (the job is {phase})")
-    for _, one, text in heapq.merge(
-        *(_read(cluster, one, options) for one in sources), key=lambda line: line[0]
-    ):
+    missing: list[str] = []
+    streams = [_read(cluster, one, options, missing) for one in sources]
+    for _, one, text in heapq.merge(*streams, key=lambda line: line[0]):
         printer.show(one, text)
-    return 0
+    return FAILED if len(missing) == len(sources) else 0
 
 
 def _several() -> Any:
@@ -302,7 +308,7 @@ def _follow(cluster: Cluster, options: Options, job: Object, printer: _Printer) 
                 if error.reason == "NotFound" and follower.lines.empty():
                     _note(f"{options.name} is gone")
                     return 0
-                if error.reason != "Unreachable":
+                if not error.passing:
                     raise
         if follower.error is not None:
             raise follower.error

@@ -18,11 +18,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from diloco.screen import View, nats, number, picture, progress
+from diloco.screen import View, nats, number, picture, progress, summary
 
 Object = dict[str, Any]
 
 EVENTS_SHOWN = 10
+UNSEEN = "no operator has looked at it yet"
 # Conditions that tell of trouble when they are true; the others do when they are false.
 _TROUBLE = frozenset({"RegionLost", "SpecDrift", "NameConflict", "Degraded", "Failed", "Invalid"})
 _ENDS = {"Complete": "green", "Failed": "bold red"}  # and the style of each
@@ -107,7 +108,7 @@ def from_status(job: Object, now: float) -> Object:
     begin = unix(status.get("startTime"))
     step = done.get("step", (status.get("syncer") or {}).get("step"))
     return {
-        "phase": status.get("phase") or "not seen by an operator yet",
+        "phase": status.get("phase") or "new",
         "elapsed_seconds": 0.0 if begin is None else end - begin,
         "tokens": {"trained": done.get("tokens")},
         "slots": [{"step": step}],
@@ -271,11 +272,13 @@ def job_picture(job: Object, page: Object | None, events: Sequence[Object], now:
         parts += [_head(job, now), ""]
     shown = status.get("regions") or []
     if page is None or len(shown) > 1 or any(region.get("cause") for region in shown):
-        parts += [regions_table(job, now)] if shown else ["no operator has looked at it yet"]
+        parts += [regions_table(job, now)] if shown else [Text(UNSEEN, "yellow")]
     if (replaced := (status.get("replacements") or {}).get("total")) and page is None:
         parts.append(f"{replaced} replaced since the job began")
     if conditions := conditions_shown(job):
         parts += ["", *(condition_text(one, now) for one in conditions)]
+    if (final := status.get("report")) and (holds(job, "Complete") or holds(job, "Failed")):
+        parts += ["", summary(final)]
     if (metadata.get("deletionTimestamp")) is not None:
         gone = span(since(metadata["deletionTimestamp"], now))
         parts.append(Text(f"being deleted for {gone}", "yellow"))
@@ -306,7 +309,7 @@ def job_line(job: Object, now: float) -> str:
     """The job on one line, as ``--wait`` prints it."""
     status, document = job.get("status") or {}, from_status(job, now)
     if not status.get("phase"):
-        return str(document["phase"])
+        return UNSEEN
     view = View(str(job["metadata"]["name"]), stop(job), document)
     return (
         f"{document['elapsed_seconds']:7.0f} s  {document['phase']}  {progress(view)}"

@@ -117,9 +117,8 @@ def _list(clusters: Sequence[Cluster], everywhere: bool, watch: bool, as_json: b
         if as_json:
             print(json.dumps({"items": jobs}, indent=1))
         elif not jobs:
-            place = "any namespace" if everywhere else f"the namespace {clusters[0].namespace}"
-            names = ", ".join(cluster.context for cluster in clusters)
-            console.print(f"there is no job in {place} of context {names}")
+            names = [f"{c.context}{'' if everywhere else f' (namespace {c.namespace})'}" for c in clusters]
+            console.print(f"there is no job in {', '.join(names)}")
         else:
             several = contexts if len(clusters) > 1 else ()
             console.print(jobs_table(jobs, time.time(), several, everywhere))
@@ -169,7 +168,7 @@ class _Watched:
             job = self.cluster.job(name)
             events = job_events(self.cluster, name)
         except ClusterError as error:
-            if error.reason not in ("Unreachable", "NotFound"):
+            if not error.passing and error.reason != "NotFound":
                 raise
             self.parts = [*self.parts[:1], Text(str(error), "yellow")]
             self.over = error.reason == "NotFound"
@@ -198,7 +197,7 @@ def show_events(where: Where, name: str, watch: bool, as_json: bool) -> int:
             try:
                 events = cluster.all_of(cluster.core_path("events"))
             except ClusterError as error:
-                if not watch or error.reason != "Unreachable":
+                if not watch or not error.passing:
                     raise
                 print(f"{error} (asking again)", file=sys.stderr)
                 continue

@@ -168,7 +168,7 @@ def dial(cluster: Cluster, pod: str, port: int, seconds: float = TIMEOUT) -> Any
         far.connect(url, **options)
     except websocket.WebSocketBadStatusException as error:
         body = getattr(error, "resp_body", None) or b""
-        raise cluster.refusal("POST", path, error.status_code, body) from error
+        raise cluster.refusal(path, error.status_code, body) from error
     except websocket.WebSocketTimeoutException as error:
         raise ClusterError(
             f"{cluster.server} opens no connection to the pod {pod} within {seconds:g} s: is its node up?",
