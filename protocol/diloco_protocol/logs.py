@@ -1,10 +1,10 @@
 """Log lines for programs that run in pods: one JSON object a line, or text for people.
 
-A line has ``time`` (UTC), ``level``, the fields that the program gives (``job``, and for a
-worker ``region`` and ``ordinal``), ``slot`` (-1: none), and ``message``. Whoever reads
-only the end of a log, as a cluster does for a container that failed, finds there what
-went wrong: a traceback is a line of its own, and ``message`` comes last in every line,
-so that a line that was cut off at its beginning still ends with it.
+A line has ``time`` (UTC), ``level``, ``slot`` (-1: none), the fields that the program gives
+(``job``, and for a worker ``region`` and ``ordinal``), and ``message``. A cluster that
+looks at a container that failed reads the end of its log alone; so the last line that a
+program of ours writes says what went wrong and the cure, a traceback comes in a line
+before it, and ``message`` is last in every line.
 
 Nothing here knows a secret, and what is logged must not hold one.
 """
@@ -15,7 +15,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Literal, TextIO
 
 Format = Literal["json", "text"]
@@ -26,21 +26,23 @@ MAX_MESSAGE = 1500  # characters of one message; a cluster keeps the last 2048 b
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line. ``fields``: what every line has; ``slot``: which slot this process
-    holds, where the record does not say it."""
+    """One JSON object a line. ``fields``: what every line has; the caller may change them later. A
+    record's own ``slot`` goes before theirs."""
 
-    def __init__(self, fields: Mapping[str, object], slot: Callable[[], int] = lambda: -1) -> None:
+    def __init__(self, fields: Mapping[str, object]) -> None:
         super().__init__()
-        self._fields, self._slot = dict(fields), slot
+        self._fields = fields
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
             + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
+            "slot": -1,
             **self._fields,
-            "slot": getattr(record, "slot", self._slot()),
         }
+        if hasattr(record, "slot"):
+            line["slot"] = record.slot
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         message = record.getMessage()
@@ -55,12 +57,11 @@ def configure(
     *,
     level: str,
     packages: tuple[str, ...],
-    slot: Callable[[], int] = lambda: -1,
     stream: TextIO | None = None,
 ) -> None:
     """Log to ``stream`` (stderr), ``packages`` from ``level`` on and everybody else from warnings on."""
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(JsonLines(fields, slot) if form == "json" else logging.Formatter(TEXT))
+    handler.setFormatter(JsonLines(fields) if form == "json" else logging.Formatter(TEXT))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     for package in packages:
         logging.getLogger(package).setLevel(level)

@@ -125,6 +125,7 @@ class Join:
     sequences: int
     held: tuple[tuple[int, int], ...]  # (epoch, version) per fragment; empty: nothing
     previous_incarnation: int = 0  # 0: this program holds no slot's work, whatever its process id
+    idle: bool = False  # a learner that is done: it takes no slot and only hears the phase
 
 
 @dataclass(frozen=True, slots=True)

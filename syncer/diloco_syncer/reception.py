@@ -26,6 +26,10 @@ class Reception:
 
     def join(self, join: ev.Join, now: float) -> None:
         """A process wants in: refuse it, or give it a slot, or let it stand by."""
+        if join.idle:
+            self._withheld = frozenset()
+            self._admit(join, None)
+            return
         layout = self.job.layout_digest
         if layout and join.layout_digest != layout:
             self._refuse(

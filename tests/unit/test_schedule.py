@@ -38,10 +38,12 @@ def job(learners: int = 3, **stop: Any) -> JobSpec:
 
 
 def test_total_steps() -> None:
-    assert schedule.total_steps(job(steps=77), 2048) == 77
-    assert schedule.total_steps(job(tokens=2_000_000), 2048) == math.ceil(2_000_000 / (3 * 2048))
-    assert schedule.total_steps(job(tokens=10), 2048) == 1
-    assert schedule.total_steps(job(seconds=10.0), 2048) is None
+    assert schedule.total_steps(job(steps=77).training.stop, 3, 2048) == 77
+    assert schedule.total_steps(job(tokens=2_000_000).training.stop, 3, 2048) == math.ceil(
+        2_000_000 / (3 * 2048)
+    )
+    assert schedule.total_steps(job(tokens=10).training.stop, 3, 2048) == 1
+    assert schedule.total_steps(job(seconds=10.0).training.stop, 3, 2048) is None
 
 
 def test_warm_up_then_cosine_to_the_last_step() -> None:

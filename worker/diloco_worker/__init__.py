@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .learner import Learner as Learner
+    from .logs import configure as configure_logging
     from .observer import Observer as Observer
 
-__all__ = ["Learner", "Observer"]
+__all__ = ["Learner", "Observer", "configure_logging"]
 
 
 def __getattr__(name: str) -> Any:
@@ -24,4 +25,8 @@ def __getattr__(name: str) -> Any:
         from .observer import Observer
 
         return Observer
+    if name == "configure_logging":
+        from .logs import configure
+
+        return configure
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,30 +9,29 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 
 from diloco_protocol.load import JobError
 
+from . import logs
 from .settings import ConfigurationError, WorkerError, WorkerSettings
 
 log = logging.getLogger("diloco_worker")
 
-_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
-
 
 def main() -> int:
     """Run the process's role to its end; returns its exit code. What a user did wrong is said in words,
-    what we did wrong with a traceback."""
+    what we did wrong with a traceback; in either case the last line of the log says it."""
+    # Until training starts there is nothing to bring to rest. Said explicitly, because the first
+    # process of a container has no default for this signal, and would be killed only at the end of
+    # its grace period.
+    before = signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     try:
-        _configure_logging()
+        logs.configure()
         settings = WorkerSettings.from_environment()
-        if settings.role == "evaluator":
-            from . import evaluator
-
-            return evaluator.evaluate(settings)
-        from . import trainer
-
-        return trainer.train(settings.job)
+        logs.tell(job=settings.job.metadata.name)
+        return _run(settings)
     except JobError as error:
         for problem in error.problems:
             log.error("%s", problem)
@@ -43,23 +42,29 @@ def main() -> int:
     except KeyboardInterrupt:
         log.warning("interrupted")
         return 130
-    except Exception:
+    except Exception as error:
         log.exception("failed")
+        log.error("failed: %s: %s", type(error).__name__, error)
         return WorkerError.exit_code
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
-def _configure_logging() -> None:
-    """To stderr, one line an event; level of DILOCO_LOG_LEVEL, other libraries from warnings on."""
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.WARNING,
-        format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
-        force=True,
-    )
-    level = os.environ.get("DILOCO_LOG_LEVEL", "INFO").upper()
-    if level not in _LEVELS:
-        raise ConfigurationError(f"DILOCO_LOG_LEVEL is {level!r}: it must be one of {', '.join(_LEVELS)}")
-    logging.getLogger("diloco_worker").setLevel(level)
+def _run(settings: WorkerSettings) -> int:
+    from .status_port import open_port
+
+    port = open_port(settings)  # before data and model, which may take long
+    try:
+        if settings.role == "evaluator":
+            from . import evaluator
+
+            return evaluator.evaluate(settings)
+        from . import trainer
+
+        return trainer.train(settings.job)
+    finally:
+        if port is not None:
+            port.close()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ as dropped (``drain``).
 from __future__ import annotations
 
 import logging
+import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .participant import Participant
@@ -21,7 +23,7 @@ from .phases import ENDED
 log = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 20.0  # without any progress
-LONGEST_SECONDS = 600.0  # in all; a cluster's grace period is usually shorter
+LONGEST_SECONDS = 600.0  # in all
 _AT_ONCE = 4  # offers on their way: one is encoded while others are uploaded
 _TRIES = 6  # of one fragment
 
@@ -56,16 +58,18 @@ class _Offer:
 
 
 def offer_everything(
-    participant: Participant, longest: float = LONGEST_SECONDS
+    participant: Participant, until: Callable[[], float] = lambda: math.inf
 ) -> list[tuple[int, int, str]]:
     """Offer, wait for the acknowledgements. Returns what was given up: (fragment, tokens, why).
 
+    ``until``: monotonic seconds when it must be over; asked again and again, for a process that
+    drains because its job ends may be told to leave meanwhile.
     Raises WorkerError if the learner cannot go on (fenced for good, contradicting broadcasts).
     """
     participant.begin_drain()
     offers = [_Offer() for _ in participant.adoption.fragments]
     now = time.monotonic()
-    end, patience = now + longest, now + PATIENCE_SECONDS
+    end, patience = now + LONGEST_SECONDS, now + PATIENCE_SECONDS
     while True:
         participant.boundary()
         now = time.monotonic()
@@ -74,7 +78,7 @@ def offer_everything(
         left = [p for p, offer in enumerate(offers) if not offer.done and not offer.given_up]
         if not left or participant.phase in ENDED or not participant.seated:
             break
-        if now > min(end, patience):
+        if now > min(end, patience, until()):
             for p in left:
                 offers[p].given_up = "no acknowledgement in time"
             break

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
@@ -28,7 +29,9 @@ from . import compute, data, models
 from .feed import stack
 from .metrics_file import MetricsFile
 from .observer import Observer
+from .phases import GOING
 from .settings import ConfigurationError, WorkerError, WorkerSettings
+from .status_port import open_port
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +74,10 @@ def evaluate(settings: WorkerSettings) -> int:
     return _Evaluator(settings, model, chosen(held_out, spec), compute.precision(spec, where)).run()
 
 
+class _Stopped(Exception):
+    """The process was told to end in the middle of a score."""
+
+
 class _Evaluator:
     def __init__(
         self,
@@ -84,21 +91,55 @@ class _Evaluator:
         self._due = Due(settings.job.spec.training.evaluation.every_tokens)
         self._metrics = MetricsFile(settings.metrics_path())
         self._terminated = False
+        self._scored: dict[str, float] = {}  # the last score, for the status port
+        self._port = open_port(settings)
 
     def run(self) -> int:
         previous = signal.signal(signal.SIGTERM, self._terminate)
         try:
             # Every party builds version 0 alike. Scored before broadcasts change it, because when
             # they are first complete a merge may be among them.
-            initial = mean_loss(self._model, self._batches, self._dtype)
+            initial = self._loss()
             with Observer(self._settings, self._model) as observer:
+                self._show(observer)
                 self._follow(observer, initial)
-                if observer.phase == "failed":
+                while self._settings.idle_at_end and self._idled(observer):
+                    self._follow(observer, initial)  # the job goes on after its end
+                if observer.phase == "failed" and not self._settings.idle_at_end:
                     log.error("the job failed: %s", observer.message)
                     return WorkerError.exit_code
-            return 0
+        except _Stopped:
+            pass
         finally:
             signal.signal(signal.SIGTERM, previous)
+            if self._port is not None:
+                self._port.close()
+        return 0
+
+    def _show(self, observer: Observer) -> None:
+        if self._port is not None:
+            self._port.standing = lambda: observer.standing
+            self._port.figures = lambda: {
+                **self._scored,
+                "bytes_up": observer.transferred[0],
+                "bytes_down": observer.transferred[1],
+            }
+
+    def _idled(self, observer: Observer) -> bool:
+        """In a cluster: wait until this process is removed (False), or the job goes on (True)."""
+        if not self._terminated:
+            log.info("the job is %s: idle until removed", observer.phase)
+        if self._port is not None:
+            self._port.idle = True
+        while not self._terminated and observer.phase not in GOING:
+            observer.wait_for_change(POLL_SECONDS)
+        if self._port is not None:
+            self._port.idle = False
+        return not self._terminated
+
+    def _loss(self) -> float:
+        """The model's score as it is. Raises _Stopped when the process is told to end meanwhile."""
+        return mean_loss(self._model, self._batches, self._dtype, lambda: self._terminated)
 
     def _terminate(self, signum: int, frame: FrameType | None) -> None:
         self._terminated = True
@@ -132,7 +173,7 @@ class _Evaluator:
     def _score(self, observer: Observer, final: bool) -> float:
         """Score the model as it is, and report it."""
         tokens, merges, started = observer.job_tokens, observer.sum_versions, time.monotonic()
-        loss = mean_loss(self._model, self._batches, self._dtype)
+        loss = self._loss()
         self._report(observer, loss, tokens, merges, final, time.monotonic() - started)
         return loss
 
@@ -141,6 +182,7 @@ class _Evaluator:
     ) -> None:
         observer.report(loss, tokens=tokens, final=final, sum_versions=merges)
         log.info("%d tokens, %d merges: loss %.4f nats (%.1f s)", tokens, merges, loss, seconds)
+        self._scored = {"tokens": tokens, "loss": loss}
         row = {"tokens": tokens, "loss": loss, "merges": merges, "seconds": seconds, "final": final}
         self._metrics.add({"time": time.time(), **row}, now=True)
 
@@ -155,14 +197,23 @@ def chosen(held_out: data.Dataset, spec: JobSpec) -> list[dict[str, torch.Tensor
     return [stack([held_out[i] for i in indices[start : start + size]]) for start in range(0, count, size)]
 
 
-def mean_loss(model: nn.Module, batches: list[dict[str, torch.Tensor]], dtype: torch.dtype) -> float:
-    """Mean cross-entropy of all predictions in the batches, in nats; leaves the model in training mode."""
+def mean_loss(
+    model: nn.Module,
+    batches: list[dict[str, torch.Tensor]],
+    dtype: torch.dtype,
+    stopped: Callable[[], bool] = lambda: False,
+) -> float:
+    """Mean cross-entropy of all predictions in the batches, in nats; leaves the model in training mode.
+
+    Raises _Stopped between two batches once ``stopped`` says so."""
     where = next(model.parameters()).device
     total, predictions = 0.0, 0
     model.eval()
     try:
         with torch.no_grad(), compute.autocast(where, dtype):
             for batch in batches:
+                if stopped():
+                    raise _Stopped
                 loss = models.loss(model, compute.to_device(batch, where))
                 total += float(loss.nats) * loss.predictions
                 predictions += loss.predictions

@@ -48,9 +48,11 @@ from . import mail
 from .adoption import Broadcast
 from .fragments import Floats, Vector
 from .holdings import Holding, Holdings
+from .hub import HubSettings
 from .sampling import Grant
 from .session import LEASE, Outbox, Session, SessionEnded
 from .settings import ConfigurationError, RefusedError, WorkerError, WorkerSettings
+from .standing import Standing
 from .transfers import Feedback, Identity, Push, Transfers, pause
 
 log = logging.getLogger(__name__)
@@ -58,6 +60,7 @@ log = logging.getLogger(__name__)
 _BULK_CHANNELS = 4  # connections are made when a payload is large enough to be split
 _PUSHES_AT_ONCE = 2  # one is encoded while another is uploaded
 _GOODBYE_SECONDS = 2.0
+_SOON_SECONDS = 60.0  # after losing the syncer it is tried about once a second, then less often
 _STEADY_SECONDS = 10.0  # a session that lived so long starts the backoff anew
 _INITIAL_TRIES = 4  # of version 0 in one session, beside those of each part
 _INITIAL_PAUSE = 0.25
@@ -75,12 +78,17 @@ class Exchange:
         sequences: int,
         pinned: Callable[[Floats], Vector] = Vector.from_array,
         eager: bool = True,
+        idle: bool = False,
     ) -> None:
+        """``idle``: take no slot and no broadcasts; only ``standing`` is of use then."""
         try:
             self._credentials = Credentials.from_directory(settings.credentials)
         except CredentialsError as error:
             raise ConfigurationError(str(error)) from error
+        self._idle = idle
+        self.standing = Standing()
         sync = settings.job.spec.sync
+        self._hub = HubSettings.of(settings.job.spec)  # in use
         self._settings, self._layout, self._inbox, self._sequences = settings, layout, inbox, sequences
         self._pinned, self._eager = pinned, eager
         self._encoding = sync.compression.up
@@ -269,6 +277,7 @@ class Exchange:
 
     async def _serve(self) -> None:
         attempt, said = 0, ""
+        lost = time.monotonic()  # since when there is no session
         while True:
             address = self._settings.address()
             started = time.monotonic()
@@ -277,23 +286,24 @@ class Exchange:
             else:
                 reason = await self._connect(address)
             if time.monotonic() - started > _STEADY_SECONDS:
-                attempt = 0
+                attempt, lost = 0, time.monotonic()
+            self.standing = replace(self.standing, reason=reason)
             if self._closing or self._parted:
                 return
             if reason != said or attempt % 20 == 19:
                 log.warning("no session with the syncer: %s", reason)
             said = reason
-            await asyncio.sleep(pause(attempt, first=0.1, longest=5.0 if address else 1.0))
+            # A syncer that is replaced is back within seconds, and nobody should miss it for long.
+            soon = address is None or time.monotonic() - lost < _SOON_SECONDS
+            await asyncio.sleep(pause(attempt, first=0.1, longest=1.0 if soon else 5.0))
             attempt += 1
 
     async def _connect(self, address: str) -> str:
         """One connection, from its beginning to its end; why it ended. Raises RefusedError."""
+        self._read_credentials()
         metadata = self._credentials.metadata()
         control = self._credentials.aio_channel(address, wire.channel_options())
-        bulk = [
-            self._credentials.aio_channel(address, wire.channel_options(bulk=True))
-            for _ in range(_BULK_CHANNELS)
-        ]
+        bulk: list[Any] = []
         session = Session(control, metadata)
         reason = "the session ended"
         try:
@@ -303,9 +313,14 @@ class Exchange:
                 raise SessionEnded(f"refused ({first.refusal.reason}): {first.refusal.message}")
             if not first.HasField("welcome"):
                 raise wire.WireError("the first message was neither Welcome nor Refusal")
+            options = wire.channel_options(bulk=True)
+            bulk += [self._credentials.aio_channel(address, options) for _ in range(_BULK_CHANNELS)]
             self._transfers = Transfers(bulk, metadata, self._executor)
             self._outbox.begin_session()
             self._session, self.connected = session, True
+            self.standing = replace(
+                self.standing, connected=True, joined=True, refused=None, sessions=self.standing.sessions + 1
+            )
             self._handle(first)
             await session.run(self._outbox, self._heartbeat, self._handle)
         except* SessionEnded as group:
@@ -320,6 +335,7 @@ class Exchange:
         finally:
             lost = self.connected
             self._session, self.connected = None, False
+            self.standing = replace(self.standing, connected=False)
             session.cancel()
             await self._cancel_work()
             if self._transfers is not None:
@@ -334,6 +350,13 @@ class Exchange:
             if lost:
                 self._inbox.put(mail.Disconnected())
         return reason
+
+    def _read_credentials(self) -> None:
+        """Anew for each connection: a cluster replaces certificates before they expire."""
+        try:
+            self._credentials = Credentials.from_directory(self._settings.credentials)
+        except CredentialsError as error:
+            log.warning("the credentials read before are used on: %s", error)
 
     def _join(self) -> sync_pb2.Join:
         settings = self._settings
@@ -350,10 +373,12 @@ class Exchange:
             sequences=self._sequences,
             held=self._holdings.versions(),
             previous_incarnation=self._identity.incarnation,
+            idle=self._idle,
         )
 
     def _refused(self, refusal: sync_pb2.Refusal) -> None:
         log.warning("refused by the syncer (%s): %s", refusal.reason, refusal.message)
+        self.standing = replace(self.standing, refused=(refusal.reason, refusal.message))
         if refusal.fatal:
             raise RefusedError(refusal.reason, refusal.message)
 
@@ -393,8 +418,14 @@ class Exchange:
             self._seated(message.promotion.seat)
 
     def _welcome(self, welcome: sync_pb2.Welcome) -> None:
+        standby = welcome.standby and not self._idle
+        self.standing = replace(self.standing, epoch=welcome.epoch, standby=standby, slot=-1)
+        if self._idle:
+            self._phase(welcome.phase)
+            return
         trained = any(announcement.version > 0 for announcement in welcome.fragments)
-        self._inbox.put(mail.Welcomed(trained, welcome.optimizer_bytes))
+        self._heed(welcome.settings)
+        self._inbox.put(mail.Welcomed(trained, welcome.optimizer_bytes, self._hub))
         if welcome.HasField("seat"):
             self._seated(welcome.seat)
         elif not welcome.observer:
@@ -407,8 +438,20 @@ class Exchange:
         if welcome.initialise:
             self._inbox.put(mail.InitialWanted())
 
+    def _heed(self, settings: str) -> None:
+        """The syncer's settings go before this process's own."""
+        hub = HubSettings.read(settings)
+        if hub is None or hub == self._hub:
+            return
+        log.info("the syncer's settings differ from this process's, and are used from now on")
+        self._hub = hub
+        self._encoding = hub.sync.compression.up
+        self._heartbeat = hub.sync.heartbeat.interval_seconds
+        self.feedback.enabled = hub.sync.compression.error_feedback
+
     def _seated(self, seat: sync_pb2.Seat) -> None:
         self._identity = Identity(self._identity.job, self._identity.process, seat.slot, seat.incarnation)
+        self.standing = replace(self.standing, standby=False, slot=seat.slot)
         if not seat.continuing:
             self._outbox.report(None)
         leases = tuple(_grant(lease) for lease in seat.leases)
@@ -421,9 +464,12 @@ class Exchange:
     def _phase(self, phase: sync_pb2.Phase) -> None:
         if phase.name != sync_pb2.PHASE_UNSPECIFIED:
             name = sync_pb2.PhaseName.Name(phase.name).removeprefix("PHASE_").lower()
+            self.standing = replace(self.standing, phase=name, message=phase.message)
             self._inbox.put(mail.PhaseChanged(name, phase.message))
 
     def _announced(self, news: sync_pb2.Announcement) -> None:
+        if self._idle:
+            return
         self._known(news.fragment)
         elements = self._layout.elements(news.fragment)
         for payload, name in ((news.full, "full"), (news.delta, "delta")):

@@ -25,6 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -33,21 +34,25 @@ import torch
 from diloco_protocol import sync_pb2
 from diloco_protocol.spec import DiLoCoJob
 
-from . import compute, mail, recovery
+from . import compute, logs, mail, recovery
 from .drain import offer_everything
 from .exchange import Exchange
 from .feed import Batch, Feed, stack
 from .fragments import ModelFragments, build_layout
 from .metrics_file import MetricsFile
 from .participant import Participant
-from .phases import ENDED, LEAVING
+from .phases import CLOSING, ENDED, GOING, LEAVING
 from .settings import ConfigurationError, WorkerError, WorkerSettings
 from .slot_checkpoint import SlotCheckpoint
+from .standing import Standing
+from .status_port import StatusPort, open_port
 
 log = logging.getLogger(__name__)
 
 _RESOLVE_SECONDS = 60.0  # deterministic mode: for the merges that are on their way at the stop
 _GOODBYE_SECONDS = 10.0
+_FAREWELL_SECONDS = 2.0  # of the drain's time, to say goodbye
+_IDLE_SLICE = 0.2
 
 
 class Learner:
@@ -62,7 +67,8 @@ class Learner:
         self, settings: WorkerSettings, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
         spec = settings.job.spec
-        self.job: DiLoCoJob = settings.job
+        self._job = settings.job
+        logs.tell(job=self._job.metadata.name)
         if spec.sync.deterministic:
             compute.be_deterministic()
         self._settings, self._model, self._optimizer = settings, model, optimizer
@@ -74,7 +80,7 @@ class Learner:
         self._exchange: Exchange | None = None
         self._participant: Participant | None = None
         self._feed: Feed | None = None
-        self._terminated = False
+        self._terminated, self._terminated_at = False, 0.0
         self._left = False
         self._previous_handler: Any = None
         self._used: list[tuple[int, int]] = []  # cursors of batches handed out since the last step
@@ -85,9 +91,12 @@ class Learner:
         self._loss = _Loss()
         self._record = MetricsFile(settings.metrics_path())
         self._checkpoint = SlotCheckpoint(
-            settings.state_path(), self.job.metadata.name, self.layout.digest,
+            settings.state_path(), self._job.metadata.name, self.layout.digest,
             spec.syncer.checkpoint.every_seconds, recovery.most_bytes(model),
         )  # fmt: skip
+        self._port: StatusPort | None = open_port(settings)
+        if self._port is not None:
+            self._port.standing, self._port.figures = self._standing, self._figures
 
     @classmethod
     def from_environment(
@@ -110,6 +119,19 @@ class Learner:
         return cls(settings, model, optimizer)
 
     # ------------------------------------------------------------------ what a loop asks
+
+    @property
+    def job(self) -> DiLoCoJob:
+        """The job; what the syncer says of ``sync`` and ``training.stop`` goes before the job file.
+        Another object when that has changed."""
+        if self._participant is not None and self._participant.spec is not self._job.spec:
+            self._job = self._job.model_copy(update={"spec": self._participant.spec})
+        return self._job
+
+    @property
+    def learners(self) -> int:
+        """M: slots of the job, as the syncer has it."""
+        return self._participant.learners if self._participant else self._job.spec.slots
 
     @property
     def slot(self) -> int:
@@ -138,24 +160,15 @@ class Learner:
 
     @property
     def exit_code(self) -> int:
-        """What the process should end with: 1 if the job failed, else 0."""
-        return 1 if self.phase == "failed" else 0
+        """What the process should end with: 1 if the job failed, else 0. In a cluster 0: there the
+        job's end is its operator's to tell, and the process ends when it is removed."""
+        return 1 if self.phase == "failed" and not self._settings.idle_at_end else 0
 
     @property
     def metrics(self) -> dict[str, float]:
         """Of this process: step, tokens, loss (nats per token), step_seconds (median),
         compute_seconds, stalled_seconds, bytes_up, bytes_down."""
-        up, down = self._exchange.transferred if self._exchange else (0, 0)
-        return {
-            "step": self.step,
-            "tokens": self.tokens,
-            "loss": self._loss.value(),
-            "step_seconds": self._step_seconds(),
-            "compute_seconds": self._participant.adoption.now.seconds if self._participant else 0.0,
-            "stalled_seconds": self._stalled,
-            "bytes_up": up,
-            "bytes_down": down,
-        }
+        return self._numbers(self._loss.value())
 
     def rewarm_scale(self) -> float:
         """In (0, 1]: factor for the next step's learning rate after the inner optimizer had to
@@ -303,7 +316,29 @@ class Learner:
                 report.cursors.add(lease=lease, position=position)
 
     def _step_seconds(self) -> float:
-        return statistics.median(self._steps_seconds) if self._steps_seconds else 0.0
+        seconds = list(self._steps_seconds)  # one piece: the status port's thread asks, too
+        return statistics.median(seconds) if seconds else 0.0
+
+    def _standing(self) -> Standing:
+        """For the status port, from its thread."""
+        return self._exchange.standing if self._exchange else Standing()
+
+    def _figures(self) -> dict[str, float]:
+        """For the status port, from its thread: nothing here waits, or asks a device."""
+        return self._numbers(self._loss.known) if self._participant is not None else {}
+
+    def _numbers(self, loss: float) -> dict[str, float]:
+        up, down = self._exchange.transferred if self._exchange else (0, 0)
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "loss": loss,
+            "step_seconds": self._step_seconds(),
+            "compute_seconds": self._participant.adoption.now.seconds if self._participant else 0.0,
+            "stalled_seconds": self._stalled,
+            "bytes_up": up,
+            "bytes_down": down,
+        }
 
     # ------------------------------------------------------------------ end
 
@@ -322,16 +357,26 @@ class Learner:
         finally:
             if self._exchange is not None:
                 self._exchange.stop()
+            if self._port is not None:
+                self._port.close()
             self._record.flush()
             self._checkpoint.close()
             if self._previous_handler is not None:
                 signal.signal(signal.SIGTERM, self._previous_handler)
 
     def _terminate(self, signum: int, frame: FrameType | None) -> None:
-        self._terminated = True
+        if not self._terminated:
+            self._terminated, self._terminated_at = True, time.monotonic()
+
+    def _leave_by(self) -> float:
+        """When the drain must be over, monotonic seconds."""
+        if not self._terminated or self._settings.drain_seconds is None:
+            return math.inf
+        return self._terminated_at + self._settings.drain_seconds
 
     def leave(self) -> None:
-        """Drain: offer everything, wait for the acknowledgements, give up the slot. Bounded; once."""
+        """Drain: offer everything, wait for the acknowledgements, give up the slot. Bounded, after
+        SIGTERM by DILOCO_DRAIN_SECONDS; once."""
         participant, exchange = self._participant, self._exchange
         if participant is None or exchange is None or self._left:
             return
@@ -344,22 +389,40 @@ class Learner:
         if participant.adoption.complete:
             if participant.own_stop:
                 participant.resolve_outstanding(_RESOLVE_SECONDS)
-            offer_everything(participant)
+            offer_everything(participant, lambda: self._leave_by() - _FAREWELL_SECONDS)
         if participant.phase in ENDED or not participant.seated:
             return
         participant.send_report()
-        if not exchange.farewell(_GOODBYE_SECONDS):
+        # A syncer that was away for all of the drain is not waited for again.
+        goodbye = _GOODBYE_SECONDS if participant.online else _FAREWELL_SECONDS
+        if not exchange.farewell(min(goodbye, max(_FAREWELL_SECONDS, self._leave_by() - time.monotonic()))):
             log.warning("the syncer was not reached to say goodbye; it will see that this process is gone")
         else:
             log.info("drained: slot %d is free", participant.slot)
 
     def _idle(self) -> None:
-        """In a cluster a learner idles at the job's end until it is removed."""
-        if not self._settings.idle_at_end or self._terminated:
+        """In a cluster a learner never ends by itself, for its pod would be started again: at the job's
+        end it shows the phase on its status port until it is removed. A job that goes on after its
+        end (resumed, or its stop moved) needs a process that trains: then this one makes room."""
+        if not self._settings.idle_at_end or self._terminated or self._exchange is None:
             return
-        log.info("idle until removed")
+        before = self._exchange
+        before.stop()
+        self._exchange = Exchange(self._settings, self.layout, mail.Inbox(), 0, idle=True)
+        self._exchange.standing = replace(before.standing, slot=-1, standby=False)
+        self._exchange.start()
+        if self._port is not None:
+            self._port.idle = True
+        logs.tell(slot=-1)
+        log.info("the job is %s: idle until removed", before.standing.phase)
+        ended = before.standing.phase in CLOSING
         while not self._terminated:
-            time.sleep(0.2)
+            phase = self._exchange.standing.phase
+            ended |= phase in ENDED
+            if ended and phase in GOING:
+                log.info("the job goes on: this process ends, so that a new one can take part")
+                return
+            time.sleep(_IDLE_SLICE)
 
     # ------------------------------------------------------------------ metrics file
 
@@ -399,6 +462,11 @@ class _Loss:
             event = torch.cuda.Event()
             event.record()
             self._coming = (host, event)
+
+    @property
+    def known(self) -> float:
+        """What was last read; for any thread."""
+        return self._value
 
     def value(self) -> float:
         if self._coming is not None and self._coming[1].query():

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from .adoption import Broadcast
 from .fragments import Vector
+from .hub import HubSettings
 from .sampling import Grant
 
 
@@ -36,10 +37,12 @@ class Unseated:
 @dataclass(frozen=True, slots=True)
 class Welcomed:
     """A session began; what follows is said by this syncer. ``trained``: some fragment is above
-    version 0. ``optimizer_bytes``: size of the inner optimizer state in the job's checkpoint, 0: none."""
+    version 0. ``optimizer_bytes``: size of the inner optimizer state in the job's checkpoint, 0: none.
+    ``hub``: the settings that hold, None where the job file's do."""
 
     trained: bool
     optimizer_bytes: int
+    hub: HubSettings | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from .exchange import Exchange
 from .fragments import ModelFragments, build_layout, frozen_tensors, load_frozen, most_frozen_bytes
 from .phases import ENDED
 from .settings import ConfigurationError, WorkerSettings
+from .standing import Standing
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +78,16 @@ class Observer:
         if kind is None and self._exchange.connected:
             self._exchange.flushed(5.0)
         self._exchange.stop()
+
+    @property
+    def standing(self) -> Standing:
+        """Where this process stands with the syncer; for any thread."""
+        return self._exchange.standing
+
+    @property
+    def transferred(self) -> tuple[int, int]:
+        """Bulk bytes (up, down) of this process; for any thread."""
+        return self._exchange.transferred
 
     @property
     def complete(self) -> bool:

@@ -26,7 +26,7 @@ from diloco_protocol import sync_pb2
 from diloco_protocol.layout import Layout
 from diloco_protocol.spec import JobSpec
 
-from . import mail
+from . import logs, mail
 from .adoption import Adoption, AdoptionConfig, Broadcast, Decision, Kind, Rule
 from .exchange import Exchange
 from .fragments import (
@@ -37,6 +37,7 @@ from .fragments import (
     load_frozen,
     most_frozen_bytes,
 )  # fmt: skip
+from .hub import HubSettings
 from .inheritance import Inheritance
 from .phases import CLOSING, ENDED
 from .recovery import Rewarm
@@ -80,7 +81,9 @@ class Participant:
         stopping: Callable[[], bool],
         checkpoint: SlotCheckpoint,
     ) -> None:
-        self._spec, self._model, self._optimizer, self._layout = spec, model, optimizer, layout
+        self.spec = spec  # with the hub's settings, once they are known
+        self._hub = HubSettings.of(spec)
+        self._model, self._optimizer, self._layout = model, optimizer, layout
         self._exchange, self._inbox, self._fragments, self._stopping = exchange, inbox, fragments, stopping
         self.adoption = Adoption(adoption_config(spec, len(layout)))
         optimizer_spec = spec.training.optimizer
@@ -134,12 +137,17 @@ class Participant:
     @property
     def own_stop(self) -> bool:
         """Deterministic mode: whether this slot has reached its own share of the stop."""
-        if not self._spec.sync.deterministic or not self.seated:
+        if not self.spec.sync.deterministic or not self.seated:
             return False
-        stop = self._spec.training.stop
+        stop = self.spec.training.stop
         if stop.kind == "steps":
             return self.adoption.now.step >= stop.limit
-        return stop.kind == "tokens" and self.tokens >= -(-int(stop.limit) // self._spec.slots)
+        return stop.kind == "tokens" and self.tokens >= -(-int(stop.limit) // self.learners)
+
+    @property
+    def learners(self) -> int:
+        """Slots of the job, as the hub has it."""
+        return self._hub.learners
 
     @property
     def tokens(self) -> int:
@@ -171,7 +179,7 @@ class Participant:
             self._receive(item)
         moved = self._adopt()
         if not self._draining and self.seated and self.adoption.complete:
-            if self._spec.sync.deterministic:
+            if self.spec.sync.deterministic:
                 self._push_due()
             else:
                 self._answer_pulls()
@@ -241,8 +249,11 @@ class Participant:
                 if self.seated:
                     log.warning("the slot %d was taken by another process: standing by", self.slot)
                 self.slot = -1
+                logs.tell(slot=-1)
             case mail.Welcomed():
                 self._optimizer_bytes, self._job_trained = item.optimizer_bytes, item.trained
+                if item.hub is not None and item.hub != self._hub:
+                    self._heed(item.hub)
                 for push in self._waiting.values():
                     self._exchange.push(push)  # deterministic mode: no pull asks again
             case mail.InitialWanted():
@@ -259,9 +270,15 @@ class Participant:
             case mail.Failure():
                 raise item.error
 
+    def _heed(self, hub: HubSettings) -> None:
+        """The job was changed while this process ran."""
+        self.spec, self._hub = hub.applied(self.spec), hub
+        self.adoption.config = adoption_config(self.spec, len(self._layout))
+
     def _sit(self, seat: mail.Seated) -> None:
         continuing = seat.continuing and self.tenure > 0 and self.seated
         self.slot = seat.slot
+        logs.tell(slot=seat.slot)
         if not continuing:
             self.tenure += 1
             self.slot_tokens = seat.slot_tokens
@@ -381,7 +398,7 @@ class Participant:
         theta = self._fragments.snapshot(fragment)
         self._snapshots[fragment, plan.sequence] = theta
         push = Push(plan, base, theta, self.report())
-        if round and self._spec.sync.deterministic:
+        if round and self.spec.sync.deterministic:
             self._waiting[fragment, plan.sequence] = push
         self._exchange.push(push)
         return push
@@ -407,7 +424,7 @@ class Participant:
 
     def _deadlines(self) -> bool:
         """Deterministic mode: whether a broadcast must be adopted before the next step."""
-        if not self._spec.sync.deterministic:
+        if not self.spec.sync.deterministic:
             return False
         step = self.adoption.now.step
         return any(

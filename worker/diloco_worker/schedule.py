@@ -17,21 +17,20 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from diloco_protocol.spec import JobSpec, OptimizerSpec
+from diloco_protocol.spec import OptimizerSpec, StopSpec
 
 FLOOR = 0.02
 
 
-def total_steps(spec: JobSpec, tokens_per_step: int) -> int | None:
+def total_steps(stop: StopSpec, learners: int, tokens_per_step: int) -> int | None:
     """The slot's last step, estimated from training.stop; None if it names none (seconds).
 
-    ``tokens_per_step``: one learner's, all its accumulated batches together.
+    ``learners``: of the job; ``tokens_per_step``: one learner's, all its accumulated batches together.
     """
-    stop = spec.training.stop
     if stop.steps is not None:
         return stop.steps
     if stop.tokens is not None:
-        return max(1, math.ceil(stop.tokens / (spec.slots * tokens_per_step)))
+        return max(1, math.ceil(stop.tokens / (learners * tokens_per_step)))
     return None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import socket
 import uuid
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from pathlib import Path
 from diloco_protocol.spec import DiLoCoJob
 
 _PROCESS = re.compile(r"^[0-9a-f]{1,64}$")
+_POD = re.compile(r"^[0-9a-f]{8}(-?)[0-9a-f]{4}\1[0-9a-f]{4}\1[0-9a-f]{4}\1[0-9a-f]{12}$")
 _REGION = re.compile(r"^[^/\0]{1,64}$")
 _ADDRESS = re.compile(r"^(\[[0-9a-fA-F:]+\]|[^:\s/]+):([0-9]{1,5})$")
 _MAX_ADDRESS_BYTES = 2**16
@@ -65,6 +67,8 @@ class WorkerSettings:
     idle_at_end: bool
     syncer: str | None
     syncer_file: Path | None
+    status: str | None = None  # host:port of the status port
+    drain_seconds: float | None = None  # the longest drain after SIGTERM; None: while it comes on
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> WorkerSettings:
@@ -80,7 +84,7 @@ class WorkerSettings:
         role = env.get("DILOCO_ROLE", "learner")
         if role not in ("learner", "evaluator"):
             raise ConfigurationError(f"DILOCO_ROLE is {role!r}: it must be learner or evaluator")
-        process = env.get("DILOCO_PROCESS") or uuid.uuid4().hex
+        process = env.get("DILOCO_PROCESS") or _process_in(env.get("DILOCO_POD"))
         if not _PROCESS.match(process):
             raise ConfigurationError(f"DILOCO_PROCESS is {process!r}: it must be 1 to 64 hexadecimal digits")
         syncer, syncer_file = env.get("DILOCO_SYNCER"), env.get("DILOCO_SYNCER_FILE")
@@ -113,6 +117,8 @@ class WorkerSettings:
             idle_at_end=_flag("DILOCO_IDLE_AT_END", env.get("DILOCO_IDLE_AT_END", "0")),
             syncer=syncer or None,
             syncer_file=Path(syncer_file) if syncer_file and not syncer else None,
+            status=env.get("DILOCO_STATUS") or None,
+            drain_seconds=_seconds("DILOCO_DRAIN_SECONDS", env.get("DILOCO_DRAIN_SECONDS")),
         )
 
     def address(self) -> str | None:
@@ -123,7 +129,7 @@ class WorkerSettings:
         try:
             with self.syncer_file.open("rb") as file:
                 document = json.loads(file.read(_MAX_ADDRESS_BYTES))
-        except (FileNotFoundError, ValueError):
+        except (OSError, ValueError):
             return None  # not written yet, or being replaced by something that is no address file
         address = document.get("sync") if isinstance(document, dict) else None
         if not isinstance(address, str) or not _ADDRESS.match(address):
@@ -150,6 +156,29 @@ def check_address(name: str, value: str) -> None:
         raise ConfigurationError(
             f"{name} is {value!r}: it must be host:port, such as {socket.gethostname()}:4000"
         )
+
+
+def _process_in(pod: str | None) -> str:
+    """A new process id; in a pod it begins with the pod's UID, so that an operator knows whose it is."""
+    if not pod:
+        return uuid.uuid4().hex
+    if not _POD.match(pod):
+        raise ConfigurationError(
+            f"DILOCO_POD is {pod!r}: it must be the pod's UID (metadata.uid), 32 hexadecimal digits"
+        )
+    return pod.replace("-", "") + secrets.token_hex(8)
+
+
+def _seconds(name: str, value: str | None) -> float | None:
+    if not value:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds <= 86400:
+        raise ConfigurationError(f"{name} is {value!r}: it must be seconds, above 0 and at most 86400")
+    return seconds
 
 
 def _flag(name: str, value: str) -> bool:

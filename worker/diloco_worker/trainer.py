@@ -45,10 +45,13 @@ def train(job: DiLoCoJob) -> int:
     )  # fmt: skip
 
     total: int | None = None
+    known: DiLoCoJob | None = None  # for which ``total`` is
     with Learner.from_environment(model, optimizer) as learner:
         for batch in learner.batches(dataset):
             tokens = data.tokens_in(batch)
-            total = total or schedule.total_steps(spec, tokens)
+            if learner.job is not known:  # the stop may be moved while the job runs
+                known = learner.job
+                total = schedule.total_steps(known.spec.training.stop, learner.learners, tokens)
             rate = schedule.learning_rate(spec.training.optimizer, learner.step, total)
             rate *= learner.rewarm_scale()
             schedule.set_learning_rate(optimizer, rate)
