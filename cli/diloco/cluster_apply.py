@@ -46,7 +46,9 @@ def apply(options: Options) -> int:
         return WRONG
     where = _with_namespace(options.where, job)
     clusters = where.open()
-    for text in warnings_text([*job_warnings(job), *foreign_paths(job), *copies(job, clusters)]):
+    for text in warnings_text(
+        [*job_warnings(job), *foreign_paths(job, options.file.parent), *copies(job, clusters)]
+    ):
         print(text, file=sys.stderr)
     code, applied = 0, []
     for cluster in clusters:
@@ -180,10 +182,13 @@ def _explained(error: ClusterError, cluster: Cluster, job: DiLoCoJob, before: Ob
         )
     if error.reason == "Invalid":
         if before is not None and (changed := changed_for_ever(before, job)):
+            named = [str(cause.get("field")) for cause in error.causes]
+            within = [one for one in named if any(f"{one}.".startswith(f"spec.{f}.") for f in changed)]
+            fields = list(dict.fromkeys(within)) or [f"spec.{field}" for field in changed]
             return ClusterError(
-                f"context {cluster.context}: {', '.join(f'spec.{field}' for field in changed)}"
+                f"context {cluster.context}: {', '.join(fields)}"
                 f" of {name} may not change once the job has started: restore"
-                f" {'it' if len(changed) == 1 else 'them'} in the file, or give the job another"
+                f" {'it' if len(fields) == 1 else 'them'} in the file, or give the job another"
                 f" metadata.name (to train anew under this name: diloco delete {name} {cluster.flags},"
                 f" and the volume too)",
                 error.reason,
@@ -223,16 +228,16 @@ def changed_for_ever(before: Object, job: DiLoCoJob) -> list[str]:
 # ------------------------------------------------------------------ warnings
 
 
-def foreign_paths(job: DiLoCoJob) -> list[Problem]:
-    """Warnings for relative paths: on this machine they start at the job file, in a pod they do not."""
+def foreign_paths(job: DiLoCoJob, directory: Path) -> list[Problem]:
+    """Warnings for what means files beside the job file (in ``directory``) on this machine, and the
+    container's working directory in a pod."""
     training = job.spec.training
+    data, start = training.data, training.model.from_ if training.model is not None else None
     found: list[tuple[str, str]] = []
-    if (data := training.data) is not None:
-        if data.source == "text":
-            found += [("spec.training.data.paths", name) for name in data.paths if name != "python-stdlib"]
-        if data.source == "datasets" and data.name is not None and data.name.startswith((".", "~")):
-            found.append(("spec.training.data.name", data.name))
-    start = training.model.from_ if training.model is not None else None
+    if data is not None and data.source == "text":
+        found += [("spec.training.data.paths", name) for name in data.paths if name != "python-stdlib"]
+    if data is not None and data.source == "datasets" and data.name and data.name.startswith((".", "~")):
+        found.append(("spec.training.data.name", data.name))
     if start is not None and start.startswith((".", "~")):  # else a hub's name, a URI or an absolute path
         found.append(("spec.training.model.from", start))
     message = (
@@ -240,7 +245,17 @@ def foreign_paths(job: DiLoCoJob) -> list[Problem]:
         " directory. Put the files into the image or on a volume (podTemplate) and name them by an absolute"
         " path, or give a URI"
     )
-    return [Problem(path, name, message) for path, name in found if "://" not in name and name[:1] != "/"]
+    relative = [(path, name) for path, name in found if "://" not in name and not name.startswith("/")]
+    warned = [Problem(path, name, message) for path, name in relative]
+    programs = [("spec.learners.command", word) for word in job.spec.learners.command or []]
+    if data is not None and data.function:
+        module = data.function.partition(":")[0].replace(".", "/")
+        programs.append(("spec.training.data.function", f"{module}.py"))
+    message = "this file lies beside the job file; the image must have it in its working directory"
+    for path, word in programs:
+        if not word.startswith("/") and (directory / word).is_file():
+            warned.append(Problem(path, word, message))
+    return warned
 
 
 def copies(job: DiLoCoJob, clusters: Sequence[Cluster]) -> list[Problem]:
