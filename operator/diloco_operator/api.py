@@ -83,17 +83,20 @@ def configuration() -> Any:
 
 
 class Api:
-    """Requests to the API server. ``threads``: side by side; ``timeout``: seconds for each."""
+    """Requests to the API server. ``threads``: side by side; ``timeout``: seconds for each; ``recovered``
+    is told when there is an answer again after a request that had none."""
 
-    def __init__(self, config: Any, threads: int, timeout: float, observer: Observer | None = None) -> None:
+    def __init__(
+        self, config: Any, threads: int, timeout: float, observer: Observer | None = None,
+        recovered: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         self._config = config
         config.connection_pool_maxsize = threads
         self._client = kubernetes.client.ApiClient(config)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="api")
         self._timeout = timeout
-        self._observer = observer
-        self.answered_at: float | None = None  # time.monotonic() of the last answer of any kind
-        self.failing_since: float | None = None  # since when nobody answers
+        self._observer, self._recovered = observer, recovered
+        self._failing = False  # the last request had no answer
 
     @property
     def host(self) -> str:
@@ -158,8 +161,11 @@ class Api:
         path = kind.path(namespace, name, sub)
         return await self._ask("patch", kind, "PATCH", path, query, patch, content=_MERGE, sub=sub)
 
-    async def delete(self, kind: Kind, namespace: str, name: str, uid: str, grace: int | None = None) -> bool:
-        """Delete the object with this UID; False if it is gone already. Raises ApiError."""
+    async def delete(
+        self, kind: Kind, namespace: str, name: str, uid: str, grace: int | None = None
+    ) -> Object | None:
+        """Delete the object with this UID. What remains of it while it ends; None: it is gone. ``grace``:
+        seconds; None: its own. Raises ApiError."""
         body: Object = {
             "apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background",
             "preconditions": {"uid": uid},
@@ -167,12 +173,13 @@ class Api:
         if grace is not None:
             body["gracePeriodSeconds"] = grace
         try:
-            await self._ask("delete", kind, "DELETE", kind.path(namespace, name), {}, body)
+            answer = await self._ask("delete", kind, "DELETE", kind.path(namespace, name), {}, body)
         except ApiError as error:
             if error.status in (404, 409):  # gone; or another of that name is there
-                return False
+                return None
             raise
-        return True
+        ends = (answer.get("metadata") or {}).get("deletionTimestamp") and answer.get("kind") == kind.name
+        return answer if ends else None
 
     async def allowed(self, group: str, resource: str, verb: str, namespace: str | None) -> bool:
         """Whether this operator may do it (SelfSubjectAccessReview). Raises ApiError."""
@@ -260,11 +267,9 @@ class Api:
         return int(answer.status), text
 
     def _heard(self, answered: bool) -> None:
-        now = time.monotonic()
-        if answered:
-            self.answered_at, self.failing_since = now, None
-        elif self.failing_since is None:
-            self.failing_since = now
+        before, self._failing = self._failing, not answered
+        if before and answered:
+            self._recovered()
 
     def _count(self, verb: str, resource: str, status: int, began: float) -> None:
         if self._observer is not None:

@@ -180,6 +180,10 @@ class Applier:
         return None
 
 
+def _version(obj: Object) -> str:
+    return str(obj["metadata"].get("resourceVersion"))
+
+
 def _is_new(wanted: Object, there: Object | None) -> bool:
     return there is None or _annotation(there, GENERATION) != _annotation(wanted, GENERATION)
 
@@ -191,10 +195,8 @@ def _conflict(ref: Ref, there: Object) -> Trouble:
         if owner.get("controller")
     ]
     whose = f"belongs to {owners[0]}" if owners else "is not this job's"
-    return Trouble(
-        ref, "conflict",
-        f"{ref.kind} {ref.name} {whose}; it is left as it is. Delete or rename it, or give the job another name",
-    )  # fmt: skip
+    cure = "it is left as it is. Delete or rename it, or give the job another name"
+    return Trouble(ref, "conflict", f"{ref.kind} {ref.name} {whose}; {cure}")
 
 
 def _trouble(ref: Ref, error: ApiError) -> Trouble:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.metrics import MetricWrapperBase
 
 from .status import Phase
@@ -19,6 +26,7 @@ class Metrics:
     """One set, in a registry of its own."""
 
     def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self.reconcile_seconds = self._histogram("reconcile_seconds", "Seconds that looking at one job took.")
         self.reconcile_errors = self._counter(

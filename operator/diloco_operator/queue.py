@@ -67,6 +67,7 @@ class WorkQueue:
         self._changed = asyncio.Event()
         self._free = asyncio.Semaphore(workers)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._running_since: float | None = None
 
     def add(self, key: Key, delay: float = 0.0) -> None:
         """Look at ``key`` in ``delay`` seconds at the latest."""
@@ -89,14 +90,18 @@ class WorkQueue:
         return sum(1 for state in self._states.values() if state.due is not None and state.due <= now)
 
     def lag(self) -> float:
-        """Seconds that the most overdue key has waited, or the longest turn has taken, whichever is more."""
-        now = self._clock()
-        waits = [now - state.due for state in self._states.values() if state.due is not None]
+        """Seconds that the most overdue key has waited, or the longest turn has taken, whichever is more; 0
+        before ``run``."""
+        if self._running_since is None:
+            return 0.0
+        now, began = self._clock(), self._running_since
+        waits = [now - max(state.due, began) for state in self._states.values() if state.due is not None]
         turns = [now - state.began for state in self._states.values() if state.began is not None]
         return max([0.0, *waits, *turns])
 
     async def run(self) -> None:
         """Work until cancelled."""
+        self._running_since = self._clock()
         try:
             while True:
                 await self._free.acquire()

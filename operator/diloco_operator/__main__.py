@@ -1,0 +1,32 @@
+"""The operator's program: ``python -m diloco_operator``.
+
+Exit codes: 0 after SIGTERM or SIGINT, 1 after an error that should not be, 2 if settings are
+wrong or there is no way to the API server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+
+from . import logs
+from .api import ConfigError, configuration
+from .program import run
+from .settings import SettingsError, load
+
+
+def main() -> int:
+    """Run until told to stop; the exit code."""
+    try:
+        settings = load(sys.argv[1:], os.environ)
+        logs.configure(settings.log_format, settings.log_level)
+        config = configuration()
+    except (SettingsError, ConfigError) as error:
+        print(f"diloco_operator: {error}", file=sys.stderr)
+        return 2
+    return asyncio.run(run(settings, config))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""Whether the operator is alive, and whether it is ready.
+
+Alive: its loop turns (no job has waited, and no turn has taken, ``STUCK_SECONDS``), and no
+stream is silent while the API server answers. A missing API server, a missing CRD, a
+missing permission or the absence of jobs is nothing that a restart would cure, and so
+never fails liveness. Ready: every stream is in step (or forbidden) and the root key known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from diloco_protocol.http_pages import METRICS_TYPE, HttpServer, Page, split_address, text_page
+
+from .api import Api, ApiError
+from .census import Census
+from .metrics import Metrics
+from .queue import WorkQueue
+from .rootkey import KeyFinder
+from .watches import Stream, Watches
+
+log = logging.getLogger(__name__)
+
+STUCK_SECONDS = 300.0
+LOOK_SECONDS = 30.0
+
+
+class Health:
+    """Serves ``/healthz``, ``/readyz`` and ``/metrics``."""
+
+    def __init__(
+        self, api: Api, watches: Watches, census: Census, queue: WorkQueue, keys: KeyFinder,
+        metrics: Metrics, stopping: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
+        self._api, self._watches, self._census = api, watches, census
+        self._queue, self._keys, self._metrics = queue, keys, metrics
+        self._stopping = stopping
+        self._silent: list[Stream] = []  # streams that were silent though the API server answered
+        self._server = HttpServer(self.pages())
+
+    def pages(self) -> dict[str, Page]:
+        """By path."""
+        return {
+            "/healthz": text_page(lambda: _answer(self.problem())),
+            "/readyz": text_page(lambda: _answer(self.not_ready())),
+            "/metrics": text_page(lambda: (200, self._metrics.page()), METRICS_TYPE),
+        }
+
+    async def start(self, address: str) -> int:
+        """Listen; returns the port. Raises OSError, AddressError."""
+        return await self._server.start(*split_address(address, "--http"))
+
+    async def stop(self) -> None:
+        """Serve no more."""
+        await self._server.stop()
+
+    async def run(self) -> None:
+        """Look after the streams until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            silent = [stream for stream in self._watches.silent(time.monotonic()) if stream.denied is None]
+            self._silent = silent if silent and await self._api_answers() else []
+            for stream in self._silent:
+                log.error(
+                    "the watch of %s %s is silent though the API server answers", stream.kind.plural,
+                    stream.where(),
+                )  # fmt: skip
+
+    async def _api_answers(self) -> bool:
+        try:
+            await self._api.raw("get", "version", "GET", "/version")
+        except ApiError as error:
+            return error.status in (401, 403)
+        return True
+
+    def problem(self) -> str:
+        """Why the operator is not alive; empty: it is."""
+        lag = self._queue.lag()
+        if lag > STUCK_SECONDS:
+            return f"stuck: a job has waited or taken {lag:.0f} s"
+        if self._silent:
+            names = ", ".join(stream.kind.plural for stream in self._silent)
+            return f"watches are silent though the API server answers: {names}"
+        return ""
+
+    def not_ready(self) -> str:
+        """Why the operator is not ready; empty: it is."""
+        if self._watches.crd_missing:
+            return "the API server does not know DiLoCoJobs: install the CRD, or see the log"
+        behind = [
+            f"{stream.kind.plural} {stream.where()}"
+            for stream in self._watches.streams.values() if not self._census.in_step(stream)
+        ]  # fmt: skip
+        if behind:
+            return f"reading for the first time: {', '.join(behind)}"
+        return self._keys.problem if self._keys.key is None else ""
+
+
+def _answer(problem: str) -> tuple[int, bytes]:
+    return (503, problem.encode() + b"\n") if problem else (200, b"ok\n")
