@@ -126,6 +126,7 @@ class Join:
     held: tuple[tuple[int, int], ...]  # (epoch, version) per fragment; empty: nothing
     previous_incarnation: int = 0  # 0: this program holds no slot's work, whatever its process id
     idle: bool = False  # a learner that is done: it takes no slot and only hears the phase
+    pod: str = ""  # UID of its pod (hex); empty: it runs in none
 
 
 @dataclass(frozen=True, slots=True)

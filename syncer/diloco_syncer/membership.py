@@ -12,6 +12,11 @@ fenced. Which slot a newcomer gets, in this order:
 3. its own nominal slot, then the lowest slot that nobody holds,
 4. none: it stands by, and takes the first slot that is lost.
 
+A place belongs to the newest pod that joined from it. A pod that was given up as lost with
+its node, and replaced, may come back with its processes alive, or start them once more,
+before its kubelet hears that it was deleted: it is refused, and the slot stays with its
+successor. The same goes for a process without a pod that has lost its place to a newer one.
+
 A slot is *active* while its process is connected and has reported, *suspect*
 when its stream broke, *lost* when nothing was heard for the heartbeat timeout
 or somebody who knows said that the process is gone, *draining* when the process
@@ -37,6 +42,9 @@ class SlotState(StrEnum):
     DRAINING = "draining"
     DRAINED = "drained"
 
+
+PODS_KEPT = 8  # of one place; an older one has long been gone
+PLACES_KEPT = 16_384
 
 OCCUPIED = frozenset({SlotState.ACTIVE, SlotState.SUSPECT, SlotState.DRAINING})
 
@@ -104,6 +112,8 @@ class Membership:
         self.next_incarnation = 1
         self.standby: dict[int, Join] = {}  # connection -> its join, in order of arrival
         self.evaluators: set[int] = set()
+        # (region, ordinal) -> the pods that joined from there, the newest last
+        self.pods: dict[tuple[str, int], list[str]] = {}
 
     @property
     def current(self) -> list[Slot]:
@@ -117,6 +127,29 @@ class Membership:
         return next(
             (s for s in self.current if s.incarnation and (s.region, s.ordinal) == (region, ordinal)), None
         )
+
+    def superseded(self, join: Join) -> bool:
+        """Whether this process's place has gone to a newer one; else its pod is the place's newest."""
+        place = (join.region, join.ordinal)
+        holder = self.by_place(*place)
+        if (
+            holder is not None
+            and holder.occupied
+            and holder.process != join.process
+            and 0 < join.previous_incarnation < holder.incarnation
+        ):
+            return True
+        if not join.pod:
+            return False
+        known = self.pods.setdefault(place, [])
+        if join.pod in known[:-1]:
+            return True
+        if join.pod not in known:
+            known.append(join.pod)
+            del known[:-PODS_KEPT]
+            while len(self.pods) > PLACES_KEPT:
+                self.pods.pop(next(iter(self.pods)))
+        return False
 
     def own(self, join: Join) -> Slot | None:
         """The slot that this very process holds, if nobody took it and it was not given up."""
@@ -160,6 +193,7 @@ class Membership:
     def to_json(self) -> dict[str, Any]:
         return {
             "next_incarnation": self.next_incarnation,
+            "pods": [[region, ordinal, pods] for (region, ordinal), pods in self.pods.items()],
             "slots": [
                 {name: getattr(slot, name) for name in _DURABLE}
                 | {
@@ -174,6 +208,7 @@ class Membership:
     def load(self, row: dict[str, Any], now: float) -> None:
         """Who was connected is suspect now, and has a heartbeat timeout to come back."""
         self.next_incarnation = row["next_incarnation"]
+        self.pods = {(region, ordinal): list(pods) for region, ordinal, pods in row.get("pods", [])}
         while len(self.slots) < len(row["slots"]):  # the job was scaled down: history stays
             self.slots.append(Slot(len(self.slots)))
         for slot, saved in zip(self.slots, row["slots"], strict=False):

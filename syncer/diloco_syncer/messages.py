@@ -65,6 +65,7 @@ def join_from(message: sync_pb2.Join, connection: int, job: str) -> ev.Join:
         held=tuple((_count(h.epoch, "epoch"), _count(h.version, "version")) for h in message.held),
         previous_incarnation=_count(message.previous_incarnation, "previous_incarnation"),
         idle=message.idle,
+        pod=_matches(_PROCESS, message.pod, "pod", "1 to 64 hex digits") if message.pod else "",
     )
 
 

@@ -55,6 +55,12 @@ class Reception:
                 "give every learner the same data",
             )  # fmt: skip
             return
+        if not join.evaluator and self.job.members.superseded(join):
+            self._refuse(
+                join, "superseded",
+                f"{join.region}-{join.ordinal} belongs to a newer process; this one was given up and replaced",
+            )  # fmt: skip
+            return
         if self._other_history(join):
             return
         self._withheld = self.lost.joined(join)

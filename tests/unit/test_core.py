@@ -229,6 +229,40 @@ def test_norm_gate_judges_by_the_running_median() -> None:
 # ------------------------------------------------------------------ membership
 
 
+def test_an_older_pod_does_not_take_its_place_back() -> None:
+    desk = Desk(config())
+    desk.do(ev.InitialStored("L", (8,)))
+    desk.join(1, 0, "a1", pod="aa")
+    desk.join(2, 1, "b1", pod="bb")
+    desk.join(3, 0, "c1", pod="cc")  # the node of pod aa was given up; its successor
+    again = [
+        desk.join(4, 0, "a1", pod="aa", previous_incarnation=1),  # its process is alive
+        desk.join(5, 0, "a2", pod="aa"),  # its container was started once more
+    ]
+    for actions in again:
+        (refused,) = of(actions, ev.Refuse)
+        assert (refused.reason, refused.fatal) == ("superseded", True)
+    state = desk.core.state(0.0)
+    assert desk.core.members.slots[0].process == "c1"
+    # The same after a restart of the syncer; a container of the newest pod is welcome.
+    desk.core.members.load(state["job"]["members"], 0.0)
+    (refused,) = of(desk.join(6, 0, "a3", pod="aa"), ev.Refuse)
+    assert refused.reason == "superseded"
+    assert not [r for r in of(desk.join(7, 0, "c2", pod="cc"), ev.Refuse) if r.connection == 7]
+    assert desk.core.members.slots[0].process == "c2"
+
+
+def test_a_process_whose_place_went_to_a_newer_one_does_not_take_it_back() -> None:
+    desk = Desk(config())
+    desk.do(ev.InitialStored("L", (8,)))
+    desk.join(1, 0, "a1")
+    desk.join(2, 0, "a2")
+    (refused,) = of(desk.join(3, 0, "a1", previous_incarnation=1), ev.Refuse)
+    assert (refused.connection, refused.reason, refused.fatal) == (3, "superseded", True)
+    desk.do(ev.ProcessGone("r", 0, "a2", "killed"))
+    assert not of(desk.join(4, 0, "a1", previous_incarnation=1), ev.Refuse), "nobody holds it now"
+
+
 def test_a_newcomer_in_the_same_place_supersedes_at_once() -> None:
     desk = Desk(config())
     desk.begin(2)

@@ -374,6 +374,7 @@ class Exchange:
             held=self._holdings.versions(),
             previous_incarnation=self._identity.incarnation,
             idle=self._idle,
+            pod=settings.pod,
         )
 
     def _refused(self, refusal: sync_pb2.Refusal) -> None:

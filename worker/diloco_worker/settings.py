@@ -69,6 +69,7 @@ class WorkerSettings:
     syncer_file: Path | None
     status: str | None = None  # host:port of the status port
     drain_seconds: float | None = None  # the longest drain after SIGTERM; None: while it comes on
+    pod: str = ""  # UID of the pod, 32 hexadecimal digits; empty: not in one
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> WorkerSettings:
@@ -118,6 +119,7 @@ class WorkerSettings:
             syncer=syncer or None,
             syncer_file=Path(syncer_file) if syncer_file and not syncer else None,
             status=env.get("DILOCO_STATUS") or None,
+            pod=(env.get("DILOCO_POD") or "").replace("-", ""),
             drain_seconds=_seconds("DILOCO_DRAIN_SECONDS", env.get("DILOCO_DRAIN_SECONDS")),
         )
 
