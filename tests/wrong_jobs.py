@@ -315,7 +315,7 @@ RULES: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     (
         "no kind but null", {"training.model.config": {"model_type": None}},
-        "training.model.config.model_type", "",
+        "training.model.config.model_type", "is required",
     ),
     (
         "vocabulary is not whole", {"training.model.config.vocab_size": 300.5},

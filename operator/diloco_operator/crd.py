@@ -136,7 +136,7 @@ def _field_schema(field: FieldInfo, list_key: str | None, free_keys: bool) -> Sc
     found: Schema = {"description": field.description} if field.description else {}
     found |= value_schema(field.annotation, field.metadata)
     if free_keys:
-        found["additionalProperties"] = {"x-kubernetes-preserve-unknown-fields": True}
+        found["additionalProperties"] = {"x-kubernetes-preserve-unknown-fields": True, "nullable": True}
         del found["x-kubernetes-preserve-unknown-fields"]
     if list_key is not None:
         found["x-kubernetes-list-type"] = "map"

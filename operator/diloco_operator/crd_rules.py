@@ -10,7 +10,7 @@ By the time a rule runs, the API server has checked types and bounds and has fil
 default, so only fields that may be null need ``has``; it is false for null. What a rule reads
 is bounded (spec_base), or the API server would refuse the whole definition for its cost. A
 preserved mapping (``model.config``) is invisible to the type checker; ``dyn`` lets a rule ask
-whether a key is there and whether two are equal, and nothing else.
+whether a key is there and whether it is equal to something, and nothing else.
 
 tests/wrong_jobs.py breaks each rule once, for the loader and for a real API server.
 """
@@ -96,7 +96,8 @@ BETWEEN_FIELDS: tuple[Rule, ...] = (
         "needs config (a transformers configuration) or from (weights to start from)",
     ),
     Rule(
-        MODEL, "has(self.from) || !has(dyn(self).config) || has(dyn(self).config.model_type)",
+        MODEL, "has(self.from) || !has(dyn(self).config) || has(dyn(self).config.model_type)"
+        " && dyn(self).config.model_type != null && dyn(self).config.model_type != ''",
         "model_type is required: the kind of transformers model, such as llama, mixtral or vit", ".config",
         _MISSING,
     ),
@@ -246,7 +247,7 @@ IMMUTABLE: tuple[Path, ...] = (
 
 LEFT_TO_THE_OPERATOR: dict[str, str] = {
     "training.model.config.model_type": "that it is text: the API server keeps config as it is written, and "
-    "rules see only whether a key is there",
+    "rules see only whether a key is there and equal to something",
     "training.model.config.vocab_size": "that it is a whole number, at least 256 with the tokenizer bytes: "
     "likewise",
 }
