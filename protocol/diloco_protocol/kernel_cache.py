@@ -19,7 +19,7 @@ import os
 from numba.core.caching import UserProvidedCacheLocator
 
 
-class BuiltCacheLocator(UserProvidedCacheLocator):  # type: ignore[misc]
+class BuiltCacheLocator(UserProvidedCacheLocator):
     """NUMBA_CACHE_DIR, also where it is only readable."""
 
     def ensure_cache_path(self) -> None:
@@ -28,7 +28,7 @@ class BuiltCacheLocator(UserProvidedCacheLocator):  # type: ignore[misc]
         Raises OSError otherwise. A function of that folder that is not in the cache (its source
         was changed) fails when it is saved; kernels.py then compiles it without a cache.
         """
-        path = self.get_cache_path()
+        path = self.get_cache_path()  # type: ignore[no-untyped-call]
         if os.path.isdir(path) and not os.access(path, os.W_OK):
             return
-        super().ensure_cache_path()
+        super().ensure_cache_path()  # type: ignore[no-untyped-call]
