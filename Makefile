@@ -89,6 +89,10 @@ format: $(STAMP) ## Format the code and sort its imports
 bench: $(STAMP) ## Measure merge, codec, wire and overlap, each against its references (BENCH_ARGS=--quick)
 	@for name in $(BENCHES); do echo "== $$name"; $(BIN)/python bench/$$name.py $(BENCH_ARGS); done
 
+.PHONY: bench-operator
+bench-operator: $(STAMP) ## Measure the operator with 500 jobs on simulated nodes (localkube; half an hour; BENCH_ARGS=--quick)
+	$(BIN)/python bench/operator.py $(BENCH_ARGS)
+
 .PHONY: proto
 proto: $(STAMP) ## Regenerate the gRPC stubs from sync.proto
 	$(BIN)/python tools/check_proto.py --write

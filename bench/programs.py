@@ -1,9 +1,10 @@
-"""Programs that the benchmarks start: a syncer on a store of its own, and what ends them."""
+"""Programs that the benchmarks start: a syncer on a store of its own, the operator, and what ends them."""
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -82,11 +83,81 @@ class Syncer:
 
     def stop(self) -> None:
         """SIGTERM, then SIGKILL; twice does no harm."""
+        stop(self._process)
+
+
+class Operator:
+    """``python -m diloco_operator`` with the rights of ``kubeconfig``, with its files in ``folder``."""
+
+    def __init__(self, folder: Path, kubeconfig: str, namespace: str) -> None:
+        self._log, self._kubeconfig, self._namespace = folder / "operator.log", kubeconfig, namespace
+        make_key(folder / "root.key")
+        self._key = folder / "root.key"
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self._http = f"127.0.0.1:{free.getsockname()[1]}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Begin a life. Whether it serves is for ``ready`` to say."""
+        command = [
+            sys.executable, "-m", "diloco_operator", "--namespace", self._namespace, "--http", self._http,
+            "--key-file", str(self._key), "--log-format", "text",
+            "--syncer-image", "syncer:bench", "--worker-image", "worker:bench",
+        ]  # fmt: skip
+        with self._log.open("ab") as log:
+            environment = {**os.environ, "KUBECONFIG": self._kubeconfig}
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+
+    def page(self, path: str) -> str:
+        """A page of it. Raises ProgramFailed if it has ended, OSError if it does not answer."""
         if self._process is None or self._process.poll() is not None:
-            return
-        self._process.terminate()
+            raise ProgramFailed(f"the operator has ended:\n{self.log_end()}")
+        with urllib.request.urlopen(f"http://{self._http}{path}", timeout=10) as page:
+            return str(page.read().decode())
+
+    def ready(self) -> bool:
+        """Whether it says that it is."""
         try:
-            self._process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(STOP_SECONDS)
+            return bool(self.page("/readyz"))
+        except OSError:
+            return False
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most resident memory that this life has had."""
+        return peak_bytes(self._running().pid)
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Of all its threads, in this life."""
+        fields = Path(f"/proc/{self._running().pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None
+        return self._process
+
+    def log_end(self) -> str:
+        return "\n".join(self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL; twice does no harm."""
+        stop(self._process)
+
+
+def peak_bytes(pid: int) -> int:
+    """The most resident memory that a process has had, as the kernel counts."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+def stop(process: subprocess.Popen[bytes] | None) -> None:
+    """SIGTERM, then SIGKILL; twice does no harm."""
+    if process is None or process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(STOP_SECONDS)

@@ -1,0 +1,299 @@
+"""One job as its syncer sees it, with learners that cost nothing: for benchmarks of who looks at it.
+
+The syncer's core, the learners' adoption rule and the status document are the real code. What
+is left out is everything between them: gradients, the network, the store. A learner makes one
+step per *beat*, reports it, and pushes what it is asked for; a merge is durable at once. So the
+rows of the status document move as those of a real job do, slowly.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import secrets
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco_protocol.spec import DiLoCoJob, immutable_digests
+from diloco_syncer import events as ev
+from diloco_syncer.config import CoreConfig
+from diloco_syncer.core import Core
+from diloco_worker.adoption import Adoption, AdoptionConfig, Broadcast, Rule
+
+LAYOUT = "0" * 64  # a digest; nobody here has a model
+ELEMENTS = 1000  # of each fragment
+TOKENS = 1024  # of a step
+REJOIN_SECONDS = 2.0
+
+
+@dataclass
+class Learner:
+    """A learner's pod: a process that joins, trains and pushes."""
+
+    region: str
+    ordinal: int
+    pod: str  # UID: the process id begins with its digits
+    adoption: Adoption
+    process: str = ""
+    connection: int | None = None
+    seat: ev.Seat | None = None
+    pulls: dict[int, ev.Pull] = field(default_factory=dict)
+    join_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.process = self.pod.replace("-", "") + secrets.token_hex(4)
+
+    def held(self) -> tuple[tuple[int, int], ...]:
+        """(epoch, version) of what it holds of each fragment; empty: nothing."""
+        bases = [state.base for state in self.adoption.fragments]
+        return tuple((b.epoch, b.version) for b in bases if b) if all(bases) else ()
+
+    def report(self, step_seconds: float) -> ev.ReportCounts:
+        now = self.adoption.now
+        rows = tuple(
+            ev.FragmentCounts(
+                r.epoch, r.base_version, r.steps, r.tokens, r.confirmed_tokens,
+                r.dropped_overlap, r.dropped_stale, r.dropped_rolled_back,
+            )
+            for r in self.adoption.rows()
+        )  # fmt: skip
+        return ev.ReportCounts(
+            now.step, self.adoption.trained_steps, now.tokens, rows, now.seconds,
+            loss=9.0 / (1 + now.step) ** 0.1, step_seconds=step_seconds,
+        )  # fmt: skip
+
+
+class _Sessions:
+    def __init__(self, connections: dict[int, Learner]) -> None:
+        self._connections = connections
+
+    @property
+    def count(self) -> int:
+        return len(self._connections)
+
+
+class Syncer:
+    """One job's syncer, over all its lives, and its learners. What ``control.Control`` and
+    ``report.status`` read of an engine is here under the engine's names.
+
+    ``beat``: seconds between two steps of a learner.
+    """
+
+    def __init__(self, job: DiLoCoJob, beat: float) -> None:
+        self.job, self.beat_seconds = job, beat
+        self.epoch = 0
+        self.standing_still = False  # learners are heard, and make no step
+        self.layout: Any = None
+        self.message, self.problem = "", ""
+        self.bytes_up = self.bytes_down = 0
+        self.refused: Counter[str] = Counter()
+        self.seconds = {"merge": 0.0, "quorum": 0.0, "waited": 0.0}
+        self.events: deque[dict[str, Any]] = deque(maxlen=500)
+        self.report_fetched = False
+        self.learners: dict[str, Learner] = {}  # by pod UID
+        self.evaluators: dict[str, int] = {}  # connection by pod UID
+        self._connections: dict[int, Learner] = {}
+        self.sessions = _Sessions(self._connections)
+        self._numbers = 0
+        self._next_connection = self._next_event = 1
+        self._made: list[int] = []  # epoch of each fragment's newest version
+        self._state: str | None = None
+        self._serving = False
+        self._beat_at = 0.0
+        self._queue: deque[ev.Action] = deque()
+        self._acting = False
+
+    # ------------------------------------------------------------- life
+
+    def begin(self) -> None:
+        """A syncer starts from what the last one left."""
+        self.epoch += 1
+        now = time.monotonic()
+        state = None if self._state is None else json.loads(self._state)
+        self.core = Core(CoreConfig.from_job(self.job), state, self.epoch, now, time.time())
+        self._serving = True
+        self._beat_at = now + random.uniform(0, self.beat_seconds)
+        self._act(self.core.start(now, self._made, False))
+
+    def end(self) -> None:
+        """The syncer's process is gone. What it knew is in its store."""
+        if not self._serving:
+            return
+        self._serving = False
+        self._state = json.dumps(self.core.state(time.monotonic(), time.time()))
+        self._connections.clear()
+        self.evaluators = dict.fromkeys(self.evaluators, 0)
+        for learner in self.learners.values():
+            learner.connection, learner.join_at = None, time.monotonic() + REJOIN_SECONDS
+
+    @property
+    def serving(self) -> bool:
+        return self._serving
+
+    def clock(self) -> float:
+        return time.monotonic()
+
+    async def checkpoint(self) -> None:
+        """As the engine's; the store here cannot fail."""
+
+    def handle(self, event: ev.Event) -> None:
+        """Let the core decide, and carry out what it decides."""
+        if self._serving:
+            self._act(self.core.handle(event, self.clock()))
+
+    # ------------------------------------------------------------- pods
+
+    def learner_pod(self, uid: str, region: str, ordinal: int, joins_in: float) -> None:
+        """A learner's pod runs; it joins in so many seconds."""
+        sync = self.job.spec.sync
+        adoption = Adoption(
+            AdoptionConfig(
+                sync.fragments, sync.every, sync.overlap, Rule(sync.adoption.rule),
+                max_versions=sync.staleness.max_versions, max_steps=self.job.spec.max_steps_alone,
+            )
+        )  # fmt: skip
+        joins = time.monotonic() + joins_in
+        self.learners.setdefault(uid, Learner(region, ordinal, uid, adoption, join_at=joins))
+
+    def evaluator_pod(self, uid: str) -> None:
+        """The evaluator's pod runs."""
+        self.evaluators.setdefault(uid, 0)
+
+    def gone(self, uid: str) -> None:
+        """A pod's process is gone, and its connection broke."""
+        learner = self.learners.pop(uid, None)
+        connection = self.evaluators.pop(uid, 0) if learner is None else learner.connection
+        if connection:
+            self._connections.pop(connection, None)
+            self.handle(ev.ConnectionLost(connection))
+
+    # ------------------------------------------------------------- time
+
+    def turn(self) -> None:
+        """Whatever is due; call it every second or so."""
+        if not self._serving:
+            return
+        now = self.clock()
+        for learner in list(self.learners.values()):
+            if learner.connection is None and now >= learner.join_at:
+                self._join(learner)
+        for uid, connection in list(self.evaluators.items()):
+            if not connection:
+                self.evaluators[uid] = self._connect("evaluator", 0, uid.replace("-", ""), evaluator=True)
+        if now >= self._beat_at:
+            self._beat_at = now + self.beat_seconds
+            self._beat()
+        if now >= self.core.wake_at:
+            self.handle(ev.Tick())
+
+    def _join(self, learner: Learner) -> None:
+        before = learner.seat.incarnation if learner.seat else 0
+        learner.connection = number = self._next_connection
+        self._connections[number] = learner
+        self._connect(learner.region, learner.ordinal, learner.process, learner.held(), before)
+
+    def _connect(
+        self, region: str, ordinal: int, process: str, held: tuple[tuple[int, int], ...] = (),
+        before: int = 0, evaluator: bool = False,
+    ) -> int:  # fmt: skip
+        number, self._next_connection = self._next_connection, self._next_connection + 1
+        digests = immutable_digests(self.job)
+        self.handle(ev.Join(number, process, region, ordinal, evaluator, LAYOUT, digests, 0, held, before))
+        return number
+
+    def _beat(self) -> None:
+        """A step of every learner, its report, and the pushes that were asked for."""
+        there = [one for one in self.learners.values() if one.seat is not None and one.adoption.complete]
+        for learner in there:
+            if not self.standing_still and not learner.adoption.paused:
+                learner.adoption.on_step(TOKENS, 0.9 * self.beat_seconds)
+            if learner.connection is not None:
+                self.handle(ev.Reported(learner.connection, learner.report(self.beat_seconds)))
+        for learner in there:
+            pulls, learner.pulls = learner.pulls, {}
+            for pull in pulls.values():
+                self._push(learner, pull)
+
+    def _push(self, learner: Learner, pull: ev.Pull) -> None:
+        planned = learner.adoption.snapshot(pull.fragment, pull.round, pull.version)
+        if planned is None or learner.seat is None:
+            return
+        plan, report = planned[0], learner.report(self.beat_seconds)
+        encoding = self.job.spec.sync.compression.up
+        header = ev.PushHeader(
+            learner.seat.slot, learner.seat.incarnation, plan.fragment, plan.sequence, plan.round,
+            plan.epoch, plan.base_version, plan.oldest_version, plan.first_step, plan.last_step,
+            plan.steps, plan.tokens, plan.compute_seconds, encoding, LAYOUT, report,
+        )  # fmt: skip
+        self.bytes_up += ELEMENTS
+        self._numbers += 1
+        self.handle(ev.PushReceived(header, 1.0, True, self._numbers))
+
+    # ------------------------------------------------------------- what the core decides
+
+    def _act(self, actions: list[ev.Action]) -> None:
+        self._queue.extend(actions)
+        if self._acting:
+            return
+        self._acting = True
+        try:
+            while self._queue:
+                self._do(self._queue.popleft())
+        finally:
+            self._acting = False
+
+    def _do(self, action: ev.Action) -> None:
+        match action:
+            case ev.Admit():
+                if (learner := self._connections.get(action.connection)) is not None:
+                    if action.seat is not None:
+                        self._seated(learner, action.seat, action.merged)
+                    if action.initialise:
+                        fragments = self.job.spec.sync.fragments
+                        self._made = [self.epoch] * fragments
+                        self.handle(ev.InitialStored(LAYOUT, (ELEMENTS,) * fragments))
+            case ev.Promote():
+                if (learner := self._connections.get(action.connection)) is not None:
+                    self._seated(learner, action.seat, action.merged)
+            case ev.AskInitial() | ev.Refuse():
+                if (learner := self._connections.pop(action.connection, None)) is not None:
+                    learner.connection, learner.join_at = None, self.clock() + REJOIN_SECONDS
+                    self.handle(ev.ConnectionLost(action.connection))
+            case ev.Pull():
+                if (learner := self._connections.get(action.connection)) is not None:
+                    learner.pulls[action.fragment] = action
+            case ev.Merge():
+                norms = tuple(1.0 for _ in action.responders)
+                self._made[action.fragment] = self.epoch
+                self.handle(ev.Merged(action.fragment, action.version, 0.01, norms))
+            case ev.Announce():
+                for connection, learner in self._connections.items():
+                    self._hear(learner, action.fragment, action.merged.get(connection, ev.MergedPush()))
+            case ev.SetPhase():
+                self.message = action.message
+            case ev.Note():
+                row = {"n": self._next_event, "time": time.time(), "kind": action.kind, "slot": action.slot}
+                row |= {"incarnation": action.incarnation, "message": action.message}
+                self.events.append(row | ({"details": action.details} if action.details else {}))
+                self._next_event += 1
+            case _:
+                pass  # what is about bytes, files and data
+
+    def _seated(self, learner: Learner, seat: ev.Seat, merged: tuple[ev.MergedPush, ...]) -> None:
+        if not (seat.continuing and learner.seat is not None):
+            learner.adoption.begin_tenure(seat.slot_step)
+            learner.pulls.clear()
+        learner.seat = seat
+        for fragment in range(len(self.core.versions)):
+            self._hear(learner, fragment, merged[fragment] if merged else ev.MergedPush())
+
+    def _hear(self, learner: Learner, fragment: int, merged: ev.MergedPush) -> None:
+        if learner.seat is None:
+            return
+        version = self.core.versions[fragment]
+        identity = ("none", fragment, version)
+        learner.adoption.on_broadcast(
+            Broadcast(fragment, self.epoch, version, identity, (0, 0), merged.sequence, merged.version)
+        )
