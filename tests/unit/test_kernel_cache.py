@@ -1,4 +1,4 @@
-"""Kernels compiled into an image are read where nothing can be written, and fall back where they do not fit."""
+"""Kernels compiled into an image are read where nothing can be written, and left where they do not fit."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ class Image:
         for folder in (self.source, self.cache, *self.cache.rglob("*")):
             folder.chmod((0o755 if folder.is_dir() else 0o644) & ~(0o222 if sealed else 0))
         environment = {
-            **os.environ, "PYTHONPATH": str(self.source), "PYTHONDONTWRITEBYTECODE": "1", "HOME": str(self.home),
+            **os.environ, "PYTHONPATH": str(self.source), "PYTHONDONTWRITEBYTECODE": "1",
+            "HOME": str(self.home),
             "NUMBA_CACHE_DIR": str(self.cache), "NUMBA_CACHE_LOCATOR_CLASSES": classes,
             "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "", "NUMBA_DEBUG_CACHE": "1",
         }  # fmt: skip
