@@ -19,7 +19,7 @@ from urllib.parse import urlencode
 import pytest
 from kubernetes import config
 
-from diloco_operator.crd import schema
+from diloco_operator.crd import definition, schema
 from diloco_operator.crd_rules import LEFT_TO_THE_OPERATOR
 from diloco_protocol.load import JobError, job_from_object, job_to_json, load_job, load_manifest, parse_job
 from diloco_protocol.spec import DiLoCoJob, immutable_digests
@@ -627,6 +627,33 @@ def test_what_get_prints_is_a_job_file(api: Api, bare_cluster: Cluster, started:
     assert {"status", "metadata.uid", "metadata.managedFields"} <= {note.path for note in notes}
     assert job.spec == job_from_object(elsewhere(running)).spec
     assert bare_cluster.kubectl("apply", "--dry-run=server", "-f", "-", stdin=text)
+
+
+def test_a_job_that_older_rules_let_in_can_still_be_served(api: Api, bare_cluster: Cluster) -> None:
+    """After an upgrade with a rule more, the operator writes the job's status and takes its finalizer off."""
+    name = f"crd-older-{random.randrange(10**6)}"
+    job = put(elsewhere(name), ("spec", "sync", "overlap"), 99)
+    older = definition()
+    node = older["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    del node["properties"]["sync"]["x-kubernetes-validations"]
+    assert not api.create(job).taken
+    try:
+        bare_cluster.kubectl("apply", "-f", "-", stdin=json.dumps(older))
+        until("the older rules hold", lambda: api.create(job, dry=False).taken, 20)
+    finally:
+        bare_cluster.kubectl("apply", "-f", str(ROOT / "manifests" / "crd.yaml"))
+    try:
+        fresh = put(job, ("metadata", "name"), "crd-newer")
+        until("the newer rules hold", lambda: not api.create(fresh).taken, 20)
+        started = {"status": {"startTime": "2026-01-01T00:00:00Z"}}
+        assert api.edit(name, started, "status", dry=False).taken
+        assert api.edit(name, {"metadata": {"finalizers": ["diloco.io/test"]}}, dry=False).taken
+        assert api.edit(name, {"metadata": {"finalizers": []}}, dry=False).taken
+        assert api.edit(name, {"spec": {"suspend": True}}).taken  # what was wrong stays as it was
+        assert not api.edit(name, {"spec": {"sync": {"overlap": 98}}}).taken
+        assert api.edit(name, {"spec": {"sync": {"overlap": 2}}}).taken
+    finally:
+        api.delete(name)
 
 
 def test_no_scale_subresource(api: Api, started: tuple[str, str]) -> None:
