@@ -143,11 +143,11 @@ def apply_to(cluster: Cluster, job: DiLoCoJob, document: dict[str, Any], options
                 raise
             # Set by `diloco scale`, suspend or resume since: the file is what is wanted now.
             fields = ", ".join(str(cause.get("field") or "").lstrip(".") for cause in error.causes)
-            print(f"as in the file again: {fields} (changed since by diloco scale, suspend or resume)")
             query["force"] = "true"
             after = cluster.request(
                 "PATCH", path, query=query, body=body, content="application/apply-patch+yaml"
             )
+            print(f"as in the file again: {fields} (changed since by diloco scale, suspend or resume)")
     except ClusterError as error:
         raise _explained(error, cluster, job, before) from error
     if before is None:
@@ -184,11 +184,11 @@ def _explained(error: ClusterError, cluster: Cluster, job: DiLoCoJob, before: Ob
         if before is not None and (changed := changed_for_ever(before, job)):
             named = [str(cause.get("field")) for cause in error.causes]
             within = [one for one in named if any(f"{one}.".startswith(f"spec.{f}.") for f in changed)]
-            fields = list(dict.fromkeys(within)) or [f"spec.{field}" for field in changed]
+            fixed = list(dict.fromkeys(within)) or [f"spec.{field}" for field in changed]
             return ClusterError(
-                f"context {cluster.context}: {', '.join(fields)}"
+                f"context {cluster.context}: {', '.join(fixed)}"
                 f" of {name} may not change once the job has started: restore"
-                f" {'it' if len(fields) == 1 else 'them'} in the file, or give the job another"
+                f" {'it' if len(fixed) == 1 else 'them'} in the file, or give the job another"
                 f" metadata.name (to train anew under this name: diloco delete {name} {cluster.flags},"
                 f" and the volume too)",
                 error.reason,

@@ -16,8 +16,8 @@ from typing import Any
 from diloco.cluster import FAILED, MANAGER, WRONG, Cluster, ClusterError, Object, Where, nearest
 from diloco.cluster_follow import (
     INTERRUPTED,
-    Outcome,
     follow,
+    gone_within,
     invalid,
     no_operator,
     operator_hint,
@@ -25,8 +25,7 @@ from diloco.cluster_follow import (
     suspended,
 )
 from diloco.cluster_picture import region_names
-from diloco_protocol.load import JobError, parse_job
-from diloco_protocol.spec import DiLoCoJob
+from diloco_protocol.load import JobError, Problem, parse_job
 
 TRIES = 8
 FINALIZER = "diloco.io/job"
@@ -144,14 +143,13 @@ def _check_scaled(job: Object, targets: dict[str, int], changed: dict[str, tuple
             code=WRONG,
         )
     try:
-        scaled = parse_job(json.dumps({**_bare(job), "spec": {**spec, "regions": rows}}))
+        parse_job(json.dumps({**_bare(job), "spec": {**spec, "regions": rows}}))
     except JobError as error:
         theirs = _problems(job)
         ours = [problem for problem in error.problems if (problem.path, problem.message) not in theirs]
         if ours:  # else the job was made by another version of the format: the API server decides
-            raise ClusterError("; ".join(map(str, ours)), code=WRONG) from error
-    else:
-        assert isinstance(scaled, DiLoCoJob)
+            said = [str(Problem(problem.path, problem.value, problem.message)) for problem in ours]
+            raise ClusterError("; ".join(said), code=WRONG) from error
 
 
 def _bare(job: Object) -> Object:
@@ -309,11 +307,9 @@ def delete(where: Where, name: str, wait: bool, timeout: float) -> int:
 def _until_gone(clusters: Sequence[Cluster], name: str, uids: set[str], timeout: float) -> int:
     code = 0
 
-    def gone(job: Object | None) -> Outcome | None:
-        """Not there, or another job of its name."""
-        return (0, "is deleted") if job is None or job["metadata"]["uid"] not in uids else None
-
-    for cluster, outcome, job in follow(clusters, name, gone, timeout, lambda line: print(line, flush=True)):
+    for cluster, outcome, job in follow(
+        clusters, name, gone_within(uids), timeout, lambda line: print(line, flush=True)
+    ):
         place = f" (context {cluster.context})" if len(clusters) > 1 else ""
         if outcome is not None:
             print(f"{name}{place} {outcome[1]}")

@@ -44,6 +44,7 @@ class Story:
     at: float
     line_at: float = float("-inf")
     line: str = ""
+    begun: bool = False
     events: dict[str, int] = field(default_factory=dict)  # uid -> times
     conditions: dict[str, str] = field(default_factory=dict)  # type -> status
 
@@ -58,7 +59,7 @@ class Story:
                 lines.append(f"{event.get('reason')}: {message}")
                 told.add(message)
             self.events[uid] = count
-        first = not self.conditions
+        first, self.begun = not self.begun, True
         for one in (job.get("status") or {}).get("conditions") or []:
             kind, status = str(one.get("type")), str(one.get("status"))
             if self.conditions.get(kind) != status:
@@ -113,6 +114,15 @@ def resumed(job: Object | None) -> Outcome | None:
 def seen(job: Object | None) -> Outcome | None:
     """An operator has looked at it."""
     return (FAILED, "was deleted") if job is None else (COMPLETE, "") if heard(job) else None
+
+
+def gone_within(uids: set[str]) -> Judge:
+    """That none of these is there: no job of the name, or another one."""
+
+    def gone(job: Object | None) -> Outcome | None:
+        return (COMPLETE, "is deleted") if job is None or job["metadata"]["uid"] not in uids else None
+
+    return gone
 
 
 def _message(job: Object, kind: str) -> str:
