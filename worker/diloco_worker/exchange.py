@@ -327,6 +327,8 @@ class Exchange:
             ending = _first(group)
             assert isinstance(ending, SessionEnded)
             reason = str(ending)
+            if ending.unauthenticated:  # not for good: a syncer with another token may follow
+                self.standing = replace(self.standing, refused=("unauthenticated", reason))
             self._parted = session.hung_up and ending.clean and self._outbox.empty
         except* wire.WireError as group:
             reason = f"the syncer broke the protocol: {_first(group)}"

@@ -24,11 +24,11 @@ REPORT, LEASE = "report", "lease-"  # keys of the outbox: the report, and what l
 
 class SessionEnded(Exception):
     """The stream is over; the message says how. ``clean``: the syncer ended it in good order, so
-    what was said before hanging up has been read."""
+    what was said before hanging up has been read. ``unauthenticated``: it did not let us in."""
 
-    def __init__(self, message: str, clean: bool = False) -> None:
+    def __init__(self, message: str, clean: bool = False, unauthenticated: bool = False) -> None:
         super().__init__(message)
-        self.clean = clean
+        self.clean, self.unauthenticated = clean, unauthenticated
 
 
 class Outbox:
@@ -199,4 +199,5 @@ class Session:
         return SessionEnded(
             f"{code.name.lower().replace('_', ' ')}: {details or 'the syncer ended the stream'}",
             clean=code.name == "OK",
+            unauthenticated=code.name == "UNAUTHENTICATED",
         )

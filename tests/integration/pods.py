@@ -1,0 +1,275 @@
+"""Syncer and learners as they run in pods, but as processes of this machine.
+
+Not a test: what tests of a cluster's ways need. A ``Pod`` is a learner process with the
+environment that an operator gives it; ``Hub`` a syncer that stays. Learners run this
+file: a loop of the user's own, with a model that is small enough to be of no account.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from diloco_protocol.credentials import make_key
+from diloco_protocol.load import job_to_json
+from diloco_protocol.spec import DiLoCoJob
+
+STEP_SECONDS = 0.01
+TOKENS = 4  # per step
+
+
+def make_job(
+    *, learners: int | dict[str, int] = 2, stop: dict[str, Any] | None = None, name: str = "pods",
+    syncer: dict[str, Any] | None = None, **sync: Any,
+) -> DiLoCoJob:  # fmt: skip
+    regions = learners if isinstance(learners, dict) else {"local": learners}
+    settings = {
+        "fragments": 3, "every": 4, "overlap": 1, "grace": {"factor": 0.9, "capSeconds": 0.2},
+        "heartbeat": {"intervalSeconds": 0.1, "timeoutSeconds": 5}, "outer": {"optimizer": "sgd", "lr": 1.0},
+    }  # fmt: skip
+    return DiLoCoJob.model_validate(
+        {
+            "apiVersion": "diloco.io/v1alpha1",
+            "kind": "DiLoCoJob",
+            "metadata": {"name": name},
+            "spec": {
+                "sync": {**settings, **sync},
+                "syncer": syncer or {},
+                "learners": {"command": ["true"]},
+                "regions": [{"name": region, "learners": count} for region, count in regions.items()],
+                "training": {
+                    "stop": stop or {"steps": 1_000_000}, "batch": {"sequences": 4}, "evaluation": None,
+                },
+            },
+        }
+    )  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+def wait_for(condition: Callable[[], Any], what: str, seconds: float = 30.0) -> Any:
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, f"waited {seconds} s for {what}"
+        time.sleep(0.02)
+    return found
+
+
+def get(url: str) -> tuple[int, bytes]:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as reply:
+            return int(reply.status), bytes(reply.read())
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+
+
+class Process:
+    """A program, its log, and its end."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def launch(self, command: list[str], env: dict[str, str]) -> None:
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                command, env={**os.environ, "OMP_NUM_THREADS": "1", **env}, stdout=log, stderr=log,
+                stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def text(self) -> str:
+        return self.log.read_text(encoding="utf-8")
+
+    def lines(self) -> list[dict[str, Any]]:
+        """The log, which must be JSON throughout."""
+        return [json.loads(line) for line in self.text().splitlines()]
+
+    def ends(self, seconds: float = 30.0) -> int:
+        assert self.process is not None
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {seconds} s:\n{self.text()[-3000:]}") from None
+
+    def terminate(self, seconds: float = 30.0) -> tuple[int, float]:
+        """SIGTERM; the exit code, and how long it took."""
+        assert self.process is not None
+        began = time.monotonic()
+        self.process.send_signal(signal.SIGTERM)
+        return self.ends(seconds), time.monotonic() - began
+
+    def kill(self) -> None:
+        if self.running:
+            assert self.process is not None
+            self.process.kill()
+            self.process.wait(10)
+
+
+class Hub(Process):
+    """``python -m diloco_syncer --stay`` on a folder's store, always at the same addresses."""
+
+    def __init__(self, folder: Path, job: DiLoCoJob, credentials: Path | None = None) -> None:
+        super().__init__(folder / "syncer.log")
+        self.folder, self.credentials = folder, credentials
+        self.key = make_key(folder / "control.key")
+        self.ports = {name: free_port() for name in ("listen", "control", "http", "export")}
+        self.change(job)
+
+    def change(self, job: DiLoCoJob) -> None:
+        """The job that the next start reads."""
+        self.job = job
+        (self.folder / "hub.json").write_text(job_to_json(job), encoding="utf-8")
+
+    def start(self) -> Hub:
+        command = [sys.executable, "-m", "diloco_syncer", "--job", str(self.folder / "hub.json"), "--stay"]
+        command += ["--store", str(self.folder / "store"), "--threads", "1"]
+        command += ["--control-key-file", str(self.folder / "control.key")]
+        for name, port in self.ports.items():
+            command += [f"--{name}", f"127.0.0.1:{port}"]
+        if self.credentials is not None:
+            command += ["--credentials", str(self.credentials)]
+        self.launch(command, {})
+        return self
+
+    def serves(self) -> Hub:
+        def answers() -> bool:
+            assert self.running, self.text()[-3000:]
+            try:
+                return get(f"http://{self.address('http')}/readyz")[0] == 200
+            except (OSError, urllib.error.URLError):
+                return False
+
+        wait_for(answers, "the syncer to serve", 60)
+        return self
+
+    def restart(self, job: DiLoCoJob | None = None) -> Hub:
+        if job is not None:
+            self.change(job)
+        assert self.terminate()[0] == 0
+        return self.start().serves()
+
+    def address(self, name: str) -> str:
+        return f"127.0.0.1:{self.ports[name]}"
+
+    def status(self) -> dict[str, Any]:
+        return dict(json.loads(get(f"http://{self.address('http')}/status")[1]))
+
+    def report(self) -> dict[str, Any]:
+        return dict(json.loads(get(f"http://{self.address('http')}/report")[1]))
+
+    def waits_until(self, condition: Callable[[dict[str, Any]], Any], what: str, seconds: float = 60) -> Any:
+        try:
+            return wait_for(lambda: condition(self.status()), what, seconds)
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {json.dumps(self.status(), indent=1)[:6000]}") from None
+
+    async def call(self, method: str, **body: Any) -> dict[str, Any]:
+        from diloco_protocol.control_client import ControlClient
+
+        client = ControlClient(self.address("control"), self.key)
+        try:
+            return await client.call(method, body)
+        finally:
+            await client.close()
+
+
+class Pod(Process):
+    """A learner's pod: where it is started again, it is another process in the same place."""
+
+    def __init__(
+        self, hub: Hub, ordinal: int = 0, region: str = "local", credentials: Path | None = None,
+        workdir: Path | None = None, **env: str,
+    ) -> None:  # fmt: skip
+        super().__init__(hub.folder / f"pod-{region}-{ordinal}-{uuid.uuid4().hex[:4]}.log")
+        self.uid = str(uuid.uuid4())
+        self.port = free_port()
+        # Its own copy of the job, which does not follow a change of the hub's.
+        job = self.log.with_suffix(".json")
+        job.write_text(job_to_json(hub.job), encoding="utf-8")
+        self.address_file = self.log.with_suffix(".address")
+        self.address_file.write_text(json.dumps({"sync": hub.address("listen")}), encoding="utf-8")
+        self.env = {
+            "DILOCO_JOB_FILE": str(job), "DILOCO_SYNCER_FILE": str(self.address_file),
+            "DILOCO_REGION": region, "DILOCO_ORDINAL": str(ordinal), "DILOCO_POD": self.uid,
+            "DILOCO_STATUS": f"[::]:{self.port}", "DILOCO_IDLE_AT_END": "1", "DILOCO_LOG_FORMAT": "json",
+            **({"DILOCO_CREDENTIALS": str(credentials)} if credentials else {}),
+            **({"DILOCO_WORKDIR": str(workdir)} if workdir else {}), **env,
+        }  # fmt: skip
+
+    def start(self) -> Pod:
+        self.launch([sys.executable, __file__], self.env)
+        return self
+
+    def page(self, path: str) -> tuple[int, bytes]:
+        """A page of its status port; 0 while nothing listens there."""
+        try:
+            return get(f"http://127.0.0.1:{self.port}{path}")
+        except (OSError, urllib.error.URLError):
+            return 0, b""
+
+    def status(self) -> dict[str, Any]:
+        code, body = self.page("/status")
+        return dict(json.loads(body)) if code == 200 else {}
+
+    def waits_until(self, condition: Callable[[dict[str, Any]], Any], what: str, seconds: float = 60) -> Any:
+        def holds() -> Any:
+            assert self.running, self.text()[-3000:]
+            status = self.status()
+            return status and condition(status)
+
+        try:
+            return wait_for(holds, what, seconds)
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {self.status()}\n{self.text()[-3000:]}") from None
+
+
+def main() -> int:
+    """A loop of the user's own."""
+    import torch
+
+    import diloco_worker
+
+    diloco_worker.configure_logging()
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    rows = torch.randn(4096, 8, generator=torch.Generator().manual_seed(5))
+    with diloco_worker.Learner.from_environment(model, optimizer) as learner:
+        for batch in learner.batches(rows):
+            loss = (model(batch).squeeze(1) - batch.sum(1)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            time.sleep(STEP_SECONDS)
+            learner.after_step(tokens=TOKENS, loss=loss.detach())
+    return learner.exit_code
+
+
+if __name__ == "__main__":
+    from diloco_worker.settings import WorkerError
+
+    try:
+        sys.exit(main())
+    except WorkerError as error:
+        import logging
+
+        logging.getLogger("diloco_worker").error("%s", error)
+        sys.exit(error.exit_code)

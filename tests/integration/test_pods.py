@@ -1,0 +1,273 @@
+"""Learners as they live in pods: what their status port says, how they meet an end, and a syncer that is
+away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from pods import Hub, Pod, get, make_job, wait_for
+
+from diloco_protocol.load import job_to_json
+
+pytestmark = pytest.mark.timeout(240)
+
+
+class House:
+    """What a test starts; all of it is killed at the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.all: list[Hub | Pod] = []
+
+    def hub(self, **job: object) -> Hub:
+        hub = Hub(self.folder, make_job(**job))  # type: ignore[arg-type]
+        self.all.append(hub)
+        return hub.start().serves()
+
+    def pod(self, hub: Hub, ordinal: int = 0, **env: str) -> Pod:
+        pod = Pod(hub, ordinal, **env)  # type: ignore[arg-type]
+        self.all.append(pod)
+        return pod.start()
+
+    def close(self) -> None:
+        for one in self.all:
+            one.kill()
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[House]:
+    made = House(tmp_path)
+    yield made
+    made.close()
+
+
+def announce(hub: Hub, phase: str) -> None:
+    asyncio.run(hub.call("announce", phase=phase, message="enough of it"))
+
+
+def test_learners_idle_at_the_end_and_a_new_pod_does_too(house: House) -> None:
+    hub = house.hub(stop={"steps": 150})
+    pods = [house.pod(hub, ordinal) for ordinal in range(2)]
+    # A pod's process id begins with the pod's UID: the operator finds its slot by that.
+    pods[0].waits_until(lambda s: s["step"], "a first step")
+    status = hub.status()
+    found = {row["process"][:32]: row for row in status["slots"]}
+    assert set(found) <= {pod.uid.replace("-", "") for pod in pods}
+    assert all(len(row["process"]) == 48 for row in found.values())
+    for pod in pods:
+        end = pod.waits_until(
+            lambda s: s["phase"] == "complete" and s["idle"] and s["connected"] and s, "the job's end"
+        )
+        assert (end["joined"], end["refused"], end["slot"]) == (True, None, None)
+        assert 0 < end["step"] <= 160 and end["tokens"] > 0 and end["loss"] > 0
+        assert pod.page("/readyz")[0] == pod.page("/healthz")[0] == 200
+    report = hub.report()
+    assert report["tokens"]["trained"] == report["tokens"]["merged"]
+    # It came to nobody's mind to train on: a pod that is made anew now finds the end.
+    late = house.pod(hub, 0)
+    late.waits_until(lambda s: s["phase"] == "complete" and s["idle"], "the end, for a newcomer")
+    assert late.status()["step"] == 0
+    assert hub.report()["tokens"] == report["tokens"]
+    for pod in [*pods, late]:
+        code, seconds = pod.terminate()
+        assert code == 0 and seconds < 5, (code, seconds)
+        lines = pod.lines()  # JSON throughout
+        assert {"time", "level", "job", "region", "ordinal", "slot", "message"} <= set(lines[-1])
+        assert all(
+            line["job"] == "pods" and line["ordinal"] == int(pod.env["DILOCO_ORDINAL"]) for line in lines
+        )
+    assert any(line["slot"] >= 0 for line in pods[0].lines())
+    assert hub.terminate()[0] == 0
+
+
+@pytest.mark.parametrize("phase", ["failed", "deleted"])
+def test_an_end_that_is_announced_is_shown_and_idled_through(house: House, phase: str) -> None:
+    hub = house.hub(learners=1)
+    pod = house.pod(hub)
+    pod.waits_until(lambda s: s["step"], "a first step")
+    announce(hub, phase)
+    end = pod.waits_until(lambda s: s["idle"] and s["phase"] == phase and s["connected"] and s, "the end")
+    assert end["message"] == "enough of it"
+    code, seconds = pod.terminate()
+    assert code == 0 and seconds < 5
+
+
+def test_suspend_the_syncer_goes_and_a_resume_makes_room_for_new_processes(house: House) -> None:
+    hub = house.hub(learners=2)
+    pods = [house.pod(hub, ordinal) for ordinal in range(2)]
+    for pod in pods:
+        pod.waits_until(lambda s: s["step"], "a first step")
+    announce(hub, "suspended")
+    hub.waits_until(lambda s: s["phase"] == "suspended", "the suspension")
+    for pod in pods:
+        pod.waits_until(lambda s: s["idle"] and s["phase"] == "suspended", "the suspension, at the pod")
+    tokens = hub.status()["tokens"]
+    assert tokens["dropped"] == 0
+    # The operator stops the syncer. Learners show what they last heard, and wait; so does a new one.
+    assert hub.terminate()[0] == 0
+    late = house.pod(hub, 2)
+    late.waits_until(lambda s: "no session with the syncer" in s["message"], "a pod without a syncer")
+    assert late.page("/healthz")[0] == 200 and late.page("/readyz")[0] == 503
+    for pod in pods:
+        pod.waits_until(lambda s: not s["connected"], "the loss")
+        assert pod.status()["phase"] == "suspended" and pod.page("/readyz")[0] == 200
+    code, seconds = late.terminate()
+    assert code == 0 and seconds < 3  # it held nothing
+    # Resumed: who idles has no loop any more and makes room; its pod starts it again.
+    hub.start().serves()
+    for pod in pods:
+        assert pod.ends(30) == 0
+        assert "the job goes on" in pod.text()
+        pod.start()
+    hub.waits_until(lambda s: s["phase"] == "training" and s["quorum"]["active"] == 2, "the resumed job")
+    hub.waits_until(lambda s: s["tokens"]["trained"] > tokens["trained"] + 100, "training")
+    assert hub.status()["tokens"]["dropped"] == 0
+
+
+def test_a_drain_without_a_syncer_is_bounded(house: House) -> None:
+    hub = house.hub(learners=2)
+    patient, hasty = house.pod(hub, 0), house.pod(hub, 1, DILOCO_DRAIN_SECONDS="4")
+    for pod in (patient, hasty):
+        pod.waits_until(lambda s: s["step"] > 5, "some steps")
+    hub.kill()
+    for pod in (patient, hasty):
+        pod.waits_until(lambda s: not s["connected"], "the loss of the syncer")
+    code, seconds = hasty.terminate()
+    assert code == 0 and seconds < 8, seconds
+    code, seconds = patient.terminate()
+    assert code == 0 and 15 < seconds < 27, seconds
+
+
+def test_a_drain_with_a_syncer_loses_nothing_and_is_quick(house: House) -> None:
+    hub = house.hub(learners=2)
+    pods = [house.pod(hub, ordinal) for ordinal in range(2)]
+    for pod in pods:
+        pod.waits_until(lambda s: s["step"] > 5, "some steps")
+    code, seconds = pods[0].terminate()
+    assert code == 0 and seconds < 10
+    hub.waits_until(
+        lambda s: sorted(row["state"] for row in s["slots"]) == ["active", "drained"], "the drain"
+    )
+    assert hub.status()["tokens"]["dropped"] == 0
+
+
+def test_the_metrics_of_a_pod(house: House) -> None:
+    hub = house.hub(learners=1)
+    pod = house.pod(hub)
+    pod.waits_until(lambda s: s["step"] > 8, "some steps")
+    code, body = pod.page("/metrics")
+    text = body.decode()
+    assert code == 200
+    labels = 'job="pods",ordinal="0",region="local",role="learner"'
+    samples = {
+        line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
+        for line in text.splitlines()
+        if not line.startswith("#")
+    }
+    assert samples[f"diloco_worker_step{{{labels}}}"] > 8
+    assert (
+        samples[f"diloco_worker_connected{{{labels}}}"] == samples[f"diloco_worker_joined{{{labels}}}"] == 1
+    )
+    assert samples[f"diloco_worker_reconnects_total{{{labels}}}"] == 0
+    assert samples[f"diloco_worker_received_bytes_total{{{labels}}}"] > 0
+    assert samples[f"diloco_worker_compute_seconds_total{{{labels}}}"] > 0
+    assert (
+        samples['diloco_worker_phase{job="pods",ordinal="0",phase="training",region="local",role="learner"}']
+        == 1
+    )
+    for name in ("tokens", "loss_nats", "step_seconds", "stalled_seconds", "sent_bytes"):
+        assert f"# HELP diloco_worker_{name}" in text, name
+    # Over IPv6 too, where there is one: the port listens on both.
+    if socket.has_ipv6 and os.path.exists("/proc/net/if_inet6"):
+        assert get(f"http://[::1]:{pod.port}/healthz")[0] == 200
+    announce(hub, "failed")
+
+
+def blackhole() -> tuple[str, list[socket.socket]]:
+    """An address that answers no connection: its queue is full, and the kernel drops what comes."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(0)
+    host, port = listener.getsockname()
+    held = [listener]
+    for _ in range(3):
+        one = socket.socket()
+        one.setblocking(False)
+        one.connect_ex((host, port))
+        held.append(one)
+    return f"{host}:{port}", held
+
+
+def test_learners_are_back_soon_after_their_syncer(house: House) -> None:
+    """A syncer's pod that is replaced, at the same address and at another one; and an address that swallows
+    all connections for a while, as a Service may whose endpoint has gone."""
+    hub = house.hub(learners=2)
+    pods = [house.pod(hub, ordinal) for ordinal in range(2)]
+    for pod in pods:
+        pod.waits_until(lambda s: s["step"], "a first step")
+
+    def back() -> bool:
+        return all(pod.status().get("epoch") == epoch and pod.status()["connected"] for pod in pods)
+
+    epoch = 2
+    hub.kill()
+    wait_for(lambda: not any(pod.status().get("connected") for pod in pods), "the loss")
+    hub.start().serves()
+    wait_for(back, "all to be back within 2 s of the syncer's serving", 2.0)
+    # Elsewhere: the address file is a link into a folder that is swapped, as a mounted ConfigMap's.
+    epoch, swallowing = 3, blackhole()
+    for pod in pods:
+        volume = pod.log.with_suffix(".volume")
+        for version, address in (("a", swallowing[0]), ("b", hub.address("listen"))):
+            (volume / version).mkdir(parents=True)
+            (volume / version / "address.json").write_text(json.dumps({"sync": address}))
+        (volume / "..data").symlink_to("a")
+        (volume / "address.json").symlink_to("..data/address.json")
+        pod.address_file.unlink()
+        pod.address_file.symlink_to(volume / "address.json")
+    hub.kill()
+    hub.start().serves()
+    wait_for(
+        lambda: all(
+            "timeout" in str(pod.status().get("message")).lower()
+            or "no session" in str(pod.status().get("message"))
+            for pod in pods
+        ),
+        "the black hole",
+    )
+    for pod in pods:
+        volume = pod.log.with_suffix(".volume")
+        (volume / "..new").symlink_to("b")
+        os.replace(volume / "..new", volume / "..data")
+    wait_for(back, "all to be back within 5 s of the new address", 5.0)
+    for sock in swallowing[1]:
+        sock.close()
+    assert all(pod.running for pod in pods)
+    assert all(pod.status()["refused"] is None for pod in pods)
+
+
+def test_what_went_wrong_is_the_last_line(house: House, tmp_path: Path) -> None:
+    hub = house.hub(learners=1)
+    last: Callable[[Pod], dict[str, object]] = lambda pod: pod.lines()[-1]  # noqa: E731
+    for env, code, words in (
+        ({"DILOCO_STATUS": "nowhere"}, 2, "DILOCO_STATUS 'nowhere': expected HOST:PORT"),
+        ({"DILOCO_STATUS": hub.address("http")}, 2, "DILOCO_STATUS"),
+        ({"DILOCO_POD": "abc"}, 2, "DILOCO_POD is 'abc': it must be the pod's UID"),
+        ({"DILOCO_DRAIN_SECONDS": "long"}, 2, "DILOCO_DRAIN_SECONDS is 'long'"),
+        ({"DILOCO_CREDENTIALS": str(tmp_path)}, 2, "lacks tls.crt, tls.key, ca.crt"),
+    ):
+        pod = house.pod(hub, **env)
+        assert pod.ends() == code
+        assert last(pod)["level"] == "error" and words in str(last(pod)["message"]), pod.text()
+    # Refused for good by the syncer: with its reason, and the cure.
+    other = Pod(hub)
+    Path(other.env["DILOCO_JOB_FILE"]).write_text(job_to_json(make_job(learners=1, name="other")))
+    house.all.append(other)
+    assert other.start().ends() == 4
+    assert "bad-join" in str(last(other)["message"]) and "'other'" in str(last(other)["message"])
