@@ -58,7 +58,7 @@ class Reception:
         if not join.evaluator and self.job.members.superseded(join):
             self._refuse(
                 join, "superseded",
-                f"{join.region}-{join.ordinal} belongs to a newer process; this one was given up and replaced",
+                f"{join.region}-{join.ordinal} belongs to a newer process; this one was given up",
             )  # fmt: skip
             return
         if self._other_history(join):
