@@ -20,6 +20,8 @@ PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -qq
 DEMO_JOB ?= examples/tiny-gpt.yaml
 DEMO_DIR ?= runs/demo
 DEMO_CHAOS ?= 30s:kill:learner-1
+# The definition of DiLoCoJob, and the copy that the chart holds.
+CRDS := manifests/crd.yaml charts/diloco/files/crd.yaml
 # Words for pytest, for instance PYTEST_ARGS="-k ledger -x".
 PYTEST_ARGS ?=
 BENCHES := merge codec wire overlap
@@ -78,6 +80,8 @@ lint: $(STAMP) ## Style, types, doors between rooms, and whether generated files
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python tools/check_proto.py
 	$(BIN)/python -m diloco_protocol.reference --check docs/job.md
+	$(BIN)/python -m diloco_operator.crd --check $(CRDS)
+	$(BIN)/python tools/cluster_examples.py
 	$(BIN)/python tools/lock.py --check
 
 .PHONY: format
@@ -96,6 +100,12 @@ bench-operator: $(STAMP) ## Measure the operator with 500 jobs on simulated node
 .PHONY: proto
 proto: $(STAMP) ## Regenerate the gRPC stubs from sync.proto
 	$(BIN)/python tools/check_proto.py --write
+
+.PHONY: manifests
+manifests: $(STAMP) ## Regenerate manifests/ (and the chart's copy) from the job's models, examples/ and the chart
+	$(BIN)/python -m diloco_operator.crd --write $(CRDS)
+	$(BIN)/python tools/cluster_examples.py --write
+	$(BIN)/python tools/chart.py install --write
 
 .PHONY: docs
 docs: $(STAMP) ## Regenerate docs/job.md from the job's models

@@ -76,11 +76,7 @@ def definition() -> dict[str, Any]:
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
-        "metadata": {
-            "name": f"{JOB.plural}.{GROUP}",
-            # Of a Helm release too: deleting the definition would delete every job.
-            "annotations": {"helm.sh/resource-policy": "keep"},
-        },
+        "metadata": {"name": f"{JOB.plural}.{GROUP}"},
         "spec": {"group": GROUP, "names": names, "scope": "Namespaced", "versions": [version]},
     }
 

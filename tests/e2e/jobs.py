@@ -64,7 +64,7 @@ def small_job(
         "batch": {"sequences": 8},
         "optimizer": {"lr": 3e-3, "warmupSteps": 20},
         "stop": {"tokens": tokens},
-        "evaluation": None,
+        "evaluation": {"fraction": 0},  # a null would not survive `kubectl apply`
     } | spec.pop("training", {})
     return {
         "apiVersion": "diloco.io/v1alpha1",
