@@ -69,9 +69,10 @@ def receipt(job: Job, fragment: int) -> Rows:
     assert job.ledger
     rows = []
     for slot in job.members.slots:
-        if not slot.incarnation:
-            continue
         cell = job.ledger.books[slot.index].cells[fragment]
+        # A state may be older than a slot's first process, whose merges are in records after it.
+        if not slot.incarnation and not cell.merged:
+            continue
         newest = slot.merged.get(fragment, MergedPush())
         rows.append(
             SlotRow(
