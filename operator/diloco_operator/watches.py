@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 270
 SILENT_SECONDS = WATCH_SECONDS + 150
+AWAY_SECONDS = 3.0
 PAGE = 100  # objects of one answer: bounds what is in memory at once
 _CRD_HINT = (
     f"the API server does not know DiLoCoJobs ({JOB.api_version}): install the CRD "
@@ -111,6 +112,8 @@ class Watches:
         self.crd_missing = True
         self.running = False
         self._stop: Callable[[], None] = lambda: None
+        self._away_since: float | None = None
+        self._said_away = False
 
     # ------------------------------------------------------------------ supervision
 
@@ -274,6 +277,7 @@ class Watches:
         self._metrics.request(verb, stream.kind.plural if stream else "discovery", status, None)
         if stream is None:
             return
+        self._away(status == 0)
         if status == 403:
             if stream.denied is None:
                 log.error("forbidden: the operator may not %s %s %s; it needs that permission "
@@ -296,6 +300,19 @@ class Watches:
         elif stream.listing:
             stream.listing = False
             self._listed(stream)
+
+    def _away(self, unanswered: bool) -> None:
+        """Say once that the API server is away, and once that it is back."""
+        now = time.monotonic()
+        if not unanswered:
+            if self._said_away and self._away_since is not None:
+                log.info("the API server answers again, after %.0f s", now - self._away_since)
+            self._away_since, self._said_away = None, False
+        elif self._away_since is None:
+            self._away_since = now
+        elif not self._said_away and now - self._away_since > AWAY_SECONDS:
+            self._said_away = True
+            log.warning("the API server at %s does not answer; the watches go on trying", self._config.host)
 
     def _stream_of(self, path: str) -> Stream | None:
         parts = path.strip("/").split("/")
