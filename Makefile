@@ -59,8 +59,22 @@ test: $(STAMP) ## Run the quick tests (within 10 minutes on two cores)
 test-slow: $(STAMP) ## Run the slow tests
 	$(BIN)/python -m pytest -m "slow and not e2e" $(PYTEST_ARGS)
 
-# The cluster for the next two: localkube ($LOCALKUBE or on PATH), kind, or current (KUBECONFIG).
+# The cluster for the next ones: localkube ($LOCALKUBE or on PATH), kind, or current (KUBECONFIG).
 CLUSTER ?=
+# Of the images: their tag (empty: the project's version).
+IMAGE_TAG ?=
+
+.PHONY: images
+images: ## Build the images with docker, podman or localkube (CLUSTER=kind:NAME|localkube:NAME loads them; IMAGE_TAG, TORCH_INDEX)
+	CLUSTER="$(CLUSTER)" IMAGE_TAG="$(IMAGE_TAG)" TORCH_INDEX="$(TORCH_INDEX)" tools/images.sh build
+
+.PHONY: chart
+chart: $(STAMP) ## Check the chart: lint, render, tests; with KUBECONFIG also a dry run on that cluster (needs helm)
+	$(BIN)/python tools/chart.py check
+	$(BIN)/python tools/chart.py readme --check
+	$(BIN)/python tools/chart.py install --check
+	$(BIN)/python -m pytest -q tests/unit/test_chart.py tests/unit/test_chart_rendered.py
+
 # Words for pytest: E2E_ARGS="-m ci" is the part that .ci/run runs.
 E2E_ARGS ?=
 
@@ -82,6 +96,8 @@ lint: $(STAMP) ## Style, types, doors between rooms, and whether generated files
 	$(BIN)/python -m diloco_protocol.reference --check docs/job.md
 	$(BIN)/python -m diloco_operator.crd --check $(CRDS)
 	$(BIN)/python tools/cluster_examples.py
+	$(BIN)/python tools/chart.py readme --check
+	$(BIN)/python tools/chart.py install --check
 	$(BIN)/python tools/lock.py --check
 
 .PHONY: format
@@ -108,8 +124,9 @@ manifests: $(STAMP) ## Regenerate manifests/ (and the chart's copy) from the job
 	$(BIN)/python tools/chart.py install --write
 
 .PHONY: docs
-docs: $(STAMP) ## Regenerate docs/job.md from the job's models
+docs: $(STAMP) ## Regenerate docs/job.md from the job's models, and the chart's README from its values
 	$(BIN)/python -m diloco_protocol.reference --write docs/job.md
+	$(BIN)/python tools/chart.py readme --write
 
 .PHONY: lock
 lock: $(STAMP) ## Write requirements.lock from what is installed in .venv

@@ -1,0 +1,242 @@
+"""The chart and what is made of it: README's table, manifests/install.yaml, and its checks.
+
+    python tools/chart.py readme --write|--check     charts/diloco/README.md, from the comments in values.yaml
+    python tools/chart.py install --write|--check    manifests/install.yaml, from the chart by `helm template`
+    python tools/chart.py check                      helm lint and helm template with every file of charts/diloco/ci,
+                                                     and what that makes to the API server of KUBECONFIG, if it is
+                                                     set, as a dry run
+
+helm and kubectl are taken from PATH, or from where `$LOCALKUBE env` says. Without helm `install --check` says so and
+passes; the others fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+CHART = ROOT / "charts" / "diloco"
+README = CHART / "README.md"
+INSTALL = ROOT / "manifests" / "install.yaml"
+NAMESPACE = "diloco-system"
+BEGIN, END = "<!-- values: begin (tools/chart.py) -->", "<!-- values: end -->"
+NOT_CORE = ("PodMonitor",)  # kinds that a bare cluster does not have
+HEADER = """\
+# The operator without Helm: kubectl apply -f manifests/install.yaml
+# Made of charts/diloco with its defaults (`make manifests`); docs/operator.md says what to change.
+"""
+
+
+class Problem(Exception):
+    """What is wrong, for the one who runs this."""
+
+
+# ---------------------------------------------------------------- values and README
+
+
+class Value(NamedTuple):
+    """A documented value. ``default`` is what values.yaml has there, in JSON."""
+
+    path: str
+    default: str
+    text: str
+
+
+_KEY = re.compile(r"^( *)([A-Za-z][A-Za-z0-9]*):")
+_COMMENT = re.compile(r"^( *)# ?(.*)$")
+
+
+def documented(text: str) -> Iterator[Value]:
+    """The values of a values.yaml that a comment beginning with ``--`` precedes. Raises Problem."""
+    document = yaml.safe_load(text)
+    path: list[tuple[int, str]] = []
+    words: list[str] = []
+    for line in text.splitlines():
+        comment, key = _COMMENT.match(line), _KEY.match(line)
+        if comment and (words or comment[2].startswith("-- ")):
+            if comment[2].startswith("-- "):
+                words = []
+            words.append(comment[2].removeprefix("-- ").strip())
+            continue
+        if key:
+            indent = len(key[1])
+            path = [*((i, name) for i, name in path if i < indent), (indent, key[2])]
+            if words:
+                names = [name for _, name in path]
+                value: Any = document
+                for name in names:
+                    if not isinstance(value, dict) or name not in value:
+                        raise Problem(f"values.yaml: no value {'.'.join(names)}, which a comment describes")
+                    value = value[name]
+                yield Value(".".join(names), json.dumps(value), " ".join(words))
+        words = []
+
+
+def table(text: str) -> str:
+    """The table of README.md."""
+    rows = ["| value | default | what it is |", "|---|---|---|"]
+    for value in documented(text):
+        default = value.default.replace("|", "\\|")
+        rows.append(f"| `{value.path}` | `{default}` | {value.text.replace('|', chr(92) + '|')} |")
+    return "\n".join(rows)
+
+
+def readme() -> str:
+    """README.md with its table as values.yaml has it. Raises Problem."""
+    text = README.read_text(encoding="utf-8")
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise Problem(f"{README.relative_to(ROOT)} needs the lines {BEGIN} and {END} once each")
+    head, rest = text.split(BEGIN)
+    values = (CHART / "values.yaml").read_text(encoding="utf-8")
+    return f"{head}{BEGIN}\n\n{table(values)}\n\n{END}{rest.split(END)[1]}"
+
+
+# ---------------------------------------------------------------- programs
+
+
+def program(name: str) -> str | None:
+    """Where a program is; None: nowhere."""
+    path = os.environ["PATH"]
+    localkube = os.environ.get("LOCALKUBE") or shutil.which("localkube")
+    if shutil.which(name) is None and localkube:
+        said = subprocess.run([localkube, "env"], capture_output=True, text=True, timeout=300, check=False)
+        found = re.search(r"PATH=([^:\s]+)", said.stdout)
+        path = f"{path}:{found[1]}" if found else path
+    return shutil.which(name, path=path)
+
+
+def needed(name: str) -> str:
+    """Where a program is. Raises Problem."""
+    found = program(name)
+    if found is None:
+        raise Problem(f"needs {name}, which is not on PATH (nor with LOCALKUBE)")
+    return found
+
+
+def run(*command: str, stdin: str | None = None) -> str:
+    """stdout of a command. Raises Problem with what it said."""
+    done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120, check=False)
+    if done.returncode:
+        raise Problem(f"{' '.join(command)}: exit {done.returncode}\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def template(*words: str, namespace: str = NAMESPACE, release: str = "diloco") -> str:
+    """What `helm template` makes of the chart. Raises Problem."""
+    return run(needed("helm"), "template", release, str(CHART), "--namespace", namespace, *words)
+
+
+# ---------------------------------------------------------------- manifests/install.yaml
+
+
+def install_manifest() -> str:
+    """The chart's objects for `kubectl apply`, with their namespace, without what is Helm's own."""
+    namespace = {
+        "apiVersion": "v1",
+        "kind": "Namespace",
+        "metadata": {
+            "name": NAMESPACE,
+            "labels": {"pod-security.kubernetes.io/enforce": "restricted"},
+        },
+    }
+    lines = []
+    for line in template("--no-hooks").splitlines():
+        if line.strip() == "helm.sh/resource-policy: keep" and lines[-1].strip() == "annotations:":
+            lines.pop()
+        elif line.strip() == "app.kubernetes.io/managed-by: Helm" or "helm.sh/" in line:
+            continue
+        elif line.strip() and not line.startswith("# Source: "):
+            lines.append(line)
+    return f"{HEADER}{yaml.safe_dump(namespace, sort_keys=False)}{chr(10).join(lines)}\n"
+
+
+# ---------------------------------------------------------------- checks
+
+
+def documents(text: str) -> list[dict[str, Any]]:
+    """The objects of a rendered chart."""
+    return [found for found in yaml.safe_load_all(text) if found]
+
+
+def check() -> None:
+    """Lint and render with every file of ci/, and try it on the API server of KUBECONFIG. Raises Problem."""
+    helm = needed("helm")
+    cluster = "KUBECONFIG" in os.environ
+    kubectl = needed("kubectl") if cluster else ""
+    for values in sorted((CHART / "ci").glob("*.yaml")):
+        run(helm, "lint", str(CHART), "--strict", "--values", str(values))
+        # A namespace that every cluster has: a dry run finds no other.
+        rendered = documents(template("--values", str(values), namespace="default"))
+        said = f"{values.name}: lint, {len(rendered)} objects"
+        if cluster:
+            known = [one for one in rendered if one["kind"] not in NOT_CORE]
+            for one in known:
+                if one["kind"] == "Pod":  # its own account would have to be there already
+                    one["spec"]["serviceAccountName"] = "default"
+            text = json.dumps({"apiVersion": "v1", "kind": "List", "items": known})
+            run(
+                kubectl, "apply", "--server-side", "--dry-run=server", "--force-conflicts",
+                "--validate=strict", "--field-manager=chart-check", "-f", "-", stdin=text,
+            )  # fmt: skip
+            said += f", {len(known)} of them tried on the API server"
+        print(said)
+    if not cluster:
+        print("no dry run on an API server: KUBECONFIG is not set")
+
+
+def settle(path: Path, wanted: str, write: bool, how: str) -> int:
+    """Write the file, or compare it; the exit code."""
+    if write:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(path.suffix + ".tmp")
+        temporary.write_text(wanted, encoding="utf-8")
+        temporary.replace(path)
+        return 0
+    there = path.read_text(encoding="utf-8") if path.exists() else ""
+    if there == wanted:
+        return 0
+    name = str(path.relative_to(ROOT))
+    difference = difflib.unified_diff(there.splitlines(), wanted.splitlines(), name, "wanted", lineterm="")
+    print("\n".join(list(difference)[:60]), file=sys.stderr)
+    print(f"chart: {name} is not what it would be made now: run {how}", file=sys.stderr)
+    return 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("what", choices=("readme", "install", "check"))
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--write", action="store_true")
+    how.add_argument("--check", action="store_true")
+    arguments = parser.parse_args()
+    try:
+        if arguments.what == "check":
+            check()
+            return 0
+        if not arguments.write and not arguments.check:
+            parser.error("--write or --check")
+        if arguments.what == "readme":
+            return settle(README, readme(), arguments.write, "make docs")
+        if arguments.check and program("helm") is None:
+            print("chart: helm is not there, so manifests/install.yaml was not compared with the chart")
+            return 0
+        return settle(INSTALL, install_manifest(), arguments.write, "make manifests")
+    except Problem as problem:
+        print(f"chart: {problem}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
