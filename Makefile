@@ -94,6 +94,7 @@ lint: $(STAMP) ## Style, types, doors between rooms, and whether generated files
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python tools/check_proto.py
 	$(BIN)/python -m diloco_protocol.reference --check docs/job.md
+	$(BIN)/python -m diloco_operator.reference --check docs/operator.md
 	$(BIN)/python -m diloco_operator.crd --check $(CRDS)
 	$(BIN)/python tools/cluster_examples.py
 	$(BIN)/python tools/chart.py readme --check
@@ -124,8 +125,9 @@ manifests: $(STAMP) ## Regenerate manifests/ (and the chart's copy) from the job
 	$(BIN)/python tools/chart.py install --write
 
 .PHONY: docs
-docs: $(STAMP) ## Regenerate docs/job.md from the job's models, and the chart's README from its values
+docs: $(STAMP) ## Regenerate docs/job.md and the tables of docs/operator.md, and the chart's README from its values
 	$(BIN)/python -m diloco_protocol.reference --write docs/job.md
+	$(BIN)/python -m diloco_operator.reference --write docs/operator.md
 	$(BIN)/python tools/chart.py readme --write
 
 .PHONY: lock
