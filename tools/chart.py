@@ -2,12 +2,12 @@
 
     python tools/chart.py readme --write|--check     charts/diloco/README.md, from the comments in values.yaml
     python tools/chart.py install --write|--check    manifests/install.yaml, from the chart by `helm template`
-    python tools/chart.py check                      helm lint and helm template with every file of charts/diloco/ci,
-                                                     and what that makes to the API server of KUBECONFIG, if it is
-                                                     set, as a dry run
+    python tools/chart.py check                      helm lint and helm template with each file of
+                                                     charts/diloco/ci; and what that makes, to the API server
+                                                     of KUBECONFIG, if that is set, as a dry run
 
-helm and kubectl are taken from PATH, or from where `$LOCALKUBE env` says. Without helm `install --check` says so and
-passes; the others fail.
+helm and kubectl are taken from PATH, or from where `$LOCALKUBE env` says. Without helm `install --check`
+says so and passes; `install --write` and `check` fail.
 """
 
 from __future__ import annotations
