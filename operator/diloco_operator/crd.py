@@ -155,7 +155,8 @@ def value_schema(annotation: Any, metadata: typing.Iterable[Any] = ()) -> Schema
     origin = typing.get_origin(kind)
     found: Schema
     if origin is Literal:
-        found = {"type": "string", "enum": list(typing.get_args(kind))}
+        # Among choices the API server takes no null, listed or not: who writes leaves the field out.
+        found, nullable = {"type": "string", "enum": list(typing.get_args(kind))}, False
     elif kind is bool:
         found = {"type": "boolean"}
     elif kind in (int, float):

@@ -286,7 +286,8 @@ def parse(text: str) -> Document:
     try:
         for event in yaml.parse(text, Loader=loader):
             if isinstance(event, yaml.DocumentStartEvent):
-                builder, first_line = _Builder(), event.start_mark.line + 1
+                builder, start = _Builder(), event.start_mark
+                first_line = 1 if start is None else start.line + 1
             elif isinstance(event, yaml.DocumentEndEvent):
                 if builder.document.value is not None:
                     if result.found:

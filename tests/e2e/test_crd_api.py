@@ -96,13 +96,13 @@ class Api:
         extra = {"dryRun": "All"} if dry else {}
         return self._send("POST", COLLECTION, job, fieldValidation="Strict", **extra)
 
-    def apply(self, job: dict[str, Any], dry: bool = True) -> Answer:
+    def apply(self, job: dict[str, Any], dry: bool = True, sub: str = "") -> Answer:
         """As `kubectl apply --server-side` does."""
         metadata = job.get("metadata")
         name = (metadata.get("name") if isinstance(metadata, dict) else None) or "nameless"
         extra = {"dryRun": "All"} if dry else {}
         return self._send(
-            "PATCH", f"{COLLECTION}/{name}", job, "apply",
+            "PATCH", f"{COLLECTION}/{name}" + (f"/{sub}" if sub else ""), job, "apply",
             fieldManager="test", fieldValidation="Strict", force="true", **extra,
         )  # fmt: skip
 
@@ -602,6 +602,8 @@ def test_get_shows_a_job_in_a_line(api: Api, bare_cluster: Cluster, started: tup
     document = status.model_dump(mode="json")
     answer = api.edit(running, {"status": document}, "status", dry=False)
     assert answer.taken, answer
+    nothing = {k: v for k, v in JobStatus().model_dump(mode="json").items() if k != "phase"}  # all null
+    assert api.apply(put(elsewhere(running), ("status",), nothing), sub="status").taken
     left = {key: value for key, value in document.items() if value is not None}
     assert {key: value for key, value in answer.body["status"].items() if key in left} == without_nulls(left)
     lines = bare_cluster.kubectl("get", "dj", fresh, running).splitlines()

@@ -1,4 +1,5 @@
-"""The custom resource definition, as far as it can be judged without an API server (tests/e2e/test_crd_api.py)."""
+"""The custom resource definition, as far as it can be judged without an API server (that one:
+tests/e2e/test_crd_api.py)."""
 
 from __future__ import annotations
 
@@ -71,6 +72,9 @@ def test_what_rules_read_is_bounded_and_patterns_mean_the_same_in_go() -> None:
             assert "maxLength" in node or "enum" in node, path
         if node.get("type") == "array":
             assert "maxItems" in node, path
+        # Null among choices cannot be said: a field of the spec must not need it.
+        leaf = next((leaf for leaf in LEAVES if where(leaf) == path), None)
+        assert "enum" not in node or leaf is None or not leaf.nullable, path
         # Classes such as \w are ASCII in Go and Unicode in the models; look-around Go does not have.
         assert not re.search(r"\\[wWdDsSbB]|\(\?", node.get("pattern", "")), path
 
