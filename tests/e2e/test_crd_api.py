@@ -120,20 +120,25 @@ class Api:
 
 
 @pytest.fixture(scope="module")
-def api(bare_cluster: Cluster) -> Api:
-    """With the definition applied as a person would: plain `kubectl apply`."""
-    bare_cluster.kubectl("apply", "-f", str(ROOT / "manifests" / "crd.yaml"))
+def api(bare_cluster: Cluster) -> Iterator[Api]:
+    """With the definition applied as a person would: plain `kubectl apply`. Where it was not there before it
+    is taken away again, or Helm would refuse to install over it."""
     path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/dilocojobs.diloco.io"
+    there = bare_cluster.api(path) is not None
+    bare_cluster.kubectl("apply", "-f", str(ROOT / "manifests" / "crd.yaml"))
 
     def conditions() -> dict[str, str]:
         definition = bare_cluster.api(path) or {}
-        return {c["type"]: c["status"] for c in definition["status"]["conditions"]}
+        found = (definition.get("status") or {}).get("conditions") or []
+        return {condition["type"]: condition["status"] for condition in found}
 
     until("the definition is established", lambda: conditions().get("Established") == "True", 20)
     assert conditions().get("NonStructuralSchema", "False") == "False"
     found = Api(bare_cluster.kubeconfig, bare_cluster.context)
     until("jobs are served", lambda: found.create(local_job({})).taken, 20)
-    return found
+    yield found
+    if not there:
+        bare_cluster.kubectl("delete", "crd", "dilocojobs.diloco.io", "--timeout=30s")
 
 
 def wrong(job: Any) -> set[str]:
@@ -562,6 +567,31 @@ def test_a_null_is_no_change(api: Api, started: tuple[str, str]) -> None:
     job["spec"]["training"]["data"]["function"] = None
     job["spec"]["training"]["model"]["lora"] = None
     assert api.apply(job).taken
+
+
+def test_what_kubectl_apply_makes_of_zeros_and_of_an_alternative(
+    api: Api, bare_cluster: Cluster, started: tuple[str, str]
+) -> None:
+    fresh, _ = started
+
+    def applied(training: dict[str, Any], *words: str) -> str:
+        job = elsewhere(fresh)
+        job["spec"]["training"] |= training
+        job["spec"]["suspend"] = True
+        return bare_cluster.kubectl(
+            "apply", "-o", "json", "-f", "-", *words, stdin=json.dumps(job), check=False
+        )
+
+    # What zero says survives where null would not.
+    said = applied({"evaluation": {"fraction": 0}, "optimizer": {"clipNorm": 0}}, "--dry-run=server")
+    spec = job_from_object(json.loads(said)).spec
+    assert spec.training.evaluation is None and spec.training.optimizer.clip_norm is None
+    # stop had its default: another one is refused with the cure, and the cure works.
+    answer = api.edit(fresh, {"spec": {"training": {"stop": {"steps": 100}}}})
+    assert answer.fields == {"spec.training.stop"} and "set the others to null" in answer.message
+    assert not applied({"stop": {"steps": 100}}, "--dry-run=server")
+    said = applied({"stop": {"steps": 100, "tokens": None}}, "--dry-run=server")
+    assert job_from_object(json.loads(said)).spec.training.stop.steps == 100
 
 
 def test_status_and_spec_have_separate_doors(api: Api, started: tuple[str, str]) -> None:
