@@ -150,7 +150,7 @@ class Job:
             name = pod["metadata"]["name"]
             text = self.cluster.kubectl("logs", name, "-n", self.namespace, "--tail=8", check=False)
             parts.append(f"$ kubectl logs {name}\n{text[-1500:]}")
-        text = self.cluster.kubectl("logs", "-n", "diloco-system", "deploy/diloco", "--tail=25", check=False)
+        text = self.cluster.kubectl("logs", "-n", "diloco-system", "deploy/diloco-operator", "--tail=25", check=False)
         return "\n".join([*parts, f"operator:\n{text[-5000:]}"])
 
     # ------------------------------------------------------------- pods
