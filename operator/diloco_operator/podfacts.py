@@ -225,10 +225,11 @@ def _obstacle(
     waiting = state.get("waiting") or {}
     if waiting.get("reason") == "CrashLoopBackOff" or "terminated" in state:
         return _crash(last, ends)
-    main = next(iter(status.get("containerStatuses") or []), {})
-    found = _waiting(main, state.get("waiting"), "")
-    if found is not None:
-        return found
+    for one in status.get("containerStatuses") or []:
+        mine = (one.get("state") or {}).get("waiting")
+        found = _waiting(one, mine, "" if mine == state.get("waiting") else f"container {one.get('name')}")
+        if found is not None:
+            return found
     for reasons, kind, said in (
         (_MOUNT_NOTES, "volume", "its volumes cannot be mounted"),
         (_START_NOTES, "other", "it cannot be set up"),
@@ -272,6 +273,6 @@ def _newest(notes: list[Note], reasons: Iterable[str]) -> str:
 
 def _missing_secret(message: str) -> str:
     """The name in `secret "NAME" not found`."""
-    head, found, tail = message.partition('secret "')
+    _, found, tail = message.partition('secret "')
     name = tail.partition('"')[0]
     return name if found and "not found" in tail else ""

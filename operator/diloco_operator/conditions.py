@@ -1,0 +1,66 @@
+"""The conditions of a job: one place where each is decided, with reason and message.
+
+Which there are. ``Ready``, ``Suspended``, ``Complete``, ``Failed``, ``Degraded`` and
+``NameConflict`` are on every job, True or False. ``SyncerReady``, ``QuorumMet`` and
+``RegionLost`` are the word of the syncer's cluster, and absent on other clusters' copies of
+the job; ``HubReachable`` and ``SpecDrift`` are what a cluster without the syncer can tell of
+its learners, and absent at the syncer's. What cannot be known at the moment is Unknown. A
+job whose spec is refused keeps the conditions that it had, and says why in ``Ready``.
+
+``lastTransitionTime`` changes with the status of a condition, ``observedGeneration`` is the
+generation that was looked at. Messages hold nothing that changes by itself (no ages, no
+counters of steps), or the status would be written all the time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from .job import stamp
+from .types import Object
+
+Truth = Literal["True", "False", "Unknown"]
+
+ORDER = (
+    "Ready", "QuorumMet", "SyncerReady", "HubReachable", "RegionLost", "SpecDrift", "NameConflict", "Degraded",
+    "Suspended", "Complete", "Failed",
+)  # fmt: skip
+
+
+@dataclass
+class Conditions:
+    """The conditions being decided. ``before``: those of the job's status."""
+
+    before: list[dict[str, Any]]
+    generation: int
+    now: float
+    found: dict[str, Object] = field(default_factory=dict)
+
+    def say(self, kind: str, status: Truth | bool, reason: str, message: str = "") -> None:
+        """Decide one condition."""
+        said = status if isinstance(status, str) else ("True" if status else "False")
+        old = next((c for c in self.before if c.get("type") == kind), {})
+        since = old.get("lastTransitionTime") if old.get("status") == said else None
+        self.found[kind] = {
+            "type": kind,
+            "status": said,
+            "reason": reason,
+            "message": message[:4000],
+            "observedGeneration": self.generation,
+            "lastTransitionTime": since if isinstance(since, str) else stamp(self.now),
+        }
+
+    def keep(self) -> None:
+        """Those that were not decided stay as they were."""
+        for old in self.before:
+            if isinstance(old.get("type"), str):
+                self.found.setdefault(old["type"], dict(old))
+
+    def rows(self) -> list[Object]:
+        """In their order."""
+        known = [self.found[kind] for kind in ORDER if kind in self.found]
+        return known + [row for kind, row in self.found.items() if kind not in ORDER]
+
+    def truth(self, kind: str) -> str:
+        return str(self.found.get(kind, {}).get("status", ""))
