@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+
+from diloco_protocol.load import load_manifest
 
 from .clusters import ROOT, Cluster, until
 from .jobs import Job
@@ -21,7 +22,7 @@ def scalars(report: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.ci
 @pytest.mark.timeout(900)
 def test_the_example_trains_to_its_end(cluster: Cluster, namespace: str, tmp_path: Path) -> None:
-    document = yaml.safe_load((ROOT / "manifests" / "examples" / "tiny-gpt.yaml").read_text())
+    _, document = load_manifest(ROOT / "manifests" / "examples" / "tiny-gpt.yaml")
     document["spec"]["training"]["stop"] = {"tokens": 250_000}
     document["spec"]["training"]["evaluation"]["everyTokens"] = 100_000
     name = document["metadata"]["name"]
@@ -64,7 +65,7 @@ def held_out_loss(model: Path, document: dict[str, Any]) -> float:
     from diloco_protocol.load import parse_job
     from diloco_worker import data
 
-    job = parse_job(yaml.safe_dump(document), "job.yaml")
+    job = parse_job(json.dumps(document), source="job.json")
     spec = job.spec
     held_out = data.load(spec, held_out=True)
     assert spec.training.evaluation is not None
