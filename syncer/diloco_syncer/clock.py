@@ -17,8 +17,12 @@ RATE_WINDOW = 10.0
 
 
 class JobClock:
-    def __init__(self) -> None:
+    """``slots``: how many the job has, in this life."""
+
+    def __init__(self, slots: int = 1) -> None:
+        self.slots = slots
         self.before = 0.0  # elapsed in earlier lives
+        self.slot_seconds_before = 0.0
         self.started_at: float | None = None  # in this life
         self.ended_at: float | None = None
         self.up = 0.0
@@ -34,6 +38,10 @@ class JobClock:
         if self.started_at is None:
             return self.before
         return self.before + max(0.0, (now if self.ended_at is None else self.ended_at) - self.started_at)
+
+    def slot_seconds(self, now: float) -> float:
+        """Elapsed time of all slots together, each life's with the slots that the job had then."""
+        return self.slot_seconds_before + self.slots * (self.elapsed(now) - self.before)
 
     def start(self, now: float) -> None:
         """The first step of this life was made."""
@@ -83,6 +91,7 @@ class JobClock:
     def to_json(self, now: float, wall: float) -> dict[str, Any]:
         return {
             "elapsed": self.elapsed(now),
+            "slot_seconds": self.slot_seconds(now),
             "up": self.up,
             "running": self.running,
             "ended": self.ended_at is not None,
@@ -92,8 +101,10 @@ class JobClock:
 
     def load(self, row: dict[str, Any], now: float, wall: float) -> None:
         self.before, self.up = row["elapsed"], row["up"]
+        self.slot_seconds_before = row.get("slot_seconds", self.slots * self.before)
         self.holds = [list(hold) for hold in row["holds"]]
         if row["running"]:
             down = max(0.0, wall - row["wall"])
             self.before += down
+            self.slot_seconds_before += self.slots * down
             self.started_at, self.advanced_at = now, now - down

@@ -30,7 +30,7 @@ class Job:
         self.phase = PhaseName.WAITING
         self.phase_message = ""
         self.members = Membership(list(config.places))
-        self.clock = JobClock()
+        self.clock = JobClock(len(config.places))
         self.leases: LeaseBook | None = None
         self.layout_digest = ""
         self.fragment_elements: tuple[int, ...] = ()

@@ -17,6 +17,14 @@ its node, and replaced, may come back with its processes alive, or start them on
 before its kubelet hears that it was deleted: it is refused, and the slot stays with its
 successor. The same goes for a process without a pod that has lost its place to a newer one.
 
+A job may be scaled while it lives, by a start of its syncer with other places. Each place
+then keeps the slot that its process has, so that nobody who stays is moved; places that are
+new get slots that are free, or new ones; and slots that are over are *retired*. A retired
+slot's process stays in it until it leaves (its pod is going to be removed, and offers its
+work before) or is lost; nobody is seated there any more, and its history stays in the
+ledger. A later scaling may take a retired slot for a place again: like a new one, it then
+begins at the job's greatest step.
+
 A slot is *active* while its process is connected and has reported, *suspect*
 when its stream broke, *lost* when nothing was heard for the heartbeat timeout
 or somebody who knows said that the process is gone, *draining* when the process
@@ -55,6 +63,7 @@ class Slot:
 
     index: int
     state: SlotState = SlotState.EMPTY
+    retired: bool = False  # scaled down: for whom it has, until they leave
     region: str = ""
     ordinal: int = 0
     process: str = ""
@@ -92,6 +101,7 @@ class Slot:
 
 
 _DURABLE = (
+    "retired",
     "region",
     "ordinal",
     "process",
@@ -109,6 +119,7 @@ class Membership:
     def __init__(self, places: list[tuple[str, int]]) -> None:
         self.places = places
         self.slots = [Slot(index) for index in range(len(places))]
+        self.nominal = dict(zip(places, self.slots, strict=True))  # place -> the slot that it keeps
         self.next_incarnation = 1
         self.standby: dict[int, Join] = {}  # connection -> its join, in order of arrival
         self.evaluators: set[int] = set()
@@ -117,8 +128,8 @@ class Membership:
 
     @property
     def current(self) -> list[Slot]:
-        """The slots that the job has now; behind them may be retired ones (scaled down)."""
-        return self.slots[: len(self.places)]
+        """The slots that the job has now, without the retired ones."""
+        return [slot for slot in self.slots if not slot.retired]
 
     def by_connection(self, connection: int) -> Slot | None:
         return next((slot for slot in self.slots if slot.connection == connection), None)
@@ -153,7 +164,7 @@ class Membership:
 
     def own(self, join: Join) -> Slot | None:
         """The slot that this very process holds, if nobody took it and it was not given up."""
-        for slot in self.current if join.previous_incarnation else ():
+        for slot in self.slots if join.previous_incarnation else ():
             if slot.process == join.process and slot.state not in (SlotState.DRAINED, SlotState.EMPTY):
                 return slot
         return None
@@ -161,17 +172,13 @@ class Membership:
     def choose(self, join: Join, deterministic: bool) -> Slot | None:
         """The slot that a newcomer gets (not its own), or None: stand by."""
         if deterministic:
-            place = (join.region, join.ordinal)
-            return self.slots[self.places.index(place)] if place in self.places else None
+            return self.nominal.get((join.region, join.ordinal))
         return self.by_place(join.region, join.ordinal) or self.free_for(join)
 
     def free_for(self, join: Join) -> Slot | None:
         """A slot that nobody holds, for a standby: its nominal one, else the lowest."""
-        if (join.region, join.ordinal) in self.places:
-            nominal = self.slots[self.places.index((join.region, join.ordinal))]
-            if not nominal.occupied:
-                return nominal
-        return self._free()
+        nominal = self.nominal.get((join.region, join.ordinal))
+        return nominal if nominal is not None and not nominal.occupied else self._free()
 
     def _free(self) -> Slot | None:
         return next((slot for slot in self.current if not slot.occupied), None)
@@ -193,6 +200,7 @@ class Membership:
     def to_json(self) -> dict[str, Any]:
         return {
             "next_incarnation": self.next_incarnation,
+            "places": [[region, ordinal] for region, ordinal in self.places],
             "pods": [[region, ordinal, pods] for (region, ordinal), pods in self.pods.items()],
             "slots": [
                 {name: getattr(slot, name) for name in _DURABLE}
@@ -209,11 +217,10 @@ class Membership:
         """Who was connected is suspect now, and has a heartbeat timeout to come back."""
         self.next_incarnation = row["next_incarnation"]
         self.pods = {(region, ordinal): list(pods) for region, ordinal, pods in row.get("pods", [])}
-        while len(self.slots) < len(row["slots"]):  # the job was scaled down: history stays
-            self.slots.append(Slot(len(self.slots)))
-        for slot, saved in zip(self.slots, row["slots"], strict=False):
+        self.slots = [Slot(index) for index in range(len(row["slots"]))]
+        for slot, saved in zip(self.slots, row["slots"], strict=True):
             for name in _DURABLE:
-                setattr(slot, name, saved[name])
+                setattr(slot, name, saved.get(name, False) if name == "retired" else saved[name])
             state = SlotState(saved["state"])
             slot.state = SlotState.SUSPECT if state in OCCUPIED else state
             slot.heard_at = now
@@ -221,3 +228,41 @@ class Membership:
             # What was accepted and not merged is gone, but for spooled offers, which say so themselves.
             slot.accepted_sequence = {fragment: push.sequence for fragment, push in slot.merged.items()}
             slot.merged_last_step = {int(k): v for k, v in saved["merged_last_step"].items()}
+        before = row.get("places")
+        self._arrange(None if before is None else {(region, ordinal) for region, ordinal in before})
+
+    def _arrange(self, before: set[tuple[str, int]] | None) -> None:
+        """Which slot each place keeps, and which slots are over. ``before``: the places until now."""
+        kept: dict[tuple[str, int], Slot] = {}
+        # Who holds a slot now goes before who held one once, the newest before the older.
+        for slot in sorted(self.slots, key=lambda s: (s.retired, not s.occupied, -s.incarnation)):
+            if slot.incarnation and (slot.region, slot.ordinal) in self.places:
+                kept.setdefault((slot.region, slot.ordinal), slot)
+        taken = {slot.index for slot in kept.values()}
+
+        gone = (before or set()) - set(self.places)  # who sits there leaves; a spare has no place of its own
+
+        def leaves(slot: Slot) -> bool:
+            return (slot.region, slot.ordinal) in gone
+
+        rest = [slot for slot in self.slots if slot.index not in taken]
+        free = [
+            *(s for s in rest if not s.retired and s.occupied and not leaves(s)),
+            *(s for s in rest if not s.retired and not s.incarnation),
+            *(s for s in rest if not s.retired and s.incarnation and not s.occupied),
+            *(s for s in rest if s.retired and not s.occupied),
+        ]
+        for place in self.places:
+            if place not in kept:
+                if not free:
+                    free.append(Slot(len(self.slots)))
+                    self.slots.append(free[0])
+                kept[place] = free.pop(0)
+        furthest = max((slot.step for slot in self.slots), default=0)
+        now = {slot.index for slot in kept.values()}
+        for slot in kept.values():
+            if slot.incarnation and not slot.occupied and (slot.retired or leaves(slot)):
+                slot.step = furthest
+        for slot in self.slots:
+            slot.retired = slot.index not in now
+        self.nominal = kept

@@ -21,6 +21,10 @@ on every machine and for any number of threads.
   one version beyond ``staleness.maxVersions``, so that no push that is accepted is lost;
   and Adam's bias correction counts merges, not σ.
 
+A job may be given another optimizer while it lives. Its state is then begun anew, as at
+the first merge; what the one before remembered (momentum) is nothing that it could use.
+Another learning rate or momentum factor goes on with the same state.
+
 ``restart_every`` n clears the momentum before every n-th merge but the first
 (outer-momentum restarting, arXiv 2605.28585). With Adam that is the first moment and
 its bias correction; the second moment is a scale and stays (ours).
@@ -86,6 +90,10 @@ class Outer:
     def __init__(self, settings: OuterSettings, max_versions: int) -> None:
         self.settings = settings
         self.max_versions = max_versions
+
+    def owns(self, state: Mapping[str, Any]) -> bool:
+        """Whether the state is one of this optimizer's, by its names; one that is empty is anybody's."""
+        return not state or set(state) == {"merges", *self.vectors}
 
     def step(
         self,

@@ -59,8 +59,8 @@ class Parameters:
     """Θ and outer state of all fragments, at their newest durable versions.
 
     ``previous`` keeps the broadcast before the newest, ``overtaken`` those before it that are
-    still being downloaded.
-    Raises ``outer.OuterError`` if a record's state is another optimizer's.
+    still being downloaded. ``begun_anew``: the records' outer state was another optimizer's.
+    Raises ``outer.OuterError`` if a record's state does not fit its fragment.
     """
 
     def __init__(self, job: DiLoCoJob, layout: Layout, newest: Sequence[MergeRecord], threads: int) -> None:
@@ -71,10 +71,13 @@ class Parameters:
         self._threads = threads
         self._outer = outer.make(sync.outer, max_versions=sync.staleness.max_versions)
         self._down = sync.compression.down
-        self.newest = list(newest)
-        for record in newest:
+        self.begun_anew = any(not self._outer.owns(record.outer) for record in newest)
+        self.newest = [
+            record if self._outer.owns(record.outer) else replace(record, outer={}) for record in newest
+        ]
+        for record in self.newest:
             self._outer.check(record.outer, layout.elements(record.fragment))
-        self.broadcasts = [self.encode(record, None) for record in newest]
+        self.broadcasts = [self.encode(record, None) for record in self.newest]
         self.previous: list[Broadcast | None] = [None] * len(self.newest)
         self.overtaken: list[list[Broadcast]] = [[] for _ in self.newest]
         self.readers = Readers()
@@ -122,7 +125,9 @@ class Parameters:
             weights=weights,
             threads=self._threads,
         )
-        feedback, delta = old.feedback, None
+        # Where whole values are broadcast nothing is dropped, and what was dropped once is out of date.
+        feedback: Floats | None = None
+        delta: Array | None = None
         if self.delta_encoding is not None:
             theta, feedback, delta = self._quantised(old, theta, self.delta_encoding)
         norm, finite = codec.norm_and_finite(theta, threads=self._threads)

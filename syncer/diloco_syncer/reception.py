@@ -84,6 +84,7 @@ class Reception:
         if self.job.phase in ENDED or self.job.closing:
             self._admit(join, None)
             return
+        self._end_predecessor(join)
         slot = self.job.members.choose(join, self.job.config.rules.deterministic)
         if slot is None:
             if self.job.config.rules.deterministic:
@@ -187,6 +188,25 @@ class Reception:
             region=join.region, ordinal=join.ordinal, process=join.process, continuing=continuing,
         )  # fmt: skip
 
+    def _end_predecessor(self, join: ev.Join) -> None:
+        """A place runs one process: who had a retired slot there is gone, and nobody else will take it."""
+        for slot in self.job.members.slots:
+            if slot.retired and slot.process and (slot.region, slot.ordinal) == (join.region, join.ordinal):
+                if slot.connection is not None:
+                    words = f"{join.region}-{join.ordinal} belongs to a newer process"
+                    self.job.out.append(ev.Refuse(slot.connection, "superseded", words, True))
+                self._close(slot, "died")
+
+    def _close(self, slot: Slot, reason: str) -> None:
+        """The slot's process has left for good, and what it had is settled."""
+        self._vacate(slot, reason)
+        slot.state = SlotState.DRAINED
+        slot.connection = None
+        slot.process = ""
+        if self.job.leases:
+            self.job.leases.give_back(slot.index)
+        self.job.out.append(ev.Persist())
+
     def _merged_of(self, slot: Slot) -> tuple[MergedPush, ...]:
         return tuple(slot.merged.get(p, MergedPush()) for p in range(len(self.job.versions)))
 
@@ -228,6 +248,8 @@ class Reception:
             if event.process and event.process != slot.process:
                 continue
             self._lose(slot, "gone", f"slot {slot.index}: its process is gone ({event.reason})")
+            if slot.retired:
+                self._close(slot, "died")
 
     def _lose(self, slot: Slot, kind: str, message: str) -> None:
         slot.state = SlotState.LOST
@@ -244,13 +266,7 @@ class Reception:
         slot = self.job.members.by_connection(connection)
         if slot is None or not slot.occupied:
             return
-        self._vacate(slot, "drain")
-        slot.state = SlotState.DRAINED
-        slot.connection = None
-        slot.process = ""
-        if self.job.leases:
-            self.job.leases.give_back(slot.index)
-        self.job.out.append(ev.Persist())
+        self._close(slot, "drain")
         self.job.note("drained", slot, f"slot {slot.index} left with its work offered, at step {slot.step}")
 
     def lose_silent(self, now: float) -> None:

@@ -10,6 +10,7 @@ what is under way comes to rest, and a last checkpoint is written.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import os
@@ -169,7 +170,7 @@ def _restore(options: Options, loop: asyncio.AbstractEventLoop) -> Engine:
     claimant = json.dumps({"pid": os.getpid(), "host": os.uname().nodename, "time": time.time()}).encode()
     epoch = Epoch.claim(store, claimant, options.above)
     checkpoints = Checkpoints(store, epoch, job.metadata.name, job.spec.syncer.checkpoint.keep)
-    checkpoints.identify(immutable_digests(job))
+    checkpoints.identify(immutable_digests(job) | _fixed(job))
     restored = checkpoints.load()
     for problem in restored.problems:
         log.error("restoring: %s", problem)
@@ -181,10 +182,27 @@ def _restore(options: Options, loop: asyncio.AbstractEventLoop) -> Engine:
     engine = Engine(job, core, restored, checkpoints, tape, options.threads, loop)
     if restored.layout is not None:
         parameters = Parameters(job, restored.layout, restored.newest, options.threads)
+        if parameters.begun_anew:
+            name = job.spec.sync.outer.optimizer
+            core.job.note("outer-restart", None, f"the outer optimizer is {name} now: its state begins anew")
         engine.begin(restored.layout, parameters, restored.frozen)
     if restored.optimizer:
         engine.optimizer_bytes = checkpoints.read_blob(restored.optimizer).nbytes
     return engine
+
+
+def _fixed(job: DiLoCoJob) -> dict[str, str]:
+    """Digests of what else may not change, because learners and data would not fit any more: how the
+    layout was made, and in deterministic mode who trains which data."""
+    sync, fixed = job.spec.sync, dict[str, object]()
+    fixed["sync.merge.meanTensors"] = sync.merge.mean_tensors
+    fixed["sync.deterministic"] = sync.deterministic
+    if sync.deterministic:
+        fixed["regions (with sync.deterministic)"] = [[r.name, r.learners] for r in job.spec.regions]
+    return {
+        name: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+        for name, value in fixed.items()
+    }
 
 
 def _mend(tape: Tape, checkpoints: Checkpoints, restored: Restored) -> None:

@@ -96,7 +96,7 @@ class Sessions:
         """One call of Sync.Session."""
         if not self.credentials.admits(context.invocation_metadata()):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the join token is missing or wrong")
-        if self.count >= 4 * len(self._engine.core.config.places) + SPARE_SESSIONS:
+        if self.count >= 4 * len(self._engine.core.members.slots) + SPARE_SESSIONS:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many sessions: try again later")
         connection = Connection(next(self._numbers))
         try:

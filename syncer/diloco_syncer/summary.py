@@ -14,10 +14,9 @@ def goodput(job: Job, now: float) -> float:
 
     Wall time counts for every slot of the job, whether a process was there or not.
     """
-    elapsed = job.clock.elapsed(now)
-    if job.ledger is None or elapsed <= 0:
+    slot_seconds = job.clock.slot_seconds(now)
+    if job.ledger is None or slot_seconds <= 0:
         return 0.0
-    slot_seconds = len(job.config.places) * elapsed
     return job.ledger.merged_compute_seconds() / (job.ledger.fragments * slot_seconds)
 
 
@@ -36,6 +35,7 @@ def slot_rows(job: Job, now: float) -> list[dict[str, Any]]:
     return [
         {
             "slot": slot.index,
+            "retired": slot.retired,
             "region": slot.region,
             "ordinal": slot.ordinal,
             "process": slot.process,
@@ -118,6 +118,7 @@ def core_report(job: Job, now: float) -> dict[str, Any]:
         "learners": [
             {
                 "slot": row["slot"],
+                "retired": row["retired"],
                 "incarnations": row["incarnations"],
                 "steps": row["steps"],
                 "tokens": row["tokens"],

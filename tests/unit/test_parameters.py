@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -149,8 +151,34 @@ def test_a_merge_that_would_be_infinite_is_not_made() -> None:
         made.merge(action(0, 1, pushes=1), [huge], 1, 1)
 
 
-def test_another_outer_optimizers_state_is_refused() -> None:
+def test_another_outer_optimizer_begins_anew_where_the_parameters_are() -> None:
     made = parameters()
     merge(made, 0, 1)
-    with pytest.raises(OuterError, match=r"was sync.outer changed\?"):
-        parameters("sync.outer.optimizer=adamw", newest=made.newest)
+    before = made.newest[0].theta.copy()
+    again = parameters("sync.outer.optimizer=adamw", newest=made.newest)
+    assert again.begun_anew and not made.begun_anew
+    assert np.array_equal(again.newest[0].theta, before) and again.newest[0].version == 1
+    assert not parameters("sync.outer.lr=0.1", newest=made.newest).begun_anew
+    # Its second merge is that of an optimizer which has had none, from these parameters.
+    merge(again, 0, 2)
+    fresh = parameters("sync.outer.optimizer=adamw", newest=[replace(r, outer={}) for r in made.newest])
+    merge(fresh, 0, 2)
+    assert np.array_equal(again.newest[0].theta, fresh.newest[0].theta)
+    assert again.newest[0].outer["merges"][0] == 1
+    # What the store holds is not changed by it, and a state of the right name and a wrong size is refused.
+    assert set(made.newest[0].outer) == {"merges", "momentum"}
+    broken = replace(made.newest[0], outer={**made.newest[0].outer, "momentum": np.zeros(3, np.float32)})
+    with pytest.raises(OuterError, match="momentum"):
+        parameters(newest=[broken, *made.newest[1:]])
+
+
+def test_a_codec_for_broadcasts_that_changes_brings_no_old_remainder_back() -> None:
+    made = parameters("sync.compression.down=delta-int8")
+    merge(made, 0, 1)
+    assert made.newest[0].feedback is not None
+    whole = parameters("sync.compression.down=bfloat16", newest=made.newest)
+    merge(whole, 0, 2)
+    assert whole.newest[0].feedback is None
+    again = parameters("sync.compression.down=delta-int4", newest=whole.newest)
+    merge(again, 0, 3)
+    assert again.newest[0].feedback is not None

@@ -51,6 +51,7 @@ class Setup:
     crashes: float = 1.0  # how often the syncer crashes
     refusals: float = 0.1  # how often somebody who is asked for a lost version has it no more
     losses: float = 0.0  # share of the crashes after which the store's newest content is gone
+    scales: float = 0.0  # share of the syncer's starts that have other places
 
 
 @dataclass
@@ -232,6 +233,8 @@ class World:
     def start_syncer(self) -> None:
         self.epoch += 1
         self.life += 1
+        if self.state is not None and self.core.initialised and self.random.random() < self.setup.scales:
+            self.rescale()
         state = None if self.state is None else json.loads(self.state)
         self.core = Core(self.config, state, self.epoch, self.now, self.now)
         self.payload = {}
@@ -264,6 +267,48 @@ class World:
             self.handle(ev.Tick())
             self.at(max(0.01, min(1.0, self.core.wake_at - self.now)), lambda: self.tick(life))
 
+    def rescale(self) -> None:
+        """The job has other learners from now on: some are removed (by a drain, or killed), some are new."""
+        self.seen["scalings"] += 1
+        while True:
+            places = [(name, i) for name in ("r", "s") for i in range(self.random.randint(0, 4))]
+            if len(places) >= self.setup.quorum:
+                break
+        rules = replace(self.config.rules, slots=len(places))
+        self.config = replace(self.config, places=tuple(places), rules=rules)
+        for learner in list(self.learners):
+            if learner.place not in places:
+                self.at(self.random.uniform(0.0, 5.0), lambda learner=learner: self.remove(learner))
+        for place in places:
+            self.at(self.random.uniform(0.0, 3.0), lambda place=place: self.respawn(place))
+
+    def remove(self, learner: Learner) -> None:
+        if learner not in self.learners or learner.place in self.config.places:
+            return
+        if self.random.random() < 0.7 and learner.seat is not None and learner.adoption.complete:
+            learner.draining = True
+            self.seen["removed by draining"] += 1
+            if learner.connection is not None:
+                self.handle(ev.DrainRequested(learner.connection))
+            return
+        self.seen["removed by force"] += 1
+        self.kill(learner)
+
+    def kill(self, learner: Learner) -> None:
+        learner.alive = False
+        self.learners.remove(learner)
+        connection, learner.connection = learner.connection, None
+        if connection is not None:
+            self.connections.pop(connection, None)
+            self.handle(ev.ConnectionLost(connection))
+        if self.random.random() < 0.5:
+            self.handle(ev.ProcessGone(*learner.place, learner.process, "killed"))
+
+    def respawn(self, place: tuple[str, int]) -> None:
+        """A process for this place, if it is one and has none."""
+        if place in self.config.places and not any(one.place == place for one in self.learners):
+            self.spawn(place)
+
     def lose(self) -> None:
         """The store goes back: to an older state, and of each fragment to some record since."""
         kept = self.random.randrange(max(0, len(self.older) - 40), len(self.older))
@@ -283,7 +328,7 @@ class World:
         self.seen["losses"] += lost > 0
         for learner in [learner for learner in self.learners if learner.left]:
             self.learners.remove(learner)  # the job had let it go, and wants a learner there again
-            self.at(1.0, lambda learner=learner: self.spawn(learner.place))
+            self.at(1.0, lambda learner=learner: self.respawn(learner.place))
 
     def crash_syncer(self) -> None:
         self.seen["crashes"] += 1
@@ -402,7 +447,7 @@ class World:
             assert self.core.ledger.check() == []
             for p in range(self.setup.fragments):
                 ids = self.records[p, self.core.versions[p]].ids
-                merged = sum(self.core.ledger.merged(s, p) for s in range(self.setup.slots))
+                merged = sum(self.core.ledger.merged(s, p) for s in range(len(self.core.ledger.books)))
                 assert merged == sum(self.tokens_of[i] for i in ids), (
                     "the merged column is not what was merged"
                 )
@@ -640,22 +685,15 @@ class World:
             learner.connection = None
             if learner in self.learners and self.core.phase not in (PhaseName.DRAINING, *ev.ENDED):
                 self.learners.remove(learner)
-                self.at(1.0, lambda: self.spawn(learner.place))
+                self.at(1.0, lambda: self.respawn(learner.place))
 
     def mishap(self, learner: Learner) -> None:
         if learner.left or self.core.phase not in (PhaseName.TRAINING, PhaseName.HOLDING):
             return
         if self.chance(0.004):  # killed
             self.seen["kills"] += 1
-            learner.alive = False
-            self.learners.remove(learner)
-            connection, learner.connection = learner.connection, None
-            if connection is not None:
-                self.connections.pop(connection, None)
-                self.handle(ev.ConnectionLost(connection))
-            if self.random.random() < 0.5:
-                self.handle(ev.ProcessGone(*learner.place, learner.process, "killed"))
-            self.at(self.random.uniform(0.1, 5.0), lambda: self.spawn(learner.place))
+            self.kill(learner)
+            self.at(self.random.uniform(0.1, 5.0), lambda: self.respawn(learner.place))
         elif self.chance(0.003):  # frozen, perhaps for longer than the timeout
             self.seen["freezes"] += 1
             learner.frozen_until = self.now + self.random.uniform(0.5, 6.0)
@@ -729,6 +767,40 @@ def test_a_store_that_loses_its_newest_content_keeps_the_books_exact(
     world = World(replace(setup, crashes=6.0, refusals=refusals))
     world.run()
     settle(world)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    slots=st.integers(1, 4),
+    fragments=st.integers(1, 4),
+    quorum=st.integers(1, 2),
+    rule=st.sampled_from([Rule.KEEP, Rule.OVERWRITE]),
+    losses=st.sampled_from([0.0, 0.5]),
+)
+def test_scaling_a_running_job_keeps_the_books_exact(
+    seed: int, slots: int, fragments: int, quorum: int, rule: Rule, losses: float
+) -> None:
+    """Other learners at the syncer's restarts, in two regions: who stays keeps his slot."""
+    setup = Setup(seed, slots, fragments, quorum=min(quorum, slots), rule=rule, steps=80, losses=losses)
+    world = World(replace(setup, crashes=5.0, scales=0.7))
+    world.run()
+    settle(world)
+    current = [slot for slot in world.core.members.slots if not slot.retired]
+    assert len(current) == len(world.config.places)
+
+
+def test_the_simulation_scales() -> None:
+    seen: Counter[str] = Counter()
+    retired = 0
+    for seed in range(15):
+        world = World(Setup(seed, steps=80, crashes=5.0, scales=0.7))
+        world.run()
+        settle(world)
+        seen += world.seen
+        retired += sum(slot.retired for slot in world.core.members.slots)
+    assert min(seen[what] for what in ("scalings", "removed by draining", "removed by force")) > 5, seen
+    assert retired > 5
 
 
 def test_the_simulation_breaks_things() -> None:

@@ -281,21 +281,22 @@ async def test_bytes_of_an_attempt_that_was_given_up_do_not_get_into_the_next(tm
 
 
 async def test_a_syncer_of_a_job_that_has_ended_ends(tmp_path: Path) -> None:
-    async with Bench(tmp_path) as bench:
+    async with Bench(tmp_path, "training.stop={steps: 5}") as bench:
         bench.connect(1, 0, "a")
         await bench.initialise("a")
-        bench.engine.handle(ev.EndRequested(PhaseName.DELETED, "away with it"))
+        bench.engine.core.members.slots[0].step = 5
+        bench.engine.handle(ev.EndRequested(PhaseName.COMPLETE, "the stop is reached"))
         bench.engine.sessions._connections.clear()
         await until(lambda: (tmp_path / "report.json").exists())
     before = (tmp_path / "report.json").read_bytes()
     for lost in (False, True):
         if lost:
             (tmp_path / "report.json").unlink()
-        async with Bench(tmp_path) as bench:
-            assert bench.engine.core.phase is PhaseName.DELETED
+        async with Bench(tmp_path, "training.stop={steps: 5}") as bench:
+            assert bench.engine.core.phase is PhaseName.COMPLETE
             bench.engine.report_fetched = True
             assert await asyncio.wait_for(asyncio.shield(bench.engine.outcome), 5) == 0
-        assert json.loads((tmp_path / "report.json").read_text())["outcome"] == "interrupted"
+        assert json.loads((tmp_path / "report.json").read_text())["outcome"] == "complete"
         assert lost or (tmp_path / "report.json").read_bytes() == before
 
 
