@@ -23,8 +23,8 @@ from .types import Object
 Truth = Literal["True", "False", "Unknown"]
 
 ORDER = (
-    "Ready", "QuorumMet", "SyncerReady", "HubReachable", "RegionLost", "SpecDrift", "NameConflict", "Degraded",
-    "Suspended", "Complete", "Failed",
+    "Ready", "QuorumMet", "SyncerReady", "HubReachable", "RegionLost", "SpecDrift", "NameConflict",
+    "Degraded", "Suspended", "Complete", "Failed",
 )  # fmt: skip
 
 
