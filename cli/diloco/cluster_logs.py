@@ -27,6 +27,7 @@ MAX_LINE = 256 << 10  # characters of one line; the rest of a longer one is anot
 SILENCE_SECONDS = 60.0  # after which a followed stream is asked for anew: it may be dead
 LOOK_SECONDS = 2.0  # between looks for new pods
 _CONTAINERS = ("syncer", "learner", "evaluator")
+_ONLY_THE_END = ("sinceSeconds", "tailLines")
 _STYLES = {"warning": "yellow", "error": "red", "critical": "red", "debug": "dim"}
 _KNOWN = frozenset({"time", "level", "job", "role", "region", "ordinal", "slot", "message", "traceback"})
 
@@ -224,21 +225,26 @@ class _Follower:
         self.started: set[str] = set()
         self.error: ClusterError | None = None
 
-    def start(self, one: Source) -> None:
+    def start(self, one: Source, came_later: bool) -> None:
+        """Follow a pod, if there is room; one that came later from its beginning."""
         if one.uid in self.started or len(self.started & self.there) >= MAX_STREAMS:
             return
         self.started.add(one.uid)
-        threading.Thread(target=self._run, args=(one,), name=f"logs of {one.label}", daemon=True).start()
+        query = _query(one, self.options, True)
+        if came_later:
+            query = {key: value for key, value in query.items() if key not in _ONLY_THE_END}
+        threading.Thread(target=self._run, args=(one, query), daemon=True).start()
 
-    def _run(self, one: Source) -> None:
+    def _run(self, one: Source, query: dict[str, Any]) -> None:
         import urllib3
 
-        query = _query(one, self.options, True)
         last, pause, complaint = "", 0.5, ""
         while one.uid in self.there:
             floor = last  # a stream is taken up at a whole second: what is not newer was shown
             try:
                 with self.cluster.stream(_path(self.cluster, one), query, SILENCE_SECONDS) as response:
+                    if self._replaced(one):
+                        return
                     for line in lines(response):
                         stamp, text = stamped(line)
                         if stamp:
@@ -255,11 +261,19 @@ class _Follower:
             except (urllib3.exceptions.HTTPError, OSError):
                 pass  # silence, or the API server went away
             if last:
-                query.pop("sinceSeconds", None)
-                query.pop("tailLines", None)
+                for key in _ONLY_THE_END:
+                    query.pop(key, None)
                 query["sinceTime"] = last[:19] + "Z"
             time.sleep(pause)
             pause = min(pause * 2, 8.0)
+
+    def _replaced(self, one: Source) -> bool:
+        """Whether the pod that has the name now is another one: its log is not this one's."""
+        try:
+            pod = self.cluster.get(f"{self.cluster.core_path('pods')}/{one.pod}")
+        except ClusterError:
+            return False
+        return bool(pod["metadata"]["uid"] != one.uid)
 
 
 def show_logs(options: Options, out: Callable[[str], None] | None = None) -> int:
@@ -293,6 +307,7 @@ def _several() -> Any:
 def _follow(cluster: Cluster, options: Options, job: Object, printer: _Printer) -> int:
     follower = _Follower(cluster, options)
     look_at = 0.0
+    looked = False
     while True:
         if time.monotonic() >= look_at:
             look_at = time.monotonic() + LOOK_SECONDS
@@ -300,7 +315,8 @@ def _follow(cluster: Cluster, options: Options, job: Object, printer: _Printer) 
                 found = chosen(job, cluster.pods(options.name), options.target)
                 follower.there = {one.uid for one in found}
                 for one in found:
-                    follower.start(one)
+                    follower.start(one, looked)
+                looked = True
                 printer.widen(found)
                 if not found:
                     job = cluster.job(options.name)  # raises where the job is gone

@@ -1,0 +1,326 @@
+"""What the command line does with pods: logs, port-forward, and what comes through one. Small pods stand
+where a job's would be; no operator runs.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import itertools
+import json
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from .cli_shell import Shell, only_the_crd, write
+from .clusters import Cluster, LocalKube, localkube, run, until
+from .jobs import small_job
+
+IMAGE = "python:3.11-slim-bookworm"
+
+SYNCER = """
+import http.server, json, os, sys, threading, time
+
+def log(level, message):
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime())
+    line = {"time": stamp, "level": level, "job": "tiny", "slot": -1, "message": message}
+    print(json.dumps(line), flush=True)
+
+class Pages(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_GET(self):
+        if self.path.startswith("/zeros/"):
+            size = int(self.path.rpartition("/")[2])
+            self.send_response(200)
+            self.send_header("Content-Length", str(size))
+            self.end_headers()
+            block = bytes(1 << 20)
+            while size:
+                size -= self.wfile.write(block[:size])
+            return
+        body = open("/pages" + self.path, "rb").read()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Diloco-Checksum", open("/pages/checksum").read())
+        self.end_headers()
+        self.wfile.write(body)
+    def log_message(self, form, *arguments):
+        log("info", form % arguments)
+
+http.server.ThreadingHTTPServer.daemon_threads = True
+for address in (("0.0.0.0", 7702), ("127.0.0.1", 7703)):
+    server = http.server.ThreadingHTTPServer(address, Pages)
+    threading.Thread(target=server.serve_forever).start()
+log("warning", "serving")
+"""
+LEARNER = """
+import os, time
+step = 0
+while True:
+    print('{"level": "info", "slot": %s, "message": "step %d"}' % (os.environ["N"], step), flush=True)
+    step, _ = step + 1, time.sleep(0.2)
+"""
+
+
+@pytest.fixture(scope="module")
+def shell(bare_cluster: Cluster) -> Iterator[Shell]:
+    with only_the_crd(bare_cluster) as namespace:
+        yield Shell(bare_cluster, namespace)
+
+
+def a_pod(name: str, role: str, code: str, region: str = "", **env: str) -> dict[str, Any]:
+    labels = {
+        "diloco.io/job": "tiny",
+        "diloco.io/role": role,
+        **({"diloco.io/region": region} if region else {}),
+    }
+    container = {
+        "name": role, "image": IMAGE, "imagePullPolicy": "IfNotPresent", "command": ["python", "-c", code],
+        "env": [{"name": key, "value": value} for key, value in env.items()],
+        "volumeMounts": [{"name": "pages", "mountPath": "/pages"}],
+    }  # fmt: skip
+    volumes = [{"name": "pages", "configMap": {"name": "pages", "optional": True}}]
+    spec = {"terminationGracePeriodSeconds": 0, "containers": [container], "volumes": volumes}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "labels": labels}, "spec": spec}
+
+
+@pytest.fixture(scope="module")
+def model() -> tuple[Any, dict[str, Any], bytes]:
+    """A small job, its parameters, and the file that a syncer serves of them."""
+    import safetensors.numpy
+
+    from diloco_protocol.load import parse_job
+    from diloco_worker.models import build
+
+    job = parse_job(json.dumps(small_job("tiny")))
+    tensors = {name: tensor.detach().numpy() for name, tensor in build(job.spec, 0).named_parameters()}
+    metadata = {"job": "tiny", "versions": "[3, 2, 2, 2]"}
+    return job, tensors, safetensors.numpy.save(tensors, metadata)
+
+
+@pytest.fixture(scope="module")
+def pods(shell: Shell, model: Any, tmp_path_factory: pytest.TempPathFactory) -> Shell:
+    """A job with a syncer's pod and two learners'."""
+    import xxhash
+
+    from diloco_protocol.load import job_to_json
+
+    if isinstance(shell.cluster, LocalKube):
+        run(str(localkube()), "base-image", timeout=600)
+        shell.cluster.load([IMAGE])
+    job, _, file = model
+    page = {"job": "tiny", "phase": "training", "quorum": {"active": 2, "required": 1},
+            "slots": [{"slot": 0, "region": "local", "ordinal": 1, "state": "active", "step": 777}],
+            "tokens": {"trained": 1234}, "versions": [3, 2]}  # fmt: skip
+    report = {"outcome": "complete", "merges": 7, "tokens": {"trained": 1234}, "ledger": [{"merged": 1}]}
+    texts = {"status": json.dumps(page), "report": json.dumps(report), "job.json": job_to_json(job),
+             "checksum": f"xxh3-64={xxhash.xxh3_64_intdigest(file):016x}"}  # fmt: skip
+    pages = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "pages"}, "data": texts,
+             "binaryData": {"model.safetensors": base64.b64encode(file).decode()}}  # fmt: skip
+    shell.cluster.kubectl("create", "-n", shell.namespace, "-f", "-", stdin=json.dumps(pages))
+    shell.create(write(tmp_path_factory.mktemp("pods") / "job.yaml", "tiny"))
+    shell.set_status("tiny")
+    shell.cluster.apply(
+        a_pod("tiny-syncer-0", "syncer", SYNCER),
+        *(a_pod(f"tiny-local-{n}", "learner", LEARNER, "local", N=str(n)) for n in (0, 1)),
+        namespace=shell.namespace,
+    )
+    shell.cluster.kubectl(
+        "wait", "--for=condition=Ready", "pod", "-l", "diloco.io/job=tiny", "-n", shell.namespace,
+        "--timeout=90s", timeout=100,
+    )  # fmt: skip
+    until("the syncer's pod serves", lambda: "serving" in shell("logs", "tiny", "syncer"), 30)
+    return shell
+
+
+def test_logs(pods: Shell) -> None:
+    until("both learners have lines", lambda: pods("logs", "tiny").count("step 0") == 2, 30)
+    said = pods("logs", "tiny", "--tail", "3").splitlines()
+    assert {line.split()[0] for line in said} == {"syncer", "local-0", "local-1"}
+    assert any(re.match(r"local-1 +INFO +slot 1  step \d+$", line) for line in said), said
+    assert any(re.match(r"syncer +\d\d:\d\d:\d\d.000 WARNING serving", line) for line in said), said
+    # Merged by time: the two learners count alike, so neither's lines come in one block.
+    whose = [line.split()[0] for line in pods("logs", "tiny", "local", "--since", "3s").splitlines()]
+    assert sum(a != b for a, b in itertools.pairwise(whose)) > len(whose) / 3, whose
+    (line,) = pods("logs", "tiny", "learner-1", "--tail", "1").splitlines()
+    assert re.match(r"INFO +slot 1  step \d+$", line)
+    (raw,) = pods("logs", "tiny", "local-1", "--tail", "1", "--raw").splitlines()
+    assert json.loads(raw)["message"].startswith("step")
+    assert "no log of an earlier container" in pods("logs", "tiny", "local-1", "--previous", code=1)
+    assert "local-2 has no pod now" in pods("logs", "tiny", "local-2", code=1)
+    assert "did you mean local-1?" in pods("logs", "tiny", "locl-1", code=2)
+    assert "there is no job tin " in pods("logs", "tin", code=2)
+
+
+def test_logs_are_followed_into_the_next_pod(pods: Shell) -> None:
+    following = pods.start("logs", "tiny", "local-0", "-f", "--tail", "1")
+    assert following.stdout is not None
+    steps: list[int] = []
+
+    def read() -> None:
+        assert following.stdout is not None
+        for line in following.stdout:
+            if found := re.search(r"step (\d+)$", line.strip()):
+                steps.append(int(found[1]))
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    until("lines come", lambda: len(steps) > 5, 20)
+    pods.cluster.kubectl("delete", "pod", "tiny-local-0", "-n", pods.namespace)
+    pods.cluster.apply(a_pod("tiny-local-0", "learner", LEARNER, "local", N="0"), namespace=pods.namespace)
+    until("the new pod's lines come", lambda: 0 in steps and 3 in steps[steps.index(0) :], 40)
+    following.send_signal(signal.SIGINT)
+    thread.join(20)
+    assert following.wait(20) == 130
+    # The old container may still write while the new one does; each one's lines come once, in order.
+    old, new = steps[0], 0
+    for step in steps:
+        assert step in (old, new), f"a line twice or missing: {step} of {steps}"
+        old, new = (old + 1, new) if step == old else (old, new + 1)
+
+
+def test_status_with_the_syncers_page(pods: Shell) -> None:
+    said = pods("status", "tiny")
+    for words in (
+        "training",
+        "local-1",
+        "777",
+        "1,234 of",
+        "2 active, 1 needed",
+        "not Ready (LearnersMissing)",
+    ):
+        assert words in said, said
+    document = json.loads(pods("status", "tiny", "--json"))
+    assert document["running"] is True and document["slots"][0]["step"] == 777
+    assert document["resource"]["metadata"]["name"] == "tiny"
+    assert "learner local-1: Started" in pods("events", "tiny")
+
+
+def test_report(pods: Shell, tmp_path: Path) -> None:
+    assert "complete" in pods("report", "tiny")
+    pods("report", "tiny", "-o", tmp_path / "report.json")
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert written == json.loads(pods("report", "tiny", "--json"))
+    assert written["ledger"] == [{"merged": 1}]
+    for key, value in pods.job("tiny")["status"]["report"].items():
+        assert written[key] == value
+
+
+def test_export(pods: Shell, model: Any, tmp_path: Path) -> None:
+    import numpy as np
+    import safetensors.numpy
+
+    _, tensors, _ = model
+    out = tmp_path / "model"
+    assert "fragments at versions 2 to 3" in pods("export", "tiny", out, timeout=120)
+    written = safetensors.numpy.load_file(out / "model.safetensors")
+    assert written.keys() == tensors.keys()
+    assert all(np.array_equal(written[name], tensors[name]) for name in tensors)
+    assert "exists already" in pods("export", "tiny", out, code=2)
+
+
+def test_a_port_forward_bears_a_slow_reader_and_much_data(pods: Shell) -> None:
+    """300 MB, whole, in little memory, though the reader stops for a while."""
+    program = """
+import http.client, resource, sys, time
+from pathlib import Path
+from diloco.cluster import open_cluster
+from diloco.forward import forwarded
+cluster = open_cluster(sys.argv[2], sys.argv[3], Path(sys.argv[1]))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+with forwarded(cluster, "tiny-syncer-0", 7703) as forward:
+    connection = http.client.HTTPConnection(forward.address, timeout=60)
+    connection.request("GET", "/zeros/300000000")
+    answer, got = connection.getresponse(), 0
+    time.sleep(2)
+    while block := answer.read(1 << 20):
+        got += len(block)
+    connection.close()
+print(got, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+    cluster = pods.cluster
+    words = (str(cluster.kubeconfig), cluster.context, pods.namespace)
+    got, grown = map(int, run(sys.executable, "-c", program, *words, timeout=100).split())
+    print(f"300 MB through a port-forward: {grown} MiB more memory at most")
+    assert got == 300_000_000
+    assert grown < 64
+
+
+def test_a_port_forward_that_fails_says_why(pods: Shell) -> None:
+    from diloco.cluster import ClusterError, open_cluster
+    from diloco.forward import forwarded
+
+    cluster = open_cluster(pods.cluster.context, pods.namespace, pods.cluster.kubeconfig)
+    with forwarded(cluster, "tiny-syncer-0", 9) as forward:
+        connection = http.client.HTTPConnection(forward.address, timeout=20)
+        with pytest.raises((http.client.HTTPException, OSError)):
+            connection.request("GET", "/")
+            connection.getresponse()
+        until("it says why", lambda: forward.problem, 5, every=0.05)
+        assert forward.problem == "nothing listens on port 9 in the pod tiny-syncer-0 (yet)"
+    with pytest.raises(ClusterError, match='pods "none" not found'), forwarded(cluster, "none", 9):
+        pass
+    pods.cluster.apply(a_pod("tiny-brief", "other", SYNCER), namespace=pods.namespace)
+    pods.cluster.kubectl(
+        "wait", "--for=condition=Ready", "pod/tiny-brief", "-n", pods.namespace, "--timeout=60s"
+    )
+
+    def begun() -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection(forward.address, timeout=30)
+        try:
+            connection.request("GET", "/zeros/100000000000")
+            return connection.getresponse()
+        except http.client.HTTPException as error:  # it does not listen yet
+            raise OSError(str(error)) from error
+
+    with forwarded(cluster, "tiny-brief", 7703) as forward:
+        answer = until("it serves", begun, 30)
+        assert answer.read(1 << 20)
+        pods.cluster.kubectl("delete", "pod", "tiny-brief", "-n", pods.namespace, "--wait=false")
+        end = time.monotonic() + 60
+        with pytest.raises((http.client.IncompleteRead, OSError)):
+            while time.monotonic() < end:
+                if len(answer.read(1 << 20)) < 1 << 20:
+                    raise http.client.IncompleteRead(b"")
+        assert time.monotonic() < end, "the reader was not told that the pod is gone"
+
+
+def test_who_may_not(pods: Shell, tmp_path: Path) -> None:
+    """An account that may read jobs and pods and nothing else is told what it lacks."""
+    ns = pods.namespace
+    kubectl = pods.cluster.kubectl
+    kubectl("create", "serviceaccount", "weak", "-n", ns)
+    kubectl("create", "role", "weak", "-n", ns, "--verb=get,list", "--resource=dilocojobs.diloco.io,pods")
+    kubectl("create", "rolebinding", "weak", "-n", ns, "--role=weak", f"--serviceaccount={ns}:weak")
+    config = yaml.safe_load(pods.cluster.kubeconfig.read_text())
+    for user in config["users"]:
+        user["user"] = {"token": kubectl("create", "token", "weak", "-n", ns).strip()}
+    weak = tmp_path / "weak"
+    weak.write_text(yaml.safe_dump(config))
+    reach = ("--kubeconfig", str(weak), *pods.reach[2:])
+    said = pods("status", "tiny", reach=reach)
+    assert "Running" in said and "2 of 3 are in" in said  # from the job's status
+    assert "may not get and create pods/portforward" in said
+    for words, lacks in (
+        (("suspend", "tiny"), "patch dilocojobs.diloco.io"),
+        (("scale", "tiny", "local=4"), "patch dilocojobs.diloco.io"),
+        (("delete", "tiny"), "delete dilocojobs.diloco.io"),
+        (("logs", "tiny"), "get pods/log"),
+        (("events", "tiny"), "list events"),
+        (("export", "tiny", str(tmp_path / "model")), "get and create pods/portforward"),
+        (("apply", str(write(tmp_path / "j.yaml", "tiny"))), "patch dilocojobs.diloco.io"),
+    ):
+        assert f"this account may not {lacks}" in pods(*words, code=1, reach=reach)
+    assert "ask for a ClusterRole" in pods("status", "-A", code=1, reach=reach[:-2])
+    for user in config["users"]:
+        user["user"] = {"token": "nonsense"}
+    weak.write_text(yaml.safe_dump(config))
+    assert "log in again" in pods("status", "tiny", code=2, reach=reach)
