@@ -62,7 +62,9 @@ FROM pip AS operator-install
 COPY --from=common-install /install /usr/local
 COPY --from=lists /lists/operator /lists/operator
 RUN --mount=type=cache,target=/root/.cache/pip \
-    pip install --prefix=/install --no-warn-script-location -c /lists/lock -r /lists/operator
+    pip install --prefix=/install --no-warn-script-location -c /lists/lock -r /lists/operator \
+ && rm -rf /install/lib/python*/site-packages/kubernetes/aio
+# The line above: a second client, for asyncio, half of that package. The operator uses the first.
 
 FROM pip AS syncer-install
 COPY --from=common-install /install /usr/local

@@ -91,7 +91,7 @@ build() {
 tags() { printf "diloco-%s:$TAG\n" "${ROLES[@]}"; }
 
 load() {
-  local kind=${1%%:*} name=${1#*:} with archive tag; shift
+  local cluster=$1 kind=${1%%:*} name=${1#*:} with archive tag; shift
   local tags=("$@"); [ $# -gt 0 ] || mapfile -t tags < <(tags)
   with=$(CLUSTER=$kind:$name engine)
   case $kind in
@@ -107,7 +107,7 @@ load() {
           kind load image-archive --name "$name" "$archive"; rm -f "$archive"
         done
       fi ;;
-    *) die "CLUSTER is kind:NAME or localkube:NAME, not '$1'" ;;
+    *) die "CLUSTER is kind:NAME or localkube:NAME, not '$cluster'" ;;
   esac
   say "${tags[*]} loaded into $kind:$name"
 }

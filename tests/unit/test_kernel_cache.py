@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -106,3 +107,18 @@ def test_what_was_not_built_goes_to_the_next_locator(image: Image) -> None:
     assert "data saved" in said and "RESULT 1.5" in said
     assert list(image.home.rglob("*.nbc"))
     assert "data loaded" in image.run(sealed=True, classes=classes)
+
+
+def test_the_image_compiles_every_kernel() -> None:
+    """What the Dockerfile imports before it compiles are all modules that define kernels."""
+    root = Path(__file__).resolve().parents[2]
+    line = next(text for text in (root / "Dockerfile").read_text().splitlines() if "compile_all()" in text)
+    imported = set(re.findall(r"diloco_(?:protocol|syncer)\.\w+", line))
+    defining = {
+        f"{path.parent.name}.{path.stem}"
+        for folder in ("protocol", "syncer", "worker")
+        for path in (root / folder).rglob("*.py")
+        if re.search(r"^@kernel\(", path.read_text(), re.M)
+    }
+    assert len(defining) >= 3
+    assert defining <= imported
