@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.cluster import FAILED, MANAGER, WRONG, Cluster, ClusterError, Object, Where
-from diloco.cluster_follow import INTERRUPTED, ended, follow, invalid, no_operator, seen
+from diloco.cluster_follow import INTERRUPTED, ended, follow, hindered, invalid, no_operator, seen
 from diloco.validate import problems_text, warnings_text
 from diloco_protocol.load import JobError, Problem, job_warnings, load_manifest, parse_job
 from diloco_protocol.spec import DiLoCoJob, immutable_digests
@@ -87,6 +87,8 @@ def _after(clusters: Sequence[Cluster], name: str, options: Options) -> int:
             elif job is not None and (refused := invalid(job)) is not None and not options.wait:
                 print(f"error: {name} {refused[1]}", file=sys.stderr)
                 code = FAILED
+            elif job is not None and (why := hindered(job)) and not options.wait:
+                print(f"warning: {name} does not run yet: {why}", file=sys.stderr)
             elif job is not None and job["spec"].get("suspend") and not options.wait:
                 _tell(f"it is suspended: diloco resume {name} {cluster.flags}")
         if not options.wait:

@@ -92,9 +92,22 @@ def ended(job: Object | None) -> Outcome | None:
 def invalid(job: Object) -> Outcome | None:
     """Refused by the operator, until it is changed."""
     if heard(job) and (job.get("status") or {}).get("phase") == "Invalid":
-        texts = [str(c.get("message")) for c in job["status"].get("conditions") or [] if c.get("message")]
-        return FAILED, f"cannot run as it is: {texts[0] if texts else 'diloco status says why'}"
+        return FAILED, f"cannot run as it is: {_message(job, 'Ready') or 'diloco status says why'}"
     return None
+
+
+# Why a job is not Ready where only people can help (diloco_operator.story tells an Event of the same).
+_REFUSALS = frozenset(
+    {"Unsupported", "PodTemplate", "NotPlaced", "Refused", "Forbidden", "QuotaExceeded", "ApplyFailed"}
+)
+
+
+def hindered(job: Object) -> str:
+    """What keeps the operator from making the job true, in its words; empty: nothing that it knows of."""
+    ready = condition(job, "Ready") or {}
+    if ready.get("status") == "False" and ready.get("reason") in _REFUSALS:
+        return f"{ready['reason']}: {ready.get('message')}"
+    return ""
 
 
 def suspended(job: Object | None) -> Outcome | None:

@@ -17,7 +17,7 @@ from diloco.cluster import ClusterError, Where, forbidden, nearest
 from diloco.cluster_apply import changed_for_ever, foreign_paths, managers
 from diloco.cluster_change import parse_targets, scale_patch, stays
 from diloco.cluster_fetch import syncer_pod
-from diloco.cluster_follow import Story, ended, resumed, seen, suspended
+from diloco.cluster_follow import Story, ended, hindered, resumed, seen, suspended
 from diloco.cluster_picture import (
     concerns,
     condition_style,
@@ -567,6 +567,15 @@ def test_what_is_waited_for(judge: Any, job: dict[str, Any] | None, code: int | 
     outcome = judge(job)
     assert (None if outcome is None else outcome[0]) == code
     assert outcome is None or judge is seen or outcome[1]
+
+
+def test_what_only_people_can_mend_is_told() -> None:
+    ready = a_condition(
+        "Ready", "False", reason="PodTemplate", message="spec.learners.podTemplate: no such field"
+    )
+    assert hindered(a_job(conditions=[ready])) == "PodTemplate: spec.learners.podTemplate: no such field"
+    assert hindered(a_job(conditions=[{**ready, "reason": "Starting"}])) == ""
+    assert hindered(a_job(conditions=[{**ready, "status": "True"}])) == "" and hindered(a_job()) == ""
 
 
 # ------------------------------------------------------------------ the syncer's pod
