@@ -36,7 +36,9 @@ def make_job(
     regions = learners if isinstance(learners, dict) else {"local": learners}
     settings = {
         "fragments": 3, "every": 4, "overlap": 1, "grace": {"factor": 0.9, "capSeconds": 0.2},
-        "heartbeat": {"intervalSeconds": 0.1, "timeoutSeconds": 5}, "outer": {"optimizer": "sgd", "lr": 1.0},
+        "heartbeat": {"intervalSeconds": 0.1, "timeoutSeconds": 5},
+        # With steps of 10 ms a busy machine leaves learners many versions behind.
+        "staleness": {"maxVersions": 10_000}, "outer": {"optimizer": "sgd", "lr": 1.0},
     }  # fmt: skip
     return DiLoCoJob.model_validate(
         {

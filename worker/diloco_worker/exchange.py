@@ -645,8 +645,9 @@ class Exchange:
         # `repeated`: the id came through before, so an earlier answer was lost.
         accepted = reply.accepted or reply.reason == "repeated"
         if not accepted:
-            log.info("push %d of fragment %d was refused (%s): %s", push.plan.sequence, push.plan.fragment,
-                     reply.reason, reply.message)  # fmt: skip
+            level = logging.DEBUG if reply.reason == "other-round" else logging.INFO  # late: it happens
+            log.log(level, "push %d of fragment %d was refused (%s): %s", push.plan.sequence,
+                    push.plan.fragment, reply.reason, reply.message)  # fmt: skip
         self._verdict(push, accepted, reply.reason, reply.message)
 
     def _verdict(self, push: Push, accepted: bool | None, reason: str, message: str) -> None:
