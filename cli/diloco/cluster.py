@@ -241,6 +241,9 @@ class Cluster:
                 WRONG,
             )
         if code == 403 and reason == "Forbidden" and "exceeded quota" not in message:
+            if path.endswith("/portforward") and not _FORBIDDEN.search(message):
+                # The right to create one is asked for after the one to get it, and not named.
+                message = f'cannot create resource "pods/portforward" in the namespace "{self.namespace}"'
             said = f"context {self.context}: {forbidden(message)}"
             return ClusterError(said, "Forbidden", status=status)
         if code == 404 and details.get("kind") == "namespaces":
