@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from diloco_protocol import logs
+from diloco_protocol.cores import usable_cores
 from diloco_protocol.credentials import Credentials, CredentialsError, read_key
 from diloco_protocol.http_pages import AddressError
 from diloco_protocol.load import JobError, read_job
@@ -125,7 +126,7 @@ def _serve(given: argparse.Namespace) -> int:
         address_file=Path(given.address_file) if given.address_file else None,
         control_key=key,
         credentials=credentials,
-        threads=given.threads or min(16, len(os.sched_getaffinity(0))),
+        threads=given.threads or min(16, usable_cores()),
         export=given.export,
         stay=given.stay,
     )

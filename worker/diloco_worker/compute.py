@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from diloco_protocol.cores import usable_cores
 from diloco_protocol.spec import JobSpec
 
 from .errors import job_error
@@ -57,14 +58,17 @@ def to_device(batch: Mapping[str, torch.Tensor], where: torch.device) -> dict[st
 def configure(spec: JobSpec) -> None:
     """Set the process's threads and, in deterministic mode, torch's deterministic algorithms.
 
-    Threads: DILOCO_THREADS if set (the runner shares the machine's cores out), else
-    what OMP_NUM_THREADS or torch says. Raises JobError for a DILOCO_THREADS that is no number.
+    Threads: DILOCO_THREADS if set (the runner shares the machine's cores out), else what
+    OMP_NUM_THREADS or torch says, but no more than the container's quota has cores. Raises
+    JobError for a DILOCO_THREADS that is no number.
     """
     given = os.environ.get("DILOCO_THREADS")
     if given:
         if not given.isdecimal() or int(given) < 1:
             raise job_error("DILOCO_THREADS", given, "must be a whole number from 1")
         torch.set_num_threads(int(given))
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
     if spec.sync.deterministic:
         be_deterministic()
     log.info("torch %s, %d thread(s)", torch.__version__, torch.get_num_threads())
