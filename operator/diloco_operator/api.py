@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -59,18 +60,18 @@ class ApiError(Exception):
         return self.status == 0 or self.status == 429 or self.status >= 500
 
 
-def configuration() -> Any:
-    """How to reach the API server: the pod's ServiceAccount, else KUBECONFIG or ~/.kube/config.
-
-    Raises ConfigError.
-    """
+def configuration(kubeconfig: str | None = None) -> Any:
+    """How to reach the API server: the pod's ServiceAccount, else a kubeconfig (``kubeconfig``: its path;
+    None: KUBECONFIG or ~/.kube/config). Raises ConfigError."""
     made = kubernetes.client.Configuration()
     try:
         try:
             kubernetes.config.load_incluster_config(client_configuration=made)
         except kubernetes.config.ConfigException as inside:
             try:
-                kubernetes.config.load_kube_config(client_configuration=made)
+                kubernetes.config.load_kube_config(
+                    kubeconfig or os.environ.get("KUBECONFIG"), client_configuration=made
+                )
             except kubernetes.config.ConfigException as outside:
                 raise ConfigError(
                     f"no way to the API server: {inside} (as a pod), {outside} (as a kubeconfig); "

@@ -1,8 +1,8 @@
 """The operator's log: one JSON object a line with ``job`` and ``namespace`` where it is about a job.
 
-``about(job)`` gives the ``extra`` of a log call. kopf and the client are heard from warnings
-on; what kopf says of every attempt at a request is told in one line of ours instead
-(watches.py), so that an API server that is away is not a page of errors.
+``about(job)`` gives the ``extra`` of a log call. Other programs' loggers are heard from warnings
+on, kopf's only with level DEBUG: of an API server that is away it fills pages, and what
+matters of that is told in one line by watches.py.
 """
 
 from __future__ import annotations
@@ -56,18 +56,21 @@ def about(key: Key) -> dict[str, str]:
     return {"namespace": key[0], "job": key[1]}
 
 
-class _Attempts(logging.Filter):
-    """kopf's line for every attempt at a request: known, and told elsewhere."""
+class _Known(logging.Filter):
+    """Without what kopf says of attempts and of its own ends: watches.py tells that in one line."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith(("Request attempt", "OS signals are ignored", "Unresolved"))
+        if record.name.startswith("kopf"):
+            return False
+        return not (record.name == "asyncio" and "request_cancel_callback" in record.getMessage())
 
 
 def configure(form: str, level: str, stream: TextIO | None = None) -> None:
     """Log to ``stream`` (stderr)."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(Lines() if form == "json" else Text())
-    handler.addFilter(_Attempts())
+    if level != "DEBUG":
+        handler.addFilter(_Known())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("diloco_operator").setLevel(level)
     logging.getLogger("diloco_protocol").setLevel(level)

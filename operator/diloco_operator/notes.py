@@ -12,7 +12,7 @@ import calendar
 import logging
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from .api import Api, ApiError
 from .types import Note, Object, Ref
@@ -65,26 +65,25 @@ class Notes:
 
     def __init__(self, api: Api) -> None:
         self._api = api
-        self._read: dict[str, tuple[float, list[Note]]] = {}  # namespace -> when (monotonic), notes
+        # namespace -> when (monotonic), notes with the UIDs of what they are about
+        self._read: dict[str, tuple[float, list[tuple[Note, str]]]] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._silent_until = 0.0
 
-    async def about(
-        self, namespace: str, job: str, objects: Iterable[Ref], pods: Iterable[str], now: float
-    ) -> tuple[Note, ...]:
-        """The latest notes about a job's objects and pods, oldest first; none if they cannot be read."""
-        names = {*objects, *(Ref("Pod", pod) for pod in pods)}
+    async def about(self, namespace: str, job: str, uids: Mapping[Ref, str], now: float) -> tuple[Note, ...]:
+        """The latest notes about a job's objects and pods (``uids``: their UIDs; those of an earlier pod of
+        the same name are nobody's), oldest first; none if they cannot be read."""
         # A Deployment's pods are made by a ReplicaSet, which is not watched.
         of_deployment = re.compile(re.escape(job) + r"-(syncer|evaluator)-[a-z0-9]+")
         found = [
-            note for note in await self._namespace(namespace)
+            note for note, uid in await self._namespace(namespace)
             if now - note.time < FORGET_SECONDS
-            and (Ref(note.kind, note.name) in names
+            and (uids.get(Ref(note.kind, note.name)) == uid
                  or (note.kind == "ReplicaSet" and of_deployment.fullmatch(note.name)))
         ]  # fmt: skip
         return tuple(sorted(found, key=lambda note: note.time)[-MAX_NOTES:])
 
-    async def _namespace(self, namespace: str) -> list[Note]:
+    async def _namespace(self, namespace: str) -> list[tuple[Note, str]]:
         async with self._locks.setdefault(namespace, asyncio.Lock()):
             at, notes = self._read.get(namespace, (-AGAIN_SECONDS, []))
             if time.monotonic() - at < AGAIN_SECONDS:
@@ -104,7 +103,8 @@ class Notes:
             return notes
 
 
-def _note(item: Object) -> Note | None:
+def _note(item: Object) -> tuple[Note, str] | None:
+    """The note in an Event, and the UID of what it is about; None: it is not about anything."""
     about = item.get("involvedObject") or {}
     series = item.get("series") or {}
     times = (
@@ -115,4 +115,5 @@ def _note(item: Object) -> Note | None:
     if when is None or not about.get("kind") or not about.get("name"):
         return None
     message = str(item.get("message") or "")[:MAX_MESSAGE]
-    return Note(str(about["kind"]), str(about["name"]), str(item.get("reason") or ""), message, when)
+    note = Note(str(about["kind"]), str(about["name"]), str(item.get("reason") or ""), message, when)
+    return note, str(about.get("uid") or "")

@@ -14,7 +14,6 @@ and sends nothing for what is in order.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from .apply import Applied, Applier, explained
 from .cache import Cache, Key
 from .control import Asker
 from .events import EventWriter
-from .kinds import BY_NAME, JOB, SECRET
+from .kinds import BY_NAME, JOB, POD, SECRET
 from .logs import about
 from .metrics import Metrics
 from .names import FINALIZER
@@ -252,10 +251,9 @@ class Reconciler:
     async def _read_notes(self, key: Key, seen: Seen, now: float) -> tuple[Note, ...]:
         if not waits(seen.objects, seen.pods, now):
             return ()
-        names = [pod["metadata"]["name"] for pod in seen.pods]
-        with contextlib.suppress(TimeoutError):
-            return await self._notes.about(key[0], key[1], seen.objects, names, now)
-        return ()
+        uids = {ref: str(obj["metadata"]["uid"]) for ref, obj in seen.objects.items()}
+        uids |= {Ref(POD.name, pod["metadata"]["name"]): str(pod["metadata"]["uid"]) for pod in seen.pods}
+        return await self._notes.about(key[0], key[1], uids, now)
 
     def _count(self, record: Record, status: dict[str, Any] | None) -> None:
         if status is None:

@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 WATCH_SECONDS = 270
 SILENT_SECONDS = WATCH_SECONDS + 150
 AWAY_SECONDS = 3.0
+ABANDON_SECONDS = 3.0
 PAGE = 100  # objects of one answer: bounds what is in memory at once
 _CRD_HINT = (
     f"the API server does not know DiLoCoJobs ({JOB.api_version}): install the CRD "
@@ -112,6 +113,8 @@ class Watches:
         self.crd_missing = True
         self.running = False
         self._stop: Callable[[], None] = lambda: None
+        self._sessions: list[aiohttp.ClientSession] = []
+        self._failure = ""  # the last answer that kopf takes for fatal
         self._away_since: float | None = None
         self._said_away = False
 
@@ -161,11 +164,7 @@ class Watches:
                 ended.set_result(reason)
 
         def body() -> None:
-            reason = ""
-            try:
-                asyncio.run(self._kopf())
-            except BaseException as error:  # kopf ends by exceptions of many kinds, CancelledError too
-                reason = f"{type(error).__name__}: {error}"
+            reason = self._run_kopf()
             try:
                 loop.call_soon_threadsafe(finish, reason)
             except RuntimeError:  # the program ended first
@@ -180,18 +179,43 @@ class Watches:
             self._stop()
             await asyncio.to_thread(thread.join, 5.0)
 
-    async def _kopf(self) -> None:
-        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    def _run_kopf(self) -> str:
+        """kopf until it ends, in this thread; why it did.
+
+        When one of kopf's streams fails for good, kopf stops, and may wait for ever for the others to do so.
+        It says first that it cleans up; some seconds later its loop is abandoned with whatever is in it.
+        """
+        loop = asyncio.new_event_loop()
+        loop.set_exception_handler(lambda loop, context: log.debug("watches: %s", context.get("message")))
+        self._failure, sessions = "", self._sessions
+        try:
+            loop.run_until_complete(self._kopf(loop))
+        except BaseException as error:  # kopf ends by exceptions of many kinds, CancelledError too
+            self._failure = self._failure or f"{type(error).__name__}: {error}"
+        finally:
+            while sessions:
+                connector = sessions.pop().connector
+                if connector is not None:
+                    connector.close()
+            loop.close()
+        return self._failure
+
+    async def _kopf(self, loop: asyncio.AbstractEventLoop) -> None:
+        stop = asyncio.Event()
 
         def ask_to_stop() -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(stop.set)
+
+        def ends(**_: Any) -> None:
+            loop.call_soon_threadsafe(loop.call_later, ABANDON_SECONDS, loop.stop)
 
         self._stop = ask_to_stop
         for stream in self.streams.values():
             stream.listing = True
         registry = kopf.OperatorRegistry()
         kopf.on.login(registry=registry)(self._login)
+        kopf.on.cleanup(registry=registry)(ends)
         for kind in dict.fromkeys(stream.kind for stream in self.streams.values()):
             kopf.on.event(kind.group, kind.version, kind.plural, registry=registry, id=f"see-{kind.plural}")(
                 self._handler(kind)
@@ -222,16 +246,21 @@ class Watches:
 
     def _handler(self, kind: Kind) -> Any:
         async def see(event: Any, **_: Any) -> None:
-            obj = event["object"]
-            meta = obj["metadata"]
-            if event["type"] == "DELETED":
-                news = self._cache.drop(kind, meta.get("namespace", ""), meta["name"], meta["uid"])
-            else:
-                news = self._cache.put(kind, obj)
-            if news:
-                self._news(news)
+            try:
+                self._see(kind, event["type"], event["object"])
+            except Exception:  # kopf would only log it, and its log is not heard
+                log.exception("what the watch of %s told could not be taken in", kind.plural)
 
         return see
+
+    def _see(self, kind: Kind, what: str | None, obj: Any) -> None:
+        meta = obj["metadata"]
+        if what == "DELETED":
+            news = self._cache.drop(kind, meta.get("namespace", ""), meta["name"], meta["uid"])
+        else:
+            news = self._cache.put(kind, obj)
+        if news:
+            self._news(news)
 
     # ------------------------------------------------------------------ requests
 
@@ -245,16 +274,15 @@ class Watches:
         trace = aiohttp.TraceConfig()
         trace.on_request_end.append(self._ended)
         trace.on_request_exception.append(self._failed)
-        return kopf.AiohttpSession(
-            server=config.host,
-            aiohttp_session=aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, ssl=tls),
-                trace_configs=[trace],
-                middlewares=(self._authorise,),
-                headers={"User-Agent": "diloco-operator"},
-                proxy=config.proxy or None,
-            ),
+        session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ssl=tls),
+            trace_configs=[trace],
+            middlewares=(self._authorise,),
+            headers={"User-Agent": "diloco-operator"},
+            proxy=config.proxy or None,
         )
+        self._sessions.append(session)
+        return kopf.AiohttpSession(server=config.host, aiohttp_session=session)
 
     async def _authorise(self, request: Any, handler: Any) -> Any:
         """The token as it is now: a ServiceAccount's is renewed while the session lives."""
@@ -287,6 +315,8 @@ class Watches:
                 self._listed(stream)
             return
         if status != 200:
+            if 400 <= status < 500 and status not in (401, 410, 429):
+                self._failure = f"{verb} {stream.kind.plural} {stream.where()}: HTTP status {status}"
             return
         stream.answered_at = time.monotonic()
         if stream.denied is not None and (watching or stream.denied == "list"):

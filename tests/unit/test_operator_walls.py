@@ -216,9 +216,9 @@ def test_when_it_is_worth_asking_why() -> None:
     ],
 )  # fmt: skip
 def test_an_events_time_however_it_is_told(times: dict[str, Any], when: float) -> None:
-    about = {"kind": "Pod", "name": "p"}
+    about = {"kind": "Pod", "name": "p", "uid": "u"}
     found = _note({"involvedObject": about, "reason": "FailedMount", "message": "x" * 5000, **times})
-    assert found == Note("Pod", "p", "FailedMount", "x" * 1000, when)
+    assert found == (Note("Pod", "p", "FailedMount", "x" * 1000, when), "u")
 
 
 def test_an_event_that_is_none() -> None:
@@ -265,7 +265,9 @@ def test_lines_for_people() -> None:
 
 def test_what_kopf_says_of_every_attempt_is_left_out() -> None:
     logger, stream = lines("json")
-    logger.error("Request attempt #1 failed; will retry: GET x -> boom")
+    kopf = logging.getLogger("kopf._cogs.clients.watching")
+    kopf.handlers[:], kopf.propagate = logger.handlers, False
+    kopf.error("Request attempt #1 failed; will retry: GET x -> boom")
     logger.error("Something else failed")
     assert [json.loads(line)["message"] for line in stream.getvalue().splitlines()] == [
         "Something else failed"
