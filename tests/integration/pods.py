@@ -29,10 +29,17 @@ STEP_SECONDS = 0.01
 TOKENS = 4  # per step
 
 
+LLAMA = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2,
+}  # fmt: skip
+
+
 def make_job(
     *, learners: int | dict[str, int] = 2, stop: dict[str, Any] | None = None, name: str = "pods",
-    syncer: dict[str, Any] | None = None, **sync: Any,
+    syncer: dict[str, Any] | None = None, corpus: Path | None = None, **sync: Any,
 ) -> DiLoCoJob:  # fmt: skip
+    """Of learners that run this file; with ``corpus``, of the built-in trainer and an evaluator."""
     regions = learners if isinstance(learners, dict) else {"local": learners}
     settings = {
         "fragments": 3, "every": 4, "overlap": 1, "grace": {"factor": 0.9, "capSeconds": 0.2},
@@ -40,6 +47,14 @@ def make_job(
         # With steps of 10 ms a busy machine leaves learners many versions behind.
         "staleness": {"maxVersions": 10_000}, "outer": {"optimizer": "sgd", "lr": 1.0},
     }  # fmt: skip
+    training: dict[str, Any] = {"batch": {"sequences": 4}, "evaluation": None}
+    if corpus is not None:
+        training = {
+            "model": {"config": LLAMA},
+            "data": {"source": "text", "paths": [str(corpus)], "sequenceLength": 32},
+            "batch": {"sequences": 4}, "device": "cpu",
+            "evaluation": {"fraction": 0.05, "everyTokens": 5000, "batches": 2},
+        }  # fmt: skip
     return DiLoCoJob.model_validate(
         {
             "apiVersion": "diloco.io/v1alpha1",
@@ -48,11 +63,9 @@ def make_job(
             "spec": {
                 "sync": {**settings, **sync},
                 "syncer": syncer or {},
-                "learners": {"command": ["true"]},
+                "learners": {"command": ["true"] if corpus is None else None},
                 "regions": [{"name": region, "learners": count} for region, count in regions.items()],
-                "training": {
-                    "stop": stop or {"steps": 1_000_000}, "batch": {"sequences": 4}, "evaluation": None,
-                },
+                "training": {"stop": stop or {"steps": 1_000_000}, **training},
             },
         }
     )  # fmt: skip
@@ -217,7 +230,10 @@ class Pod(Process):
         }  # fmt: skip
 
     def start(self) -> Pod:
-        self.launch([sys.executable, __file__], self.env)
+        built_in = (
+            json.loads(Path(self.env["DILOCO_JOB_FILE"]).read_text())["spec"]["learners"]["command"] is None
+        )
+        self.launch([sys.executable, *(["-m", "diloco_worker"] if built_in else [__file__])], self.env)
         return self
 
     def page(self, path: str) -> tuple[int, bytes]:

@@ -133,7 +133,7 @@ def test_suspend_the_syncer_goes_and_a_resume_makes_room_for_new_processes(house
 @pytest.mark.parametrize(
     ("env", "least", "most"),
     [
-        ({"DILOCO_DRAIN_SECONDS": "4"}, 1, 8),
+        ({"DILOCO_DRAIN_SECONDS": "4"}, 1, 12),
         pytest.param(
             {}, 15, 27, marks=pytest.mark.slow
         ),  # within the grace period that pods have unless told
@@ -144,7 +144,7 @@ def test_a_drain_without_a_syncer_is_bounded(
 ) -> None:
     hub = house.hub(learners=1)
     pod = house.pod(hub, 0, **env)
-    pod.waits_until(lambda s: s["step"] > 5, "some steps")
+    pod.waits_until(lambda s: (s["step"] or 0) > 5, "some steps")
     hub.kill()
     pod.waits_until(lambda s: not s["connected"], "the loss of the syncer")
     code, seconds = pod.terminate()
@@ -155,7 +155,7 @@ def test_a_drain_with_a_syncer_loses_nothing_and_is_quick(house: House) -> None:
     hub = house.hub(learners=2)
     pods = [house.pod(hub, ordinal) for ordinal in range(2)]
     for pod in pods:
-        pod.waits_until(lambda s: s["step"] > 5, "some steps")
+        pod.waits_until(lambda s: (s["step"] or 0) > 5, "some steps")
     code, seconds = pods[0].terminate()
     assert code == 0 and seconds < 10
     hub.waits_until(
@@ -167,7 +167,7 @@ def test_a_drain_with_a_syncer_loses_nothing_and_is_quick(house: House) -> None:
 def test_the_metrics_of_a_pod(house: House) -> None:
     hub = house.hub(learners=1)
     pod = house.pod(hub)
-    pod.waits_until(lambda s: s["step"] > 8, "some steps")
+    pod.waits_until(lambda s: (s["step"] or 0) > 8, "some steps")
     code, body = pod.page("/metrics")
     text = body.decode()
     assert code == 200
@@ -194,6 +194,43 @@ def test_the_metrics_of_a_pod(house: House) -> None:
     if socket.has_ipv6 and os.path.exists("/proc/net/if_inet6"):
         assert get(f"http://[::1]:{pod.port}/healthz")[0] == 200
     announce(hub, "failed")
+
+
+def test_the_built_in_programs_as_pods(house: House, tmp_path: Path) -> None:
+    """Trainer and evaluator: their status port is there before data and model are; the evaluator comes and
+    goes as it likes, a syncer too, and both idle at the end."""
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("how vexingly quick daft zebras jump over the lazy dog, again and again\n" * 2000)
+    hub = house.hub(learners=1, stop={"tokens": 120_000}, corpus=corpus)
+    learner = house.pod(hub, DILOCO_WORKDIR=str(tmp_path / "learner"))
+    early = wait_for(learner.status, "the status port", 60)
+    assert (early["joined"], early["phase"], early["role"]) == (False, "waiting", "learner")
+    assert learner.page("/readyz")[0] == 503 and learner.page("/healthz")[0] == 200
+    evaluator = house.pod(hub, DILOCO_ROLE="evaluator", DILOCO_WORKDIR=str(tmp_path / "evaluator"))
+    scored = evaluator.waits_until(lambda s: s["loss"] and s["tokens"] and s, "a first score")
+    assert (scored["role"], scored["slot"], scored["connected"]) == ("evaluator", None, True)
+    assert evaluator.page("/readyz")[0] == 200
+    # The syncer is replaced: the evaluator is back with it.
+    hub.restart()
+    evaluator.waits_until(lambda s: s["connected"] and s["epoch"] == 2, "the new syncer")
+    hub.waits_until(lambda s: s["evaluators"] == 1 and s["phase"] == "training", "training")
+    # Its own loss blocks nobody, and a new one goes on.
+    before = hub.status()["step"]
+    evaluator.kill()
+    hub.waits_until(lambda s: s["step"] > before + 10 and s["evaluators"] == 0, "training without it")
+    again = house.pod(hub, DILOCO_ROLE="evaluator", DILOCO_WORKDIR=str(tmp_path / "evaluator"))
+    end = hub.waits_until(lambda s: s["phase"] == "complete" and s, "the end", 120)
+    assert end["loss"] == end["eval_loss"][-1][1] < end["eval_loss"][0][1]
+    for pod in (learner, again):
+        pod.waits_until(lambda s: s["phase"] == "complete" and s["idle"] and s["connected"], "the end, idle")
+    assert again.status()["loss"] == pytest.approx(end["loss"])
+    # Told to end while it loads, and when it idles: at once.
+    loading = house.pod(hub, DILOCO_ROLE="evaluator")
+    wait_for(loading.status, "its status port", 60)
+    for pod in (loading, learner, again):
+        code, seconds = pod.terminate()
+        assert code == 0 and seconds < 6, (pod.text()[-500:], seconds)
+        assert all(line["job"] == "pods" for line in pod.lines())
 
 
 def blackhole() -> tuple[str, list[socket.socket]]:
