@@ -15,6 +15,9 @@ import pytest
 
 from .clusters import ROOT, Cluster, open_cluster, until
 from .jobs import Job, small_job
+from .walls import kube, kube_bare, operate
+
+__all__ = ["kube", "kube_bare", "operate"]
 
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 SYSTEM = "diloco-system"
