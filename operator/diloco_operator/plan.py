@@ -38,6 +38,8 @@ STEADY, SOON, BRIEFLY = 20.0, 2.0, 0.5
 POLL, POLL_SOON, POLL_LATER = 10.0, 1.0, 5.0
 """Seconds between calls to the syncer: nothing goes on; something does; it has gone on for long."""
 LONG = 120.0
+LOSS = "the last loss"
+"""Under this name memory has when it was, and what."""
 
 
 def plan(observed: Observed, memory: Memory, settings: PlanSettings) -> Plan:
@@ -212,16 +214,20 @@ def _failure(
     if lost.failure is not None:
         return lost.failure
     limit = view.job.spec.failure_policy.max_replacements
-    if lost.counted and replaced["sinceMerge"] > limit:
+    # What is known of merges is seconds old: an answer from after the last loss may tell of one.
+    known = view.asked is None or bool(view.asked.error) or view.asked.at > view.memory.since.get(LOSS, 0.0)
+    if replaced["sinceMerge"] > limit and known:
+        cause = view.memory.told.get(LOSS, "")
         return (
             "TooManyReplacements",
             f"{replaced['sinceMerge']} replacements since the last merge did not help "
-            f"(failurePolicy.maxReplacements: {limit}). The last one: {lost.cause}",
+            f"(failurePolicy.maxReplacements: {limit}). The last one: {cause or 'not known any more'}",
         )
     return regions_to_fail(view, found.regions)
 
 
 def _replacements(view: View) -> dict[str, int]:
+    """status.replacements, set back if there was a merge since."""
     before = view.job.status.get("replacements") or {}
     found = {key: int(before.get(key) or 0) for key in ("total", "sinceMerge", "merges")}
     merges = view.merges
@@ -238,6 +244,7 @@ def _count(view: View, replaced: dict[str, int], lost: replacement.Outcome) -> N
         replaced["merges"] = view.merges if view.merges is not None else int(known or 0)
     replaced["total"] += lost.counted
     replaced["sinceMerge"] += lost.counted
+    view.memory.since[LOSS], view.memory.told[LOSS] = view.now, lost.cause
 
 
 def _once(deletes: list[Delete]) -> list[Delete]:
@@ -382,8 +389,11 @@ def _busy(view: View, found: Findings) -> float:
     going = course.stage in ("suspending", "restarting", "finishing", "failing")
     if course.training and view.begun:
         whole = found.regions.in_quorum >= found.regions.wanted
+        places = [view.place(r.name, i) for r in view.here.regions for i in range(r.learners + r.spares)]
+        ready = {pod.name for pod in view.pods if pod.ready}
         going = (
-            not whole or bool(found.rolled.regions) or bool(memory.followed) or found.held_back
+            not whole or not ready.issuperset(places) or bool(found.rolled.regions)
+            or bool(memory.followed) or found.held_back
             or any(view.leaving(pod) for pod in view.pods)
             or view.said not in ("training", "")
             or (view.here.syncer and view.document is None)

@@ -27,11 +27,12 @@ START_PATIENCE = 10.0
 class Report:
     """What was found. ``rows``: status.regions; ``causes``: region -> what keeps it from being whole;
     ``lost``: region -> since when nobody there is heard; ``learners``: in the quorum and wanted, of all
-    regions; ``faults``: pods that do not start or keep crashing, with the reason."""
+    regions; ``obstacles``: learners' pods that do not start -> the kind of reason."""
 
     rows: list[Object] = field(default_factory=list)
     causes: dict[str, str] = field(default_factory=dict)
     lost: dict[str, float] = field(default_factory=dict)
+    obstacles: dict[str, str] = field(default_factory=dict)
     in_quorum: int = 0
     wanted: int = 0
 
@@ -64,6 +65,8 @@ def _here(
     causes = []
     for ordinal, pod in enumerate(pods):
         said = _cause(view, region, ordinal, pod, nodes) if course.training else ""
+        if said and pod is not None and pod.obstacle is not None:
+            out.obstacles[pod.name] = pod.obstacle.kind
         if said:
             causes.append(f"{view.place(region.name, ordinal)}: {said}")
     if region.name in rolled.regions:

@@ -93,10 +93,13 @@ def _learner(view: View, name: str, out: Outcome, gone: set[str]) -> None:
     if before is not None and pod.ends > before.ends:
         _crashed(view, pod, before, out)
     memory.seen[name] = _sighting(view, pod)
-    if name in memory.followed and view.taking_part(pod):
-        waited = view.now - memory.followed.pop(name)
+    if pod.running_since is not None and view.now - pod.running_since > LAST_BACKOFF:
         memory.backoff.pop(name, None)
-        slot = view.slot_of(pod)
+    slot = view.slot_of(pod)
+    since, lost = memory.followed.get(name, (0.0, ""))
+    if since and pod.running and view.taking_part(pod) and (slot is None or slot.process != lost or not lost):
+        del memory.followed[name]
+        waited = view.now - since
         where = "is in the quorum" if slot is None or slot.in_quorum else "stands by"
         out.events.append(
             EventWanted("Normal", "LearnerReplaced", f"{name} {where} again, {waited:.0f} s after its loss.")
@@ -121,8 +124,7 @@ def _syncer(view: View, out: Outcome, gone: set[str]) -> None:
         )
     memory.seen[SYNCER] = _sighting(view, pod)
     if SYNCER in memory.followed and pod.alive and pod.ready and view.document is not None:
-        waited = view.now - memory.followed.pop(SYNCER)
-        memory.backoff.pop(SYNCER, None)
+        waited = view.now - memory.followed.pop(SYNCER)[0]
         epoch = view.document.get("epoch")
         out.events.append(
             EventWanted(
@@ -140,7 +142,9 @@ def _sighting(view: View, pod: Pod) -> Sighting:
     if not excused and before is not None and before.uid == pod.uid:
         excused = before.excused
     cause = str(pod.last_end) if pod.last_end is not None and not pod.running else ""
-    return Sighting(pod.uid, pod.ends, pod.started, excused, cause)
+    slot = view.slot_of(pod)
+    process = slot.process if slot is not None else ""
+    return Sighting(pod.uid, pod.ends, pod.started, excused, cause, process)
 
 
 def _gone(
@@ -151,7 +155,7 @@ def _gone(
     memory.seen.pop(place, None)
     own = before.uid in memory.own_deletions
     memory.own_deletions.discard(before.uid)
-    memory.followed.setdefault(place, view.now)
+    memory.followed.setdefault(place, (view.now, before.process))
     who = "The syncer's pod" if place == SYNCER else f"Pod {place}"
     what = "SyncerLost" if place == SYNCER else "LearnerLost"
     if own:
@@ -171,7 +175,7 @@ def _crashed(view: View, pod: Pod, before: Sighting, out: Outcome) -> None:
     end = pod.last_end
     if end is None or pod.terminating or pod.uid in view.memory.own_deletions:
         return  # it was told to go, and went
-    view.memory.followed.setdefault(place, view.now)
+    view.memory.followed[place] = (view.memory.followed.get(place, (view.now, ""))[0], before.process)
     who = "The syncer" if pod.role == SYNCER else f"Learner {pod.name}"
     said = f"{who}: {end}."
     action = _rule(view, end) if pod.role == "learner" else ""

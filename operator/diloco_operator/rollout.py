@@ -57,7 +57,7 @@ def roll(view: View) -> Rollout:
             out.regions[region.name] = f"{said}; {waits}"
             continue
         pod = _next(view, old)
-        healthy = view.in_quorum(pod)
+        healthy = _works(view, pod)
         if healthy and budget <= 0:
             out.regions[region.name] = f"{said}; {_no_budget(view)}"
             continue
@@ -70,7 +70,7 @@ def roll(view: View) -> Rollout:
         )
         out.regions[region.name] = f"{said}; {pod.name} is taken now{note}"
         view.memory.own_deletions.add(pod.uid)
-        view.memory.followed.setdefault(pod.name, view.now)
+        view.memory.followed.setdefault(pod.name, (view.now, ""))
         view.memory.since.setdefault(_rolling(region.name, pod.ordinal), view.now)
         out.deletes.append(Delete(Ref("Pod", pod.name), pod.uid, "its template has changed"))
         out.events.append(
@@ -160,7 +160,13 @@ def _blocked(view: View, region: str, old: list[Pod]) -> tuple[str, bool]:
 
 def _next(view: View, old: list[Pod]) -> Pod:
     """Who is not taking part first, then who stands by, then from the last ordinal down."""
-    return min(old, key=lambda p: (view.taking_part(p), view.in_quorum(p), -p.ordinal))
+    return min(old, key=lambda p: (_works(view, p), view.taking_part(p), -p.ordinal))
+
+
+def _works(view: View, pod: Pod) -> bool:
+    """Whether taking it may cost the quorum a member. One that has joined is given the benefit of the
+    doubt: the syncer may be restarting, or not be heard from here."""
+    return view.in_quorum(pod) or (pod.ready and not view.standing_by(pod))
 
 
 def _budget(view: View) -> int:
@@ -168,12 +174,14 @@ def _budget(view: View) -> int:
     if view.document is None or not view.here.syncer:
         # Elsewhere than at the syncer nobody here knows the quorum; one at a time in a region is the limit.
         return 0 if view.here.syncer else len(view.here.regions)
-    here = {pod.process: pod for pod in view.pods}
+    here = {region.name for region in view.here.regions}
+    pods = {pod.process: pod for pod in view.pods}
     active = 0
     for slot in view.slots:
-        pod = here.get(slot.process[:32])
-        if slot.in_quorum and not (pod is not None and view.leaving(pod)):
-            active += 1
+        pod = pods.get(slot.process[:32])
+        # What the syncer said is seconds old: who went meanwhile does not count.
+        gone = slot.region in here if pod is None else view.leaving(pod)
+        active += slot.in_quorum and not gone
     if view.required >= view.job.spec.slots:
         return 1 if active >= view.required else 0
     return active - view.required

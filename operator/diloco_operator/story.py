@@ -33,6 +33,7 @@ class Story:
     def __init__(self, told: dict[str, str]) -> None:
         self.events: list[EventWanted] = []
         self._told = told
+        self.fresh = not told  # an operator that has just started: what the status tells was told
 
     def turn(
         self, subject: str, before: str, now: str, kind: Literal["Normal", "Warning"], reason: str,
@@ -43,6 +44,15 @@ class Story:
             self.events.append(EventWanted(kind, reason, message[:1000]))
         if now != before or subject in self._told:
             self._told[subject] = now
+
+    def last(self, subject: str, otherwise: str) -> str:
+        """What was told last of the subject; ``otherwise``, if nothing is remembered."""
+        return self._told.get(subject, otherwise)
+
+    def forget(self, *heads: str) -> None:
+        """The subjects whose names begin so begin anew."""
+        for subject in [s for s in self._told if s.partition(" ")[0] in heads]:
+            del self._told[subject]
 
 
 def tell(view: View, found: Findings, verdicts: Conditions, status: Object) -> list[EventWanted]:
@@ -59,6 +69,8 @@ def tell(view: View, found: Findings, verdicts: Conditions, status: Object) -> l
         _quorum(story, before, verdicts.found)
         _regions(view, story, found, status)
         _pods(view, story, found)
+    else:
+        story.forget("quorum", "syncer", "scale", "rollout")
     _ends(view, story, found, before, verdicts.found)
     return story.events
 
@@ -127,7 +139,7 @@ def _quorum(story: Story, before: Mapping[str, Any], now: Mapping[str, Any]) -> 
     if row.get("status") == "True":
         story.turn("quorum", _met(old), "met", "Normal", "QuorumMet", str(row.get("message")))
     elif row.get("status") == "False" and row.get("reason") == "TooFew":
-        reason = "QuorumLost" if _met(old) == "met" or story._told.get("quorum") == "met" else ""
+        reason = "QuorumLost" if _met(old) == "met" or story.last("quorum", "") == "met" else ""
         story.turn("quorum", _met(old), "few", "Warning", reason, str(row.get("message")))
 
 
@@ -161,25 +173,31 @@ def _regions(view: View, story: Story, found: Findings, status: Object) -> None:
 
 
 def _pods(view: View, story: Story, found: Findings) -> None:
-    """Learners that do not start, and pods on lost nodes, told once per kind of reason."""
-    causes = {row.get("name"): str(row.get("cause", "")) for row in view.job.status.get("regions") or []}
+    """Pods that do not start, and pods on lost nodes, told once per kind of reason. What the status tells
+    of a pod already was told by an earlier operator."""
+    rows = view.job.status.get("regions") or []
+    before = " ".join(str(row.get("cause", "")) for row in rows)
+    before += str(view.condition("Degraded").get("message", ""))
     for pod in view.pods:
         if pod.role == "syncer" or (pod.role == "learner" and pod.ordinal >= view.wanted(pod.region)):
             continue
-        who = "Learner" if pod.role == "learner" else "Evaluator"
-        before = pod.name in causes.get(pod.region, "")
-        kind = pod.obstacle.kind if pod.obstacle is not None and pod.obstacle.kind != "crash" else ""
-        if pod.alive and not (kind and view.lasting(f"slow {pod.uid}") < 3.0):
-            said = pod.obstacle.message if pod.obstacle is not None else ""
-            story.turn(
-                f"obstacle {pod.uid}", kind if before else "", kind, "Warning",
-                f"{who}NotStarting" if kind else "", f"{who} {pod.name} does not start: {said}.",
-            )  # fmt: skip
-        lost = "lost" if pod.name in found.nodes.said else ""
+        who, known = ("Learner" if pod.role == "learner" else "Evaluator"), story.fresh and pod.name in before
+        kind = found.regions.obstacles.get(pod.name, "")
+        if pod.role == "evaluator" and pod.obstacle is not None and pod.alive:
+            kind = pod.obstacle.kind if pod.obstacle.kind != "other" else ""
+        kind = "" if kind == "crash" and pod.role == "learner" else kind  # told as a crash
+        said = pod.obstacle.message if pod.obstacle is not None else ""
+        subject = f"obstacle {pod.uid}"
+        story.turn(
+            subject, story.last(subject, kind if known else ""), kind, "Warning",
+            f"{who}NotStarting" if kind else "", f"{who} {pod.name} does not start: {said}.",
+        )  # fmt: skip
+        lost, subject = ("lost" if pod.name in found.nodes.said else ""), f"node {pod.uid}"
         message = f"{who} {pod.name}: {found.nodes.said.get(pod.name, '')}."
         story.turn(
-            f"node {pod.uid}", lost if before else "", lost, "Warning", "NodeLost" if lost else "", message
-        )
+            subject, story.last(subject, lost if known else ""), lost, "Warning", "NodeLost" if lost else "",
+            message,
+        )  # fmt: skip
     uids = {pod.uid for pod in view.pods}
     told = view.memory.told
     for subject in [s for s in told if s.partition(" ")[0] in ("obstacle", "node")]:

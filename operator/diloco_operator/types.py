@@ -82,6 +82,7 @@ class Sighting:
     started: bool = False  # its main container has run
     excused: str = ""  # why its going does not count: this operator's doing, preemption, eviction
     cause: str = ""  # what was wrong with it last, in words
+    process: str = ""  # the process of it that the syncer listed
 
 
 @dataclass(slots=True)
@@ -97,8 +98,8 @@ class Memory:
     backoff: dict[str, tuple[int, float]] = field(default_factory=dict)
     # condition or fact -> since when it is observed so
     since: dict[str, float] = field(default_factory=dict)
-    # place -> since when its successor is followed until it is in the quorum
-    followed: dict[str, float] = field(default_factory=dict)
+    # place -> since when its successor is followed until it is in the quorum, and the process that was lost
+    followed: dict[str, tuple[float, str]] = field(default_factory=dict)
     # times of force-deletions, for the rate budget
     force_deletions: list[float] = field(default_factory=list)
     # what an event was about -> the state that it told last, against telling it twice

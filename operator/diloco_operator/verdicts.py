@@ -93,11 +93,13 @@ def _syncer_ready(view: View, found: Findings, out: Conditions) -> None:
 
 
 def _running_syncer(view: View, found: Findings, pod: Pod | None, out: Conditions) -> None:
-    if pod is None or pod.over:
+    # A successor waits for the volume that a pod on a lost node still has.
+    stuck = next((p.name for p in view.pods if p.role == "syncer" and p.name in found.nodes.said), None)
+    if stuck is not None and not (pod is not None and pod.alive and pod.ready and pod.name != stuck):
+        out.say("SyncerReady", False, "NodeLost", f"Pod {stuck}: {found.nodes.said[stuck]}.")
+    elif pod is None or pod.over:
         made = _not_made(view)
         out.say("SyncerReady", False, "NotCreated" if made else "Starting", made or "Its pod is being made.")
-    elif pod.name in found.nodes.said:
-        out.say("SyncerReady", False, "NodeLost", f"Pod {pod.name}: {found.nodes.said[pod.name]}.")
     elif pod.terminating:
         out.say("SyncerReady", False, "Restarting", f"Pod {pod.name} is on its way out.")
     elif pod.obstacle is not None:
@@ -179,6 +181,9 @@ def _quorum(view: View, found: Findings, out: Conditions) -> None:
     active, required = int(quorum.get("active") or 0), int(quorum.get("required") or 0)
     if active >= required:
         out.say("QuorumMet", True, "Met", f"{active} learners are active, a merge needs {required}.")
+    elif view.said == "waiting":
+        message = f"{active} learners are active; training begins, or goes on, with {required} (sync.quorum)."
+        out.say("QuorumMet", False, "Gathering", message)
     else:
         message = (
             f"{active} learners are active, and a merge needs {required} (sync.quorum): nothing is merged."

@@ -56,7 +56,8 @@ def want(view: View, course: Course, images: Images, refused: bool, starts: bool
             out.more = out.more or not refused
             continue
         generation, spec = _rendering(view, course, ref, spec, ended or refused, out)
-        manifest = objects.with_pods(job, ref, spec, generation, _replicas(course, job.name, ref))
+        replicas = _replicas(course, job.name, ref) if here.anything else view.replicas(ref) or 0
+        manifest = objects.with_pods(job, ref, spec, generation, replicas)
         if _nudge(view, ref):
             manifest["metadata"]["annotations"][NUDGED] = str(int(view.now // NUDGE_SECONDS))
         out.apply.append(manifest)
@@ -121,7 +122,7 @@ def _rendering(
         role = "syncer" if is_syncer else "evaluator"
         view.memory.own_deletions |= {pod.uid for pod in view.pods if pod.role == role}
         if is_syncer and course.training:
-            view.memory.followed.setdefault("syncer", view.now)
+            view.memory.followed.setdefault("syncer", (view.now, ""))
     return view.job.generation, fresh
 
 

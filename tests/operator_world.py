@@ -1,0 +1,746 @@
+"""A small pure cluster for the operator's plan: controllers, kubelets and a syncer as plain data.
+
+Theory of operation. Time is a number. ``World.run`` lets it pass in steps; in each step the
+controllers make and delete pods as Kubernetes' own do, kubelets start, crash and end
+containers, the syncer (if one runs) seats learners and merges, and, when the last plan said
+so, the operator takes a turn: the world is frozen into an ``Observed`` and the plan is
+carried out. The status document is as old as the plan's polling makes it.
+
+Every plan is held to what must always be true, whatever happens (``_check``): no foreign
+object is touched, of no region two learners are taken at once, no learner that works is
+taken when the quorum would be missed, no Event is told twice in a row.
+
+Faults are attributes: ``bad_images``, ``crashing`` (pod name -> exit code), ``deaf`` (UIDs of
+pods that run and are not heard), ``lost_nodes``, ``quota``, ``syncer_silent``, ``unschedulable``.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco_operator import names
+from diloco_operator.job import stamp
+from diloco_operator.plan import plan
+from diloco_operator.types import (
+    Asked,
+    Delete,
+    EventWanted,
+    Memory,
+    Note,
+    Object,
+    Observed,
+    Plan,
+    PlanSettings,
+    Ref,
+    Trouble,
+)
+
+SETTINGS = PlanSettings(None, "diloco-system", "diloco-syncer:1", "diloco-worker:1")
+START = 1_700_000_000.0
+HOLDING = ("active", "suspect", "draining")
+START_SECONDS, JOIN_SECONDS, DRAIN_SECONDS = 2.0, 1.0, 2.0
+
+
+def job_object(name: str = "job", count: int = 3, **spec: Any) -> Object:
+    """A DiLoCoJob as the API server would send it (defaults left out, as the models fill them in)."""
+    training = {
+        "model": {"config": {"model_type": "llama"}},
+        "data": {"paths": ["python-stdlib"]},
+        "stop": {"tokens": 10**12},
+        "evaluation": None,
+    } | spec.pop("training", {})
+    return {
+        "apiVersion": "diloco.io/v1alpha1",
+        "kind": "DiLoCoJob",
+        "metadata": {"name": name, "namespace": "ns", "uid": "aaaaaaaa-0000-0000-0000-000000000001",
+                     "generation": 1, "finalizers": [], "labels": {}},
+        "spec": {"training": training, "regions": [{"name": "local", "learners": count}], **spec},
+    }  # fmt: skip
+
+
+@dataclass
+class SlotSim:
+    region: str
+    ordinal: int
+    process: str = ""
+    state: str = "empty"
+    ready_at: float = 0.0
+    heard: float = 0.0
+    merged: int = 0
+    place: tuple[str, int] = ("", 0)
+
+
+@dataclass
+class SyncerSim:
+    """The syncer's durable state (its store) and, while ``pod`` is set, its process."""
+
+    epoch: int = 0
+    merges: int = 0
+    tokens: int = 0
+    phase: str = "waiting"
+    slots: list[SlotSim] = field(default_factory=list)
+    standbys: list[str] = field(default_factory=list)
+    pod: str = ""  # UID
+    up_at: float = 0.0
+    target: str = ""
+    moves_at: float = 0.0
+    required: int = 1
+    stop: int = 10**12
+
+
+@dataclass
+class PodSim:
+    obj: Object
+    ready_to_start: float
+    joined: bool = False
+    joins_at: float = 0.0
+    generation: int = 0  # of its process: a container that restarts has a new one
+
+    @property
+    def uid(self) -> str:
+        return str(self.obj["metadata"]["uid"])
+
+    @property
+    def name(self) -> str:
+        return str(self.obj["metadata"]["name"])
+
+    @property
+    def role(self) -> str:
+        return str(self.obj["metadata"]["labels"][names.LABEL_ROLE])
+
+    @property
+    def region(self) -> str:
+        return str(self.obj["metadata"]["labels"].get(names.LABEL_REGION, ""))
+
+    @property
+    def ordinal(self) -> int:
+        return int(self.obj["metadata"]["labels"].get(names.POD_INDEX, -1))
+
+    @property
+    def terminating(self) -> bool:
+        return "deletionTimestamp" in self.obj["metadata"]
+
+    @property
+    def container(self) -> Object:
+        found: Object = self.obj["status"]["containerStatuses"][0]
+        return found
+
+    @property
+    def running(self) -> bool:
+        return "running" in self.container["state"]
+
+    @property
+    def process(self) -> str:
+        return self.uid.replace("-", "") + f"{self.generation:04x}"
+
+    @property
+    def image(self) -> str:
+        return str(self.obj["spec"]["containers"][0]["image"])
+
+
+class World:
+    """One job in one cluster."""
+
+    def __init__(self, job: Object, seed: int = 0, settings: PlanSettings = SETTINGS) -> None:
+        self.job = job
+        self.settings = settings
+        self.now = START
+        self.rng = random.Random(seed)
+        self.memory = Memory()
+        self.objects: dict[Ref, Object] = {}
+        self.pods: dict[str, PodSim] = {}  # by UID
+        self.nodes = {f"node-{i}": True for i in range(3)}
+        self.node_since = dict.fromkeys(self.nodes, START)
+        self.notes: list[Note] = []
+        self.troubles: tuple[Trouble, ...] = ()
+        self.secrets: set[str] = set()
+        self.syncer = SyncerSim()
+        self.asked: Asked | None = None
+        self.asked_at = -1e9
+        self.report: Object | None = None
+        self.events: list[tuple[float, EventWanted]] = []
+        self.plans: list[Plan] = []
+        self.gone = False
+        self.next_turn = self.now
+        self.poll = 1.0
+        self.status_at = -1e9
+        self._uid = 0
+        # faults
+        self.bad_images: set[str] = set()
+        self.crashing: dict[str, int] = {}
+        self.deaf: set[str] = set()
+        self.quota: int | None = None
+        self.syncer_silent = False
+        self.unschedulable: set[str] = set()
+        self.foreign: dict[Ref, Object] = {}
+        self.operator_away = False
+        self.blind = False  # the operator may not read nodes
+        self.taken: list[tuple[float, str]] = []
+
+    # ------------------------------------------------------------- time
+
+    def run(self, seconds: float, step: float = 0.5) -> None:
+        end = self.now + seconds
+        while self.now < end and not self.gone:
+            self.now += step
+            self._controllers()
+            self._kubelets()
+            self._syncer()
+            if not self.operator_away:
+                self._operator()
+
+    def until(self, holds: Any, timeout: float = 300.0) -> None:
+        end = self.now + timeout
+        while not holds(self):
+            if self.now >= end or self.gone:
+                raise AssertionError(f"not so after {timeout} s:\n{self.story()}")
+            self.run(0.5)
+
+    def story(self) -> str:
+        lines = [f"{at - START:8.1f} {e.type:7} {e.reason}: {e.message}" for at, e in self.events]
+        lines.append(json.dumps(self.job.get("status"), indent=1))
+        for pod in self.pods.values():
+            lines.append(f"{pod.name} {pod.uid[:8]} {pod.obj['status']['phase']} {pod.container['state']}"
+                         f" {'terminating' if pod.terminating else ''} joined={pod.joined}")  # fmt: skip
+        lines.append(str(self.syncer))
+        return "\n".join(lines)
+
+    # ------------------------------------------------------------- what people do
+
+    def edit(self, **spec: Any) -> None:
+        """A new spec: fields replaced, the generation raised."""
+        self.job = copy.deepcopy(self.job)
+        self.job["spec"] |= spec
+        self.job["metadata"]["generation"] += 1
+        self.next_turn = self.now
+
+    def delete_pod(self, name: str, force: bool = False) -> None:
+        pod = self.named(name)
+        assert pod is not None
+        self._delete_pod(pod, force)
+
+    def named(self, name: str) -> PodSim | None:
+        return next((p for p in self.pods.values() if p.name == name), None)
+
+    def of(self, role: str) -> list[PodSim]:
+        return [pod for pod in self.pods.values() if pod.role == role]
+
+    def lose(self, node: str) -> None:
+        self.nodes[node] = False
+        self.node_since[node] = self.now
+
+    def back(self, node: str) -> None:
+        self.nodes[node] = True
+        self.node_since[node] = self.now
+        for pod in [p for p in self.pods.values() if p.obj["spec"].get("nodeName") == node]:
+            if pod.terminating:
+                self._remove(pod)
+
+    # ------------------------------------------------------------- what tests ask
+
+    @property
+    def status(self) -> Object:
+        found: Object = self.job.get("status") or {}
+        return found
+
+    def condition(self, kind: str) -> Object:
+        return next((c for c in self.status.get("conditions", []) if c["type"] == kind), {})
+
+    def truth(self, kind: str) -> str:
+        return str(self.condition(kind).get("status", ""))
+
+    def region(self, name: str = "local") -> Object:
+        return next(row for row in self.status["regions"] if row["name"] == name)
+
+    def active(self) -> int:
+        """Learners that are truly in the quorum."""
+        return sum(self._in_quorum(slot) for slot in self.syncer.slots) if self.syncer.pod else 0
+
+    def told(self, reason: str) -> int:
+        return sum(event.reason == reason for _, event in self.events)
+
+    def whole(self) -> bool:
+        spec = self.job["spec"]
+        wanted = sum(r["learners"] for r in spec["regions"])
+        return (
+            self.status.get("phase") == "Running"
+            and self.status.get("learners") == f"{wanted}/{wanted}"
+            and self.truth("Ready") == "True"
+            and self.status.get("observedGeneration") == self.job["metadata"]["generation"]
+        )
+
+    # ------------------------------------------------------------- controllers
+
+    def _new_uid(self) -> str:
+        self._uid += 1
+        digits = hashlib.sha256(f"{self._uid} {self.job['metadata']['uid']}".encode()).hexdigest()[:32]
+        return f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
+
+    def _controllers(self) -> None:
+        for ref, obj in list(self.objects.items()):
+            if ref.kind == "StatefulSet":
+                self._stateful_set(ref, obj)
+            elif ref.kind == "Deployment":
+                self._deployment(ref, obj)
+        for node, well in self.nodes.items():
+            if well or self.now - self.node_since[node] < 20.0:
+                continue
+            for pod in self.pods.values():
+                if pod.obj["spec"].get("nodeName") == node and not pod.terminating:
+                    self._condition(pod, "DisruptionTarget", True, "DeletionByTaintManager")
+                    self._delete_pod(pod, False)
+
+    def _stateful_set(self, ref: Ref, obj: Object) -> None:
+        revision = f"{ref.name}-{_hash(obj['spec']['template'])}"
+        obj["status"] = {
+            "observedGeneration": obj["metadata"]["generation"], "updateRevision": revision,
+        }  # fmt: skip
+        for pod in [p for p in self.pods.values() if p.obj["metadata"]["labels"].get("set") == ref.name]:
+            if pod.obj["status"]["phase"] == "Failed" and not pod.terminating:
+                self._delete_pod(pod, False)
+            if pod.ordinal >= obj["spec"]["replicas"] and not pod.terminating:
+                self._delete_pod(pod, False)
+        for ordinal in range(obj["spec"]["replicas"]):
+            name = f"{ref.name}-{ordinal}"
+            if self.named(name) is None and self._may_create(ref, name):
+                labels = {"set": ref.name, names.POD_INDEX: str(ordinal), names.POD_REVISION: revision}
+                self._make(name, obj["spec"]["template"], labels)
+
+    def _deployment(self, ref: Ref, obj: Object) -> None:
+        mine = [p for p in self.pods.values() if p.obj["metadata"]["labels"].get("set") == ref.name]
+        digest = _hash(obj["spec"]["template"])
+        for pod in mine:
+            stale = pod.obj["metadata"]["labels"]["hash"] != digest or obj["spec"]["replicas"] == 0
+            if stale and not pod.terminating:
+                self._delete_pod(pod, False)
+        # Recreate orders rollouts only: after a deletion by hand the new pod does not wait for the old one.
+        current = [p for p in mine if not p.terminating and p.obj["status"]["phase"] != "Failed"]
+        old = [p for p in mine if p.obj["metadata"]["labels"]["hash"] != digest]
+        if obj["spec"]["replicas"] and not current and not old:
+            name = f"{ref.name}-{digest[:5]}-{self._uid}"
+            if self._may_create(Ref("ReplicaSet", f"{ref.name}-{digest[:5]}"), name):
+                self._make(name, obj["spec"]["template"], {"set": ref.name, "hash": digest})
+
+    def _may_create(self, ref: Ref, name: str) -> bool:
+        if self.quota is None or len(self.pods) < self.quota:
+            return True
+        message = (
+            f'pods "{name}" is forbidden: exceeded quota: small, requested: pods=1, used: pods={self.quota}'
+        )
+        self.notes = [n for n in self.notes if (n.kind, n.name) != ref]
+        self.notes.append(Note(ref.kind, ref.name, "FailedCreate", message, self.now))
+        return False
+
+    def _make(self, name: str, template: Object, labels: dict[str, str]) -> None:
+        uid = self._new_uid()
+        spec = copy.deepcopy(template["spec"])
+        main = spec["containers"][0]
+        self.pods[uid] = PodSim(
+            {
+                "metadata": {
+                    "name": name, "uid": uid, "creationTimestamp": stamp(self.now),
+                    "labels": {**template["metadata"]["labels"], **labels},
+                },
+                "spec": spec,
+                "status": {
+                    "phase": "Pending",
+                    "conditions": [],
+                    "containerStatuses": [
+                        {"name": main["name"], "image": main["image"], "restartCount": 0,
+                         "state": {"waiting": {"reason": "ContainerCreating"}}, "lastState": {}}
+                    ],
+                },
+            },
+            self.now + START_SECONDS,
+        )  # fmt: skip
+
+    def _delete_pod(self, pod: PodSim, force: bool) -> None:
+        if force:
+            self._remove(pod)
+            return
+        if not pod.terminating:
+            grace = pod.obj["spec"].get("terminationGracePeriodSeconds", 30)
+            pod.obj["metadata"]["deletionTimestamp"] = stamp(self.now + grace)
+            pod.obj["drained_at"] = self.now + (DRAIN_SECONDS if pod.running else 0.0)
+
+    def _remove(self, pod: PodSim) -> None:
+        self.pods.pop(pod.uid, None)
+        if self.syncer.pod == pod.uid:
+            self.syncer.pod = ""
+        for slot in self.syncer.slots:
+            if slot.process.startswith(pod.uid.replace("-", "")) and slot.state == "draining":
+                slot.state = "drained"
+
+    # ------------------------------------------------------------- kubelets
+
+    def _kubelets(self) -> None:
+        for pod in list(self.pods.values()):
+            node = pod.obj["spec"].get("nodeName")
+            if node is not None and not self.nodes[node]:
+                self._condition(pod, "Ready", False, "")
+                continue
+            if pod.terminating and self.now >= pod.obj["drained_at"]:
+                self._remove(pod)
+            elif not pod.running:
+                self._start(pod)
+            elif pod.name in self.crashing and not pod.terminating and self.now >= pod.ready_to_start + 0.5:
+                self._crash(pod, self.crashing[pod.name])
+            if pod.running and pod.role != "learner" and self.now >= pod.ready_to_start + 1:
+                self._condition(pod, "Ready", True, "")
+
+    def _start(self, pod: PodSim) -> None:
+        if pod.terminating or pod.obj["status"]["phase"] == "Failed":
+            return
+        status = pod.obj["status"]
+        if pod.obj["spec"].get("nodeName") is None:
+            well = [n for n, ok in self.nodes.items() if ok]
+            # The claim is ReadWriteOncePod: while one pod has it, no other is placed.
+            taken = pod.role == "syncer" and any(
+                p is not pod and p.obj["spec"].get("nodeName") for p in self.of("syncer")
+            )
+            if pod.name in self.unschedulable or not well or taken:
+                status["conditions"] = [
+                    {"type": "PodScheduled", "status": "False", "reason": "Unschedulable",
+                     "message": "0/3 nodes are available: 3 Insufficient cpu."}
+                ]  # fmt: skip
+                pod.ready_to_start = self.now + START_SECONDS
+                return
+            status["conditions"] = [{"type": "PodScheduled", "status": "True"}]
+            pod.obj["spec"]["nodeName"] = self.rng.choice(well)
+        if pod.image in self.bad_images:
+            pod.container["state"] = {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}
+            pod.ready_to_start = self.now + START_SECONDS
+            return
+        if self.now < pod.ready_to_start:
+            return
+        if pod.container["lastState"]:
+            pod.container["restartCount"] += 1
+        pod.generation += 1
+        pod.joined = False
+        pod.joins_at = self.now + JOIN_SECONDS
+        pod.container["state"] = {"running": {"startedAt": stamp(self.now)}}
+        status["phase"] = "Running"
+
+    def _crash(self, pod: PodSim, code: int) -> None:
+        ended = {"exitCode": code, "reason": "Error", "message": "the disk is on fire",
+                 "finishedAt": stamp(self.now)}  # fmt: skip
+        pod.container["lastState"] = {"terminated": ended}
+        pod.container["state"] = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off"}}
+        self._condition(pod, "Ready", False, "")
+        wait = min(300.0, 10.0 * 2 ** max(0, pod.container["restartCount"] - 1))
+        pod.ready_to_start = self.now + (wait if pod.container["restartCount"] else 1.0)
+        pod.joined = False
+        if self.syncer.pod == pod.uid:
+            self.syncer.pod = ""
+
+    def _condition(self, pod: PodSim, kind: str, holds: bool, reason: str) -> None:
+        rows = [c for c in pod.obj["status"]["conditions"] if c["type"] != kind]
+        rows.append({"type": kind, "status": "True" if holds else "False", "reason": reason})
+        pod.obj["status"]["conditions"] = rows
+
+    # ------------------------------------------------------------- the syncer
+
+    def _reachable(self, pod: PodSim) -> bool:
+        node = pod.obj["spec"].get("nodeName")
+        return node is None or self.nodes[node]
+
+    def _in_quorum(self, slot: SlotSim) -> bool:
+        return slot.state == "active" and self.now >= slot.ready_at
+
+    def _syncer(self) -> None:
+        hub = self.syncer
+        running = [p for p in self.of("syncer") if p.running and self._reachable(p)]
+        current = next((p for p in running if p.uid == hub.pod), None)
+        if current is None:
+            hub.pod = ""
+            fresh = [p for p in running if not p.terminating and self.now >= p.ready_to_start + 1]
+            if fresh:
+                self._claim_epoch(fresh[-1])
+            return
+        self._members(hub)
+        active = sum(self._in_quorum(s) for s in hub.slots)
+        if hub.phase == "waiting" and active >= hub.required:
+            hub.phase = "training"
+        if hub.phase in ("training", "holding"):
+            hub.phase = "training" if active >= hub.required else "holding"
+            if hub.phase == "training":
+                hub.merges += 1
+                hub.tokens += 100 * active
+                for slot in hub.slots:
+                    slot.merged += self._in_quorum(slot)
+            if hub.tokens >= hub.stop:
+                hub.phase, hub.target, hub.moves_at = "draining", "complete", self.now + 2
+        elif hub.phase == "draining" and self.now >= hub.moves_at:
+            hub.phase = hub.target
+
+    def _claim_epoch(self, pod: PodSim) -> None:
+        hub, config = self.syncer, self.objects.get(names.settings_map(self.job["metadata"]["name"]))
+        assert config is not None, "a syncer that runs without its settings"
+        spec = json.loads(config["data"]["job.json"])["spec"]
+        hub.pod, hub.epoch = pod.uid, hub.epoch + 1
+        hub.required, hub.stop = spec["sync"]["quorum"], spec["training"]["stop"]["tokens"] or 10**12
+        known = {(s.region, s.ordinal): s for s in hub.slots}
+        places = [(r["name"], i) for r in spec["regions"] for i in range(r["learners"])]
+        hub.slots = [known.get(place, SlotSim(*place, place=place)) for place in places]
+        for slot in hub.slots:
+            slot.state = "lost" if slot.process else "empty"
+        if hub.phase != "complete" or hub.tokens < hub.stop:
+            hub.phase = "waiting"
+        for learner in self.of("learner"):
+            learner.joins_at = max(learner.joins_at, self.now + 0.5)
+            learner.joined = False
+
+    def _members(self, hub: SyncerSim) -> None:
+        alive = {}
+        for pod in self.of("learner"):
+            if pod.running and self._reachable(pod) and pod.uid not in self.deaf:
+                alive[pod.process] = pod
+        for slot in hub.slots:
+            if slot.state in HOLDING:
+                if slot.process in alive:
+                    slot.heard = self.now
+                    if alive[slot.process].terminating:
+                        slot.state = "draining"
+                elif slot.state == "draining":
+                    slot.state = "drained"
+                elif self.now - slot.heard > 10:
+                    slot.state = "lost"
+        hub.standbys = [p for p in hub.standbys if p in alive]
+        if hub.phase not in ("waiting", "training", "holding"):
+            return
+        for process, pod in sorted(alive.items(), key=lambda item: item[1].name):
+            if pod.terminating or self.now < pod.joins_at:
+                continue
+            self._condition(pod, "Ready", True, "")
+            pod.joined = True
+            if any(s.process == process and s.state in HOLDING for s in hub.slots):
+                continue
+            free = [s for s in hub.slots if s.state in ("empty", "lost", "drained")]
+            # A newcomer takes over the place where its predecessor was.
+            old = [s for s in hub.slots if s.process and s.place == (pod.region, pod.ordinal)
+                   and s.process not in alive]  # fmt: skip
+            own = [s for s in free if (s.region, s.ordinal) == (pod.region, pod.ordinal)]
+            for slot in (*old, *own, *free):
+                slot.process, slot.state, slot.heard = process, "active", self.now
+                slot.ready_at, slot.place = self.now + JOIN_SECONDS, (pod.region, pod.ordinal)
+                if process in hub.standbys:
+                    hub.standbys.remove(process)
+                break
+            else:
+                if process not in hub.standbys:
+                    hub.standbys.append(process)
+
+    def document(self) -> Object:
+        hub = self.syncer
+        return {
+            "phase": hub.phase, "message": "", "epoch": hub.epoch, "merges": hub.merges, "goodput": 0.9,
+            "quorum": {"active": self.active(), "required": hub.required}, "eval_loss": [],
+            "standby": len(hub.standbys), "standbys": list(hub.standbys),
+            "tokens": {"trained": hub.tokens, "merged": hub.tokens, "pending": 0, "dropped": 0},
+            "slots": [
+                {"slot": i, "region": s.place[0], "ordinal": s.place[1], "process": s.process,
+                 "state": s.state, "ready": self._in_quorum(s), "step": s.merged, "loss": 2.0,
+                 "merged_pushes": s.merged,
+                 "heard_seconds_ago": self.now - s.heard if s.state in HOLDING else None}
+                for i, s in enumerate(hub.slots)
+            ],
+        }  # fmt: skip
+
+    def _ask(self) -> None:
+        running = [p for p in self.of("syncer") if p.running]
+        if not running:
+            self.asked = None
+            return
+        if self.now - self.asked_at < self.poll:
+            return
+        self.asked_at = self.now
+        if self.syncer.pod and not self.syncer_silent:
+            self.asked = Asked(self.document(), "", self.now, None)
+            if self.syncer.phase in ("complete", "failed"):
+                self.report = {"outcome": self.syncer.phase, "tokens": {"trained": self.syncer.tokens},
+                               "learners": [1, 2], "goodput": 0.9}  # fmt: skip
+        else:
+            since = self.asked.failing_since if self.asked is not None else None
+            self.asked = Asked(None, "no answer", self.now, since if since is not None else self.now)
+
+    # ------------------------------------------------------------- the operator
+
+    def observed(self) -> Observed:
+        nodes = {
+            name: {
+                "metadata": {"name": name},
+                "status": {
+                    "conditions": [
+                        {"type": "Ready", "status": "True" if well else "Unknown",
+                         "lastTransitionTime": stamp(self.node_since[name])}
+                    ]
+                },
+            }
+            for name, well in self.nodes.items()
+        }  # fmt: skip
+        return Observed(
+            now=self.now,
+            job=copy.deepcopy(self.job),
+            objects=copy.deepcopy({**self.foreign, **self.objects}),
+            pods=tuple(copy.deepcopy(pod.obj) for pod in self.pods.values()),
+            nodes=None if self.blind else nodes,
+            notes=tuple(n for n in self.notes if self.now - n.time < 600),
+            troubles=self.troubles,
+            syncer=self.asked,
+            report=self.report,
+        )
+
+    def _operator(self) -> None:
+        before = self.asked
+        self._ask()
+        news = (before is None) != (self.asked is None)
+        if self.now < self.next_turn and not news and not self._pod_news():
+            return
+        self.next_turn = float("inf")
+        made = self.turn()
+        self.next_turn = min(self.next_turn, self.now + made.wake_in)
+
+    def _pod_news(self) -> bool:
+        digest = json.dumps([p.obj for p in self.pods.values()], sort_keys=True)
+        news = digest != getattr(self, "_digest", "")
+        self._digest = digest
+        return news
+
+    def turn(self) -> Plan:
+        """One turn: plan, check, carry out."""
+        observed = self.observed()
+        frozen = json.dumps([observed.job, list(observed.pods)], sort_keys=True)
+        made = plan(observed, self.memory, self.settings)
+        assert json.dumps([observed.job, list(observed.pods)], sort_keys=True) == frozen, (
+            "the plan changed it"
+        )
+        self._check(made)
+        self._carry_out(made)
+        self.plans.append(made)
+        self.poll = made.poll_syncer
+        return made
+
+    def _check(self, made: Plan) -> None:
+        if self.plans:
+            again = set(made.events) & set(self.plans[-1].events)
+            assert not again, f"told twice: {again}\n{self.story()}"
+        for manifest in made.apply:
+            ref = Ref(manifest["kind"], manifest["metadata"]["name"])
+            assert manifest["metadata"]["labels"][names.LABEL_JOB] == self.job["metadata"]["name"], ref
+        for delete in made.deletes:
+            assert delete.ref not in self.foreign, f"a foreign object is deleted: {delete}"
+        taken: dict[str, list[PodSim]] = {}
+        for delete in made.deletes:
+            pod = self.pods.get(delete.uid)
+            if delete.ref.kind != "Pod" or pod is None or delete.force or pod.terminating:
+                continue
+            assert pod.role == "learner", f"{delete} is not the operator's to delete"
+            taken.setdefault(pod.region, []).append(pod)
+        working = 0
+        for region, pods in taken.items():
+            others = [p for p in self.of("learner") if p.region == region and p.terminating]
+            wanted = next((r["learners"] + r.get("spares", 0) for r in self.job["spec"]["regions"]
+                           if r["name"] == region), 0)  # fmt: skip
+            others = [p for p in others if p.ordinal < wanted]
+            assert len(pods) == 1 and not others, f"two of {region} at once: {pods} {others}\n{self.story()}"
+            mine = [s for s in self.syncer.slots if s.process.startswith(pods[0].uid.replace("-", ""))]
+            working += any(self._in_quorum(s) for s in mine)
+            self.taken.append((self.now, pods[0].name))
+        if working:
+            k, m = self.syncer.required, len(self.syncer.slots)
+            left = self.active() - working
+            assert left >= k or (k == m and working == 1), (
+                f"below K by our hand: {left} < {k}\n{self.story()}"
+            )
+
+    def _carry_out(self, made: Plan) -> None:
+        metadata = self.job["metadata"]
+        if made.finalizer and names.FINALIZER not in metadata["finalizers"]:
+            metadata["finalizers"].append(names.FINALIZER)
+        self.secrets |= {wanted.name for wanted in made.secrets}
+        self._apply(made)
+        for call in made.calls:
+            self._call(call.method, call.body)
+        for delete in made.deletes:
+            self._delete(delete)
+        if made.status is not None and (made.urgent or self.now - self.status_at >= 60):
+            self.job["status"] = copy.deepcopy(made.status)
+            self.status_at = self.now
+        self.events += [(self.now, event) for event in made.events]
+        if made.delete_job and "deletionTimestamp" not in metadata:
+            self.delete_job()
+        if not made.finalizer and "deletionTimestamp" in metadata:
+            metadata["finalizers"].remove(names.FINALIZER)
+            self.gone = True
+
+    def delete_job(self) -> None:
+        self.job["metadata"]["deletionTimestamp"] = stamp(self.now)
+        self.next_turn = self.now
+
+    def _apply(self, made: Plan) -> None:
+        troubles = []
+        for manifest in made.apply:
+            ref = Ref(manifest["kind"], manifest["metadata"]["name"])
+            if ref in self.foreign:
+                troubles.append(Trouble(ref, "conflict", f"{ref.kind} {ref.name} is not this job's"))
+                continue
+            live = self.objects.get(ref)
+            new = copy.deepcopy(manifest)
+            if live is None:
+                new["metadata"] |= {"uid": self._new_uid(), "generation": 1}
+                self.next_turn = self.now
+            else:
+                generation = live["metadata"]["generation"] + (live.get("spec") != new.get("spec"))
+                new["metadata"] |= {"uid": live["metadata"]["uid"], "generation": generation}
+                new["status"] = live.get("status", {})
+            self.objects[ref] = new
+        if set(troubles) != set(self.troubles):
+            self.next_turn = self.now
+        self.troubles = tuple(troubles)
+
+    def _call(self, method: str, body: Object) -> None:
+        hub = self.syncer
+        if not hub.pod or self.syncer_silent:
+            return
+        if method == "process-gone":
+            for slot in hub.slots:
+                if slot.process == body["process"] and slot.state in HOLDING:
+                    alive = [p for p in self.of("learner") if p.process == body["process"] and p.running]
+                    assert not alive, f"a living process was said to be gone: {body}\n{self.story()}"
+                    slot.state = "lost"
+        elif method == "announce":
+            phase = body["phase"]
+            if hub.phase in ("complete", "failed", "deleted", "suspended"):
+                return
+            if phase == "suspended":
+                if hub.phase != "draining":
+                    hub.phase, hub.target, hub.moves_at = "draining", "suspended", self.now + 2
+            else:
+                hub.phase = phase
+
+    def _delete(self, delete: Delete) -> None:
+        if delete.ref.kind == "Pod":
+            pod = self.pods.get(delete.uid)
+            if pod is not None:
+                self._delete_pod(pod, delete.force)
+            return
+        live = self.objects.get(delete.ref)
+        if live is not None and live["metadata"]["uid"] == delete.uid:
+            self.remove_object(delete.ref)
+
+    def remove_object(self, ref: Ref) -> None:
+        """An object goes, and what belongs to it."""
+        del self.objects[ref]
+        for pod in list(self.pods.values()):
+            mine = pod.obj["metadata"]["labels"].get("set") == ref.name
+            if mine and ref.kind in ("StatefulSet", "Deployment"):
+                self._delete_pod(pod, False)
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:10]
