@@ -1,4 +1,3 @@
-# syntax=docker/dockerfile:1
 # One file, an image per role: --target operator | syncer | worker. `make images` builds all.
 #
 #   BASE_IMAGE           a Debian or Ubuntu with CPython below /usr/local, as the official python images are
