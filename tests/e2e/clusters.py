@@ -101,7 +101,7 @@ class Cluster:
         return run(str(program), *args, *extra, check=check, timeout=timeout)
 
     def apply(self, *objects: dict[str, Any], namespace: str = "default") -> str:
-        text = "\n---\n".join(json.dumps(o) for o in objects)
+        text = json.dumps({"apiVersion": "v1", "kind": "List", "items": objects})
         return self.kubectl("apply", "-n", namespace, "-f", "-", stdin=text)
 
     # ------------------------------------------------------------- the API, quickly
