@@ -10,17 +10,19 @@ import asyncio
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from diloco.cluster import FAILED, TIMEOUT, WRONG, Cluster, ClusterError, Object, Where
-from diloco.forward import Forward, forwarded
+from diloco.forward import Forward, dial, forwarded
 from diloco.hub import HubError, fetch_json
 
 HTTP_PORT, EXPORT_PORT = 7702, 7703  # docs/design.md, operator
 REPORT_SECONDS = 60.0
 PAGE_SECONDS = 5.0
+PAGE_AGAIN_SECONDS = 10.0  # between tries where it is not to be had
 
 
 def only(where: Where) -> Cluster:
@@ -73,6 +75,39 @@ def page(cluster: Cluster, job: Object, path: str, seconds: float) -> dict[str, 
             return asyncio.run(fetch_json(forward.address, path, seconds))
         except HubError as error:
             raise ClusterError(forward.problem or f"the syncer's page {path} (pod {pod}): {error}") from error
+
+
+class Pages:
+    """The status pages of one job's syncer: one port-forward, opened anew where the pod has changed."""
+
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        self._cluster, self._name = cluster, name
+        self._forward: Forward | None = None
+        self._again_at = 0.0  # monotonic seconds
+        self.problem = ""  # why there is no page
+
+    def read(self, job: Object) -> Object | None:
+        """The page as it is now; None where it cannot be had: then it is not tried for a while."""
+        if time.monotonic() < self._again_at:
+            return None
+        try:
+            if self._forward is None:
+                pod = syncer_pod(job, self._cluster.pods(self._name, "syncer"))
+                far = dial(self._cluster, pod, HTTP_PORT, PAGE_SECONDS)
+                self._forward = Forward(self._cluster, pod, HTTP_PORT, far)
+            document = asyncio.run(fetch_json(self._forward.address, "/status", PAGE_SECONDS))
+        except (ClusterError, HubError) as error:
+            self.problem = (self._forward and self._forward.problem) or str(error)
+            self._again_at = time.monotonic() + PAGE_AGAIN_SECONDS
+            self.close()
+            return None
+        self.problem = ""
+        return document if document.get("job") == self._name else None
+
+    def close(self) -> None:
+        if self._forward is not None:
+            self._forward.close()
+            self._forward = None
 
 
 # ------------------------------------------------------------------ report

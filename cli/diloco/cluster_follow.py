@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.cluster import Cluster, ClusterError
+from diloco.cluster_fetch import Pages
 from diloco.cluster_picture import (
     Object,
     condition,
@@ -28,6 +29,7 @@ from diloco.cluster_picture import (
 POLL_SECONDS = 2.0
 SLOWEST_POLL = 15.0  # where the API server does not answer
 LINE_SECONDS = 5.0  # between progress lines
+STILL_SECONDS = 60.0  # between lines that say the same
 COMPLETE, FAILED, INTERRUPTED = 0, 1, 130
 
 Outcome = tuple[int, str]
@@ -43,13 +45,14 @@ class Story:
 
     at: float
     line_at: float = float("-inf")
-    line: str = ""
+    figures: str = ""
     begun: bool = False
     events: dict[str, int] = field(default_factory=dict)  # uid -> times
     conditions: dict[str, str] = field(default_factory=dict)  # type -> status
 
-    def tell(self, job: Object, events: Sequence[Object], now: float) -> list[str]:
-        """The lines that are new: events in order, conditions that turned, and the progress."""
+    def tell(self, job: Object, events: Sequence[Object], page: Object | None, now: float) -> list[str]:
+        """The lines that are new: events in order, conditions that turned, and the progress: the syncer's
+        (``page``: its status document), or where it is not to be had the job's status'."""
         lines = []
         told = set()
         for event in sorted(events, key=event_time):
@@ -68,9 +71,11 @@ class Story:
                 if condition_style(one) != "dim" and message not in told and not first:
                     said = kind if status == "True" else f"{kind} is {status}"
                     lines.append(f"{said}: {message or one.get('reason')}")
-        line = job_line(job, now)
-        if line != self.line and now - self.line_at >= LINE_SECONDS:
-            self.line, self.line_at = line, now
+        line = job_line(job, page, now)
+        figures = line.partition(" s  ")[2] or line  # without the time, which always changes
+        pause = LINE_SECONDS if figures != self.figures else STILL_SECONDS
+        if now - self.line_at >= pause:
+            self.figures, self.line_at = figures, now
             lines.append(line)
         return lines
 
@@ -150,6 +155,7 @@ def _message(job: Object, kind: str) -> str:
 class _Copy:
     cluster: Cluster
     story: Story
+    pages: Pages
     outcome: Outcome | None = None
     silent: bool = False
     job: Object | None = None
@@ -171,22 +177,38 @@ def follow(
     ClusterError where a cluster refuses to be asked; one that does not answer is asked again.
     """
     end = None if timeout is None else time.monotonic() + timeout
-    copies = [_Copy(cluster, Story(time.time() - 1.0)) for cluster in clusters]
+    copies = [_Copy(cluster, Story(time.time() - 1.0), Pages(cluster, name)) for cluster in clusters]
+    try:
+        _follow(copies, name, judge, end, say, quiet, sleep)
+    finally:
+        for copy in copies:
+            copy.pages.close()
+    return [(copy.cluster, copy.outcome, copy.job) for copy in copies]
+
+
+def _follow(
+    copies: Sequence[_Copy],
+    name: str,
+    judge: Judge,
+    end: float | None,
+    say: Callable[[str], None],
+    quiet: bool,
+    sleep: Callable[[float], Any],
+) -> None:
     pause = POLL_SECONDS
     while True:
         for copy in copies:
             if copy.outcome is None:
                 _look(copy, name, judge, say, len(copies) > 1, quiet)
         if all(copy.outcome is not None for copy in copies):
-            break
+            return
         left = None if end is None else end - time.monotonic()
         if left is not None and left <= 0:
-            break
+            return
         silent = any(copy.silent for copy in copies)
         pause = min(pause * 1.5, SLOWEST_POLL) if silent else POLL_SECONDS
         wait = pause * random.uniform(0.8, 1.2)
         sleep(wait if left is None else min(wait, left))
-    return [(copy.cluster, copy.outcome, copy.job) for copy in copies]
 
 
 def _look(
@@ -213,7 +235,10 @@ def _look(
         return
     copy.silent = False
     if copy.job is not None and not quiet:
-        for line in copy.story.tell(copy.job, events, time.time()):
+        # A page that cannot be had costs up to PAGE_SECONDS; not where there is nothing to show yet.
+        running = (copy.job.get("status") or {}).get("phase") in ("Running", "Holding", "Finishing")
+        page = copy.pages.read(copy.job) if running else None
+        for line in copy.story.tell(copy.job, events, page, time.time()):
             say(prefix + line)
     copy.outcome = judge(copy.job)
 

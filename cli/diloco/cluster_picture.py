@@ -18,7 +18,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from diloco.screen import View, nats, number, picture, progress, summary
+from diloco.screen import View, nats, number, picture, progress, progress_line, summary
 
 Object = dict[str, Any]
 
@@ -264,7 +264,8 @@ def job_picture(job: Object, page: Object | None, events: Sequence[Object], now:
     if page is not None:
         slots = page.get("slots") or []
         places = [(str(slot.get("region")), int(slot.get("ordinal") or 0)) for slot in slots]
-        names = {(region, ordinal): f"{region}-{ordinal}" for region, ordinal in places}
+        # A slot that nobody has had has no place yet.
+        names = {(region, ordinal): f"{region}-{ordinal}" for region, ordinal in places if region}
         parts.append(picture(View(name, stop(job), page, names, serving=True), []))
         if page.get("message"):
             parts.append(Text(str(page["message"])))
@@ -305,14 +306,16 @@ def _head(job: Object, now: float) -> Table:
     return head
 
 
-def job_line(job: Object, now: float) -> str:
-    """The job on one line, as ``--wait`` prints it."""
+def job_line(job: Object, page: Object | None, now: float) -> str:
+    """The job on one line, as ``--wait`` prints it; with the syncer's page, as ``diloco run`` does."""
     status, document = job.get("status") or {}, from_status(job, now)
     if not status.get("phase"):
         return UNSEEN
+    if page is not None:
+        return progress_line(View(str(job["metadata"]["name"]), stop(job), page, serving=True))
     view = View(str(job["metadata"]["name"]), stop(job), document)
     return (
-        f"{document['elapsed_seconds']:7.0f} s  {document['phase']}  {progress(view)}"
+        f"{document['elapsed_seconds']:7.1f} s  {document['phase']}  {progress(view)}"
         f"  loss {nats((document['eval_loss'] or [[0, None]])[-1][1])}"
         f"  learners {status.get('learners') or '-'}  quorum {status.get('quorum') or '-'}"
         f"  goodput {nats(document['goodput'])}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import sys
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.cluster import Cluster, ClusterError, Object, Where
-from diloco.cluster_fetch import HTTP_PORT, PAGE_SECONDS, syncer_pod
+from diloco.cluster_fetch import Pages
 from diloco.cluster_follow import POLL_SECONDS, ended, follow, job_events
 from diloco.cluster_picture import (
     concerns,
@@ -23,38 +22,6 @@ from diloco.cluster_picture import (
     jobs_table,
     region_names,
 )
-from diloco.forward import Forward, dial
-from diloco.hub import HubError, fetch_json
-
-
-class Pages:
-    """The status pages of one job's syncer: one port-forward, opened anew where the pod has changed."""
-
-    def __init__(self, cluster: Cluster, name: str) -> None:
-        self._cluster, self._name = cluster, name
-        self._forward: Forward | None = None
-        self.problem = ""  # why there is no page
-
-    def read(self, job: Object) -> Object | None:
-        """The page as it is now; None where it cannot be had. Raises nothing."""
-        try:
-            if self._forward is None:
-                pod = syncer_pod(job, self._cluster.pods(self._name, "syncer"))
-                far = dial(self._cluster, pod, HTTP_PORT, PAGE_SECONDS)
-                self._forward = Forward(self._cluster, pod, HTTP_PORT, far)
-            document = asyncio.run(fetch_json(self._forward.address, "/status", PAGE_SECONDS))
-        except (ClusterError, HubError) as error:
-            self.problem = (self._forward and self._forward.problem) or str(error)
-            self.close()
-            return None
-        self.problem = ""
-        return document if document.get("job") == self._name else None
-
-    def close(self) -> None:
-        if self._forward is not None:
-            self._forward.close()
-            self._forward = None
-
 
 # ------------------------------------------------------------------ status
 

@@ -457,7 +457,7 @@ def test_the_picture_of_a_job_that_nobody_has_seen() -> None:
     job = a_job()
     del job["status"]
     assert "no operator has looked at it yet" in shown(job_picture(job, None, [], NOW))
-    assert job_line(job, NOW) == "no operator has looked at it yet"
+    assert job_line(job, None, NOW) == "no operator has looked at it yet"
 
 
 def test_the_picture_at_the_end_has_the_report() -> None:
@@ -476,8 +476,8 @@ def test_texts_from_outside_are_no_markup() -> None:
 
 
 def test_one_line_for_those_who_wait() -> None:
-    assert job_line(a_job(**RUNNING), NOW).split("  ")[-7:] == [
-        "100 s", "Running", "250,000 of 1,000,000 tokens", "loss 2.415", "learners 2/3", "quorum 2/2",
+    assert job_line(a_job(**RUNNING), None, NOW).split("  ")[-7:] == [
+        "100.0 s", "Running", "250,000 of 1,000,000 tokens", "loss 2.415", "learners 2/3", "quorum 2/2",
         "goodput 0.930",
     ]  # fmt: skip
 
@@ -532,15 +532,21 @@ def test_the_story_tells_each_thing_once() -> None:
     story = Story(at=NOW - 200)
     told = an_event("DiLoCoJob", "tiny", "Started", "training begins")
     old = an_event("DiLoCoJob", "tiny", "Before", "long past", lastTimestamp="2027-01-15T07:00:00Z")
-    first = story.tell(a_job(**RUNNING), [told, old], NOW)
+    first = story.tell(a_job(**RUNNING), [told, old], None, NOW)
     assert first[0] == "Started: training begins" and "Running" in first[-1] and len(first) == 2
-    assert story.tell(a_job(**RUNNING), [told, old], NOW + 1) == []
+    assert story.tell(a_job(**RUNNING), [told, old], None, NOW + 1) == []
     met = [a_condition("Ready", message="all 3 are in"), a_condition("QuorumMet", "False", message="1 of 2")]
-    turned = story.tell(a_job(**{**RUNNING, "conditions": met}), [told], NOW + 2)
+    turned = story.tell(a_job(**{**RUNNING, "conditions": met}), [told], None, NOW + 2)
     assert turned == ["Ready: all 3 are in", "QuorumMet is False: 1 of 2"]
-    again = story.tell(a_job(**RUNNING), [{**told, "count": 2}], NOW + 7)
+    again = story.tell(a_job(**RUNNING), [{**told, "count": 2}], None, NOW + 7)
     assert again[0] == "Started: training begins"  # it happened again
-    assert "Running" in again[-1]  # and a line of progress after five seconds
+    assert not any("3/3" in line or "2/3" in line for line in again)  # the figures are as they were
+    later = {**RUNNING, "progress": {**RUNNING["progress"], "tokens": 300_000}}
+    assert "300,000 of" in story.tell(a_job(**later), [], None, NOW + 9)[-1]
+    assert not any("of 1,000,000" in line for line in story.tell(a_job(**RUNNING), [], None, NOW + 11))
+    assert "250,000 of" in story.tell(a_job(**RUNNING), [], None, NOW + 15)[-1]
+    assert "250,000 of" in story.tell(a_job(**RUNNING), [], None, NOW + 80)[-1]  # a sign of life
+    assert "1,000/s)  loss 2.400  merged 2.500" in story.tell(a_job(**RUNNING), [], PAGE, NOW + 90)[-1]
 
 
 @pytest.mark.parametrize(
