@@ -7,9 +7,12 @@ import asyncio
 import json
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from pods import Hub, Pod, get, make_job, wait_for
 
@@ -315,3 +318,20 @@ def test_what_went_wrong_is_the_last_line(house: House, tmp_path: Path) -> None:
     house.all.append(other)
     assert other.start().ends() == 4
     assert "bad-join" in str(last(other)["message"]) and "'other'" in str(last(other)["message"])
+
+
+def test_the_first_process_of_a_container_ends_when_it_is_told_to() -> None:
+    """The kernel drops SIGTERM for a first process without a handler: a pod that is deleted while it loads
+    its model would sit out its grace period, and its successor with it."""
+    program = "import diloco_worker; print('up', flush=True); import time; time.sleep(60)"
+    command = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", program]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    try:
+        assert process.stdout is not None
+        if process.stdout.readline() != b"up\n":
+            pytest.skip("this machine lets nobody make PID namespaces")
+        (inside,) = wait_for(lambda: psutil.Process(process.pid).children(), "the process inside")
+        inside.terminate()
+        assert process.wait(10) == 0
+    finally:
+        process.kill()

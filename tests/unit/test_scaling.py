@@ -233,3 +233,44 @@ def test_states_of_before_there_were_retired_slots_are_read() -> None:
         del row["retired"]
     core = Core(config({"a": 2}), state, 2, 0.0, 0.0)
     assert [slot.retired for slot in core.members.slots] == [False, False, True]
+
+
+# ------------------------------------------------------------------ pods beside those that train
+
+
+def test_an_idle_learner_takes_nothing_and_hears_the_phase() -> None:
+    job = Job({"a": 2})
+    before = job.core.status(job.now)
+    join = ev.Join(99, "ff", "a", 1, False, "L", {}, 0, (), idle=True)
+    (admit,) = [a for a in job.core.handle(join, job.now) if isinstance(a, ev.Admit)]
+    assert (admit.seat, admit.observer, admit.phase) == (None, False, job.core.phase)
+    after = job.core.status(job.now)
+    assert after["standby"] == 0 and after["slots"] == before["slots"]
+    # Nor is it seated when a slot is free, or its connection's end of any account.
+    job.core.handle(ev.ProcessGone("a", 1, "a1", "killed"), job.now)
+    job.core.handle(ev.Tick(), job.now)
+    assert job.core.members.slots[1].state is SlotState.LOST
+    job.core.handle(ev.ConnectionLost(99), job.now)
+
+
+def test_a_process_is_gone_only_where_it_is() -> None:
+    job = Job({"a": 2})
+    assert job.join("a", 2, "cc") is None  # stands by
+    before = job.core.status(job.now)
+    for region, ordinal, process in (
+        ("a", 0, "dd"),
+        ("a", 1, "a0"),
+        ("b", 0, "a0"),
+        ("a", 7, ""),
+        ("a", 1, "cc"),
+    ):
+        job.core.handle(ev.ProcessGone(region, ordinal, process, "deleted"), job.now)
+    assert job.core.status(job.now) == before
+    # A standby that is gone must not be given a slot.
+    actions = job.core.handle(ev.ProcessGone("a", 2, "cc", "deleted"), job.now)
+    assert [(a.connection, a.fatal) for a in actions if isinstance(a, ev.Refuse)] == [
+        (job.connections["cc"], False)
+    ]
+    assert job.core.status(job.now)["standby"] == 0
+    job.core.handle(ev.ProcessGone("a", 0, "a0", "deleted"), job.now)
+    assert job.core.members.slots[0].state is SlotState.LOST

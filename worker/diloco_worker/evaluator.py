@@ -31,7 +31,6 @@ from .metrics_file import MetricsFile
 from .observer import Observer
 from .phases import GOING
 from .settings import ConfigurationError, WorkerError, WorkerSettings
-from .status_port import open_port
 
 log = logging.getLogger(__name__)
 
@@ -91,8 +90,6 @@ class _Evaluator:
         self._due = Due(settings.job.spec.training.evaluation.every_tokens)
         self._metrics = MetricsFile(settings.metrics_path())
         self._terminated = False
-        self._scored: dict[str, float] = {}  # the last score, for the status port
-        self._port = open_port(settings)
 
     def run(self) -> int:
         previous = signal.signal(signal.SIGTERM, self._terminate)
@@ -101,7 +98,6 @@ class _Evaluator:
             # they are first complete a merge may be among them.
             initial = self._loss()
             with Observer(self._settings, self._model) as observer:
-                self._show(observer)
                 self._follow(observer, initial)
                 while self._settings.idle_at_end and self._idled(observer):
                     self._follow(observer, initial)  # the job goes on after its end
@@ -112,29 +108,16 @@ class _Evaluator:
             pass
         finally:
             signal.signal(signal.SIGTERM, previous)
-            if self._port is not None:
-                self._port.close()
         return 0
-
-    def _show(self, observer: Observer) -> None:
-        if self._port is not None:
-            self._port.standing = lambda: observer.standing
-            self._port.figures = lambda: {
-                **self._scored,
-                "bytes_up": observer.transferred[0],
-                "bytes_down": observer.transferred[1],
-            }
 
     def _idled(self, observer: Observer) -> bool:
         """In a cluster: wait until this process is removed (False), or the job goes on (True)."""
         if not self._terminated:
             log.info("the job is %s: idle until removed", observer.phase)
-        if self._port is not None:
-            self._port.idle = True
+        observer.idle(True)
         while not self._terminated and observer.phase not in GOING:
             observer.wait_for_change(POLL_SECONDS)
-        if self._port is not None:
-            self._port.idle = False
+        observer.idle(False)
         return not self._terminated
 
     def _loss(self) -> float:
@@ -182,7 +165,6 @@ class _Evaluator:
     ) -> None:
         observer.report(loss, tokens=tokens, final=final, sum_versions=merges)
         log.info("%d tokens, %d merges: loss %.4f nats (%.1f s)", tokens, merges, loss, seconds)
-        self._scored = {"tokens": tokens, "loss": loss}
         row = {"tokens": tokens, "loss": loss, "merges": merges, "seconds": seconds, "final": final}
         self._metrics.add({"time": time.time(), **row}, now=True)
 

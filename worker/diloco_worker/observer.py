@@ -33,6 +33,7 @@ from .fragments import ModelFragments, build_layout, frozen_tensors, load_frozen
 from .phases import ENDED
 from .settings import ConfigurationError, WorkerSettings
 from .standing import Standing
+from .status_port import open_port
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,10 @@ class Observer:
         self._fragments = ModelFragments(model, self.layout)
         self._inbox = mail.Inbox()
         self._exchange = Exchange(settings, self.layout, self._inbox, 0, self._fragments.pinned, eager=False)
+        self._port = open_port(settings)
+        if self._port is not None:
+            self._port.standing, self._port.figures = lambda: self.standing, self._figures
+        self.score: dict[str, float] = {}  # tokens and loss of the last report, for the status port
         self._versions: list[tuple[int, int] | None] = [None] * len(self.layout)
         self._announced: list[tuple[int, int]] = [(0, 0)] * len(self.layout)
         self._wanted: list[tuple[int, int]] | None = None  # what the last refresh asked for
@@ -78,16 +83,22 @@ class Observer:
         if kind is None and self._exchange.connected:
             self._exchange.flushed(5.0)
         self._exchange.stop()
+        if self._port is not None:
+            self._port.close()
+
+    def idle(self, idle: bool) -> None:
+        """Say on the status port that the job is over and this process waits to be removed."""
+        if self._port is not None:
+            self._port.idle = idle
+
+    def _figures(self) -> dict[str, float]:
+        up, down = self._exchange.transferred
+        return {**self.score, "bytes_up": up, "bytes_down": down}
 
     @property
     def standing(self) -> Standing:
         """Where this process stands with the syncer; for any thread."""
         return self._exchange.standing
-
-    @property
-    def transferred(self) -> tuple[int, int]:
-        """Bulk bytes (up, down) of this process; for any thread."""
-        return self._exchange.transferred
 
     @property
     def complete(self) -> bool:
@@ -182,6 +193,7 @@ class Observer:
             sum_versions=self.sum_versions if sum_versions is None else sum_versions,
             final=final,
         )
+        self.score = {"tokens": evaluation.tokens, "loss": evaluation.loss}
         initial = evaluation.sum_versions == 0
         key = "final" if final else "initial" if initial else "evaluation"
         # The initial one is made once, so it is said in every session; of the others the next one serves.
