@@ -315,7 +315,7 @@ def _forget(view: View) -> None:
     uids = {pod.uid for pod in view.pods}
     for known in (memory.seen, memory.followed, memory.backoff):
         for place in [p for p in known if p not in places]:
-            del known[place]  # type: ignore[attr-defined]
+            del known[place]
     memory.own_deletions &= uids | {seen.uid for seen in memory.seen.values()}
     for fact in [f for f in memory.since if f.startswith("silent ") and f.split()[1] not in uids]:
         del memory.since[fact]
