@@ -111,12 +111,14 @@ def test_commands_and_targets_in_the_readme_exist() -> None:
 
 def test_metrics_that_operations_names_exist() -> None:
     text = (DOCS / "operations.md").read_text(encoding="utf-8") + PROTOCOL
-    source = (DOCS.parent / "syncer/diloco_syncer/metrics.py").read_text(encoding="utf-8")
+    parts = ("syncer/diloco_syncer/metrics.py", "worker/diloco_worker/status_port.py")
+    source = "".join((DOCS.parent / part).read_text(encoding="utf-8") for part in parts)
     names = set(re.findall(r"`(?:increase\()?diloco_([a-z_]+)[`{\[]", text)) - {"syncer", "worker"}
     assert len(names) >= 8
     for name in names:
         short = name.removesuffix("_total")
-        known = (short, f"diloco_{short}", short.removeprefix("slot_"))
+        of_worker = short.removeprefix("worker_")
+        known = (short, f"diloco_{short}", short.removeprefix("slot_"), of_worker)
         assert any(f'"{candidate}"' in source for candidate in known), f"diloco_{name}"
 
 
