@@ -36,7 +36,7 @@ import programs
 import standin
 from diloco_operator import kinds, names
 from kubeapi import Api, ApiError
-from scrape import NOTHING, Snapshot, difference, errors, quantile, reconciles, snapshot, words
+from scrape import Snapshot, difference, errors, quantile, reconciles, snapshot, words
 
 BEAT = 20.0  # seconds between two steps of a learner
 JOBS, QUICK_JOBS, PODS = 500, 20, 10
@@ -183,13 +183,14 @@ class Bench:
         peak = self.operator.peak_bytes
         self.operator.stop()
         self.under("operator: peak memory", peak, "MB", AIM_BYTES, 1e6)
-        bare = bare_kopf(kubeconfig, folder, self.jobs * (self.pods + 1))
+        bare, self.listed = bare_kopf(kubeconfig, folder, self.jobs * (self.pods + 1))
         self.row("operator: peak memory", peak / 1e6, "MB", "kopf that does nothing", bare / peak)
         alone = self.apply_again(min(self.jobs, 40))
         self.row(
             "creation: objects made", self.created, "s/job", "plain apply, one by one", alone / self.created
         )
-        say(f"kopf that does nothing: {bare / 1e6:.0f} MB; plain server-side apply: {alone:.3f} s a job")
+        say(f"kopf that does nothing: {bare / 1e6:.0f} MB, all seen after {self.listed:.1f} s")
+        say(f"plain server-side apply: {alone:.3f} s a job")
 
     def apply_again(self, jobs: int) -> float:
         """Seconds to apply one job's objects as they are, without keeping anything."""
@@ -212,8 +213,7 @@ class Bench:
 
     def restart(self) -> None:
         """A new life of the operator: until it has looked at every job."""
-        before = fleet.requests_counted(self.api)
-        began = time.monotonic()
+        before = Snapshot(time.monotonic(), {}, fleet.requests_counted(self.api), 0.0)
         self.operator.start()
 
         def caught_up() -> bool:
@@ -221,21 +221,15 @@ class Bench:
             return now.value("reconcile_seconds_count") >= self.jobs and not now.value("queue_depth")
 
         fleet.until("an operator that has looked at every job", caught_up, 300, every=0.5)
-        took = time.monotonic() - began
         after = snapshot(self.operator, self.api)
-        self.row(
-            "restart: until it has looked at every job",
-            took,
-            "s",
-            "a second for ten jobs",
-            self.jobs / 10 / took,
-        )
-        self.reconcile("restart", NOTHING, after)
-        self.row(
-            "restart: API requests", (after.counted - before) / self.jobs, "a job", "as the operator counts",
-            difference(NOTHING, after) / (after.counted - before),
-        )  # fmt: skip
-        say(f"  requests: {words(NOTHING, after)}")
+        took = after.at - before.at
+        name = "restart: until it has looked at every job"
+        self.row(name, took, "s", "kopf that does nothing, to see all", self.listed / took)
+        self.reconcile("restart", before, after)
+        counted = after.counted - before.counted
+        name, ratio = "restart: API requests", difference(before, after) / counted
+        self.row(name, counted / self.jobs, "a job", "as the operator counts", ratio)
+        say(f"  requests: {words(before, after)}")
         time.sleep(30)
         self.under("restart: peak memory", self.operator.peak_bytes, "MB", AIM_BYTES, 1e6)
 
@@ -244,8 +238,9 @@ def percentile(share: float, ordered: list[float]) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def bare_kopf(kubeconfig: str, folder: Path, objects: int) -> int:
-    """Peak bytes of an operator that does nothing, once it has seen so many objects."""
+def bare_kopf(kubeconfig: str, folder: Path, objects: int) -> tuple[int, float]:
+    """Peak bytes of an operator that does nothing, once it has seen all objects (at least so many), and
+    the seconds from its start until then."""
     program = Path(__file__).with_name("bare_kopf.py")
     with (folder / "bare_kopf.log").open("wb") as log:
         process = subprocess.Popen(
@@ -254,15 +249,16 @@ def bare_kopf(kubeconfig: str, folder: Path, objects: int) -> int:
         )  # fmt: skip
         assert process.stdout is not None
         try:
-            end, last, quiet = time.monotonic() + 300, -1, 0
-            while quiet < 5 and time.monotonic() < end:
+            began, took, last, quiet = time.monotonic(), 0.0, -1, 0
+            while quiet < 5 and time.monotonic() - began < 300:
                 line = process.stdout.readline()
                 if not line:
                     raise fleet.NoCluster(f"bare_kopf.py ended; its log is {folder / 'bare_kopf.log'}")
                 seen = int(line)
-                quiet = quiet + 1 if seen == last and seen >= objects else 0
-                last = seen
-            return programs.peak_bytes(process.pid)
+                if seen != last or seen < objects:
+                    last, quiet, took = seen, 0, time.monotonic() - began
+                quiet += 1
+            return programs.peak_bytes(process.pid), took
         finally:
             programs.stop(process)
 

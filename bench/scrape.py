@@ -47,9 +47,6 @@ class Snapshot:
         }
 
 
-NOTHING = Snapshot(0.0, {}, 0.0, 0.0)
-
-
 def snapshot(operator: programs.Operator, api: Api) -> Snapshot:
     families = text_string_to_metric_families(operator.page("/metrics"))
     samples = {
