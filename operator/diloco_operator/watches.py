@@ -17,6 +17,7 @@ The trace is also how we know that a stream is alive: the API server ends each w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import ssl
@@ -115,6 +116,7 @@ class Watches:
         self._stop: Callable[[], None] = lambda: None
         self._sessions: list[aiohttp.ClientSession] = []
         self._failure = ""  # the last answer that kopf takes for fatal
+        self._refused = False  # the last request was, for its token
         self._away_since: float | None = None
         self._said_away = False
 
@@ -194,9 +196,8 @@ class Watches:
             self._failure = self._failure or f"{type(error).__name__}: {error}"
         finally:
             while sessions:
-                connector = sessions.pop().connector
-                if connector is not None:
-                    connector.close()
+                with contextlib.suppress(Exception):
+                    loop.run_until_complete(asyncio.wait_for(sessions.pop().close(), 1.0))
             loop.close()
         return self._failure
 
@@ -285,12 +286,29 @@ class Watches:
         return kopf.AiohttpSession(server=config.host, aiohttp_session=session)
 
     async def _authorise(self, request: Any, handler: Any) -> Any:
-        """The token as it is now: a ServiceAccount's is renewed while the session lives."""
-        if token := self._config.get_api_key_with_prefix("BearerToken"):
-            request.headers["Authorization"] = token
-        elif basic := (self._config.username and self._config.get_basic_auth_token()):
-            request.headers["Authorization"] = basic
-        return await handler(request)
+        """The token as it is now: a ServiceAccount's is renewed while the session lives.
+
+        While it is refused this tries again, with backoff: kopf would log in anew at once, for ever.
+        """
+        for wait in Backoffs():
+            if token := self._config.get_api_key_with_prefix("BearerToken"):
+                request.headers["Authorization"] = token
+            elif basic := (self._config.username and self._config.get_basic_auth_token()):
+                request.headers["Authorization"] = basic
+            response = await handler(request)
+            if response.status != 401:
+                if self._refused:
+                    self._refused = False
+                    log.info("the API server takes the operator's token again")
+                break
+            if not self._refused:
+                self._refused = True
+                log.error("the API server refuses the operator's token (401): has its ServiceAccount been "
+                          "deleted, or its kubeconfig expired? Trying again")  # fmt: skip
+            self._requested(request.url, 401)
+            response.close()
+            await asyncio.sleep(wait)
+        return response
 
     async def _ended(self, session: Any, context: Any, params: aiohttp.TraceRequestEndParams) -> None:
         self._requested(params.url, params.response.status)

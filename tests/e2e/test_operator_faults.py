@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from diloco_operator import control, permissions
+from diloco_operator import control, permissions, watches
 from diloco_operator.secrets import RootKey
 from diloco_operator.types import Call, Delete, EventWanted, Observed, Plan, Ref
 
@@ -140,6 +140,25 @@ def test_a_role_that_is_too_small_is_named_with_verb_and_resource_and_healed(
         until("healed", lambda: get(kube, named("configmaps", "humble-settings")), 40)
         until("not said any more", lambda: not wants.observed[NS, "humble"].troubles, 40)
         until("nodes are read", lambda: wants.observed[NS, "humble"].nodes is not None, 40)
+
+
+def test_a_token_that_is_refused_is_tried_with_patience(
+    kube: Cluster, operate: Callable[..., Running], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(watches, "WATCH_SECONDS", 3)  # then every watch has to begin anew
+    small = account(kube, tmp_path, set())
+    with operate(kubeconfig=small) as operator:
+        until("ready", operator.ready, 30)
+        kube.kubectl("delete", "serviceaccount", "small")
+        refused = lambda: sum(n for (_, _, code), n in operator.requests().items() if code == "401")  # noqa: E731
+        until("refused", refused, 40)
+        before = refused()
+        time.sleep(10)
+        assert refused() - before < 10 * len(operator.operator.watches.streams)  # type: ignore[union-attr]
+        assert operator.page("/healthz")[0] == 200
+    said = [r.message for r in caplog.records if "refuses the operator's token" in r.message]
+    assert len(said) == 1
 
 
 def test_the_operators_rights_are_enough_and_read_no_secret(
