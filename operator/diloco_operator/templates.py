@@ -2,11 +2,12 @@
 
 Theory of operation. The merge is Kubernetes' strategic merge for the lists of a pod that
 people set: containers, volumes, environment and so on are merged item by item under their
-key, other lists are replaced, mappings are merged, null takes a field away. Three things
+key, other lists are replaced, mappings are merged, null takes a field away. Four things
 differ, each because the plain rule makes a pod that no API server takes or nobody wants:
 
 * Of alternatives (a volume's source, a probe's handler, an environment variable's value or
   source) the patch's replaces the base's.
+* null takes away no merged list (ours are in it) and none of a container's name, image, command.
 * Tolerations are added to; without ours for lost nodes Kubernetes would put in its own,
   which wait five minutes.
 * A default request is left out for a resource that the user says anything about, or it
@@ -89,7 +90,8 @@ def _mapping(base: Mapping[str, Any], patch: Mapping[str, Any], path: Path) -> O
     for key, value in patch.items():
         where = (*path, key)
         if value is None:
-            result.pop(key, None)
+            if not _needed(where):
+                result.pop(key, None)
         elif isinstance(value, Mapping):
             before = result.get(key)
             result[key] = _mapping(before if isinstance(before, Mapping) else {}, value, where)
@@ -117,6 +119,16 @@ def _list(base: Any, patch: list[Any], path: Path) -> list[Any]:
         else:
             result[at] = merged
     return result
+
+
+def _needed(path: Path) -> bool:
+    """What null does not take away, because no pod could do without it."""
+    in_main = len(path) == 3 and path[1] in _CONTAINERS
+    return (
+        path in (_POD, ("metadata",))
+        or _keys(path) is not None
+        or (in_main and path[2] in ("name", "image", "command", "args"))
+    )
 
 
 def _keys(path: Path) -> Path | None:
