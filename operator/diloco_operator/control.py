@@ -37,6 +37,7 @@ MIN_SECONDS = 1.0  # between two questions to one program
 MAX_PAGE = 1 << 20  # bytes of a learner's status page
 ENDS = ("complete", "failed")
 LEARNERS_SECONDS = 20.0
+NOT_ASKED = "this pod has not been asked yet"
 
 Report = dict[str, Any]
 
@@ -117,13 +118,16 @@ class Asker:
     def answers(self, key: Key, pod: str | None) -> tuple[Asked | None, dict[str, Asked], Report | None]:
         """The syncer's last answer (``pod``: UID of the pod that is the syncer now; None: there is none, and
         so no answer), learners' by pod name, and the report."""
+        # That a pod was not asked yet (by an operator that has just begun) is not that there is none.
+        syncer = Asked(None, NOT_ASKED) if pod is not None else None
         job = self._jobs.get(key)
         if job is None:
-            return None, {}, None
-        syncer = job.syncer.load() if job.syncer is not None and pod is not None else None
-        if syncer is not None and job.syncer is not None and job.syncer.pod != pod:
-            # An answer of its predecessor says nothing about it, but how long nobody answers goes on.
-            syncer = Asked(None, "this pod has not been asked yet", syncer.at, syncer.failing_since)
+            return syncer, {}, None
+        if syncer is not None and job.syncer is not None:
+            syncer = job.syncer.load()
+            if job.syncer.pod != pod:
+                # An answer of its predecessor says nothing about it, but how long nobody answers goes on.
+                syncer = Asked(None, NOT_ASKED, syncer.at, syncer.failing_since)
         learners = {
             name: kept.load() for name, kept in job.learners.items()
             if job.learner_targets.get(name, ("",))[0] == kept.pod

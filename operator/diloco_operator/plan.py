@@ -347,7 +347,8 @@ def _progress(view: View) -> Object | None:
         "step": max((slot.step for slot in view.slots), default=0),
         "merges": document.get("merges"),
         "loss": loss,
-        "goodput": document.get("goodput"),
+        # It falls by itself while nothing happens, and a status is not written for that.
+        "goodput": None if document.get("goodput") is None else round(document["goodput"], 2),
     }
 
 

@@ -17,6 +17,7 @@ from .rollout import Rollout
 from .types import Object, Ref
 from .view import View
 
+ROLLING = ("RollingOut", "RolloutStopped")
 CAUSES = 3
 """So many pods are named; of more there is the number."""
 START_PATIENCE = 10.0
@@ -57,7 +58,7 @@ def _here(
     pods = [view.learners.get(view.place(region.name, i)) for i in range(wanted)]
     there = [pod for pod in pods if pod is not None]
     if view.here.syncer:
-        taking = sum(slot.region == region.name and slot.in_quorum for slot in view.slots)
+        taking = _in_quorum(view, region, course, before)
     else:
         taking = sum(view.taking_part(pod) for pod in there)
         taking = min(taking, region.learners)
@@ -77,16 +78,27 @@ def _here(
             causes.append(f"{pod.name}: {nodes.said[pod.name]}")
     lost = _lost_since(view, region, course, before, taking)
     state = _state(view, course, region, taking, ready, rolled, excess, lost is not None)
+    if course.training and region.name in rolled.unknown and before.get("state") in ROLLING:
+        state = str(before["state"])  # a moment after an edit nobody knows who has what
+        causes = causes or [str(before.get("cause") or "")]
     _row(view, region, course, out, wanted, ready, taking, state, causes, lost)
 
 
 def _elsewhere(view: View, region: RegionSpec, course: Course, before: Object, out: Report) -> None:
-    taking = sum(slot.region == region.name and slot.in_quorum for slot in view.slots)
+    taking = _in_quorum(view, region, course, before)
     lost = _lost_since(view, region, course, before, taking)
     causes = ["nobody there is heard"] if lost is not None else []
     wanted = region.learners + region.spares if course.training else 0
     state = "Lost" if lost is not None else "Running" if taking >= region.learners else "Elsewhere"
     _row(view, region, course, out, wanted, 0, taking, state, causes, lost)
+
+
+def _in_quorum(view: View, region: RegionSpec, course: Course, before: Object) -> int:
+    """Learners of the region that take part in merges, as the syncer says. While it cannot be asked,
+    what was last known stands: an operator that begins anew changes nothing."""
+    if view.document is None and course.training:
+        return min(int(before.get("inQuorum") or 0), region.learners)
+    return sum(slot.region == region.name and slot.in_quorum for slot in view.slots)
 
 
 def _row(

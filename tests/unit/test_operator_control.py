@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from diloco_operator import control
-from diloco_operator.control import Asker
+from diloco_operator.control import NOT_ASKED, Asker
 from diloco_operator.metrics import Metrics
 from diloco_operator.types import Asked
 from diloco_protocol import sync_pb2, wire
@@ -239,7 +239,9 @@ async def test_a_new_pod_is_asked_at_once_and_no_pod_not_at_all(syncer: Syncer) 
     await asyncio.sleep(0.1)
     assert len(syncer.calls) == 2
     asker.forget(JOB)
-    assert asker.answers(JOB, "pod-2") == (None, {}, None)
+    assert asker.answers(JOB, None) == (None, {}, None)
+    # A pod that was not asked yet is not no pod: an operator that begins anew knows of one.
+    assert asker.answers(JOB, "pod-2") == (Asked(None, NOT_ASKED), {}, None)
     await asker.close()
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from diloco_operator import names
 from diloco_operator.plan import plan
-from diloco_operator.types import Note, PlanSettings, Ref
+from diloco_operator.types import Asked, Note, PlanSettings, Ref
 from operator_world import SETTINGS, START, World, job_object
 
 
@@ -83,6 +83,10 @@ def test_an_operator_that_starts_anew_changes_and_tells_nothing() -> None:
     events, uids = len(world.events), set(world.pods)
     world.memory = Memory()
     world.settings = PlanSettings(None, "diloco-system", "diloco-syncer:2", "diloco-worker:2")
+    # Its first look is before the syncer has been asked.
+    world.asked, before = Asked(None, "this pod has not been asked yet"), world.status
+    first = world.turn()
+    assert first.status == before and not first.urgent and not first.events
     idle(world)
     assert len(world.events) == events and set(world.pods) == uids
     # Not even when the templates are rendered anew: the images are those that the job started with.
