@@ -219,6 +219,11 @@ class World(RuleBasedStateMachine):
             assert decision.reset_optimizer == rolled_back
             assert decision.kind is Kind.OVERWRITE or not rolled_back
         self.apply(decision, new)
+        if decision.moves_parameters:
+            # Not from ``new`` alone: what was merged in a version that a roll-back has taken back since,
+            # and that never came here, was merged all the same.
+            past = self.syncer.history[: news.version + 1]
+            self.ever_confirmed |= {step for theta in past for step in theta if step > 0}
 
     def apply(self, decision: Decision, new: Theta) -> None:
         assert decision.kind is not Kind.STOP, decision.message
@@ -238,7 +243,6 @@ class World(RuleBasedStateMachine):
         for sequence in decision.forget:
             self.snapshots.pop(sequence, None)
         self.base = new
-        self.ever_confirmed |= {s for s in new if s > 0}
 
     # ---------------------------------------------------------------- the syncer
 
