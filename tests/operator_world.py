@@ -338,7 +338,7 @@ class World:
 
     def _make(self, name: str, template: Object, labels: dict[str, str]) -> None:
         uid = self._new_uid()
-        spec = copy.deepcopy(template["spec"])
+        spec = _copy(template["spec"])
         main = spec["containers"][0]
         self.pods[uid] = PodSim(
             {
@@ -585,9 +585,9 @@ class World:
         }  # fmt: skip
         return Observed(
             now=self.now,
-            job=copy.deepcopy(self.job),
-            objects=copy.deepcopy({**self.foreign, **self.objects}),
-            pods=tuple(copy.deepcopy(pod.obj) for pod in self.pods.values()),
+            job=_copy(self.job),
+            objects={ref: _copy(obj) for ref, obj in {**self.foreign, **self.objects}.items()},
+            pods=tuple(_copy(pod.obj) for pod in self.pods.values()),
             nodes=None if self.blind else nodes,
             notes=tuple(n for n in self.notes if self.now - n.time < 600),
             troubles=self.troubles,
@@ -648,8 +648,12 @@ class World:
                            if r["name"] == region), 0)  # fmt: skip
             others = [p for p in others if p.ordinal < wanted]
             assert len(pods) == 1 and not others, f"two of {region} at once: {pods} {others}\n{self.story()}"
-            mine = [s for s in self.syncer.slots if s.process.startswith(pods[0].uid.replace("-", ""))]
-            working += any(self._in_quorum(s) for s in mine)
+            mine = [s for s in self.syncer.slots if s.process == pods[0].process and pods[0].running]
+            if self.syncer.pod:
+                working += any(self._in_quorum(s) for s in mine)
+            else:
+                works = pods[0].running and pods[0].joined and pods[0].uid not in self.deaf
+                assert not works, f"one that works is taken without a syncer: {pods[0].name}\n{self.story()}"
             self.taken.append((self.now, pods[0].name))
         if working:
             k, m = self.syncer.required, len(self.syncer.slots)
@@ -669,7 +673,7 @@ class World:
         for delete in made.deletes:
             self._delete(delete)
         if made.status is not None and (made.urgent or self.now - self.status_at >= 60):
-            self.job["status"] = copy.deepcopy(made.status)
+            self.job["status"] = _copy(made.status)
             self.status_at = self.now
         self.events += [(self.now, event) for event in made.events]
         if made.delete_job and "deletionTimestamp" not in metadata:
@@ -690,7 +694,7 @@ class World:
                 troubles.append(Trouble(ref, "conflict", f"{ref.kind} {ref.name} is not this job's"))
                 continue
             live = self.objects.get(ref)
-            new = copy.deepcopy(manifest)
+            new = _copy(manifest)
             if live is None:
                 new["metadata"] |= {"uid": self._new_uid(), "generation": 1}
                 self.next_turn = self.now
@@ -740,6 +744,10 @@ class World:
             mine = pod.obj["metadata"]["labels"].get("set") == ref.name
             if mine and ref.kind in ("StatefulSet", "Deployment"):
                 self._delete_pod(pod, False)
+
+
+def _copy(value: Any) -> Any:
+    return json.loads(json.dumps(value))
 
 
 def _hash(value: Any) -> str:

@@ -35,8 +35,8 @@ from .types import Object, PlanSettings, Ref, SecretWanted
 
 __all__ = [
     "FINALIZER", "GENERATION", "LABEL_JOB", "LABEL_REGION", "LABEL_ROLE", "MANAGER", "RENDERED", "Images",
-    "Scale", "children", "claim_manifest", "fresh", "is_ours", "plain", "reachable_at", "rendering",
-    "secrets", "with_pods",
+    "Scale", "children", "claim_manifest", "fresh", "holders", "is_ours", "plain", "reachable_at",
+    "rendering", "secrets", "with_pods",
 ]  # fmt: skip
 
 
@@ -238,27 +238,29 @@ def secrets(job: Job, here: Place, missed: frozenset[str] = frozenset()) -> list
 # ------------------------------------------------------------------ what holds pods
 
 
-def fresh(job: Job, here: Place, images: Images, settings: PlanSettings) -> dict[Ref, Object]:
-    """The specs of what holds pods, rendered from the job as it is now, without replicas."""
+def holders(job: Job, here: Place) -> list[Ref]:
+    """What holds pods: the syncer's Deployment, the regions' StatefulSets, the evaluator's Deployment."""
+    found = [names.syncer_deployment(job.name)] if here.syncer else []
+    found += [names.stateful_set(job.name, region.name) for region in here.regions]
+    return found + ([names.evaluator_deployment(job.name)] if _evaluated(job, here) else [])
+
+
+def fresh(job: Job, here: Place, ref: Ref, images: Images, settings: PlanSettings) -> Object:
+    """The spec of what holds pods, rendered from the job as it is now, without replicas."""
     pull = settings.image_pull_policy
-    found: dict[Ref, Object] = {}
-    if here.syncer:
-        template = pods.syncer(job, images.syncer, pull)
-        found[names.syncer_deployment(job.name)] = _deployment(job, "syncer", template)
-    for region in here.regions:
-        template = pods.learner(job, region, images.worker, pull)
-        found[names.stateful_set(job.name, region.name)] = {
-            "serviceName": names.region_service(job.name, region.name).name,
-            "podManagementPolicy": "Parallel",
-            "updateStrategy": {"type": "OnDelete"},
-            "revisionHistoryLimit": 2,
-            "selector": {"matchLabels": _learners(job, region.name)},
-            "template": template,
-        }
-    if _evaluated(job, here):
-        template = pods.evaluator(job, images.worker, pull)
-        found[names.evaluator_deployment(job.name)] = _deployment(job, "evaluator", template)
-    return found
+    if ref == names.syncer_deployment(job.name):
+        return _deployment(job, "syncer", pods.syncer(job, images.syncer, pull))
+    if ref == names.evaluator_deployment(job.name):
+        return _deployment(job, "evaluator", pods.evaluator(job, images.worker, pull))
+    region = next(r for r in here.regions if names.stateful_set(job.name, r.name) == ref)
+    return {
+        "serviceName": names.region_service(job.name, region.name).name,
+        "podManagementPolicy": "Parallel",
+        "updateStrategy": {"type": "OnDelete"},
+        "revisionHistoryLimit": 2,
+        "selector": {"matchLabels": _learners(job, region.name)},
+        "template": pods.learner(job, region, images.worker, pull),
+    }
 
 
 def _deployment(job: Job, role: str, template: Object) -> Object:

@@ -35,6 +35,7 @@ class Rollout:
     events: list[EventWanted] = field(default_factory=list)
     regions: dict[str, str] = field(default_factory=dict)
     stopped: set[str] = field(default_factory=set)  # regions that wait for a pod that cannot start
+    unknown: set[str] = field(default_factory=set)  # regions whose StatefulSet has not said its revision yet
 
 
 def roll(view: View) -> Rollout:
@@ -45,6 +46,9 @@ def roll(view: View) -> Rollout:
         if _rolling(pod.region, pod.ordinal) in view.memory.since and view.taking_part(pod):
             del view.memory.since[_rolling(pod.region, pod.ordinal)]
     for region in view.here.regions:
+        if not _revision(view, region.name):
+            out.unknown.add(region.name)
+            continue
         old = outdated(view, region.name)
         if not old:
             continue

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from .conditions import Conditions
 from .job import digest
+from .regions import ROLLING
 from .types import EventWanted, Object
 from .verdicts import Findings
 from .view import View
@@ -160,9 +161,8 @@ def _regions(view: View, story: Story, found: Findings, status: Object) -> None:
         reason = "Scaled" if was and wanted else ""
         message = f"Region {name} goes from {was} to {wanted} learners, spares included."
         story.turn(f"scale {name}", str(was), str(wanted), "Normal", reason, message)
-        rolling = ("RollingOut", "RolloutStopped")
-        was_state = str(old.get("state")) if old.get("state") in rolling else ""
-        state = str(row["state"]) if row["state"] in rolling else ""
+        was_state = str(old.get("state")) if old.get("state") in ROLLING else ""
+        state = str(row["state"]) if row["state"] in ROLLING else ""
         if state == "RolloutStopped":
             said = found.rolled.regions.get(name, "")
             story.turn(f"rollout {name}", was_state, state, "Warning", state, f"Region {name}: {said}.")

@@ -48,14 +48,13 @@ def want(view: View, course: Course, images: Images, refused: bool, starts: bool
             claim = objects.claim_manifest(job, view.live(names.claim(job.name)))
             out.apply += [claim] if claim is not None else []
     keep = {_ref(manifest) for manifest in out.apply}
-    fresh = objects.fresh(job, here, images, settings) if not refused else _rendered(view)
-    for ref, spec in fresh.items():
+    holders = objects.holders(job, here) if not refused else _rendered(view)
+    for ref in holders:
         keep.add(ref)
-        live = view.live(ref)
-        if live is None and (refused or not _ready_for(view, ref)):
-            out.more = out.more or not refused
+        if view.live(ref) is None and not _ready_for(view, ref):
+            out.more = True
             continue
-        generation, spec = _rendering(view, course, ref, spec, ended or refused, out)
+        generation, spec = _rendering(view, course, ref, images, ended or refused, out)
         replicas = _replicas(course, job.name, ref) if here.anything else view.replicas(ref) or 0
         manifest = objects.with_pods(job, ref, spec, generation, replicas)
         if _nudge(view, ref):
@@ -91,27 +90,21 @@ def _ready_for(view: View, ref: Ref) -> bool:
     return all(view.live(need) is not None for need in needs)
 
 
-def _rendered(view: View) -> dict[Ref, Object]:
-    """What is live, as it was rendered."""
-    found = {}
-    for ref in view.observed.objects:
-        rendering = objects.rendering(view.live(ref))
-        if rendering is not None:
-            found[ref] = rendering[1]
-    return found
+def _rendered(view: View) -> list[Ref]:
+    """What is live and says how it was rendered."""
+    return [ref for ref in view.observed.objects if objects.rendering(view.live(ref)) is not None]
 
 
 def _rendering(
-    view: View, course: Course, ref: Ref, fresh: Object, frozen: bool, out: Wanted
+    view: View, course: Course, ref: Ref, images: Images, frozen: bool, out: Wanted
 ) -> tuple[int, Object]:
     """The generation and the rendering to apply."""
     before = objects.rendering(view.live(ref))
-    if before is None:
-        return view.job.generation, fresh
-    if before[0] == view.job.generation or before[1] == fresh:
-        return (before[0] if frozen else view.job.generation), before[1]
-    if frozen:
+    if before is not None and (frozen or before[0] == view.job.generation):
         return before
+    fresh = objects.fresh(view.job, view.here, ref, images, view.settings)
+    if before is None or before[1] == fresh:
+        return view.job.generation, fresh
     is_syncer = ref == names.syncer_deployment(view.job.name)
     if is_syncer and course.stage == "suspending" and course.scale.syncer:
         return before  # it is about to go, and learners drain to it

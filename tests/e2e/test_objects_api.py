@@ -101,7 +101,9 @@ def manifests(job: Job, settings: PlanSettings = SETTINGS, live: Object | None =
     claim = objects.claim_manifest(job, live)
     if claim is not None and here.syncer:
         found.append(claim)
-    for ref, spec in objects.fresh(job, here, Images("diloco-syncer:1", "diloco-worker:1"), settings).items():
+    images = Images("diloco-syncer:1", "diloco-worker:1")
+    for ref in objects.holders(job, here):
+        spec = objects.fresh(job, here, ref, images, settings)
         found.append(objects.with_pods(job, ref, spec, job.generation, 2 if ref.kind == "StatefulSet" else 1))
     return found
 

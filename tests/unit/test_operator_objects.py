@@ -31,7 +31,8 @@ def everything(given: Job, settings: PlanSettings = SETTINGS) -> dict[Ref, dict[
     found = [*objects.plain(given, here, settings)]
     claim = objects.claim_manifest(given, None)
     found += [claim] if claim is not None and here.syncer else []
-    for ref, spec in objects.fresh(given, here, IMAGES, settings).items():
+    for ref in objects.holders(given, here):
+        spec = objects.fresh(given, here, ref, IMAGES, settings)
         found.append(objects.with_pods(given, ref, spec, 1, 1))
     return {Ref(m["kind"], m["metadata"]["name"]): m for m in found}
 
@@ -395,7 +396,7 @@ def test_addresses(address: str, wanted: str) -> None:
 def test_what_was_rendered_can_be_read_back() -> None:
     given = job()
     ref = names.stateful_set("job", "local")
-    spec = objects.fresh(given, place(given.spec, None), IMAGES, SETTINGS)[ref]
+    spec = objects.fresh(given, place(given.spec, None), ref, IMAGES, SETTINGS)
     manifest = objects.with_pods(given, ref, spec, 7, 3)
     assert objects.rendering(manifest) == (7, spec) and manifest["spec"]["replicas"] == 3
     assert "replicas" not in spec

@@ -539,7 +539,7 @@ def test_merges_set_the_count_back() -> None:
 def test_a_pod_that_crashes_again_and_again_is_replaced_with_backoff() -> None:
     world = started(3, failurePolicy={"maxReplacements": 1000})
     world.crashing = {"job-local-1": 1}
-    world.run(1500)
+    world.run(1000)
     times = [at for at, name in world.taken if name == "job-local-1"]
     assert 3 <= len(times) <= 12
     gaps = [b - a for a, b in itertools.pairwise(times)]
