@@ -32,7 +32,8 @@ INNER = {
     "tokens": {"trained", "merged", "pending", "dropped"},
     "ledger": {"fragment", "merged", "pending", "dropped", "reasons"},
     "learners": {
-        "slot", "incarnations", "steps", "tokens", "compute_seconds", "stalled_seconds", "merged_pushes",
+        "slot", "retired", "incarnations", "steps", "tokens", "compute_seconds", "stalled_seconds",
+        "merged_pushes",
     },
     "faults": {
         "at_seconds", "action", "target", "detected_seconds", "joined_seconds", "first_step_seconds",
