@@ -62,7 +62,7 @@ class LearnerMessage(_message.Message):
     def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., lease_request: _Optional[_Union[LeaseRequest, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., peer_state_wanted: _Optional[_Union[PeerStateWanted, _Mapping]] = ..., peer_state_unavailable: _Optional[_Union[PeerStateUnavailable, _Mapping]] = ..., drain_request: _Optional[_Union[DrainRequest, _Mapping]] = ..., base_unavailable: _Optional[_Union[BaseUnavailable, _Mapping]] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("format", "job", "process", "role", "region", "ordinal", "layout_digest", "digests", "sequences", "held", "previous_incarnation", "idle", "pod")
+    __slots__ = ("format", "job", "process", "role", "region", "ordinal", "layout_digest", "digests", "sequences", "held", "previous_incarnation", "idle", "tenure", "pod")
     class DigestsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +82,7 @@ class Join(_message.Message):
     HELD_FIELD_NUMBER: _ClassVar[int]
     PREVIOUS_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     IDLE_FIELD_NUMBER: _ClassVar[int]
+    TENURE_FIELD_NUMBER: _ClassVar[int]
     POD_FIELD_NUMBER: _ClassVar[int]
     format: int
     job: str
@@ -95,16 +96,19 @@ class Join(_message.Message):
     held: _containers.RepeatedCompositeFieldContainer[Held]
     previous_incarnation: int
     idle: bool
+    tenure: int
     pod: str
-    def __init__(self, format: _Optional[int] = ..., job: _Optional[str] = ..., process: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., region: _Optional[str] = ..., ordinal: _Optional[int] = ..., layout_digest: _Optional[str] = ..., digests: _Optional[_Mapping[str, str]] = ..., sequences: _Optional[int] = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., previous_incarnation: _Optional[int] = ..., idle: _Optional[bool] = ..., pod: _Optional[str] = ...) -> None: ...
+    def __init__(self, format: _Optional[int] = ..., job: _Optional[str] = ..., process: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., region: _Optional[str] = ..., ordinal: _Optional[int] = ..., layout_digest: _Optional[str] = ..., digests: _Optional[_Mapping[str, str]] = ..., sequences: _Optional[int] = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., previous_incarnation: _Optional[int] = ..., idle: _Optional[bool] = ..., tenure: _Optional[int] = ..., pod: _Optional[str] = ...) -> None: ...
 
 class Held(_message.Message):
-    __slots__ = ("epoch", "version")
+    __slots__ = ("epoch", "version", "settled")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     version: int
-    def __init__(self, epoch: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+    settled: int
+    def __init__(self, epoch: _Optional[int] = ..., version: _Optional[int] = ..., settled: _Optional[int] = ...) -> None: ...
 
 class Report(_message.Message):
     __slots__ = ("slot_step", "trained_steps", "trained_tokens", "compute_seconds", "stalled_seconds", "loss", "step_seconds", "fragments", "cursors", "paused")
@@ -299,7 +303,7 @@ class Payload(_message.Message):
     def __init__(self, encoding: _Optional[str] = ..., bytes: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class Announcement(_message.Message):
-    __slots__ = ("fragment", "epoch", "version", "reset", "merged_sequence", "merged_version", "full", "delta", "job_tokens")
+    __slots__ = ("fragment", "epoch", "version", "reset", "merged_sequence", "merged_version", "full", "delta", "job_tokens", "settled")
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -309,6 +313,7 @@ class Announcement(_message.Message):
     FULL_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
     JOB_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
     fragment: int
     epoch: int
     version: int
@@ -318,7 +323,8 @@ class Announcement(_message.Message):
     full: Payload
     delta: Payload
     job_tokens: int
-    def __init__(self, fragment: _Optional[int] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., reset: _Optional[bool] = ..., merged_sequence: _Optional[int] = ..., merged_version: _Optional[int] = ..., full: _Optional[_Union[Payload, _Mapping]] = ..., delta: _Optional[_Union[Payload, _Mapping]] = ..., job_tokens: _Optional[int] = ...) -> None: ...
+    settled: int
+    def __init__(self, fragment: _Optional[int] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., reset: _Optional[bool] = ..., merged_sequence: _Optional[int] = ..., merged_version: _Optional[int] = ..., full: _Optional[_Union[Payload, _Mapping]] = ..., delta: _Optional[_Union[Payload, _Mapping]] = ..., job_tokens: _Optional[int] = ..., settled: _Optional[int] = ...) -> None: ...
 
 class Lease(_message.Message):
     __slots__ = ("lease", "data_epoch", "block", "start", "end", "block_size")

@@ -118,6 +118,11 @@ class Core:
         return self.merging.admit_push(header, process)
 
     @property
+    def settled(self) -> int:
+        """What announcements say of the store's history (history.py)."""
+        return self.job.history.settled
+
+    @property
     def settling(self) -> bool:
         """Whether no push is taken until it is settled what the store has lost."""
         return self.lost.settling
@@ -150,15 +155,15 @@ class Core:
         of versions that came from learners."""
         foresee(self.job, headers, receipts)
 
-    def take_over(self, fragment: int, version: int, origin: int, rows: Rows) -> None:
-        """A record newer than the state that came from a learner, which held it in epoch ``origin``;
-        call in the order of the records."""
-        take_over(self.job, fragment, version, origin, rows)
+    def take_over(self, fragment: int, version: int, origin: int, rows: Rows, epoch: int) -> None:
+        """A record of ``epoch``, newer than the state, that came from a learner, which held it in epoch
+        ``origin``; call in the order of the records."""
+        take_over(self.job, fragment, version, origin, rows, epoch)
         self.job.note("recovered", None, f"fragment {fragment} goes on from version {version}, a learner's")
 
-    def recover(self, fragment: int, version: int, headers: Iterable[PushHeader]) -> None:
-        """A merge record newer than the state, found in the store; call in version order."""
-        self.merging.recover(fragment, version, headers)
+    def recover(self, fragment: int, version: int, headers: Iterable[PushHeader], epoch: int) -> None:
+        """A merge record of ``epoch``, newer than the state; call in version order."""
+        self.merging.recover(fragment, version, headers, epoch)
 
     def restore_offer(self, header: PushHeader, handle: int, norm: float) -> bool:
         """A spooled offer found in the store; False: it was merged (or makes no sense) and may go."""
@@ -264,7 +269,7 @@ class Core:
         assert job.ledger and job.rounds
         for slot in job.members.slots:
             if slot.occupied:
-                job.ledger.open_tenure(slot.index, slot.incarnation)
+                job.ledger.open_tenure(slot.index, slot.tenure or slot.incarnation)
                 job.rounds.seat(slot.index, slot.step)
         job.initialiser = None
         job.out.append(ev.Persist())

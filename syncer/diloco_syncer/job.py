@@ -14,6 +14,7 @@ from diloco_syncer import events as ev
 from diloco_syncer.clock import JobClock
 from diloco_syncer.config import CoreConfig
 from diloco_syncer.events import Action, PhaseName, PushHeader
+from diloco_syncer.history import History
 from diloco_syncer.intake import NormGate
 from diloco_syncer.leases import LeaseBook
 from diloco_syncer.ledger import Ledger, PushId
@@ -47,7 +48,7 @@ class Job:
         self.initialiser: int | None = None  # the connection that uploads version 0
         self.invited = ("", 0.0)  # the process that was told to join again for it, and how long that counts
         self.initial_failures: Counter[str] = Counter()  # uploads that did not come through, by process
-        self.settled = 0  # the newest epoch that trained, or gave up what its store had lost
+        self.history = History()
         self.forgotten: set[int] = set()  # slots with tenures that the restored state has not heard of
         self.out: list[Action] = []
 
@@ -159,7 +160,7 @@ class Job:
             "rounds": self.rounds.to_json() if self.rounds else None,
             "ledger": self.ledger.to_json() if self.ledger else None,
             "epochs": self.epochs,
-            "settled": self.settled,
+            "history": self.history.to_json(),
             "merges": self.merges,
             "eval_loss": self.eval_loss,
             "scored_merges": self.scored_merges,
@@ -183,7 +184,10 @@ class Job:
         self.clock.load(state["clock"], now, wall)
         self.phase, self.phase_message = PhaseName(state["phase"]["name"]), state["phase"]["message"]
         self.merges = state["merges"]
-        self.settled = state.get("settled", 0)
+        if "history" in state:
+            self.history.load(state["history"])
+        else:  # a state from before there were histories
+            self.history.settle(state.get("settled", 0))
         self.eval_loss = [(tokens, loss) for tokens, loss in state["eval_loss"]]
         self.scored_merges = state.get("scored_merges", -1)
         self.initial_loss, self.final_loss = state["initial_loss"], state["final_loss"]

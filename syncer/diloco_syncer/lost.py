@@ -6,8 +6,9 @@ is *newer* than the store's version s if it extends the store's own history:
 
 - h > s, and e is an earlier epoch than this syncer's (this syncer made none above s),
 - e is no earlier than the epoch in which s was made, and
-- no epoch after e has trained: once a syncer went on without a version, that
-  version belongs to another history, and nobody may bring it back.
+- no epoch after e has settled (``history``): once a syncer went on without a version, that
+  version belongs to another history, and nobody may bring it back. Where the store has
+  forgotten that, whoever was told of it says so at Join.
 
 That can only be between a restart and the first merge after it (``open``). If such a
 base is found, or the tape tells of versions that the store has not, the loss is
@@ -60,7 +61,8 @@ class Lost:
         self.job = job
         self.known = False
         self.made: list[int] = []  # per fragment, the epoch of its newest version
-        self.holders: dict[int, dict[int, tuple[int, int]]] = {}  # connection -> fragment -> (version, epoch)
+        # connection -> fragment -> (version, epoch, the newest epoch that had settled by then)
+        self.holders: dict[int, dict[int, tuple[int, int, int]]] = {}
         self.asked: dict[int, Ask] = {}
         self.taken: set[int] = set()
         self.withheld: set[int] = set()  # fragments of which somebody was not told
@@ -72,7 +74,7 @@ class Lost:
         """Whether newer versions may still be taken."""
         job = self.job
         waiting = job.phase in (PhaseName.WAITING, PhaseName.DRAINING)
-        return bool(self.made) and waiting and job.settled < job.epoch
+        return bool(self.made) and waiting and job.history.settled < job.epoch
 
     @property
     def settling(self) -> bool:
@@ -110,19 +112,46 @@ class Lost:
         """Remember what it holds; the fragments of which it is not to be told."""
         self.welcomed.add(join.process)
         self.holders.pop(join.connection, None)
-        if not self.open or len(join.held) != len(self.job.versions):
+        if not self.open or {len(join.held), len(join.settled)} != {len(self.job.versions)}:
+            return frozenset()
+        if self.job.history.hear(max(join.settled)):
+            self._sort_out()
+        if self.foreign(join):
             return frozenset()
         newer = {
-            fragment: (version, epoch)
-            for fragment, (epoch, version) in enumerate(join.held)
-            if version > self.job.versions[fragment]
-            and max(self.made[fragment], self.job.settled) <= epoch < self.job.epoch
+            fragment: (version, epoch, settled)
+            for fragment, ((epoch, version), settled) in enumerate(zip(join.held, join.settled, strict=True))
+            if version > self.job.versions[fragment] and not self._past(fragment, version, epoch)
         }
         if newer:
-            self.holders[join.connection] = newer
+            self.holders[join.connection] = {p: row for p, row in newer.items() if self._extends(p, *row)}
             self.withheld |= newer.keys()
             self._notice(f"{join.region}-{join.ordinal} holds newer versions, of fragments: {len(newer)}")
         return frozenset(newer)
+
+    def foreign(self, join: ev.Join) -> bool:
+        """Whether its work is of another history than the store's."""
+        return any(map(self.job.history.foreign, join.settled))
+
+    def _past(self, fragment: int, version: int, epoch: int) -> bool:
+        """Whether the store knows that it went on without this version. Where it does not, nobody who
+        holds it is told of an older one: what others hold may be above it, and it must not drop it."""
+        went_on = (versions for e, versions in self.job.epochs if e > epoch and e in self.job.history.epochs)
+        return any(versions[fragment] < version for versions in went_on)
+
+    def _extends(self, fragment: int, version: int, epoch: int, told: int) -> bool:
+        """Whether this version, held under ``epoch`` when ``told`` had settled last, extends the store's
+        history. Of an epoch after the newest settled one, but told before: it did not know of that."""
+        job, settled = self.job, self.job.history.settled
+        return max(self.made[fragment], settled) <= epoch < job.epoch and settled in (told, epoch)
+
+    def _sort_out(self) -> None:
+        """An epoch had settled of which the store knew nothing: keep what extends that history."""
+        for held in self.holders.values():
+            for fragment, row in list(held.items()):
+                if not self._extends(fragment, *row):
+                    del held[fragment]
+        self.asked = {p: ask for p, ask in self.asked.items() if p in self.holders.get(ask.connection, {})}
 
     def gone(self, connection: int) -> None:
         """The connection will not answer any more."""
@@ -149,6 +178,7 @@ class Lost:
         """A record with the base is durable."""
         self.asked.pop(fragment, None)
         self.taken.add(fragment)
+        self.job.history.take(self.job.epoch)
 
     def advance(self, now: float) -> list[Action]:
         if not self.settling or self.ending or not self._all_here():
@@ -184,7 +214,7 @@ class Lost:
         holding = [(held[fragment], -c) for c, held in self.holders.items() if fragment in held]
         if not holding:
             return []
-        (version, epoch), negative = max(holding)
+        (version, epoch, _), negative = max(holding)
         if -negative in busy:
             return []  # one at a time
         deadline = now + ASK_SECONDS + self.job.fragment_elements[fragment] / SLOWEST
@@ -194,7 +224,7 @@ class Lost:
     def _give_up(self) -> list[Action]:
         """Nobody has anything: this is the history from now on."""
         job = self.job
-        job.settled = job.epoch
+        job.history.settle(job.epoch)
         job.phase_message = "what the store lost is not to be had"
         job.note("lost-data", None, f"{job.phase_message}: going on from versions {job.versions}")
         told = [job.announce(fragment) for fragment in sorted(self.withheld)]

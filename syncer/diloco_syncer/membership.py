@@ -75,6 +75,7 @@ class Slot:
     advanced: bool = False  # has trained a step in this tenure
     step: int = 0
     step_at_seat: int = 0
+    tenure: int = 0  # the incarnation under which its process's tenure began; 0: unknown
     loss: float | None = None
     step_seconds: float = 0.0
     paused: bool = False

@@ -91,7 +91,7 @@ class Merging:
         assert self.job.rounds and self.job.ledger
         closed = self.job.rounds.merged(event.fragment, event.version, event.merge_seconds)
         self.job.merges += 1
-        self.job.settled = self.job.epoch
+        self.job.history.settle(self.job.epoch)
         self.job.gate.add(event.fragment, event.norms)
         for push in closed.pushes:
             slot = self.job.members.slots[push.header.slot]
@@ -216,11 +216,12 @@ class Merging:
 
     # ---------------------------------------------------------------- after a restart
 
-    def recover(self, fragment: int, version: int, headers: Iterable[PushHeader]) -> None:
-        """A merge record newer than the state, found in the store; call in version order."""
+    def recover(self, fragment: int, version: int, headers: Iterable[PushHeader], epoch: int) -> None:
+        """A merge record newer than the state, made in ``epoch``; call in version order."""
         assert self.job.rounds and self.job.ledger
         if version <= self.job.rounds.versions[fragment]:
             return
+        self.job.history.settle(epoch)
         headers = list(headers)
         for header in headers:
             slot = self.job.slot(header.slot)

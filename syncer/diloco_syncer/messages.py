@@ -50,6 +50,9 @@ def join_from(message: sync_pb2.Join, connection: int, job: str) -> ev.Join:
         raise WireError("role: expected learner or evaluator")
     if len(message.held) > wire.MAX_FRAGMENTS or len(message.digests) > 64:
         raise WireError(f"held and digests: at most {wire.MAX_FRAGMENTS} and 64 entries")
+    for held in message.held:
+        if held.settled > held.epoch:
+            raise WireError(f"held: epoch {held.settled} cannot have settled before epoch {held.epoch}")
     for field, digest in message.digests.items():
         if len(field) > 256 or len(digest) > 256:
             raise WireError("digests: names and values have at most 256 characters")
@@ -63,6 +66,8 @@ def join_from(message: sync_pb2.Join, connection: int, job: str) -> ev.Join:
         digests=dict(message.digests),
         sequences=_count(message.sequences, "sequences"),
         held=tuple((_count(h.epoch, "epoch"), _count(h.version, "version")) for h in message.held),
+        tenure=_count(message.tenure, "tenure"),
+        settled=tuple(_count(h.settled, "settled") for h in message.held),
         previous_incarnation=_count(message.previous_incarnation, "previous_incarnation"),
         idle=message.idle,
         pod=_matches(_PROCESS, message.pod, "pod", "1 to 64 hex digits") if message.pod else "",

@@ -87,7 +87,7 @@ class Phases:
         ready = sum(s.occupied and s.ready for s in self.job.members.slots)
         if not self.job.initialised or ready < self.config.rules.quorum or self.lost.settling:
             return None
-        self.job.settled = self.job.epoch
+        self.job.history.settle(self.job.epoch)
         return self._set(PhaseName.TRAINING, f"{ready} learners hold version 0", now)
 
     def _training(self, now: float) -> list[Action] | None:

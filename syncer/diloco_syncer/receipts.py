@@ -138,14 +138,16 @@ def foresee(job: Job, headers: Iterable[PushHeader], receipts: Iterable[Rows]) -
             job.leases.give_back(slot.index)
 
 
-def take_over(job: Job, fragment: int, version: int, origin: int, rows: Rows) -> None:
-    """The store has this version from a learner, which had it in epoch ``origin``; go on from it.
+def take_over(job: Job, fragment: int, version: int, origin: int, rows: Rows, epoch: int) -> None:
+    """The store has this version from a learner, which had it in epoch ``origin``, and took it in
+    ``epoch``; go on from it.
 
     Call in the order of the records, after ``foresee``."""
     assert job.rounds and job.ledger
     before = job.rounds.versions[fragment]
     if version <= before:
         return
+    job.history.take(epoch)
     for row in rows:
         slot = job.slot(row.slot)
         if slot is None:

@@ -79,7 +79,7 @@ class Reception:
             )
         slot = self.job.members.own(join)
         if self.job.phase not in ENDED and slot is not None:
-            self._seat(slot, join, now, continuing=True)
+            self._seat(slot, join, now, continuing=self._same_tenure(slot, join))
             return
         if self.job.phase in ENDED or self.job.closing:
             self._admit(join, None)
@@ -97,6 +97,15 @@ class Reception:
             self.job.note("spare", None, f"{join.region}-{join.ordinal} stands by")
             return
         self._seat(slot, join, now, continuing=False)
+
+    def _same_tenure(self, slot: Slot, join: ev.Join) -> bool:
+        """Whether the open tenure of its slot is the one that it counts in. A state that was lost may
+        have begun another for it, or a syncer that ended before it could say so; and what it was told
+        in another history is void."""
+        if self.lost.foreign(join):
+            return False
+        ledger = self.job.ledger
+        return ledger is None or join.tenure in (0, ledger.books[slot.index].first_incarnation)
 
     def _other_history(self, join: ev.Join) -> bool:
         """Whether it holds what this store has never had, and was answered so."""
@@ -149,16 +158,16 @@ class Reception:
         """Give the slot to the process; fence and write off whoever had it."""
         old = slot.connection
         if old is not None and old != join.connection:
-            self.job.out.append(
-                ev.Refuse(
-                    old, "superseded", f"slot {slot.index} was taken by a newer process", not continuing
-                )
-            )
+            # The same program may begin anew: its broken session must not end it.
+            another = not (join.previous_incarnation and join.process == slot.process)
+            words = f"slot {slot.index} was taken by a newer process"
+            self.job.out.append(ev.Refuse(old, "superseded", words, another))
             slot.connection = None
         if not continuing and slot.incarnation:
             self._vacate(slot, "died")
         first_taken = not slot.incarnation
         incarnation = self.job.members.sit(slot, join, now)
+        slot.tenure = join.tenure if continuing else incarnation
         if not continuing:
             slot.clear_tenure()
             # A slot first taken later starts where the job is. In deterministic mode that goes for

@@ -233,9 +233,10 @@ def _recover(engine: Engine) -> None:
     for record in restored.newer:
         taken = record.recovered
         if taken is None:
-            core.recover(record.fragment, record.version, [r.header for r in record.responders])
+            headers = [r.header for r in record.responders]
+            core.recover(record.fragment, record.version, headers, record.epoch)
         else:
-            core.take_over(record.fragment, record.version, taken.epoch, taken.receipt)
+            core.take_over(record.fragment, record.version, taken.epoch, taken.receipt, record.epoch)
     for offer in restored.offers:
         try:
             if restored.layout is None or offer.header.fragment >= len(restored.layout):

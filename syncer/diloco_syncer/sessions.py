@@ -271,7 +271,8 @@ class Sessions:
             if not connection.welcomed:
                 continue
             merged = action.merged.get(number, nobody)
-            told = announcement(broadcast, self._engine.epoch, merged, action.job_tokens)
+            core = self._engine.core
+            told = announcement(broadcast, core.epoch, merged, action.job_tokens, settled=core.settled)
             connection.send(sync_pb2.SyncerMessage(announcement=told))
 
     def _welcome(self, admit: ev.Admit, broadcasts: tuple[Broadcast, ...]) -> sync_pb2.Welcome:
@@ -291,7 +292,7 @@ class Sessions:
             settings=json.dumps(settings),
             phase=phase_to(admit.phase, engine.problem or admit.message),
             fragments=[
-                announcement(broadcast, engine.epoch, push, tokens)
+                announcement(broadcast, engine.epoch, push, tokens, settled=engine.core.settled)
                 for broadcast, push in zip(broadcasts, merged, strict=True)
                 if broadcast.fragment not in admit.withheld
             ],

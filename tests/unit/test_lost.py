@@ -38,7 +38,8 @@ def report(*fragments: ev.FragmentCounts) -> ev.ReportCounts:
 
 def a_join(connection: int, ordinal: int, **changes: Any) -> ev.Join:
     base = ev.Join(connection, f"p{ordinal}", "r", ordinal, False, "L", {}, 0, (), previous_incarnation=1)
-    return replace(base, **changes)
+    join = replace(base, **changes)
+    return replace(join, settled=changes.get("settled", (1,) * len(join.held)))
 
 
 class Life:
@@ -138,7 +139,7 @@ def test_the_newest_is_asked_for_when_everybody_is_back_and_the_rest_follows_a_r
 
     again = Core(CONFIG, life.core.state(0.0), 3, 0.0, 0.0)
     again.foresee([], [receipts[0]])
-    again.take_over(0, 1, 1, receipts[0])
+    again.take_over(0, 1, 1, receipts[0], 2)
     again.start(0.0, (1, 1))
     assert again.versions == [1, 0] and again.ledger is not None
     assert again.ledger.check() == []
@@ -155,7 +156,7 @@ def test_a_receipt_tells_of_more_than_was_told() -> None:
     state, receipts = trained()
     core = Core(CONFIG, state, 2, 0.0, 0.0)
     core.foresee([], [receipts[0]])
-    core.take_over(0, 1, 1, receipts[0])
+    core.take_over(0, 1, 1, receipts[0], 2)
     core.start(0.0, (1, 1))
     assert core.ledger is not None and core.ledger.check() == []
     assert (core.ledger.trained(0), core.ledger.merged(0, 0), core.ledger.pending(0, 1)) == (100, 100, 100)
@@ -167,7 +168,7 @@ def test_a_tenure_that_the_state_has_not_heard_of() -> None:
     rows = tuple(replace(row, tenure=77) if row.slot == 0 else row for row in receipts[0])
     core = Core(CONFIG, state, 2, 0.0, 0.0)
     core.foresee([], [rows])
-    core.take_over(0, 1, 1, rows)
+    core.take_over(0, 1, 1, rows, 2)
     core.start(0.0, (1, 1))
     assert core.ledger is not None and core.ledger.check() == []
     assert core.ledger.merged(0, 0) == 100 and core.ledger.trained(0) == 100
@@ -264,7 +265,7 @@ def test_a_receipt_that_cannot_be(changes: dict[str, int], word: str) -> None:
     state, receipts = trained()
     core = Core(CONFIG, state, 2, 0.0, 0.0)
     core.foresee([], [receipts[0]])
-    core.take_over(0, 1, 1, receipts[0])
+    core.take_over(0, 1, 1, receipts[0], 2)
     core.start(0.0, (1, 1))
     for ordinal in (0, 1):
         core.handle(a_join(11 + ordinal, ordinal, held=((1, 2), (1, 0))), 0.0)
@@ -274,6 +275,120 @@ def test_a_receipt_that_cannot_be(changes: dict[str, int], word: str) -> None:
     assert "no receipt" in core.admit_base(11, 0, 1, 2, ())
     wrong = (replace(newer[0], **{**changes, "version": changes.get("version", 1) + 1}), newer[1])
     assert word in core.admit_base(11, 0, 1, 2, wrong)
+
+
+def test_a_receipt_tells_of_slots_that_the_state_has_not_heard_of() -> None:
+    """Slot 1's process came after the state, and is in a record: its merges are in the version."""
+    life = Life(None, 1)
+    life.join(1, 0, previous_incarnation=0)
+    life.do(ev.InitialStored("L", (8, 8)))
+    state = life.core.state(life.now)
+    told = report(counts(1, 0, 40), counts(1, 0, 40))
+    header = ev.PushHeader(1, 2, 0, 1, 1, 1, 0, 0, 1, 4, 4, 40, 1.0, "float32", "L", told)
+    core = Core(CONFIG, state, 2, 0.0, 0.0)
+    core.foresee([header], [])
+    core.recover(0, 1, [header], 1)
+    core.start(0.0, (1, 1))
+    assert core.ledger is not None and core.ledger.check() == []
+    assert {row.slot: row.merged_tokens for row in core.receipt(0)} == {0: 0, 1: 40}
+
+
+def settled_without_it() -> dict[str, Any]:
+    """The state of a syncer (epoch 2) that gave up version 1 of fragment 0, before it did."""
+    life = restarted()
+    state = life.core.state(0.0)
+    life.join(12, 1)
+    life.join(11, 0, held=HELD)
+    life.do(ev.BaseFailed(11, 0))
+    assert life.core.settled == 2 and not life.core.settling
+    assert state["job"]["history"]["epochs"] == [1], "it has forgotten that"
+    return state
+
+
+@pytest.mark.parametrize("began", [True, False])
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_was_given_up_is_not_taken_though_the_store_has_forgotten(first: int, began: bool) -> None:
+    """A learner gave up its work on version 1 with the syncer; another comes with it from before."""
+    # Whether the state is of epoch 2, and so tells from which versions that one began.
+    life = Life(settled_without_it() if began else trained()[0], 3, (1, 1), behind=True)
+    joins = [
+        lambda: life.join(11, 0, held=((2, 0), (2, 0)), settled=(2, 2)),
+        lambda: life.join(12, 1, held=HELD),
+    ]
+    joins[first]()
+    joins[1 - first]()
+    assert life.core.settled == 3, "given up once more"
+    assert not of(life.log, ev.AskBase) and not of(life.log, ev.BeginAgain)
+    told = {a.connection: a for a in of(life.log, ev.Admit)}
+    # If it is not known whether version 1 was in that history, its holder waits for the decision.
+    waits = first == 1 or not began
+    assert told[12].withheld == ({0} if waits else frozenset()) and told[11].withheld == frozenset()
+    assert told[11].seat is not None and told[11].seat.continuing
+    assert [a.fragment for a in of(life.log, ev.Announce)] == [0] * waits
+
+
+def test_who_gave_up_what_was_taken_meanwhile_begins_anew() -> None:
+    """Its pushes and confirmations are of a history in which version 1 never was."""
+    _, receipts = trained()
+    life = Life(settled_without_it(), 3, (1, 1))
+    life.join(12, 1, held=HELD)
+    life.later(CONFIG.heartbeat_timeout - 1)
+    life.do(ev.Reported(12, report(counts(1, 1, 0), counts(1, 0, 0))))
+    life.later(2.0)
+    (ask,) = of(life.log, ev.AskBase)
+    assert life.core.admit_base(12, 0, ask.epoch, ask.version, receipts[0]) == ""
+    assert of(life.do(ev.BaseStored(0)), ev.BeginAgain)
+    (late,) = of(life.join(11, 0, held=((2, 0), (2, 0)), settled=(2, 2)), ev.Admit)
+    assert late.seat is not None and not late.seat.continuing
+
+    for settled, continuing in (((2, 2), False), ((1, 1), True)):
+        again = Core(CONFIG, json.loads(json.dumps(life.core.state(0.0))), 4, 0.0, 0.0)
+        again.foresee([], [receipts[0]])
+        again.take_over(0, 1, 1, receipts[0], 3)
+        again.start(0.0, (1, 1))
+        back = a_join(21, 1, held=((2, 0), (2, 0)), settled=settled, previous_incarnation=9)
+        (admit,) = of(again.handle(back, 0.0), ev.Admit)
+        assert admit.seat is not None and admit.seat.continuing == continuing
+        assert again.ledger is not None and again.ledger.check() == []
+
+
+def test_merges_in_the_store_tell_which_epochs_settled() -> None:
+    """The state is of epoch 1, fragment 1 has a record of epoch 2: what epoch 1 had is history."""
+    state, _ = trained()
+    core = Core(CONFIG, state, 3, 0.0, 0.0)
+    told = report(counts(2, 0, 80), counts(2, 0, 80))
+    header = ev.PushHeader(0, 1, 1, 1, 1, 2, 0, 0, 1, 8, 8, 80, 1.0, "float32", "L", told)
+    core.foresee([header], [])
+    core.recover(1, 1, [header], 2)
+    core.start(0.0, (1, 2))
+    core.handle(a_join(11, 1, held=HELD), 0.0)
+    actions = core.handle(a_join(12, 0, held=((2, 0), (2, 1)), settled=(2, 2)), 0.0)
+    assert core.settled == 3 and not of(actions, ev.AskBase), "given up"
+
+
+@pytest.mark.parametrize(("tenure", "continuing"), [(0, True), (1, True), (3, False)])
+def test_a_tenure_that_a_lost_state_began_is_not_taken_for_the_one_before(
+    tenure: int, continuing: bool
+) -> None:
+    """Its process is the same, but counts from its new tenure's start."""
+    state, _ = trained()
+    core = Core(CONFIG, state, 2, 0.0, 0.0)
+    core.start(0.0, (1, 1))
+    (admit,) = of(core.handle(a_join(11, 0, tenure=tenure, previous_incarnation=3), 0.0), ev.Admit)
+    assert admit.seat is not None and admit.seat.continuing == continuing
+    assert core.ledger is not None and core.ledger.check() == []
+    assert core.ledger.dropped(0, 0) == ({} if continuing else {"died": 70})
+
+
+def test_a_tenure_from_before_version_0_goes_on() -> None:
+    """It began under its first incarnation, though it was seated again before there were books."""
+    life = Life(None, 1)
+    life.join(1, 0, previous_incarnation=0)
+    life.do(ev.ConnectionLost(1))
+    life.join(2, 0, previous_incarnation=1, tenure=1)
+    life.do(ev.InitialStored("L", (8, 8)))
+    (admit,) = of(life.join(3, 0, previous_incarnation=2, tenure=1), ev.Admit)
+    assert admit.seat is not None and admit.seat.continuing
 
 
 def test_receipts_on_the_wire() -> None:

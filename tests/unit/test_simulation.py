@@ -64,6 +64,7 @@ class Learner:
     speed: float
     connection: int | None = None
     seat: ev.Seat | None = None
+    tenure: int = 0  # the incarnation under which it began
     adoption: Adoption = field(init=False)
     theta: list[Ids] = field(default_factory=list)
     base: list[Ids] = field(default_factory=list)
@@ -78,8 +79,8 @@ class Learner:
     unsettled: set[int] = field(default_factory=set)  # offered, perhaps without an answer, and not refused
     offered: set[int] = field(default_factory=set)  # offered and accepted
     offers: dict[int, tuple[ev.PushHeader, Ids]] = field(default_factory=dict)
-    # Newest download of each fragment, with its receipt.
-    holdings: dict[int, tuple[int, int, Ids, Rows]] = field(default_factory=dict)
+    # Newest download of each fragment, with its receipt, and what had settled when it was announced.
+    holdings: dict[int, tuple[int, int, Ids, Rows, int]] = field(default_factory=dict)
     left: bool = False
 
     def __post_init__(self) -> None:
@@ -164,6 +165,7 @@ class Record:
     made: int  # epoch
     ids: Ids
     headers: list[str]
+    epoch: int  # that of the syncer that wrote it
     taken: tuple[int, Rows] | None = None  # from a learner: the epoch in which it held it, its receipt
 
     def read(self) -> list[ev.PushHeader]:
@@ -246,9 +248,9 @@ class World:
             self.core.foresee(headers + offers, [r.taken[1] for _, _, r in newer if r.taken])
             for p, v, record in newer:
                 if record.taken:
-                    self.core.take_over(p, v, *record.taken)
+                    self.core.take_over(p, v, *record.taken, record.epoch)
                 else:
-                    self.core.recover(p, v, record.read())
+                    self.core.recover(p, v, record.read(), record.epoch)
             for push_id, (text, ids) in list(self.spool.items()):
                 handle = next(self.numbers)
                 if self.core.restore_offer(header_from_json(json.loads(text)), handle, 1.0):
@@ -432,7 +434,7 @@ class World:
         for ids in content:
             assert not ids & after, "a step was merged twice"
             after |= ids
-        self.records[p, v] = Record(self.epoch, after, headers)
+        self.records[p, v] = Record(self.epoch, after, headers, self.epoch)
         for responder in action.responders:
             self.spool.pop(responder.header.id, None)
         if self.chance(0.01 * self.setup.crashes):
@@ -485,6 +487,8 @@ class World:
                 0,
                 self.held_by(learner),
                 previous_incarnation=learner.seat.incarnation if learner.seat else 0,
+                settled=self.settled_by(learner),
+                tenure=learner.tenure,
             )
         )
 
@@ -494,12 +498,15 @@ class World:
             return ()
         return tuple(learner.holdings[p][:2] for p in fragments)
 
+    def settled_by(self, learner: Learner) -> tuple[int, ...]:
+        return tuple(learner.holdings[p][4] for p, _ in enumerate(self.held_by(learner)))
+
     def give_base(self, ask: ev.AskBase) -> None:
         """A learner was asked for what it holds; the wall makes it durable."""
         learner, p = self.connections.get(ask.connection), ask.fragment
         if learner is None or not self.up() or self.chance(0.05):
             return  # no answer
-        epoch, version, ids, rows = learner.holdings[p]
+        epoch, version, ids, rows, _ = learner.holdings[p]
         why = "not here" if (epoch, version) != (ask.epoch, ask.version) else ""
         if not why:
             why = self.core.admit_base(ask.connection, p, epoch, version, rows)
@@ -509,7 +516,7 @@ class World:
             return
         assert version > self.core.versions[p]
         assert (p, version) not in self.records
-        self.records[p, version] = Record(epoch, ids, [], (epoch, rows))
+        self.records[p, version] = Record(epoch, ids, [], self.epoch, (epoch, rows))
         self.seen["taken"] += 1
         self.handle(ev.BaseStored(p))
 
@@ -525,8 +532,11 @@ class World:
             return
         if not (seat.continuing and learner.seat is not None):
             learner.begin(seat.slot_step)
+            learner.tenure = seat.incarnation
             learner.offered.clear()
             learner.unsettled.clear()
+        # As the worker does when a session ends: a round's number may come again after a restart.
+        learner.pulls.clear()
         learner.seat = seat
         learner.draining = learner.draining or self.core.phase is PhaseName.DRAINING
         learner.in_flight.clear()  # their answers are lost: offered again before anything is adopted
@@ -537,7 +547,7 @@ class World:
     def initialise(self, connection: int) -> None:
         if connection in self.connections and self.core.initialiser == connection:
             for p in range(self.setup.fragments):
-                self.records[p, 0] = Record(self.epoch, frozenset(), [])
+                self.records[p, 0] = Record(self.epoch, frozenset(), [], self.epoch)
             self.handle(ev.InitialStored("L", (10,) * self.setup.fragments))
 
     def announce(self, learner: Learner, p: int, merged: ev.MergedPush) -> None:
@@ -545,13 +555,13 @@ class World:
         epoch, ids, connection = self.epoch, self.records[p, version].ids, learner.connection
         identity = ("f", p, hash(ids))
         news = Broadcast(p, epoch, version, identity, (0, 0), merged.sequence, merged.version)
-        rows = self.core.receipt(p)
+        rows, settled = self.core.receipt(p), self.core.settled
 
         def arrive() -> None:
             if learner.connection == connection:  # a broken session takes its downloads with it
                 learner.news.append((news, ids))
                 if learner.holdings.get(p, (0, 0))[:2] <= (epoch, version):
-                    learner.holdings[p] = (epoch, version, ids, rows)
+                    learner.holdings[p] = (epoch, version, ids, rows, settled)
 
         # The session is in order, downloads are not: newer news of a fragment may come first.
         self.at(self.delay(0.3), arrive)
@@ -625,9 +635,13 @@ class World:
         self.send(learner, header, ids)
 
     def send(self, learner: Learner, header: ev.PushHeader, ids: Ids) -> None:
+        """As in the worker: none without a session, and to the syncer of that session only."""
+        if learner.connection is None:
+            return
+        life = self.life
         for _ in range(2 if self.chance(0.05) else 1):
             if not self.chance(0.05):
-                self.at(self.delay(0.4), lambda: self.arrive(learner, header, ids, self.life))
+                self.at(self.delay(0.4), lambda: self.arrive(learner, header, ids, life))
 
     def arrive(self, learner: Learner, header: ev.PushHeader, ids: Ids, life: int) -> None:
         if not self.up() or life != self.life or self.core.settling:

@@ -98,6 +98,7 @@ class Exchange:
         self.report_wanted = True  # false: the newest report is younger than a report's interval
         self.connected = False
         self._identity = Identity(settings.job.metadata.name, settings.process, 0, 0)
+        self._tenure = 0  # the incarnation under which it began
         self._loop = asyncio.new_event_loop()
         self._executor = ThreadPoolExecutor(2, thread_name_prefix="diloco-codec")
         self._thread = threading.Thread(target=self._run, name="diloco-exchange", daemon=True)
@@ -375,6 +376,7 @@ class Exchange:
             sequences=self._sequences,
             held=self._holdings.versions(),
             previous_incarnation=self._identity.incarnation,
+            tenure=self._tenure,
             idle=self._idle,
             pod=settings.pod,
         )
@@ -433,6 +435,7 @@ class Exchange:
             self._seated(welcome.seat)
         elif not welcome.observer:
             self._identity = Identity(self._identity.job, self._identity.process, 0, 0)
+            self._tenure = 0
             self._outbox.report(None)
             self._inbox.put(mail.Unseated())
         for announcement in welcome.fragments:
@@ -456,6 +459,7 @@ class Exchange:
         self._identity = Identity(self._identity.job, self._identity.process, seat.slot, seat.incarnation)
         self.standing = replace(self.standing, standby=False, slot=seat.slot)
         if not seat.continuing:
+            self._tenure = seat.incarnation
             self._outbox.report(None)
         leases = tuple(_grant(lease) for lease in seat.leases)
         self._inbox.put(

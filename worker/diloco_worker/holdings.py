@@ -53,10 +53,10 @@ class Holdings:
         return self._newest.get(fragment)
 
     def versions(self) -> list[sync_pb2.Held]:
-        """What is said at Join: (epoch, version) of every fragment, or nothing if one is missing."""
+        """What is said at Join: every fragment's, as it was announced, or nothing if one is missing."""
         if len(self._newest) < self._fragments:
             return []
+        told = [self._newest[p].news for p in range(self._fragments)]
         return [
-            sync_pb2.Held(epoch=self._newest[p].news.epoch, version=self._newest[p].news.version)
-            for p in range(self._fragments)
+            sync_pb2.Held(epoch=news.epoch, version=news.version, settled=news.settled) for news in told
         ]
