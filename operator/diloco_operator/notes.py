@@ -43,7 +43,8 @@ def waits(objects: dict[Ref, Object], pods: Iterable[Object], now: float) -> boo
         for owner in meta.get("ownerReferences") or ():
             count[str(owner.get("name"))] = count.get(str(owner.get("name")), 0) + 1
         born = seconds(meta.get("creationTimestamp")) or now
-        if status.get("phase") == "Pending" and now - born > PATIENCE_SECONDS:
+        starts = status.get("phase") == "Pending" and not meta.get("deletionTimestamp")
+        if starts and now - born > PATIENCE_SECONDS:
             return True
     for ref, obj in objects.items():
         spec, status = obj.get("spec") or {}, obj.get("status") or {}

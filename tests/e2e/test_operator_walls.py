@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from diloco_operator import names
+from diloco_operator import plan as planning
 from diloco_operator.drift import APPLIED
 from diloco_operator.types import EventWanted, Observed, Plan, Ref
 
@@ -107,6 +108,49 @@ def test_an_operator_that_starts_again_writes_nothing(kube: Cluster, operate: Ca
     assert {verb for verb, _, _ in sent} <= {"list"}, sent
     again = json.loads(kube.kubectl("get", "sts,svc,cm,pdb,dj", "-o", "json"))["items"]
     assert versions == {(i["kind"], i["metadata"]["name"]): i["metadata"]["resourceVersion"] for i in again}
+
+
+def test_with_the_real_plan_too_a_restart_writes_nothing(
+    kube: Cluster, operate: Callable[..., Running]
+) -> None:
+    """Jobs whose pods do not come and go by themselves: suspended ones."""
+    kinds_ = "sts,deploy,svc,cm,pdb,pvc,netpol,dj"
+
+    def versions() -> dict[tuple[str, str], str]:
+        items = json.loads(kube.kubectl("get", kinds_, "-o", "json"))["items"]
+        return {(i["kind"], i["metadata"]["name"]): i["metadata"]["resourceVersion"] for i in items}
+
+    def whole() -> bool:
+        return {kind for kind, name in versions() if name.startswith("real-2")} >= {
+            "StatefulSet", "Deployment", "Service", "ConfigMap", "PodDisruptionBudget",
+            "PersistentVolumeClaim", "NetworkPolicy",
+        }  # fmt: skip
+
+    with operate(planning.plan, image_pull_policy="Never") as operator:
+        until("ready", operator.ready, 30)
+        for i in range(3):
+            kube.apply(job(f"real-{i}"))
+        until("all is there", whole, 40)
+        for i in range(3):
+            kube.kubectl("patch", "dj", f"real-{i}", "--type=merge", "-p", '{"spec":{"suspend":true}}')
+        until("suspended", lambda: all(
+            get(kube, named("dilocojobs", f"real-{i}"))["status"]["phase"] == "Suspended" for i in range(3)
+        ), 120)  # fmt: skip
+        until("no pod is left", lambda: not kube.items(f"/api/v1/namespaces/{NS}/pods"), 120)
+        until("nothing is sent", lambda: not any(verb in WRITES for verb, _, _ in quiet(operator, 6)), 60)
+        asked = quiet(operator, 30)
+        assert asked == {}, f"nothing changes, and it asks the API server: {asked}"
+    before = versions()
+    with operate(planning.plan, image_pull_policy="Never") as operator:
+        until("ready", operator.ready, 30)
+        time.sleep(12)
+        sent, after = operator.since({}), versions()
+        for name in ("real-0", "real-1", "real-2"):
+            kube.kubectl("delete", "dj", name, "--timeout=40s")
+    # Lists of the watches and the census; and each job's Secrets, of which nobody can tell without a pod.
+    assert {key for key in sent if key[0] != "list"} <= {("create", "secrets", "409")}, sent
+    assert sent.get(("create", "secrets", "409"), 0) <= 6
+    assert after == before
 
 
 # ------------------------------------------------------------------ drift

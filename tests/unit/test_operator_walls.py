@@ -196,6 +196,7 @@ def test_when_it_is_worth_asking_why() -> None:
     assert not waits({}, [pod("a", "learner")], NOW)
     assert waits({}, [pod("a", "learner", phase="Pending", born=20.0)], NOW)
     assert not waits({}, [pod("a", "learner", phase="Pending", born=3.0)], NOW)
+    assert not waits({}, [pod("a", "learner", phase="Pending", born=20.0, ending=True)], NOW)
     assert waits(child("StatefulSet", "s", 60, {"replicas": 2}, {}), [owned], NOW)
     assert not waits(child("StatefulSet", "s", 60, {"replicas": 1}, {}), [owned], NOW)
     assert not waits(child("StatefulSet", "s", 3, {"replicas": 2}, {}), [owned], NOW)
