@@ -57,6 +57,4 @@ class Holdings:
         if len(self._newest) < self._fragments:
             return []
         told = [self._newest[p].news for p in range(self._fragments)]
-        return [
-            sync_pb2.Held(epoch=news.epoch, version=news.version, settled=news.settled) for news in told
-        ]
+        return [sync_pb2.Held(epoch=news.epoch, version=news.version, settled=news.settled) for news in told]
