@@ -66,7 +66,7 @@ IMAGE_TAG ?=
 
 .PHONY: images
 images: ## Build the images with docker, podman or localkube (CLUSTER=kind:NAME|localkube:NAME loads them; IMAGE_TAG, TORCH_INDEX)
-	CLUSTER="$(CLUSTER)" IMAGE_TAG="$(IMAGE_TAG)" TORCH_INDEX="$(TORCH_INDEX)" tools/images.sh build
+	CLUSTER="$(if $(findstring :,$(CLUSTER)),$(CLUSTER))" IMAGE_TAG="$(IMAGE_TAG)" TORCH_INDEX="$(TORCH_INDEX)" tools/images.sh build
 
 .PHONY: chart
 chart: $(STAMP) ## Check the chart: lint, render, tests; with KUBECONFIG also a dry run on that cluster (needs helm)
