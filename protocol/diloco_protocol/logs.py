@@ -63,5 +63,6 @@ def configure(
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonLines(fields) if form == "json" else logging.Formatter(TEXT))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.captureWarnings(form == "json")  # else Python writes them beside the log, as they are
     for package in packages:
         logging.getLogger(package).setLevel(level)

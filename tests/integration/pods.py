@@ -282,12 +282,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from diloco_worker.settings import WorkerError
-
-    try:
-        sys.exit(main())
-    except WorkerError as error:
-        import logging
-
-        logging.getLogger("diloco_worker").error("%s", error)
-        sys.exit(error.exit_code)
+    sys.exit(main())

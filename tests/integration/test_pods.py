@@ -312,6 +312,16 @@ def test_what_went_wrong_is_the_last_line(house: House, tmp_path: Path) -> None:
         pod = house.pod(hub, **env)
         assert pod.ends() == code
         assert last(pod)["level"] == "error" and words in str(last(pod)["message"]), pod.text()
+    # What is no business of the library's: the traceback, and then the error.
+    program = (
+        "import diloco_worker; diloco_worker.configure_logging(); import warnings; warnings.warn('hm'); 1 / 0"
+    )
+    crashed = Pod(hub)
+    crashed.launch([sys.executable, "-c", program], crashed.env)
+    assert crashed.ends() == 1
+    said = crashed.lines()
+    assert "hm" in said[0]["message"] and "ZeroDivisionError" in said[1]["traceback"]
+    assert said[2]["message"] == "failed: ZeroDivisionError: division by zero" and len(said) == 3
     # Refused for good by the syncer: with its reason, and the cure.
     other = Pod(hub)
     Path(other.env["DILOCO_JOB_FILE"]).write_text(job_to_json(make_job(learners=1, name="other")))

@@ -34,7 +34,7 @@ import torch
 from diloco_protocol import sync_pb2
 from diloco_protocol.spec import DiLoCoJob
 
-from . import compute, logs, mail, recovery
+from . import compute, endings, logs, mail, recovery
 from .drain import offer_everything
 from .exchange import Exchange
 from .feed import Batch, Feed, stack
@@ -109,8 +109,9 @@ class Learner:
         """Build from ``DILOCO_*`` (docs/design.md, worker); opens no connection yet.
 
         ``model``'s parameters must be where they will be trained, and stay there.
-        Raises ConfigurationError.
+        Raises ConfigurationError; one that nobody handles ends the program with its exit code.
         """
+        endings.install()
         settings = WorkerSettings.from_environment(environ)
         if settings.role != "learner":
             raise ConfigurationError(

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from diloco_protocol import logs
 
+from . import endings
 from .settings import ConfigurationError
 
 _fields: dict[str, object] = {}  # of every JSON line of this process
@@ -39,6 +40,7 @@ def configure(environ: Mapping[str, str] | None = None) -> None:
         level=level if level in logs.LEVELS else "INFO",
         packages=("diloco_worker", "diloco_protocol"),
     )
+    endings.install(json=form == "json")
     for name, value, words in (
         ("DILOCO_LOG_FORMAT", form, logs.FORMATS),
         ("DILOCO_LOG_LEVEL", level, logs.LEVELS),
