@@ -35,6 +35,8 @@ SETTLED_SECONDS = 600.0  # likewise an object that does not become what was want
 class Applied:
     """What is remembered of one job's objects between turns; an operator that restarts starts with none."""
 
+    # object -> digest of what is wanted and version of what is there, when they were found to agree
+    agreed: dict[Ref, tuple[str, str]] = field(default_factory=dict)
     # object -> digests of what was sent and of what the API server made of it, and when
     settled: dict[Ref, tuple[str, str, float]] = field(default_factory=dict)
     # digest of the pod-carrying manifests of a generation -> their fault (None: tried and fine), and when
@@ -53,7 +55,11 @@ def _annotation(obj: Object, name: str) -> str | None:
 def in_order(wanted: Object, live: Object, memory: Applied, now: float) -> bool:
     """Whether there is nothing to send. ``wanted`` is marked."""
     ref = ref_of(wanted)
-    if _annotation(live, APPLIED) == _annotation(wanted, APPLIED) and not differences(wanted, live):
+    found = (_annotation(wanted, APPLIED) or "", _version(live))
+    if memory.agreed.get(ref) == found:
+        return True
+    if _annotation(live, APPLIED) == found[0] and not differences(wanted, live):
+        memory.agreed[ref] = found
         memory.settled.pop(ref, None)
         return True
     sent = memory.settled.get(ref)

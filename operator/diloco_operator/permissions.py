@@ -1,14 +1,15 @@
 """Whether the operator may do what it must: asked of the API server, so that what is missing has a name.
 
-A stream that is forbidden only says so in kopf's log, and a write only when it is due.
-Here every rule of ``kinds.needs`` is asked for at the start, and what is missing again
-every minute until it is granted.
+A stream that is forbidden only says so to the watches, and a write only when it is due.
+Here every rule of ``kinds.needs`` is asked for at the start and when a stream is forbidden,
+and what is missing again every minute until it is granted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Set
 from typing import NamedTuple
 
 from .api import Api, ApiError
@@ -42,24 +43,35 @@ class Permissions:
         self._namespaces: tuple[str | None, ...] = settings.watch_namespaces or (None,)
         self._nodes = settings.watches_nodes
         self.lacking: frozenset[Lack] = frozenset()
+        self._doubt = asyncio.Event()
+
+    def doubt(self) -> None:
+        """Something was forbidden that was not known to be: ask for everything again."""
+        self._doubt.set()
 
     async def run(self) -> None:
-        """Ask until all is granted; then never again."""
-        wanted = {
+        """Ask until cancelled; only while something is missing, or after ``doubt``."""
+        every = {
             Lack(need, verb, namespace)
             for need in needs(self._nodes)
             for verb in need.verbs
             for namespace in self._namespaces
         }
-        while wanted:
-            await self._ask(wanted)
-            wanted = set(self.lacking)
-            if wanted:
-                await asyncio.sleep(AGAIN_SECONDS)
+        wanted = every
+        while True:
+            self._doubt.clear()
+            unknown = await self._ask(wanted)
+            try:
+                async with asyncio.timeout(AGAIN_SECONDS if unknown or self.lacking else None):
+                    await self._doubt.wait()
+                wanted = every
+            except TimeoutError:
+                wanted = unknown | self.lacking
 
-    async def _ask(self, wanted: set[Lack]) -> None:
-        lacking = set()
-        for lack in sorted(wanted, key=lambda lack: (lack.need.resource, lack.verb, lack.namespace or "")):
+    async def _ask(self, wanted: Set[Lack]) -> set[Lack]:
+        """Ask for ``wanted``; what the API server did not answer, which is not known to be missing."""
+        lacking, unknown = set(self.lacking) - wanted, set()
+        for lack in sorted(wanted, key=Lack.words):
             try:
                 if not await self._api.allowed(
                     lack.need.group, lack.need.resource, lack.verb, lack.namespace
@@ -67,17 +79,16 @@ class Permissions:
                     lacking.add(lack)
             except ApiError as error:
                 log.debug("whether the operator may %s is not known: %s", lack.words(), error)
-                if error.unreachable:  # not known is not forbidden; it is asked again
-                    await asyncio.sleep(1.0)
-                    lacking |= {lack} & self.lacking
-        new, granted = lacking - self.lacking, self.lacking - lacking
-        for lack in sorted(new, key=Lack.words):
+                unknown.add(lack)
+        lacking |= self.lacking & unknown
+        for lack in sorted(lacking - self.lacking, key=Lack.words):
             level = logging.INFO if lack.need.optional else logging.ERROR
             log.log(level, "forbidden: the operator may not %s (for %s); grant it that: docs/operator.md, "
                     "permissions", lack.words(), lack.need.why)  # fmt: skip
-        for lack in sorted(granted, key=Lack.words):
+        for lack in sorted(self.lacking - lacking, key=Lack.words):
             log.info("the operator may %s now", lack.words())
         self.lacking = frozenset(lacking)
+        return unknown
 
     def troubles(self, namespace: str) -> list[Trouble]:
         """What is missing for jobs of a namespace, one for each resource."""

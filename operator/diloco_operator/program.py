@@ -51,7 +51,7 @@ class Operator:
         self.census = Census(api, cache, self._wake_all)
         self.watches = Watches(
             settings, config, api, cache, metrics, self._from_thread(self._wake_all),
-            self._from_thread(self.census.listed),
+            self._from_thread(self._listed),
         )  # fmt: skip
         self.reconciler = Reconciler(
             settings, api, cache, self.asker, self.keys, self.permissions,
@@ -96,6 +96,11 @@ class Operator:
         await self.queue.run()
 
     # ------------------------------------------------------------------ between the parts
+
+    def _listed(self, stream: Stream) -> None:
+        if stream.denied is not None:
+            self.permissions.doubt()
+        self.census.listed(stream)
 
     def _answered(self, key: Key) -> None:
         self.queue.add(key)

@@ -162,9 +162,8 @@ class Reconciler:
             troubles, JOB.name, key[1],
             write_status(self._api, self._cache, key, record.uid, record.status, plan.urgent),
         )  # fmt: skip
-        if record.status.unwritten is None:
-            events, record.events = record.events, []
-            await self._events.write(key, seen.job, events, now)
+        events, record.events = record.events, []
+        await self._events.write(key, seen.job, events, now)
         if plan.delete_job:
             log.info("deleting the job: its time to live is over", extra=about(key))
             await self._trying(troubles, JOB.name, key[1], self._delete_job(key, record.uid))

@@ -111,6 +111,7 @@ def test_a_role_that_is_too_small_is_named_with_verb_and_resource_and_healed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(permissions, "AGAIN_SECONDS", 2.0)
+    monkeypatch.setattr(watches, "WATCH_SECONDS", 5)
     lacking = {
         ("configmaps", "patch"),
         ("pods", "list"),
@@ -140,6 +141,10 @@ def test_a_role_that_is_too_small_is_named_with_verb_and_resource_and_healed(
         until("healed", lambda: get(kube, named("configmaps", "humble-settings")), 40)
         until("not said any more", lambda: not wants.observed[NS, "humble"].troubles, 40)
         until("nodes are read", lambda: wants.observed[NS, "humble"].nodes is not None, 40)
+        account(kube, tmp_path, {("pods", "list"), ("pods", "watch")})  # taken away while it runs
+        until("said again", lambda: troubles(wants.observed[NS, "humble"]).get(Ref("Pod", "")), 40)
+        account(kube, tmp_path, set())
+        until("healed again", lambda: not wants.observed[NS, "humble"].troubles, 60)
 
 
 def test_a_token_that_is_refused_is_tried_with_patience(
