@@ -127,7 +127,7 @@ class Join:
     previous_incarnation: int = 0  # 0: this program holds no slot's work, whatever its process id
     idle: bool = False  # a learner that is done: it takes no slot and only hears the phase
     pod: str = ""  # UID of its pod (hex); empty: it runs in none
-    tenure: int = 0  # the incarnation under which its tenure began; 0: it has none
+    tenure: int = 0  # the incarnation under which its newest tenure began; 0: it had none
     settled: tuple[int, ...] = ()  # per fragment, what the announcement of ``held`` said (history.py)
 
 

@@ -64,10 +64,10 @@ class Reception:
         if self._other_history(join):
             return
         self._withheld = self.lost.joined(join)
-        if join.previous_incarnation < self.job.members.next_incarnation + FURTHEST:
+        given = max(join.previous_incarnation, join.tenure)
+        if given < self.job.members.next_incarnation + FURTHEST:
             # Numbers that a lost state gave are not given again.
-            newest = max(self.job.members.next_incarnation, join.previous_incarnation + 1)
-            self.job.members.next_incarnation = newest
+            self.job.members.next_incarnation = max(self.job.members.next_incarnation, given + 1)
         if join.evaluator:
             self.job.members.evaluators.add(join.connection)
             self._admit(join, None)

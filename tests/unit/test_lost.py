@@ -380,6 +380,17 @@ def test_a_tenure_that_a_lost_state_began_is_not_taken_for_the_one_before(
     assert core.ledger.dropped(0, 0) == ({} if continuing else {"died": 70})
 
 
+def test_an_incarnation_is_not_given_to_its_process_again() -> None:
+    """Not even if that tenure is over: receipts tell one process's tenures apart by it."""
+    state, _ = trained()
+    core = Core(CONFIG, state, 2, 0.0, 0.0)
+    core.start(0.0, (1, 1))
+    newest = core.members.next_incarnation
+    back = a_join(11, 0, tenure=newest, previous_incarnation=0)
+    (admit,) = of(core.handle(back, 0.0), ev.Admit)
+    assert admit.seat is not None and admit.seat.incarnation == newest + 1
+
+
 def test_a_tenure_from_before_version_0_goes_on() -> None:
     """It began under its first incarnation, though it was seated again before there were books."""
     life = Life(None, 1)

@@ -64,7 +64,7 @@ class Learner:
     speed: float
     connection: int | None = None
     seat: ev.Seat | None = None
-    tenure: int = 0  # the incarnation under which it began
+    tenure: int = 0  # the incarnation under which the newest one began
     adoption: Adoption = field(init=False)
     theta: list[Ids] = field(default_factory=list)
     base: list[Ids] = field(default_factory=list)

@@ -98,7 +98,7 @@ class Exchange:
         self.report_wanted = True  # false: the newest report is younger than a report's interval
         self.connected = False
         self._identity = Identity(settings.job.metadata.name, settings.process, 0, 0)
-        self._tenure = 0  # the incarnation under which it began
+        self._tenure = 0  # the incarnation under which the newest one began, over or not
         self._loop = asyncio.new_event_loop()
         self._executor = ThreadPoolExecutor(2, thread_name_prefix="diloco-codec")
         self._thread = threading.Thread(target=self._run, name="diloco-exchange", daemon=True)
@@ -435,7 +435,6 @@ class Exchange:
             self._seated(welcome.seat)
         elif not welcome.observer:
             self._identity = Identity(self._identity.job, self._identity.process, 0, 0)
-            self._tenure = 0
             self._outbox.report(None)
             self._inbox.put(mail.Unseated())
         for announcement in welcome.fragments:
