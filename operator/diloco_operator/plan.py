@@ -30,7 +30,7 @@ from .status import JobStatus
 from .story import Story, tell
 from .types import Delete, Memory, Object, Observed, Plan, PlanSettings, Ref
 from .verdicts import Findings, judge, regions_to_fail
-from .view import View
+from .view import PATIENCE, View
 from .wanted import Wanted, want
 
 STEADY, SOON, BRIEFLY = 20.0, 2.0, 0.5
@@ -314,9 +314,9 @@ def _phase(view: View, found: Findings) -> str:
         return "Running" if said == "training" else "Holding"
     before = str(view.job.status.get("phase") or "")
     if said == "" and before in ("Running", "Holding", "Finishing"):
-        asked = view.asked
-        silent = asked is None or (asked.failing_since is not None and view.now - asked.failing_since > 15.0)
-        return "Holding" if silent else before
+        syncer = view.pod_of("syncer")
+        works = syncer is not None and syncer.alive and syncer.ready
+        return before if works or view.silent_for < PATIENCE else "Holding"
     return "Starting"
 
 

@@ -141,7 +141,9 @@ def _sighting(view: View, pod: Pod) -> Sighting:
         excused = "the operator replaced it"
     if not excused and before is not None and before.uid == pod.uid:
         excused = before.excused
-    cause = str(pod.last_end) if pod.last_end is not None and not pod.running else ""
+    # A pod that was told to go and went in good order was deleted; how its program ended says nothing.
+    broke = pod.last_end is not None and not (pod.terminating and pod.last_end.code in (0, 143))
+    cause = str(pod.last_end) if broke and not pod.running else ""
     slot = view.slot_of(pod)
     process = slot.process if slot is not None else ""
     return Sighting(pod.uid, pod.ends, pod.started, excused, cause, process)

@@ -50,15 +50,15 @@ def roll(view: View) -> Rollout:
             out.unknown.add(region.name)
             continue
         old = outdated(view, region.name)
-        if not old:
+        total = range(view.wanted(region.name))
+        if not old and not any(_rolling(region.name, i) in view.memory.since for i in total):
             continue
         waits, stopped = _blocked(view, region.name, old)
-        total = view.wanted(region.name)
-        said = f"a changed template is rolled out, {total - len(old)} of {total} learners have it"
+        said = f"a changed template is rolled out, {len(total) - len(old)} of {len(total)} learners have it"
         if stopped:
             out.stopped.add(region.name)
-        if waits:
-            out.regions[region.name] = f"{said}; {waits}"
+        if waits or not old:
+            out.regions[region.name] = f"{said}; {waits}" if waits else said
             continue
         pod = _next(view, old)
         healthy = _works(view, pod)

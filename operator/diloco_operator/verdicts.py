@@ -114,13 +114,14 @@ def _running_syncer(view: View, found: Findings, pod: Pod | None, out: Condition
 
 def _answering(view: View, pod: Pod, out: Conditions) -> None:
     asked, document = view.asked, view.document
+    error = shortened(asked.error) if asked is not None else "it could not be asked"
     if document is not None and document.get("store_problem"):
         out.say("SyncerReady", False, "StoreProblem", f"Its store: {document['store_problem']}.")
     elif document is not None:
         epoch = document.get("epoch")
         message = f"It serves at {reachable_at(view.job, view.here)} in epoch {epoch}."
         out.say("SyncerReady", True, "Serving", message)
-    elif asked is None or asked.failing_since is None or view.now - asked.failing_since < PATIENCE:
+    elif view.silent_for < PATIENCE:
         before = view.condition("SyncerReady")
         if before.get("status") == "True":  # one call that failed is nothing to tell
             out.say("SyncerReady", True, str(before.get("reason")), str(before.get("message")))
@@ -130,7 +131,7 @@ def _answering(view: View, pod: Pod, out: Conditions) -> None:
         out.say(
             "SyncerReady", False, "NotAnswering",
             f"Pod {pod.name} is ready, and has not answered this operator since "
-            f"{stamp(asked.failing_since)} ({shortened(asked.error)}). Learners may still reach it; if they "
+            f"{stamp(view.now - view.silent_for)} ({error}). Learners may still reach it; if they "
             f"do, look for what keeps the operator from its port {names.CONTROL_PORT}: a NetworkPolicy, or a "
             "control key of another operator.",
         )  # fmt: skip
@@ -180,15 +181,17 @@ def _quorum(view: View, found: Findings, out: Conditions) -> None:
         return
     active, required = int(quorum.get("active") or 0), int(quorum.get("required") or 0)
     if active >= required:
-        out.say("QuorumMet", True, "Met", f"{active} learners are active, a merge needs {required}.")
+        out.say("QuorumMet", True, "Met", f"{_are(active)} active, a merge needs {required}.")
     elif view.said == "waiting":
-        message = f"{active} learners are active; training begins, or goes on, with {required} (sync.quorum)."
+        message = f"{_are(active)} active; training begins, or goes on, with {required} (sync.quorum)."
         out.say("QuorumMet", False, "Gathering", message)
     else:
-        message = (
-            f"{active} learners are active, and a merge needs {required} (sync.quorum): nothing is merged."
-        )
+        message = f"{_are(active)} active, and a merge needs {required} (sync.quorum): nothing is merged."
         out.say("QuorumMet", False, "TooFew", message)
+
+
+def _are(count: int) -> str:
+    return "1 learner is" if count == 1 else f"{count} learners are"
 
 
 def _region_lost(view: View, found: Findings, out: Conditions) -> None:

@@ -58,10 +58,15 @@ class View:
     job: Job
     here: Place
     pods: tuple[Pod, ...] = field(init=False)
+    silent_for: float = field(init=False)  # seconds since the syncer last answered; 0: it did now
 
     def __post_init__(self) -> None:
         found = (podfacts.read(pod, self.observed.notes) for pod in self.observed.pods)
         self.pods = tuple(pod for pod in found if pod is not None)
+        asked = self.observed.syncer
+        self.silent_for = self.lasting("no answer", self.document is None)
+        if asked is not None and asked.failing_since is not None:
+            self.silent_for = max(self.silent_for, self.now - asked.failing_since)
 
     @property
     def now(self) -> float:
