@@ -44,6 +44,7 @@ def probe(package: str) -> tuple[list[str], set[str]]:
     [
         ("diloco_protocol", ("diloco_syncer", "diloco_worker", "diloco")),
         ("diloco_syncer", ("diloco_worker", "diloco")),
+        ("diloco_operator", ("diloco_syncer", "diloco_worker", "diloco")),
         ("diloco", ()),
     ],
 )
