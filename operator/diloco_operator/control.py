@@ -19,7 +19,7 @@ import logging
 import random
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ from .cache import Key
 from .logs import about
 from .metrics import Metrics
 from .names import CONTROL_PORT, WORKER_PORT
-from .types import Asked
+from .types import Asked, Call
 
 log = logging.getLogger(__name__)
 
@@ -134,14 +134,21 @@ class Asker:
         }  # fmt: skip
         return syncer, learners, job.report
 
-    async def call(self, key: Key, syncer_ip: str, control_key: bytes, method: str, body: Report) -> bool:
-        """One control call; False if it did not come through, which is logged."""
-        try:
-            await self._control(syncer_ip, control_key, method, body)
-        except ControlError as error:
-            log.info("control call %s: %s", method, error, extra=about(key))
-            return False
-        return True
+    async def call(self, key: Key, syncer_ip: str, control_key: bytes, calls: Iterable[Call]) -> int:
+        """Control calls, one after another; how many came through. What did not is logged; after a first one
+        that nobody answers the rest is left for another turn."""
+        done = 0
+        for call in calls:
+            try:
+                await self._control(syncer_ip, control_key, call.method, call.body)
+            except ControlError as error:
+                log.info("%s", error, extra=about(key))
+                if error.kind == "unreachable":
+                    break
+            else:
+                done += 1
+                log.info("told the syncer: %s %s", call.method, _words(call.body), extra=about(key))
+        return done
 
     async def close(self) -> None:
         """Stop asking."""
@@ -248,6 +255,10 @@ class Asker:
             since = before.asked.failing_since if before is not None and same else None
             since = since if since is not None else now
         job.learners[name] = _Kept(pod, Asked(document, error, now, since))
+
+
+def _words(body: Report) -> str:
+    return " ".join(f"{name}={value}" for name, value in body.items() if value not in ("", None))[:300]
 
 
 def _page(ip: str, port: int, path: str, timeout: float) -> Report:

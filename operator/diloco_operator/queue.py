@@ -9,7 +9,7 @@ a backoff that doubles, with jitter; news about the job shortens that, but not b
 ``NEWS_SECONDS``. Between two turns of one key lies ``PAUSE_SECONDS``, so that the burst of
 news about ten pods is one turn.
 
-There are never more keys than jobs: ``forget`` takes one out.
+There are never more keys than jobs: a turn that finds no job takes the key out.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ class _State:
     began: float | None = None  # of the turn that is under way
     ended: float = -1e9  # of the last turn
     failures: int = 0  # in a row
-    gone: bool = False
 
 
 class WorkQueue:
@@ -72,17 +71,7 @@ class WorkQueue:
     def add(self, key: Key, delay: float = 0.0) -> None:
         """Look at ``key`` in ``delay`` seconds at the latest."""
         state = self._states.setdefault(key, _State())
-        state.gone = False
         self._place(key, state, max(self._clock() + delay, self._earliest(state)))
-
-    def forget(self, key: Key) -> None:
-        """The job is gone; a turn that is under way is not followed by another."""
-        state = self._states.get(key)
-        if state is None:
-            return
-        state.due, state.gone = None, True
-        if state.began is None:
-            del self._states[key]
 
     def depth(self) -> int:
         """Keys that are due and wait for a worker."""
@@ -166,11 +155,10 @@ class WorkQueue:
         finally:
             state.began, state.ended = None, self._clock()
             self._free.release()
-        if state.gone or again is None:
-            if state.due is None or state.gone:
-                del self._states[key]
-                return
-        else:
+        if again is None and state.due is None:
+            del self._states[key]
+            return
+        if again is not None:
             self._place(key, state, state.ended + max(again, self._pause))
         if state.due is not None:  # what came while it was turned has no place in the heap yet
             state.due, state.ticket = max(state.due, self._earliest(state)), next(self._tickets)

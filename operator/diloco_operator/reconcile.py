@@ -152,10 +152,8 @@ class Reconciler:
         applied = await self._applier.apply(key, record.uid, plan.apply, seen.objects, record.applied)
         troubles += applied.values()
         root = self._keys.key
-        for call in plan.calls:
-            if target is not None and root is not None:
-                control_key = root.control_key(record.uid)
-                await self._asker.call(key, target[1], control_key, call.method, call.body)
+        if target is not None and root is not None:
+            await self._asker.call(key, target[1], root.control_key(record.uid), plan.calls)
         for delete in plan.deletes:
             await self._trying(troubles, delete.ref.kind, delete.ref.name, self._delete(key, delete))
         await self._trying(

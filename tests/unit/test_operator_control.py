@@ -15,7 +15,7 @@ import pytest
 from diloco_operator import control
 from diloco_operator.control import NOT_ASKED, Asker
 from diloco_operator.metrics import Metrics
-from diloco_operator.types import Asked
+from diloco_operator.types import Asked, Call
 from diloco_protocol import sync_pb2, wire
 from diloco_protocol.credentials import CallRefused, NonceCache, sign_reply, verify_call
 from diloco_protocol.http_pages import HttpServer, json_page
@@ -167,7 +167,8 @@ async def test_a_wrong_key_is_refused_and_said(syncer: Syncer) -> None:
     asked, _, _ = asker.answers(JOB, "pod-1")
     assert asked is not None and asked.document is None and "wrong signature" in asked.error
     assert outcome(metrics, "status", "refused") == 1
-    assert not await asker.call(JOB, "127.0.0.1", b"w" * 64, "checkpoint", {})
+    assert await asker.call(JOB, "127.0.0.1", b"w" * 64, [Call("checkpoint", {})] * 2) == 0
+    assert outcome(metrics, "checkpoint", "refused") == 2
     assert syncer.calls == []
     await asker.close()
 
@@ -247,9 +248,22 @@ async def test_a_new_pod_is_asked_at_once_and_no_pod_not_at_all(syncer: Syncer) 
 
 async def test_calls_say_what_they_are_told_to(syncer: Syncer) -> None:
     asker = Asker(Metrics(), 4, 3.0, lambda key: None)
-    body = {"region": "local", "ordinal": 1, "process": "", "reason": "pod deleted"}
-    assert await asker.call(JOB, "127.0.0.1", KEY, "process-gone", body)
-    assert syncer.calls == [("process-gone", body)]
+    gone = Call("process-gone", {"region": "local", "ordinal": 1, "process": "", "reason": "pod deleted"})
+    end = Call("announce", {"phase": "suspended", "message": "x"})
+    assert await asker.call(JOB, "127.0.0.1", KEY, [gone, end]) == 2
+    assert syncer.calls == [(gone.method, gone.body), (end.method, end.body)]
+    await asker.close()
+
+
+async def test_of_many_calls_that_nobody_answers_only_the_first_is_waited_for(syncer: Syncer) -> None:
+    syncer.delay = 30.0
+    metrics = Metrics()
+    asker = Asker(metrics, 4, 0.3, lambda key: None)
+    calls = [Call("process-gone", {"region": "local", "ordinal": i}) for i in range(20)]
+    began = time.monotonic()
+    assert await asker.call(JOB, "127.0.0.1", KEY, calls) == 0
+    assert time.monotonic() - began < 4
+    assert outcome(metrics, "process-gone", "unreachable") == 1
     await asker.close()
 
 
