@@ -147,7 +147,7 @@ class Asker:
                     break
             else:
                 done += 1
-                log.info("told the syncer: %s %s", call.method, _words(call.body), extra=about(key))
+                log.debug("told the syncer: %s %s", call.method, _words(call.body), extra=about(key))
         return done
 
     async def close(self) -> None:
