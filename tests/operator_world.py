@@ -390,6 +390,8 @@ class World:
                 self._start(pod)
             elif pod.name in self.crashing and not pod.terminating and self.now >= pod.ready_to_start + 0.5:
                 self._crash(pod, self.crashing[pod.name])
+            if pod.running and pod.joined:
+                self._condition(pod, "Ready", True, "")
             if pod.running and pod.role != "learner" and self.now >= pod.ready_to_start + 1:
                 self._condition(pod, "Ready", True, "")
 

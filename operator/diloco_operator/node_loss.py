@@ -50,7 +50,7 @@ def watch(view: View) -> Lost:
 def node_lost_since(view: View, name: str) -> float | None:
     """Since when the node is not ready or not there; None: it is well, or nobody can tell."""
     nodes = view.observed.nodes
-    if nodes is None:
+    if nodes is None or not name:
         return None
     node = nodes.get(name)
     if node is None:

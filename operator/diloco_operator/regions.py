@@ -68,7 +68,7 @@ def _here(
         said = _cause(view, region, ordinal, pod, nodes) if course.training else ""
         if said and pod is not None and pod.obstacle is not None:
             out.obstacles[pod.name] = pod.obstacle.kind
-        if said:
+        if said and rolled.stopped.get(region.name) != view.place(region.name, ordinal):
             causes.append(f"{view.place(region.name, ordinal)}: {said}")
     if region.name in rolled.regions:
         causes.insert(0, rolled.regions[region.name])

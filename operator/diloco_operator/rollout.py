@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from . import names
+from .node_loss import node_lost_since
 from .objects import rendering
 from .podfacts import Pod
 from .types import Delete, EventWanted, Object, Ref
@@ -34,7 +35,7 @@ class Rollout:
     deletes: list[Delete] = field(default_factory=list)
     events: list[EventWanted] = field(default_factory=list)
     regions: dict[str, str] = field(default_factory=dict)
-    stopped: set[str] = field(default_factory=set)  # regions that wait for a pod that cannot start
+    stopped: dict[str, str] = field(default_factory=dict)  # region -> the pod that it waits for in vain
     unknown: set[str] = field(default_factory=set)  # regions whose StatefulSet has not said its revision yet
 
 
@@ -56,11 +57,15 @@ def roll(view: View) -> Rollout:
         waits, stopped = _blocked(view, region.name, old)
         said = f"a changed template is rolled out, {len(total) - len(old)} of {len(total)} learners have it"
         if stopped:
-            out.stopped.add(region.name)
+            out.stopped[region.name] = stopped
         if waits or not old:
             out.regions[region.name] = f"{said}; {waits}" if waits else said
             continue
-        pod = _next(view, old)
+        there = [pod for pod in old if node_lost_since(view, pod.node) is None]
+        if not there:
+            out.regions[region.name] = f"{said}; the others' nodes are lost"
+            continue
+        pod = _next(view, there)
         healthy = _works(view, pod)
         if healthy and budget <= 0:
             out.regions[region.name] = f"{said}; {_no_budget(view)}"
@@ -145,21 +150,21 @@ def _revision(view: View, region: str) -> str:
     return str(status.get("updateRevision") or "")
 
 
-def _blocked(view: View, region: str, old: list[Pod]) -> tuple[str, bool]:
-    """Why nobody is taken now, in words (empty: somebody may be); whether that does not pass by itself."""
+def _blocked(view: View, region: str, old: list[Pod]) -> tuple[str, str]:
+    """Why nobody is taken now, in words (empty: somebody may be); the pod for which that will not pass."""
     names_old = {pod.name for pod in old}
     for ordinal in range(view.wanted(region)):
         place = view.place(region, ordinal)
         pod = view.learners.get(place)
         if pod is None:
-            return f"{place} is being made", False
+            return f"{place} is being made", ""
         if view.leaving(pod):
-            return f"{place} is on its way out", False
+            return f"{place} is on its way out", ""
         if place not in names_old and not view.taking_part(pod):
             if pod.obstacle is not None:
-                return f"it stops at {place}, which does not start: {pod.obstacle.message}", True
-            return f"{place} is not in the quorum yet", False
-    return "", False
+                return f"it stops at {place}, which does not start: {pod.obstacle.message}", place
+            return f"{place} is not in the quorum yet", ""
+    return "", ""
 
 
 def _next(view: View, old: list[Pod]) -> Pod:
@@ -170,6 +175,8 @@ def _next(view: View, old: list[Pod]) -> Pod:
 def _works(view: View, pod: Pod) -> bool:
     """Whether taking it may cost the quorum a member. One that has joined is given the benefit of the
     doubt: the syncer may be restarting, or not be heard from here."""
+    if view.document is None and pod.running:
+        return True
     return view.in_quorum(pod) or (pod.ready and not view.standing_by(pod))
 
 

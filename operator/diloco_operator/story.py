@@ -19,6 +19,9 @@ from .types import EventWanted, Object
 from .verdicts import Findings
 from .view import View
 
+# Reasons of Ready: the job itself, or an object that it cannot do without, is refused.
+_REFUSALS = ("InvalidSpec", "Unsupported", "PodTemplate", "NotPlaced", "Refused", "Forbidden",
+             "QuotaExceeded", "ApplyFailed")  # fmt: skip
 # Reasons for which SyncerReady turns False and that do not pass by themselves.
 _SYNCER_FAULTS = frozenset(
     {
@@ -65,6 +68,7 @@ def tell(view: View, found: Findings, verdicts: Conditions, status: Object) -> l
     for kind in ("NameConflict", "SpecDrift", "RegionLost", "HubReachable"):
         if kind in verdicts.found:
             _fault(story, kind, before.get(kind, {}), verdicts.found[kind])
+    _degraded(story, before.get("Degraded", {}), verdicts.found["Degraded"], verdicts.found["Ready"])
     if found.course.training and view.begun:
         _syncer(story, before, verdicts.found)
         _quorum(story, before, verdicts.found)
@@ -90,16 +94,24 @@ def _beginning(view: View, story: Story, status: Object) -> None:
 
 def _refusal(story: Story, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """The job itself, or one of its objects, is refused."""
-    reasons = ("InvalidSpec", "Unsupported", "PodTemplate", "NotPlaced", "Refused", "Forbidden",
-               "QuotaExceeded", "ApplyFailed")  # fmt: skip
 
     def state(condition: Mapping[str, Any]) -> str:
-        if condition.get("status") != "False" or condition.get("reason") not in reasons:
+        if condition.get("status") != "False" or condition.get("reason") not in _REFUSALS:
             return ""
         return f"{condition['reason']} {digest(condition.get('message'))}"
 
     reason = str(now.get("reason")) if state(now) else ""
     story.turn("refusal", state(before), state(now), "Warning", reason, str(now.get("message")))
+
+
+def _degraded(
+    story: Story, before: Mapping[str, Any], now: Mapping[str, Any], ready: Mapping[str, Any]
+) -> None:
+    """What could not be applied and is not needed for training; the rest of Degraded is told by parts."""
+    state = "yes" if now.get("reason") == "ApplyFailed" else ""
+    reason = "ApplyFailed" if state and ready.get("reason") not in _REFUSALS else ""
+    was = "yes" if before.get("reason") == "ApplyFailed" else ""
+    story.turn("apply", was, state, "Warning", reason, str(now.get("message")))
 
 
 def _fault(story: Story, kind: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -188,9 +200,10 @@ def _pods(view: View, story: Story, found: Findings) -> None:
         kind = "" if kind == "crash" and pod.role == "learner" else kind  # told as a crash
         said = pod.obstacle.message if pod.obstacle is not None else ""
         subject = f"obstacle {pod.uid}"
+        silent = not kind or found.rolled.stopped.get(pod.region) == pod.name  # told as the rollout's end
         story.turn(
             subject, story.last(subject, kind if known else ""), kind, "Warning",
-            f"{who}NotStarting" if kind else "", f"{who} {pod.name} does not start: {said}.",
+            "" if silent else f"{who}NotStarting", f"{who} {pod.name} does not start: {said}.",
         )  # fmt: skip
         lost, subject = ("lost" if pod.name in found.nodes.said else ""), f"node {pod.uid}"
         message = f"{who} {pod.name}: {found.nodes.said.get(pod.name, '')}."

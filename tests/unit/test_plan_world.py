@@ -381,6 +381,8 @@ def test_a_broken_image_stops_the_rollout_and_its_repair_begins_there() -> None:
     assert row["state"] == "RolloutStopped" and "broken:1" in row["cause"] and victim in row["cause"]
     assert world.truth("Degraded") == "True" and world.truth("Ready") == "True", "two go on"
     assert world.told("RolloutStopped") == 1 and world.status["phase"] == "Running"
+    assert world.told("LearnerNotStarting") == 0, "one Event a transition"
+    assert row["cause"].count("broken:1") == 1
     world.edit(learners=template("fixed:1"))
     world.until(lambda w: len(w.taken) == 2)
     assert world.taken[1][1] == victim, "the unready one first"
@@ -897,7 +899,7 @@ def test_what_is_good_to_have_does_not_stop_training() -> None:
     world.troubles, world.next_turn = (fault,), world.now
     world.run(20)
     assert world.truth("Ready") == "True" and world.truth("Degraded") == "True"
-    assert "poddisruptionbudgets" in world.condition("Degraded")["message"]
+    assert "poddisruptionbudgets" in world.condition("Degraded")["message"] and world.told("ApplyFailed") == 1
     world._apply = real  # type: ignore[method-assign]
     world.until(lambda w: w.truth("Degraded") == "False", 30)
 
