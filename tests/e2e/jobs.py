@@ -150,7 +150,8 @@ class Job:
             name = pod["metadata"]["name"]
             text = self.cluster.kubectl("logs", name, "-n", self.namespace, "--tail=8", check=False)
             parts.append(f"$ kubectl logs {name}\n{text[-1500:]}")
-        text = self.cluster.kubectl("logs", "-n", "diloco-system", "deploy/diloco-operator", "--tail=25", check=False)
+        words = ("logs", "-n", "diloco-system", "deploy/diloco-operator", "--tail=25")
+        text = self.cluster.kubectl(*words, check=False)
         return "\n".join([*parts, f"operator:\n{text[-5000:]}"])
 
     # ------------------------------------------------------------- pods
