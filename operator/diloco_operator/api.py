@@ -136,11 +136,15 @@ class Api:
             if not onward:
                 return found
 
-    async def warnings(self, namespace: str, limit: int = 500) -> list[Object]:
-        """Kubernetes Events of a namespace that are not Normal, at most ``limit``. Raises ApiError."""
-        query = {"limit": str(limit), "fieldSelector": "type!=Normal"}
+    async def warnings(
+        self, namespace: str, selector: str = "", limit: int = 500
+    ) -> tuple[list[Object], bool]:
+        """Kubernetes Events of a namespace that are not Normal (``selector``: and that these fields select),
+        at most ``limit``, and whether that is all. Raises ApiError."""
+        fields = ",".join(["type!=Normal", *([selector] if selector else [])])
+        query = {"limit": str(limit), "fieldSelector": fields}
         answer = await self._ask("list", EVENT, "GET", EVENT.path(namespace), query)
-        return list(answer.get("items") or ())
+        return list(answer.get("items") or ()), not (answer.get("metadata") or {}).get("continue")
 
     async def create(self, kind: Kind, namespace: str | None, manifest: Object) -> Object:
         """POST. Raises ApiError (409: it exists)."""

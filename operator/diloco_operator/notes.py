@@ -2,7 +2,8 @@
 
 They are not watched, for there may be very many; they are listed when a job has something
 that waits for longer than ``PATIENCE_SECONDS``, at most every ``AGAIN_SECONDS`` for a
-namespace, whose jobs share the answer.
+namespace, whose jobs share the answer. Where a namespace has more than one page of them,
+the first few objects that wait are asked about by name.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import calendar
 import logging
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 
 from .api import Api, ApiError
 from .types import Note, Object, Ref
@@ -23,6 +25,8 @@ PATIENCE_SECONDS = 8.0
 AGAIN_SECONDS = 15.0
 FORGET_SECONDS = 600.0
 MAX_NOTES = 100  # of one job
+MOST = 3  # objects of a job that are asked about by name
+KEPT = 256  # answers
 MAX_MESSAGE = 1000
 
 
@@ -35,9 +39,10 @@ def seconds(text: str | None) -> float | None:
     return whole + float(found[2] or 0)
 
 
-def waits(objects: dict[Ref, Object], pods: Iterable[Object], now: float) -> bool:
-    """Whether something of a job is not there, or not started, that should be."""
+def waiting(objects: Mapping[Ref, Object], pods: Iterable[Object], now: float) -> list[Ref]:
+    """What of a job is not started, or has not made its pods, that should have."""
     count: dict[str, int] = {}
+    found: list[Ref] = []
     for pod in pods:
         meta, status = pod["metadata"], pod.get("status") or {}
         for owner in meta.get("ownerReferences") or ():
@@ -45,20 +50,24 @@ def waits(objects: dict[Ref, Object], pods: Iterable[Object], now: float) -> boo
         born = seconds(meta.get("creationTimestamp")) or now
         starts = status.get("phase") == "Pending" and not meta.get("deletionTimestamp")
         if starts and now - born > PATIENCE_SECONDS:
-            return True
+            found.append(Ref("Pod", str(meta["name"])))
     for ref, obj in objects.items():
         spec, status = obj.get("spec") or {}, obj.get("status") or {}
         born = seconds(obj["metadata"].get("creationTimestamp")) or now
         if now - born < PATIENCE_SECONDS:
             continue
         wanted = spec.get("replicas", 1)
-        if ref.kind == "StatefulSet" and count.get(ref.name, 0) < wanted:
-            return True
-        if ref.kind == "Deployment" and (status.get("replicas") or 0) < wanted:
-            return True
-        if ref.kind == "PersistentVolumeClaim" and status.get("phase") == "Pending":
-            return True
-    return False
+        if (
+            (ref.kind == "StatefulSet" and count.get(ref.name, 0) < wanted)
+            or (ref.kind == "Deployment" and (status.get("replicas") or 0) < wanted)
+            or (ref.kind == "PersistentVolumeClaim" and status.get("phase") == "Pending")
+        ):
+            found.append(ref)
+    return found
+
+
+_Read = list[tuple[Note, str]]
+"""Notes, each with the UID of what it is about."""
 
 
 class Notes:
@@ -66,42 +75,58 @@ class Notes:
 
     def __init__(self, api: Api) -> None:
         self._api = api
-        # namespace -> when (monotonic), notes with the UIDs of what they are about
-        self._read: dict[str, tuple[float, list[tuple[Note, str]]]] = {}
+        # what was asked for -> when (monotonic), notes, and whether that is all
+        self._read: OrderedDict[tuple[str, str], tuple[float, _Read, bool]] = OrderedDict()
         self._locks: dict[str, asyncio.Lock] = {}
         self._silent_until = 0.0
 
-    async def about(self, namespace: str, job: str, uids: Mapping[Ref, str], now: float) -> tuple[Note, ...]:
+    async def about(
+        self, namespace: str, job: str, waits: Sequence[Ref], uids: Mapping[Ref, str], now: float
+    ) -> tuple[Note, ...]:
         """The latest notes about a job's objects and pods (``uids``: their UIDs; those of an earlier pod of
-        the same name are nobody's), oldest first; none if they cannot be read."""
+        the same name are nobody's), oldest first; none if they cannot be read. ``waits``: whose are wanted
+        most, where there are too many to read all."""
         # A Deployment's pods are made by a ReplicaSet, which is not watched.
         of_deployment = re.compile(re.escape(job) + r"-(syncer|evaluator)-[a-z0-9]+")
-        found = [
-            note for note, uid in await self._namespace(namespace)
+        async with self._locks.setdefault(namespace, asyncio.Lock()):
+            read, whole = await self._ask(namespace, "")
+            if not whole:
+                for ref in waits[:MOST]:
+                    read = read + (await self._ask(namespace, _selector(ref)))[0]
+        found = {
+            note for note, uid in read
             if now - note.time < FORGET_SECONDS
             and (uids.get(Ref(note.kind, note.name)) == uid
                  or (note.kind == "ReplicaSet" and of_deployment.fullmatch(note.name)))
-        ]  # fmt: skip
-        return tuple(sorted(found, key=lambda note: note.time)[-MAX_NOTES:])
+        }  # fmt: skip
+        return tuple(sorted(found, key=lambda note: (note.time, note.name, note.reason))[-MAX_NOTES:])
 
-    async def _namespace(self, namespace: str) -> list[tuple[Note, str]]:
-        async with self._locks.setdefault(namespace, asyncio.Lock()):
-            at, notes = self._read.get(namespace, (-AGAIN_SECONDS, []))
-            if time.monotonic() - at < AGAIN_SECONDS:
-                return notes
-            try:
-                items = await self._api.warnings(namespace)
-            except ApiError as error:
-                if not error.unreachable and time.monotonic() > self._silent_until:
-                    log.warning("Kubernetes Events of namespace %s cannot be read: %s", namespace, error)
-                    self._silent_until = time.monotonic() + 300.0
-                notes = []
-            else:
-                notes = [note for item in items if (note := _note(item)) is not None]
-            self._read[namespace] = (time.monotonic(), notes)
-            while len(self._read) > 64:
-                del self._read[next(iter(self._read))]
-            return notes
+    async def _ask(self, namespace: str, selector: str) -> tuple[_Read, bool]:
+        """The warnings that ``selector`` (of fields) takes, as of the last AGAIN_SECONDS, and whether all."""
+        key = (namespace, selector)
+        at, notes, whole = self._read.get(key, (-1e9, [], True))
+        if time.monotonic() - at < AGAIN_SECONDS:
+            return notes, whole
+        try:
+            items, whole = await self._api.warnings(namespace, selector)
+        except ApiError as error:
+            if not error.unreachable and time.monotonic() > self._silent_until:
+                log.warning("Kubernetes Events of namespace %s cannot be read: %s", namespace, error)
+                self._silent_until = time.monotonic() + 300.0
+            items, whole = [], True
+        notes = [note for item in items if (note := _note(item)) is not None]
+        self._read[key] = (time.monotonic(), notes, whole)
+        self._read.move_to_end(key)
+        while len(self._read) > KEPT:
+            self._read.popitem(last=False)
+        return notes, whole
+
+
+def _selector(ref: Ref) -> str:
+    """Of the Events about one object; of a Deployment, about any ReplicaSet."""
+    if ref.kind == "Deployment":
+        return "involvedObject.kind=ReplicaSet"
+    return f"involvedObject.kind={ref.kind},involvedObject.name={ref.name}"
 
 
 def _note(item: Object) -> tuple[Note, str] | None:

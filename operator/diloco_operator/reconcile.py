@@ -30,7 +30,7 @@ from .kinds import BY_NAME, JOB, POD, SECRET
 from .logs import about
 from .metrics import Metrics
 from .names import FINALIZER
-from .notes import Notes, waits
+from .notes import Notes, waiting
 from .observe import Seen, freeze, learner_pods, role_runs, see, syncer_is_here, syncer_pod
 from .permissions import Permissions
 from .rootkey import KeyFinder
@@ -246,11 +246,12 @@ class Reconciler:
     # ------------------------------------------------------------------ small things
 
     async def _read_notes(self, key: Key, seen: Seen, now: float) -> tuple[Note, ...]:
-        if not waits(seen.objects, seen.pods, now):
+        waits = waiting(seen.objects, seen.pods, now)
+        if not waits:
             return ()
         uids = {ref: str(obj["metadata"]["uid"]) for ref, obj in seen.objects.items()}
         uids |= {Ref(POD.name, pod["metadata"]["name"]): str(pod["metadata"]["uid"]) for pod in seen.pods}
-        return await self._notes.about(key[0], key[1], uids, now)
+        return await self._notes.about(key[0], key[1], waits, uids, now)
 
     def _count(self, record: Record, status: dict[str, Any] | None) -> None:
         if status is None:

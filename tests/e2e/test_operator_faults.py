@@ -334,7 +334,8 @@ def test_why_a_pod_does_not_start_is_noted(kube: Cluster, operate: Callable[...,
         assert (note.name, note.reason) == ("stuck-x", "FailedScheduling")
         assert abs(note.time - time.time()) < 120
         asked = quiet(operator, 20)
-        assert asked.get(("list", "events", "200"), 0) <= 2, "at most every 15 s"
+        # At most every 15 s, and where there are very many, once more about the pod by name.
+        assert asked.get(("list", "events", "200"), 0) <= 4
 
 
 def test_only_the_object_that_was_meant_is_deleted(kube: Cluster, operate: Callable[..., Running]) -> None:

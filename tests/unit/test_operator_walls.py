@@ -18,7 +18,7 @@ from diloco_operator.apply import explained
 from diloco_operator.cache import Cache
 from diloco_operator.events import stamp
 from diloco_operator.metrics import Metrics
-from diloco_operator.notes import _note, seconds, waits
+from diloco_operator.notes import _note, seconds, waiting
 from diloco_operator.types import Note, Object, Ref
 from diloco_operator.watches import Backoffs
 from diloco_protocol.logs import MAX_MESSAGE
@@ -191,19 +191,22 @@ def test_when_it_is_worth_asking_why() -> None:
         meta = {"name": name, "creationTimestamp": stamp(NOW - age)}
         return {Ref(kind, name): {"metadata": meta, "spec": spec, "status": status}}
 
+    def names(objects: dict[Ref, Object], *pods: Object) -> list[str]:
+        return [ref.name for ref in waiting(objects, pods, NOW)]
+
     owned = pod("a", "learner")
     owned["metadata"]["ownerReferences"] = [{"kind": "StatefulSet", "name": "s"}]
-    assert not waits({}, [pod("a", "learner")], NOW)
-    assert waits({}, [pod("a", "learner", phase="Pending", born=20.0)], NOW)
-    assert not waits({}, [pod("a", "learner", phase="Pending", born=3.0)], NOW)
-    assert not waits({}, [pod("a", "learner", phase="Pending", born=20.0, ending=True)], NOW)
-    assert waits(child("StatefulSet", "s", 60, {"replicas": 2}, {}), [owned], NOW)
-    assert not waits(child("StatefulSet", "s", 60, {"replicas": 1}, {}), [owned], NOW)
-    assert not waits(child("StatefulSet", "s", 3, {"replicas": 2}, {}), [owned], NOW)
-    assert waits(child("Deployment", "d", 60, {"replicas": 1}, {}), [], NOW)
-    assert not waits(child("Deployment", "d", 60, {"replicas": 0}, {}), [], NOW)
-    assert waits(child("PersistentVolumeClaim", "c", 60, {}, {"phase": "Pending"}), [], NOW)
-    assert not waits(child("PersistentVolumeClaim", "c", 60, {}, {"phase": "Bound"}), [], NOW)
+    assert names({}, pod("a", "learner")) == []
+    assert names({}, pod("a", "learner", phase="Pending", born=20.0)) == ["a"]
+    assert names({}, pod("a", "learner", phase="Pending", born=3.0)) == []
+    assert names({}, pod("a", "learner", phase="Pending", born=20.0, ending=True)) == []
+    assert names(child("StatefulSet", "s", 60, {"replicas": 2}, {}), owned) == ["s"]
+    assert names(child("StatefulSet", "s", 60, {"replicas": 1}, {}), owned) == []
+    assert names(child("StatefulSet", "s", 3, {"replicas": 2}, {}), owned) == []
+    assert names(child("Deployment", "d", 60, {"replicas": 1}, {})) == ["d"]
+    assert names(child("Deployment", "d", 60, {"replicas": 0}, {})) == []
+    assert names(child("PersistentVolumeClaim", "c", 60, {}, {"phase": "Pending"})) == ["c"]
+    assert names(child("PersistentVolumeClaim", "c", 60, {}, {"phase": "Bound"})) == []
 
 
 @pytest.mark.parametrize(
