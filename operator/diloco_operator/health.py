@@ -1,7 +1,8 @@
 """Whether the operator is alive, and whether it is ready.
 
-Alive: its loop turns (no job has waited, and no turn has taken, ``STUCK_SECONDS``), and no
-stream is silent while the API server answers. A missing API server, a missing CRD, a
+Alive: its loop turns (no turn has taken, and no queue has stood still for, ``STUCK_SECONDS``;
+one that is long and moves is work, which a restart would only add to), and no stream is
+silent while the API server answers. A missing API server, a missing CRD, a
 missing permission or the absence of jobs is nothing that a restart would cure, and so
 never fails liveness. Ready: every stream is in step (or forbidden) and the root key known.
 """
@@ -78,9 +79,9 @@ class Health:
 
     def problem(self) -> str:
         """Why the operator is not alive; empty: it is."""
-        lag = self._queue.lag()
-        if lag > STUCK_SECONDS:
-            return f"stuck: a job has waited or taken {lag:.0f} s"
+        still = self._queue.standstill()
+        if still > STUCK_SECONDS:
+            return f"stuck: for {still:.0f} s no look at a job has ended, or one has taken so long"
         if self._silent:
             names = ", ".join(stream.kind.plural for stream in self._silent)
             return f"watches are silent though the API server answers: {names}"

@@ -67,6 +67,7 @@ class WorkQueue:
         self._free = asyncio.Semaphore(workers)
         self._tasks: set[asyncio.Task[None]] = set()
         self._running_since: float | None = None
+        self._moved_at = -1e9  # when a turn ended last
 
     def add(self, key: Key, delay: float = 0.0) -> None:
         """Look at ``key`` in ``delay`` seconds at the latest."""
@@ -85,6 +86,16 @@ class WorkQueue:
             return 0.0
         now, began = self._clock(), self._running_since
         waits = [now - max(state.due, began) for state in self._states.values() if state.due is not None]
+        turns = [now - state.began for state in self._states.values() if state.began is not None]
+        return max([0.0, *waits, *turns])
+
+    def standstill(self) -> float:
+        """Seconds for which keys have been due and no turn has ended, or that the longest turn has taken,
+        whichever is more; 0 before ``run``. However long a queue is that moves, it does not stand still."""
+        if self._running_since is None:
+            return 0.0
+        now, moved = self._clock(), max(self._running_since, self._moved_at)
+        waits = [now - max(state.due, moved) for state in self._states.values() if state.due is not None]
         turns = [now - state.began for state in self._states.values() if state.began is not None]
         return max([0.0, *waits, *turns])
 
@@ -154,6 +165,7 @@ class WorkQueue:
             self._failed(key, error)
         finally:
             state.began, state.ended = None, self._clock()
+            self._moved_at = state.ended
             self._free.release()
         if again is None and state.due is None:
             del self._states[key]

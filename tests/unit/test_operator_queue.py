@@ -208,7 +208,27 @@ async def test_a_job_that_is_gone_is_forgotten() -> None:
         await turns.until(A, seen + 2)
 
 
-async def test_lag_is_what_liveness_is_judged_by() -> None:
+async def test_a_long_queue_that_moves_does_not_stand_still() -> None:
+    clock = [100.0]
+    jobs = [("ns", f"job-{n}") for n in range(20)]
+    seen: list[tuple[float, float]] = []
+
+    async def slow(key: Key) -> float | None:
+        clock[0] += 30.0
+        seen.append((queue.lag(), queue.standstill()))
+        return 1e6
+
+    queue = WorkQueue(slow, 1, pause=0.0, clock=lambda: clock[0])
+    for job in jobs:
+        queue.add(job)
+    async with working(queue), asyncio.timeout(10):
+        while len(seen) < len(jobs):
+            await asyncio.sleep(0.005)
+    assert max(lag for lag, _ in seen) > 500.0
+    assert max(still for _, still in seen) <= 30.0
+
+
+async def test_lag_and_standstill_by_which_liveness_is_judged() -> None:
     gate = asyncio.Event()
 
     async def slow(key: Key) -> float | None:
@@ -220,14 +240,14 @@ async def test_lag_is_what_liveness_is_judged_by() -> None:
     queue = WorkQueue(turns, 1, pause=0.0, clock=lambda: clock[0])
     queue.add(A)
     clock[0] = 500.0
-    assert queue.lag() == 0.0, "waiting to begin is not being stuck"
+    assert queue.lag() == queue.standstill() == 0.0, "waiting to begin is not being stuck"
     async with working(queue):
         await turns.until(A, 1)
         assert queue.lag() == 0.0
         queue.add(B)
         clock[0] = 900.0
-        assert queue.lag() == 400.0
+        assert queue.lag() == queue.standstill() == 400.0
         gate.set()
         await turns.until(B, 1)
         await asyncio.sleep(0.02)
-        assert queue.lag() == 0.0
+        assert queue.lag() == queue.standstill() == 0.0
