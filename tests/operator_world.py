@@ -704,6 +704,8 @@ class World:
                 generation = live["metadata"]["generation"] + (live.get("spec") != new.get("spec"))
                 new["metadata"] |= {"uid": live["metadata"]["uid"], "generation": generation}
                 new["status"] = live.get("status", {})
+                if "deletionTimestamp" in live["metadata"]:
+                    new["metadata"]["deletionTimestamp"] = live["metadata"]["deletionTimestamp"]
             self.objects[ref] = new
         if set(troubles) != set(self.troubles):
             self.next_turn = self.now

@@ -93,7 +93,7 @@ def _deleting(view: View) -> Course:
     syncer = view.pod_of("syncer")
     reachable = syncer is not None and syncer.running and not syncer.over
     waits = (
-        view.begun and view.here.syncer and reachable and view.said != "deleted"
+        view.begun and view.here.syncer and reachable and view.said not in ENDED
         and view.now - deleted < DELETE_SECONDS
     )  # fmt: skip
     found = Course("deleting")
@@ -118,7 +118,7 @@ def _failed(view: View, failure: str) -> Course:
     else:
         found.scale = _full(view)
         found.message = "Learners are told that the job has failed."
-    if view.said != "failed":
+    if view.said not in ENDED:
         found.calls = _announce(view, "failed", failure or str(view.condition("Failed").get("message", "")))
     return found
 
@@ -209,8 +209,8 @@ def _pods(view: View, role: str) -> bool:
 def _announce(view: View, phase: str, message: str) -> list[Call]:
     """Tell the syncer, if it is here and there is a process to be told."""
     syncer = view.pod_of("syncer") if view.here.syncer else None
-    if syncer is None or not syncer.running or (view.said in ENDED and phase == "suspended"):
-        return []
+    if syncer is None or not syncer.running or view.said in ENDED:
+        return []  # an end is final for the syncer
     return [Call("announce", {"phase": phase, "message": message[:1000]})]
 
 

@@ -21,12 +21,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from pydantic import ValidationError
+
+from diloco_protocol.spec_base import Spec
+
 from . import lifecycle, names, node_loss, pods, regions, replacement, rollout
 from .conditions import Conditions
 from .job import Job, Place, place, read, stamp, unsupported
 from .lifecycle import Course
 from .objects import Images, reachable_at
-from .status import JobStatus
+from .status import JobStatus, Progress, SyncerStatus
 from .story import Story, tell
 from .types import Delete, Memory, Object, Observed, Plan, PlanSettings, Ref
 from .verdicts import Findings, judge, regions_to_fail
@@ -263,9 +267,12 @@ def _status(
 ) -> Object:
     job, before, document = view.job, view.job.status, view.document
     started = before.get("startTime") or (stamp(view.now) if with_pods else None)
-    image = before.get("image") or (
-        {"syncer": view.settings.syncer_image, "worker": view.settings.worker_image} if with_pods else None
-    )
+    image = before.get("image") or {}
+    if started:
+        image = {
+            "syncer": str(image.get("syncer") or view.settings.syncer_image),
+            "worker": str(image.get("worker") or view.settings.worker_image),
+        }
     ended = any(verdicts.truth(kind) == "True" for kind in ("Complete", "Failed"))
     completed = before.get("completionTime") or stamp(view.now)
     status: dict[str, Any] = {
@@ -275,10 +282,10 @@ def _status(
         "completionTime": completed if ended else None,
         "conditions": verdicts.rows(),
         "syncer": _syncer(view),
-        "progress": _progress(view) or before.get("progress"),
+        "progress": _progress(view) or _carried(Progress, before.get("progress")),
         "regions": found.regions.rows,
-        "image": image,
-        "replacements": replaced if any(replaced.values()) else before.get("replacements"),
+        "image": image or None,
+        "replacements": replaced if any(replaced.values()) else None,
         "report": _report(view) or before.get("report"),
     }
     if view.here.syncer:
@@ -294,6 +301,15 @@ def _status(
     given = {key: value for key, value in status.items() if value is not None}
     # Through the model: what it does not know, the API server would prune in silence.
     return JobStatus.model_validate(given).model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+def _carried(model: type[Spec], value: Any) -> Object | None:
+    """A part of the job's status that stands as it is; what another version wrote and this one does not
+    know is left out."""
+    try:
+        return model.model_validate(value).model_dump(mode="json", by_alias=True, exclude_none=True)
+    except ValidationError:
+        return None
 
 
 def _phase(view: View, found: Findings) -> str:
@@ -324,7 +340,7 @@ def _syncer(view: View) -> Object | None:
     if not view.here.syncer:
         return {"address": reachable_at(view.job, view.here)} if view.here.regions else None
     document = view.document
-    found = dict(view.job.status.get("syncer") or {})
+    found: Object = dict(_carried(SyncerStatus, view.job.status.get("syncer")) or {})
     found["address"] = reachable_at(view.job, view.here)
     image = regions.image_of(view, names.syncer_deployment(view.job.name), "syncer")
     if image:

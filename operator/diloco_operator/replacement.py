@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 from .podfacts import End, Pod
 from .types import Call, Delete, EventWanted, Ref, Sighting
-from .view import View
+from .view import UID_DIGITS, View
 
 CRASHES = 3
 """So often the kubelet alone starts a container again, before the pod is replaced."""
@@ -224,8 +224,8 @@ def _fence(view: View, out: Outcome, gone: set[str]) -> None:
     here = {region.name for region in view.here.regions}
     unknown: set[str] = set()
     for slot in view.slots:
-        head = slot.process[:32]
-        if not slot.holding or slot.region not in here or len(head) < 32:
+        head = slot.process[:UID_DIGITS]
+        if not slot.holding or slot.region not in here or len(head) < UID_DIGITS:
             continue
         pod = by_process.get(head)
         if pod is not None:
@@ -319,5 +319,6 @@ def _forget(view: View) -> None:
         for place in [p for p in known if p not in places]:
             del known[place]
     memory.own_deletions &= uids | {seen.uid for seen in memory.seen.values()}
-    for fact in [f for f in memory.since if f.startswith("silent ") and f.split()[1] not in uids]:
+    by_uid = ("silent", "slow")
+    for fact in [f for f in memory.since if f.partition(" ")[0] in by_uid and f.split()[1] not in uids]:
         del memory.since[fact]

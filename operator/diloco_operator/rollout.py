@@ -25,7 +25,7 @@ from .node_loss import node_lost_since
 from .objects import rendering
 from .podfacts import Pod
 from .types import Delete, EventWanted, Object, Ref
-from .view import View
+from .view import UID_DIGITS, View
 
 
 @dataclass(slots=True)
@@ -189,7 +189,7 @@ def _budget(view: View) -> int:
     pods = {pod.process: pod for pod in view.pods}
     active = 0
     for slot in view.slots:
-        pod = pods.get(slot.process[:32])
+        pod = pods.get(slot.process[:UID_DIGITS])
         # What the syncer said is seconds old: who went meanwhile does not count.
         gone = slot.region in here if pod is None else view.leaving(pod)
         active += slot.in_quorum and not gone

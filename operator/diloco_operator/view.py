@@ -21,6 +21,8 @@ ENDED = frozenset({"complete", "failed", "suspended", "deleted"})
 """Phases in which a syncer's job has ended."""
 PATIENCE = 15.0
 """Seconds without an answer before a syncer that answered is told to be silent."""
+UID_DIGITS = 32
+"""A process id begins with so many digits of its pod's UID."""
 STUCK_SECONDS = 5.0
 """A pod that is there so long after its grace is stuck."""
 
@@ -140,6 +142,18 @@ class View:
         return [_slot(row) for row in rows or [] if isinstance(row, dict)]
 
     @cached_property
+    def _slots_by_pod(self) -> dict[str, list[Slot]]:
+        found: dict[str, list[Slot]] = {}
+        for slot in self.slots:
+            found.setdefault(slot.process[:UID_DIGITS], []).append(slot)
+        return found
+
+    @cached_property
+    def _standing_by(self) -> frozenset[str]:
+        waiting = (self.document or {}).get("standbys")
+        return frozenset(str(p)[:UID_DIGITS] for p in waiting) if isinstance(waiting, list) else frozenset()
+
+    @cached_property
     def said(self) -> str:
         """The phase that the syncer is in, or where it is elsewhere, the end that learners here were told;
         empty: not known."""
@@ -165,7 +179,7 @@ class View:
 
     def slot_of(self, pod: Pod) -> Slot | None:
         """The slot that one of the pod's processes holds, or held last."""
-        mine = [slot for slot in self.slots if slot.process.startswith(pod.process)]
+        mine = self._slots_by_pod.get(pod.process, ())
         return max(mine, key=lambda slot: (slot.in_quorum, slot.holding), default=None)
 
     def in_quorum(self, pod: Pod) -> bool:
@@ -174,8 +188,7 @@ class View:
 
     def standing_by(self, pod: Pod) -> bool:
         """It waits for a slot, as a spare does."""
-        waiting = (self.document or {}).get("standbys")
-        return isinstance(waiting, list) and any(str(p).startswith(pod.process) for p in waiting)
+        return pod.process in self._standing_by
 
     def taking_part(self, pod: Pod) -> bool:
         """It has done what its successor is followed for: it is in the quorum, or stands by for it."""

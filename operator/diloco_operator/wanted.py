@@ -87,7 +87,8 @@ def _ready_for(view: View, ref: Ref) -> bool:
             needs.append(names.claim(job))
     elif view.here.syncer:
         needs.append(names.syncer_service(job))
-    return all(view.live(need) is not None for need in needs)
+    there = [view.live(need) for need in needs]
+    return all(live is not None and "deletionTimestamp" not in live["metadata"] for live in there)
 
 
 def _rendered(view: View) -> list[Ref]:

@@ -250,6 +250,21 @@ def test_the_syncer_says_that_the_job_has_failed() -> None:
 # ------------------------------------------------------------------ deletion
 
 
+def test_a_job_that_has_ended_is_deleted_without_waiting() -> None:
+    world = started(training={"stop": {"tokens": 3000}})
+    world.until(lambda w: w.truth("Complete") == "True" and not w.of("learner"), 100)
+    world.delete_job()
+    world.until(lambda w: w.gone, 3)
+
+
+def test_a_claim_that_is_on_its_way_out_is_not_mounted() -> None:
+    world = World(job_object())
+    world.turn()
+    world.objects[names.claim("job")]["metadata"]["deletionTimestamp"] = "2023-11-14T22:13:21Z"
+    world.run(10)
+    assert not world.of("syncer")
+
+
 @pytest.mark.parametrize("on_delete", ["Retain", "Delete"])
 def test_deletion_tells_learners_first(on_delete: str) -> None:
     world = started(syncer={"storage": {"onDelete": on_delete}})
@@ -957,6 +972,7 @@ def test_the_plan_raises_nothing_whatever_the_status_says() -> None:
     for status in (
         {},
         {"conditions": None, "regions": None, "replacements": None, "image": None},
+        {"progress": {"tokens": "many", "pace": 3}, "syncer": {"mood": "good"}, "replacements": {"total": 2}},
         {"phase": "Sleeping", "conditions": [{}], "startTime": "2023-11-14T22:13:21Z"},
     ):
         observed.job["status"] = status
