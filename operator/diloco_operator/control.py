@@ -2,8 +2,10 @@
 
 Theory of operation. A job is asked beside its turns, on a timer, so that a syncer that does
 not answer holds up nothing: ``Asker.every`` says which pod is to be asked how often, the
-answer is kept (compressed: there are hundreds of documents) and the job is looked at. At
-most ``syncer_calls`` are under way at once. A connection is closed after each answer: the
+answer is kept (compressed: there are hundreds of documents) and the job is looked at; that
+look calls ``every`` again, and only then is there a next question, so that an operator with
+more to do than it can does not ask for answers that nobody reads. At most
+``syncer_calls`` are under way at once. A connection is closed after each answer: the
 next is seconds away, and hundreds of idle connections are memory in both programs.
 
 A learner is asked only where the job's syncer is in another cluster; its page is read, not
@@ -94,8 +96,9 @@ class Asker:
         self, key: Key, seconds: float, syncer: tuple[str, str] | None, control_key: bytes | None,
         learners: Mapping[str, tuple[str, str]], report_wanted: bool,
     ) -> None:  # fmt: skip
-        """Ask the syncer (its pod's UID and IP; None: there is none) every so many seconds, and learners by
-        their pods' names. ``control_key`` None: not known yet, nobody is asked."""
+        """Ask once, so many seconds after the last time: the syncer (its pod's UID and IP; None: there is
+        none), or learners by their pods' names. To be called after each look at the job, so that it is asked
+        ``every`` so many seconds. ``control_key`` None: not known yet, nobody is asked."""
         job = self._jobs.setdefault(key, _Job())
         if syncer is None or control_key is None:
             job.target, job.syncer = None, None
@@ -189,7 +192,6 @@ class Asker:
             job.asked_at = time.monotonic() if job.target == target else -1e9
             if self._jobs.get(key) is job:
                 self._answered(key)
-                self._schedule(key, job)
 
     async def _ask_syncer(self, key: Key, job: _Job, pod: str, ip: str) -> None:
         document: Report | None = None

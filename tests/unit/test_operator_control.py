@@ -76,13 +76,15 @@ async def syncer(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 class Told:
-    """Which jobs were answered for."""
+    """Which jobs were answered for. ``then``: what is done about it, as a turn would."""
 
     def __init__(self) -> None:
         self.keys: list[Any] = []
+        self.then: Callable[[], None] = lambda: None
 
     def __call__(self, key: Any) -> None:
         self.keys.append(key)
+        asyncio.get_running_loop().call_soon(self.then)
 
     async def until(self, count: int, seconds: float = 10.0) -> None:
         async with asyncio.timeout(seconds):
@@ -107,6 +109,7 @@ async def test_a_syncer_is_asked_at_once_and_then_as_often_as_wanted(
     told, metrics = Told(), Metrics()
     asker = Asker(metrics, 4, 3.0, told)
     began = time.monotonic()
+    told.then = lambda: ask(asker, 0.2)
     ask(asker, 0.2)
     await told.until(3)
     assert 0.35 < time.monotonic() - began < 3
@@ -122,10 +125,26 @@ async def test_a_syncer_is_asked_at_once_and_then_as_often_as_wanted(
 async def test_asking_often_is_bounded(syncer: Syncer) -> None:
     told = Told()
     asker = Asker(Metrics(), 4, 3.0, told)
+    told.then = lambda: ask(asker, 0.0)
     ask(asker, 0.0)
     await told.until(1)
     await asyncio.sleep(0.5)
     assert len(syncer.calls) == 1
+    await asker.close()
+
+
+async def test_nobody_is_asked_again_before_the_answer_was_looked_at(
+    syncer: Syncer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "MIN_SECONDS", 0.0)
+    told = Told()
+    asker = Asker(Metrics(), 4, 3.0, told)
+    ask(asker, 0.02)
+    await told.until(1)
+    await asyncio.sleep(0.3)
+    assert len(syncer.calls) == 1
+    ask(asker, 0.02)
+    await told.until(2)
     await asker.close()
 
 
@@ -138,6 +157,7 @@ async def test_since_when_nobody_answers_and_that_somebody_does_again(
     asker = Asker(metrics, 4, 3.0, told)
     await syncer.stop()
     before = time.time()
+    told.then = lambda: ask(asker, 0.05)
     ask(asker, 0.05)
     await told.until(3)
     first, _, _ = asker.answers(JOB, "pod-1")
@@ -215,10 +235,11 @@ async def test_the_report_is_fetched_once_when_the_end_is_said_and_only_if_it_is
     syncer.status = {"phase": "complete"}
     told = Told()
     asker = Asker(Metrics(), 4, 3.0, told)
-    ask(asker, 0.05, report_wanted=False)
+    told.then = lambda: ask(asker, 0.05, report_wanted=False)
+    told.then()
     await told.until(2)
     assert asker.answers(JOB, "pod-1")[2] is None
-    ask(asker, 0.05, report_wanted=True)
+    told.then = lambda: ask(asker, 0.05, report_wanted=True)
     await told.until(5)
     assert asker.answers(JOB, "pod-1")[2] == {"outcome": "complete", "merges": 7}
     assert [method for method, _ in syncer.calls].count("report") == 1
