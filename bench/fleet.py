@@ -35,7 +35,11 @@ TAINT = "kwok.x-k8s.io/node"
 
 
 class NoCluster(Exception):
-    """There is no cluster to measure on; the message has the cure."""
+    """There is no cluster to measure on, or it did not come to what was expected; the message has more."""
+
+
+class NotYet(Exception):
+    """What is waited for is not so yet; the message says what is."""
 
 
 # ------------------------------------------------------------------ the cluster
@@ -194,7 +198,12 @@ def namespaces(jobs: int) -> list[str]:
 
 def job(number: int, pods: int, beat: float) -> dict[str, Any]:
     """A job of so many pods: a syncer, an evaluator and learners. ``beat``: between two heartbeats."""
-    template = {"spec": {"nodeSelector": SIMULATED, "tolerations": [{"key": TAINT, "operator": "Exists"}]}}
+
+    def template(container: str) -> dict[str, Any]:
+        small = {"name": container, "resources": {"requests": {"cpu": "1m", "memory": "1Mi"}}}
+        tolerated = [{"key": TAINT, "operator": "Exists"}]
+        return {"spec": {"nodeSelector": SIMULATED, "tolerations": tolerated, "containers": [small]}}
+
     config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
     return {
         "apiVersion": "diloco.io/v1alpha1",
@@ -210,8 +219,8 @@ def job(number: int, pods: int, beat: float) -> dict[str, Any]:
                 "fragments": 2, "every": 4, "overlap": 1, "quorum": 1,
                 "heartbeat": {"intervalSeconds": beat, "timeoutSeconds": 6 * beat},
             },
-            "syncer": {"storage": {"size": "1Gi", "onDelete": "Delete"}, "podTemplate": template},
-            "learners": {"podTemplate": template},
+            "syncer": {"storage": {"size": "1Gi", "onDelete": "Delete"}, "podTemplate": template("syncer")},
+            "learners": {"podTemplate": template("learner")},
             "regions": [{"name": "local", "learners": pods - 2}],
         },
     }  # fmt: skip
@@ -253,7 +262,7 @@ def until(what: str, holds: Callable[[], Any], seconds: float, every: float = 1.
         try:
             if value := holds():
                 return time.monotonic() - began
-        except (ApiError, OSError) as error:
+        except (ApiError, NotYet, OSError) as error:
             value = error
         time.sleep(every)
     raise NoCluster(f"after {seconds:.0f} s: not {what} ({value})")

@@ -78,7 +78,9 @@ class Bench:
         say(
             f"{phase}: {reconciles(before, after):.0f} reconciles in {after.at - before.at:.0f} s, p50 "
             f"{quantile(0.5, 'reconcile_seconds', before, after):.3f} s, p95 {share:.3f} s; "
-            f"calls to syncers p95 {quantile(0.95, 'syncer_call_seconds', before, after):.3f} s; "
+            f"calls to syncers p95 {quantile(0.95, 'syncer_call_seconds', before, after):.3f} s, "
+            f"requests p50 {quantile(0.5, 'api_request_seconds', before, after):.3f} s "
+            f"p95 {quantile(0.95, 'api_request_seconds', before, after):.3f} s; "
             f"{100 * busy:.0f} % of a core; peak {self.operator.peak_bytes / 1e6:.0f} MB; "
             f"errors {errors(before, after) or 'none'}"
         )
@@ -94,9 +96,11 @@ class Bench:
         began = time.monotonic()
         fleet.create_jobs(self.api, self.jobs, self.pods, BEAT)
         took = time.monotonic() - began
-        patience = 120 + 3.0 * self.jobs
-        made = took + fleet.until("all StatefulSets made", lambda: self.made() >= self.jobs, patience)
-        whole = took + fleet.until("every job whole", self.whole, patience, every=3.0)
+        patience = 300 + 6.0 * self.jobs
+        fleet.until("all StatefulSets made", lambda: self.made() >= self.jobs, patience)
+        made = time.monotonic() - began
+        fleet.until("every job whole", self.whole, patience, every=3.0)
+        whole = time.monotonic() - began
         after = snapshot(self.operator, self.api)
         say(
             f"created in {took:.0f} s, StatefulSets of all made after {made:.0f} s, whole after {whole:.0f} s"
@@ -118,10 +122,13 @@ class Bench:
         return sum(1 for _ in self.api.items(path, names.LABEL_JOB))
 
     def whole(self) -> bool:
-        found = fleet.statuses(self.api)
-        count = sum(map(fleet.whole, found))
+        """Raises NotYet with what there is."""
+        phases = Counter(fleet.whole(one) or one.get("phase", "none") for one in fleet.statuses(self.api))
+        count = phases.pop(True, 0)
         say(f"  {count} of {self.jobs} whole", again=True)
-        return count >= self.jobs
+        if count < self.jobs:
+            raise fleet.NotYet(f"{count} of {self.jobs}; the others: {dict(phases)}")
+        return True
 
     def stand(self, phase: str, seconds: float, aim: bool) -> None:
         """So long, and how much is asked of the API server meanwhile."""

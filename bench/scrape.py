@@ -38,13 +38,13 @@ class Snapshot:
     def value(self, name: str, **labels: str) -> float:
         return self.samples.get((PREFIX + name, frozenset(labels.items())), 0.0)
 
-    def buckets(self, name: str) -> dict[float, float]:
-        """Upper bound -> observations up to it."""
-        return {
-            float(dict(labels)["le"]): value
-            for (sample, labels), value in self.samples.items()
-            if sample == f"{PREFIX}{name}_bucket"
-        }
+    def buckets(self, name: str) -> Counter[float]:
+        """Upper bound -> observations up to it, whatever the other labels are."""
+        found: Counter[float] = Counter()
+        for (sample, labels), value in self.samples.items():
+            if sample == f"{PREFIX}{name}_bucket":
+                found[float(dict(labels)["le"])] += round(value)
+        return found
 
 
 def snapshot(operator: programs.Operator, api: Api) -> Snapshot:
@@ -60,7 +60,7 @@ def snapshot(operator: programs.Operator, api: Api) -> Snapshot:
 def quantile(share: float, name: str, before: Snapshot, after: Snapshot) -> float:
     """Of what was observed between two snapshots, interpolated within its bucket; NaN: nothing was."""
     old = before.buckets(name)
-    counts = sorted((bound, count - old.get(bound, 0.0)) for bound, count in after.buckets(name).items())
+    counts = sorted((bound, count - old[bound]) for bound, count in after.buckets(name).items())
     total = counts[-1][1] if counts else 0.0
     low, below = 0.0, 0.0
     for bound, count in counts:

@@ -132,6 +132,11 @@ class Membership:
         """The slots that the job has now, without the retired ones."""
         return [slot for slot in self.slots if not slot.retired]
 
+    def grow(self, slots: int) -> None:
+        """Retired slots for the history of those that a lost state had."""
+        while len(self.slots) < slots:
+            self.slots.append(Slot(len(self.slots), retired=True))
+
     def by_connection(self, connection: int) -> Slot | None:
         return next((slot for slot in self.slots if slot.connection == connection), None)
 

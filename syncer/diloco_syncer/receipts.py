@@ -37,6 +37,9 @@ from diloco_syncer.ledger import Cell, Ledger
 from diloco_syncer.membership import Slot, SlotState
 
 
+MOST_SLOTS = 4096  # more than a receipt has room for
+
+
 @dataclass(frozen=True, slots=True)
 class SlotRow:
     """One slot's row of a receipt (sync.proto SlotReceipt)."""
@@ -96,9 +99,9 @@ def contradiction(job: Job, fragment: int, version: int, rows: Sequence[SlotRow]
         return "it has no receipt"
     seen: set[int] = set()
     for row in rows:
-        slot = job.slot(row.slot)
-        if slot is None or row.slot in seen:
-            return f"the receipt tells of a slot {row.slot} that does not exist, or twice of it"
+        # Not only of this store's slots: the job may have been scaled in the time that was lost.
+        if row.slot >= MOST_SLOTS or row.slot in seen:
+            return f"the receipt tells of a slot {row.slot} that cannot exist, or twice of it"
         seen.add(row.slot)
         if row.version > version:
             return f"the receipt contradicts itself about slot {row.slot}"
@@ -112,9 +115,14 @@ def contradiction(job: Job, fragment: int, version: int, rows: Sequence[SlotRow]
 
 def foresee(job: Job, headers: Iterable[PushHeader], receipts: Iterable[Rows]) -> None:
     """Before records and offers that are newer than the state are applied: end the tenures that
-    are over by what they tell. None is after a restart whose state is the newest."""
+    are over by what they tell, and know of all slots that they tell of. Nothing of it is left to do
+    after a restart whose state is the newest."""
     if job.ledger is None:
         return
+    headers, receipts = list(headers), list(receipts)
+    told = [header.slot for header in headers] + [row.slot for rows in receipts for row in rows]
+    job.members.grow(1 + max(told, default=-1))
+    job.ledger.grow(len(job.members.slots))
     over: dict[int, Slot] = {}
     for header in headers:
         slot = job.slot(header.slot)

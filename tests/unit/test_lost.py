@@ -256,7 +256,7 @@ def test_an_empty_store_does_not_begin_anew_under_those_who_are_ahead() -> None:
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"slot": 9}, "slot 9"),
+        ({"slot": 4096}, "slot 4096"),
         ({"version": 2}, "contradicts itself"),
         ({"merged_tokens": 50}, "fewer merged tokens"),
     ],
@@ -291,6 +291,23 @@ def test_a_receipt_tells_of_slots_that_the_state_has_not_heard_of() -> None:
     core.start(0.0, (1, 1))
     assert core.ledger is not None and core.ledger.check() == []
     assert {row.slot: row.merged_tokens for row in core.receipt(0)} == {0: 0, 1: 40}
+
+
+def test_slots_that_a_lost_state_had() -> None:
+    """The job was scaled up and down again after the state: what slot 3 gave is in the records."""
+    state, receipts = trained()
+    told = report(counts(1, 0, 40), counts(1, 0, 40))
+    header = ev.PushHeader(3, 9, 0, 1, 1, 1, 0, 0, 1, 4, 4, 40, 1.0, "float32", "L", told)
+    more = replace(receipts[1][0], slot=4, tenure=7, merged_tokens=50, tenure_tokens=50)
+    core = Core(CONFIG, state, 2, 0.0, 0.0)
+    core.foresee([header], [(*receipts[1], more)])
+    core.recover(0, 1, [header], 1)
+    core.take_over(1, 1, 1, (*receipts[1], more), 1)
+    core.start(0.0, (1, 1))
+    assert core.ledger is not None and core.ledger.check() == []
+    assert [row["merged"] for row in core.ledger.rows()] == [40, 150]
+    assert [slot.retired for slot in core.members.slots] == [False, False, True, True, True]
+    assert [row.slot for row in core.receipt(1)] == [0, 1, 4]
 
 
 def settled_without_it() -> dict[str, Any]:
@@ -362,8 +379,21 @@ def test_merges_in_the_store_tell_which_epochs_settled() -> None:
     core.recover(1, 1, [header], 2)
     core.start(0.0, (1, 2))
     core.handle(a_join(11, 1, held=HELD), 0.0)
-    actions = core.handle(a_join(12, 0, held=((2, 0), (2, 1)), settled=(2, 2)), 0.0)
+    actions = core.handle(a_join(12, 0, held=((2, 0), (2, 0)), settled=(1, 1)), 0.0)
     assert core.settled == 3 and not of(actions, ev.AskBase), "given up"
+
+
+def test_a_version_of_an_epoch_that_did_not_know_what_had_settled_is_not_taken() -> None:
+    """Epoch 3 began from a store that had forgotten that epoch 2 went on without version 1."""
+    life = Life(trained()[0], 4, (1, 1))
+    life.join(11, 0, held=((3, 1), (3, 0)), settled=(1, 1))
+    assert life.core.settling
+    actions = life.join(12, 1, held=((2, 0), (2, 0)), settled=(2, 2))
+    assert life.core.settled == 4 and not of(actions, ev.AskBase), "given up"
+    life = Life(trained()[0], 4, (1, 1))
+    life.join(11, 0, held=((3, 1), (3, 0)), settled=(2, 2))
+    actions = life.join(12, 1, held=((2, 0), (2, 0)), settled=(2, 2))
+    assert [ask.epoch for ask in of(actions, ev.AskBase)] == [3]
 
 
 @pytest.mark.parametrize(("tenure", "continuing"), [(0, True), (1, True), (3, False)])
