@@ -1,7 +1,7 @@
 """A real API server judges jobs as `diloco validate` does: same verdict, same field named.
 
-tests/wrong_jobs.py has the cases. Most requests are dry runs; what must be there to be edited
-belongs to a cluster of another name, so that an operator leaves it alone.
+tests/wrong_jobs.py has the cases. Most requests are dry runs; while jobs are there to be edited an
+operator that is installed has no replica, for it would write their status.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from wrong_jobs import (
 )
 
 from .clusters import ROOT, Cluster, until
+from .conftest import SYSTEM
 
 pytestmark = [pytest.mark.ci, pytest.mark.timeout(300)]
 
@@ -444,7 +445,22 @@ def elsewhere(name: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def started(api: Api) -> Iterator[tuple[str, str]]:
+def nobody_acts(bare_cluster: Cluster) -> Iterator[None]:
+    there = bare_cluster.api(f"/apis/apps/v1/namespaces/{SYSTEM}/deployments/diloco-operator") is not None
+    name = "deploy/diloco-operator"
+    if there:
+        bare_cluster.kubectl("scale", name, "-n", SYSTEM, "--replicas=0")
+        pods = f"/api/v1/namespaces/{SYSTEM}/pods"
+        label = "app.kubernetes.io/name=diloco-operator"
+        until("the operator is gone", lambda: not bare_cluster.items(pods, label), 60)
+    yield
+    if there:
+        bare_cluster.kubectl("scale", name, "-n", SYSTEM, "--replicas=1")
+        bare_cluster.kubectl("rollout", "status", name, "-n", SYSTEM, "--timeout=60s")
+
+
+@pytest.fixture(scope="module")
+def started(api: Api, nobody_acts: None) -> Iterator[tuple[str, str]]:
     """Two jobs that are there: one that has not started, and one that has."""
     fresh, running = (f"crd-{word}-{random.randrange(10**6)}" for word in ("fresh", "running"))
     for name in (fresh, running):
