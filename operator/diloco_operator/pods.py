@@ -22,7 +22,10 @@ from .types import Object
 
 USER = 65532
 GRACE_SECONDS = 30
+SPARED_SECONDS = 5
+"""Of the grace period, what a learner's drain leaves for the process to end."""
 TOLERATION_SECONDS = 20
+DRAIN = "DILOCO_DRAIN_SECONDS"
 START_SECONDS = 3600
 """How long a program may take to open its port: reading a store, loading data, compiling."""
 
@@ -73,7 +76,7 @@ def _learner_protected(spec: JobSpec) -> Protected:
     return Protected(
         container="learner",
         labels=_LABELS,
-        env={item["name"] for item in _worker_env("learner", "x", True)},
+        env={DRAIN, *(item["name"] for item in _worker_env("learner", "x", True))},
         # The work directory's volume (`work`) may be another one: it is scratch.
         mounts=(names.SETTINGS_PATH, names.CREDENTIALS_PATH, names.DATA_PATH, "/tmp"),
         volumes=("settings", "credentials", "tmp"),
@@ -120,10 +123,11 @@ def syncer(job: Job, image: str, pull: str) -> Object:
     container["ports"] = [
         _port("sync", names.SYNC_PORT), _port("control", names.CONTROL_PORT), _port("http", names.HTTP_PORT),
     ]  # fmt: skip
-    live: Object = {"httpGet": {"path": "/healthz", "port": "http"}}
-    container["startupProbe"] = live | _probe(2, START_SECONDS // 2)
-    container["livenessProbe"] = live | _probe(10, 6)
-    container["readinessProbe"] = {"tcpSocket": {"port": "sync"}} | _probe(2, 3)
+    # Not the sync port: it is bound before the store is read, and a kubelet has no certificate to show there.
+    ready: Object = {"httpGet": {"path": "/readyz", "port": "http"}}
+    container["startupProbe"] = ready | _probe(2, START_SECONDS // 2)
+    container["livenessProbe"] = {"httpGet": {"path": "/healthz", "port": "http"}} | _probe(10, 6)
+    container["readinessProbe"] = ready | _probe(2, 3)
     return _template(job, "syncer", container, volumes, [spec.syncer.pod_template], syncer_inputs(spec))
 
 
@@ -133,7 +137,19 @@ def learner(job: Job, region: RegionSpec, image: str, pull: str) -> Object:
     container = _worker(job, "learner", image, pull, region.name)
     patches = [spec.learners.pod_template, region.pod_template]
     volumes = _worker_volumes(job)
-    return _template(job, "learner", container, volumes, patches, learner_inputs(spec), region.name)
+    template = _template(job, "learner", container, volumes, patches, learner_inputs(spec), region.name)
+    _drains_in_time(template["spec"])
+    return template
+
+
+def _drains_in_time(pod: Object) -> None:
+    """Bounds the drain by the grace period that the pod has, the user's or ours: a learner that is killed
+    while it still offers its work has not said which of it is nobody's."""
+    grace = pod.get("terminationGracePeriodSeconds")
+    seconds = max(1, (grace if isinstance(grace, int) else GRACE_SECONDS) - SPARED_SECONDS)
+    for container in pod["containers"]:
+        if container["name"] == "learner":
+            container["env"].append({"name": DRAIN, "value": str(seconds)})
 
 
 def evaluator(job: Job, image: str, pull: str) -> Object:

@@ -144,6 +144,14 @@ def test_the_syncer() -> None:
     from diloco_syncer.__main__ import _parser
 
     _parser().parse_args(command[3:])
+    # The sync port is bound before the store is read, and under TLS no kubelet could ask there.
+    main = container(deployment["spec"]["template"])
+    probed = {p: main[p]["httpGet"] for p in ("startupProbe", "readinessProbe", "livenessProbe")}
+    assert {p: page["path"] for p, page in probed.items()} == {
+        "startupProbe": "/readyz", "readinessProbe": "/readyz", "livenessProbe": "/healthz",
+    }  # fmt: skip
+    ports = {port["name"]: port["containerPort"] for port in main["ports"]}
+    assert {ports[page["port"]] for page in probed.values()} == {7702}
 
 
 def test_the_environment_of_workers_is_one_that_they_read(tmp_path: Any, monkeypatch: Any) -> None:
@@ -162,8 +170,25 @@ def test_the_environment_of_workers_is_one_that_they_read(tmp_path: Any, monkeyp
         settings = WorkerSettings.from_environment({**said, "DILOCO_JOB_FILE": str(path)})
         assert settings.role == role and settings.idle_at_end and settings.syncer_file
         assert settings.process.startswith("9dd40b1da071fc6c86cba85f37bee35c")
+        assert settings.drain_seconds == (25 if role == "learner" else None)
         if role == "learner":
             assert (settings.region, settings.ordinal) == ("local", 2)
+
+
+@pytest.mark.parametrize(("grace", "seconds"), [(None, 25), (120, 115), (3, 1)])
+def test_a_learner_drains_within_its_grace_period(grace: int | None, seconds: int) -> None:
+    """Also a program of the user's own, and where a region's template has the last word."""
+    template = {"spec": {"terminationGracePeriodSeconds": grace}} if grace is not None else {}
+    region = {"name": "local", "learners": 1, "podTemplate": template}
+    learners = {
+        "command": ["mine"],
+        "podTemplate": {"spec": {"containers": [{"name": "side", "image": "i"}]}},
+    }
+    made = everything(job(learners=learners, regions=[region]))
+    pod = made[names.stateful_set("job", "local")]["spec"]["template"]
+    assert environment(pod)["DILOCO_DRAIN_SECONDS"] == str(seconds)
+    assert pod["spec"]["terminationGracePeriodSeconds"] == (grace or 30) > seconds
+    assert "env" not in pod["spec"]["containers"][1]
 
 
 def test_learners_command_is_the_containers() -> None:
