@@ -30,6 +30,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.e2e)
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Of a run that takes an hour, a failure at once."""
+    if report.failed:
+        print(f"\n{report.when} of {report.nodeid} FAILED:\n{str(report.longrepr)[-4000:]}", flush=True)
+
+
 def images() -> tuple[str, ...]:
     return tuple(f"diloco-{role}:{VERSION}" for role in ("operator", "syncer", "worker"))
 
