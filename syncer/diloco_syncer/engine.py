@@ -48,7 +48,7 @@ from diloco_syncer.payloads import Payloads
 from diloco_syncer.reading import StoreUnusable
 from diloco_syncer.records import Array
 from diloco_syncer.relay import Relay
-from diloco_syncer.report import report
+from diloco_syncer.report import present_report
 from diloco_syncer.sessions import Sessions
 from diloco_syncer.store import HigherEpoch, NotThere
 from diloco_syncer.tape import Tape, TapeError
@@ -121,6 +121,7 @@ class Engine:
         self.why = ""  # of the outcome, for people
         self.stay = False  # serve on after the job's end, until told to stop
         self.report_fetched = False
+        self.final_report: dict[str, Any] | None = None  # once the job has ended
         self._numbers = 0  # of events
         self._merge_number = restored.number
         self._actions: deque[tuple[int, tuple[Broadcast, ...], ev.Action]] = deque()
@@ -396,8 +397,10 @@ class Engine:
     async def _end(self, phase: PhaseName, again: bool = False) -> None:
         """The job has ended: checkpoint, let everybody hear of it, stop (or serve on). ``again``: it
         had ended before this process began, whose report stays if it was written."""
-        document = report(self)
-        if not again or not await asyncio.to_thread(self._reported, document["outcome"]):
+        document = present_report(self)
+        earlier = await asyncio.to_thread(self._reported, document["outcome"]) if again else None
+        self.final_report = earlier or document
+        if earlier is None:
             await self.checkpoint()
             text = json.dumps(document, indent=1).encode()
             await self.durably(self.checkpoints.store.replace, "report.json", text)
@@ -411,13 +414,13 @@ class Engine:
             await asyncio.sleep(0.05)
         self.stop(1 if phase is PhaseName.FAILED else 0, f"{phase.value}: {self.core.phase_message}")
 
-    def _reported(self, outcome: str) -> bool:
-        """Whether the store has a report of this end."""
+    def _reported(self, outcome: str) -> dict[str, Any] | None:
+        """The store's report of this end; None: it has none."""
         try:
             found = json.loads(self.checkpoints.store.read("report.json", MAX_REPORT))
         except (NotThere, OSError, ValueError):
-            return False  # it is written anew, and a store that fails says so then
-        return isinstance(found, dict) and found.get("outcome") == outcome
+            return None  # it is written anew, and a store that fails says so then
+        return found if isinstance(found, dict) and found.get("outcome") == outcome else None
 
     # ------------------------------------------------------------- merges
 

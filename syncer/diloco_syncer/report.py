@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from diloco_protocol.spec import spec_digest
-from diloco_syncer.events import PhaseName
+from diloco_syncer.events import ENDED, PhaseName
 
 if TYPE_CHECKING:
     from diloco_syncer.engine import Engine
@@ -67,7 +67,15 @@ def status(engine: Engine) -> dict[str, Any]:
 
 
 def report(engine: Engine) -> dict[str, Any]:
-    """report.json without ``faults``, which whoever causes and sees them knows.
+    """report.json without ``faults``, which whoever causes and sees them knows: as it stands, and of a job
+    that has ended what the store has of its end, whoever asks and however often."""
+    if engine.final_report is not None and engine.core.phase in ENDED:
+        return engine.final_report
+    return present_report(engine)
+
+
+def present_report(engine: Engine) -> dict[str, Any]:
+    """The report as it stands.
 
     ``restarts`` counts the syncers that this store has had before this one, those of
     earlier runs included. ``outcome`` of a job that has not ended, or was suspended, is interrupted.

@@ -110,9 +110,15 @@ async def test_a_complete_job_is_served_again_by_a_new_syncer(tmp_path: Path) ->
         await until(lambda: (syncer.store / "report.json").exists())
         before, versions = await model(syncer)
         report = json.loads((syncer.store / "report.json").read_text())
+        # However much is asked of it since, and by whichever process it is served.
+        assert json.loads(syncer.get("/report")) == report
         await client.close()
         syncer.kill()
         syncer.start(*STAY)
+        await until(lambda: json.loads(syncer.get("/report")) == report)
+        calls = control(syncer)
+        assert await calls.call("report") == report
+        await calls.close()
         status = syncer.status()
         assert (status["phase"], status["epoch"], status["step"]) == ("complete", 2, 3)
         after, again = await model(syncer)
