@@ -403,7 +403,8 @@ class World:
             well = [n for n, ok in self.nodes.items() if ok]
             # The claim is ReadWriteOncePod: while one pod has it, no other is placed.
             taken = pod.role == "syncer" and any(
-                p is not pod and p.obj["spec"].get("nodeName") for p in self.of("syncer")
+                p is not pod and p.obj["spec"].get("nodeName") and p.obj["status"]["phase"] != "Failed"
+                for p in self.of("syncer")
             )
             if pod.name in self.unschedulable or not well or taken:
                 status["conditions"] = [

@@ -21,7 +21,9 @@ ROLLING = ("RollingOut", "RolloutStopped")
 CAUSES = 3
 """So many pods are named; of more there is the number."""
 START_PATIENCE = 10.0
-"""Seconds for which a pod that is being made or started is nothing to tell."""
+"""Seconds for which a pod that is being made or started, or should be gone, is nothing to tell."""
+JOIN_PATIENCE = 60.0
+"""Likewise one that runs and is not with the syncer."""
 
 
 @dataclass(slots=True)
@@ -151,7 +153,7 @@ def _cause(view: View, region: RegionSpec, ordinal: int, pod: Pod | None, nodes:
     if pod.name in nodes.said:
         return nodes.said[pod.name]
     if pod.terminating:
-        return ""
+        return _stuck(view, pod)
     if pod.obstacle is not None:
         slow = pod.obstacle.kind in ("volume", "other")
         if not slow or view.lasting(f"slow {pod.uid}") > START_PATIENCE:
@@ -163,7 +165,30 @@ def _cause(view: View, region: RegionSpec, ordinal: int, pod: Pod | None, nodes:
     slot = view.slot_of(pod)
     if slot is not None and slot.state == "lost" and pod.ready:
         return "it runs, and the syncer does not hear it"
-    return ""
+    return _apart(view, pod)
+
+
+def _stuck(view: View, pod: Pod) -> str:
+    """Why a pod that should be gone is not, though its node is well: its successor waits for that."""
+    assert pod.leaves_at is not None
+    if not view.stuck(pod) or view.lasting(f"slow {pod.uid}") <= START_PATIENCE:
+        return ""
+    return (
+        f"it was to be gone by {stamp(pod.leaves_at)} and is not, and its successor waits for that: look at "
+        f"its finalizers{f' and at the kubelet of node {pod.node}' if pod.node else ''}"
+    )
+
+
+def _apart(view: View, pod: Pod) -> str:
+    """That a learner runs and does not come to the syncer. Timed per epoch: a syncer that has just come
+    back has seen nobody."""
+    slot, document = view.slot_of(pod), view.document
+    there = view.standing_by(pod) or (slot is not None and slot.holding)
+    judged = document is not None and document.get("phase") in ("waiting", "training", "holding")
+    fact = f"apart {pod.uid} {(document or {}).get('epoch')}"
+    if view.lasting(fact, judged and pod.running and not there) <= JOIN_PATIENCE:
+        return ""
+    return f"it runs, and has not joined the syncer: its log says why (kubectl logs {pod.name})"
 
 
 def _refused(view: View, pod: Pod) -> str:

@@ -73,7 +73,7 @@ def rest(view: View) -> None:
     memory.seen.clear()
     memory.followed.clear()
     memory.backoff.clear()
-    for fact in [f for f in memory.since if f.partition(" ")[0] in ("silent", "unknown")]:
+    for fact in [f for f in memory.since if f.partition(" ")[0] in ("silent", "apart", "unknown")]:
         del memory.since[fact]
     uids = {pod.uid for pod in view.pods}
     memory.own_deletions &= uids
@@ -164,7 +164,9 @@ def _gone(
         return  # it was told when it was done
     if not before.started:
         return  # nothing was lost
-    excused = before.excused
+    # An evicted syncer's pod stays as Failed beside its successor, and may be seen so for the first time now.
+    left = next((pod for pod in view.pods if pod.uid == before.uid), None)
+    excused = before.excused or (left.excused if left is not None else "")
     why = excused or before.cause or "it was deleted"
     there = "its successor is there" if successor is not None else "its successor is being made"
     if not excused:
@@ -177,6 +179,8 @@ def _crashed(view: View, pod: Pod, before: Sighting, out: Outcome) -> None:
     end = pod.last_end
     if end is None or pod.terminating or pod.uid in view.memory.own_deletions:
         return  # it was told to go, and went
+    if pod.excused:
+        return  # as when its node's kubelet evicts it: told, and not counted, when it is gone
     view.memory.followed[place] = (view.memory.followed.get(place, (view.now, ""))[0], before.process)
     who = "The syncer" if pod.role == SYNCER else f"Learner {pod.name}"
     said = f"{who}: {end}."
@@ -319,6 +323,6 @@ def _forget(view: View) -> None:
         for place in [p for p in known if p not in places]:
             del known[place]
     memory.own_deletions &= uids | {seen.uid for seen in memory.seen.values()}
-    by_uid = ("silent", "slow")
+    by_uid = ("silent", "slow", "apart")
     for fact in [f for f in memory.since if f.partition(" ")[0] in by_uid and f.split()[1] not in uids]:
         del memory.since[fact]

@@ -635,6 +635,43 @@ def test_a_silent_learner_is_replaced() -> None:
     idle(world)
 
 
+def test_a_learner_that_never_joins_is_told_and_left_alone() -> None:
+    """As one that cannot reach the syncer: a new pod could not either."""
+    world = started()
+    world.delete_pod("job-local-2", force=True)
+    world.run(0.5)
+    successor = world.named("job-local-2")
+    assert successor is not None
+    world.deaf = {successor.uid}
+    world.run(40)
+    assert successor.running and "cause" not in {k for k, v in world.region().items() if v}
+    world.run(40)
+    assert "job-local-2: it runs, and has not joined" in world.region()["cause"]
+    assert world.truth("Degraded") == "True" and world.truth("Ready") == "True" and not world.taken
+    world.deaf = set()
+    world.until(World.whole)
+    assert world.truth("Degraded") == "False" and world.told("LearnerReplaced") == 1
+    idle(world)
+
+
+def test_a_pod_that_should_be_gone_is_named() -> None:
+    """Its node is well: it is held by a finalizer, or its kubelet hangs."""
+    world = started()
+    pod = world.named("job-local-1")
+    assert pod is not None
+    world.delete_pod("job-local-1")
+    pod.obj["drained_at"] = world.now + 1000
+    world.run(40)
+    assert not world.region()["cause"]
+    world.run(20)
+    cause = world.region()["cause"]
+    assert "job-local-1" in cause and "finalizers" in cause and pod.obj["spec"]["nodeName"] in cause
+    pod.obj["drained_at"] = world.now
+    world.until(World.whole)
+    assert world.truth("Degraded") == "False"
+    idle(world)
+
+
 def test_a_region_that_nobody_hears_is_not_deleted_empty() -> None:
     """All are silent, as when a network is cut: one at a time, more and more slowly."""
     world = started(3)
@@ -686,6 +723,27 @@ def test_preempted_learners_are_not_counted() -> None:
     world.until(lambda w: w.told("LearnerReplaced") == 1)
     assert not world.status.get("replacements")
     assert any("higher priority" in e.message for _, e in world.events)
+
+
+@pytest.mark.parametrize("role", ["learner", "syncer"])
+def test_pods_that_their_node_evicts_are_not_counted(role: str) -> None:
+    """The kubelet ends the container and leaves the pod Failed: that is no crash."""
+    world = started()
+    pod = world.of(role)[0]
+    ended = {"exitCode": 137, "reason": "Error", "finishedAt": "2023-11-14T22:13:21Z"}
+    pod.container["state"] = {"terminated": ended}
+    pod.obj["status"] |= {"phase": "Failed", "reason": "Evicted"}
+    world._condition(pod, "DisruptionTarget", True, "TerminationByKubelet")
+    if role == "syncer":
+        world.syncer.pod = ""
+    if role == "learner":  # whose StatefulSet takes it away at once
+        world.turn()
+    kind = "Syncer" if role == "syncer" else "Learner"
+    world.until(lambda w: w.told(f"{kind}Replaced") == 1, 60)
+    world.until(World.whole)
+    assert not world.status.get("replacements") and world.told(f"{kind}Crashed") == 0
+    assert world.told(f"{kind}Lost") == 1
+    assert any("to save resources" in event.message for _, event in world.events)
 
 
 def test_children_deleted_by_hand_come_back() -> None:
