@@ -123,7 +123,11 @@ RUN python -c 'import diloco_protocol.blocks, diloco_protocol.codec, diloco_sync
  && test -n "$(find "${NUMBA_CACHE_DIR}" -name '*.nbi')"
 
 # ------------------------------------------------------------------ images
+# Nothing is installed into the operator any more, and nothing built in the syncer: what the base has for that
+# goes. pip stays in syncer and worker, for images of your own that begin with them.
 FROM common AS operator
+RUN python -m pip uninstall -y -q --root-user-action=ignore setuptools wheel pip \
+ && rm -rf /usr/local/bin/pip* /usr/local/lib/python3*/ensurepip
 COPY --from=operator-install /install /usr/local
 COPY --from=code /install /usr/local
 USER 65532:65532
@@ -136,6 +140,7 @@ LABEL org.opencontainers.image.title="diloco-operator" \
       org.opencontainers.image.licenses="Apache-2.0"
 
 FROM compute AS syncer
+RUN python -m pip uninstall -y -q --root-user-action=ignore setuptools wheel
 COPY --from=code /install /usr/local
 COPY --from=kernels /usr/local/share/diloco/kernels /usr/local/share/diloco/kernels
 USER 65532:65532
