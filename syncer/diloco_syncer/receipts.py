@@ -36,7 +36,6 @@ from diloco_syncer.job import Job
 from diloco_syncer.ledger import Cell, Ledger
 from diloco_syncer.membership import Slot, SlotState
 
-
 MOST_SLOTS = 4096  # more than a receipt has room for
 
 
