@@ -20,7 +20,11 @@ from diloco_protocol import sync_pb2, sync_pb2_grpc
 from diloco_protocol.credentials import sign_call
 address, keys = sys.argv[1], [bytes.fromhex(k) if k else b"" for k in sys.argv[2:]]
 with grpc.insecure_channel(address) as channel:
-    grpc.channel_ready_future(channel).result(timeout=5)
+    try:
+        grpc.channel_ready_future(channel).result(timeout=5)
+    except grpc.FutureTimeoutError:
+        print("unreachable")
+        sys.exit()
     stub = sync_pb2_grpc.ControlStub(channel)
     for key in keys:
         try:
@@ -101,8 +105,10 @@ def test_pods_and_tokens(start: Any) -> None:
         "print(open('/etc/diloco/credentials/join-token', 'rb').read().strip().hex())",
     )[0]  # fmt: skip
     address = f"{syncer['status']['podIP']}:7701"
-    said = inside(job, learner["metadata"]["name"], CALL, address, token, "00" * 32)
-    assert said == ["PERMISSION_DENIED"] * 2, said
+    digits = bytes.fromhex(token).decode()  # the token's own digits, read as a key
+    said = inside(job, learner["metadata"]["name"], CALL, address, token, digits, "00" * 32, "")
+    # Where the cluster enforces NetworkPolicies nobody even answers; that the port is served is seen below.
+    assert said in (["PERMISSION_DENIED"] * 4, ["unreachable"]), said
     # The learner's pod does not have the control key at all.
     with pytest.raises(CommandFailed):
         job.cluster.kubectl(
