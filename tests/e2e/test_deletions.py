@@ -126,6 +126,10 @@ def test_learners_are_deleted(cluster: Cluster, start: Any, count: int) -> None:
         assert {p: after[p] for p in survivors} == {p: before[p] for p in survivors}, "a survivor restarted"
         job.in_merges(3)
     job.exact()
+    # The operator has caught up. Its conditions are no sign of it, they stood while it was away; what it
+    # writes about once a minute is.
+    trained = job.training()["tokens"]["trained"]
+    until("the operator tells of now", lambda: job.status()["progress"]["tokens"] >= trained, 150)
     job.wait_condition("Ready", timeout=60)
     (ROOT / "build" / "e2e").mkdir(parents=True, exist_ok=True)
     (ROOT / "build" / "e2e" / f"deletions-{count}.json").write_text(

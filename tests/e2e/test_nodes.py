@@ -10,6 +10,7 @@ import pytest
 
 from .clusters import Cluster, until
 from .jobs import Job, pod_template, wall
+from .test_syncer_pod import tape
 
 FAR = 1  # the node that is lost; node 0 carries the control plane and, in these tests, the operator
 
@@ -115,11 +116,12 @@ def prefers_far(cluster: Cluster) -> dict[str, Any]:
     return template
 
 
+@pytest.mark.parametrize("loss", ["stop-node", "isolate"])
 @pytest.mark.timeout(600)
-def test_under_wait_it_is_told_and_comes_back(cluster: Cluster, start: Any, far_node: Any) -> None:
+def test_under_wait_it_is_told_and_comes_back(cluster: Cluster, start: Any, far_node: Any, loss: str) -> None:
     lose, back = far_node
     job = start(
-        "waiting",
+        f"wait-{loss.split('-')[0]}",
         sync={"heartbeat": {"intervalSeconds": 1, "timeoutSeconds": 5}},
         syncer={"podTemplate": on_node(cluster, 0, "syncer", "200m")},
         regions=[
@@ -130,7 +132,7 @@ def test_under_wait_it_is_told_and_comes_back(cluster: Cluster, start: Any, far_
     )
     job.in_merges(2)
     uid = job.pod(f"{job.name}-far-0")["metadata"]["uid"]  # type: ignore[index]
-    lose("stop-node")
+    lose(loss)
     node = cluster.nodes()[FAR]
     until(
         "status names the node",
@@ -150,9 +152,12 @@ def test_under_wait_it_is_told_and_comes_back(cluster: Cluster, start: Any, far_
     job.exact()
 
 
-@pytest.mark.parametrize("policy", ["ForceDelete", "Wait"])
+@pytest.mark.parametrize(
+    ("policy", "loss"),
+    [("ForceDelete", "stop-node"), ("ForceDelete", "isolate"), ("Wait", "stop-node")],
+)
 @pytest.mark.timeout(700)
-def test_the_syncers_node(cluster: Cluster, start: Any, far_node: Any, policy: str) -> None:
+def test_the_syncers_node(cluster: Cluster, start: Any, far_node: Any, policy: str, loss: str) -> None:
     lose, back = far_node
     template = prefers_far(cluster)
     template["spec"]["containers"] = pod_template("syncer", "200m")["spec"]["containers"]
@@ -160,7 +165,7 @@ def test_the_syncers_node(cluster: Cluster, start: Any, far_node: Any, policy: s
         template["spec"].pop("affinity")
         template["spec"]["nodeSelector"] = {"kubernetes.io/hostname": cluster.nodes()[FAR]}
     job = start(
-        f"hub-{policy.lower()}",
+        f"hub-{policy.lower()}-{loss.split('-')[0]}",
         syncer={"podTemplate": template},
         regions=[{"name": "near", "learners": 2, "podTemplate": on_node(cluster, 0, "learner", "300m")}],
         nodeLoss={"policy": policy, "afterSeconds": 10},
@@ -168,7 +173,7 @@ def test_the_syncers_node(cluster: Cluster, start: Any, far_node: Any, policy: s
     before = job.in_merges(2)
     assert job.syncer_pod()["spec"]["nodeName"] == cluster.nodes()[FAR]
     learners = job.identities()
-    lose("stop-node")
+    lose(loss)
     if policy == "Wait":
         found = job.wait_condition("SyncerReady", "False", timeout=150)
         assert cluster.nodes()[FAR] in until(
@@ -185,6 +190,9 @@ def test_the_syncers_node(cluster: Cluster, start: Any, far_node: Any, policy: s
     back()
     job.merging_on()
     job.exact()
+    # Also where the old one lived on, cut off, beside its successor and over the same volume.
+    epochs = [line["epoch"] for line in tape(job) if "epoch" in line and "version" in line]
+    assert epochs and epochs == sorted(epochs), "two syncers wrote at once"
 
 
 @pytest.mark.timeout(400)

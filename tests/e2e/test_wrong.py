@@ -126,6 +126,29 @@ def test_a_volume_that_does_not_bind(cluster: Cluster, start: Any) -> None:
 
 
 @pytest.mark.timeout(300)
+def test_a_storage_class_that_is_missing(cluster: Cluster, start: Any) -> None:
+    """The claim is made and does not bind; it does when the class comes."""
+    name = "diloco-e2e-absent"
+    job: Job = start(
+        "classless",
+        learners=1,
+        syncer={"storage": {"size": "1Gi", "storageClassName": name, "onDelete": "Delete"}},
+    )
+    try:
+        told(job, "classless-syncer is not bound", "storage")
+        classes = cluster.items("/apis/storage.k8s.io/v1/storageclasses")
+        mark = "storageclass.kubernetes.io/is-default-class"
+        default = next(c for c in classes if c["metadata"].get("annotations", {}).get(mark) == "true")
+        kept = ("apiVersion", "kind", "provisioner", "parameters", "reclaimPolicy", "volumeBindingMode")
+        made = {"apiVersion": "storage.k8s.io/v1", "kind": "StorageClass"}
+        made |= {key: value for key, value in default.items() if key in kept}
+        cluster.apply({**made, "metadata": {"name": name}})
+        job.in_merges(1, timeout=240)
+    finally:
+        cluster.kubectl("delete", "storageclass", name, "--ignore-not-found")
+
+
+@pytest.mark.timeout(300)
 def test_a_secret_that_is_missing(cluster: Cluster, start: Any) -> None:
     template = pod_template("learner", "300m")
     template["spec"]["containers"][0]["envFrom"] = [{"secretRef": {"name": "s3-keys"}}]
