@@ -38,6 +38,10 @@ def test_the_example_trains_to_its_end(cluster: Cluster, namespace: str, tmp_pat
     report = json.loads(path.read_text())
     assert report["outcome"] == "complete"
     assert report["tokens"]["trained"] >= 250_000
+    assert [row["slot"] for row in report["learners"] if row["merged_pushes"]] == [0, 1, 2], report[
+        "learners"
+    ]
+    assert len(report["eval_loss"]) >= 2, "the evaluator scored on the way, too"
     wanted = scalars(report)
     for key, value in status["report"].items():
         assert value == wanted[key], key
@@ -81,14 +85,25 @@ def held_out_loss(model: Path, document: dict[str, Any]) -> float:
     return total / count
 
 
+def shown(job: Job) -> dict[str, str]:
+    """The job's row of `kubectl get dj`, by column."""
+    head, row = job.cluster.kubectl("get", "dj", job.name, "-n", job.namespace).splitlines()
+    return dict(zip(head.split(), row.split(), strict=True))
+
+
 def test_what_people_see(cluster: Cluster, start: Any) -> None:
     """kubectl get, wait, describe as the README says them."""
-    job: Job = start("shown", tokens=60_000, learners=2)
+    job: Job = start("shown", tokens=1_000_000, learners=2)
     job.in_merges(2)
-    table = cluster.kubectl("get", "dj", "-n", job.namespace)
-    head, row = table.splitlines()[:2]
-    assert head.split() == ["NAME", "PHASE", "LEARNERS", "QUORUM", "STEP", "TOKENS", "LOSS", "GOODPUT", "AGE"]
-    assert row.split()[0] == "shown"
+    until(
+        "the table tells of both",
+        lambda: (
+            (row := shown(job))["LEARNERS"] == "2/2" and row["QUORUM"] == "2/1" and row["PHASE"] == "Running"
+        ),
+        30,
+    )
+    columns = ["NAME", "PHASE", "LEARNERS", "QUORUM", "STEP", "TOKENS", "LOSS", "GOODPUT", "AGE"]
+    assert list(shown(job)) == columns
     cluster.kubectl(
         "wait",
         "--for=condition=Complete",
@@ -98,6 +113,10 @@ def test_what_people_see(cluster: Cluster, start: Any) -> None:
         job.namespace,
         timeout=320,
     )
+    row = shown(job)
+    assert row["NAME"] == "shown" and row["PHASE"] == "Complete"
+    assert int(row["TOKENS"]) >= 1_000_000 and int(row["STEP"]) > 0
+    assert 0 < float(row["LOSS"]) < 5.6 and 0 < float(row["GOODPUT"]) <= 1  # ln 256 is 5.5
     told = cluster.kubectl("describe", "dilocojob", "shown", "-n", job.namespace)
     for word in ("Complete", "Events:", "Started"):
         assert word in told, told[-3000:]
