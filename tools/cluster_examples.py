@@ -42,7 +42,7 @@ def _learners(memory: str, more: str = "", mounts: str = "", image: str = "", co
             resources:
               requests: {{cpu: 250m, memory: {memory}}}
               limits: {{cpu: "1", memory: 2Gi}}
-            env: [{{name: OMP_NUM_THREADS, value: "1"}}]   # torch would count the node's cores{mounts}
+            env: [{{name: OMP_NUM_THREADS, value: "1"}}]   # one thread for one core{mounts}
 """
 
 

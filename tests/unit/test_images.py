@@ -1,8 +1,9 @@
-"""tools/images.sh without an engine: names, and what it says where it cannot go on."""
+"""The images without an engine: tools/images.sh where it cannot go on, and the Dockerfile as text."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import tomllib
 from pathlib import Path
@@ -55,3 +56,42 @@ def test_help_is_the_programs_head() -> None:
     assert done.returncode == 2
     assert "tools/images.sh build-one DIR TAG [DOCKERFILE]" in done.stdout
     assert "TORCH_INDEX" in done.stdout and "set -euo" not in done.stdout
+
+
+def stages() -> dict[str, tuple[str, list[str]]]:
+    """The Dockerfile's stages: name → what it begins from, and its instructions (continued lines joined)."""
+    found: dict[str, tuple[str, list[str]]] = {}
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+    for line in text.splitlines():
+        if begun := re.fullmatch(r"FROM (\S+) AS (\S+)", line):
+            lines: list[str] = []
+            found[begun[2]] = (begun[1], lines)
+        elif found and line and not line.startswith("#"):
+            lines.append(line)
+    return found
+
+
+def made_of(name: str, known: dict[str, tuple[str, list[str]]]) -> set[str]:
+    """The stages whose files an image may hold: those it begins from or copies from, and theirs."""
+    if name not in known:
+        return {name}
+    base, lines = known[name]
+    copied = [word[1] for line in lines if (word := re.match(r"COPY --from=(\S+) /(?!lists)", line))]
+    return {name}.union(*(made_of(other, known) for other in (base, *copied)))
+
+
+@pytest.mark.parametrize("role", ["operator", "syncer", "worker"])
+def test_an_image_is_labelled_runs_as_nobody_and_holds_what_its_role_needs(role: str) -> None:
+    known = stages()
+    lines = known[role][1]
+    (label,) = [line for line in lines if line.startswith("LABEL ")]
+    for word in (f'title="diloco-{role}"', 'version="${VERSION}"', 'licenses="Apache-2.0"', "description="):
+        assert f"org.opencontainers.image.{word}" in label
+    # The last user, and after it no step that would need another.
+    last = max(index for index, line in enumerate(lines) if line.startswith(("USER ", "RUN ", "COPY ")))
+    assert lines[last] == "USER 65532:65532"
+    assert f'ENTRYPOINT ["python", "-m", "diloco_{role}"]' in lines
+    parts = made_of(role, known)
+    assert ("torch-install" in parts) == (role == "worker"), parts
+    for line in (line for _, body in known.values() for line in body if "pip install" in line):
+        assert " -c /lists/lock " in line or "--no-index" in line, f"not pinned: {line}"
