@@ -173,6 +173,7 @@ class World:
         # faults
         self.bad_images: set[str] = set()
         self.crashing: dict[str, int] = {}
+        self.last_words = "the disk is on fire"  # of what crashes
         self.deaf: set[str] = set()
         self.quota: int | None = None
         self.syncer_silent = False
@@ -430,7 +431,7 @@ class World:
         status["phase"] = "Running"
 
     def _crash(self, pod: PodSim, code: int) -> None:
-        ended = {"exitCode": code, "reason": "Error", "message": "the disk is on fire",
+        ended = {"exitCode": code, "reason": "Error", "message": self.last_words,
                  "finishedAt": stamp(self.now)}  # fmt: skip
         pod.container["lastState"] = {"terminated": ended}
         pod.container["state"] = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off"}}

@@ -7,6 +7,8 @@ what is wrong in the words of the cluster and, where there is one, the cure.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +24,7 @@ _CONFIG = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunC
 _MOUNT_NOTES = ("FailedMount", "FailedAttachVolume", "FailedMapVolume")
 _START_NOTES = ("FailedCreatePodSandBox", "NetworkNotReady", "FailedPrepareDynamicResources")
 WORDS = 300
+_MESSAGE = re.compile(r'"message": ?("(?:[^"\\]|\\.)*")\}$')
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +178,21 @@ def _end(terminated: Mapping[str, Any]) -> End:
 
 
 def last_words(text: str) -> str:
-    """The last line that says something, shortened."""
+    """The last line that says something, shortened; of a JSON log line its message."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return shortened(lines[-1]) if lines else ""
+    return shortened(_message(lines[-1])) if lines else ""
+
+
+def _message(line: str) -> str:
+    """What a line of our programs' logs says. ``message`` is last in it (diloco_protocol.logs): of a long
+    line the kubelet keeps the end."""
+    found = _MESSAGE.search(line)
+    if found is None:
+        return line
+    try:
+        return str(json.loads(found[1]))
+    except ValueError:
+        return line
 
 
 def shortened(text: str, limit: int = WORDS) -> str:

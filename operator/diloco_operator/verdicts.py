@@ -37,6 +37,8 @@ _CURES = {
 }
 _REASONS = {"invalid": "Refused", "forbidden": "Forbidden", "quota": "QuotaExceeded", "other": "ApplyFailed",
             "conflict": "NameConflict"}  # fmt: skip
+REFUSED = 4
+"""With this exit code a learner ends that the syncer has refused for good."""
 # Without these nothing trains; the other kinds are good to have.
 _ESSENTIAL = frozenset(
     {"ConfigMap", "Secret", "Service", "PersistentVolumeClaim", "Deployment", "StatefulSet"}
@@ -249,11 +251,20 @@ def _hub(view: View, found: Findings, out: Conditions) -> None:
             for word in words
             if isinstance(word.get("refused"), dict) and word["refused"].get("reason") == "spec-drift"
         }
+        | _ended_by_drift(view)
     )
     if drifted:
         out.say("SpecDrift", True, "FieldsDiffer", shortened("; ".join(drifted), 1000))
     else:
         out.say("SpecDrift", False, "SameJob", "")
+
+
+def _ended_by_drift(view: View) -> set[str]:
+    """What learners said last that were refused for it: they end by that, and their page with them."""
+    away = [pod for pod in view.learners.values() if not pod.ready and not view.taking_part(pod)]
+    ends = [pod.last_end for pod in away if pod.last_end is not None and pod.last_end.code == REFUSED]
+    said = [end.words.partition("(spec-drift): ") for end in ends]
+    return {message for _, found, message in said if found}
 
 
 # ------------------------------------------------------------------ what is wrong

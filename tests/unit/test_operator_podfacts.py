@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from diloco_operator import podfacts
 from diloco_operator.podfacts import End
 from diloco_operator.types import Note
+from diloco_protocol import logs
 
 
 def pod(container: dict[str, Any] | None = None, **status: Any) -> dict[str, Any]:
@@ -178,3 +180,15 @@ def test_the_plain_facts() -> None:
 def test_last_words_are_one_short_line() -> None:
     assert podfacts.last_words("a\n\n  b  \n") == "b" and podfacts.last_words("\n") == ""
     assert len(podfacts.last_words("x" * 5000)) == podfacts.WORDS
+
+
+def test_last_words_of_a_json_log_are_its_message() -> None:
+    """As our programs log in a cluster. The head of a long line is not there: the kubelet keeps the end."""
+    said = 'training.model "x\\y" differ: äpply the same job\neverywhere'
+    formatter = logs.JsonLines({"job": "tiny", "region": "local", "ordinal": 1})
+    record = logging.LogRecord("a", logging.ERROR, "f", 1, "%s", (said,), None)
+    line = formatter.format(record)
+    assert line.startswith("{") and podfacts.last_words(f"before\n{line}\n") == " ".join(said.split())
+    assert podfacts.last_words(line[-100:]) == " ".join(said.split())
+    for other in ('{"message": 3}', '{"message": "a", "b": 1}', '"message": "\\q"}', "no message"):
+        assert podfacts.last_words(other) == other

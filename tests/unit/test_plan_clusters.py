@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from diloco_operator import names
@@ -70,6 +71,23 @@ def test_a_copy_that_differs_from_the_hubs() -> None:
     drift = world.condition("SpecDrift")
     assert drift["status"] == "True" and "training.model" in drift["message"]
     assert "training.model" in world.region("away")["cause"] and world.told("SpecDrift") == 1
+
+
+def test_a_copy_whose_learners_have_ended_by_its_difference() -> None:
+    """The syncer's refusal is for good, so a learner ends by it: its page is gone before it was read."""
+    world = Far(job_object(**SPREAD))
+    message = "training.model differ from the job's: apply the same job everywhere"
+    world.last_words = json.dumps(
+        {"level": "error", "message": f"refused by the syncer (spec-drift): {message}"}
+    )
+    world.crashing = {"job-away-0": 4, "job-away-1": 4}
+    joined, world.page = world.page, {**world.page, "connected": False, "slot": None}
+    world.run(30)
+    drift = world.condition("SpecDrift")
+    assert drift["status"] == "True" and drift["message"] == message and world.told("SpecDrift") == 1
+    assert message in world.region("away")["cause"] and "level" not in world.region("away")["cause"]
+    world.crashing, world.page = {}, joined
+    world.until(lambda w: w.truth("SpecDrift") == "False" and w.truth("Ready") == "True", 400)
 
 
 def test_the_end_that_learners_were_told_is_the_copys_too() -> None:
