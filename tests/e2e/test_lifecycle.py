@@ -76,8 +76,8 @@ def test_scaling_up_and_down(cluster: Cluster, start: Any) -> None:
     job.in_merges(5)
     now = job.identities()
     assert {name: now[name] for name in first} == first, "a learner restarted"
+    until("status says so", lambda: job.status()["learners"] == "5/5", 60)
     assert job.wait_condition("Ready", timeout=60)
-    assert job.status()["learners"] == "5/5"
     cluster.diloco("scale", job.name, "local=2", "-n", job.namespace)
     until("two learners", lambda: len(job.pods("learner")) == 2, 120)
     job.wait_training("two active", lambda d: d["quorum"]["active"] == 2, 120)
