@@ -92,6 +92,7 @@ class Syncer:
         self.seconds = {"merge": 0.0, "quorum": 0.0, "waited": 0.0}
         self.events: deque[dict[str, Any]] = deque(maxlen=500)
         self.report_fetched = False
+        self.final_report: dict[str, Any] | None = None
         self.learners: dict[str, Learner] = {}  # by pod UID
         self.evaluators: dict[str, int] = {}  # connection by pod UID
         self._connections: dict[int, Learner] = {}
