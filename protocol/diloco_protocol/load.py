@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
 import stat
 from collections.abc import Iterable, Sequence
@@ -32,6 +33,8 @@ __all__ = [
     "JobError", "Problem", "immutable_digests", "job_from_json", "job_from_object", "job_to_json",
     "job_warnings", "load_job", "load_manifest", "parse_job", "read_job", "spec_digest",
 ]  # fmt: skip
+
+log = logging.getLogger(__name__)
 
 MAX_JOB_BYTES = 4 * MAX_BYTES  # of the normal form, which has every default in it
 _SKIP_RULES = {"skip_rules": True}
@@ -169,8 +172,45 @@ def job_from_json(text: str | bytes) -> DiLoCoJob:
 
 def read_job(path: str | os.PathLike[str]) -> DiLoCoJob:
     """The job whose normal form is in the file, as runner and operator hand it to processes.
+
+    A job keeps the images with which it started, and an operator that was upgraded meanwhile writes every
+    field that it knows itself: what this version does not know is left out, and said in the log.
     Raises JobError; OSError where the file is not to be read, ``files.TooLarge`` among them."""
-    return job_from_json(read_bounded(path, MAX_JOB_BYTES))
+    text = read_bounded(path, MAX_JOB_BYTES)
+    try:
+        return job_from_json(text)
+    except JobError as error:
+        unknown: list[str] = []
+        try:
+            known = _known(DiLoCoJob, json.loads(text), (), unknown)
+        except (ValueError, RecursionError):
+            raise error from None
+        if not unknown:
+            raise
+        job = job_from_json(json.dumps(known))
+        log.warning(
+            "%s: this version does not know %s, which a newer one wrote: left out", path, ", ".join(unknown)
+        )
+        return job
+
+
+def _known(model: type[Spec], data: Any, path: Path, unknown: list[str]) -> Any:
+    """``data`` without the fields that the model does not have; their paths go into ``unknown``."""
+    if not isinstance(data, dict):
+        return data
+    fields, result = fields_by_alias(model), {}
+    for key, value in data.items():
+        field, here = fields.get(key), (*path, key)
+        if field is None:
+            unknown.append(dotted(here))
+            continue
+        inner, many = nested_model(field.annotation)
+        if inner is not None and many and isinstance(value, list):
+            value = [_known(inner, item, (*here, index), unknown) for index, item in enumerate(value)]
+        elif inner is not None and not many:
+            value = _known(inner, value, here, unknown)
+        result[key] = value
+    return result
 
 
 def _read(path: FilePath) -> str:

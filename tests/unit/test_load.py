@@ -536,3 +536,29 @@ def test_a_job_in_normal_form_is_read_from_a_file_within_a_bound(tmp_path: Path)
         read_job(path)
     with pytest.raises(FileNotFoundError):
         read_job(tmp_path / "absent")
+
+
+def test_what_a_newer_operator_wrote_is_left_out_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pod of a job that started before an upgrade. Everywhere else unknown fields are refused."""
+    path = tmp_path / "job.json"
+    learners = {"podTemplate": {"spec": {"containers": [{"name": "learner", "newer": 1}]}}}
+    job = job_from_object({**json.loads(json.dumps(parse(MINIMAL).value)), "metadata": {"name": "tiny"}})
+    written = json.loads(job_to_json(job))
+    written["spec"]["learners"] |= learners
+    job = job_from_json(json.dumps(written))
+    written["spec"]["pace"] = None
+    written["spec"]["regions"][0]["climate"] = {"warm": True}
+    written["spec"]["training"]["model"]["lora2"] = {}
+    path.write_text(json.dumps(written))
+    assert read_job(path) == job and job.spec.learners.pod_template == learners["podTemplate"]
+    for name in ("spec.pace", "spec.regions.0.climate", "spec.training.model.lora2"):
+        assert name in caplog.text
+    with pytest.raises(JobError, match=r"3 problems|pace"):
+        job_from_json(json.dumps(written))
+    written["spec"]["sync"]["quorum"] = 99
+    path.write_text(json.dumps(written))
+    with pytest.raises(JobError, match=r"sync\.quorum") as error:
+        read_job(path)
+    assert [problem.path for problem in error.value.problems] == ["spec.sync.quorum"]
