@@ -23,6 +23,8 @@ _CONFIG = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunC
                      "PreCreateHookError", "PreStartHookError", "PostStartHookError"})  # fmt: skip
 _MOUNT_NOTES = ("FailedMount", "FailedAttachVolume", "FailedMapVolume")
 _START_NOTES = ("FailedCreatePodSandBox", "NetworkNotReady", "FailedPrepareDynamicResources")
+_ABSENT = re.compile(r'\b(secret|configmap)s? "([^"]+)" not found')
+_KINDS = {"secret": "Secret", "configmap": "ConfigMap"}
 WORDS = 300
 _MESSAGE = re.compile(r'"message": ?("(?:[^"\\]|\\.)*")\}$')
 
@@ -252,7 +254,7 @@ def _obstacle(
     ):
         message = _newest(notes, reasons)
         if message:
-            return Obstacle(kind, f"{said}: {shortened(message)}", _missing_secret(message))
+            return Obstacle(kind, f"{said}: {shortened(message)}{_cure(message)}", _missing_secret(message))
     return None
 
 
@@ -273,7 +275,7 @@ def _waiting(container: Mapping[str, Any], waiting: Mapping[str, Any] | None, wh
             "check its name, and imagePullSecrets if its registry asks for them",
         )
     if reason in _CONFIG:
-        return Obstacle("config", f"{prefix}{message} ({reason})", _missing_secret(message))
+        return Obstacle("config", f"{prefix}{message} ({reason}){_cure(message)}", _missing_secret(message))
     if reason == "CrashLoopBackOff":
         ended = (container.get("lastState") or {}).get("terminated")
         said = str(_end(ended)) if ended is not None else message
@@ -284,6 +286,13 @@ def _waiting(container: Mapping[str, Any], waiting: Mapping[str, Any] | None, wh
 def _newest(notes: list[Note], reasons: Iterable[str]) -> str:
     fitting = [note for note in notes if note.reason in reasons]
     return max(fitting, key=lambda note: note.time).message if fitting else ""
+
+
+def _cure(message: str) -> str:
+    found = _ABSENT.search(message)
+    if found is None:
+        return ""
+    return f"; create the {_KINDS[found[1]]} {found[2]}, or correct its name in the job"
 
 
 def _missing_secret(message: str) -> str:

@@ -153,7 +153,7 @@ def test_a_secret_that_is_missing(cluster: Cluster, start: Any) -> None:
     template = pod_template("learner", "300m")
     template["spec"]["containers"][0]["envFrom"] = [{"secretRef": {"name": "s3-keys"}}]
     job: Job = start("nosecret", learners={"podTemplate": template}, regions=ONE)
-    told(job, "s3-keys")
+    told(job, "create the Secret s3-keys")
     cluster.kubectl("create", "secret", "generic", "s3-keys", "-n", job.namespace, "--from-literal=A=b")
     job.in_merges(1, timeout=240)
 
