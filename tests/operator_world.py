@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_operator import names
-from diloco_operator.job import stamp
+from diloco_operator.job import seconds, stamp
 from diloco_operator.plan import plan
 from diloco_operator.types import (
     Asked,
@@ -647,7 +647,8 @@ class World:
             taken.setdefault(pod.region, []).append(pod)
         working = 0
         for region, pods in taken.items():
-            others = [p for p in self.of("learner") if p.region == region and p.terminating]
+            others = [p for p in self.of("learner") if p.region == region and p.terminating
+                      and self.now <= seconds(p.obj["metadata"]["deletionTimestamp"]) + 5]  # fmt: skip
             wanted = next((r["learners"] + r.get("spares", 0) for r in self.job["spec"]["regions"]
                            if r["name"] == region), 0)  # fmt: skip
             others = [p for p in others if p.ordinal < wanted]

@@ -252,13 +252,14 @@ def _fence(view: View, out: Outcome, gone: set[str]) -> None:
 
 
 def _delete(view: View, region: str, out: Outcome) -> None:
-    """At most one pod of the region, and none while another is on its way."""
+    """At most one pod of the region, and none while another is on its way; one that is stuck on a lost node
+    may be so for ever, and is not waited for."""
     pods = [view.learners.get(view.place(region, i)) for i in range(view.wanted(region))]
     for told in (p for p in pods if p is not None and p.alive and p.uid in view.memory.own_deletions):
         # It was to be deleted and is not: the API server did not hear, or the watch does not know yet.
         out.deletes.append(Delete(Ref("Pod", told.name), told.uid, "it was to be deleted before"))
     silent = {pod.name for pod in pods if pod is not None and _silent(view, pod)}
-    if any(pod is None or view.leaving(pod) for pod in pods):
+    if any(pod is None or (view.leaving(pod) and not view.stuck(pod)) for pod in pods):
         return
     for pod in sorted((p for p in pods if p is not None), key=lambda p: (p.name not in silent, p.name)):
         why = ""

@@ -808,6 +808,24 @@ def test_under_wait_the_node_and_the_cures_are_named() -> None:
     assert world.truth("Degraded") == "False"
 
 
+def test_one_that_is_stuck_does_not_keep_others_from_being_replaced() -> None:
+    """Under Wait the region has a pod on its way out for as long as the node is lost."""
+    world = World(job_object(nodeLoss={"policy": "Wait", "afterSeconds": 10}), seed=3)
+    world.until(World.whole, 120)
+    victim = lost_learner(world)
+    node = victim.obj["spec"]["nodeName"]
+    world.lose(node)
+    world.run(70)
+    assert victim.terminating and victim.uid in world.pods
+    silent = next(p for p in world.of("learner") if p.obj["spec"]["nodeName"] != node)
+    world.deaf = {silent.uid}
+    world.run(120)
+    assert [name for _, name in world.taken] == [silent.name] and victim.uid in world.pods
+    world.until(lambda w: w.status["learners"] == f"{w.active()}/3" and w.active() >= 1, 60)
+    world.back(node)
+    world.until(World.whole)
+
+
 @pytest.mark.parametrize("policy", ["Wait", "ForceDelete"])
 def test_the_syncers_node(policy: str) -> None:
     world = World(job_object(nodeLoss={"policy": policy, "afterSeconds": 10}), seed=5)
