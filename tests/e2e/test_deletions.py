@@ -138,8 +138,11 @@ def test_learners_are_deleted(cluster: Cluster, start: Any, count: int) -> None:
     for name in ("gone", "fenced", "running", "joined", "merged", "slower"):
         values = [getattr(t, name) for t in timelines]
         print(f"{name:8} median {statistics.median(values):6.2f}  greatest {max(values):6.2f}")
-    worst = statistics.median(t.slower for t in timelines)
-    assert worst <= 1.15, f"survivors' steps took {worst:.2f} times as long (median of {count} deletions)"
+    slower = [t.slower for t in timelines]
+    shown = ", ".join(f"{value:.2f}" for value in slower)
+    # Each survivor at each deletion, in the run by hand; the machine of .ci/run may have other work.
+    worst = max(slower) if count == 10 else statistics.median(slower)
+    assert worst <= 1.15, f"survivors' steps took so many times as long after the deletions: {shown}"
 
 
 @pytest.mark.timeout(400)
