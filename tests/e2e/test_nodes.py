@@ -61,9 +61,11 @@ def test_a_learner_is_replaced_elsewhere(cluster: Cluster, start: Any, far_node:
         ],
         nodeLoss={"policy": "ForceDelete", "afterSeconds": 10},
     )
-    job.in_merges(2)
+    before = job.in_merges(2)
     old = job.pod(f"{job.name}-far-0")
     assert old is not None and old["spec"]["nodeName"] == cluster.nodes()[FAR]
+    theirs = old["metadata"]["uid"].replace("-", "")
+    lost = next(row for row in before["slots"] if row["process"].startswith(theirs))
     near = job.identities()[f"{job.name}-near-0"]
     began = wall()
     lose(loss)
@@ -80,7 +82,7 @@ def test_a_learner_is_replaced_elsewhere(cluster: Cluster, start: Any, far_node:
         150,
     )
     mine = new["metadata"]["uid"].replace("-", "")
-    job.wait_training(
+    document = job.wait_training(
         "the successor is in merges",
         lambda d: any(s["process"].startswith(mine) and s["merged_pushes"] for s in d["slots"]),
         120,
@@ -88,7 +90,6 @@ def test_a_learner_is_replaced_elsewhere(cluster: Cluster, start: Any, far_node:
     print(f"{loss}: replaced and in a merge {wall() - began:.1f} s after the node was lost")
     back()
     # The old incarnation, alive on the isolated node, does not take its place back.
-    theirs = old["metadata"]["uid"].replace("-", "")
     began = wall()
     while wall() < began + 20:
         rows = job.training()["slots"]
@@ -96,6 +97,15 @@ def test_a_learner_is_replaced_elsewhere(cluster: Cluster, start: Any, far_node:
         job.merging_on(merges=2)
     assert job.identities()[f"{job.name}-near-0"] == near
     assert job.training()["epoch"] == told["epoch"]
+    # And nothing that it pushed is in a merge since its successor has joined.
+    row = next(row for row in document["slots"] if row["process"].startswith(mine))
+    joined = next(
+        e["time"] for e in document["events"]
+        if e["kind"] == "joined" and (e["slot"], e["incarnation"]) == (row["slot"], row["incarnation"])
+    )  # fmt: skip
+    lines = [line for line in tape(job) if "responders" in line and line["time"] > joined]
+    pairs = {(r["slot"], r["incarnation"]) for line in lines for r in line["responders"]}
+    assert (row["slot"], row["incarnation"]) in pairs and (lost["slot"], lost["incarnation"]) not in pairs
     job.exact()
 
 
@@ -211,8 +221,9 @@ def test_training_goes_on_without_the_api_server(cluster: Cluster, start: Any) -
     until("the API server answers", lambda: cluster.nodes(), 60)
     after = job.wait_training("a status page", lambda d: True, 60)
     assert after["epoch"] == before["epoch"]
-    rate = (after["merges"] - before["merges"]) / (after["elapsed_seconds"] - before["elapsed_seconds"])
-    assert rate > 0.2, f"{rate:.2f} merges a second while it was gone"
+    times = [line["time"] - began for line in tape(job) if line.get("kind") == "merge"]
+    meanwhile = sum(5 <= moment <= 30 for moment in times)
+    assert meanwhile > 5, f"{meanwhile} merges in 25 seconds without it"
     assert job.identities() | job.identities("syncer") == pods
     job.merging_on()
     # The operator is with us again: it acts on what is asked of it now.
