@@ -78,13 +78,13 @@ def _look(view: View, pod: Pod, out: Lost) -> None:
             )
         return
     said = f"its node {pod.node} has been lost since {stamp(lost)}"
+    if policy.policy == "Wait":
+        out.said[pod.name] = f"{said}, and nodeLoss.policy is Wait: {cures}, or set ForceDelete"
+        return
     if not pod.terminating:
         out.said[pod.name] = said
         return
     assert pod.leaves_at is not None
-    if policy.policy == "Wait":
-        out.said[pod.name] = f"{said}, and nodeLoss.policy is Wait: {cures}, or set ForceDelete"
-        return
     waits = max(pod.leaves_at, lost + policy.after_seconds) - view.now
     shared = pod.role == "syncer" or not (volume := _own_volume(view, pod))
     if waits > 0:
