@@ -29,6 +29,7 @@ DRAIN = "DILOCO_DRAIN_SECONDS"
 START_SECONDS = 3600
 """How long a program may take to open its port: reading a store, loading data, compiling."""
 
+_POD: Object = {"name": "DILOCO_POD", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}}
 _SECURITY: Object = {
     "allowPrivilegeEscalation": False,
     "capabilities": {"drop": ["ALL"]},
@@ -65,7 +66,7 @@ def _syncer_protected() -> Protected:
     return Protected(
         container="syncer",
         labels=_LABELS,
-        env=(),
+        env=("DILOCO_POD",),
         mounts=(names.SETTINGS_PATH, names.CREDENTIALS_PATH, names.CONTROL_PATH, names.DATA_PATH, "/tmp"),
         volumes=("settings", "credentials", "control", "data", "tmp"),
         command="is the operator's: leave it out",
@@ -120,6 +121,7 @@ def syncer(job: Job, image: str, pull: str) -> Object:
         mounts.append(_mount("credentials", names.CREDENTIALS_PATH, True))
         volumes.append(_syncer_credentials(job))
     container = _container("syncer", image, pull, command, mounts)
+    container["env"] = [_POD]
     container["ports"] = [
         _port("sync", names.SYNC_PORT), _port("control", names.CONTROL_PORT), _port("http", names.HTTP_PORT),
     ]  # fmt: skip
@@ -284,7 +286,7 @@ def _worker_env(role: str, region: str | None, secure: bool) -> list[Object]:
         {"name": "DILOCO_JOB_FILE", "value": f"{names.SETTINGS_PATH}/job.json"},
         {"name": "DILOCO_SYNCER_FILE", "value": f"{names.SETTINGS_PATH}/address.json"},
         {"name": "DILOCO_ROLE", "value": role},
-        {"name": "DILOCO_POD", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}},
+        _POD,
         {"name": "DILOCO_WORKDIR", "value": names.DATA_PATH},
         {"name": "DILOCO_IDLE_AT_END", "value": "1"},
         {"name": "DILOCO_LOG_FORMAT", "value": "json"},

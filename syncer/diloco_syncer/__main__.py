@@ -129,6 +129,7 @@ def _serve(given: argparse.Namespace) -> int:
         threads=given.threads or min(16, usable_cores()),
         export=given.export,
         stay=given.stay,
+        pod=os.environ.get("DILOCO_POD", ""),
     )
     try:
         return asyncio.run(run(options))

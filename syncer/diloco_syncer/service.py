@@ -54,7 +54,7 @@ from diloco_syncer.export import check_loopback, export_pages
 from diloco_syncer.metrics import exposition
 from diloco_syncer.parameters import Parameters
 from diloco_syncer.report import report, status
-from diloco_syncer.store import DirectoryStore, Epoch, open_store
+from diloco_syncer.store import DirectoryStore, Epoch, HigherEpoch, open_store, successor
 from diloco_syncer.tape import Tape
 
 log = logging.getLogger(__name__)
@@ -78,6 +78,7 @@ class Options:
     export: str | None = None  # where the merged model is served; a loopback address
     stay: bool = False  # after the job's end serve on, until told to stop
     above: int = 0  # claim a higher epoch than this
+    pod: str = ""  # the UID of the pod that it runs in, if it does
 
 
 def _at(address: str, port: int) -> str:
@@ -161,14 +162,18 @@ def _listen(address: str, option: str) -> socket.socket:
 
 
 def _restore(options: Options, loop: asyncio.AbstractEventLoop) -> Engine:
-    """Everything from the store; blocks. Raises ``StoreUnusable``, ``FormatRefused``, OSError."""
+    """Everything from the store; blocks. Raises ``HigherEpoch``, ``StoreUnusable``, ``FormatRefused``,
+    OSError."""
     job = options.job
-    warm_up(job, options.threads)
     store = open_store(options.store)
+    if options.pod and (taken := successor(store, options.pod, time.time())):
+        raise HigherEpoch(f"{taken}: this one leaves it alone")
+    warm_up(job, options.threads)
     if isinstance(store, DirectoryStore):
         store.remove_leftovers()
-    claimant = json.dumps({"pid": os.getpid(), "host": os.uname().nodename, "time": time.time()}).encode()
-    epoch = Epoch.claim(store, claimant, options.above)
+    claimant = {"pid": os.getpid(), "host": os.uname().nodename, "time": time.time()}
+    claimant |= {"pod": options.pod} if options.pod else {}
+    epoch = Epoch.claim(store, json.dumps(claimant).encode(), options.above)
     checkpoints = Checkpoints(store, epoch, job.metadata.name, job.spec.syncer.checkpoint.keep)
     checkpoints.identify(immutable_digests(job) | _fixed(job))
     restored = checkpoints.load()

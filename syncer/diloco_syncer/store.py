@@ -16,6 +16,12 @@ syncer finds out that it was succeeded by asking for the name after its own
 check and the write a successor may appear; then the exclusive name decides: the
 record is there once, and the successor takes over what it finds.
 
+**Succeeded pods.** On a node that a cluster has lost a syncer may live on, and be started
+again by a kubelet that nobody reaches, with its store still within reach. It would claim
+epoch after epoch in turn with its successor. Pods come one after another and never come
+back, so a pod that has claimed an epoch leaves the store to one that came after it
+(``successor``), while that one claimed its last epoch less than ``LEAVE_SECONDS`` ago.
+
 All calls block; the syncer makes them in a thread. Errors of the medium are
 ``OSError`` (``DiskFull``, ``NotWritable`` where it is known which).
 """
@@ -23,6 +29,7 @@ All calls block; the syncer makes them in a thread. Errors of the medium are
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 from abc import ABC, abstractmethod
@@ -43,6 +50,11 @@ from diloco_protocol.files import (
 
 _NAME = re.compile(r"^[a-z0-9][a-z0-9._-]*(/[a-z0-9][a-z0-9._-]*)*$")
 _MAX_EPOCHS_TRIED = 1000
+_CLAIMS_READ = 200  # the newest
+_MAX_CLAIM_BYTES = 4096
+LEAVE_SECONDS = 600.0
+"""So long after its last claim a successor is given the store. Not for ever: of two pods the one that came
+first may have claimed last, and the other is gone."""
 
 
 class AlreadyThere(Exception):
@@ -313,6 +325,29 @@ class Epoch:
                 f"another syncer has claimed epoch {self.number + 1} of this store; this one has epoch "
                 f"{self.number} and stops"
             )
+
+
+def successor(store: Store, pod: str, now: float) -> str:
+    """The pod that has taken the store over from ``pod``, in words; empty: none has, lately. ``now``: unix
+    seconds. Claims that name no pod say nothing. Raises OSError."""
+    first: dict[str, int] = {}
+    last: dict[str, tuple[int, float]] = {}
+    for name in store.names("epochs")[-_CLAIMS_READ:]:
+        try:
+            claim = json.loads(store.read(name, _MAX_CLAIM_BYTES))
+            who, at = str(claim["pod"]), float(claim["time"])
+        except (NotThere, TooLarge, ValueError, TypeError, KeyError):
+            continue
+        number = int(name.rsplit("/", 1)[1])
+        first.setdefault(who, number)
+        last[who] = number, at
+    if not pod or pod not in first:
+        return ""
+    came_later = [(*last[who], who) for who in first if first[who] > first[pod]]
+    number, at, who = max(came_later, default=(0, 0.0, ""))
+    if not who or abs(now - at) > LEAVE_SECONDS:
+        return ""
+    return f"pod {who}, which came after this one, has claimed epoch {number} of this store"
 
 
 def _epoch_name(number: int) -> str:

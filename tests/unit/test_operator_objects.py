@@ -144,6 +144,8 @@ def test_the_syncer() -> None:
     from diloco_syncer.__main__ import _parser
 
     _parser().parse_args(command[3:])
+    pod_uid = {"fieldRef": {"fieldPath": "metadata.uid"}}
+    assert environment(deployment["spec"]["template"]) == {"DILOCO_POD": pod_uid}
     # The sync port is bound before the store is read, and under TLS no kubelet could ask there.
     main = container(deployment["spec"]["template"])
     probed = {p: main[p]["httpGet"] for p in ("startupProbe", "readinessProbe", "livenessProbe")}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +23,7 @@ from diloco_syncer.store import (
     ObjectStore,
     Store,
     open_store,
+    successor,
 )
 
 
@@ -91,6 +94,32 @@ def test_epochs_rise_and_the_older_notices(store: Store) -> None:
         first.check()
 
 
+def test_a_pod_leaves_the_store_to_one_that_came_after_it(store: Store) -> None:
+    def claim(pod: str | None, at: float) -> int:
+        named = {} if pod is None else {"pod": pod}
+        return Epoch.claim(store, json.dumps({"pid": 1, "time": at, **named}).encode()).number
+
+    claim(None, 0.0)  # of a process in no pod, and of one that wrote something else
+    Epoch.claim(store, b"me")
+    assert successor(store, "a", 5.0) == ""
+    claim("a", 10.0)
+    assert successor(store, "a", 11.0) == "" and successor(store, "b", 11.0) == "", (
+        "one that is new may claim"
+    )
+    claim("b", 20.0)
+    assert "pod b" in successor(store, "a", 21.0) and "epoch 4" in successor(store, "a", 21.0)
+    assert successor(store, "b", 21.0) == "" and successor(store, "", 21.0) == ""
+    # It had begun to claim before it could know: its successor is none of its successors.
+    claim("a", 22.0)
+    assert successor(store, "b", 23.0) == "" and successor(store, "a", 23.0)
+    claim("b", 400.0)
+    assert "epoch 6" in successor(store, "a", 900.0)
+    # Not for ever: the one that came later may be the one that is gone.
+    assert successor(store, "a", 1001.0) == ""
+    claim(None, 1002.0)
+    assert successor(store, "b", 1003.0) == "" and successor(store, "a", 1003.0) == ""
+
+
 def test_an_epoch_above_those_that_others_have_heard_of_leaves_no_gap(store: Store) -> None:
     first = Epoch.claim(store, b"me")
     assert Epoch.claim(store, b"me", above=5).number == 6
@@ -157,3 +186,26 @@ def test_a_full_disk_leaves_what_was_there_and_no_halves(small_disk: Path) -> No
     assert os.listdir(small_disk / "s" / "records") == ["a"]
     store.replace("records/a", b"new")
     assert store.read("records/a", 10) == b"new"
+
+
+def test_a_syncer_in_a_pod_that_was_succeeded_ends_and_claims_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a node that is cut off, where a kubelet that nobody reaches starts it again and again."""
+    from diloco_protocol.load import job_to_json, parse_job
+    from diloco_syncer.__main__ import main
+    from operator_world import job_object
+
+    document = job_object() | {"metadata": {"name": "job"}}
+    (tmp_path / "job.json").write_text(job_to_json(parse_job(json.dumps(document))))
+    (tmp_path / "key").write_text("00" * 32 + "\n")
+    store = open_store(str(tmp_path / "store"))
+    for pod in ("old", "new"):
+        Epoch.claim(store, json.dumps({"pod": pod, "time": time.time()}).encode())
+    monkeypatch.setenv("DILOCO_POD", "old")
+    words = ["--job", "job.json", "--store", "store", "--control-key-file", "key"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("diloco_syncer.__main__._log", lambda *_: None)
+    assert main(words) == 3
+    assert "pod new, which came after this one, has claimed epoch 2" in caplog.text
+    assert len(store.names("epochs")) == 2
