@@ -203,6 +203,8 @@ def test_the_syncers_node(cluster: Cluster, start: Any, far_node: Any, policy: s
     # Also where the old one lived on, cut off, beside its successor and over the same volume.
     epochs = [line["epoch"] for line in tape(job) if "epoch" in line and "version" in line]
     assert epochs and epochs == sorted(epochs), "two syncers wrote at once"
+    if loss == "isolate":
+        assert job.training()["epoch"] == after["epoch"], "the two have taken the store from each other"
 
 
 @pytest.mark.timeout(400)
