@@ -789,6 +789,30 @@ def test_force_delete_moves_a_learner_to_another_node() -> None:
     assert not world.status.get("replacements")
 
 
+def test_a_node_is_given_the_time_that_the_job_says() -> None:
+    world = World(job_object(nodeLoss={"policy": "ForceDelete", "afterSeconds": 150}), seed=3)
+    world.until(World.whole, 120)
+    victim = lost_learner(world)
+    node = victim.obj["spec"]["nodeName"]
+    world.lose(node)
+    world.run(140)  # its grace is long over
+    assert victim.terminating and victim.uid in world.pods
+    assert "force-deleted at" in world.region()["cause"]
+    world.run(15)
+    assert victim.uid not in world.pods
+    # One that comes back in time keeps what it can keep.
+    world.back(node)
+    world.until(World.whole)
+    other = lost_learner(world)
+    world.lose(other.obj["spec"]["nodeName"])
+    world.run(140)
+    assert other.uid in world.pods
+    forced = len(world.memory.force_deletions)
+    world.back(other.obj["spec"]["nodeName"])
+    world.until(World.whole)
+    assert len(world.memory.force_deletions) <= forced
+
+
 def test_under_wait_the_node_and_the_cures_are_named() -> None:
     world = World(job_object(nodeLoss={"policy": "Wait", "afterSeconds": 10}), seed=3)
     world.until(World.whole, 120)
