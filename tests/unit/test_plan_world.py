@@ -66,6 +66,29 @@ def test_settings_and_claim_come_before_what_holds_pods() -> None:
     assert world.status["startTime"]
 
 
+def test_conditions_say_of_which_generation_they_are_and_since_when() -> None:
+    world = started()
+
+    def times() -> dict[str, str]:
+        rows = world.status["conditions"]
+        generation = world.job["metadata"]["generation"]
+        assert {row["observedGeneration"] for row in rows} == {generation}, rows
+        assert all(row["reason"] for row in rows)
+        return {row["type"]: row["lastTransitionTime"] for row in rows}
+
+    first = times()
+    world.run(60)
+    world.edit(failurePolicy={"maxReplacements": 77})
+    world.until(World.whole)
+    assert times() == first, "what holds has held since then"
+    world.edit(suspend=True)
+    world.until(lambda w: w.truth("Suspended") == "True", 60)
+    then = times()
+    changed = {kind for kind in then if then[kind] != first[kind]}
+    assert changed == {"Ready", "QuorumMet", "SyncerReady", "Suspended"}
+    assert all(then[kind] > first[kind] for kind in changed)
+
+
 def test_a_spare_takes_over_and_the_successor_stands_by() -> None:
     world = started(2, regions=[{"name": "local", "learners": 2, "spares": 1}])
     assert world.region()["desired"] == 3 and world.status["learners"] == "2/2"
@@ -413,6 +436,19 @@ def test_a_first_image_that_is_missing_and_its_repair() -> None:
     assert "diloco-worker:1" in world.region()["cause"] and not world.taken
     assert world.told("LearnerNotStarting") == 1 and not world.status.get("replacements")
     world.edit(learners=template("fixed:1"))
+    world.until(World.whole)
+
+
+def test_a_pod_that_never_started_is_no_loss_when_it_goes() -> None:
+    world = World(job_object(count=2, failurePolicy={"maxReplacements": 0}))
+    world.unschedulable = {"job-local-1"}
+    world.run(30)
+    for _ in range(3):  # as somebody does who hopes that it helps
+        world.delete_pod("job-local-1")
+        world.run(10)
+    assert world.truth("Failed") == "False" and not world.status.get("replacements")
+    assert world.told("LearnerLost") == 0
+    world.unschedulable = set()
     world.until(World.whole)
 
 
