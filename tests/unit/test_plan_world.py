@@ -486,6 +486,21 @@ def test_a_silent_syncer_stops_the_taking_of_healthy_learners() -> None:
     world.until(lambda w: w.whole() and {p.image for p in w.of("learner")} == {"other:1"})
 
 
+def test_a_learner_on_a_lost_node_is_not_taken() -> None:
+    """Its deletion would not end, and the rollout would wait for it."""
+    world = World(job_object(nodeLoss={"policy": "Wait", "afterSeconds": 10}), seed=3)
+    world.until(World.whole, 120)
+    node = lost_learner(world).obj["spec"]["nodeName"]
+    there = {p.name for p in world.of("learner") if p.obj["spec"]["nodeName"] == node}
+    world.lose(node)
+    world.run(12)  # they are not heard any more, and not told to go yet
+    world.edit(learners=template("other:1"))
+    world.run(6)
+    assert not there & {name for _, name in world.taken}
+    world.back(node)
+    world.until(lambda w: w.whole() and {p.image for p in w.of("learner")} == {"other:1"})
+
+
 def test_the_syncer_comes_last() -> None:
     world = started()
     syncer = world.of("syncer")[0].uid
@@ -638,6 +653,40 @@ def test_the_syncer_is_deleted() -> None:
     assert world.told("SyncerLost") == 1 and world.told("SyncerReplaced") == 1
     assert world.status["replacements"]["total"] == 1
     idle(world)
+
+
+def test_a_syncer_that_does_not_answer_is_told_after_a_while() -> None:
+    """Learners may reach it all the same: what is not known is not told as lost."""
+    world = started()
+    world.syncer_silent = True
+    world.run(12)
+    assert world.truth("SyncerReady") == "True" and world.truth("QuorumMet") == "True", "one call that failed"
+    world.run(30)
+    ready = world.condition("SyncerReady")
+    assert (ready["status"], ready["reason"]) == ("False", "NotAnswering")
+    assert "no answer" in ready["message"] and str(names.CONTROL_PORT) in ready["message"]
+    assert (
+        world.truth("QuorumMet") == "Unknown" and world.condition("Ready")["reason"] == "SyncerNotAnswering"
+    )
+    assert world.told("SyncerNotAnswering") == 1 and world.told("QuorumLost") == 0
+    assert world.status["learners"] == "3/3", "as it was last known"
+    assert not world.taken and not world.status.get("replacements")
+    world.syncer_silent = False
+    world.until(World.whole, 60)
+    idle(world)
+
+
+def test_a_store_that_cannot_be_written_is_told() -> None:
+    world = started()
+    document = world.document
+    full = {"store_problem": "no space left on /var/lib/diloco"}
+    world.document = lambda: document() | full  # type: ignore[method-assign]
+    world.run(30)
+    ready = world.condition("SyncerReady")
+    assert ready["reason"] == "StoreProblem" and "no space left" in ready["message"]
+    assert world.truth("Ready") == "False" and world.told("SyncerStoreProblem") == 1
+    world.document = document  # type: ignore[method-assign]
+    world.until(World.whole, 60)
 
 
 def test_a_syncer_that_cannot_work_with_the_job_fails_it() -> None:
