@@ -84,7 +84,12 @@ def test_a_learner_is_replaced_elsewhere(cluster: Cluster, start: Any, far_node:
     mine = new["metadata"]["uid"].replace("-", "")
     document = job.wait_training(
         "the successor is in merges",
-        lambda d: any(s["process"].startswith(mine) and s["merged_pushes"] for s in d["slots"]),
+        lambda d: any(
+            s["process"].startswith(mine)
+            and (e["kind"], e["incarnation"]) == ("first-merge", s["incarnation"])
+            for s in d["slots"]
+            for e in d["events"]
+        ),
         120,
     )
     print(f"{loss}: replaced and in a merge {wall() - began:.1f} s after the node was lost")
