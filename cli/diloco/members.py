@@ -20,8 +20,7 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_
 # Fields below spec that only a cluster reads, and metadata's.
 CLUSTER_ONLY = (
     "suspend", "ttlSecondsAfterFinished", "syncer.cluster", "syncer.endpoint", "syncer.tls", "syncer.storage",
-    "syncer.podTemplate", "learners.credentials", "learners.podTemplate", "failurePolicy.regionLostSeconds",
-    "failurePolicy.onRegionLost", "nodeLoss",
+    "syncer.podTemplate", "learners.credentials", "learners.podTemplate", "nodeLoss",
 )  # fmt: skip
 
 
