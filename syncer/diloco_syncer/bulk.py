@@ -23,6 +23,7 @@ from diloco_syncer import messages
 from diloco_syncer.assembly import Busy
 from diloco_syncer.bases import BaseRefused
 from diloco_syncer.events import Reason
+from diloco_syncer.guards import WRONG_PROCESS, Peer
 from diloco_syncer.initial import InitialRefused
 from diloco_syncer.messages import held_to, reply
 from diloco_syncer.records import Array
@@ -50,21 +51,28 @@ class Bulk:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    async def _authenticate(self, context: Any) -> None:
-        if not self._engine.sessions.credentials.admits(context.invocation_metadata()):
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the join token is missing or wrong")
+    async def _authenticate(self, process: str, peer: Peer, context: Any) -> None:
+        """Another certificate's process is not spoken for."""
+        sessions = self._engine.sessions
+        connection = sessions.of_process(process) if sessions.doors.limited else None
+        if connection is not None and connection.peer.names != peer.names:
+            message = "a process with another certificate has this id"
+            await sessions.doors.refuse(
+                context, peer, WRONG_PROCESS, grpc.StatusCode.PERMISSION_DENIED, message
+            )
 
     # ------------------------------------------------------------- up
 
     async def upload(self, stream: AsyncIterator[bytes], context: Any) -> bytes:
         """One part of a payload; the reply is ``partial``, or the verdict."""
-        await self._authenticate(context)
+        peer = await self._engine.sessions.doors.admit(context)
         refused = self._engine.refused
         try:
             async with asyncio.timeout(wire.STALL_SECONDS):
                 raw = await anext(stream, b"")
             header = wire.parse(sync_pb2.UploadHeader, raw, wire.MAX_HEADER_BYTES)
             wire.check_format(header.format)
+            await self._authenticate(header.process, peer, context)
             return await self._route(header, stream)
         except Refused as error:
             refused[error.reason] += 1
@@ -205,10 +213,11 @@ class Bulk:
 
     async def download(self, raw: bytes, context: Any) -> AsyncIterator[bytes]:
         """What is asked for, or the word why not."""
-        await self._authenticate(context)
+        peer = await self._engine.sessions.doors.admit(context)
         try:
             request = wire.parse(sync_pb2.DownloadRequest, raw, wire.MAX_HEADER_BYTES)
             wire.check_format(request.format)
+            await self._authenticate(request.process, peer, context)
             receipt = self._receipt(request)
             data, versions, word = await self._find(request)
             if data is None:

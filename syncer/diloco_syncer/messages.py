@@ -74,6 +74,11 @@ def join_from(message: sync_pb2.Join, connection: int, job: str) -> ev.Join:
     )
 
 
+def attempt_from(message: sync_pb2.Join) -> int:
+    """Which try of its process a Join is; 0: not said."""
+    return _count(message.attempt, "attempt")
+
+
 def report_from(message: sync_pb2.Report) -> ev.ReportCounts:
     """A learner's cumulative counts."""
     if len(message.fragments) > wire.MAX_FRAGMENTS or len(message.cursors) > wire.MAX_CURSORS:

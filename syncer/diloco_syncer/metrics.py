@@ -64,6 +64,22 @@ class StatusCollector(Collector):
         yield from self._labelled(document, job)
         yield from self._slots(document, job)
 
+    def _doors(self, doors: dict[str, Any], job: str) -> Iterator[Metric]:
+        refused = CounterMetricFamily(
+            "diloco_refused_connections", "Connections and joins refused, by reason", labels=["job", "reason"]
+        )
+        for reason, count in doors["refused"].items():
+            refused.add_metric([job, reason], count)
+        yield refused
+        if doors["secure"]:
+            for key, text in (
+                ("connections", "TLS connections that are open"),
+                ("handshakes", "TLS handshakes under way"),
+            ):
+                family = GaugeMetricFamily(f"diloco_{key}", text, labels=["job"])
+                family.add_metric([job], doors[key])
+                yield family
+
     def _labelled(self, document: dict[str, Any], job: str) -> Iterator[Metric]:
         phase = GaugeMetricFamily("diloco_phase", "1 for the job's phase", labels=["job", "phase"])
         for name in PhaseName:
@@ -82,6 +98,7 @@ class StatusCollector(Collector):
         for fragment, version in enumerate(document["versions"]):
             versions.add_metric([job, str(fragment)], version)
         yield from (phase, tokens, refused, versions)
+        yield from self._doors(document["doors"], job)
 
     def _slots(self, document: dict[str, Any], job: str) -> Iterator[Metric]:
         columns = {

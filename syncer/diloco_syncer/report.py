@@ -59,6 +59,7 @@ def status(engine: Engine) -> dict[str, Any]:
         "bytes_down": engine.bytes_down,
         "refused": dict(engine.refused),
         "sessions": engine.sessions.count,
+        "doors": engine.sessions.doors.status(),
         "store_problem": engine.problem,
         "seconds": engine.seconds,
         "events": list(engine.events),

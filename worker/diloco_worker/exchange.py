@@ -41,8 +41,10 @@ from typing import Any
 
 from diloco_protocol import codec, sync_pb2, wire
 from diloco_protocol.credentials import Credentials, CredentialsError
+from diloco_protocol.identity import IdentityError, Names, own_learner
 from diloco_protocol.layout import Layout
 from diloco_protocol.spec import immutable_digests
+from diloco_protocol.vouch import VouchError, vouched
 
 from . import mail
 from .adoption import Broadcast
@@ -83,8 +85,10 @@ class Exchange:
         """``idle``: take no slot and no broadcasts; only ``standing`` is of use then."""
         try:
             self._credentials = Credentials.from_directory(settings.credentials)
+            self._names = _own_names(self._credentials, settings)
         except CredentialsError as error:
             raise ConfigurationError(str(error)) from error
+        self._attempt = 0
         self._idle = idle
         self.standing = Standing()
         sync = settings.job.spec.sync
@@ -108,6 +112,7 @@ class Exchange:
         self._outbox = Outbox()
         self._lease_numbers = itertools.count()
         self._closing = False
+        self._pinned_server = False  # channels believe one certificate only
         self._parted = False  # Drained was read by the syncer
         self._task: asyncio.Task[None] | None = None
         self._session: Session | None = None
@@ -302,8 +307,13 @@ class Exchange:
     async def _connect(self, address: str) -> str:
         """One connection, from its beginning to its end; why it ended. Raises RefusedError."""
         self._read_credentials()
-        metadata = self._credentials.metadata()
-        control = self._credentials.aio_channel(address, wire.channel_options())
+        try:
+            credentials = await vouched(self._credentials, address, self._names)
+        except VouchError as error:
+            return str(error)
+        self._pinned_server = credentials is not self._credentials
+        metadata = credentials.metadata()
+        control = credentials.aio_channel(address, wire.channel_options())
         bulk: list[Any] = []
         session = Session(control, metadata)
         reason = "the session ended"
@@ -315,7 +325,7 @@ class Exchange:
             if not first.HasField("welcome"):
                 raise wire.WireError("the first message was neither Welcome nor Refusal")
             options = wire.channel_options(bulk=True)
-            bulk += [self._credentials.aio_channel(address, options) for _ in range(_BULK_CHANNELS)]
+            bulk += [credentials.aio_channel(address, options) for _ in range(_BULK_CHANNELS)]
             self._transfers = Transfers(bulk, metadata, self._executor)
             self._outbox.begin_session()
             self._session, self.connected = session, True
@@ -357,12 +367,15 @@ class Exchange:
     def _read_credentials(self) -> None:
         """Anew for each connection: a cluster replaces certificates before they expire."""
         try:
-            self._credentials = Credentials.from_directory(self._settings.credentials)
+            fresh = Credentials.from_directory(self._settings.credentials)
+            self._names = _own_names(fresh, self._settings)
+            self._credentials = fresh
         except CredentialsError as error:
             log.warning("the credentials read before are used on: %s", error)
 
     def _join(self) -> sync_pb2.Join:
         settings = self._settings
+        self._attempt = max(self._attempt + 1, time.time_ns() // 1000)
         role = sync_pb2.ROLE_LEARNER if settings.role == "learner" else sync_pb2.ROLE_EVALUATOR
         return sync_pb2.Join(
             format=wire.FORMAT,
@@ -379,6 +392,7 @@ class Exchange:
             tenure=self._tenure,
             idle=self._idle,
             pod=settings.pod,
+            attempt=self._attempt,
         )
 
     def _refused(self, refusal: sync_pb2.Refusal) -> None:
@@ -590,6 +604,7 @@ class Exchange:
             why = "the syncer has it no more"
         except (wire.TransferError, wire.WireError) as error:
             why = str(error)
+            self._doubt(error)
         log.warning("fragment %d version %d did not arrive: %s", news.fragment, news.version, why)
         await asyncio.sleep(pause(attempt))
         return None
@@ -611,6 +626,12 @@ class Exchange:
         log.warning("fragment %d version %d is not given back: %s", fragment, request.version, why)
         unavailable = sync_pb2.BaseUnavailable(fragment=fragment)
         self._outbox.say(f"no-base-{fragment}", sync_pb2.LearnerMessage(base_unavailable=unavailable))
+
+    def _doubt(self, error: Exception) -> None:
+        """A transfer failed for good. The syncer may have another certificate by now, which the bulk
+        channels do not believe: connect anew, and look at it."""
+        if self._pinned_server and self._session is not None and isinstance(error, wire.TransferError):
+            self._session.break_off(f"bulk transfers fail: {error}")
 
     def _queue_push(self, push: Push) -> None:
         if not self.connected or len(self._pushes) >= _MOST_QUEUED_PUSHES:
@@ -641,6 +662,7 @@ class Exchange:
                 "push %d of fragment %d got no answer: %s", push.plan.sequence, push.plan.fragment, error
             )
             self._verdict(push, None, "", "no answer came")
+            self._doubt(error)
             return
         except asyncio.CancelledError:
             self._verdict(push, None, "", "the connection broke")
@@ -722,6 +744,15 @@ class Exchange:
                 log.warning("the optimizer state was refused (%s): %s", reply.reason, reply.message)
         except wire.TransferError as error:
             log.warning("the optimizer state did not come through: %s", error)
+
+
+def _own_names(credentials: Credentials, settings: WorkerSettings) -> Names:
+    """What the own certificate says of this learner. Raises ``CredentialsError`` if it is another's."""
+    try:
+        region = settings.region if settings.role == "learner" else None
+        return own_learner(credentials.names(), settings.job.metadata.name, region)
+    except IdentityError as error:
+        raise CredentialsError(f"{credentials.directory}/tls.crt: {error}") from error
 
 
 def _grant(lease: sync_pb2.Lease) -> Grant:
