@@ -59,11 +59,6 @@ class Doors:
             more = f" ({unsaid} like it before, not logged)" if unsaid else ""
             log.warning("refused %s: %s: %s%s", peer, reason, message, more)
 
-    @property
-    def named(self) -> bool:
-        """Whether this syncer's certificate names its job, so that every learner's does."""
-        return self.gate is not None and bool(self.gate.keeper.mine)
-
     def refused(self) -> dict[str, int]:
         """How many were refused since the start, by reason."""
         counts = Counter(self._refusals.counts)

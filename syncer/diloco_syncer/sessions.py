@@ -142,8 +142,6 @@ class Sessions:
             said = guards.WRONG_REGION, f"region {join.region!r} is not of this certificate", True
         elif newest is not None and newest.peer.names != peer.names:
             said = guards.WRONG_PROCESS, "a process with another certificate has this id", True
-        elif doors.named and not attempt:
-            said = "bad-join", "attempt is missing: run the same release on both sides", True
         elif not doors.guards.fresh(join.process, attempt):
             said = guards.REPLAYED, "this Join was said before: join anew", False
         if said is not None:
