@@ -18,6 +18,7 @@ and nothing that is there is overwritten but by ``renew``.
 from __future__ import annotations
 
 import base64
+import contextlib
 import datetime
 import os
 import secrets
@@ -205,10 +206,8 @@ def _token(pki: Path, target: Target) -> bytes:
     """The job's join token: one for all of its parties."""
     path = pki / target.namespace / target.job / "join-token"
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    try:
+    with contextlib.suppress(FileExistsError):
         create_whole(path, secrets.token_hex(32).encode(), mode=0o600)
-    except FileExistsError:
-        pass
     return _read(path, "the job's join token")
 
 

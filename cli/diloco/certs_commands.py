@@ -109,7 +109,7 @@ def issue(
         str | None,
         typer.Option(
             metavar="NAME", show_default=False,
-            help="Write secret.yaml too, a Kubernetes Secret of this name.  [default: the names in the job file]",
+            help="Write secret.yaml too, a Kubernetes Secret of this name.  [default: the job file's names]",
         ),
     ] = None,
 ) -> None:  # fmt: skip
@@ -185,7 +185,7 @@ def show(folders: Annotated[list[Path], typer.Argument(metavar="DIR|FILE...", sh
 
         for folder in folders:
             found = look(folder)
-            left = found.days_left(utc_now())
+            now = utc_now()
             print(f"{folder}")
             for each in sorted(found.names):
                 print(f"    {each.uri}")
@@ -194,7 +194,8 @@ def show(folders: Annotated[list[Path], typer.Argument(metavar="DIR|FILE...", sh
             if found.hosts:
                 print(f"    hosts {', '.join(found.hosts)}")
             until = f"{found.not_after:%Y-%m-%d %H:%M} UTC"
-            print(f"    expired {until}" if left < 0 else f"    good until {until}, {left} days")
+            left = f"good until {until}, {found.days_left(now)} days"
+            print(f"    {f'expired {until}' if found.not_after <= now else left}")
 
     _run(run)
 
@@ -204,6 +205,10 @@ def _targets(
 ) -> list[Target]:
     from diloco.certs import Target
 
+    if secret and syncer and regions:
+        raise fail(
+            "--secret names one Secret: issue for the syncer and for regions one after the other", WRONG
+        )
     if not Path(job).is_file():
         if not (syncer or regions):
             raise fail(f"{job} is no file: with a job's name say for whom, --syncer or --region NAME", WRONG)

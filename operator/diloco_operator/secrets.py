@@ -134,11 +134,8 @@ def _leaf(
     authority: ec.EllipticCurvePrivateKey, key: ec.EllipticCurvePrivateKey, namespace: str, job: str,
     uid: str, role: str,
 ) -> x509.Certificate:  # fmt: skip
-    names: list[x509.GeneralName] = [
-        x509.UniformResourceIdentifier(
-            identity.name(namespace, job, "syncer" if role == "syncer" else "learner").uri
-        )
-    ]
+    who = identity.name(namespace, job, "syncer" if role == "syncer" else "learner")
+    names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(who.uri)]
     usage = ExtendedKeyUsageOID.CLIENT_AUTH
     if role == "syncer":
         service = f"{job}-syncer"

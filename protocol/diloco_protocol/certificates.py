@@ -53,8 +53,8 @@ class Described:
     roles: tuple[Role, ...]  # what its extended key usage lets it be
 
     def days_left(self, now: datetime.datetime) -> int:
-        """Whole days until it expires; negative: it has."""
-        return (self.not_after - now).days
+        """Days until it expires, rounded; negative: it has."""
+        return round((self.not_after - now) / datetime.timedelta(days=1))
 
 
 def new_authority(title: str, now: datetime.datetime, days: int = AUTHORITY_DAYS) -> Issued:
