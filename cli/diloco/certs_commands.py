@@ -206,9 +206,7 @@ def _targets(
     from diloco.certs import Target
 
     if secret and syncer and regions:
-        raise fail(
-            "--secret names one Secret: issue for the syncer and for regions one after the other", WRONG
-        )
+        raise fail("--secret names one Secret: issue for the syncer and for regions apart", WRONG)
     if not Path(job).is_file():
         if not (syncer or regions):
             raise fail(f"{job} is no file: with a job's name say for whom, --syncer or --region NAME", WRONG)
