@@ -43,9 +43,11 @@ class Parties:
         folder = self.folder / who
         folder.mkdir(exist_ok=True)
         content = {
-            "ca.crt": (trusts or self.authority).certificate, "tls.key": made.key, "tls.crt": made.certificate,
+            "ca.crt": (trusts or self.authority).certificate,
+            "tls.key": made.key,
+            "tls.crt": made.certificate,
             "join-token": token.encode(),
-        }  # fmt: skip
+        }
         for file, value in content.items():
             fresh = folder / f".{file}"
             fresh.write_bytes(value)

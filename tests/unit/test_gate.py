@@ -184,9 +184,12 @@ async def test_strangers_and_others_are_refused_with_the_reason(parties: Parties
         # Without a certificate, and without TLS.
         context = ssl.create_default_context(cadata=parties.authority.certificate.decode())
         context.set_alpn_protocols(["h2"])
-        with there.tcp() as raw, context.wrap_socket(raw, server_hostname="diloco-syncer") as tls:
-            with pytest.raises(ssl.SSLError, match=r"(?i)certificate_required|certificate required"):
-                tls.read(1)
+        with (
+            there.tcp() as raw,
+            context.wrap_socket(raw, server_hostname="diloco-syncer") as tls,
+            pytest.raises(ssl.SSLError, match=r"(?i)certificate_required|certificate required"),
+        ):
+            tls.read(1)
         await until(lambda: there.refused.get("no-certificate") == 1, "no-certificate")
         assert await there.call(Credentials()) == "UNAVAILABLE"
         await until(lambda: there.refused.get("not-tls", 0) >= 1, "not-tls")
@@ -198,12 +201,13 @@ async def test_strangers_and_others_are_refused_with_the_reason(parties: Parties
             if spoil == "version":
                 context.maximum_version = ssl.TLSVersion.TLSv1_2
             before = there.refused.get("other-tls", 0)
-            with there.tcp() as raw, contextlib.suppress(ssl.SSLError, OSError):
-                with context.wrap_socket(raw, server_hostname="diloco-syncer") as tls:
-                    assert tls.recv(1) == b""
-            await until(
-                lambda b=before: there.refused.get("other-tls", 0) == b + 1, f"{spoil} {there.refused}"
-            )
+            with (
+                there.tcp() as raw,
+                contextlib.suppress(OSError),  # ssl.SSLError is one
+                context.wrap_socket(raw, server_hostname="diloco-syncer") as tls,
+            ):
+                assert tls.recv(1) == b""
+            await until(lambda b=before: there.refused.get("other-tls", 0) == b + 1, spoil)
         assert (await there.call(made)).startswith("the learner")
 
 
@@ -311,7 +315,7 @@ async def test_a_join_token_is_replaced_with_time_to_follow(
 
 async def test_a_syncers_own_certificate_must_be_its_jobs(parties: Parties, tmp_path: Path) -> None:
     for folder in (parties.learner(), parties.other("x", ["diloco://job/ns/other/syncer"])):
-        with pytest.raises(CredentialsError, match="tls.crt: the certificate is for"):
+        with pytest.raises(CredentialsError, match="the certificate is for"):
             Gate(Credentials.from_directory(folder), "tiny", {})
     spoilt = parties.syncer("spoilt")
     (spoilt / "tls.key").write_bytes((parties.syncer("whole") / "tls.key").read_bytes())
