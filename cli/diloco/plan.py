@@ -16,8 +16,9 @@ from typing import Any
 
 from diloco_protocol import bandwidth, links
 from diloco_protocol.bandwidth import Turn
+from diloco_protocol.figures import bits_text, seconds_text, size_text
 from diloco_protocol.layout import ELEMENTS_PER_FRAGMENT
-from diloco_protocol.links import Need, Traffic, bits_text, seconds_text, size_text
+from diloco_protocol.links import Need, Traffic
 from diloco_protocol.load import JobError, load_job
 from diloco_protocol.spec import DiLoCoJob
 

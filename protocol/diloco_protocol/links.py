@@ -2,13 +2,8 @@
 
 Theory of operation. ``Traffic`` counts bytes as they are sent: values by the codec, each
 push's header and report, announcements, receipts. ``needs`` divides them by the seconds that
-``bandwidth`` allows. ``Meter`` measures a direction of a link by the transfers that happen
-anyway: bytes over the time in which at least one was under way, as their receiver sees it
-from the first message to the last byte, so that neither round trips nor anybody's
-computing count. It says how fast the link was for what it carried; a payload that fits
-into one packet says little.
-
-A link is *thin* when what is measured is below what the job's own pace needs (``judge``).
+``bandwidth`` allows. What links really do is measured by the transfers that happen anyway
+(``meter``). A link is *thin* when what is measured is below what the job's own pace needs (``judge``).
 Nothing breaks then: pushes take longer, so rounds stay open longer, fewer are opened, and
 merges become rarer.
 
@@ -18,12 +13,12 @@ are counted, and bits per second in ``Need``, as links are sold.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from . import bandwidth, codec, sync_pb2, wire
 from .bandwidth import Turn
+from .figures import rate_text, seconds_text, size_text
 from .spec_sync import SyncSpec
 
 FRAMING = 1.05  # bytes on an Ethernet link per byte of ours: TCP/IP and Ethernet 66 of 1448, TLS, HTTP/2
@@ -32,7 +27,6 @@ REPORT_SECONDS = 0.02  # reports are at least so far apart
 UP = ("float32", "bfloat16", "int8", "int4", "int2")
 DOWN = ("float32", "bfloat16", "delta-int8", "delta-int4")
 LEAST_TRANSFERS = 4  # before a link is judged
-_HALF_LIFE = 8  # transfers after which an old one counts half
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,45 +141,6 @@ def _need(carried: Traffic, turn: Turn, half: float, whole: float) -> Need:
 # ------------------------------------------------------------------ measured
 
 
-class Meter:
-    """Bytes per second of one direction, while at least one transfer is under way."""
-
-    def __init__(self) -> None:
-        self.transfers = 0
-        self._active = 0
-        self._since = 0.0  # of the time that is not counted yet
-        self._busy = self._pending = 0.0  # seconds: of transfers that ended; since the last that did
-        self._bytes = 0.0
-
-    def begin(self, now: float) -> None:
-        """The first bytes of a transfer are here."""
-        self._pass(now)
-        self._active += 1
-
-    def end(self, now: float, size: int | None) -> None:
-        """It is over, or (None) it broke: what it took then says nothing of the link."""
-        self._pass(now)
-        self._active -= 1
-        if size is None:
-            self._pending = 0.0
-            return
-        keep = 0.5 ** (1 / _HALF_LIFE)
-        self._bytes = keep * self._bytes + size
-        self._busy = keep * self._busy + self._pending
-        self._pending = 0.0
-        self.transfers += 1
-
-    def _pass(self, now: float) -> None:
-        if self._active:
-            self._pending += max(0.0, now - self._since)
-        self._since = now
-
-    @property
-    def rate(self) -> float | None:
-        """Bytes per second, the newer transfers weighing more; None: nothing was measured."""
-        return self._bytes / self._busy if self._busy > 0 else None
-
-
 @dataclass(frozen=True, slots=True)
 class Measured:
     """What is known of a link: bytes per second, seconds; None: not measured (yet)."""
@@ -231,7 +186,12 @@ def judge(
     far = of_turn.between_seconds > up + down  # the way is long rather than thin
     if max(up, down) <= each and (up + down <= left or far):
         return verdict
-    share = min(1.0, each / max(up, down, 1e-9), max(left, 0.0) / max(up + down, 1e-9))
+    share = of_turn.period * step_seconds / max(up, down, 1e-9)
+    effect = (
+        f"merges come at about {share:.0%} of their pace"
+        if share < 1
+        else f"the exchange is longer than the {sync.overlap} steps that it overlaps: merges come late"
+    )
     parts = [f"up {rate_text(measured.up)}"] if measured.up else []
     parts += [f"down {rate_text(measured.down)}"] if measured.down else []
     distance = f", round trip {seconds_text(measured.round_trip)}" if measured.round_trip else ""
@@ -242,35 +202,6 @@ def judge(
         f"the link is thinner than the job needs: measured {', '.join(parts)}{distance}; a merge's exchange "
         f"({size_text(carried.up)} up, {size_text(carried.down)} down) takes {seconds_text(up + down)}, and "
         f"needs up {rate_text(verdict.up)}, down {rate_text(verdict.down)} at {seconds_text(step_seconds)} a "
-        f"step; merges come at about {share:.0%} of their pace. Cure: a smaller sync.compression, a larger "
+        f"step; {effect}. Cure: a smaller sync.compression, a larger "
         "sync.every or sync.overlap, or a faster link",
     )
-
-
-# ------------------------------------------------------------------ for people
-
-
-def _scaled(value: float, unit: str) -> str:
-    for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= 0.9995 * factor:
-            return f"{value / factor:.3g} {prefix}{unit}"
-    return f"{value:.3g} {unit}"
-
-
-def size_text(count: float) -> str:
-    return _scaled(count, "B")
-
-
-def rate_text(rate: float | None) -> str:
-    """Bytes per second, in bits, as links are sold."""
-    return "-" if rate is None else bits_text(8 * rate)
-
-
-def bits_text(rate: float) -> str:
-    return _scaled(rate, "bit/s") if math.isfinite(rate) else "none is enough"
-
-
-def seconds_text(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -30,6 +30,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -40,6 +41,7 @@ from google.protobuf.message import DecodeError, Message
 from grpc import aio
 
 from . import sync_pb2
+from .meter import Meter
 
 FORMAT = 1  # of messages; the present and the previous one are understood
 PREVIOUS_FORMAT = 1  # there is none before the first
@@ -333,15 +335,18 @@ async def upload(
     *,
     metadata: Sequence[tuple[str, str]] = (),
     timeout: float | None = None,
+    meter: Meter | None = None,
 ) -> sync_pb2.UploadReply:
     """Send ``payload`` (any contiguous buffer) in parts over the channels; returns the verdict.
 
     ``header``'s format, total_bytes, offset, bytes and checksum are filled in here.
-    ``timeout`` (seconds, of each part; None: by its size) bounds the wait. Raises
-    ``TransferError`` if a part did not come through. A refusal is a reply, not an error.
+    ``timeout`` (seconds, of each part; None: by its size) bounds the wait. ``meter`` hears of each
+    part that was taken, until its answer. Raises ``TransferError`` if a part did not come through. A
+    refusal is a reply, not an error.
     """
     view = flat(payload)
     made = _many(channels)
+    meter = meter or Meter()
     verdict: sync_pb2.UploadReply | None = None
 
     class Refused(Exception):
@@ -363,6 +368,8 @@ async def upload(
         method: Any = channel.stream_stream(UPLOAD, request_serializer=None, response_deserializer=None)
         call = method(metadata=tuple(metadata), timeout=limit)
         reading = asyncio.ensure_future(call.read())  # a refusal may come before we have sent everything
+        taken: int | None = None
+        meter.begin(time.monotonic())
         try:
             await call.write(first)
             for chunk in chunks(part):
@@ -372,14 +379,16 @@ async def upload(
             else:
                 await call.done_writing()
             answer = await reading
+            if not isinstance(answer, bytes):
+                raise TransferError("upload: the call ended without a reply", retry=True)
+            reply = parse(sync_pb2.UploadReply, answer, MAX_HEADER_BYTES)
+            taken = size if reply.accepted else None
         except (aio.AioRpcError, asyncio.InvalidStateError) as error:
             raise await _ended(call, error, "upload") from error
         finally:
+            meter.end(time.monotonic(), taken)
             reading.cancel()
             call.cancel()
-        if not isinstance(answer, bytes):
-            raise TransferError("upload: the call ended without a reply", retry=True)
-        reply = parse(sync_pb2.UploadReply, answer, MAX_HEADER_BYTES)
         if not reply.accepted or reply.reason != PARTIAL:
             verdict = reply
         if not reply.accepted:
@@ -401,16 +410,19 @@ async def download(
     into: Any = None,
     metadata: Sequence[tuple[str, str]] = (),
     timeout: float | None = None,
+    meter: Meter | None = None,
 ) -> tuple[sync_pb2.DownloadHeader, np.ndarray[Any, np.dtype[np.uint8]]]:
     """Fetch what ``request`` names in parts over the channels, checksums verified.
 
     ``size``: the exact size in bytes where it is known (an announcement said it);
     another size is a ``WireError``. Else the first reply says it, up to ``limit``.
-    ``into``: a writable buffer of that size to receive into. Returns the first part's header and
-    uint8[total]; the array is empty when ``header.found`` is false.
+    ``into``: a writable buffer of that size to receive into. ``meter`` hears of each part, from its
+    header to its last byte. Returns the first part's header and uint8[total]; the array is empty when
+    ``header.found`` is false.
     Raises ``TransferError`` if a part did not come through, ``WireError`` if it is wrong.
     """
     made = _many(channels)
+    meter = meter or Meter()
     target: memoryview | None = None
     first: sync_pb2.DownloadHeader | None = None
 
@@ -453,7 +465,14 @@ async def download(
                 raise WireError(f"a part of {header.bytes} bytes is offered, {want} were asked for")
             first = first or header
             whole = allocate(header.total_bytes)
-            if await receive_into(stream, whole[offset : offset + want]) != header.checksum:
+            received: int | None = None
+            meter.begin(time.monotonic())
+            try:
+                digest = await receive_into(stream, whole[offset : offset + want])
+                received = want
+            finally:
+                meter.end(time.monotonic(), received)
+            if digest != header.checksum:
                 raise ChecksumError("the checksum of a downloaded part is wrong")
         except aio.AioRpcError as error:
             raise _failed(error, "download") from error

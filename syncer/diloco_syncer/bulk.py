@@ -17,6 +17,7 @@ import grpc
 import numpy as np
 
 from diloco_protocol import codec, sync_pb2, wire
+from diloco_protocol.meter import Meter
 from diloco_protocol.wire import WireError
 from diloco_syncer import events as ev
 from diloco_syncer import messages
@@ -119,7 +120,16 @@ class Bulk:
             array: Array = buffer()
             return array, wire.flat(array)
 
-        done = await self._engine.payloads.assemblies.receive(key, header, stream, header.total_bytes, make)
+        connection = self._engine.sessions.of_process(header.process)
+        meter = Meter() if connection is None else connection.link.up
+        received: int | None = None
+        meter.begin(time.monotonic())
+        try:
+            assemblies = self._engine.payloads.assemblies
+            done = await assemblies.receive(key, header, stream, header.total_bytes, make)
+            received = header.bytes
+        finally:
+            meter.end(time.monotonic(), received)
         self._engine.bytes_up += header.bytes
         return done
 

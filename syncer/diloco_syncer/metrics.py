@@ -117,6 +117,7 @@ class StatusCollector(Collector):
                 if row[key] is not None:
                     family.add_metric([job, str(row["slot"]), row["region"]], row[key])
             yield family
+        yield from self._links(document, job)
         state = GaugeMetricFamily(
             "diloco_slot_state", "1 for the slot's state", labels=["job", "slot", "region", "state"]
         )
@@ -126,6 +127,22 @@ class StatusCollector(Collector):
                     [job, str(row["slot"]), row["region"], name.value], row["state"] == name.value
                 )
         yield state
+
+    def _links(self, document: dict[str, Any], job: str) -> Iterator[Metric]:
+        columns = {
+            "up_bytes_per_second": "The link's speed up, while pushes were arriving",
+            "down_bytes_per_second": "The link's speed down, while broadcasts were arriving",
+            "round_trip_seconds": "The link's round trip, the shortest of the last",
+            "needs_up_bytes_per_second": "What the job's pace needs up",
+            "needs_down_bytes_per_second": "What the job's pace needs down",
+            "thin": "1 for a link that is thinner than the job's pace needs",
+        }
+        for key, text in columns.items():
+            family = GaugeMetricFamily(f"diloco_slot_link_{key}", text, labels=["job", "slot", "region"])
+            for row in document["slots"]:
+                if row["link"] is not None and row["link"][key] is not None:
+                    family.add_metric([job, str(row["slot"]), row["region"]], row["link"][key])
+            yield family
 
 
 def exposition(status: Callable[[], dict[str, Any]]) -> bytes:

@@ -29,6 +29,7 @@ from diloco_syncer import guards, messages
 from diloco_syncer.doors import Doors, may_come_from
 from diloco_syncer.events import PhaseName
 from diloco_syncer.guards import Peer
+from diloco_syncer.measures import LinkMeasures
 from diloco_syncer.messages import lease_to, phase_to, refusal, seat_to
 from diloco_syncer.parameters import Broadcast, announcement
 
@@ -53,6 +54,7 @@ class Connection:
         self.wake = asyncio.Event()
         self.welcomed = False  # Welcome comes first; what is said to all before it is in it
         self.leases_wanted = 0  # asked for and not handed to the core yet
+        self.link = LinkMeasures()
         self.closing = False  # end the stream when the queue is sent
         self.overflowed = False
 
@@ -208,6 +210,10 @@ class Sessions:
         event: ev.Event
         match message.WhichOneof("kind"):
             case "report":
+                if message.report.echo:
+                    echo = sync_pb2.Echo(number=message.report.echo)
+                    connection.send(sync_pb2.SyncerMessage(echo=echo))
+                connection.link.heard(message.report)
                 self._engine.handle(ev.Reported(number, messages.report_from(message.report)))
                 self._lease(connection)
                 return

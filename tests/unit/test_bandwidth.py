@@ -7,9 +7,10 @@ import random
 
 import pytest
 
-from diloco_protocol import bandwidth, codec, links
+from diloco_protocol import bandwidth, codec, figures, links
 from diloco_protocol.bandwidth import Turn
-from diloco_protocol.links import Measured, Meter
+from diloco_protocol.links import Measured
+from diloco_protocol.meter import Meter
 from diloco_protocol.spec_sync import SyncSpec
 
 PAPERS = Turn(fragments=24, every=24, overlap=2, step_seconds=1.0)
@@ -116,7 +117,7 @@ def test_round_trips_take_from_the_window_until_nothing_is_left() -> None:
     beyond = links.need_by_queue(carried, links.turn(sync, 24, 1.0, 2.0))
     assert near.down < far.down < beyond.down == math.inf
     assert links.need_by_formula(carried, links.turn(sync, 24, 1.0, 2.0)).up == math.inf
-    assert links.bits_text(beyond.down) == "none is enough"
+    assert figures.bits_text(beyond.down) == "none is enough"
 
 
 def test_needs_of_both_directions_go_with_their_bytes() -> None:
@@ -178,7 +179,7 @@ def verdict(rate: float, round_trip: float = 0.02, step: float = 1.0) -> links.V
 def test_a_link_is_thin_below_what_the_job_needs() -> None:
     assert not verdict(1.2).thin and verdict(1.2).message == ""
     thin = verdict(0.5)
-    assert thin.thin and "about 50% of their pace" in thin.message
+    assert thin.thin and "about 48% of their pace" in thin.message
     assert "measured up" in thin.message and "needs up" in thin.message and "sync.compression" in thin.message
     # The same link is thick where steps take longer, and thin where they are shorter.
     carried = links.traffic(links.even_sizes(10**8, 24), "int4", "bfloat16", 4)
@@ -187,6 +188,15 @@ def test_a_link_is_thin_below_what_the_job_needs() -> None:
         step: links.judge(carried, SyncSpec(), 24, step, measured).thin for step in (0.1, 0.5, 2.0, 10.0)
     }
     assert judged == {0.1: True, 0.5: True, 2.0: False, 10.0: False}
+
+
+def test_an_exchange_longer_than_its_overlap_comes_late() -> None:
+    """Each way has room in the two steps until the next; both together have not."""
+    sync = SyncSpec(fragments=12, every=24)
+    carried = links.traffic(links.even_sizes(10**8, 12), "int4", "bfloat16", 4)
+    late = links.judge(carried, sync, 12, 1.0, Measured(carried.up / 0.5, carried.down / 1.9))
+    assert late.thin and "longer than the 2 steps that it overlaps: merges come late" in late.message
+    assert not links.judge(carried, sync, 12, 1.0, Measured(carried.up / 0.5, carried.down / 1.5)).thin
 
 
 def test_a_far_link_is_not_called_thin() -> None:
@@ -201,5 +211,5 @@ def test_nothing_is_judged_before_anything_is_known() -> None:
 
 
 def test_texts() -> None:
-    assert links.bits_text(1.4e9) == "1.4 Gbit/s" and links.rate_text(125_000) == "1 Mbit/s"
-    assert links.size_text(999.9e6) == "1 GB" and links.seconds_text(0.0123) == "12.3 ms"
+    assert figures.bits_text(1.4e9) == "1.4 Gbit/s" and figures.rate_text(125_000) == "1 Mbit/s"
+    assert figures.size_text(999.9e6) == "1 GB" and figures.seconds_text(0.0123) == "12.3 ms"

@@ -51,6 +51,7 @@ from .adoption import Broadcast
 from .fragments import Floats, Vector
 from .holdings import Holding, Holdings
 from .hub import HubSettings
+from .probe import Probe
 from .sampling import Grant
 from .session import LEASE, Outbox, Session, SessionEnded
 from .settings import ConfigurationError, RefusedError, WorkerError, WorkerSettings
@@ -125,6 +126,7 @@ class Exchange:
         self._holdings = Holdings(len(layout))
         self._fetching: set[int] = set()
         self._bytes = [0, 0]  # up, down, of earlier connections
+        self._probe = Probe()
 
     # ------------------------------------------------------- from the training thread
 
@@ -200,6 +202,11 @@ class Exchange:
         """Bulk bytes (up, down) of this process."""
         now = self._transfers
         return self._bytes[0] + (now.bytes_up if now else 0), self._bytes[1] + (now.bytes_down if now else 0)
+
+    @property
+    def link(self) -> dict[str, float | None]:
+        """What is measured of the link to the syncer: bytes per second and seconds, None where not."""
+        return self._probe.figures()
 
     def flushed(self, timeout: float) -> bool:
         """Wait until everything that was to be said went out; False: it did not in time."""
@@ -326,14 +333,15 @@ class Exchange:
                 raise wire.WireError("the first message was neither Welcome nor Refusal")
             options = wire.channel_options(bulk=True)
             bulk += [credentials.aio_channel(address, options) for _ in range(_BULK_CHANNELS)]
-            self._transfers = Transfers(bulk, metadata, self._executor)
+            self._probe.begin()
+            self._transfers = Transfers(bulk, metadata, self._executor, self._probe.up, self._probe.down)
             self._outbox.begin_session()
             self._session, self.connected = session, True
             self.standing = replace(
                 self.standing, connected=True, joined=True, refused=None, sessions=self.standing.sessions + 1
             )
             self._handle(first)
-            await session.run(self._outbox, self._heartbeat, self._handle)
+            await session.run(self._outbox, self._heartbeat, self._handle, self._probe.stamp)
         except* SessionEnded as group:
             ending = _first(group)
             assert isinstance(ending, SessionEnded)
@@ -435,6 +443,8 @@ class Exchange:
             self._spawn_with(self._give_base, message.base_request)
         elif kind == "promotion":
             self._seated(message.promotion.seat)
+        elif kind == "echo":
+            self._probe.heard(message.echo.number, self._loop.time())
 
     def _welcome(self, welcome: sync_pb2.Welcome) -> None:
         standby = welcome.standby and not self._idle
