@@ -9,7 +9,7 @@ holds what that party is given, exactly as the syncer and the learners read it:
     pki/ca.crt, ca.key
     pki/NAMESPACE/JOB/join-token
     pki/NAMESPACE/JOB/syncer/     tls.crt, tls.key, ca.crt, join-token [, secret.yaml]
-    pki/NAMESPACE/JOB/REGION/     the same for that region's learners
+    pki/NAMESPACE/JOB/CLUSTER/    the same for the learners there, of however many regions
 
 A folder appears whole or not at all, keys and tokens are for their owner alone (0600),
 and nothing that is there is overwritten but by ``renew``.
@@ -40,6 +40,7 @@ from diloco_protocol.certificates import (
 )
 from diloco_protocol.files import create_whole, read_bounded, write_whole
 from diloco_protocol.identity import IdentityError, Name, name
+from diloco_protocol.spec import DiLoCoJob
 
 SECRET_FILE = "secret.yaml"
 FILES = ("tls.crt", "tls.key", "ca.crt", "join-token")
@@ -59,23 +60,38 @@ def utc_now() -> datetime.datetime:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One party. ``region`` None: the syncer. ``secret``: the name of its Kubernetes Secret; empty: none."""
+    """One party. ``regions`` empty: the syncer. ``label``: its folder's name. ``secret``: the name of its
+    Kubernetes Secret; empty: none."""
 
     namespace: str
     job: str
-    region: str | None
+    regions: tuple[str, ...]
+    label: str
     secret: str = ""
 
-    @property
-    def label(self) -> str:
-        """Its folder's name."""
-        return "syncer" if self.region is None else self.region
-
-    def name(self) -> Name:
+    def names(self) -> list[Name]:
         """Raises ``IdentityError``."""
-        if self.region is None:
-            return name(self.namespace, self.job, "syncer")
-        return name(self.namespace, self.job, "learner", self.region)
+        if not self.regions:
+            return [name(self.namespace, self.job, "syncer")]
+        return [name(self.namespace, self.job, "learner", region) for region in self.regions]
+
+
+def targets_of(job: DiLoCoJob, namespace: str) -> list[Target]:
+    """The parties of a job: its syncer, and the learners of each cluster, which share a Secret there. The
+    evaluator has a learner's certificate, so there is one for the syncer's cluster too."""
+    spec, job_name = job.spec, job.metadata.name
+    places: dict[str | None, list[str]] = {}
+    if spec.evaluated:
+        places[spec.syncer.cluster] = []
+    for region in spec.regions:
+        places.setdefault(region.cluster, []).append(region.name)
+    secret = spec.learners.credentials.secret_name or ""
+    found = [Target(namespace, job_name, (), "syncer", spec.syncer.tls.secret_name or "")]
+    for cluster, regions in places.items():
+        label = cluster or "learners"
+        # Without learners there: a region's name that no learner has, good for an evaluator alone.
+        found.append(Target(namespace, job_name, tuple(regions or [label]), label, secret))
+    return found
 
 
 def init(out: Path, title: str, days: int, now: Clock = utc_now) -> Path:
@@ -109,6 +125,8 @@ def issue_all(
     """
     authority = _authority(pki)
     folders = [_folder(pki, target, out, len(targets) == 1) for target in targets]
+    if len(set(folders)) < len(folders):
+        raise CertsError("a cluster is called syncer: issue for its regions with --region and --out")
     for folder in folders:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise CertsError(
@@ -118,7 +136,7 @@ def issue_all(
     contents = []
     for target in targets:
         try:
-            made = issue(authority, [target.name()], hosts if target.region is None else (), now(), days)
+            made = issue(authority, target.names(), () if target.regions else hosts, now(), days)
         except (CertificateError, IdentityError) as error:
             raise CertsError(str(error)) from error
         token = _token(pki, target)

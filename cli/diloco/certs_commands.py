@@ -21,7 +21,7 @@ certs = typer.Typer(
 
 A job that spans clusters speaks mutual TLS. Each party has a folder with tls.crt, tls.key, ca.crt and
 join-token; its certificate names the job and the role in a URI. Make an authority once, then a folder for the
-syncer and for each region:
+syncer and for each cluster with learners:
 
     diloco certs init --out pki/
 
@@ -78,14 +78,17 @@ def issue(
         str,
         typer.Argument(
             metavar="JOB|JOB.yaml", show_default=False,
-            help="The job's name, with --syncer or --region; or its file: then the syncer and every region.",
+            help="The job's name, with --syncer or --region; or its file: then the syncer and every cluster.",
         ),
     ],
     pki: Pki = Path("pki"),
     syncer: Annotated[bool, typer.Option("--syncer", help="For the syncer.")] = False,
     region: Annotated[
         list[str],
-        typer.Option(metavar="NAME", show_default=False, help="For the learners of this region; repeatable."),
+        typer.Option(
+            metavar="NAME", show_default=False,
+            help="For the learners of this region; repeatable: one certificate for all of them.",
+        ),
     ] = [],  # noqa: B006 - typer reads it, nobody writes it
     namespace: Annotated[
         str | None,
@@ -97,7 +100,7 @@ def issue(
     out: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", show_default=False, help="Where to.  [default: PKI/NAMESPACE/JOB/syncer or REGION]"
+            metavar="DIR", show_default=False, help="Where to.  [default: a folder in PKI/NAMESPACE/JOB]"
         ),
     ] = None,
     dns: Annotated[
@@ -113,7 +116,7 @@ def issue(
         ),
     ] = None,
 ) -> None:  # fmt: skip
-    """Make a key and a certificate for the syncer or a region's learners, in a folder ready to be used.
+    """Make keys and certificates for the syncer and for learners, in folders ready to be used.
 
     Nothing that is there is overwritten. The first issue for a job makes its join token, and all parties get
     the same.
@@ -203,7 +206,7 @@ def show(folders: Annotated[list[Path], typer.Argument(metavar="DIR|FILE...", sh
 def _targets(
     job: str, syncer: bool, regions: list[str], namespace: str | None, secret: str | None
 ) -> list[Target]:
-    from diloco.certs import Target
+    from diloco.certs import targets_of
 
     if secret and syncer and regions:
         raise fail("--secret names one Secret: issue for the syncer and for regions apart", WRONG)
@@ -214,9 +217,7 @@ def _targets(
             job_name(job)
         except typer.BadParameter as error:
             raise fail(str(error), WRONG) from None
-        found = [Target(namespace or "default", job, None, secret or "")] if syncer else []
-        found += [Target(namespace or "default", job, each, secret or "") for each in regions]
-        return found
+        return _chosen(namespace or "default", job, syncer, regions, secret, secret)
     from diloco.validate import problems_text
     from diloco_protocol.load import JobError, load_job
 
@@ -229,9 +230,21 @@ def _targets(
         if each not in known:
             raise fail(f"--region {each}: {job} has {', '.join(known)}", WRONG)
     space = namespace or spec.metadata.namespace or "default"
-    name, everybody = spec.metadata.name, not (syncer or regions)
-    theirs = secret or spec.spec.learners.credentials.secret_name or ""
-    found = []
-    if syncer or everybody:
-        found.append(Target(space, name, None, secret or spec.spec.syncer.tls.secret_name or ""))
-    return found + [Target(space, name, each, theirs) for each in (known if everybody else regions)]
+    name, ours = spec.metadata.name, spec.spec.syncer.tls.secret_name
+    if syncer or regions:
+        theirs = spec.spec.learners.credentials.secret_name
+        return _chosen(space, name, syncer, regions, secret or ours, secret or theirs)
+    if secret:
+        raise fail("--secret names one Secret, and a job file has its own: say --syncer or --region", WRONG)
+    return targets_of(spec, space)
+
+
+def _chosen(
+    namespace: str, job: str, syncer: bool, regions: list[str], ours: str | None, theirs: str | None
+) -> list[Target]:
+    from diloco.certs import Target
+
+    found = [Target(namespace, job, (), "syncer", ours or "")] if syncer else []
+    if regions:
+        found.append(Target(namespace, job, tuple(regions), regions[0], theirs or ""))
+    return found

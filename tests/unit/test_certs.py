@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import datetime
+import shutil
 import ssl
 import stat
 import subprocess
@@ -18,6 +19,8 @@ from diloco.main import app
 from diloco_protocol.certificates import CertificateError, Issued, describe, issue, new_authority
 from diloco_protocol.credentials import Credentials
 from diloco_protocol.identity import name
+from diloco_protocol.load import load_job
+from diloco_protocol.spec import DiLoCoJob
 
 NOW = datetime.datetime(2027, 3, 1, 12, tzinfo=datetime.UTC)
 JOB = """
@@ -34,7 +37,8 @@ spec:
   learners: {command: [python, x.py], credentials: {secretName: tiny-learners}}
   regions:
   - {name: eu-1, cluster: eu-1, learners: 2}
-  - {name: us-2, cluster: us-2, learners: 1}
+  - {name: us-2, cluster: us, learners: 1}
+  - {name: us-3, cluster: us, learners: 1}
 """
 
 
@@ -59,13 +63,13 @@ def test_a_job_file_gives_everybody_a_folder_and_a_secret(pki: Path, tmp_path: P
     code, output = diloco("issue", tmp_path / "job.yaml", "--pki", pki, "--days", "30")
     assert code == 0 and output.count("good for 30 days") == 3, output
     home = pki / "train" / "tiny"
-    assert sorted(path.name for path in home.iterdir()) == ["eu-1", "join-token", "syncer", "us-2"]
+    assert sorted(path.name for path in home.iterdir()) == ["eu-1", "join-token", "syncer", "us"]
     assert mode(pki) == 0o700 and mode(pki / "ca.key") == 0o600
     tokens, keys = set(), set()
-    for who, uri, secret in (
-        ("syncer", "diloco://job/train/tiny/syncer", "tiny-syncer"),
-        ("eu-1", "diloco://job/train/tiny/learner/eu-1", "tiny-learners"),
-        ("us-2", "diloco://job/train/tiny/learner/us-2", "tiny-learners"),
+    for who, uris, secret in (
+        ("syncer", ["syncer"], "tiny-syncer"),
+        ("eu-1", ["learner/eu-1"], "tiny-learners"),
+        ("us", ["learner/us-2", "learner/us-3"], "tiny-learners"),
     ):
         folder = home / who
         assert sorted(p.name for p in folder.iterdir()) == [
@@ -74,7 +78,7 @@ def test_a_job_file_gives_everybody_a_folder_and_a_secret(pki: Path, tmp_path: P
         for each in ("tls.key", "join-token", "secret.yaml"):
             assert mode(folder / each) == 0o600
         read = Credentials.from_directory(folder)
-        assert [one.uri for one in read.names()] == [uri]
+        assert [one.uri for one in sorted(read.names())] == [f"diloco://job/train/tiny/{uri}" for uri in uris]
         tokens.add(read.token)
         keys.add(read.key)
         document = yaml.safe_load((folder / "secret.yaml").read_text())
@@ -117,7 +121,7 @@ def test_names_on_the_command_line(pki: Path, tmp_path: Path) -> None:
         (["issue", "tiny", "--syncer", "--pki", "PKI", "--days", "0"], "days is 0: expected 1 to 36500"),
         (["issue", "tiny", "--syncer", "--pki", "PKI", "--dns", "https://x"], "without port or scheme"),
         (["issue", "tiny", "--syncer", "--region", "a", "--pki", "PKI", "--secret", "s"], "names one Secret"),
-        (["issue", "JOB", "--region", "mars", "--pki", "PKI"], "has eu-1, us-2"),
+        (["issue", "JOB", "--region", "mars", "--pki", "PKI"], "has eu-1, us-2, us-3"),
         (["renew", "NONE", "--pki", "PKI"], "is no folder"),
         (["renew", "PKI", "--pki", "PKI"], "cannot read"),
         (["show", "NONE"], "cannot read"),
@@ -138,8 +142,9 @@ def test_nothing_is_overwritten_but_by_renewal(pki: Path) -> None:
     folder = pki / "default" / "tiny" / "eu-1"
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     # One of two is there: neither is made.
-    code, output = diloco("issue", "tiny", "--region", "eu-1", "--region", "us-2", "--pki", pki)
-    assert code == 2 and "diloco certs renew" in output and not (folder.parent / "us-2").exists()
+    shutil.rmtree(folder.parent / "syncer")
+    code, output = diloco("issue", "tiny", "--syncer", "--region", "eu-1", "--pki", pki)
+    assert code == 2 and "diloco certs renew" in output and not (folder.parent / "syncer").exists()
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     code, output = diloco("renew", folder.parent / "join-token", folder, "--pki", pki, "--days", "7")
     assert code == 0 and "good for 7 days" in output
@@ -148,6 +153,33 @@ def test_nothing_is_overwritten_but_by_renewal(pki: Path) -> None:
     assert describe(after["tls.crt"]).names == describe(before["tls.crt"]).names
     ssl.create_default_context().load_cert_chain(folder / "tls.crt", folder / "tls.key")
     assert mode(folder / "tls.key") == 0o600
+
+
+def test_an_evaluator_has_a_certificate_where_the_syncer_is(pki: Path, tmp_path: Path) -> None:
+    evaluated = JOB.replace("model: null, data: null,", "model: {config: {model_type: llama}},").replace(
+        "evaluation: null", "data: {source: text, paths: [python-stdlib]}"
+    )
+    job = load(tmp_path / "job.yaml", evaluated.replace("command: [python, x.py], ", ""))
+    found = {target.label: target.regions for target in certs.targets_of(job, "train")}
+    assert found == {"syncer": (), "hub": ("hub",), "eu-1": ("eu-1",), "us": ("us-2", "us-3")}
+    here = load(
+        tmp_path / "here.yaml",
+        JOB.replace("cluster: eu-1", "cluster: hub").replace("cluster: us", "cluster: hub"),
+    )
+    assert {t.label: t.regions for t in certs.targets_of(here, "x")}["hub"] == ("eu-1", "us-2", "us-3")
+
+
+def load(path: Path, text: str) -> DiLoCoJob:
+    path.write_text(text)
+    return load_job(path)
+
+
+def test_several_regions_may_share_a_certificate(pki: Path, tmp_path: Path) -> None:
+    code, _ = diloco(
+        "issue", "tiny", "--region", "eu-1", "--region", "eu-2", "--pki", pki, "--out", tmp_path / "eu"
+    )
+    names = Credentials.from_directory(tmp_path / "eu").names()
+    assert code == 0 and {one.region for one in names} == {"eu-1", "eu-2"}
 
 
 def test_a_secret_is_renewed_with_its_folder(pki: Path) -> None:
