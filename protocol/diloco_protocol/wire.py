@@ -125,10 +125,11 @@ def control_options() -> list[Option]:
     ]
 
 
-def server_options(reply_bytes: int = MAX_CHUNK_BYTES) -> list[Option]:
-    """Options of the syncer's servers; ``reply_bytes``: the largest message down. A port in use is
-    an error (no SO_REUSEPORT)."""
+def server_options(reply_bytes: int = MAX_CHUNK_BYTES, connections: int | None = None) -> list[Option]:
+    """Options of the syncer's servers; ``reply_bytes``: the largest message down; ``connections``: the
+    most at once, None: any number. A port in use is an error (no SO_REUSEPORT)."""
     return [
+        *([("grpc.max_allowed_incoming_connections", connections)] if connections is not None else []),
         *_common(MAX_CHUNK_BYTES, reply_bytes),
         ("grpc.so_reuseport", 0),
         ("grpc.server_handshake_timeout_ms", int(JOIN_SECONDS * 1000)),  # until HTTP/2 has begun

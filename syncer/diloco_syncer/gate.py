@@ -207,7 +207,10 @@ class Gate:
         assert self._listening is not None
         self._loop.add_reader(self._listening, self._accept)
         while not self._stopping.is_set():
-            self._expire(time.monotonic())
+            try:
+                self._expire(time.monotonic())
+            except Exception:
+                log.exception("a fault of this program, at the gate")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.5):
                     await self._stopping.wait()

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import ssl
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from diloco_syncer.gate import Gate
+
+log = logging.getLogger(__name__)
 
 BUFFER = 256 << 10
 _LINGER_SECONDS = 5.0  # for what is still to be sent when one side has ended
@@ -54,7 +58,15 @@ class Link:
         self._down = b""  # not taken by the peer yet
         self._heard = self._ending = self._closed = False
         self.key = ""  # the server's name for this connection, once it is let in
-        self._loop.add_reader(front, self._shake)
+        self._loop.add_reader(front, self._safely, self._shake)
+
+    def _safely(self, what: Callable[[], None]) -> None:
+        """A fault of ours costs this connection, and no other."""
+        try:
+            what()
+        except Exception:
+            log.exception("a fault of this program, at the connection of %s", self.address)
+            self.close()
 
     # ------------------------------------------------------------- the handshake
 
@@ -88,8 +100,8 @@ class Link:
             self._give_up(refused)
             return
         self._loop.remove_reader(self._front)
-        self._loop.add_reader(self._front, self._front_readable)
-        self._loop.add_reader(self._back, self._back_readable)
+        self._loop.add_reader(self._front, self._safely, self._front_readable)
+        self._loop.add_reader(self._back, self._safely, self._back_readable)
         self._decrypt()
 
     def _give_up(self, refused: Refused | None) -> None:
@@ -150,7 +162,7 @@ class Link:
         waited, self._up = bool(self._up), bytes(data[sent:])
         if self._up and not waited:
             self._loop.remove_reader(self._front)
-            self._loop.add_writer(self._back, self._back_writable)
+            self._loop.add_writer(self._back, self._safely, self._back_writable)
 
     def _back_writable(self) -> None:
         self._send_up(self._up)
@@ -161,7 +173,7 @@ class Link:
         if self._ending:
             self.close()
             return
-        self._loop.add_reader(self._front, self._front_readable)
+        self._loop.add_reader(self._front, self._safely, self._front_readable)
         self._decrypt()
 
     # ------------------------------------------------------------- the server's bytes, out
@@ -200,7 +212,7 @@ class Link:
             return
         if self._down and not waited:
             self._loop.remove_reader(self._back)
-            self._loop.add_writer(self._front, self._front_writable)
+            self._loop.add_writer(self._front, self._safely, self._front_writable)
 
     def _front_writable(self) -> None:
         self._flush(self._down)
@@ -210,7 +222,7 @@ class Link:
         if self._ending:
             self.close()
         elif self._back is not None:
-            self._loop.add_reader(self._back, self._back_readable)
+            self._loop.add_reader(self._back, self._safely, self._back_readable)
 
     def _flush(self, data: bytes) -> None:
         try:

@@ -61,6 +61,7 @@ from diloco_syncer.tape import Tape
 
 log = logging.getLogger(__name__)
 
+MAX_CONTROL_CONNECTIONS = 256  # of the control port, whose callers are few
 SERVICES = ("", wire.SESSION_SERVICE, wire.SERVICE, "diloco.v1.Status")
 
 
@@ -104,7 +105,7 @@ async def _life(options: Options) -> tuple[int, Options]:
     if options.export is not None:
         check_loopback(options.export, "--export")
     main = aio.server(options=wire.server_options())
-    private = aio.server(options=wire.server_options(wire.MAX_REPLY_BYTES))
+    private = aio.server(options=wire.server_options(wire.MAX_REPLY_BYTES, MAX_CONTROL_CONNECTIONS))
     # Calls and replies of the control service are signed, and need no certificate (credentials.py).
     gate = _gate(options, main)
     bound = gate.bind(options.listen) if gate else Credentials().bind(main, options.listen)

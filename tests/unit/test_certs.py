@@ -61,13 +61,14 @@ def pki(tmp_path: Path) -> Path:
 def test_a_job_file_gives_everybody_a_folder_and_a_secret(pki: Path, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
     code, output = diloco("issue", tmp_path / "job.yaml", "--pki", pki, "--days", "30")
-    assert code == 0 and output.count("good for 30 days") == 3, output
+    assert code == 0 and output.count("good for 30 days") == 4, output
     home = pki / "train" / "tiny"
-    assert sorted(path.name for path in home.iterdir()) == ["eu-1", "join-token", "syncer", "us"]
+    assert sorted(path.name for path in home.iterdir()) == ["eu-1", "hub", "join-token", "syncer", "us"]
     assert mode(pki) == 0o700 and mode(pki / "ca.key") == 0o600
     tokens, keys = set(), set()
     for who, uris, secret in (
         ("syncer", ["syncer"], "tiny-syncer"),
+        ("hub", ["learner/hub"], "tiny-learners"),  # for the evaluator, and the token
         ("eu-1", ["learner/eu-1"], "tiny-learners"),
         ("us", ["learner/us-2", "learner/us-3"], "tiny-learners"),
     ):
@@ -94,7 +95,7 @@ def test_a_job_file_gives_everybody_a_folder_and_a_secret(pki: Path, tmp_path: P
                  folder / "tls.crt"], capture_output=True, timeout=30,
             )  # fmt: skip
             assert (verdict.returncode == 0) == fine, verdict
-    assert len(tokens) == 1 and len(keys) == 3 and len(tokens.pop()) == 64
+    assert len(tokens) == 1 and len(keys) == 4 and len(tokens.pop()) == 64
     assert not any(secret in output for secret in ("PRIVATE", (home / "join-token").read_text()))
 
 
@@ -155,18 +156,14 @@ def test_nothing_is_overwritten_but_by_renewal(pki: Path) -> None:
     assert mode(folder / "tls.key") == 0o600
 
 
-def test_an_evaluator_has_a_certificate_where_the_syncer_is(pki: Path, tmp_path: Path) -> None:
-    evaluated = JOB.replace("model: null, data: null,", "model: {config: {model_type: llama}},").replace(
-        "evaluation: null", "data: {source: text, paths: [python-stdlib]}"
-    )
-    job = load(tmp_path / "job.yaml", evaluated.replace("command: [python, x.py], ", ""))
-    found = {target.label: target.regions for target in certs.targets_of(job, "train")}
+def test_clusters_share_certificates_as_they_share_secrets(tmp_path: Path) -> None:
+    far = load(tmp_path / "far.yaml", JOB)
+    found = {target.label: target.regions for target in certs.targets_of(far, "train")}
     assert found == {"syncer": (), "hub": ("hub",), "eu-1": ("eu-1",), "us": ("us-2", "us-3")}
-    here = load(
-        tmp_path / "here.yaml",
-        JOB.replace("cluster: eu-1", "cluster: hub").replace("cluster: us", "cluster: hub"),
-    )
-    assert {t.label: t.regions for t in certs.targets_of(here, "x")}["hub"] == ("eu-1", "us-2", "us-3")
+    alone = JOB.replace("cluster: eu-1", "cluster: hub").replace("cluster: us", "cluster: hub")
+    here = load(tmp_path / "here.yaml", alone)
+    found = {target.label: target.regions for target in certs.targets_of(here, "x")}
+    assert found == {"syncer": (), "hub": ("eu-1", "us-2", "us-3")}
 
 
 def load(path: Path, text: str) -> DiLoCoJob:
