@@ -130,6 +130,15 @@ class Credentials:
         except CertificateError as error:
             raise CredentialsError(f"{self.directory or 'credentials'}: tls.crt: {error}") from error
 
+    def expires(self) -> float:
+        """When the own certificate does, wall-clock seconds. Raises ``CredentialsError``."""
+        from .certificates import CertificateError, describe
+
+        try:
+            return describe(self.certificate).not_after.timestamp()
+        except CertificateError as error:
+            raise CredentialsError(f"{self.directory or 'credentials'}: tls.crt: {error}") from error
+
     def signature(self) -> tuple[tuple[int, ...], ...]:
         """Changes when a file of the directory does; empty: a file that is needed is not there."""
         found = []

@@ -129,6 +129,18 @@ def covers(names: Names, region: str) -> bool:
     return not names or any(one.region in ("", region) for one in names)
 
 
+def akin(one: Names, other: Names) -> bool:
+    """Whether two learners' certificates may be the same party's, before and after a change: they name
+    a job's region in common, or nobody both."""
+    if not one or not other:
+        return one == other
+    return any(
+        (a.namespace, a.job) == (b.namespace, b.job) and (a.region == b.region or not (a.region and b.region))
+        for a in one
+        for b in other
+    )
+
+
 def objection_to_learner(mine: Names, theirs: Names, job: str) -> Objection | None:
     """What a syncer with the names ``mine`` has against a client's certificate; None: nothing."""
     if not theirs and not mine:

@@ -17,6 +17,7 @@ import grpc
 import numpy as np
 
 from diloco_protocol import codec, sync_pb2, wire
+from diloco_protocol.identity import akin
 from diloco_protocol.meter import Meter
 from diloco_protocol.wire import WireError
 from diloco_syncer import events as ev
@@ -56,7 +57,7 @@ class Bulk:
         """Another certificate's process is not spoken for."""
         sessions = self._engine.sessions
         connection = sessions.of_process(process) if sessions.doors.limited else None
-        if connection is not None and connection.peer.names != peer.names:
+        if connection is not None and not akin(connection.peer.names, peer.names):
             message = "a process with another certificate has this id"
             await sessions.doors.refuse(
                 context, peer, WRONG_PROCESS, grpc.StatusCode.PERMISSION_DENIED, message

@@ -74,6 +74,8 @@ class Doors:
             "connections": gate.connections if gate is not None else None,
             "handshakes": gate.handshakes if gate is not None else None,
             "refused": self.refused(),
+            "expires": gate.keeper.expires if gate is not None else None,
+            "peers_expire": gate.earliest_expiry if gate is not None else None,
         }
 
 

@@ -32,6 +32,7 @@ import contextlib
 import errno
 import hashlib
 import logging
+import math
 import secrets
 import socket
 import ssl
@@ -67,6 +68,7 @@ class Keeper:
         """Raises ``CredentialsError`` if they are not this job's syncer's."""
         self.credentials, self._job = credentials, job
         self.mine, self.context = self._made(credentials)
+        self.expires = credentials.expires()  # wall-clock seconds
         self._seen = credentials.signature()
         self._looked = time.monotonic()
         self._before: tuple[Credentials, float] | None = None
@@ -92,6 +94,7 @@ class Keeper:
             self._before = self.credentials, now + TOKEN_SECONDS
         self._seen, self._problem = seen, ""
         self.credentials, self.mine, self.context = fresh, mine, context
+        self.expires = fresh.expires()
         log.info("the credentials have changed: new connections get the new ones")
 
     def admits(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
@@ -166,6 +169,12 @@ class Gate:
     @property
     def connections(self) -> int:
         return len(self._open)
+
+    @property
+    def earliest_expiry(self) -> float | None:
+        """When the first certificate of those that are connected expires, wall-clock seconds; None: nobody
+        is connected."""
+        return min((peer.expires for peer in list(self._open.values())), default=None)
 
     def bind(self, address: str) -> int:
         """Listen; who connects waits until ``start``. Returns the port. Raises ``CredentialsError``."""
@@ -274,7 +283,8 @@ class Gate:
             names = identity.names_in(str(value) for kind, value in alternatives if kind == "URI")
         except identity.IdentityError as error:
             raise Refused("bad-certificate", str(error)) from error
-        peer = Peer(hashlib.sha256(raw).hexdigest(), names, link.address)
+        expires = ssl.cert_time_to_seconds(str(shown["notAfter"])) if "notAfter" in shown else math.inf
+        peer = Peer(hashlib.sha256(raw).hexdigest(), names, link.address, expires)
         objection = identity.objection_to_learner(self.keeper.mine, names, self._job)
         if objection is not None:
             raise Refused(objection.reason, objection.message)

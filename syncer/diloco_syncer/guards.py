@@ -28,6 +28,7 @@ that a flood fills no disk.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -57,6 +58,7 @@ class Peer:
     fingerprint: str = ""
     names: Names = NOBODY
     address: str = ""  # for the log
+    expires: float = math.inf  # wall-clock seconds
 
     def __str__(self) -> str:
         who = ", ".join(map(str, sorted(self.names))) or "a certificate without a name"

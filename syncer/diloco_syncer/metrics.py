@@ -79,6 +79,20 @@ class StatusCollector(Collector):
                 family = GaugeMetricFamily(f"diloco_{key}", text, labels=["job"])
                 family.add_metric([job], doors[key])
                 yield family
+            for key, name, text in (
+                (
+                    "expires", "certificate_expires_timestamp_seconds",
+                    "When the syncer's certificate expires, in Unix time",
+                ),
+                (
+                    "peers_expire", "peer_certificate_expires_timestamp_seconds",
+                    "When the first of the learners' certificates expires, in Unix time",
+                ),
+            ):  # fmt: skip
+                family = GaugeMetricFamily(f"diloco_{name}", text, labels=["job"])
+                if doors[key] is not None:
+                    family.add_metric([job], doors[key])
+                yield family
 
     def _labelled(self, document: dict[str, Any], job: str) -> Iterator[Metric]:
         phase = GaugeMetricFamily("diloco_phase", "1 for the job's phase", labels=["job", "phase"])
@@ -130,18 +144,19 @@ class StatusCollector(Collector):
 
     def _links(self, document: dict[str, Any], job: str) -> Iterator[Metric]:
         columns = {
-            "up_bytes_per_second": "The link's speed up, while pushes were arriving",
-            "down_bytes_per_second": "The link's speed down, while broadcasts were arriving",
-            "round_trip_seconds": "The link's round trip, the shortest of the last",
-            "needs_up_bytes_per_second": "What the job's pace needs up",
-            "needs_down_bytes_per_second": "What the job's pace needs down",
-            "thin": "1 for a link that is thinner than the job's pace needs",
+            "link_up_bytes_per_second": "The link's speed up, while pushes were arriving",
+            "link_down_bytes_per_second": "The link's speed down, while broadcasts were arriving",
+            "link_round_trip_seconds": "The link's round trip, the shortest of the last",
+            "link_needs_up_bytes_per_second": "What the job's pace needs up",
+            "link_needs_down_bytes_per_second": "What the job's pace needs down",
+            "link_thin": "1 for a link that is thinner than the job's pace needs",
         }
-        for key, text in columns.items():
-            family = GaugeMetricFamily(f"diloco_slot_link_{key}", text, labels=["job", "slot", "region"])
+        for name, text in columns.items():
+            family = GaugeMetricFamily(f"diloco_slot_{name}", text, labels=["job", "slot", "region"])
             for row in document["slots"]:
-                if row["link"] is not None and row["link"][key] is not None:
-                    family.add_metric([job, str(row["slot"]), row["region"]], row["link"][key])
+                link = row["link"] or {}
+                if (value := link.get(name.removeprefix("link_"))) is not None:
+                    family.add_metric([job, str(row["slot"]), row["region"]], value)
             yield family
 
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from diloco_protocol import sync_pb2, wire
+from diloco_protocol.identity import akin
 from diloco_protocol.wire import WireError
 from diloco_syncer import events as ev
 from diloco_syncer import guards, messages
@@ -142,8 +143,8 @@ class Sessions:
         newest = self.of_process(join.process)
         if not join.evaluator and not may_come_from(peer, join.region):
             said = guards.WRONG_REGION, f"region {join.region!r} is not of this certificate", True
-        elif newest is not None and newest.peer.names != peer.names:
-            said = guards.WRONG_PROCESS, "a process with another certificate has this id", True
+        elif newest is not None and not akin(newest.peer.names, peer.names):
+            said = guards.WRONG_PROCESS, "a process with another certificate has this id", False
         elif not doors.guards.fresh(join.process, attempt):
             said = guards.REPLAYED, "this Join was said before: join anew", False
         if said is not None:

@@ -132,7 +132,7 @@ async def test_every_refusal_has_its_name(syncer: SyncerProcess, parties: Partie
         assert await learners(america).refused(said) == ("wrong-region", True)
         # Somebody else's region, and somebody else's process.
         assert await learners(america).refused(region="eu-1") == ("wrong-region", True)
-        assert await learners(america, "us-2", honest.process).refused() == ("wrong-process", True)
+        assert await learners(america, "us-2", honest.process).refused() == ("wrong-process", False)
         assert await learners(europe).refused(job="other") == ("bad-join", True)
         # An evaluator has no region of its own.
         evaluator = learners(america)
@@ -173,6 +173,9 @@ async def test_every_refusal_has_its_name(syncer: SyncerProcess, parties: Partie
         for reason, count in expected.items():
             row = f'diloco_refused_connections_total{{job="raw",reason="{reason}"}} {count}.0'
             assert row in page, page
+        for whose in ("certificate", "peer_certificate"):
+            (when,) = re.findall(rf"^diloco_{whose}_expires_timestamp_seconds.* (\S+)$", page, re.M)
+            assert 80_000 < float(when) - time.time() < 90_000
         assert re.search(r'diloco_connections\{job="raw"\} [1-9]', page)
         # Who was there first has noticed nothing.
         assert honest.ended == "" and syncer.status()["sessions"] == 2
@@ -322,8 +325,8 @@ async def test_the_other_ports_survive_too(syncer: SyncerProcess, parties: Parti
         for number in range(350):
             made = socket.create_connection((host, int(port)), timeout=5)
             made.settimeout(5)
-            if number % 3:
-                made.sendall(os.urandom(number * 20) if number % 3 == 1 else b"PRI * HTTP/2.0\r\n")
+            if number % 4 > 1:
+                made.sendall(os.urandom(number * 20) if number % 4 == 2 else b"PRI * HTTP/2.0\r\n")
             held.append(made)
     # Unsigned, wrongly signed, replayed.
     async with aio.insecure_channel(syncer.addresses["control"]) as channel:

@@ -105,3 +105,13 @@ def test_ones_own_certificate_must_be_ones_own() -> None:
 def test_a_region_is_covered_by_its_own_name_or_by_one_for_all(names: identity.Names, region: str) -> None:
     expected = not names or any(one.region in (region, "") for one in names)
     assert identity.covers(names, region) == expected
+
+
+def test_a_party_stays_itself_when_its_certificate_changes() -> None:
+    us, other = name("ns", "tiny", "learner", "us-2"), name("ns", "other", "learner", "eu-1")
+    for before, after, same in (
+        ({EU}, {EU}, True), ({EU}, {EU, us}, True), ({ANY}, {EU}, True), (NOBODY, NOBODY, True),
+        ({EU}, {us}, False), ({EU}, {other}, False), ({EU}, NOBODY, False), ({ANY}, {other}, False),
+    ):  # fmt: skip
+        assert identity.akin(frozenset(before), frozenset(after)) == same
+        assert identity.akin(frozenset(after), frozenset(before)) == same
