@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from diloco import cluster_commands
+from diloco import bare_commands, cluster_commands
 from diloco.certs_commands import certs
 from diloco.cluster_commands import Context, Contexts, Kubeconfig, Namespace, where
 from diloco.console import WRONG, fail, in_cluster, interruptible, means_job
@@ -352,6 +352,7 @@ def version() -> None:
 
 
 cluster_commands.add_to(app)
+bare_commands.add_to(app)
 app.add_typer(certs)
 
 

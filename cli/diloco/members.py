@@ -36,6 +36,25 @@ class Member:
     learner: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A run whose learners are on other machines: here are the syncer and the evaluator.
+
+    ``listen``: host:port for learners. ``credentials``: the syncer's directory, None: plaintext.
+    ``evaluator``: whether there is one here; its credentials are a learner's.
+    """
+
+    listen: str
+    credentials: Path | None = None
+    evaluator: bool = True
+    evaluator_credentials: Path | None = None
+
+
+def served(job: DiLoCoJob, serving: Serving) -> list[Member]:
+    """The worker processes beside a syncer that serves other machines."""
+    return [m for m in members(job) if m.kind is Kind.EVALUATOR and serving.evaluator]
+
+
 def members(job: DiLoCoJob) -> list[Member]:
     """Learners of all regions, in the job's order, then spares, then the evaluator.
 

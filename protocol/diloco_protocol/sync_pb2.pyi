@@ -542,12 +542,14 @@ class DownloadRequest(_message.Message):
         PEER_STATE: _ClassVar[DownloadRequest.What]
         OPTIMIZER: _ClassVar[DownloadRequest.What]
         LAYOUT: _ClassVar[DownloadRequest.What]
+        JOB: _ClassVar[DownloadRequest.What]
     FULL: DownloadRequest.What
     DELTA: DownloadRequest.What
     FROZEN: DownloadRequest.What
     PEER_STATE: DownloadRequest.What
     OPTIMIZER: DownloadRequest.What
     LAYOUT: DownloadRequest.What
+    JOB: DownloadRequest.What
     FORMAT_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
