@@ -295,7 +295,7 @@ def _failed(error: aio.AioRpcError, what: str) -> TransferError:
         grpc.StatusCode.PERMISSION_DENIED,
         grpc.StatusCode.UNAUTHENTICATED,
         grpc.StatusCode.UNIMPLEMENTED,
-    )
+    ) or "CERTIFICATE_VERIFY_FAILED" in (error.details() or "")  # the same certificate next time
     return TransferError(f"{what}: {code.name.lower().replace('_', ' ')}: {error.details()}", retry=not final)
 
 

@@ -171,7 +171,12 @@ def _gate(options: Options, server: Any) -> Gate | None:
         log.error("the credentials read before are used on: %s", error)
         now = options.credentials
     gate = Gate(now, options.job.metadata.name, _places(options.job))
-    server.add_insecure_port(gate.inside)
+    try:
+        server.add_insecure_port(gate.inside)
+    except RuntimeError as error:
+        raise CredentialsError(
+            f"cannot listen on {gate.inside}: set TMPDIR to a short, writable path"
+        ) from error
     return gate
 
 

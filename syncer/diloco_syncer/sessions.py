@@ -112,6 +112,8 @@ class Sessions:
                 grpc.StatusCode.DEADLINE_EXCEEDED, f"no Join within {wire.JOIN_SECONDS:.0f} s"
             )
         except WireError as error:
+            other = isinstance(error, messages.OtherJob)
+            self.doors.note(peer, guards.WRONG_JOB if other else guards.BAD_JOIN, str(error))
             await context.write(refusal("bad-join", str(error), True).SerializeToString())
             return
         if not await self._believed(join, attempt, peer, context):
@@ -296,6 +298,8 @@ class Sessions:
                 raise TypeError(f"not an action of the sessions: {action!r}")
         connection = self._connections.get(action.connection)
         if connection is not None:
+            if isinstance(action, ev.Refuse) and not connection.welcomed:
+                self.doors.note(connection.peer, action.reason, action.message)
             connection.send(message)
             connection.welcomed |= isinstance(action, ev.Admit)
             if isinstance(action, ev.Refuse | ev.AskInitial):

@@ -134,6 +134,9 @@ async def test_every_refusal_has_its_name(syncer: SyncerProcess, parties: Partie
         assert await learners(america).refused(region="eu-1") == ("wrong-region", True)
         assert await learners(america, "us-2", honest.process).refused() == ("wrong-process", False)
         assert await learners(europe).refused(job="other") == ("bad-join", True)
+        assert await learners(europe).refused(process="!") == ("bad-join", True)
+        drifted = {"training.model": "other"}
+        assert await learners(america, "us-2").refused(digests=drifted) == ("spec-drift", True)
         # An evaluator has no region of its own.
         evaluator = learners(america)
         first = await evaluator.join(role=sync_pb2.ROLE_EVALUATOR, region="eu-1")
@@ -166,8 +169,8 @@ async def test_every_refusal_has_its_name(syncer: SyncerProcess, parties: Partie
             with pytest.raises(VouchError):
                 await vouched(made, syncer.addresses["sync"], made.names())
         counts = refused(syncer)
-        expected = {"expired": 1, "replayed": 1, "wrong-job": 1, "wrong-process": 3, "wrong-region": 2}
-        expected["wrong-token"] = 4
+        expected = {"expired": 1, "replayed": 1, "wrong-job": 2, "wrong-process": 3, "wrong-region": 2}
+        expected |= {"wrong-token": 4, "bad-join": 1, "spec-drift": 1}
         assert counts == expected
         page = syncer.get("/metrics").decode()
         for reason, count in expected.items():

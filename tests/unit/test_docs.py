@@ -44,7 +44,7 @@ def test_the_names_in_certificates(uri: str) -> None:
 
 
 def test_every_refusal_of_a_connection_is_described() -> None:
-    table = PROTOCOL.split("**Refusals** of connections")[1].split("A probe that")[0]
+    table = PROTOCOL.split("**Refusals** of connections")[1].split("A Join that is refused")[0]
     rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
     described = {word for row in rows for word in re.findall(r"`([a-z-]+)`", row)}
     source = "".join(

@@ -17,6 +17,7 @@ import grpc
 import pytest
 from grpc import aio
 
+from diloco_operator.secrets import RootKey, certificates
 from diloco_protocol import wire
 from diloco_protocol.credentials import Credentials, CredentialsError
 from diloco_protocol.vouch import VouchError, vouched
@@ -150,6 +151,23 @@ async def test_who_calls_is_known(parties: Parties) -> None:
         folder = Path(there.gate.inside.removeprefix("unix:")).parent
         assert folder.stat().st_mode & 0o077 == 0
     assert not folder.exists()
+
+
+async def test_secrets_that_the_operator_makes_are_good_for_all_regions(
+    parties: Parties, tmp_path: Path
+) -> None:
+    root = RootKey(b"0123456789abcdef0123456789abcdef")
+    folders = {}
+    for role in ("syncer", "learner"):
+        folders[role] = tmp_path / role
+        folders[role].mkdir()
+        for file, content in certificates(root, "ns", "tiny", "0b0a7f3e", role).items():
+            (folders[role] / file).write_bytes(content)
+    there = await Place(parties, folders["syncer"]).start()
+    assert await there.vouch(folders["learner"]) == "ok"
+    assert (await there.call(folders["learner"])).startswith("the learner of job ns/tiny (")
+    await there.refuses(folders["syncer"], "wrong-role")
+    await there.stop()
 
 
 async def test_strangers_and_others_are_refused_with_the_reason(parties: Parties, tmp_path: Path) -> None:
