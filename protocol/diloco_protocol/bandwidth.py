@@ -31,10 +31,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 FORWARD = 1 / 3  # of a step; the backward pass is the rest
 UTILISATION = 0.95  # that a link is sized for
 _LEAST_STEPS = 100  # of a simulated run
+_MOST_EXCHANGES = 4096
 _HALVINGS = 50
 
 
@@ -115,8 +117,11 @@ def rate(amount: float, seconds: float) -> float:
 
 def run_steps(turn: Turn, wanted: float) -> int:
     """Steps of a run to simulate: whole turns, and so many that its last exchanges, which nothing
-    overlaps, weigh little against the waiting that c = ``wanted`` leaves."""
-    return turn.every * max(2, math.ceil(max(_LEAST_STEPS, 2.5 * turn.overlap / (1 - wanted)) / turn.every))
+    overlaps, weigh little against the waiting that c = ``wanted`` leaves; but no more exchanges than
+    can be gone through at once."""
+    steps = max(_LEAST_STEPS, 2.5 * turn.overlap / (1 - wanted))
+    turns = min(math.ceil(steps / turn.every), _MOST_EXCHANGES // turn.fragments)
+    return turn.every * max(2, turns)
 
 
 def utilisation(turn: Turn, steps: int, up_seconds: float, down_seconds: float) -> float:
@@ -148,6 +153,7 @@ def utilisation(turn: Turn, steps: int, up_seconds: float, down_seconds: float) 
     return steps * turn.step_seconds / max(now, down_free)
 
 
+@lru_cache(maxsize=64)
 def queued_seconds(turn: Turn, wanted: float, up_share: float, down_share: float) -> float:
     """The greatest x such that exchanges of x·up_share seconds up and x·down_share down keep c = ``wanted``;
     0: none does."""

@@ -109,6 +109,17 @@ def test_more_overlap_asks_for_less_and_more_utilisation_for_more() -> None:
     assert needed == sorted(needed) and len(set(needed)) == 4
 
 
+def test_no_job_takes_long_to_plan() -> None:
+    for turn in (
+        Turn(4096, 1_000_000, 100_000, 1.0),
+        Turn(1, 1_000_000, 999_999, 1.0),
+        Turn(512, 512, 500, 1.0),
+    ):
+        steps = bandwidth.run_steps(turn, 0.999)
+        assert steps % turn.every == 0 and steps * turn.fragments // turn.every <= 2 * 4096
+        assert 0 < bandwidth.queued_seconds(turn, 0.999, 0.5, 0.5) < math.inf
+
+
 def test_round_trips_take_from_the_window_until_nothing_is_left() -> None:
     sizes = links.even_sizes(10**9, 24)
     carried, sync = links.traffic(sizes, "int4", "bfloat16", 4), SyncSpec()
