@@ -27,6 +27,7 @@ REPORT_SECONDS = 0.02  # reports are at least so far apart
 UP = ("float32", "bfloat16", "int8", "int4", "int2")
 DOWN = ("float32", "bfloat16", "delta-int8", "delta-int4")
 LEAST_TRANSFERS = 4  # before a link is judged
+NOISE_SECONDS = 0.05  # an exchange shorter than this says more of busy processors than of the link
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +185,7 @@ def judge(
     each = of_turn.period * step_seconds / wanted
     left = of_turn.window(wanted) - of_turn.between_seconds
     far = of_turn.between_seconds > up + down  # the way is long rather than thin
-    if max(up, down) <= each and (up + down <= left or far):
+    if up + down < NOISE_SECONDS or (max(up, down) <= each and (up + down <= left or far)):
         return verdict
     share = of_turn.period * step_seconds / max(up, down, 1e-9)
     effect = (

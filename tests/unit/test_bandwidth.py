@@ -210,6 +210,14 @@ def test_an_exchange_longer_than_its_overlap_comes_late() -> None:
     assert not links.judge(carried, sync, 12, 1.0, Measured(carried.up / 0.5, carried.down / 1.5)).thin
 
 
+def test_a_busy_machine_is_not_called_a_thin_link() -> None:
+    """Steps of 10 ms on a loaded machine: an exchange of 40 ms waits for processors."""
+    carried = links.traffic(links.even_sizes(200_000, 4), "int4", "bfloat16", 2)
+    sync = SyncSpec(fragments=4, every=4)
+    assert not links.judge(carried, sync, 4, 0.01, Measured(carried.up / 0.01, carried.down / 0.03)).thin
+    assert links.judge(carried, sync, 4, 0.01, Measured(carried.up / 0.02, carried.down / 0.06)).thin
+
+
 def test_a_far_link_is_not_called_thin() -> None:
     assert not verdict(50.0, round_trip=2.0).thin
 
