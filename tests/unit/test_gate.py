@@ -8,6 +8,7 @@ import hashlib
 import os
 import socket
 import ssl
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -383,6 +384,48 @@ async def test_bytes_come_through_whole_and_a_slow_reader_holds_little(parties: 
             assert held <= 2 * (256 << 10)
             there.held.set()
             assert await call == hashlib.sha256(blob * 24).digest()
+
+
+async def test_a_peer_that_does_not_read_holds_little_and_gets_all_of_it(parties: Parties) -> None:
+    """Below HTTP/2, which has windows of its own: a server inside that pours, and a client that waits."""
+    folder, blob = parties.learner(), os.urandom(32 << 20)
+    gate = Gate(Credentials.from_directory(parties.syncer()), "tiny", {"local": 2})
+    poured = 0
+
+    def pour() -> None:
+        nonlocal poured
+        with socket.socket(socket.AF_UNIX) as inside:
+            inside.bind(gate.inside.removeprefix("unix:"))
+            inside.listen()
+            gate.start()
+            with inside.accept()[0] as one:
+                while poured < len(blob):
+                    poured += one.send(blob[poured : poured + (1 << 18)])
+
+    port = gate.bind("127.0.0.1:0")
+    pouring = threading.Thread(target=pour, daemon=True)
+    pouring.start()
+    context = ssl.create_default_context(cadata=parties.authority.certificate.decode())
+    context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
+    context.set_alpn_protocols(["h2"])
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=10) as raw,
+        context.wrap_socket(raw, server_hostname="diloco-syncer") as tls,
+    ):
+        before = -1
+        while poured != before:
+            before = poured
+            await asyncio.sleep(0.3)
+        assert 0 < poured < len(blob)
+        (link,) = gate._open
+        assert 0 < len(link._down) <= 2 * (256 << 10)
+        read = bytearray()
+        while chunk := tls.recv(1 << 18):
+            read += chunk
+    assert read == blob
+    pouring.join(10)
+    await until(lambda: gate.connections == 0)
+    await asyncio.to_thread(gate.stop)
 
 
 async def test_a_flood_of_silent_connections_keeps_nobody_out(
