@@ -27,8 +27,20 @@ from .wire import CONNECT_SECONDS
 _SECONDS = 2.0 * CONNECT_SECONDS  # for the handshake, and again for the first bytes
 
 
+UNTRUSTED = "untrusted-syncer"
+REFUSED = "certificate-refused"
+
+
 class VouchError(Exception):
-    """The server is not to be spoken to, or does not take us; the message says why and the cure."""
+    """The server is not to be spoken to, or does not take us; the message says why and the cure.
+
+    ``reason``: ``UNTRUSTED``, ``REFUSED``, or empty where there was none to judge (it is away, or no
+    TLS), which is nobody's mistake.
+    """
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 async def vouched(credentials: Credentials, address: str, mine: Names) -> Credentials:
@@ -50,7 +62,8 @@ async def vouched(credentials: Credentials, address: str, mine: Names) -> Creden
         raise VouchError(f"no TLS handshake with {address} within {_SECONDS:.0f} s") from error
     except ssl.SSLCertVerificationError as error:
         raise VouchError(
-            f"the certificate that {address} shows is not believed: {error.verify_message.rstrip('.')}"
+            f"the certificate that {address} shows is not believed: {error.verify_message.rstrip('.')}",
+            UNTRUSTED,
         ) from error
     except ssl.SSLError as error:
         raise VouchError(f"no TLS with {address}: {_words(error)}") from error
@@ -64,11 +77,11 @@ async def vouched(credentials: Credentials, address: str, mine: Names) -> Creden
         except TimeoutError as error:
             raise VouchError(f"{address} took the handshake and says nothing") from error
         except ssl.SSLError as error:
-            raise VouchError(f"{address} refuses our certificate: {_words(error)}") from error
+            raise VouchError(f"{address} refuses our certificate: {_words(error)}", REFUSED) from error
         except OSError as error:
             raise VouchError(f"the connection to {address} broke: {error}") from error
         if not first:
-            raise VouchError(f"{address} hung up after the handshake: the syncer's log says why")
+            raise VouchError(f"{address} hung up after the handshake: the syncer's log says why", REFUSED)
     finally:
         writer.transport.abort()
         with contextlib.suppress(OSError):
@@ -97,10 +110,10 @@ def _judged(writer: asyncio.StreamWriter, mine: Names) -> bytes:
     try:
         theirs = names_in(str(value) for kind, value in shown.get("subjectAltName", ()) if kind == "URI")
     except IdentityError as error:
-        raise VouchError(f"the server's certificate: {error}") from error
+        raise VouchError(f"the server's certificate: {error}", UNTRUSTED) from error
     objection = objection_to_syncer(mine, theirs)
     if objection is not None:
-        raise VouchError(objection.message)
+        raise VouchError(objection.message, UNTRUSTED)
     return bytes(writer.get_extra_info("ssl_object").getpeercert(binary_form=True))
 
 

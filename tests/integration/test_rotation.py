@@ -88,11 +88,13 @@ def test_certificates_are_replaced_while_a_job_runs(tmp_path: Path, made: list[H
     told = america.waits_until(
         lambda s: "certificate expired" in s["message"] and s, "the reason, at the learner"
     )
-    assert not told["joined"]
+    assert not told["joined"] and told["refused"]["reason"] == "certificate-refused"
     assert hub.status()["doors"]["refused"].keys() == {"expired"}
     # Renewed in place, as a kubelet does: it joins by itself.
     parties.learner("us", "us-2")
-    america.waits_until(lambda s: s["joined"] and s["connected"], "the renewed learner to join")
+    america.waits_until(
+        lambda s: s["joined"] and s["connected"] and s["refused"] is None, "the renewed learner to join"
+    )
     # The syncer's, while both train. The session stays; bulk connections that break afterwards do not
     # believe the new certificate, until the learner has looked at it.
     before = hub.status()

@@ -245,8 +245,9 @@ async def test_a_learner_is_no_server(parties: Parties) -> None:
         port = posing.bind(server, "127.0.0.1:0")
         await server.start()
         try:
-            with pytest.raises(VouchError, match=said):
+            with pytest.raises(VouchError, match=said) as caught:
                 await vouched(Credentials.from_directory(learner), f"127.0.0.1:{port}", names)
+            assert caught.value.reason == "untrusted-syncer"
         finally:
             await server.stop(0)
 

@@ -317,6 +317,8 @@ class Exchange:
         try:
             credentials = await vouched(self._credentials, address, self._names)
         except VouchError as error:
+            if error.reason:  # not for good: a Secret may be put right, on either side
+                self.standing = replace(self.standing, refused=(error.reason, str(error)))
             return str(error)
         self._pinned_server = credentials is not self._credentials
         metadata = credentials.metadata()
