@@ -46,8 +46,8 @@ class Place:
         self.server = aio.server(options=wire.server_options())
         self.held = asyncio.Event()  # until it is set `Hold` does not read
 
-    async def start(self) -> Place:
-        self.port = self.gate.bind("127.0.0.1:0")
+    async def start(self, port: int = 0) -> Place:
+        self.port = self.gate.bind(f"127.0.0.1:{port}")
         self.server.add_insecure_port(self.gate.inside)
 
         async def who(raw: bytes, context: Any) -> bytes:
@@ -311,6 +311,24 @@ async def test_certificates_are_replaced_while_it_serves(
         parties.syncer()
         assert await there.call(parties.learner("newcomer")) != "UNAVAILABLE"
         assert await there.call(old) == "UNAVAILABLE"
+
+
+async def test_a_gate_begins_again_on_the_same_port(parties: Parties) -> None:
+    """As a syncer does that begins again from its store; a learner's channel finds it by itself."""
+    learner = parties.learner()
+    first = await Place(parties, parties.syncer()).start()
+    made = Credentials.from_directory(learner)
+    async with made.aio_channel(first.address, wire.channel_options()) as channel:
+        assert (await channel.unary_unary("/T/Who")(b"", timeout=5)).startswith(b"the learner")
+        idle = first.tcp()
+        with pytest.raises(CredentialsError, match="Address already in use"):
+            Gate(Credentials.from_directory(parties.syncer()), "tiny", {}).bind(first.address)
+        await first.stop()
+        assert idle.recv(1) == b""
+        second = await Place(parties, parties.folder / "syncer").start(first.port)
+        call = channel.unary_unary("/T/Who")(b"", timeout=10, wait_for_ready=True)
+        assert (await call).startswith(b"the learner")
+        await second.stop()
 
 
 async def test_a_join_token_is_replaced_with_time_to_follow(
