@@ -44,6 +44,7 @@ from diloco_protocol.spec import DiLoCoJob
 
 SECRET_FILE = "secret.yaml"
 FILES = ("tls.crt", "tls.key", "ca.crt", "join-token")
+SERVER_NAME_FILE = "server-name"  # of learners, where they ask for the syncer by another name
 _PRIVATE = frozenset({"tls.key", "ca.key", "join-token", SECRET_FILE})
 _MAX = 256 << 10
 Clock = Callable[[], datetime.datetime]
@@ -116,9 +117,11 @@ def issue_all(
     out: Path | None,
     hosts: Sequence[str],
     days: int,
+    server_name: str | None = None,
     now: Clock = utc_now,
 ) -> list[Path]:
-    """A folder for each target. ``out``: of the only one, or that which gets one for each.
+    """A folder for each target. ``out``: of the only one, or that which gets one for each. ``hosts``: more
+    DNS names of the syncer; ``server_name``: the one that learners ask for.
 
     Raises ``CertsError`` before anything is written if one of them is there; OSError.
     """
@@ -135,7 +138,8 @@ def issue_all(
     contents = []
     for target in targets:
         try:
-            made = issue(authority, target.names(), () if target.regions else hosts, now(), days)
+            asked = [*hosts, *([server_name] if server_name else [])]
+            made = issue(authority, target.names(), () if target.regions else asked, now(), days)
         except (CertificateError, IdentityError) as error:
             raise CertsError(str(error)) from error
         token = _token(pki, target)
@@ -143,6 +147,8 @@ def issue_all(
             "tls.crt": made.certificate, "tls.key": made.key, "ca.crt": authority.certificate,
             "join-token": token,
         }  # fmt: skip
+        if server_name and target.regions:
+            content[SERVER_NAME_FILE] = server_name.encode()
         if target.secret:
             content[SECRET_FILE] = secret_yaml(target.secret, target.namespace, content)
         contents.append(content)
@@ -175,7 +181,11 @@ def renew(pki: Path, folder: Path, days: int, now: Clock = utc_now) -> Described
     manifest = folder / SECRET_FILE
     if manifest.exists():
         meta = yaml.safe_load(_read(manifest, "the Secret"))["metadata"]
-        content = {each: _read(folder / each, "a file of the Secret") for each in FILES}
+        content = {
+            each: _read(folder / each, "a file of the Secret")
+            for each in (*FILES, SERVER_NAME_FILE)
+            if each in FILES or (folder / each).exists()
+        }
         text = secret_yaml(meta["name"], meta["namespace"], content)
         write_whole(manifest, text, mode=0o600)
     return describe(made.certificate)
@@ -191,13 +201,13 @@ def look(folder: Path) -> Described:
 
 
 def secret_yaml(secret: str, namespace: str, content: dict[str, bytes]) -> bytes:
-    """A Kubernetes Secret with the four files, for ``kubectl apply``."""
+    """A Kubernetes Secret with these files, for ``kubectl apply``."""
     document = {
         "apiVersion": "v1",
         "kind": "Secret",
         "metadata": {"name": secret, "namespace": namespace},
         "type": "Opaque",
-        "data": {each: base64.b64encode(content[each]).decode() for each in FILES},
+        "data": {each: base64.b64encode(content[each]).decode() for each in content},
     }
     return yaml.safe_dump(document, sort_keys=False, width=1_000_000).encode()
 

@@ -107,6 +107,14 @@ def issue(
         list[str],
         typer.Option(metavar="HOST", show_default=False, help="One more DNS name of the syncer; repeatable."),
     ] = [],  # noqa: B006
+    server_name: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST", show_default=False,
+            help="The name by which learners ask for the syncer (TLS's SNI), where a gateway passes "
+            "connections on by it.  [default: diloco-syncer]",
+        ),
+    ] = None,
     days: Annotated[int, typer.Option(help="How long it is good for.")] = 90,
     secret: Annotated[
         str | None,
@@ -133,7 +141,8 @@ def issue(
     def run() -> None:
         from diloco.certs import issue_all, look, utc_now
 
-        for folder in issue_all(pki, _targets(job, syncer, region, namespace, secret), out, dns, days):
+        targets = _targets(job, syncer, region, namespace, secret)
+        for folder in issue_all(pki, targets, out, dns, days, server_name):
             found = look(folder)
             who = ", ".join(map(str, sorted(found.names)))
             print(f"{folder}: {who}, good for {found.days_left(utc_now())} days")

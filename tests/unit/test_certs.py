@@ -171,6 +171,21 @@ def load(path: Path, text: str) -> DiLoCoJob:
     return load_job(path)
 
 
+def test_a_name_for_gateways_goes_to_both_sides(pki: Path) -> None:
+    more = ("--pki", pki, "--secret", "s", "--server-name", "hub.example.org")
+    assert diloco("issue", "tiny", "--syncer", *more)[0] == 0
+    assert diloco("issue", "tiny", "--region", "eu-1", *more)[0] == 0
+    home = pki / "default" / "tiny"
+    assert describe((home / "syncer" / "tls.crt").read_bytes()).hosts[-1] == "hub.example.org"
+    assert Credentials.from_directory(home / "eu-1").server_name == "hub.example.org"
+    assert Credentials.from_directory(home / "syncer").server_name == "diloco-syncer"
+    for _ in range(2):
+        data = yaml.safe_load((home / "eu-1" / "secret.yaml").read_text())["data"]
+        assert base64.b64decode(data["server-name"]) == b"hub.example.org" and len(data) == 5
+        assert diloco("renew", home / "eu-1", home / "syncer", "--pki", pki)[0] == 0
+    assert describe((home / "syncer" / "tls.crt").read_bytes()).hosts[-1] == "hub.example.org"
+
+
 def test_several_regions_may_share_a_certificate(pki: Path, tmp_path: Path) -> None:
     code, _ = diloco(
         "issue", "tiny", "--region", "eu-1", "--region", "eu-2", "--pki", pki, "--out", tmp_path / "eu"
