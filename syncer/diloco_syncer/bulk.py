@@ -54,15 +54,15 @@ class Bulk:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    async def _authenticate(self, process: str, peer: Peer, context: Any) -> None:
-        """Another certificate's process is not spoken for."""
+    def _objection(self, process: str, peer: Peer) -> str:
+        """Why this peer may not speak for a process: it is of another certificate. Empty: it may."""
         sessions = self._engine.sessions
         connection = sessions.of_process(process) if sessions.doors.limited else None
-        if connection is not None and not akin(connection.peer.names, peer.names):
-            message = "a process with another certificate has this id"
-            await sessions.doors.refuse(
-                context, peer, WRONG_PROCESS, grpc.StatusCode.PERMISSION_DENIED, message
-            )
+        if connection is None or akin(connection.peer.names, peer.names):
+            return ""
+        message = "a process with another certificate has this id"
+        sessions.doors.note(peer, WRONG_PROCESS, message)
+        return message
 
     # ------------------------------------------------------------- up
 
@@ -75,7 +75,8 @@ class Bulk:
                 raw = await anext(stream, b"")
             header = wire.parse(sync_pb2.UploadHeader, raw, wire.MAX_HEADER_BYTES)
             wire.check_format(header.format)
-            await self._authenticate(header.process, peer, context)
+            if objection := self._objection(header.process, peer):
+                raise Refused(WRONG_PROCESS, objection)
             return await self._route(header, stream)
         except Refused as error:
             refused[error.reason] += 1
@@ -229,7 +230,8 @@ class Bulk:
         try:
             request = wire.parse(sync_pb2.DownloadRequest, raw, wire.MAX_HEADER_BYTES)
             wire.check_format(request.format)
-            await self._authenticate(request.process, peer, context)
+            if objection := self._objection(request.process, peer):
+                await context.abort(grpc.StatusCode.PERMISSION_DENIED, objection)
             receipt = self._receipt(request)
             data, versions, word = await self._find(request)
             if data is None:
