@@ -80,11 +80,19 @@ E2E_ARGS ?=
 
 .PHONY: e2e
 e2e: $(STAMP) images ## Run the tests on a real cluster (CLUSTER=localkube|kind|current; about an hour)
-	CLUSTER=$(CLUSTER) $(BIN)/python -m pytest tests/e2e -m e2e -s $(E2E_ARGS)
+	CLUSTER=$(CLUSTER) $(BIN)/python -m pytest tests/e2e -m "e2e and not regions" -s $(E2E_ARGS)
+
+.PHONY: e2e-regions
+e2e-regions: $(STAMP) images ## Run the tests of one job across several clusters (CLUSTER=localkube|kind)
+	CLUSTER=$(CLUSTER) $(BIN)/python -m pytest tests/e2e -m regions -s $(E2E_ARGS)
 
 .PHONY: cluster-demo
 cluster-demo: $(STAMP) ## The tour on a real cluster (CLUSTER=localkube|kind|current)
 	VENV=$(VENV) tools/cluster_demo.sh $(CLUSTER)
+
+.PHONY: regions-demo
+regions-demo: $(STAMP) ## One job over two clusters (CLUSTER=localkube|kind)
+	VENV=$(VENV) tools/regions_demo.sh $(CLUSTER)
 
 .PHONY: lint
 lint: $(STAMP) ## Style, types, doors between rooms, and whether generated files are current

@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from diloco import cluster_commands
+from diloco import bare_commands, cluster_commands
+from diloco.certs_commands import certs
 from diloco.cluster_commands import Context, Contexts, Kubeconfig, Namespace, where
 from diloco.console import WRONG, fail, in_cluster, interruptible, means_job
 
@@ -127,6 +128,64 @@ def validate(job: JobFile, overrides: Overrides = []) -> None:  # noqa: B006
     text, code = validate_file(job, overrides)
     print(text, file=sys.stderr if code else sys.stdout)
     raise typer.Exit(code)
+
+
+@app.command()
+@interruptible
+def plan(
+    job: JobFile,
+    step_seconds: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            show_default=False,
+            help="How long one inner step takes; `diloco status` shows it of a job that runs.",
+        ),
+    ],
+    params: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N",
+            show_default=False,
+            help="Number of trained parameters, such as 5e9, 5B or 350M.  [default: the job's own model]",
+        ),
+    ] = None,
+    round_trip_seconds: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Of the way between learner and hub, as ping says it.")
+    ] = 0.0,
+    utilisation: Annotated[
+        float,
+        typer.Option(
+            metavar="SHARE", help="Share of its time that a learner is to compute rather than wait."
+        ),
+    ] = 0.95,
+    overrides: Overrides = [],  # noqa: B006
+    as_json: Annotated[bool, typer.Option("--json", help="All figures, for programs.")] = False,
+) -> None:
+    """Say what bandwidth a job needs: each learner's link, each region's, the hub's.
+
+    By the paper's formula, and by a model in which the fragments under way queue for the link: size links by
+    the latter. Data-parallel training of the same model is beside them. Nothing is started.
+
+    Examples:
+
+        diloco plan job.yaml --step-seconds 0.8
+
+        diloco plan job.yaml --params 5e9 --step-seconds 1 --round-trip-seconds 0.1
+
+        diloco plan job.yaml --params 5e9 --step-seconds 1 --set sync.compression.down=delta-int4 --json
+    """
+    from diloco.plan import Conditions, JobError, PlanError, text
+    from diloco.plan import plan as made
+    from diloco.validate import problems_text
+
+    try:
+        found = made(job, overrides, params, Conditions(step_seconds, round_trip_seconds, utilisation))
+    except JobError as error:
+        raise fail(problems_text(error), WRONG) from None
+    except PlanError as error:
+        raise fail(str(error), WRONG) from None
+    print(json.dumps(found, indent=1) if as_json else text(found))
 
 
 @app.command()
@@ -293,6 +352,8 @@ def version() -> None:
 
 
 cluster_commands.add_to(app)
+bare_commands.add_to(app)
+app.add_typer(certs)
 
 
 def main() -> None:

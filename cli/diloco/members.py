@@ -20,8 +20,7 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_
 # Fields below spec that only a cluster reads, and metadata's.
 CLUSTER_ONLY = (
     "suspend", "ttlSecondsAfterFinished", "syncer.cluster", "syncer.endpoint", "syncer.tls", "syncer.storage",
-    "syncer.podTemplate", "learners.credentials", "learners.podTemplate", "failurePolicy.regionLostSeconds",
-    "failurePolicy.onRegionLost", "nodeLoss",
+    "syncer.podTemplate", "learners.credentials", "learners.podTemplate", "nodeLoss",
 )  # fmt: skip
 
 
@@ -35,6 +34,25 @@ class Member:
     region: str
     ordinal: int
     learner: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A run whose learners are on other machines: here are the syncer and the evaluator.
+
+    ``listen``: host:port for learners. ``credentials``: the syncer's directory, None: plaintext.
+    ``evaluator``: whether there is one here; its credentials are a learner's.
+    """
+
+    listen: str
+    credentials: Path | None = None
+    evaluator: bool = True
+    evaluator_credentials: Path | None = None
+
+
+def served(job: DiLoCoJob, serving: Serving) -> list[Member]:
+    """The worker processes beside a syncer that serves other machines."""
+    return [m for m in members(job) if m.kind is Kind.EVALUATOR and serving.evaluator]
 
 
 def members(job: DiLoCoJob) -> list[Member]:

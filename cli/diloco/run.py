@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from diloco import chaos
 
 if TYPE_CHECKING:
+    from diloco.members import Serving
     from diloco.outcome import Result
     from diloco.workdir import Workdir
     from diloco_protocol.spec import DiLoCoJob
@@ -34,6 +35,7 @@ class Options:
     seed: int | None = None
     overrides: Sequence[str] = field(default_factory=tuple)
     http: str = "127.0.0.1:0"
+    serving: Serving | None = None  # learners are other machines'
 
 
 def run(options: Options) -> int:
@@ -101,15 +103,17 @@ def _check_here(job: DiLoCoJob, options: Options) -> None:
                 "name a file in a directory that can be written"
             )
     check_listen(options.http)
+    if options.serving is not None:
+        check_listen(options.serving.listen, "--listen")
 
 
-def check_listen(address: str) -> None:
+def check_listen(address: str, option: str = "--http") -> None:
     """Raise UsageError unless this machine can listen on ``address`` (host:port, port 0: any)."""
     import socket
 
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
-        raise UsageError(f"--http {address}: write host:port, such as 127.0.0.1:8080")
+        raise UsageError(f"{option} {address}: write host:port, such as 127.0.0.1:8080")
     try:
         with socket.create_server(
             (host.strip("[]"), int(port)), family=socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -118,9 +122,9 @@ def check_listen(address: str) -> None:
     except OSError as error:
         number = error.errno or 0
         if number < 0:  # getaddrinfo's
-            raise UsageError(f"--http {address}: there is no such host; write 127.0.0.1:0") from error
+            raise UsageError(f"{option} {address}: there is no such host; write 127.0.0.1:0") from error
         raise UsageError(
-            f"--http {address}: cannot listen there ({os.strerror(number) if number else error});"
+            f"{option} {address}: cannot listen there ({os.strerror(number) if number else error});"
             " choose another port, or leave it out"
         ) from error
 
@@ -147,8 +151,14 @@ def _run_job(
             f"{'going on with' if again else 'starting'} {job.metadata.name}: {learners}"
             f" learner{'s' * (learners != 1)} in {workdir.path}", "bold",
         )  # fmt: skip
+        if options.serving is not None:
+            screen.event(f"they join {options.serving.listen} from other machines: diloco learner join")
+            if job.spec.evaluated and not options.serving.evaluator:
+                screen.event("nobody scores the merged model (see --evaluator-credentials)", "yellow")
         return asyncio.run(
-            Runner(job, workdir, options.job.absolute().parent, schedule, screen, options.http).run()
+            Runner(
+                job, workdir, options.job.absolute().parent, schedule, screen, options.http, options.serving
+            ).run()
         )
     finally:
         screen.close()

@@ -33,10 +33,12 @@ from diloco.injector import Injector
 from diloco.journal import Journal
 from diloco.members import (
     Member,
+    Serving,
     base_environment,
     device_names,
     gpus,
     members,
+    served,
     threads_each,
     worker_environment,
 )
@@ -64,11 +66,13 @@ GONE_TRIES = 5  # process-gone calls while the syncer does not answer
 class Runner:
     def __init__(
         self, job: DiLoCoJob, workdir: Workdir, job_directory: Path, schedule: Sequence[Fault],
-        screen: Screen, http: str = "127.0.0.1:0",
+        screen: Screen, http: str = "127.0.0.1:0", serving: Serving | None = None,
     ) -> None:  # fmt: skip
+        """``serving``: learners are other machines' (`diloco syncer serve`)."""
         self.job, self.workdir, self.screen = job, workdir, screen
         self._job_directory = job_directory
-        self._members = members(job)
+        self._serving = serving
+        self._members = members(job) if serving is None else served(job, serving)
         learners = job.spec.slots + sum(region.spares for region in job.spec.regions)
         threads = threads_each(len(os.sched_getaffinity(0)), learners)
         self._env = base_environment(os.environ, threads)
@@ -91,6 +95,8 @@ class Runner:
         self.injector = Injector(self, schedule, job.spec.seed)
         self._http = http
         self._sync_port = self._control_port = "127.0.0.1:0"
+        if serving is not None:
+            self._sync_port = serving.listen
         self.watch = Watch(
             self.hub, self.view, screen, self.supervisor, self._members, workdir.store, self.injector.merged
         )
@@ -144,7 +150,8 @@ class Runner:
             for member in self._members:
                 self.proxies[member.name] = Proxy(self._sync_address)
                 await self.proxies[member.name].start()
-        if self.job.spec.learners.command is None or any(m.kind is Kind.EVALUATOR for m in self._members):
+        own = self.job.spec.learners.command is None and self._serving is None
+        if own or any(m.kind is Kind.EVALUATOR for m in self._members):
             self._spawn(self._preload())
         self._spawn(self._keep_syncer())
         while not await self._look():
@@ -247,6 +254,8 @@ class Runner:
                 "--address-file", str(self.workdir.address),
                 "--control-key-file", str(self.workdir.control_key),
             ]  # fmt: skip
+            if self._serving is not None and self._serving.credentials is not None:
+                command += ["--credentials", str(self._serving.credentials)]
             try:
                 env = {k: v for k, v in self._env.items() if k != "NUMBA_NUM_THREADS" or k in os.environ}
                 process: Process = await Child.start("syncer", command, env, self.workdir.log("syncer"))
@@ -278,10 +287,13 @@ class Runner:
 
     def _recall_ports(self) -> None:
         address = self.hub.address()
-        if address is not None:
-            self._sync_port, self._control_port, self._http = (
-                free_or_any(str(address[service])) for service in ("sync", "control", "http")
-            )
+        if address is None:
+            return
+        self._control_port, self._http = (free_or_any(str(address[name])) for name in ("control", "http"))
+        if self._serving is None:
+            self._sync_port = free_or_any(str(address["sync"]))
+        else:
+            self._sync_port = str(address["sync"])  # other machines know it: it does not move
 
     async def _keep(self, member: Member) -> None:
         """Keep one worker running."""
@@ -344,6 +356,8 @@ class Runner:
         env = worker_environment(
             member, process_id, self.workdir, self._job_directory, proxy.address if proxy else None, gpu
         )
+        if self._serving is not None and self._serving.evaluator_credentials is not None:
+            env["DILOCO_CREDENTIALS"] = str(self._serving.evaluator_credentials)
         log = self.workdir.log(member.name)
         command = self.job.spec.learners.command
         self.view.notes.pop(member.name, None)

@@ -19,6 +19,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from diloco_protocol.figures import rate_text, seconds_text
+
 EVENTS_SHOWN = 14
 LEAST_ROOM = 3  # lines of events, on a small terminal
 LINE_SECONDS = 5.0  # between plain progress lines
@@ -151,7 +153,7 @@ def picture(view: View, events: list[Text]) -> RenderableType:
             f"{slot.get('step_seconds') or 0:.3f}",
             f"{100 * stalled / (compute + stalled):.1f} %" if compute + stalled > 0 else "-",
             number(slot.get("merged_pushes")),
-            Text(view.notes.get(name, "starved" if slot.get("starved") else ""), style="yellow"),
+            Text(view.notes.get(name, slot_note(slot)), style="yellow"),
         )  # fmt: skip
     waiting = {p: r for r in status.get("rounds") or [] for p in [r.get("fragment")]}
     rounds = "  ".join(
@@ -166,7 +168,39 @@ def picture(view: View, events: list[Text]) -> RenderableType:
         + (f", {status.get('standby')} standing by" if status.get("standby") else ""),
     )
     foot.add_row(Text("rounds", style="dim"), rounds or "none open")
+    if links := links_text(status):
+        foot.add_row(Text("links", style="dim"), links)
+    for who, message in thin_links(status):
+        foot.add_row("", Text(f"{who}: {message}", style="yellow"))
     return Group(head, "", table, "", foot, "", *events)
+
+
+def slot_note(slot: dict[str, Any]) -> str:
+    """What is the matter with a slot, in a word."""
+    if slot.get("starved"):
+        return "starved"
+    return "thin link" if (slot.get("link") or {}).get("thin") else ""
+
+
+def links_text(status: dict[str, Any]) -> str:
+    """The slowest of the links that were measured; empty where none was."""
+    links = [slot["link"] for slot in status.get("slots") or [] if slot.get("link")]
+    parts = []
+    for name, key in (("up", "up_bytes_per_second"), ("down", "down_bytes_per_second")):
+        if rates := [link[key] for link in links if link.get(key)]:
+            parts.append(f"{name} {rate_text(min(rates))}")
+    if trips := [link["round_trip_seconds"] for link in links if link.get("round_trip_seconds")]:
+        parts.append(f"round trip {seconds_text(max(trips))}")
+    return f"slowest measured: {', '.join(parts)}" if parts else ""
+
+
+def thin_links(status: dict[str, Any]) -> list[tuple[str, str]]:
+    """Who has a link thinner than the job needs, and what that means."""
+    return [
+        (f"{slot.get('region')}-{slot.get('ordinal')}", str(slot["link"].get("message")))
+        for slot in status.get("slots") or []
+        if slot.get("link") and slot["link"].get("thin")
+    ]
 
 
 def summary(report: dict[str, Any]) -> Table:

@@ -104,6 +104,9 @@ class Watch:
         for slot in status.get("slots") or []:
             if (member := self.member_of(slot)) is not None:  # a spare may sit in it
                 places[str(slot.get("region")), int(slot.get("ordinal") or 0)] = member.name
+            elif slot.get("region"):  # another machine's
+                place = str(slot.get("region")), int(slot.get("ordinal") or 0)
+                places.setdefault(place, f"{place[0]}-{place[1]}")
         self.view.processes = places
         self.screen.update(self.view)
         if self.ended:  # not before: the syncer stays after the end until the report was fetched

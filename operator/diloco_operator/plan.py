@@ -33,7 +33,7 @@ from .objects import Images, reachable_at
 from .status import JobStatus, Progress, SyncerStatus
 from .story import Story, tell
 from .types import Delete, Memory, Object, Observed, Plan, PlanSettings, Ref
-from .verdicts import Findings, judge, regions_to_fail
+from .verdicts import Findings, judge
 from .view import PATIENCE, View
 from .wanted import Wanted, want
 
@@ -74,7 +74,7 @@ def _planned(view: View) -> Plan:
     else:
         replacement.rest(view)
     found.regions = regions.report(view, course, found.rolled, found.nodes)
-    found.failure = _failure(view, course, lost, replaced, found)
+    found.failure = _failure(view, course, lost, replaced)
     if found.failure is not None:
         course = found.course = lifecycle.course(view, found.failure[1])
         found.regions = regions.report(view, course, found.rolled, found.nodes)
@@ -210,7 +210,7 @@ def _wanted(view: View, course: Course, refused: bool, starts: bool) -> Wanted:
 
 
 def _failure(
-    view: View, course: Course, lost: replacement.Outcome, replaced: dict[str, int], found: Findings
+    view: View, course: Course, lost: replacement.Outcome, replaced: dict[str, int]
 ) -> tuple[str, str] | None:
     """Reason and message of why the job fails now; None: it does not, or it has ended already."""
     if not course.training or not view.begun:
@@ -227,7 +227,7 @@ def _failure(
             f"{replaced['sinceMerge']} replacements since the last merge did not help "
             f"(failurePolicy.maxReplacements: {limit}). The last one: {cause or 'not known any more'}",
         )
-    return regions_to_fail(view, found.regions)
+    return None
 
 
 def _replacements(view: View) -> dict[str, int]:

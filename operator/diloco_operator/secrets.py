@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from diloco_protocol import identity
 from diloco_protocol.credentials import SERVER_NAME
 
 from .types import Object, SecretWanted
@@ -133,7 +134,8 @@ def _leaf(
     authority: ec.EllipticCurvePrivateKey, key: ec.EllipticCurvePrivateKey, namespace: str, job: str,
     uid: str, role: str,
 ) -> x509.Certificate:  # fmt: skip
-    names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(f"diloco://job/{namespace}/{job}/{role}")]
+    who = identity.name(namespace, job, "syncer" if role == "syncer" else "learner")
+    names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(who.uri)]
     usage = ExtendedKeyUsageOID.CLIENT_AUTH
     if role == "syncer":
         service = f"{job}-syncer"

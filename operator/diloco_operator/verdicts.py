@@ -213,21 +213,6 @@ def _region_lost(view: View, found: Findings, out: Conditions) -> None:
         out.say("RegionLost", False, "AllHeard", "")
 
 
-def regions_to_fail(view: View, regions: Report) -> tuple[str, str] | None:
-    """Reason and message, if a lost region fails the job."""
-    policy = view.job.spec.failure_policy
-    if policy.on_region_lost != "Fail":
-        return None
-    for name, since in sorted(regions.lost.items()):
-        if view.now - since >= policy.region_lost_seconds:
-            return (
-                "RegionLost",
-                f"Nobody of region {name} was heard since {stamp(since)}, and failurePolicy.onRegionLost is "
-                "Fail.",
-            )
-    return None
-
-
 # ------------------------------------------------------------------ where the syncer is elsewhere
 
 

@@ -40,7 +40,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ from grpc import aio
 
 from . import sync_pb2
 from .files import create_whole, read_bounded
+from .identity import NOBODY, Names
 
 TOKEN_KEY = "diloco-join-token"
 SERVER_NAME = "diloco-syncer"
@@ -88,6 +89,7 @@ class Credentials:
     authority: bytes = field(default=b"", repr=False)
     token: str = field(default="", repr=False)
     server_name: str = SERVER_NAME
+    directory: Path | None = None  # where they were read from
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str] | None) -> Credentials:
@@ -110,12 +112,49 @@ class Credentials:
         name = SERVER_NAME
         if (directory / "server-name").exists():
             name = _text(directory / "server-name")
-        return cls(certificate, key, authority, token, name)
+        return cls(certificate, key, authority, token, name, directory)
 
     @property
     def secure(self) -> bool:
         """Whether channels are mutual TLS."""
         return bool(self.certificate)
+
+    def names(self) -> Names:
+        """Which job and role the own certificate names. Raises ``CredentialsError``."""
+        if not self.secure:
+            return NOBODY
+        from .certificates import CertificateError, describe  # late: plaintext needs no X.509
+
+        try:
+            return describe(self.certificate).names
+        except CertificateError as error:
+            raise CredentialsError(f"{self.directory or 'credentials'}: tls.crt: {error}") from error
+
+    def expires(self) -> float:
+        """When the own certificate does, wall-clock seconds. Raises ``CredentialsError``."""
+        from .certificates import CertificateError, describe
+
+        try:
+            return describe(self.certificate).not_after.timestamp()
+        except CertificateError as error:
+            raise CredentialsError(f"{self.directory or 'credentials'}: tls.crt: {error}") from error
+
+    def signature(self) -> tuple[tuple[int, ...], ...]:
+        """Changes when a file of the directory does; empty: a file that is needed is not there."""
+        found = []
+        for name in (*_TLS_FILES, "join-token", "server-name"):
+            try:
+                stat = os.stat((self.directory or Path()) / name)
+            except OSError:
+                if name in _TLS_FILES:
+                    return ()
+                continue
+            found.append((stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns))
+        return tuple(found)
+
+    def pinned(self, server: bytes) -> Credentials:
+        """The same, but only the server with this very certificate (PEM) is believed."""
+        return replace(self, authority=server)
 
     def aio_channel(self, address: str, options: Sequence[Option] = ()) -> aio.Channel:
         """A ``grpc.aio`` channel to ``address`` (host:port)."""

@@ -146,8 +146,10 @@ class FailurePolicySpec(Spec):
     region_lost_seconds: Seconds = Field(
         120.0, description="Silence of a whole region after which it counts as lost."
     )
-    on_region_lost: Literal["Continue", "Fail"] = Field(
-        "Continue", description="Continue: go on while the quorum is met, else hold; Fail: the job fails."
+    on_region_lost: Literal["Continue", "Hold", "Fail"] = Field(
+        "Continue",
+        description="Continue: go on while the quorum is met; Hold: no merges until the region is back; "
+        "Fail: the job fails.",
     )
     rules: list[FailureRule] = Field(
         [], max_length=32, description="By exit code; the first that fits counts."

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .spec_links import link_warnings
+
 if TYPE_CHECKING:
     from .spec import DiLoCoJob, JobSpec
 
@@ -371,7 +373,7 @@ def violations(job: DiLoCoJob) -> list[Violation]:
 
 def warnings(job: DiLoCoJob) -> list[Violation]:
     """What is allowed and probably not meant."""
-    return list(_unlikely(job.spec))
+    return [*_unlikely(job.spec), *(_broken(*found) for found in link_warnings(job.spec))]
 
 
 def _unlikely(spec: JobSpec) -> Iterator[Violation]:

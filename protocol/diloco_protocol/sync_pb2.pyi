@@ -62,7 +62,7 @@ class LearnerMessage(_message.Message):
     def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., lease_request: _Optional[_Union[LeaseRequest, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., peer_state_wanted: _Optional[_Union[PeerStateWanted, _Mapping]] = ..., peer_state_unavailable: _Optional[_Union[PeerStateUnavailable, _Mapping]] = ..., drain_request: _Optional[_Union[DrainRequest, _Mapping]] = ..., base_unavailable: _Optional[_Union[BaseUnavailable, _Mapping]] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("format", "job", "process", "role", "region", "ordinal", "layout_digest", "digests", "sequences", "held", "previous_incarnation", "idle", "tenure", "pod")
+    __slots__ = ("format", "job", "process", "role", "region", "ordinal", "layout_digest", "digests", "sequences", "held", "previous_incarnation", "idle", "tenure", "pod", "attempt")
     class DigestsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +84,7 @@ class Join(_message.Message):
     IDLE_FIELD_NUMBER: _ClassVar[int]
     TENURE_FIELD_NUMBER: _ClassVar[int]
     POD_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     format: int
     job: str
     process: str
@@ -98,7 +99,8 @@ class Join(_message.Message):
     idle: bool
     tenure: int
     pod: str
-    def __init__(self, format: _Optional[int] = ..., job: _Optional[str] = ..., process: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., region: _Optional[str] = ..., ordinal: _Optional[int] = ..., layout_digest: _Optional[str] = ..., digests: _Optional[_Mapping[str, str]] = ..., sequences: _Optional[int] = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., previous_incarnation: _Optional[int] = ..., idle: _Optional[bool] = ..., tenure: _Optional[int] = ..., pod: _Optional[str] = ...) -> None: ...
+    attempt: int
+    def __init__(self, format: _Optional[int] = ..., job: _Optional[str] = ..., process: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., region: _Optional[str] = ..., ordinal: _Optional[int] = ..., layout_digest: _Optional[str] = ..., digests: _Optional[_Mapping[str, str]] = ..., sequences: _Optional[int] = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., previous_incarnation: _Optional[int] = ..., idle: _Optional[bool] = ..., tenure: _Optional[int] = ..., pod: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Held(_message.Message):
     __slots__ = ("epoch", "version", "settled")
@@ -111,7 +113,7 @@ class Held(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., version: _Optional[int] = ..., settled: _Optional[int] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("slot_step", "trained_steps", "trained_tokens", "compute_seconds", "stalled_seconds", "loss", "step_seconds", "fragments", "cursors", "paused")
+    __slots__ = ("slot_step", "trained_steps", "trained_tokens", "compute_seconds", "stalled_seconds", "loss", "step_seconds", "fragments", "cursors", "paused", "link", "echo")
     SLOT_STEP_FIELD_NUMBER: _ClassVar[int]
     TRAINED_STEPS_FIELD_NUMBER: _ClassVar[int]
     TRAINED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -122,6 +124,8 @@ class Report(_message.Message):
     FRAGMENTS_FIELD_NUMBER: _ClassVar[int]
     CURSORS_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
+    LINK_FIELD_NUMBER: _ClassVar[int]
+    ECHO_FIELD_NUMBER: _ClassVar[int]
     slot_step: int
     trained_steps: int
     trained_tokens: int
@@ -132,7 +136,17 @@ class Report(_message.Message):
     fragments: _containers.RepeatedCompositeFieldContainer[FragmentReport]
     cursors: _containers.RepeatedCompositeFieldContainer[LeaseCursor]
     paused: bool
-    def __init__(self, slot_step: _Optional[int] = ..., trained_steps: _Optional[int] = ..., trained_tokens: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., stalled_seconds: _Optional[float] = ..., loss: _Optional[float] = ..., step_seconds: _Optional[float] = ..., fragments: _Optional[_Iterable[_Union[FragmentReport, _Mapping]]] = ..., cursors: _Optional[_Iterable[_Union[LeaseCursor, _Mapping]]] = ..., paused: _Optional[bool] = ...) -> None: ...
+    link: Link
+    echo: int
+    def __init__(self, slot_step: _Optional[int] = ..., trained_steps: _Optional[int] = ..., trained_tokens: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., stalled_seconds: _Optional[float] = ..., loss: _Optional[float] = ..., step_seconds: _Optional[float] = ..., fragments: _Optional[_Iterable[_Union[FragmentReport, _Mapping]]] = ..., cursors: _Optional[_Iterable[_Union[LeaseCursor, _Mapping]]] = ..., paused: _Optional[bool] = ..., link: _Optional[_Union[Link, _Mapping]] = ..., echo: _Optional[int] = ...) -> None: ...
+
+class Link(_message.Message):
+    __slots__ = ("down_bytes_per_second", "round_trip_seconds")
+    DOWN_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    ROUND_TRIP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    down_bytes_per_second: float
+    round_trip_seconds: float
+    def __init__(self, down_bytes_per_second: _Optional[float] = ..., round_trip_seconds: _Optional[float] = ...) -> None: ...
 
 class FragmentReport(_message.Message):
     __slots__ = ("epoch", "base_version", "steps", "tokens", "confirmed_tokens", "dropped_overlap", "dropped_stale", "dropped_rolled_back")
@@ -203,7 +217,7 @@ class BaseUnavailable(_message.Message):
     def __init__(self, fragment: _Optional[int] = ...) -> None: ...
 
 class SyncerMessage(_message.Message):
-    __slots__ = ("welcome", "refusal", "pull", "announcement", "lease", "phase", "peer_state_request", "peer_state_ready", "promotion", "base_request")
+    __slots__ = ("welcome", "refusal", "pull", "announcement", "lease", "phase", "peer_state_request", "peer_state_ready", "promotion", "base_request", "echo")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     PULL_FIELD_NUMBER: _ClassVar[int]
@@ -214,6 +228,7 @@ class SyncerMessage(_message.Message):
     PEER_STATE_READY_FIELD_NUMBER: _ClassVar[int]
     PROMOTION_FIELD_NUMBER: _ClassVar[int]
     BASE_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    ECHO_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refusal: Refusal
     pull: Pull
@@ -224,7 +239,14 @@ class SyncerMessage(_message.Message):
     peer_state_ready: PeerStateReady
     promotion: Promotion
     base_request: BaseRequest
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., announcement: _Optional[_Union[Announcement, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., phase: _Optional[_Union[Phase, _Mapping]] = ..., peer_state_request: _Optional[_Union[PeerStateRequest, _Mapping]] = ..., peer_state_ready: _Optional[_Union[PeerStateReady, _Mapping]] = ..., promotion: _Optional[_Union[Promotion, _Mapping]] = ..., base_request: _Optional[_Union[BaseRequest, _Mapping]] = ...) -> None: ...
+    echo: Echo
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., announcement: _Optional[_Union[Announcement, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., phase: _Optional[_Union[Phase, _Mapping]] = ..., peer_state_request: _Optional[_Union[PeerStateRequest, _Mapping]] = ..., peer_state_ready: _Optional[_Union[PeerStateReady, _Mapping]] = ..., promotion: _Optional[_Union[Promotion, _Mapping]] = ..., base_request: _Optional[_Union[BaseRequest, _Mapping]] = ..., echo: _Optional[_Union[Echo, _Mapping]] = ...) -> None: ...
+
+class Echo(_message.Message):
+    __slots__ = ("number",)
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    def __init__(self, number: _Optional[int] = ...) -> None: ...
 
 class Refusal(_message.Message):
     __slots__ = ("reason", "message", "fatal")
@@ -520,12 +542,14 @@ class DownloadRequest(_message.Message):
         PEER_STATE: _ClassVar[DownloadRequest.What]
         OPTIMIZER: _ClassVar[DownloadRequest.What]
         LAYOUT: _ClassVar[DownloadRequest.What]
+        JOB: _ClassVar[DownloadRequest.What]
     FULL: DownloadRequest.What
     DELTA: DownloadRequest.What
     FROZEN: DownloadRequest.What
     PEER_STATE: DownloadRequest.What
     OPTIMIZER: DownloadRequest.What
     LAYOUT: DownloadRequest.What
+    JOB: DownloadRequest.What
     FORMAT_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]

@@ -30,6 +30,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -40,6 +41,7 @@ from google.protobuf.message import DecodeError, Message
 from grpc import aio
 
 from . import sync_pb2
+from .meter import Meter
 
 FORMAT = 1  # of messages; the present and the previous one are understood
 PREVIOUS_FORMAT = 1  # there is none before the first
@@ -123,12 +125,14 @@ def control_options() -> list[Option]:
     ]
 
 
-def server_options(reply_bytes: int = MAX_CHUNK_BYTES) -> list[Option]:
-    """Options of the syncer's servers; ``reply_bytes``: the largest message down. A port in use is
-    an error (no SO_REUSEPORT)."""
+def server_options(reply_bytes: int = MAX_CHUNK_BYTES, connections: int | None = None) -> list[Option]:
+    """Options of the syncer's servers; ``reply_bytes``: the largest message down; ``connections``: the
+    most at once, None: any number. A port in use is an error (no SO_REUSEPORT)."""
     return [
+        *([("grpc.max_allowed_incoming_connections", connections)] if connections is not None else []),
         *_common(MAX_CHUNK_BYTES, reply_bytes),
         ("grpc.so_reuseport", 0),
+        ("grpc.server_handshake_timeout_ms", int(JOIN_SECONDS * 1000)),  # until HTTP/2 has begun
         ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_SECONDS * 1000 // 3),
         ("grpc.http2.max_ping_strikes", 5),
         ("grpc.max_concurrent_streams", 1024),
@@ -291,7 +295,7 @@ def _failed(error: aio.AioRpcError, what: str) -> TransferError:
         grpc.StatusCode.PERMISSION_DENIED,
         grpc.StatusCode.UNAUTHENTICATED,
         grpc.StatusCode.UNIMPLEMENTED,
-    )
+    ) or "CERTIFICATE_VERIFY_FAILED" in (error.details() or "")  # the same certificate next time
     return TransferError(f"{what}: {code.name.lower().replace('_', ' ')}: {error.details()}", retry=not final)
 
 
@@ -320,9 +324,15 @@ async def _run_parts(
     try:
         await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _cancelled(tasks)
+        # What failed holds this frame: without this a cycle would keep the call, and its channel, alive.
+        tasks.clear()
+
+
+async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def upload(
@@ -332,15 +342,18 @@ async def upload(
     *,
     metadata: Sequence[tuple[str, str]] = (),
     timeout: float | None = None,
+    meter: Meter | None = None,
 ) -> sync_pb2.UploadReply:
     """Send ``payload`` (any contiguous buffer) in parts over the channels; returns the verdict.
 
     ``header``'s format, total_bytes, offset, bytes and checksum are filled in here.
-    ``timeout`` (seconds, of each part; None: by its size) bounds the wait. Raises
-    ``TransferError`` if a part did not come through. A refusal is a reply, not an error.
+    ``timeout`` (seconds, of each part; None: by its size) bounds the wait. ``meter`` hears of each
+    part that was taken, until its answer. Raises ``TransferError`` if a part did not come through. A
+    refusal is a reply, not an error.
     """
     view = flat(payload)
     made = _many(channels)
+    meter = meter or Meter()
     verdict: sync_pb2.UploadReply | None = None
 
     class Refused(Exception):
@@ -362,6 +375,8 @@ async def upload(
         method: Any = channel.stream_stream(UPLOAD, request_serializer=None, response_deserializer=None)
         call = method(metadata=tuple(metadata), timeout=limit)
         reading = asyncio.ensure_future(call.read())  # a refusal may come before we have sent everything
+        taken: int | None = None
+        meter.begin(time.monotonic())
         try:
             await call.write(first)
             for chunk in chunks(part):
@@ -371,14 +386,16 @@ async def upload(
             else:
                 await call.done_writing()
             answer = await reading
+            if not isinstance(answer, bytes):
+                raise TransferError("upload: the call ended without a reply", retry=True)
+            reply = parse(sync_pb2.UploadReply, answer, MAX_HEADER_BYTES)
+            taken = size if reply.accepted else None
         except (aio.AioRpcError, asyncio.InvalidStateError) as error:
             raise await _ended(call, error, "upload") from error
         finally:
+            meter.end(time.monotonic(), taken)
             reading.cancel()
             call.cancel()
-        if not isinstance(answer, bytes):
-            raise TransferError("upload: the call ended without a reply", retry=True)
-        reply = parse(sync_pb2.UploadReply, answer, MAX_HEADER_BYTES)
         if not reply.accepted or reply.reason != PARTIAL:
             verdict = reply
         if not reply.accepted:
@@ -400,16 +417,19 @@ async def download(
     into: Any = None,
     metadata: Sequence[tuple[str, str]] = (),
     timeout: float | None = None,
+    meter: Meter | None = None,
 ) -> tuple[sync_pb2.DownloadHeader, np.ndarray[Any, np.dtype[np.uint8]]]:
     """Fetch what ``request`` names in parts over the channels, checksums verified.
 
     ``size``: the exact size in bytes where it is known (an announcement said it);
     another size is a ``WireError``. Else the first reply says it, up to ``limit``.
-    ``into``: a writable buffer of that size to receive into. Returns the first part's header and
-    uint8[total]; the array is empty when ``header.found`` is false.
+    ``into``: a writable buffer of that size to receive into. ``meter`` hears of each part, from its
+    header to its last byte. Returns the first part's header and uint8[total]; the array is empty when
+    ``header.found`` is false.
     Raises ``TransferError`` if a part did not come through, ``WireError`` if it is wrong.
     """
     made = _many(channels)
+    meter = meter or Meter()
     target: memoryview | None = None
     first: sync_pb2.DownloadHeader | None = None
 
@@ -452,7 +472,14 @@ async def download(
                 raise WireError(f"a part of {header.bytes} bytes is offered, {want} were asked for")
             first = first or header
             whole = allocate(header.total_bytes)
-            if await receive_into(stream, whole[offset : offset + want]) != header.checksum:
+            received: int | None = None
+            meter.begin(time.monotonic())
+            try:
+                digest = await receive_into(stream, whole[offset : offset + want])
+                received = want
+            finally:
+                meter.end(time.monotonic(), received)
+            if digest != header.checksum:
                 raise ChecksumError("the checksum of a downloaded part is wrong")
         except aio.AioRpcError as error:
             raise _failed(error, "download") from error

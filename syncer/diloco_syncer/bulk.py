@@ -17,12 +17,16 @@ import grpc
 import numpy as np
 
 from diloco_protocol import codec, sync_pb2, wire
+from diloco_protocol.identity import akin
+from diloco_protocol.meter import Meter
 from diloco_protocol.wire import WireError
 from diloco_syncer import events as ev
 from diloco_syncer import messages
 from diloco_syncer.assembly import Busy
 from diloco_syncer.bases import BaseRefused
 from diloco_syncer.events import Reason
+from diloco_syncer.guards import WRONG_PROCESS, Peer
+from diloco_syncer.handout import handout
 from diloco_syncer.initial import InitialRefused
 from diloco_syncer.messages import held_to, reply
 from diloco_syncer.records import Array
@@ -50,21 +54,29 @@ class Bulk:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    async def _authenticate(self, context: Any) -> None:
-        if not self._engine.sessions.credentials.admits(context.invocation_metadata()):
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the join token is missing or wrong")
+    def _objection(self, process: str, peer: Peer) -> str:
+        """Why this peer may not speak for a process: it is of another certificate. Empty: it may."""
+        sessions = self._engine.sessions
+        connection = sessions.of_process(process) if sessions.doors.limited else None
+        if connection is None or akin(connection.peer.names, peer.names):
+            return ""
+        message = "a process with another certificate has this id"
+        sessions.doors.note(peer, WRONG_PROCESS, message)
+        return message
 
     # ------------------------------------------------------------- up
 
     async def upload(self, stream: AsyncIterator[bytes], context: Any) -> bytes:
         """One part of a payload; the reply is ``partial``, or the verdict."""
-        await self._authenticate(context)
+        peer = await self._engine.sessions.doors.admit(context)
         refused = self._engine.refused
         try:
             async with asyncio.timeout(wire.STALL_SECONDS):
                 raw = await anext(stream, b"")
             header = wire.parse(sync_pb2.UploadHeader, raw, wire.MAX_HEADER_BYTES)
             wire.check_format(header.format)
+            if objection := self._objection(header.process, peer):
+                raise Refused(WRONG_PROCESS, objection)
             return await self._route(header, stream)
         except Refused as error:
             refused[error.reason] += 1
@@ -111,7 +123,16 @@ class Bulk:
             array: Array = buffer()
             return array, wire.flat(array)
 
-        done = await self._engine.payloads.assemblies.receive(key, header, stream, header.total_bytes, make)
+        connection = self._engine.sessions.of_process(header.process)
+        meter = Meter() if connection is None else connection.link.up
+        received: int | None = None
+        meter.begin(time.monotonic())
+        try:
+            assemblies = self._engine.payloads.assemblies
+            done = await assemblies.receive(key, header, stream, header.total_bytes, make)
+            received = header.bytes
+        finally:
+            meter.end(time.monotonic(), received)
         self._engine.bytes_up += header.bytes
         return done
 
@@ -205,10 +226,12 @@ class Bulk:
 
     async def download(self, raw: bytes, context: Any) -> AsyncIterator[bytes]:
         """What is asked for, or the word why not."""
-        await self._authenticate(context)
+        peer = await self._engine.sessions.doors.admit(context)
         try:
             request = wire.parse(sync_pb2.DownloadRequest, raw, wire.MAX_HEADER_BYTES)
             wire.check_format(request.format)
+            if objection := self._objection(request.process, peer):
+                await context.abort(grpc.StatusCode.PERMISSION_DENIED, objection)
             receipt = self._receipt(request)
             data, versions, word = await self._find(request)
             if data is None:
@@ -261,6 +284,8 @@ class Bulk:
     ) -> tuple[Array | None, tuple[tuple[int, int], ...], str]:
         """The bytes asked for (None: not to be had), the versions they go with, and the word why not."""
         engine, kinds = self._engine, sync_pb2.DownloadRequest
+        if request.what == kinds.JOB and not request.job:  # who asks for it may not know its name
+            return np.frombuffer(handout(engine.job), np.uint8), (), ""
         if request.job != engine.job.metadata.name:
             return None, (), Reason.OTHER_JOB.value
         if request.what in FRAGMENTS:

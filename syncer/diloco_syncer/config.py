@@ -21,6 +21,8 @@ class CoreConfig:
     heartbeat_timeout: float = 10.0
     stop: tuple[Literal["steps", "tokens", "seconds"], float] = ("steps", 1)
     norm_gate: float | None = None
+    on_region_lost: Literal["Continue", "Hold", "Fail"] = "Continue"
+    region_lost_seconds: float = 120.0
     evaluated: bool = False
     seed: int = 0
     digests: dict[str, str] = field(default_factory=dict)
@@ -54,6 +56,8 @@ class CoreConfig:
             heartbeat_timeout=sync.heartbeat.timeout_seconds,
             stop=(stop.kind, stop.limit),
             norm_gate=sync.norm_gate.factor,
+            on_region_lost=spec.failure_policy.on_region_lost,
+            region_lost_seconds=spec.failure_policy.region_lost_seconds,
             evaluated=spec.evaluated,
             seed=spec.seed,
             digests=immutable_digests(job),

@@ -109,8 +109,7 @@ def status_handler(engine: Engine) -> Any:
     """The Status service for a grpc.aio server."""
 
     async def get(raw: bytes, context: Any) -> bytes:
-        if not engine.sessions.credentials.admits(context.invocation_metadata()):
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the join token is missing or wrong")
+        await engine.sessions.doors.admit(context)
         try:
             text = bounded(status(engine), wire.MAX_CONTROL_BYTES - wire.MAX_HEADER_BYTES)
         except ValueError as error:

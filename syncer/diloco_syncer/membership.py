@@ -30,11 +30,15 @@ when its stream broke, *lost* when nothing was heard for the heartbeat timeout
 or somebody who knows said that the process is gone, *draining* when the process
 was told to leave, *drained* when it left with everything offered.
 
+A region is *lost* when somebody of it held a slot and nobody of it has been there for a time
+that the job sets (failurePolicy.regionLostSeconds).
+
 No I/O; the time is an argument.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -126,6 +130,10 @@ class Membership:
         self.evaluators: set[int] = set()
         # (region, ordinal) -> the pods that joined from there, the newest last
         self.pods: dict[tuple[str, int], list[str]] = {}
+        self.seen: set[str] = set()  # regions of which somebody held a slot
+        # Of these, region -> since when nobody is there; -inf: it was lost already in an earlier life.
+        self.silent_since: dict[str, float] = {}
+        self.lost: list[str] = []  # of these, those that count as lost
 
     @property
     def current(self) -> list[Slot]:
@@ -197,14 +205,26 @@ class Membership:
         slot.process, slot.region, slot.ordinal = join.process, join.region, join.ordinal
         slot.connection, slot.state, slot.heard_at = join.connection, SlotState.ACTIVE, now
         slot.stepped = slot.merged_since = False
+        self.seen.add(join.region)
         return slot.incarnation
 
     def reachable(self) -> set[int]:
         """Slots whose process can still push."""
         return {s.index for s in self.slots if s.occupied and s.connection is not None and s.ready}
 
+    def watch_regions(self, now: float, patience: float) -> None:
+        """Which of the job's regions are lost: somebody of them held a slot, and for ``patience``
+        seconds nobody of them does or stands by."""
+        present = {slot.region for slot in self.slots if slot.occupied}
+        present |= {join.region for join in self.standby.values()}
+        regions = dict.fromkeys(region for region, _ in self.places)
+        silent = [region for region in regions if region in self.seen - present]
+        self.silent_since = {region: self.silent_since.get(region, now) for region in silent}
+        self.lost = [region for region, since in self.silent_since.items() if now - since >= patience]
+
     def to_json(self) -> dict[str, Any]:
         return {
+            "regions": {"seen": sorted(self.seen), "lost": self.lost},
             "next_incarnation": self.next_incarnation,
             "places": [[region, ordinal] for region, ordinal in self.places],
             "pods": [[region, ordinal, pods] for (region, ordinal), pods in self.pods.items()],
@@ -234,6 +254,9 @@ class Membership:
             # What was accepted and not merged is gone, but for spooled offers, which say so themselves.
             slot.accepted_sequence = {fragment: push.sequence for fragment, push in slot.merged.items()}
             slot.merged_last_step = {int(k): v for k, v in saved["merged_last_step"].items()}
+        regions = row.get("regions") or {}
+        self.seen = set(regions.get("seen", ())) or {s.region for s in self.slots if s.incarnation}
+        self.silent_since = dict.fromkeys(regions.get("lost", ()), -math.inf)
         before = row.get("places")
         self._arrange(None if before is None else {(region, ordinal) for region, ordinal in before})
 

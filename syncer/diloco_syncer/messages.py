@@ -42,10 +42,14 @@ def _matches(pattern: re.Pattern[str], value: str, field: str, what: str) -> str
     return value
 
 
+class OtherJob(WireError):
+    """A Join, well-formed or not, for another job."""
+
+
 def join_from(message: sync_pb2.Join, connection: int, job: str) -> ev.Join:
     """A session's first message. Raises ``WireError``; the format was checked before."""
     if message.job != job:
-        raise WireError(f"job {message.job[:80]!r}: this syncer serves {job!r}")
+        raise OtherJob(f"job {message.job[:80]!r}: this syncer serves {job!r}")
     if message.role not in (sync_pb2.ROLE_LEARNER, sync_pb2.ROLE_EVALUATOR):
         raise WireError("role: expected learner or evaluator")
     if len(message.held) > wire.MAX_FRAGMENTS or len(message.digests) > 64:
@@ -72,6 +76,11 @@ def join_from(message: sync_pb2.Join, connection: int, job: str) -> ev.Join:
         idle=message.idle,
         pod=_matches(_PROCESS, message.pod, "pod", "1 to 64 hex digits") if message.pod else "",
     )
+
+
+def attempt_from(message: sync_pb2.Join) -> int:
+    """Which try of its process a Join is; 0: not said."""
+    return _count(message.attempt, "attempt")
 
 
 def report_from(message: sync_pb2.Report) -> ev.ReportCounts:

@@ -64,6 +64,36 @@ class StatusCollector(Collector):
         yield from self._labelled(document, job)
         yield from self._slots(document, job)
 
+    def _doors(self, doors: dict[str, Any], job: str) -> Iterator[Metric]:
+        refused = CounterMetricFamily(
+            "diloco_refused_connections", "Connections and joins refused, by reason", labels=["job", "reason"]
+        )
+        for reason, count in doors["refused"].items():
+            refused.add_metric([job, reason], count)
+        yield refused
+        if doors["secure"]:
+            for key, text in (
+                ("connections", "TLS connections that are open"),
+                ("handshakes", "TLS handshakes under way"),
+            ):
+                family = GaugeMetricFamily(f"diloco_{key}", text, labels=["job"])
+                family.add_metric([job], doors[key])
+                yield family
+            for key, name, text in (
+                (
+                    "expires", "certificate_expires_timestamp_seconds",
+                    "When the syncer's certificate expires, in Unix time",
+                ),
+                (
+                    "peers_expire", "peer_certificate_expires_timestamp_seconds",
+                    "When the first of the learners' certificates expires, in Unix time",
+                ),
+            ):  # fmt: skip
+                family = GaugeMetricFamily(f"diloco_{name}", text, labels=["job"])
+                if doors[key] is not None:
+                    family.add_metric([job], doors[key])
+                yield family
+
     def _labelled(self, document: dict[str, Any], job: str) -> Iterator[Metric]:
         phase = GaugeMetricFamily("diloco_phase", "1 for the job's phase", labels=["job", "phase"])
         for name in PhaseName:
@@ -82,6 +112,7 @@ class StatusCollector(Collector):
         for fragment, version in enumerate(document["versions"]):
             versions.add_metric([job, str(fragment)], version)
         yield from (phase, tokens, refused, versions)
+        yield from self._doors(document["doors"], job)
 
     def _slots(self, document: dict[str, Any], job: str) -> Iterator[Metric]:
         columns = {
@@ -100,6 +131,7 @@ class StatusCollector(Collector):
                 if row[key] is not None:
                     family.add_metric([job, str(row["slot"]), row["region"]], row[key])
             yield family
+        yield from self._links(document, job)
         state = GaugeMetricFamily(
             "diloco_slot_state", "1 for the slot's state", labels=["job", "slot", "region", "state"]
         )
@@ -109,6 +141,23 @@ class StatusCollector(Collector):
                     [job, str(row["slot"]), row["region"], name.value], row["state"] == name.value
                 )
         yield state
+
+    def _links(self, document: dict[str, Any], job: str) -> Iterator[Metric]:
+        columns = {
+            "link_up_bytes_per_second": "The link's speed up, while pushes were arriving",
+            "link_down_bytes_per_second": "The link's speed down, while broadcasts were arriving",
+            "link_round_trip_seconds": "The link's round trip, the shortest of the last",
+            "link_needs_up_bytes_per_second": "What the job's pace needs up",
+            "link_needs_down_bytes_per_second": "What the job's pace needs down",
+            "link_thin": "1 for a link that is thinner than the job's pace needs",
+        }
+        for name, text in columns.items():
+            family = GaugeMetricFamily(f"diloco_slot_{name}", text, labels=["job", "slot", "region"])
+            for row in document["slots"]:
+                link = row["link"] or {}
+                if (value := link.get(name.removeprefix("link_"))) is not None:
+                    family.add_metric([job, str(row["slot"]), row["region"]], value)
+            yield family
 
 
 def exposition(status: Callable[[], dict[str, Any]]) -> bytes:

@@ -7,7 +7,8 @@
                              └──▶ suspended
 
 Failed and deleted are entered at once. Training starts when K slots hold version
-0. Below K active slots the job holds: learners go on, merges wait, K stays. At
+0. Below K active slots the job holds: learners go on, merges wait, K stays. The same while a
+whole region is lost, where failurePolicy.onRegionLost is Hold; where it is Fail, that ends the job. At
 the end all drain: every learner finishes its step and offers what it has; then
 each fragment that K slots have work for is merged once more. Plain code.
 """
@@ -93,18 +94,31 @@ class Phases:
     def _training(self, now: float) -> list[Action] | None:
         if self._stop_reached(now):
             return self._drain(PhaseName.COMPLETE, "the stop is reached", now)
+        lost = self._lost_regions(now)
+        if lost and self.config.on_region_lost == "Fail":
+            return self._end(PhaseName.FAILED, f"{lost}, and failurePolicy.onRegionLost is Fail", now)
         quorum = self.config.rules.quorum
         # A suspect slot is not given up yet, and a draining one still takes part by its offers.
         active = sum(s.occupied for s in self.job.members.slots)
-        if active < quorum and self.job.phase is PhaseName.TRAINING:
+        message = f"{active} of {quorum} learners that a merge needs are active" if active < quorum else ""
+        if lost:
+            message = f"{lost}, and failurePolicy.onRegionLost is Hold"
+        if message and self.job.phase is PhaseName.TRAINING:
             self.job.clock.hold(now)
-            message = f"{active} of {quorum} learners that a merge needs are active"
             return [*self._set(PhaseName.HOLDING, message, now), ev.Note("hold", -1, 0, message)]
-        if active >= quorum and self.job.phase is PhaseName.HOLDING:
+        if not message and self.job.phase is PhaseName.HOLDING:
             self.job.clock.release(now)
             message = f"{active} learners are active again"
             return [*self._set(PhaseName.TRAINING, message, now), ev.Note("resume", -1, 0, message)]
         return None
+
+    def _lost_regions(self, now: float) -> str:
+        """What is said of lost regions; empty: none, or the job goes on without them."""
+        if self.config.on_region_lost == "Continue":
+            return ""
+        self.job.members.watch_regions(now, self.config.region_lost_seconds)
+        lost = ", ".join(self.job.members.lost)
+        return f"nobody of region {lost} was heard for {self.config.region_lost_seconds:g} s" if lost else ""
 
     def _draining(self, now: float) -> list[Action] | None:
         staying = [s for s in self.job.members.slots if s.occupied]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco_protocol.spec import spec_digest
 from diloco_syncer.events import ENDED, PhaseName
+from diloco_syncer.measures import with_links
 
 if TYPE_CHECKING:
     from diloco_syncer.engine import Engine
@@ -54,11 +55,13 @@ def status(engine: Engine) -> dict[str, Any]:
     """The status document (docs/design.md)."""
     document = {"job": engine.job.metadata.name} | engine.core.status(engine.clock())
     document["message"] = engine.message
+    document["slots"] = with_links(engine, document["slots"])
     document |= {
         "bytes_up": engine.bytes_up,
         "bytes_down": engine.bytes_down,
         "refused": dict(engine.refused),
         "sessions": engine.sessions.count,
+        "doors": engine.sessions.doors.status(),
         "store_problem": engine.problem,
         "seconds": engine.seconds,
         "events": list(engine.events),

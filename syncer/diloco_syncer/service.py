@@ -28,7 +28,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
 from diloco_protocol import codec, wire
-from diloco_protocol.credentials import Credentials
+from diloco_protocol.credentials import Credentials, CredentialsError
 from diloco_protocol.files import write_whole
 from diloco_protocol.http_pages import (
     METRICS_TYPE,
@@ -48,9 +48,11 @@ from diloco_syncer.checkpoint import Checkpoints, Restored
 from diloco_syncer.config import CoreConfig
 from diloco_syncer.control import Control, status_handler
 from diloco_syncer.core import Core
+from diloco_syncer.doors import Doors
 from diloco_syncer.engine import RESTART, Engine
 from diloco_syncer.events import InitialStored
 from diloco_syncer.export import check_loopback, export_pages
+from diloco_syncer.gate import Gate
 from diloco_syncer.metrics import exposition
 from diloco_syncer.parameters import Parameters
 from diloco_syncer.report import report, status
@@ -59,6 +61,7 @@ from diloco_syncer.tape import Tape
 
 log = logging.getLogger(__name__)
 
+MAX_CONTROL_CONNECTIONS = 256  # of the control port, whose callers are few
 SERVICES = ("", wire.SESSION_SERVICE, wire.SERVICE, "diloco.v1.Status")
 
 
@@ -103,13 +106,15 @@ async def _life(options: Options) -> tuple[int, Options]:
     if options.export is not None:
         check_loopback(options.export, "--export")
     main = aio.server(options=wire.server_options())
-    private = aio.server(options=wire.server_options(wire.MAX_REPLY_BYTES))
+    private = aio.server(options=wire.server_options(wire.MAX_REPLY_BYTES, MAX_CONTROL_CONNECTIONS))
     # Calls and replies of the control service are signed, and need no certificate (credentials.py).
-    ports = options.credentials.bind(main, options.listen), Credentials().bind(private, options.control)
+    gate = _gate(options, main)
+    bound = gate.bind(options.listen) if gate else Credentials().bind(main, options.listen)
+    ports = bound, Credentials().bind(private, options.control)
     web = _listen(options.http, "--http")
     out = _listen(options.export, "--export") if options.export is not None else None
     engine = await asyncio.to_thread(_restore, options, asyncio.get_running_loop())
-    engine.sessions.credentials, engine.stay = options.credentials, options.stay
+    engine.sessions.doors, engine.stay = Doors(gate, _places(options.job)), options.stay
     _recover(engine)
     control = Control(engine, options.control_key)
     bulk = Bulk(engine)
@@ -134,6 +139,8 @@ async def _life(options: Options) -> tuple[int, Options]:
     engine.start()
     await main.start()
     await private.start()
+    if gate is not None:
+        gate.start()
     _stop_on_signals(engine)
     if options.address_file is not None:
         _write_addresses(options, engine.epoch)
@@ -147,10 +154,36 @@ async def _life(options: Options) -> tuple[int, Options]:
     outcome = await engine.outcome
     engine.sessions.end_all()
     await asyncio.gather(main.stop(0.5), private.stop(0.5), pages.stop(), export.stop())
+    if gate is not None:
+        await asyncio.to_thread(gate.stop)
     await engine.close(checkpoint=outcome in (0, 1))
     if outcome not in (0, RESTART):
         log.error("%s", engine.why)  # last, where people and clusters look for it
     return outcome, replace(options, above=engine.above)
+
+
+def _gate(options: Options, server: Any) -> Gate | None:
+    """The gate before the gRPC server; None: plaintext. Raises ``CredentialsError``."""
+    if not options.credentials.secure:
+        return None
+    try:
+        now = Credentials.from_directory(options.credentials.directory)  # they may be newer, beginning again
+    except CredentialsError as error:
+        log.error("the credentials read before are used on: %s", error)
+        now = options.credentials
+    gate = Gate(now, options.job.metadata.name, _places(options.job))
+    try:
+        server.add_insecure_port(gate.inside)
+    except RuntimeError as error:
+        raise CredentialsError(
+            f"cannot listen on {gate.inside}: set TMPDIR to a short, writable path"
+        ) from error
+    return gate
+
+
+def _places(job: DiLoCoJob) -> dict[str, int]:
+    """Learners and spares by region."""
+    return {region.name: region.learners + region.spares for region in job.spec.regions}
 
 
 def _listen(address: str, option: str) -> socket.socket:

@@ -15,6 +15,7 @@ import asyncio
 import itertools
 import json
 import logging
+import time
 from collections import deque
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
@@ -22,11 +23,14 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from diloco_protocol import sync_pb2, wire
-from diloco_protocol.credentials import Credentials
+from diloco_protocol.identity import akin
 from diloco_protocol.wire import WireError
 from diloco_syncer import events as ev
-from diloco_syncer import messages
+from diloco_syncer import guards, messages
+from diloco_syncer.doors import Doors, may_come_from
 from diloco_syncer.events import PhaseName
+from diloco_syncer.guards import Peer
+from diloco_syncer.measures import LinkMeasures
 from diloco_syncer.messages import lease_to, phase_to, refusal, seat_to
 from diloco_syncer.parameters import Broadcast, announcement
 
@@ -38,18 +42,20 @@ log = logging.getLogger(__name__)
 MAX_QUEUED = 4 * wire.MAX_FRAGMENTS
 MAX_LEASES = wire.MAX_CURSORS  # that one slot may hold
 SPARE_SESSIONS = 64  # beyond four per slot
+PLAIN = Peer()
 
 
 class Connection:
     """One stream's far end."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, number: int, peer: Peer = PLAIN) -> None:
+        self.number, self.peer = number, peer
         self.process = ""
         self.queue: deque[bytes] = deque()
         self.wake = asyncio.Event()
         self.welcomed = False  # Welcome comes first; what is said to all before it is in it
         self.leases_wanted = 0  # asked for and not handed to the core yet
+        self.link = LinkMeasures()
         self.closing = False  # end the stream when the queue is sent
         self.overflowed = False
 
@@ -77,7 +83,7 @@ class Sessions:
         self._engine = engine
         self._numbers = itertools.count(1)
         self._connections: dict[int, Connection] = {}
-        self.credentials = Credentials()
+        self.doors = Doors()
 
     @property
     def count(self) -> int:
@@ -94,27 +100,61 @@ class Sessions:
 
     async def serve(self, stream: AsyncIterator[bytes], context: Any) -> None:
         """One call of Sync.Session."""
-        if not self.credentials.admits(context.invocation_metadata()):
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the join token is missing or wrong")
+        peer = await self.doors.admit(context)
+        await self._within_limits(peer, context)
         if self.count >= 4 * len(self._engine.core.members.slots) + SPARE_SESSIONS:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many sessions: try again later")
-        connection = Connection(next(self._numbers))
+        connection = Connection(next(self._numbers), peer)
         try:
-            join = await self._first(stream, connection)
+            join, attempt = await self._first(stream, connection)
         except TimeoutError:
             await context.abort(
                 grpc.StatusCode.DEADLINE_EXCEEDED, f"no Join within {wire.JOIN_SECONDS:.0f} s"
             )
         except WireError as error:
+            other = isinstance(error, messages.OtherJob)
+            self.doors.note(peer, guards.WRONG_JOB if other else guards.BAD_JOIN, str(error))
             await context.write(refusal("bad-join", str(error), True).SerializeToString())
+            return
+        if not await self._believed(join, attempt, peer, context):
             return
         connection.process = join.process
         self._connections[connection.number] = connection
         log.info("session %d: %s %s-%d joins", connection.number, join.process, join.region, join.ordinal)
-        self._engine.handle(join)
-        await self._pump(stream, context, connection)
+        self.doors.guards.opened(peer)
+        try:
+            self._engine.handle(join)
+            await self._pump(stream, context, connection)
+        finally:
+            self.doors.guards.closed(peer)
 
-    async def _first(self, stream: AsyncIterator[bytes], connection: Connection) -> ev.Join:
+    async def _within_limits(self, peer: Peer, context: Any) -> None:
+        if not self.doors.limited:
+            return
+        over = self.doors.guards.join(peer, time.monotonic())
+        if over is not None:
+            what = "sessions" if over == guards.TOO_MANY_SESSIONS else "joins in a minute"
+            await self.doors.refuse(
+                context, peer, over, grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"too many {what} with one certificate: try again later",
+            )  # fmt: skip
+
+    async def _believed(self, join: ev.Join, attempt: int, peer: Peer, context: Any) -> bool:
+        """Whether the certificate may say this Join, now; if not, the refusal is told."""
+        doors, said = self.doors, None
+        newest = self.of_process(join.process)
+        if not join.evaluator and not may_come_from(peer, join.region):
+            said = guards.WRONG_REGION, f"region {join.region!r} is not of this certificate", True
+        elif newest is not None and not akin(newest.peer.names, peer.names):
+            said = guards.WRONG_PROCESS, "a process with another certificate has this id", False
+        elif not doors.guards.fresh(join.process, attempt):
+            said = guards.REPLAYED, "this Join was said before: join anew", False
+        if said is not None:
+            doors.note(peer, said[0], said[1])
+            await context.write(refusal(*said).SerializeToString())
+        return said is None
+
+    async def _first(self, stream: AsyncIterator[bytes], connection: Connection) -> tuple[ev.Join, int]:
         async with asyncio.timeout(wire.JOIN_SECONDS):
             raw = await anext(stream, None)
         if raw is None:
@@ -123,7 +163,8 @@ class Sessions:
         if first.WhichOneof("kind") != "join":
             raise WireError("the first message must be Join")
         wire.check_format(first.join.format)
-        return messages.join_from(first.join, connection.number, self._engine.job.metadata.name)
+        join = messages.join_from(first.join, connection.number, self._engine.job.metadata.name)
+        return join, messages.attempt_from(first.join)
 
     async def _pump(self, stream: AsyncIterator[bytes], context: Any, connection: Connection) -> None:
         reading = asyncio.create_task(self._read(stream, connection))
@@ -172,6 +213,10 @@ class Sessions:
         event: ev.Event
         match message.WhichOneof("kind"):
             case "report":
+                if message.report.echo:
+                    echo = sync_pb2.Echo(number=message.report.echo)
+                    connection.send(sync_pb2.SyncerMessage(echo=echo))
+                connection.link.heard(message.report)
                 self._engine.handle(ev.Reported(number, messages.report_from(message.report)))
                 self._lease(connection)
                 return
@@ -253,6 +298,8 @@ class Sessions:
                 raise TypeError(f"not an action of the sessions: {action!r}")
         connection = self._connections.get(action.connection)
         if connection is not None:
+            if isinstance(action, ev.Refuse) and not connection.welcomed:
+                self.doors.note(connection.peer, action.reason, action.message)
             connection.send(message)
             connection.welcomed |= isinstance(action, ev.Admit)
             if isinstance(action, ev.Refuse | ev.AskInitial):

@@ -150,8 +150,13 @@ class Cluster:
         return sorted(n["metadata"]["name"] for n in self.items("/api/v1/nodes"))
 
     def fault(self, *words: str) -> None:
-        """localkube's words: stop-node N, start-node N, isolate N, rejoin N, stop-api, start-api."""
+        """localkube's words: stop-node N, start-node N, isolate N, rejoin N, stop-api, start-api, and of
+        links to other clusters cut, heal, slow RATE, fast."""
         raise NotImplementedError(f"{type(self).__name__} cannot do {words}")
+
+    def link_bytes(self) -> tuple[int, int]:
+        """What the link of its first node has received and sent, in bytes, as the kernel counts."""
+        raise NotImplementedError(f"{type(self).__name__} does not count")
 
 
 class LocalKube(Cluster):
@@ -171,6 +176,11 @@ class LocalKube(Cluster):
 
     def fault(self, *words: str) -> None:
         run(self._program, words[0], self.name, *words[1:], timeout=180)
+
+    def link_bytes(self) -> tuple[int, int]:
+        words = run(self._program, "bytes", self.name).splitlines()[0].split()
+        received, sent = (int(word) for word in words if word.isdigit())
+        return received, sent
 
     def down(self) -> None:
         run(self._program, "down", self.name, timeout=180)

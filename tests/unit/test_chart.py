@@ -149,11 +149,20 @@ def status_document() -> dict[str, Any]:
         "slot": 0, "region": "local", "ordinal": 0, "state": next(iter(SlotState)).value, "step": 1,
         "tokens": 1, "loss": 1.0, "step_seconds": 1.0, "compute_seconds": 1.0, "stalled_seconds": 1.0,
         "merged_pushes": 1, "starved": False,
+        "link": {
+            "up_bytes_per_second": 1.0, "down_bytes_per_second": 1.0, "round_trip_seconds": 1.0,
+            "needs_up_bytes_per_second": 1.0, "needs_down_bytes_per_second": 1.0, "thin": False,
+            "message": "",
+        },
     }  # fmt: skip
     return {
         "job": "j", "epoch": 1, "elapsed_seconds": 1.0, "quorum": {"active": 1, "required": 1}, "standby": 0,
         "sessions": 1, "tokens_per_second": 1.0, "goodput": 1.0, "uptime": 1.0, "rounds": [],
         "store_problem": "",
+        "doors": {
+            "secure": True, "connections": 1, "handshakes": 0, "refused": {"stranger": 1}, "expires": 1.0,
+            "peers_expire": 1.0,
+        },
         "eval_loss": [[1, 1.0]], "merges": 1, "bytes_up": 1, "bytes_down": 1, "phase": "training",
         "seconds": {"merge": 1.0, "quorum": 1.0, "waited": 1.0}, "tokens": {"trained": 1}, "versions": [1],
         "refused": {"other-round": 1}, "slots": [row],

@@ -45,7 +45,7 @@ def diloco(*arguments: str | Path) -> tuple[int, str]:
     return result.exit_code, " ".join(result.output.split())
 
 
-@pytest.mark.parametrize("command", [[], ["run"], ["validate"], ["status"], ["export"]])
+@pytest.mark.parametrize("command", [[], ["run"], ["validate"], ["plan"], ["status"], ["export"]])
 def test_help_teaches_with_examples(command: list[str]) -> None:
     code, output = diloco(*command, "--help")
     assert code == 0 and "Usage:" in output

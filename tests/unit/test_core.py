@@ -152,6 +152,89 @@ def test_k_is_never_lowered() -> None:
     assert desk.core.status(desk.now)["hold_since_seconds"] is not None
 
 
+# ------------------------------------------------------------------ a whole region is lost
+
+TWO_REGIONS = (("r", 0), ("r", 1), ("far", 0))
+
+
+def two_regions(policy: str, state: dict | None = None, epoch: int = 1) -> Desk:
+    return Desk(
+        config(slots=3, places=TWO_REGIONS, on_region_lost=policy, region_lost_seconds=60.0), state, epoch
+    )
+
+
+def train_in_both(desk: Desk) -> None:
+    desk.join(1, 0)
+    desk.join(2, 1)
+    desk.join(3, 0, region="far")
+    desk.do(ev.InitialStored("L", (8,)))
+    for connection in (1, 2, 3):
+        desk.report(connection, 0)
+    assert desk.core.phase is PhaseName.TRAINING
+
+
+def stay(desk: Desk, seconds: float) -> None:
+    """So long, with the region that is there heard all the time."""
+    for _ in range(round(seconds / 5)):
+        desk.later(5.0)
+        for connection in (1, 2):
+            desk.report(connection, 0)
+
+
+def full_round(desk: Desk) -> list[ev.Action]:
+    desk.report(1, 4)
+    desk.report(2, 4)
+    return desk.push(0, 4) + desk.push(1, 4)
+
+
+@pytest.mark.parametrize("policy", ["Continue", "Hold", "Fail"])
+def test_a_region_is_lost(policy: str) -> None:
+    desk = two_regions(policy)
+    train_in_both(desk)
+    desk.do(ev.ProcessGone("far", 0, "", "cut off"))
+    stay(desk, 55)
+    assert desk.core.phase is PhaseName.TRAINING, "not yet"
+    stay(desk, 5)
+    expected = {"Continue": PhaseName.TRAINING, "Hold": PhaseName.HOLDING, "Fail": PhaseName.FAILED}
+    assert desk.core.phase is expected[policy]
+    if policy != "Continue":
+        assert "region far was heard for 60 s" in desk.core.phase_message
+    if policy == "Fail":
+        return
+    assert bool(of(full_round(desk), ev.Merge)) == (policy == "Continue")
+    if policy == "Hold":
+        assert desk.core.status(desk.now)["hold_since_seconds"] is not None
+        assert of(desk.join(4, 0, region="far"), ev.Note)
+        assert desk.core.phase is PhaseName.TRAINING
+        assert of(desk.log, ev.Merge), "what waited is merged"
+
+
+def test_a_hold_for_a_region_outlives_the_syncer() -> None:
+    desk = two_regions("Hold")
+    train_in_both(desk)
+    desk.do(ev.ProcessGone("far", 0, "", "cut off"))
+    stay(desk, 60)
+    assert desk.core.phase is PhaseName.HOLDING
+    again = two_regions("Hold", json.loads(json.dumps(desk.core.state(desk.now))), 2)
+    for connection in (1, 2):
+        again.join(connection, connection - 1)
+        again.report(connection, 0)
+    assert again.core.phase is PhaseName.HOLDING
+    again.join(3, 0, region="far")
+    assert again.core.phase is PhaseName.TRAINING
+
+
+def test_a_region_that_was_never_there_is_not_lost() -> None:
+    desk = two_regions("Fail")
+    desk.join(1, 0)
+    desk.join(2, 1)
+    desk.do(ev.InitialStored("L", (8,)))
+    for connection in (1, 2):
+        desk.report(connection, 0)
+    stay(desk, 100)
+    assert desk.core.phase is PhaseName.TRAINING
+
+
 # ------------------------------------------------------------------ refusals
 
 

@@ -11,13 +11,20 @@ import pytest
 
 from diloco import main
 from diloco_protocol import codec, credentials, sync_pb2, wire
+from diloco_protocol.identity import name as certificate_name
 from diloco_protocol.layout import Layout, Tensor
 from diloco_protocol.load import parse_job
+from diloco_syncer import guards
 from diloco_syncer.events import Reason
 from diloco_worker.sampling import block_order
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PROTOCOL = (DOCS / "protocol.md").read_text(encoding="utf-8")
+NAMES = [
+    certificate_name("ns", "tiny", "syncer"),
+    certificate_name("ns", "tiny", "learner"),
+    certificate_name("ns", "tiny", "learner", "eu-1"),
+]
 UNITS = {"": 1, "s": 1, "characters": 1, "KiB": 1 << 10, "KiB/s": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
@@ -29,6 +36,24 @@ def test_every_message_is_described(name: str) -> None:
 @pytest.mark.parametrize("reason", [*(r.value for r in Reason), wire.PARTIAL, wire.BUSY])
 def test_every_reason_is_described(reason: str) -> None:
     assert f"| `{reason}` |" in PROTOCOL or f"`{reason}`" in PROTOCOL.split("And of transfers")[1][:200]
+
+
+@pytest.mark.parametrize("uri", [name.uri for name in NAMES])
+def test_the_names_in_certificates(uri: str) -> None:
+    assert f"| `{uri}` |" in PROTOCOL.replace("NAMESPACE/NAME", "ns/tiny").replace("REGION", "eu-1")
+
+
+def test_every_refusal_of_a_connection_is_described() -> None:
+    table = PROTOCOL.split("**Refusals** of connections")[1].split("A Join that is refused")[0]
+    rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
+    described = {word for row in rows for word in re.findall(r"`([a-z-]+)`", row)}
+    source = "".join(
+        (DOCS.parent / "syncer/diloco_syncer" / part).read_text(encoding="utf-8")
+        for part in ("gate.py", "link.py")
+    ) + (DOCS.parent / "protocol/diloco_protocol/identity.py").read_text(encoding="utf-8")
+    said = set(re.findall(r"(?:Refused|Objection)\(\s*\"([a-z-]+)\"", source))
+    said |= {value for key, value in vars(guards).items() if key.isupper() and isinstance(value, str)}
+    assert described == said and len(said) > 20
 
 
 def test_reasons_that_are_gone_are_not_described() -> None:
@@ -106,6 +131,9 @@ def test_commands_and_targets_in_the_readme_exist() -> None:
     for target in targets:
         assert re.search(rf"^{target}:", makefile, re.M), f"make {target}"
     commands = {c.name or c.callback.__name__ for c in main.app.registered_commands if c.callback}
+    commands |= {
+        group.typer_instance.info.name for group in main.app.registered_groups if group.typer_instance
+    }
     assert {word for word in re.findall(r"`diloco ([a-z]+)", text)} <= commands
 
 

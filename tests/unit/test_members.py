@@ -79,6 +79,6 @@ def test_what_only_a_cluster_reads_is_named_and_nothing_else() -> None:
     given = [
         "suspend=true", "syncer.storage.size=20Gi", "syncer.podTemplate={spec: {}}",
         "nodeLoss.policy=ForceDelete", "learners.podTemplate={spec: {}}",
-        "regions.1.podTemplate={spec: {}}", "failurePolicy.onRegionLost=Fail",
+        "regions.1.podTemplate={spec: {}}",
     ]  # fmt: skip
     assert sorted(without_meaning(job(*given))) == sorted(entry.partition("=")[0] for entry in given)

@@ -1141,15 +1141,6 @@ def test_a_lost_region_is_told_and_comes_back() -> None:
     assert "lostSince" not in world.region("far")
 
 
-def test_a_lost_region_may_fail_the_job() -> None:
-    regions = [{"name": "near", "learners": 2}, {"name": "far", "learners": 1}]
-    world = started(regions=regions, failurePolicy={"regionLostSeconds": 30, "onRegionLost": "Fail"})
-    world.unschedulable = {"job-far-0"}
-    world.delete_pod("job-far-0")
-    world.until(lambda w: w.truth("Failed") == "True", 100)
-    assert world.condition("Failed")["reason"] == "RegionLost"
-
-
 def test_the_plan_raises_nothing_whatever_the_status_says() -> None:
     """A status that an older or a foreign hand wrote is no reason to stop."""
     world = started()

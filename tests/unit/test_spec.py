@@ -264,6 +264,38 @@ def test_warnings(fields: dict[str, Any], path: str) -> None:
     assert job_warnings(parse_job(json.dumps(local_job({})))) == []
 
 
+SPANNING: dict[str, Any] = {
+    "syncer": {"cluster": "hub", "endpoint": {"type": "NodePort", "address": "hub.example.org"},
+               "tls": {"secretName": "hub"}},
+    "learners": {"credentials": {"secretName": "learner"}},
+    "regions": [{"name": "eu", "cluster": "eu-1", "learners": 2},
+                {"name": "us", "cluster": "us-1", "learners": 1}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sync", "path", "words"),
+    [
+        ({"overlap": 0}, "sync.overlap", "no step overlaps"),
+        ({"fragments": 1}, "sync.fragments", "need 12 times the bandwidth"),
+        ({"fragments": 3, "overlap": 2}, "sync.fragments", "2 of the 8 steps"),
+        ({"compression": {"up": "float32"}}, "sync.compression.up", "7.8 times the bytes of int4"),
+        ({"compression": {"down": "float32"}}, "sync.compression.down", "twice the bytes of bfloat16"),
+        ({"deterministic": True}, "sync.deterministic", "slowest link"),
+    ],
+)
+def test_warnings_of_links_between_clusters(sync: dict[str, Any], path: str, words: str) -> None:
+    spanning = parse_job(json.dumps(local_job({**SPANNING, "sync": sync})))
+    (warning,) = job_warnings(spanning)
+    assert warning.path == f"spec.{path}" and words in warning.message
+    assert job_warnings(parse_job(json.dumps(local_job({"sync": sync})))) == []  # one machine: nobody minds
+    everywhere = [{"name": "eu", "cluster": "hub", "learners": 2}]
+    one = {**SPANNING, "regions": everywhere, "sync": sync}
+    assert job_warnings(parse_job(json.dumps(local_job(one)))) == []
+    fitting: dict[str, Any] = {"fragments": 8, "overlap": 1}
+    assert job_warnings(parse_job(json.dumps(local_job({**SPANNING, "sync": fitting})))) == []
+
+
 # ------------------------------------------------------------------ the objects
 
 

@@ -41,14 +41,17 @@ from typing import Any
 
 from diloco_protocol import codec, sync_pb2, wire
 from diloco_protocol.credentials import Credentials, CredentialsError
+from diloco_protocol.identity import IdentityError, Names, own_learner
 from diloco_protocol.layout import Layout
 from diloco_protocol.spec import immutable_digests
+from diloco_protocol.vouch import VouchError, vouched
 
 from . import mail
 from .adoption import Broadcast
 from .fragments import Floats, Vector
 from .holdings import Holding, Holdings
 from .hub import HubSettings
+from .probe import Probe
 from .sampling import Grant
 from .session import LEASE, Outbox, Session, SessionEnded
 from .settings import ConfigurationError, RefusedError, WorkerError, WorkerSettings
@@ -83,8 +86,10 @@ class Exchange:
         """``idle``: take no slot and no broadcasts; only ``standing`` is of use then."""
         try:
             self._credentials = Credentials.from_directory(settings.credentials)
+            self._names = _own_names(self._credentials, settings)
         except CredentialsError as error:
             raise ConfigurationError(str(error)) from error
+        self._attempt = 0
         self._idle = idle
         self.standing = Standing()
         sync = settings.job.spec.sync
@@ -108,6 +113,7 @@ class Exchange:
         self._outbox = Outbox()
         self._lease_numbers = itertools.count()
         self._closing = False
+        self._pinned_server = False  # channels believe one certificate only
         self._parted = False  # Drained was read by the syncer
         self._task: asyncio.Task[None] | None = None
         self._session: Session | None = None
@@ -120,6 +126,7 @@ class Exchange:
         self._holdings = Holdings(len(layout))
         self._fetching: set[int] = set()
         self._bytes = [0, 0]  # up, down, of earlier connections
+        self._probe = Probe()
 
     # ------------------------------------------------------- from the training thread
 
@@ -195,6 +202,11 @@ class Exchange:
         """Bulk bytes (up, down) of this process."""
         now = self._transfers
         return self._bytes[0] + (now.bytes_up if now else 0), self._bytes[1] + (now.bytes_down if now else 0)
+
+    @property
+    def link(self) -> dict[str, float | None]:
+        """What is measured of the link to the syncer: bytes per second and seconds, None where not."""
+        return self._probe.figures()
 
     def flushed(self, timeout: float) -> bool:
         """Wait until everything that was to be said went out; False: it did not in time."""
@@ -302,8 +314,15 @@ class Exchange:
     async def _connect(self, address: str) -> str:
         """One connection, from its beginning to its end; why it ended. Raises RefusedError."""
         self._read_credentials()
-        metadata = self._credentials.metadata()
-        control = self._credentials.aio_channel(address, wire.channel_options())
+        try:
+            credentials = await vouched(self._credentials, address, self._names)
+        except VouchError as error:
+            if error.reason:  # not for good: a Secret may be put right, on either side
+                self.standing = replace(self.standing, refused=(error.reason, str(error)))
+            return str(error)
+        self._pinned_server = credentials is not self._credentials
+        metadata = credentials.metadata()
+        control = credentials.aio_channel(address, wire.channel_options())
         bulk: list[Any] = []
         session = Session(control, metadata)
         reason = "the session ended"
@@ -315,15 +334,16 @@ class Exchange:
             if not first.HasField("welcome"):
                 raise wire.WireError("the first message was neither Welcome nor Refusal")
             options = wire.channel_options(bulk=True)
-            bulk += [self._credentials.aio_channel(address, options) for _ in range(_BULK_CHANNELS)]
-            self._transfers = Transfers(bulk, metadata, self._executor)
+            bulk += [credentials.aio_channel(address, options) for _ in range(_BULK_CHANNELS)]
+            self._probe.begin()
+            self._transfers = Transfers(bulk, metadata, self._executor, self._probe.up, self._probe.down)
             self._outbox.begin_session()
             self._session, self.connected = session, True
             self.standing = replace(
                 self.standing, connected=True, joined=True, refused=None, sessions=self.standing.sessions + 1
             )
             self._handle(first)
-            await session.run(self._outbox, self._heartbeat, self._handle)
+            await session.run(self._outbox, self._heartbeat, self._handle, self._probe.stamp)
         except* SessionEnded as group:
             ending = _first(group)
             assert isinstance(ending, SessionEnded)
@@ -357,12 +377,15 @@ class Exchange:
     def _read_credentials(self) -> None:
         """Anew for each connection: a cluster replaces certificates before they expire."""
         try:
-            self._credentials = Credentials.from_directory(self._settings.credentials)
+            fresh = Credentials.from_directory(self._settings.credentials)
+            self._names = _own_names(fresh, self._settings)
+            self._credentials = fresh
         except CredentialsError as error:
             log.warning("the credentials read before are used on: %s", error)
 
     def _join(self) -> sync_pb2.Join:
         settings = self._settings
+        self._attempt = max(self._attempt + 1, time.time_ns() // 1000)
         role = sync_pb2.ROLE_LEARNER if settings.role == "learner" else sync_pb2.ROLE_EVALUATOR
         return sync_pb2.Join(
             format=wire.FORMAT,
@@ -379,6 +402,7 @@ class Exchange:
             tenure=self._tenure,
             idle=self._idle,
             pod=settings.pod,
+            attempt=self._attempt,
         )
 
     def _refused(self, refusal: sync_pb2.Refusal) -> None:
@@ -421,6 +445,8 @@ class Exchange:
             self._spawn_with(self._give_base, message.base_request)
         elif kind == "promotion":
             self._seated(message.promotion.seat)
+        elif kind == "echo":
+            self._probe.heard(message.echo.number, self._loop.time())
 
     def _welcome(self, welcome: sync_pb2.Welcome) -> None:
         standby = welcome.standby and not self._idle
@@ -590,6 +616,7 @@ class Exchange:
             why = "the syncer has it no more"
         except (wire.TransferError, wire.WireError) as error:
             why = str(error)
+            self._doubt(error)
         log.warning("fragment %d version %d did not arrive: %s", news.fragment, news.version, why)
         await asyncio.sleep(pause(attempt))
         return None
@@ -611,6 +638,12 @@ class Exchange:
         log.warning("fragment %d version %d is not given back: %s", fragment, request.version, why)
         unavailable = sync_pb2.BaseUnavailable(fragment=fragment)
         self._outbox.say(f"no-base-{fragment}", sync_pb2.LearnerMessage(base_unavailable=unavailable))
+
+    def _doubt(self, error: Exception) -> None:
+        """A transfer failed for good. The syncer may have another certificate by now, which the bulk
+        channels do not believe: connect anew, and look at it."""
+        if self._pinned_server and self._session is not None and isinstance(error, wire.TransferError):
+            self._session.break_off(f"bulk transfers fail: {error}")
 
     def _queue_push(self, push: Push) -> None:
         if not self.connected or len(self._pushes) >= _MOST_QUEUED_PUSHES:
@@ -641,6 +674,7 @@ class Exchange:
                 "push %d of fragment %d got no answer: %s", push.plan.sequence, push.plan.fragment, error
             )
             self._verdict(push, None, "", "no answer came")
+            self._doubt(error)
             return
         except asyncio.CancelledError:
             self._verdict(push, None, "", "the connection broke")
@@ -722,6 +756,15 @@ class Exchange:
                 log.warning("the optimizer state was refused (%s): %s", reply.reason, reply.message)
         except wire.TransferError as error:
             log.warning("the optimizer state did not come through: %s", error)
+
+
+def _own_names(credentials: Credentials, settings: WorkerSettings) -> Names:
+    """What the own certificate says of this learner. Raises ``CredentialsError`` if it is another's."""
+    try:
+        region = settings.region if settings.role == "learner" else None
+        return own_learner(credentials.names(), settings.job.metadata.name, region)
+    except IdentityError as error:
+        raise CredentialsError(f"{credentials.directory}/tls.crt: {error}") from error
 
 
 def _grant(lease: sync_pb2.Lease) -> Grant:

@@ -324,9 +324,11 @@ class Learner:
         """For the status port, from its thread."""
         return self._exchange.standing if self._exchange else Standing()
 
-    def _figures(self) -> dict[str, float]:
+    def _figures(self) -> dict[str, float | None]:
         """For the status port, from its thread: nothing here waits, or asks a device."""
-        return self._numbers(self._loss.known) if self._participant is not None else {}
+        if self._participant is None or self._exchange is None:
+            return {}
+        return {**self._numbers(self._loss.known), **self._exchange.link}
 
     def _numbers(self, loss: float) -> dict[str, float]:
         up, down = self._exchange.transferred if self._exchange else (0, 0)

@@ -83,6 +83,15 @@ def skeleton(spec: JobSpec, *, directory: Path | None = None) -> nn.Module:
     return model
 
 
+def outline(spec: JobSpec, *, directory: Path | None = None) -> nn.Module:
+    """The model's names and shapes without its values (torch's meta device), frozen where the job says
+    so: what a layout is made from, in no memory, however large the model is. Raises JobError."""
+    with torch.device("meta"):
+        model = skeleton(spec, directory=directory)
+    _freeze(model, _required(spec).freeze)
+    return model
+
+
 def configuration(spec: JobSpec, *, directory: Path | None = None) -> Any:
     """The transformers configuration, checked. Raises JobError with all problems found."""
     from transformers import AutoConfig

@@ -91,9 +91,9 @@ class Observer:
         if self._port is not None:
             self._port.idle = idle
 
-    def _figures(self) -> dict[str, float]:
+    def _figures(self) -> dict[str, float | None]:
         up, down = self._exchange.transferred
-        return {**self.score, "bytes_up": up, "bytes_down": down}
+        return {**self.score, "bytes_up": up, "bytes_down": down, **self._exchange.link}
 
     @property
     def standing(self) -> Standing:

@@ -117,11 +117,16 @@ class Session:
             raise SessionEnded(f"no answer to Join within {wire.JOIN_SECONDS:.0f} s") from error
 
     async def run(
-        self, outbox: Outbox, heartbeat_seconds: float, handle: Callable[[sync_pb2.SyncerMessage], None]
+        self,
+        outbox: Outbox,
+        heartbeat_seconds: float,
+        handle: Callable[[sync_pb2.SyncerMessage], None],
+        stamp: Callable[[sync_pb2.Report, float, float], None] = lambda report, now, every: None,
     ) -> None:
-        """Until the stream ends; always raises SessionEnded (or what ``handle`` raises)."""
+        """Until the stream ends; always raises SessionEnded (or what ``handle`` raises). ``stamp`` gets
+        each report before it is sent, the loop's time, and the heartbeat's seconds."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._speak(outbox, heartbeat_seconds))
+            group.create_task(self._speak(outbox, heartbeat_seconds, stamp))
             group.create_task(self._break())
             async for message in self._messages():
                 handle(message)
@@ -144,13 +149,20 @@ class Session:
     async def _break(self) -> None:
         raise SessionEnded(await self._broken_off)
 
-    async def _speak(self, outbox: Outbox, heartbeat_seconds: float) -> None:
+    async def _speak(
+        self,
+        outbox: Outbox,
+        heartbeat_seconds: float,
+        stamp: Callable[[sync_pb2.Report, float, float], None],
+    ) -> None:
         loop = asyncio.get_running_loop()
         next_report = next_heartbeat = loop.time()
         while True:
             now = loop.time()
             if outbox.urgent or now >= next_heartbeat or (outbox.fresh and now >= next_report):
                 for key, message in outbox.waiting():
+                    if key == REPORT:  # a copy of what the training thread left
+                        stamp(message.report, loop.time(), heartbeat_seconds)
                     if not await self._send(message):
                         return
                     outbox.sent(key, message)

@@ -39,6 +39,9 @@ _METRICS = {
     "stalled_seconds": ("counter", "stalled_seconds", "Time in which training waited for this system"),
     "bytes_up": ("counter", "sent_bytes", "Bulk bytes sent to the syncer"),
     "bytes_down": ("counter", "received_bytes", "Bulk bytes received from the syncer"),
+    "link_up": ("gauge", "link_up_bytes_per_second", "Uploads' speed, until the syncer's answer"),
+    "link_down": ("gauge", "link_down_bytes_per_second", "Downloads' speed while their bytes arrived"),
+    "round_trip_seconds": ("gauge", "link_round_trip_seconds", "Shortest of the last echoes of reports"),
 }
 _open: dict[str, StatusPort] = {}
 
@@ -103,6 +106,11 @@ class StatusPort:
             "tokens": figures.get("tokens"),
             "loss": _finite(figures.get("loss")),
             "epoch": standing.epoch or None,
+            "link": {
+                "up_bytes_per_second": figures.get("link_up"),
+                "down_bytes_per_second": figures.get("link_down"),
+                "round_trip_seconds": figures.get("round_trip_seconds"),
+            },
             "refused": None if refused is None else {"reason": refused[0], "message": refused[1]},
         }  # fmt: skip
 

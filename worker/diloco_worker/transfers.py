@@ -21,6 +21,7 @@ from grpc import aio
 
 from diloco_protocol import codec, sync_pb2, wire
 from diloco_protocol.kernels import Bytes
+from diloco_protocol.meter import Meter
 
 from .adoption import PushPlan
 from .fragments import Floats, Vector
@@ -102,9 +103,15 @@ class Transfers:
     """The bulk calls of one connection."""
 
     def __init__(
-        self, channels: Sequence[aio.Channel], metadata: Sequence[tuple[str, str]], executor: Executor
+        self,
+        channels: Sequence[aio.Channel],
+        metadata: Sequence[tuple[str, str]],
+        executor: Executor,
+        up: Meter | None = None,
+        down: Meter | None = None,
     ) -> None:
         self._channels = list(channels)
+        self._up, self._down = up, down
         self._metadata = tuple(metadata)
         self._executor = executor
         self.bytes_up = 0
@@ -208,7 +215,9 @@ class Transfers:
         broken = 0
         for attempt in range(_BUSY_TRIES):
             try:
-                reply = await wire.upload(self._channels, header, payload, metadata=self._metadata)
+                reply = await wire.upload(
+                    self._channels, header, payload, metadata=self._metadata, meter=self._up
+                )
             except wire.TransferError as error:
                 broken += 1
                 if not error.retry or broken >= _TRIES:
@@ -258,7 +267,7 @@ class Transfers:
             version=news.version,
         )  # fmt: skip
         header, data = await wire.download(
-            self._channels, request, size=payload.bytes, metadata=self._metadata
+            self._channels, request, size=payload.bytes, metadata=self._metadata, meter=self._down
         )
         if not header.found:
             return None
@@ -275,7 +284,9 @@ class Transfers:
     ) -> tuple[sync_pb2.DownloadHeader, bytes] | None:
         """FROZEN, PEER_STATE, OPTIMIZER or LAYOUT, at most ``limit`` bytes; None: there is none."""
         request = sync_pb2.DownloadRequest(job=who.job, process=who.process, what=what, transfer=transfer)
-        header, data = await wire.download(self._channels, request, limit=limit, metadata=self._metadata)
+        header, data = await wire.download(
+            self._channels, request, limit=limit, metadata=self._metadata, meter=self._down
+        )
         if not header.found:
             return None
         self.bytes_down += data.nbytes

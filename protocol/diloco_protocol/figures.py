@@ -1,0 +1,31 @@
+"""Sizes, rates and times as people read them: three digits and a unit."""
+
+from __future__ import annotations
+
+import math
+
+
+def _scaled(value: float, unit: str) -> str:
+    for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= 0.9995 * factor:
+            return f"{value / factor:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}"
+
+
+def size_text(count: float) -> str:
+    return _scaled(count, "B")
+
+
+def rate_text(rate: float | None) -> str:
+    """Bytes per second, in bits, as links are sold."""
+    return "-" if rate is None else bits_text(8 * rate)
+
+
+def bits_text(rate: float) -> str:
+    return _scaled(rate, "bit/s") if math.isfinite(rate) else "none is enough"
+
+
+def seconds_text(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

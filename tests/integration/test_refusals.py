@@ -1,0 +1,370 @@
+"""The syncer as a process with certificates, against whoever may come: raw gRPC and raw TCP.
+
+Floods are the test's own threads; what is asserted is that those who may come in do, and go on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import re
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc import aio
+from syncer_client import LAYOUT, Client, SyncerProcess, raw_job, send_call, turn, until, wait_for
+
+from diloco_protocol import sync_pb2, wire
+from diloco_protocol.credentials import Credentials, sign_call
+from diloco_protocol.vouch import VouchError, vouched
+from diloco_syncer import guards
+from parties import DAY, TOKEN, Parties
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
+REGIONS = "regions=[{name: eu-1, learners: 1}, {name: us-2, learners: 1}]"
+
+
+@pytest.fixture
+def parties(tmp_path: Path) -> Parties:
+    return Parties(tmp_path / "pki", "raw")
+
+
+@pytest.fixture
+def syncer(tmp_path: Path, parties: Parties) -> Iterator[SyncerProcess]:
+    folder = parties.syncer()
+    made = SyncerProcess(tmp_path / "syncer", raw_job(REGIONS)).start("--credentials", str(folder))
+    yield made
+    made.stop()
+    secrets = [TOKEN, "PRIVATE KEY", made.key.decode()]
+    secrets += [line for line in (folder / "tls.key").read_text().splitlines() if "-" not in line]
+    assert not any(secret in made.text() for secret in secrets)
+
+
+class Learner(Client):
+    """A scripted learner with credentials."""
+
+    def __init__(self, syncer: SyncerProcess, folder: Path, region: str = "eu-1", process: str = "") -> None:
+        super().__init__(syncer, 0, process)
+        self.credentials, self.region, self.attempt = Credentials.from_directory(folder), region, 0
+        self.metadata = self.credentials.metadata()
+        self.plain, self.channel = (
+            self.channel,
+            self.credentials.aio_channel(syncer.addresses["sync"], self.options),
+        )
+
+    def said(self, **changes: Any) -> bytes:
+        self.attempt += 1
+        fields: dict[str, Any] = {
+            "format": wire.FORMAT, "job": "raw", "process": self.process, "role": sync_pb2.ROLE_LEARNER,
+            "region": self.region, "ordinal": 0, "layout_digest": LAYOUT.digest, "attempt": self.attempt,
+        }  # fmt: skip
+        return sync_pb2.LearnerMessage(join=sync_pb2.Join(**(fields | changes))).SerializeToString()
+
+    async def join(self, raw: bytes = b"", **changes: Any) -> sync_pb2.SyncerMessage:
+        self.call = self.channel.stream_stream(wire.SESSION)(metadata=self.metadata)
+        await self.call.write(raw or self.said(**changes))
+        first = sync_pb2.SyncerMessage.FromString(await asyncio.wait_for(self.call.read(), 10))
+        if first.HasField("welcome"):
+            self.welcome = first.welcome
+            self._reader = asyncio.create_task(self._read())
+        return first
+
+    async def refused(self, raw: bytes = b"", **changes: Any) -> tuple[str, bool]:
+        first = await self.join(raw, **changes)
+        assert first.HasField("refusal"), first
+        return first.refusal.reason, first.refusal.fatal
+
+    async def upload(self, header: sync_pb2.UploadHeader, payload: Any) -> sync_pb2.UploadReply:
+        return await wire.upload(self.channel, header, payload, timeout=20, metadata=self.metadata)
+
+    async def download(self, request: sync_pb2.DownloadRequest, size: int) -> Any:
+        return await wire.download(self.channel, request, size=size, metadata=self.metadata)
+
+    async def close(self) -> None:
+        await self.plain.close()
+        await super().close()
+
+
+class Learners:
+    """All that a test makes, closed at its end."""
+
+    def __init__(self, syncer: SyncerProcess) -> None:
+        self.syncer, self.all = syncer, list[Learner]()
+
+    def __call__(self, folder: Path, region: str = "eu-1", process: str = "") -> Learner:
+        self.all.append(Learner(self.syncer, folder, region, process))
+        return self.all[-1]
+
+    async def __aenter__(self) -> Learners:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for each in self.all:
+            await each.close()
+
+
+def refused(syncer: SyncerProcess) -> dict[str, int]:
+    return dict(syncer.status()["doors"]["refused"])
+
+
+async def code_of(call: Any) -> str:
+    with pytest.raises(aio.AioRpcError) as caught:
+        await call
+    return caught.value.code().name
+
+
+async def test_every_refusal_has_its_name(syncer: SyncerProcess, parties: Parties) -> None:
+    europe, america = parties.learner("eu", "eu-1"), parties.learner("us", "us-2")
+    async with Learners(syncer) as learners:
+        honest = learners(europe)
+        said = honest.said()
+        assert (await honest.join(said)).HasField("welcome")
+        # The same bytes again, on a connection of the same and of another certificate.
+        assert await learners(europe).refused(said) == ("replayed", False)
+        assert await learners(america).refused(said) == ("wrong-region", True)
+        # Somebody else's region, and somebody else's process.
+        assert await learners(america).refused(region="eu-1") == ("wrong-region", True)
+        assert await learners(america, "us-2", honest.process).refused() == ("wrong-process", False)
+        assert await learners(europe).refused(job="other") == ("bad-join", True)
+        assert await learners(europe).refused(process="!") == ("bad-join", True)
+        drifted = {"training.model": "other"}
+        assert await learners(america, "us-2").refused(digests=drifted) == ("spec-drift", True)
+        # An evaluator has no region of its own.
+        evaluator = learners(america)
+        first = await evaluator.join(role=sync_pb2.ROLE_EVALUATOR, region="eu-1")
+        assert first.welcome.observer
+        # Bulk calls in another's name.
+        other = learners(america, "us-2")
+        request = sync_pb2.DownloadRequest(format=1, job="raw", process=honest.process)
+        download = other.channel.unary_stream(wire.DOWNLOAD)
+        call = download(request.SerializeToString(), metadata=other.metadata)
+        assert await code_of(call.read()) == "PERMISSION_DENIED"
+        part = sync_pb2.Initial(part=sync_pb2.Initial.LAYOUT)
+        header = sync_pb2.UploadHeader(job="raw", process=honest.process, initial=part)
+        reply = await other.upload(header, b"{}")
+        assert (reply.accepted, reply.reason) == (False, "wrong-process")
+        # The join token, at every door.
+        thief = learners(parties.learner("thief", "eu-1", token="b6" * 32))
+        assert await code_of(thief.join()) == "UNAUTHENTICATED"
+        with pytest.raises(wire.TransferError, match=r"join token|Internal error"):
+            await thief.upload(header, b"{}")
+        call = thief.channel.unary_stream(wire.DOWNLOAD)(request.SerializeToString(), metadata=thief.metadata)
+        assert await code_of(call.read()) == "UNAUTHENTICATED"
+        call = thief.channel.unary_unary("/diloco.v1.Status/Get")(b"")
+        assert await code_of(call) == "UNAUTHENTICATED"
+        # At the gate.
+        for folder in (
+            parties.learner("old", "eu-1", since=-30 * DAY, days=10),
+            parties.learner("x", job="x"),
+        ):
+            made = Credentials.from_directory(folder)
+            with pytest.raises(VouchError):  # with others' names: it would see itself that it is wrong here
+                await vouched(made, syncer.addresses["sync"], honest.credentials.names())
+        expected = {"expired": 1, "replayed": 1, "wrong-job": 2, "wrong-process": 3, "wrong-region": 2}
+        expected |= {"wrong-token": 4, "bad-join": 1, "spec-drift": 1}
+        await until(lambda: refused(syncer).keys() >= expected.keys())
+        await until(lambda: sum(refused(syncer).values()) >= sum(expected.values()))
+        assert refused(syncer) == expected
+        page = syncer.get("/metrics").decode()
+        for reason, count in expected.items():
+            row = f'diloco_refused_connections_total{{job="raw",reason="{reason}"}} {count}.0'
+            assert row in page, page
+        for whose in ("certificate", "peer_certificate"):
+            (when,) = re.findall(rf"^diloco_{whose}_expires_timestamp_seconds.* (\S+)$", page, re.M)
+            assert 80_000 < float(when) - time.time() < 90_000
+        assert re.search(r'diloco_connections\{job="raw"\} [1-9]', page)
+        # Who was there first has noticed nothing.
+        assert honest.ended == "" and syncer.status()["sessions"] == 2
+        await honest.initialise()
+        log = syncer.text()
+        for reason in expected:
+            assert f": {reason}: " in log, reason
+
+
+async def test_limits_are_a_certificates_own(syncer: SyncerProcess, parties: Parties) -> None:
+    europe, america = parties.learner("eu", "eu-1"), parties.learner("us", "us-2")
+    allowed = guards.limits({"eu-1": 1, "us-2": 1}, Credentials.from_directory(europe).names())
+    async with Learners(syncer) as learners:
+        one = learners(europe)
+
+        async def session(process: str) -> tuple[Any, str]:
+            call = one.channel.stream_stream(wire.SESSION)(metadata=one.metadata)
+            try:
+                await call.write(one.said(process=process, ordinal=one.attempt))
+                raw = await call.read()
+            except aio.AioRpcError as error:
+                return call, error.details() or ""
+            if raw is aio.EOF:
+                return call, await call.details()
+            return call, str(sync_pb2.SyncerMessage.FromString(raw).WhichOneof("kind"))
+
+        made = [await session(f"{number:x}") for number in range(1, allowed.sessions + 1)]
+        assert {what for _, what in made} == {"welcome"}
+        assert "too many sessions" in (await session("ffff"))[1]
+        assert (await learners(america, "us-2").join()).HasField("welcome")
+        for call, _ in made:
+            call.cancel()
+        await until(lambda: syncer.status()["sessions"] == 1)
+        assert (await session("fffe"))[1] == "welcome"
+        # Joins: many at once, of one that is refused each time; another region's are not held up.
+        results = [(await session("not hex"))[1] for _ in range(int(allowed.joins) + 40)]
+        assert "refusal" in results and any("too many joins" in what for what in results[-40:])
+        assert (await learners(america, "us-2").join()).HasField("welcome")
+        counts = refused(syncer)
+        assert counts["too-many-sessions"] == 1 and counts["too-many-joins"] >= 1
+
+
+class Flood:
+    """Threads that do one thing to a port until they are stopped."""
+
+    def __init__(self, address: str, parties: Parties, strangers: Path) -> None:
+        host, _, port = address.rpartition(":")
+        self.where = (host, int(port))
+        self.stopping = threading.Event()
+        self.counts = dict.fromkeys(("silent", "garbage", "strangers", "hello"), 0)
+        self.context = ssl.create_default_context(cadata=parties.authority.certificate.decode())
+        self.context.load_cert_chain(strangers / "tls.crt", strangers / "tls.key")
+        self.context.set_alpn_protocols(["h2"])
+        hello = ssl.MemoryBIO()
+        half = self.context.wrap_bio(ssl.MemoryBIO(), hello, server_hostname="diloco-syncer")
+        with contextlib.suppress(ssl.SSLWantReadError):
+            half.do_handshake()
+        self.first = hello.read()
+        self.threads = [threading.Thread(target=self._run, args=(kind,), daemon=True) for kind in self.counts]
+
+    def __enter__(self) -> Flood:
+        for thread in self.threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stopping.set()
+        for thread in self.threads:
+            thread.join(10)
+
+    def _run(self, kind: str) -> None:
+        held: list[socket.socket] = []
+        seeded = random.Random(kind)
+        while not self.stopping.is_set():
+            with contextlib.suppress(OSError):
+                made = socket.create_connection(self.where, timeout=2)
+                self.counts[kind] += 1
+                if kind == "garbage":
+                    with made:
+                        made.sendall(seeded.randbytes(seeded.randrange(1, 4000)))
+                        made.recv(100)
+                elif kind == "strangers":
+                    with made, self.context.wrap_socket(made, server_hostname="diloco-syncer") as tls:
+                        tls.recv(100)
+                else:  # held open, having said nothing, or half of a handshake
+                    made.sendall(self.first if kind == "hello" else b"")
+                    held.append(made)
+                    if len(held) > 400:
+                        held.pop(0).close()
+            time.sleep(0.002)
+        for made in held:
+            made.close()
+
+
+async def test_the_job_goes_on_under_a_flood(syncer: SyncerProcess, parties: Parties, tmp_path: Path) -> None:
+    foreign = Parties(tmp_path / "foreign", "raw", title="theirs")
+    (stranger := foreign.learner("stranger")).joinpath("ca.crt").write_bytes(parties.authority.certificate)
+    europe, america = parties.learner("eu", "eu-1"), parties.learner("us", "us-2")
+    async with Learners(syncer) as learners:
+        with Flood(syncer.addresses["sync"], parties, stranger) as flood:
+            await until(lambda: syncer.status()["doors"]["handshakes"] > 200, 30)
+            # Somebody comes in meanwhile, by a look first as a learner does, makes version 0, and trains.
+            made = Credentials.from_directory(europe)
+            await vouched(made, syncer.addresses["sync"], made.names())
+            honest = learners(europe)
+            assert (await honest.join()).welcome.initialise
+            await honest.initialise()
+            honest.channel = WithToken(honest.channel, honest.metadata)  # type: ignore[assignment]
+            await honest.ready()
+            for version in range(4):
+                await turn(honest, version)
+            assert (await learners(america, "us-2").join()).HasField("welcome")
+            status = syncer.status()
+            assert status["versions"] == [4, 4] and status["sessions"] == 2
+            assert status["doors"]["handshakes"] <= 256
+            assert honest.ended == "" and min(flood.counts.values()) > 20, flood.counts
+        counts = refused(syncer)
+        assert {"stranger", "not-tls"} <= set(counts) and counts["stranger"] > 10, counts
+        # A flood fills no disk: a line per reason and ten seconds.
+        assert syncer.text().count('"message": "refused ') < 40
+        await until(lambda: syncer.status()["doors"]["handshakes"] == 0, 20)
+
+
+class WithToken:
+    """A channel whose calls show the join token, for a client that knows of none."""
+
+    def __init__(self, channel: aio.Channel, metadata: Any) -> None:
+        self._channel, self._metadata = channel, metadata
+
+    def __getattr__(self, kind: str) -> Any:
+        make = getattr(self._channel, kind)
+        if kind not in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
+            return make
+
+        def method(*arguments: Any, **options: Any) -> Any:
+            made = make(*arguments, **options)
+            return lambda *a, **o: made(*a, **{**o, "metadata": self._metadata})
+
+        return method
+
+
+async def test_the_other_ports_survive_too(syncer: SyncerProcess, parties: Parties) -> None:
+    """Control and pages: plaintext, for those who may reach them at all."""
+    held = []
+    for name in ("control", "http"):
+        host, _, port = syncer.addresses[name].rpartition(":")
+        for number in range(350):
+            made = socket.create_connection((host, int(port)), timeout=5)
+            made.settimeout(5)
+            if number % 4 > 1:
+                made.sendall(os.urandom(number * 20) if number % 4 == 2 else b"PRI * HTTP/2.0\r\n")
+            held.append(made)
+    # Unsigned, wrongly signed, replayed.
+    async with aio.insecure_channel(syncer.addresses["control"]) as channel:
+
+        async def answered() -> sync_pb2.SignedCall | None:
+            call = sign_call(syncer.key, "status", b"{}")
+            try:
+                assert (await send_call(channel, call)).ok
+            except aio.AioRpcError as error:
+                assert error.code() is grpc.StatusCode.UNAVAILABLE
+                return None
+            return call
+
+        # Its places are taken by those who say nothing, for as long as HTTP/2 may take to begin.
+        end = time.monotonic() + 20
+        while (call := await answered()) is None:
+            assert time.monotonic() < end
+            await asyncio.sleep(0.1)
+        for bad in (call, sign_call(b"k" * 32, "status", b"{}"), sync_pb2.SignedCall(method="status")):
+            with pytest.raises(aio.AioRpcError) as caught:
+                await send_call(channel, bad)
+            assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    for made in held:
+        made.close()
+    wait_for(lambda: syncer.status()["phase"] == "waiting", 10)
+    async with Learners(syncer) as learners:
+        assert (await learners(parties.learner("eu", "eu-1")).join()).HasField("welcome")
+
+
+async def test_a_syncer_with_anothers_certificate_does_not_start(tmp_path: Path, parties: Parties) -> None:
+    other = parties.other("other", ["diloco://job/ns/else/syncer"], ["diloco-syncer"])
+    made = SyncerProcess(tmp_path / "syncer", raw_job(REGIONS))
+    made.launch("--credentials", str(other))
+    assert made.wait() == 2
+    assert (
+        "the certificate is for the syncer of job ns/else, and this is the syncer of job 'raw'" in made.text()
+    )
