@@ -75,7 +75,7 @@ chart: $(STAMP) ## Check the chart: lint, render, tests; with KUBECONFIG also a 
 	$(BIN)/python tools/chart.py install --check
 	$(BIN)/python -m pytest -q tests/unit/test_chart.py tests/unit/test_chart_rendered.py
 
-# Words for pytest: E2E_ARGS="-m ci" is the part that .ci/run runs.
+# Words for pytest: E2E_ARGS="-m 'ci and not regions'" is the part that .ci/run runs.
 E2E_ARGS ?=
 
 .PHONY: e2e

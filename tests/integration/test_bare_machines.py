@@ -75,6 +75,7 @@ def certificates(folder: Path, job: Path) -> Path:
     return folder / "pki" / "default" / "tiny"
 
 
+@pytest.mark.slow
 def test_machines_join_leave_and_are_lost(tmp_path: Path, start: Callable[..., Program]) -> None:
     (tmp_path / "corpus.txt").write_text(WORDS * 2000)
     text = JOB.format(steps=1, learners=2).replace("stop: {steps: 1}", "stop: {tokens: 150000}")
