@@ -93,10 +93,10 @@ def node_address(cluster: Cluster) -> str:
 
 def open_clusters(*names: str) -> dict[str, Cluster]:
     """One node each. Skips the test where the machine has no tool that makes several."""
-    prefix = os.environ.get("CLUSTER_NAME", "dilocor")
+    prefix = os.environ.get("CLUSTER_NAME", "diloco")
     found = {}
     for name in names:
-        cluster = open_cluster(f"{prefix}-{name}", nodes=1)
+        cluster = open_cluster(f"{prefix}{name.replace(chr(45), str())}", nodes=1)
         if isinstance(cluster, str):
             pytest.skip(cluster)
         if type(cluster).__name__ == "Current":

