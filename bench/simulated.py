@@ -20,6 +20,7 @@ from diloco_protocol.spec import DiLoCoJob, immutable_digests
 from diloco_syncer import events as ev
 from diloco_syncer.config import CoreConfig
 from diloco_syncer.core import Core
+from diloco_syncer.doors import Doors
 from diloco_worker.adoption import Adoption, AdoptionConfig, Broadcast, Rule
 
 LAYOUT = "0" * 64  # a digest; nobody here has a model
@@ -68,10 +69,14 @@ class Learner:
 class _Sessions:
     def __init__(self, connections: dict[int, Learner]) -> None:
         self._connections = connections
+        self.doors = Doors()
 
     @property
     def count(self) -> int:
         return len(self._connections)
+
+    def connection(self, number: int) -> None:
+        """Nobody streams here, so there is no link to measure."""
 
 
 class Syncer:

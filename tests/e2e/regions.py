@@ -96,7 +96,7 @@ def open_clusters(*names: str) -> dict[str, Cluster]:
     prefix = os.environ.get("CLUSTER_NAME", "diloco")
     found = {}
     for name in names:
-        cluster = open_cluster(f"{prefix}{name.replace(chr(45), str())}", nodes=1)
+        cluster = open_cluster(prefix + name.replace("-", ""), nodes=1)
         if isinstance(cluster, str):
             pytest.skip(cluster)
         if type(cluster).__name__ == "Current":
