@@ -390,6 +390,7 @@ def test_where_nobody_left_an_optimizer_state_the_newcomer_begins_fresh(
     assert "the inner optimizer begins fresh, with warm-up: no peer has one" in log
 
 
+@pytest.mark.slow
 def test_all_learners_killed_go_on_with_the_slots_own_optimizer_state(syncer: Callable[..., Syncer]) -> None:
     sync = {"staleness": {"maxSteps": 100_000, "maxVersions": 100_000}}
     service = syncer(sync, {"steps": 1_000_000}, 2, {"checkpoint": {"everySeconds": 0.2}})

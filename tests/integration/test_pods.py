@@ -101,6 +101,7 @@ def test_an_end_that_is_announced_is_shown_and_idled_through(house: House, phase
     assert code == 0 and seconds < 5
 
 
+@pytest.mark.slow
 def test_suspend_the_syncer_goes_and_a_resume_makes_room_for_new_processes(house: House) -> None:
     hub = house.hub(learners=2)
     pods = [house.pod(hub, ordinal) for ordinal in range(2)]

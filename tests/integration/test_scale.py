@@ -90,6 +90,7 @@ def exact(report: dict[str, Any]) -> None:
         assert sum(row["reasons"].values()) == row["dropped"], row
 
 
+@pytest.mark.slow
 def test_three_five_two_and_not_a_token_is_lost(cluster: Callable[..., Cluster]) -> None:
     house = cluster(learners={"a": 2, "b": 1})
     house.place(a=2, b=1)

@@ -65,9 +65,14 @@ def held_out_loss(run: Run, directory: Path) -> float:
 @pytest.mark.parametrize(
     ("model", "trained", "down"),
     [
-        ("", [""], "float32"),
+        pytest.param("", [""], "float32", marks=pytest.mark.slow),
         (', freeze: ["*embed*", "*layers.0.*"]', ["layers.1.", "model.norm.weight", "lm_head"], "bfloat16"),
-        (', lora: {rank: 4, alpha: 8, targets: ["*q_proj", "*v_proj"]}', ["q_proj", "v_proj"], "bfloat16"),
+        pytest.param(
+            ', lora: {rank: 4, alpha: 8, targets: ["*q_proj", "*v_proj"]}',
+            ["q_proj", "v_proj"],
+            "bfloat16",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["whole", "frozen", "lora"],
 )
