@@ -54,8 +54,8 @@ say "Certificates: an authority, and a folder for the syncer and for each region
 show "$BIN/diloco" certs init --out $OUT/pki
 show "$BIN/diloco" certs issue $FILE --pki $OUT/pki
 made=$OUT/pki/default/$JOB
-show kubectl --context hub apply --server-side -f $made/syncer/secret.yaml -f $made/near/secret.yaml
-show kubectl --context eu-1 apply --server-side -f $made/far/secret.yaml
+show kubectl --context hub apply --server-side -f $made/syncer/secret.yaml -f $made/hub/secret.yaml
+show kubectl --context eu-1 apply --server-side -f $made/eu-1/secret.yaml
 
 say "The operator, in each cluster under its name"
 for name in hub eu-1; do
