@@ -38,7 +38,12 @@ def main(words: list[str]) -> int:
     }  # fmt: skip
     for word in words[1:]:
         name, _, path = word.partition("=")
-        for key, rows in named(name, Path(path)).items():
+        try:
+            found = named(name, Path(path))
+        except (OSError, yaml.YAMLError, KeyError, TypeError, StopIteration) as error:
+            print(f"{path}: no kubeconfig with a current context ({error!r})", file=sys.stderr)
+            return 2
+        for key, rows in found.items():
             merged[key] += rows
     write_whole(Path(words[0]), yaml.safe_dump(merged).encode(), mode=0o600)
     return 0

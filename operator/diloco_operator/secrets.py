@@ -18,12 +18,11 @@ import hashlib
 import hmac
 
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from diloco_protocol import identity
-from diloco_protocol.credentials import SERVER_NAME
+from diloco_protocol.certificates import authority_of, common_name, leaf_of
 
 from .types import Object, SecretWanted
 
@@ -95,39 +94,14 @@ def _pem(certificate: x509.Certificate) -> bytes:
     return certificate.public_bytes(serialization.Encoding.PEM)
 
 
-def _name(text: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
-
-
-def _begun(subject: str, uid: str, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
+def _validity() -> tuple[datetime.datetime, datetime.datetime]:
+    """Now, and the end."""
     now = datetime.datetime.now(datetime.UTC)
-    return (
-        x509.CertificateBuilder()
-        .subject_name(_name(subject))
-        .issuer_name(_name(f"diloco-{uid}"))
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))  # clocks of nodes differ
-        .not_valid_after(now + datetime.timedelta(days=YEARS * 365 + 2))
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-    )
-
-
-def _usage(signs_certificates: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not signs_certificates, key_cert_sign=signs_certificates,
-        crl_sign=signs_certificates, content_commitment=False, key_encipherment=False,
-        data_encipherment=False, key_agreement=False, encipher_only=False, decipher_only=False,
-    )  # fmt: skip
+    return now, now + datetime.timedelta(days=YEARS * 365 + 2)
 
 
 def _authority(key: ec.EllipticCurvePrivateKey, uid: str) -> x509.Certificate:
-    return (
-        _begun(f"diloco-{uid}", uid, key)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(True), critical=True)
-        .sign(key, hashes.SHA256())
-    )
+    return authority_of(key, f"diloco-{uid}", *_validity())
 
 
 def _leaf(
@@ -135,22 +109,6 @@ def _leaf(
     uid: str, role: str,
 ) -> x509.Certificate:  # fmt: skip
     who = identity.name(namespace, job, "syncer" if role == "syncer" else "learner")
-    names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(who.uri)]
-    usage = ExtendedKeyUsageOID.CLIENT_AUTH
-    if role == "syncer":
-        service = f"{job}-syncer"
-        hosts = (SERVER_NAME, service, f"{service}.{namespace}", f"{service}.{namespace}.svc",
-                 f"{service}.{namespace}.svc.cluster.local")  # fmt: skip
-        names += [x509.DNSName(host) for host in hosts]
-        usage = ExtendedKeyUsageOID.SERVER_AUTH
-    return (
-        _begun(f"{role}-{uid}", uid, key)
-        .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()), critical=False
-        )
-        .sign(authority, hashes.SHA256())
-    )
+    more = [f"{job}-syncer.{namespace}.svc.cluster.local"] if role == "syncer" else []
+    issuer = common_name(f"diloco-{uid}")
+    return leaf_of(key, f"{role}-{uid}", [who], more, issuer, authority, *_validity())

@@ -21,7 +21,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from .credentials import SERVER_NAME
 from .identity import IdentityError, Name, Names, Role, names_in
 
-BACKDATED = datetime.timedelta(hours=1)  # clocks differ
+BACKDATED = datetime.timedelta(days=1)  # clocks differ
 LEAF_DAYS, AUTHORITY_DAYS = 90, 3650
 T = TypeVar("T", bound=x509.ExtensionType)
 
@@ -60,13 +60,7 @@ class Described:
 def new_authority(title: str, now: datetime.datetime, days: int = AUTHORITY_DAYS) -> Issued:
     """A self-signed authority. Raises ``CertificateError``."""
     key = ec.generate_private_key(ec.SECP256R1())
-    begun = _begun(title, _name(title), key.public_key(), now, now + _days(days))
-    signed = (
-        begun.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(True), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    return Issued(_pem(signed), _key_pem(key))
+    return Issued(_pem(authority_of(key, title, now, now + _days(days))), _key_pem(key))
 
 
 def issue(
@@ -78,30 +72,51 @@ def issue(
     Raises ``CertificateError``.
     """
     signer, key_of_signer = load_authority(authority)
-    roles = {one.role for one in names}
-    if len(roles) != 1:
+    if len({one.role for one in names}) != 1:
         raise CertificateError("a certificate names one role: a syncer's or a learner's")
-    role = roles.pop()
     if signer.not_valid_after_utc <= now:
         raise CertificateError("the authority has expired: make a new one with `diloco certs init`")
     until = min(now + _days(days), signer.not_valid_after_utc)
     key = ec.generate_private_key(ec.SECP256R1())
-    subject = f"{role} {names[0].namespace}/{names[0].job}"[:64]
+    subject = f"{names[0].role} {names[0].namespace}/{names[0].job}"
+    signed = leaf_of(key, subject, names, hosts, signer.subject, key_of_signer, now, until)
+    return Issued(_pem(signed), _key_pem(key))
+
+
+def authority_of(
+    key: ec.EllipticCurvePrivateKey, title: str, now: datetime.datetime, until: datetime.datetime
+) -> x509.Certificate:
+    """The self-signed certificate of an authority that has this key."""
+    return (
+        _begun(title, common_name(title), key.public_key(), now, until)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(True), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+
+
+def leaf_of(
+    key: ec.EllipticCurvePrivateKey, subject: str, names: Sequence[Name], hosts: Iterable[str],
+    issuer: x509.Name, key_of_issuer: ec.EllipticCurvePrivateKey, now: datetime.datetime,
+    until: datetime.datetime,
+) -> x509.Certificate:  # fmt: skip
+    """The certificate of a party that has this key. ``names``: of one role; ``hosts``: more DNS names
+    of a syncer. Raises ``CertificateError``."""
     alternatives: list[x509.GeneralName] = [x509.UniformResourceIdentifier(one.uri) for one in sorted(names)]
     alternatives += [x509.DNSName(host) for host in dict.fromkeys(_hosts(names, hosts))]
-    usage = ExtendedKeyUsageOID.SERVER_AUTH if role == "syncer" else ExtendedKeyUsageOID.CLIENT_AUTH
-    signed = (
-        _begun(subject, signer.subject, key.public_key(), now, until)
+    syncer = names[0].role == "syncer"
+    usage = ExtendedKeyUsageOID.SERVER_AUTH if syncer else ExtendedKeyUsageOID.CLIENT_AUTH
+    return (
+        _begun(subject, issuer, key.public_key(), now, until)
         .add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(False), critical=True)
         .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
         .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(key_of_signer.public_key()), critical=False
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(key_of_issuer.public_key()), critical=False
         )
-        .sign(key_of_signer, hashes.SHA256())
+        .sign(key_of_issuer, hashes.SHA256())
     )
-    return Issued(_pem(signed), _key_pem(key))
 
 
 def load_authority(authority: Issued) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
@@ -178,7 +193,8 @@ def _days(days: int) -> datetime.timedelta:
     return datetime.timedelta(days=days)
 
 
-def _name(text: str) -> x509.Name:
+def common_name(text: str) -> x509.Name:
+    """Of a subject or an issuer; cut at the 64 characters that a common name may have."""
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
 
 
@@ -188,7 +204,7 @@ def _begun(
 ) -> x509.CertificateBuilder:  # fmt: skip
     return (
         x509.CertificateBuilder()
-        .subject_name(_name(subject))
+        .subject_name(common_name(subject))
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
