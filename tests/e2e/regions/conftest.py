@@ -1,0 +1,44 @@
+"""The clusters of these tests: a hub and two regions, made once, taken away at the end unless KEEP is set."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ..jobs import Job
+from .world import EU, HUB, US, RunJob, World
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.regions)
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    made = World(f"r{int(time.time()) % 100000}", tmp_path_factory.mktemp("regions"))
+    for name in (HUB, EU, US):
+        made.begin(name)
+    yield made
+    if not os.environ.get("KEEP"):
+        for name in list(made.clusters):
+            made.destroy(name)
+
+
+@pytest.fixture
+def run_job(world: World) -> Iterator[RunJob]:
+    made = []
+
+    def begin(name: str, regions: dict[str, int], **spec: object) -> Job:
+        made.append(name)
+        return world.apply(world.document(name, regions, **spec))  # type: ignore[arg-type]
+
+    yield begin
+    for name in made:
+        world.delete(name)

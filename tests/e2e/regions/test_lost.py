@@ -1,0 +1,159 @@
+"""3. A whole region's cluster is destroyed and built again.
+4. The hub is: with its volume kept, with a copy in an object store; and the node of its syncer is lost."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..clusters import Cluster, until
+from ..jobs import pod_template
+from .world import EU, HUB, NODE_PORT, US, RunJob, World, contributes, merged_of
+
+pytestmark = pytest.mark.timeout(1200)
+ELSEWHERE = NODE_PORT + 1
+
+
+def test_a_regions_cluster_is_destroyed_and_built_again(world: World, run_job: RunJob) -> None:
+    job = run_job("rebuilt", {EU: 1, US: 1}, tokens=1_000_000, failurePolicy={"regionLostSeconds": 20})
+    document = world.document("rebuilt", {EU: 1, US: 1}, tokens=1_000_000,
+                              failurePolicy={"regionLostSeconds": 20})  # fmt: skip
+    job.in_merges(2)
+    pods = world.identities("rebuilt", EU)
+    began = time.time()
+    world.destroy(US)
+    job.wait_condition("RegionLost", timeout=90)
+    alone = job.merging_on()
+    world.begin(US)
+    world.give(document, US)
+    after = job.wait_training(
+        "the new cluster's learner is in merges",
+        lambda d: merged_of(d, US) > merged_of(alone, US) and d["quorum"]["active"] == 2,
+        240,
+    )
+    print(f"in a merge {time.time() - began:.0f} s after the cluster was destroyed, building it included")
+    assert after["epoch"] == alone["epoch"]
+    job.wait_condition("RegionLost", "False", timeout=60)
+    assert world.identities("rebuilt", EU) == pods
+    job.wait_condition("Complete", timeout=900)
+    job.exact()
+
+
+def kept_volume(world: World, name: str, folder: Path) -> None:
+    """A volume that outlives the cluster: a folder of the machine, and a claim that is bound to it."""
+    folder.mkdir(exist_ok=True)
+    folder.chmod(0o777)
+    size, modes = {"storage": "1Gi"}, ["ReadWriteOnce"]
+    world.hub.apply(
+        {
+            "apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": f"{world.namespace}-{name}"},
+            "spec": {
+                "capacity": size, "accessModes": modes, "persistentVolumeReclaimPolicy": "Retain",
+                "storageClassName": "", "hostPath": {"path": str(folder)},
+                "claimRef": {"namespace": world.namespace, "name": name},
+            },
+        },
+        {
+            "apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": name},
+            "spec": {"accessModes": modes, "storageClassName": "", "resources": {"requests": size}},
+        },
+        namespace=world.namespace,
+    )  # fmt: skip
+
+
+def in_object_store(claim: str) -> dict[str, Any]:
+    """The checkpoint through fsspec, as to a bucket; the bucket is a folder of the kept volume."""
+    template = pod_template("syncer", "200m")
+    template["spec"]["volumes"] = [{"name": "bucket", "persistentVolumeClaim": {"claimName": claim}}]
+    template["spec"]["containers"][0]["volumeMounts"] = [{"name": "bucket", "mountPath": "/bucket"}]
+    return {"storage": {"uri": "file:///bucket/job"}, "podTemplate": template}
+
+
+@pytest.mark.parametrize("kept", ["volume", "object-store"])
+def test_the_hub_is_destroyed_and_built_again(
+    world: World, run_job: RunJob, tmp_path: Path, kept: str
+) -> None:
+    """Elsewhere: at another port. Learners train on meanwhile, and follow without being started again."""
+    name = f"hub-{kept}"
+    syncer = {"storage": {"claimName": name}} if kept == "volume" else in_object_store(name)
+    kept_volume(world, name, tmp_path / "volume")
+    regions = {EU: 1, US: 1}
+    patient = {"staleness": {"maxSteps": 100_000}}  # steps for which learners go on alone
+    job = run_job(name, regions, syncer=syncer, sync=patient)
+    job.in_merges(2)
+    job.merging_on()
+    pods = world.identities(name, EU, US)
+    before = job.training()
+    steps = {row["region"]: row["step"] for row in before["slots"]}
+    began = time.time()
+    world.destroy(HUB)
+    for region in (EU, US):
+        world.job(name, region).wait_condition("HubReachable", "False", timeout=90)
+    world.begin(HUB)
+    kept_volume(world, name, tmp_path / "volume")
+    document = world.document(
+        name, regions, ELSEWHERE, syncer=syncer, sync={"staleness": {"maxSteps": 100_000}}
+    )
+    for cluster in (HUB, EU, US):
+        world.give(document, cluster)
+    job = world.job(name)
+    after = job.wait_training("an epoch of the new hub", lambda d: d["epoch"] > before["epoch"], 240)
+    assert all(a >= b for a, b in zip(after["versions"], before["versions"], strict=True)), "merges were lost"
+    for region in (EU, US):
+        contributes(job, region, 240)
+    took = time.time() - began
+    print(f"{kept}: both regions in merges {took:.0f} s after the hub was destroyed, building it included")
+    assert world.identities(name, EU, US) == pods, "a learner was started again"
+    later = {row["region"]: row["step"] for row in job.training()["slots"]}
+    assert all(later[region] > steps[region] for region in (EU, US))
+    job.wait_condition("QuorumMet", timeout=60)
+    job.exact()
+
+
+def on_node(cluster: Cluster, number: int) -> dict[str, Any]:
+    """The syncer's pod, rather there than elsewhere."""
+    template = pod_template("syncer", "200m")
+    term = {"key": "kubernetes.io/hostname", "operator": "In", "values": [cluster.nodes()[number]]}
+    template["spec"]["affinity"] = {
+        "nodeAffinity": {
+            "preferredDuringSchedulingIgnoredDuringExecution": [
+                {"weight": 100, "preference": {"matchExpressions": [term]}}
+            ]
+        }
+    }
+    return template
+
+
+def test_the_node_of_the_syncer_is_lost(world: World, run_job: RunJob) -> None:
+    if "node" not in world.hub.can:
+        pytest.skip(f"{type(world.hub).__name__} cannot lose a node")
+    if len(world.hub.nodes()) < 2:
+        world.destroy(HUB)
+        world.begin(HUB, nodes=2)
+    job = run_job(
+        "node", {EU: 1, US: 1}, syncer={"podTemplate": on_node(world.hub, 1)},
+        nodeLoss={"policy": "ForceDelete", "afterSeconds": 10},
+    )  # fmt: skip
+    job.in_merges(2)
+    assert job.syncer_pod()["spec"]["nodeName"] == world.hub.nodes()[1]
+    pods, before = world.identities("node", EU, US), job.training()
+    began = time.time()
+    world.hub.fault("stop-node", "1")
+    try:
+        until(
+            "the syncer on the other node",
+            lambda: job.syncer_pod()["spec"].get("nodeName") == world.hub.nodes()[0],
+            180,
+        )
+        after = job.wait_training("an epoch there", lambda d: d["epoch"] > before["epoch"], 120)
+        assert all(a >= b for a, b in zip(after["versions"], before["versions"], strict=True))
+        for region in (EU, US):
+            contributes(job, region, 120)
+        print(f"both regions in merges {time.time() - began:.0f} s after the syncer's node was lost")
+    finally:
+        world.hub.fault("start-node", "1")
+    assert world.identities("node", EU, US) == pods
+    job.exact()

@@ -1,0 +1,68 @@
+"""1. One job over a hub and two regions, to its end.
+2. A region's link is cut, and comes back."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from .world import EU, US, RunJob, World, contributes
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.mark.ci
+def test_a_job_over_three_clusters(world: World, run_job: RunJob) -> None:
+    """What each region's link carried, as the kernel counts it, is what the report says."""
+    before = {name: world.clusters[name].link_bytes() for name in (EU, US)}
+    job = run_job("spanning", {EU: 1, US: 1}, tokens=600_000)
+    job.in_merges(2)
+    for name in (EU, US):
+        there = world.job("spanning", name)
+        there.wait_condition("HubReachable", timeout=60)
+        assert {pod["metadata"]["name"] for pod in there.pods()} == {f"spanning-{name}-0"}
+    assert not job.pods("learner"), "the hub runs the syncer only"
+    assert {row["name"] for row in job.status()["regions"]} == {EU, US}
+    job.wait_condition("Complete", timeout=600)
+    for name in (EU, US):
+        world.job("spanning", name).wait_condition("Complete", timeout=60)
+    job.exact()
+    report = job.page("/report")
+    assert report["outcome"] == "complete"
+    for row in report["learners"]:
+        print(row)
+    for name in (EU, US):
+        received, sent = (a - b for a, b in zip(world.clusters[name].link_bytes(), before[name], strict=True))
+        print(f"{name}: received {received}, sent {sent}; report {report['bytes_up']} {report['bytes_down']}")
+
+
+@pytest.mark.ci
+def test_a_region_is_cut_off(world: World, run_job: RunJob) -> None:
+    """The other goes on at its own pace; it comes back by itself; the books are exact."""
+    job = run_job("cut", {EU: 1, US: 1}, failurePolicy={"regionLostSeconds": 20})
+    job.in_merges(2)
+    time.sleep(random.uniform(0, 10))  # at any moment
+    pods = world.identities("cut", EU, US)
+    world.clusters[US].fault("cut")
+    try:
+        cut_at = time.time()
+        job.wait_condition("RegionLost", timeout=90)
+        assert US in job.condition("RegionLost")["message"]
+        world.job("cut", US).wait_condition("HubReachable", "False", timeout=90)
+        job.merging_on()
+        time.sleep(max(0.0, cut_at + 60 - time.time()))
+    finally:
+        world.clusters[US].fault("heal")
+    healed = time.time()
+    contributes(job, US, 120)
+    took = time.time() - healed
+    print(f"in a merge {took:.1f} s after the link was healed")
+    job.wait_condition("RegionLost", "False", timeout=60)
+    world.job("cut", US).wait_condition("HubReachable", timeout=60)
+    assert world.identities("cut", EU, US) == pods, "something restarted"
+    job.exact()
+    told = [event["reason"] for event in job.events()]
+    assert "RegionLost" in told and "RegionBack" in told
+    assert took < 15

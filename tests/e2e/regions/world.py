@@ -1,0 +1,145 @@
+"""Several clusters that one job spans: a hub and regions, each with the operator of its own name."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..clusters import Cluster, open_cluster, run, until
+from ..conftest import images, install
+from ..jobs import Job, small_job
+
+HUB, EU, US = "hub", "eu-1", "us-1"
+NODE_PORT = 30443
+PROGRAM = str(Path(sys.executable).with_name("diloco"))
+
+
+@dataclass
+class World:
+    """The clusters by their names, and one namespace in each."""
+
+    namespace: str
+    folder: Path
+    clusters: dict[str, Cluster] = field(default_factory=dict)
+
+    @property
+    def hub(self) -> Cluster:
+        return self.clusters[HUB]
+
+    # ------------------------------------------------------------- clusters
+
+    def begin(self, name: str, nodes: int = 1) -> None:
+        """A cluster with the images, the operator under the cluster's name, and the namespace. Skips the
+        test where the machine has no tool that makes several."""
+        prefix = os.environ.get("CLUSTER_NAME", "diloco")
+        cluster = open_cluster(prefix + name.replace("-", ""), nodes)
+        if isinstance(cluster, str):
+            pytest.skip(cluster)
+        if type(cluster).__name__ == "Current":
+            pytest.skip("several clusters are needed: CLUSTER=localkube or kind")
+        if not os.environ.get("IMAGES_LOADED"):
+            cluster.load(images())
+        install(cluster, f"cluster.name={name}")
+        self.clusters[name] = cluster
+        if cluster.api(f"/api/v1/namespaces/{self.namespace}") is None:
+            cluster.kubectl("create", "namespace", self.namespace)
+
+    def destroy(self, name: str) -> None:
+        """With everything that is in it."""
+        self.clusters.pop(name).down()
+
+    # ------------------------------------------------------------- jobs
+
+    def address(self, port: int = NODE_PORT) -> str:
+        """Where learners of other clusters reach the hub's syncer."""
+        return f"{node_address(self.hub)}:{port}"
+
+    def job(self, name: str, cluster: str = HUB) -> Job:
+        return Job(self.clusters[cluster], name, self.namespace)
+
+    def endpoint(self, port: int = NODE_PORT) -> dict[str, Any]:
+        return {"type": "NodePort", "nodePort": port, "address": self.address(port)}
+
+    def document(
+        self, name: str, regions: dict[str, int], port: int = NODE_PORT, **spec: Any
+    ) -> dict[str, Any]:
+        """A small job with its syncer in the hub and so many learners in each of the clusters named."""
+        syncer = {
+            "cluster": HUB, "endpoint": self.endpoint(port), "tls": {"secretName": f"{name}-syncer"},
+        } | spec.pop("syncer", {})  # fmt: skip
+        document = small_job(name, syncer=syncer, **spec)
+        document["spec"]["learners"]["credentials"] = {"secretName": f"{name}-learner"}
+        document["spec"]["regions"] = [
+            {"name": cluster, "cluster": cluster, "learners": learners}
+            for cluster, learners in regions.items()
+        ]
+        return document
+
+    def pki(self, name: str) -> Path:
+        return self.folder / f"pki-{name}"
+
+    def trust(self, document: dict[str, Any]) -> None:
+        """An authority of the job's own, by `diloco certs`."""
+        name = document["metadata"]["name"]
+        path = self.folder / f"{name}.json"
+        path.write_text(json.dumps(document))
+        run(PROGRAM, "certs", "init", "--out", str(self.pki(name)))
+        run(PROGRAM, "certs", "issue", str(path), "--pki", str(self.pki(name)), "-n", self.namespace)
+
+    def give(self, document: dict[str, Any], cluster: str) -> None:
+        """The job and its Secrets, to one cluster."""
+        made = self.pki(document["metadata"]["name"]) / self.namespace / document["metadata"]["name"]
+        # The hub's is the learners' too: the syncer compares the token.
+        for folder in ([made / "syncer"] if cluster == HUB else []) + [made / cluster]:
+            path = str(folder / "secret.yaml")
+            self.clusters[cluster].kubectl("apply", "--server-side", "-n", self.namespace, "-f", path)
+        self.clusters[cluster].apply(document, namespace=self.namespace)
+
+    def apply(self, document: dict[str, Any]) -> Job:
+        """To the hub and to each cluster of its regions, as `diloco apply --context … --context …` does."""
+        self.trust(document)
+        for cluster in sorted({HUB, *(region["cluster"] for region in document["spec"]["regions"])}):
+            self.give(document, cluster)
+        return self.job(document["metadata"]["name"])
+
+    def identities(self, name: str, *clusters: str) -> dict[str, dict[str, tuple[str, int]]]:
+        """Of the learners' pods: what must not change."""
+        return {cluster: self.job(name, cluster).identities() for cluster in clusters}
+
+    def delete(self, name: str) -> None:
+        """The job, everywhere."""
+        for cluster in self.clusters.values():
+            cluster.kubectl(
+                "delete", "dilocojob", name, "-n", self.namespace, "--ignore-not-found", "--wait=false"
+            )
+        for cluster in self.clusters:
+            job = self.job(name, cluster)
+            until(f"{name} gone in {cluster}", lambda job=job: job.object() is None and not job.pods(), 120)
+
+
+def node_address(cluster: Cluster, number: int = 0) -> str:
+    name = cluster.nodes()[number]
+    node = cluster.api(f"/api/v1/nodes/{name}") or {}
+    return next(a["address"] for a in node["status"]["addresses"] if a["type"] == "InternalIP")
+
+
+def merged_of(document: dict[str, Any], region: str) -> int:
+    """How many pushes of a region's slots were merged."""
+    return sum(row["merged_pushes"] for row in document["slots"] if row["region"] == region)
+
+
+def contributes(job: Job, region: str, timeout: float) -> dict[str, Any]:
+    """Wait until one more push of the region is merged than now."""
+    already = merged_of(job.training(), region)
+    return dict(job.wait_training(f"{region} contributes", lambda d: merged_of(d, region) > already, timeout))
+
+
+RunJob = Callable[..., Job]
+"""``run_job(name, {cluster: learners}, **spec)``: applied everywhere, and deleted at the test's end."""
