@@ -35,9 +35,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 def run_job(world: World) -> Iterator[RunJob]:
     made = []
 
-    def begin(name: str, regions: dict[str, int], **spec: object) -> Job:
+    def begin(name: str, regions: dict[str, int], *but: str, **spec: object) -> Job:
         made.append(name)
-        return world.apply(world.document(name, regions, **spec))  # type: ignore[arg-type]
+        return world.apply(world.document(name, regions, **spec), *but)  # type: ignore[arg-type]
 
     yield begin
     for name in made:

@@ -102,24 +102,27 @@ class World:
             self.clusters[cluster].kubectl("apply", "--server-side", "-n", self.namespace, "-f", path)
         self.clusters[cluster].apply(document, namespace=self.namespace)
 
-    def apply(self, document: dict[str, Any]) -> Job:
-        """To the hub and to each cluster of its regions, as `diloco apply --context … --context …` does."""
+    def apply(self, document: dict[str, Any], *but: str) -> Job:
+        """To the hub and to each cluster of its regions (``but`` these), as `diloco apply --context …
+        --context …` does."""
         self.trust(document)
         for cluster in sorted({HUB, *(region["cluster"] for region in document["spec"]["regions"])}):
-            self.give(document, cluster)
+            if cluster not in but:
+                self.give(document, cluster)
         return self.job(document["metadata"]["name"])
 
     def identities(self, name: str, *clusters: str) -> dict[str, dict[str, tuple[str, int]]]:
         """Of the learners' pods: what must not change."""
         return {cluster: self.job(name, cluster).identities() for cluster in clusters}
 
-    def delete(self, name: str) -> None:
-        """The job, everywhere."""
-        for cluster in self.clusters.values():
-            cluster.kubectl(
+    def delete(self, name: str, *clusters: str) -> None:
+        """The job in these clusters, or everywhere."""
+        where = clusters or tuple(self.clusters)
+        for cluster in where:
+            self.clusters[cluster].kubectl(
                 "delete", "dilocojob", name, "-n", self.namespace, "--ignore-not-found", "--wait=false"
             )
-        for cluster in self.clusters:
+        for cluster in where:
             job = self.job(name, cluster)
             until(f"{name} gone in {cluster}", lambda job=job: job.object() is None and not job.pods(), 120)
 
@@ -142,4 +145,5 @@ def contributes(job: Job, region: str, timeout: float) -> dict[str, Any]:
 
 
 RunJob = Callable[..., Job]
-"""``run_job(name, {cluster: learners}, **spec)``: applied everywhere, and deleted at the test's end."""
+"""``run_job(name, {cluster: learners}, *but, **spec)``: applied everywhere but there, and deleted at the
+test's end."""

@@ -1,0 +1,227 @@
+"""7. What comes to the hub's port from outside and is refused: by raw gRPC and raw TCP, while a job runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+import ssl
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpc import aio
+
+from diloco_protocol import sync_pb2, wire
+from diloco_protocol.certificates import Issued
+from diloco_protocol.credentials import Credentials
+from diloco_protocol.vouch import VouchError, vouched
+from floods import Flood
+from parties import DAY, Parties
+
+from ..clusters import until
+from ..conftest import SYSTEM
+from ..jobs import Job
+from .world import EU, US, RunJob, World, contributes
+
+pytestmark = pytest.mark.timeout(600)
+
+
+class Insider(Parties):
+    """Whoever has the job's authority, and so can make every kind of certificate."""
+
+    def __init__(self, world: World, job: Job) -> None:
+        super().__init__(world.folder / f"made-{job.name}", job.name, world.namespace)
+        pki = world.pki(job.name)
+        self.authority = Issued((pki / "ca.crt").read_bytes(), (pki / "ca.key").read_bytes())
+        self.secret = (pki / world.namespace / job.name / "join-token").read_text().strip()
+
+    def at(self, region: str, **how: Any) -> Path:
+        """A learner's folder, with the job's own token unless another is given."""
+        how.setdefault("token", self.secret)
+        return self.learner(f"{region}-{secrets.token_hex(3)}", region, **how)
+
+
+async def first_word(address: str, folder: Path, raw: bytes) -> str:
+    """What the syncer says to this Join: ``welcome``, the reason of a refusal, or the status code."""
+    made = Credentials.from_directory(folder)
+    async with made.aio_channel(address, wire.channel_options()) as channel:
+        call: Any = channel.stream_stream(wire.SESSION)(metadata=made.metadata(), timeout=10)
+        try:
+            await call.write(raw)
+            answer = await call.read()
+        except aio.AioRpcError as error:
+            return error.code().name
+        if answer is aio.EOF:
+            return str((await call.code()).name)
+        first = sync_pb2.SyncerMessage.FromString(answer)
+        call.cancel()
+        return first.refusal.reason if first.HasField("refusal") else str(first.WhichOneof("kind"))
+
+
+def joins(job: Job, **changes: Any) -> bytes:
+    """A Join of a process that only listens (it holds no model)."""
+    fields: dict[str, Any] = {
+        "format": wire.FORMAT, "job": job.name, "process": secrets.token_hex(16), "region": EU, "ordinal": 9,
+        "role": sync_pb2.ROLE_LEARNER, "idle": True, "attempt": time.time_ns() // 1000,
+    }  # fmt: skip
+    return sync_pb2.LearnerMessage(join=sync_pb2.Join(**(fields | changes))).SerializeToString()
+
+
+def heard(address: str, folder: Path, job: Job) -> str:
+    """What a learner with this folder's certificate says, which looks at the syncer first."""
+    made = Credentials.from_directory(folder)
+    names = Credentials.from_directory(folder.parent / "honest").names()
+    try:
+        asyncio.run(vouched(made, address, names))
+    except VouchError as error:
+        return str(error)
+    return f"{job.name}: ok"
+
+
+def metrics(job: Job) -> str:
+    name = job.syncer_pod()["metadata"]["name"]
+    return job.cluster.raw(f"/api/v1/namespaces/{job.namespace}/pods/{name}:7702/proxy/metrics").decode()
+
+
+def refused(job: Job) -> dict[str, int]:
+    return dict(job.training()["doors"]["refused"])
+
+
+@pytest.mark.ci
+def test_who_may_not_is_refused_by_name(world: World, run_job: RunJob) -> None:
+    job = run_job("guarded", {EU: 1, US: 1})
+    job.in_merges(2)
+    pods, epoch = world.identities(job.name, EU, US), job.training()["epoch"]
+    insider, address = Insider(world, job), world.address()
+    honest = insider.learner("honest", EU, token=insider.secret)
+    foreign = Parties(world.folder / "foreign", job.name, world.namespace, title="theirs")
+    stranger = foreign.learner("stranger", EU, token=insider.secret)
+    (stranger / "ca.crt").write_bytes(
+        insider.authority.certificate
+    )  # it trusts the hub, and not the other way
+
+    # The certificate.
+    for folder, reason, said in (
+        (stranger, "stranger", "unknown ca"),
+        (insider.at(EU, since=-30 * DAY, days=10), "expired", "certificate expired"),
+        (insider.at(EU, since=30 * DAY), "not-yet-valid", "refuses our certificate"),
+        (insider.at(EU, job="another"), "wrong-job", "hung up"),
+        (insider.syncer("another-syncer"), "wrong-role", "hung up"),
+    ):
+        before = refused(job).get(reason, 0)
+        assert said in (words := heard(address, folder, job)) and "ok" not in words, (reason, words)
+        assert asyncio.run(first_word(address, folder, joins(job))) == "UNAVAILABLE", reason
+        until(f"{reason} is counted", lambda r=reason, b=before: refused(job).get(r, 0) >= b + 2, 30)
+    # No certificate, and no TLS at all.
+    assert asyncio.run(first_word(address, plain(world), joins(job))) == "UNAVAILABLE"
+    bare = ssl.create_default_context(cadata=insider.authority.certificate.decode())
+    bare.set_alpn_protocols(["h2"])
+    with contextlib.suppress(OSError):
+        host, _, port = address.rpartition(":")
+        with (
+            socket.create_connection((host, int(port)), timeout=10) as raw,
+            bare.wrap_socket(raw, server_hostname="diloco-syncer") as tls,
+        ):
+            assert tls.recv(1) == b""
+    # What is said with a good certificate.
+    raw = joins(job)
+    assert asyncio.run(first_word(address, honest, raw)) == "welcome"
+    assert asyncio.run(first_word(address, honest, raw)) == "replayed"
+    assert asyncio.run(first_word(address, honest, joins(job, job="another"))) == "bad-join"
+    assert asyncio.run(first_word(address, honest, joins(job, region=US))) == "wrong-region"
+    thief = insider.at(EU, token="b6" * 32)
+    assert asyncio.run(first_word(address, thief, joins(job))) == "UNAUTHENTICATED"
+
+    expected = {
+        "stranger", "expired", "not-yet-valid", "wrong-job", "wrong-role", "no-certificate", "not-tls",
+        "replayed", "bad-join", "wrong-region", "wrong-token",
+    }  # fmt: skip
+    until(f"{expected} are all counted", lambda: refused(job).keys() >= expected, 30)
+    page = metrics(job)
+    log = job.cluster.kubectl("logs", job.syncer_pod()["metadata"]["name"], "-n", job.namespace)
+    for reason in expected:
+        assert f'reason="{reason}"' in page and f": {reason}: " in log, reason
+    # Nobody who trains has noticed.
+    for region in (EU, US):
+        contributes(job, region, 60)
+    assert world.identities(job.name, EU, US) == pods and job.training()["epoch"] == epoch
+    nothing_secret_is_shown(world, job, insider)
+    job.exact()
+
+
+def plain(world: World) -> Path:
+    """Credentials without TLS: a token and nothing else."""
+    folder = world.folder / "plain"
+    folder.mkdir(exist_ok=True)
+    (folder / "join-token").write_text("5e" * 32)
+    return folder
+
+
+def nothing_secret_is_shown(world: World, job: Job, insider: Insider) -> None:
+    """Tokens and keys, in all that people read."""
+    pki = world.pki(job.name) / world.namespace / job.name
+    values = [insider.secret]
+    for key in pki.glob("*/tls.key"):
+        values += [line for line in key.read_text().splitlines() if line and "-" not in line]
+    assert len(values) >= 4
+    for name, cluster in world.clusters.items():
+        shown = cluster.kubectl("get", "dj,pods,cm,sts,deploy,events", "-n", world.namespace, "-o", "yaml")
+        labels = "app.kubernetes.io/name=diloco-operator"
+        shown += cluster.kubectl("logs", "-n", SYSTEM, "-l", labels, "--tail=-1")
+        for pod in world.job(job.name, name).pods():
+            shown += cluster.kubectl("logs", pod["metadata"]["name"], "-n", world.namespace)
+        assert not [value for value in values if value in shown], name
+
+
+@pytest.mark.ci
+def test_the_job_goes_on_under_a_flood(world: World, run_job: RunJob) -> None:
+    """Silence, half a handshake, garbage and strangers, from one address: nobody is kept out."""
+    job = run_job("flooded", {EU: 1, US: 1})
+    job.in_merges(2)
+    pods, insider = world.identities(job.name, EU, US), Insider(world, job)
+    foreign = Parties(world.folder / "foreign-flood", job.name, world.namespace, title="theirs")
+    (stranger := foreign.learner("stranger", EU)).joinpath("ca.crt").write_bytes(
+        insider.authority.certificate
+    )
+    with Flood(world.address(), insider, stranger) as flood:
+        until("it is a flood", lambda: job.training()["doors"]["handshakes"] > 100, 60)
+        job.merging_on(merges=8)
+        # A learner whose pod is deleted meanwhile comes in again.
+        there = world.job(job.name, US)
+        there.cluster.kubectl("delete", "pod", f"{job.name}-{US}-0", "-n", world.namespace, "--wait=false")
+        until("its successor", lambda: there.identities().keys() and there.identities() != pods[US], 60)
+        contributes(job, US, 120)
+        assert min(flood.counts.values()) > 20, flood.counts
+    assert world.identities(job.name, EU)[EU] == pods[EU] and job.training()["doors"]["handshakes"] <= 256
+    counts = refused(job)
+    print(f"connections that were made: {flood.counts}; refused: {counts}")
+    assert {"stranger", "not-tls"} <= counts.keys()
+    job.exact()
+
+
+@pytest.mark.ci
+def test_a_region_whose_copy_differs_is_kept_out(world: World, run_job: RunJob) -> None:
+    """In what is immutable: said on both sides, with the fields' names; it comes in when it is put right."""
+    regions = {EU: 1, US: 1}
+    document = world.document("drifted", regions)
+    job = run_job("drifted", regions, US)
+    job.in_merges(1)
+    other = world.document("drifted", regions, seed=7)
+    world.give(other, US)
+    there = world.job("drifted", US)
+    there.wait_condition("SpecDrift", timeout=180)
+    assert "seed" in there.condition("SpecDrift")["message"]
+    job.wait_condition("SpecDrift", timeout=60)
+    said = job.condition("SpecDrift")["message"]
+    assert "seed" in said and US in said
+    job.merging_on()
+    assert not any(row["region"] == US and row["merged_pushes"] for row in job.training()["slots"])
+    world.delete("drifted", US)
+    world.give(document, US)
+    job.in_merges(2)
+    there.wait_condition("SpecDrift", "False", timeout=120)
+    job.wait_condition("SpecDrift", "False", timeout=900)
+    job.exact()
