@@ -36,8 +36,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         print(f"\n{report.when} of {report.nodeid} FAILED:\n{str(report.longrepr)[-4000:]}", flush=True)
 
 
-def images() -> tuple[str, ...]:
-    return tuple(f"diloco-{role}:{VERSION}" for role in ("operator", "syncer", "worker"))
+def images(*roles: str) -> tuple[str, ...]:
+    """Of these roles, or of all."""
+    return tuple(f"diloco-{role}:{VERSION}" for role in roles or ("operator", "syncer", "worker"))
 
 
 @pytest.fixture(scope="session")

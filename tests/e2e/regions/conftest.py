@@ -23,8 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     made = World(f"r{int(time.time()) % 100000}", tmp_path_factory.mktemp("regions"))
-    for name in (HUB, EU, US):
-        made.begin(name)
+    made.begin(HUB, EU, US)
     yield made
     if not os.environ.get("KEEP"):
         for name in list(made.clusters):

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,19 +36,26 @@ class World:
 
     # ------------------------------------------------------------- clusters
 
-    def begin(self, name: str, nodes: int = 1) -> None:
-        """A cluster with the images, the operator under the cluster's name, and the namespace. Skips the
+    def begin(self, *names: str, nodes: int = 1) -> None:
+        """Clusters with the images, the operator under the cluster's name, and the namespace. Skips the
         test where the machine has no tool that makes several."""
         prefix = os.environ.get("CLUSTER_NAME", "diloco")
-        cluster = open_cluster(prefix + name.replace("-", ""), nodes)
-        if isinstance(cluster, str):
-            pytest.skip(cluster)
-        if type(cluster).__name__ == "Current":
-            pytest.skip("several clusters are needed: CLUSTER=localkube or kind")
+        for name in names:
+            cluster = open_cluster(prefix + name.replace("-", ""), nodes)
+            if isinstance(cluster, str):
+                pytest.skip(cluster)
+            if type(cluster).__name__ == "Current":
+                pytest.skip("several clusters are needed: CLUSTER=localkube or kind")
+            self.clusters[name] = cluster
+        with ThreadPoolExecutor(len(names)) as pool:  # images are large
+            list(pool.map(self._furnish, names))
+
+    def _furnish(self, name: str) -> None:
+        cluster = self.clusters[name]
         if not os.environ.get("IMAGES_LOADED"):
-            cluster.load(images())
+            # No test here has an evaluator, so the hub runs no worker.
+            cluster.load(images("operator", "syncer" if name == HUB else "worker"))
         install(cluster, f"cluster.name={name}")
-        self.clusters[name] = cluster
         if cluster.api(f"/api/v1/namespaces/{self.namespace}") is None:
             cluster.kubectl("create", "namespace", self.namespace)
 
