@@ -23,7 +23,7 @@ from parties import DAY, Parties
 
 from ..clusters import until
 from ..conftest import SYSTEM
-from ..jobs import Job
+from ..jobs import Job, pod_template
 from .world import EU, US, RunJob, World, contributes
 
 pytestmark = pytest.mark.timeout(600)
@@ -44,9 +44,10 @@ class Insider(Parties):
         return self.learner(f"{region}-{secrets.token_hex(3)}", region, **how)
 
 
-async def first_word(address: str, folder: Path, raw: bytes) -> str:
-    """What the syncer says to this Join: ``welcome``, the reason of a refusal, or the status code."""
-    made = Credentials.from_directory(folder)
+async def first_word(address: str, folder: Path | None, raw: bytes) -> str:
+    """What the syncer says to this Join: ``welcome``, the reason of a refusal, or the status code.
+    ``folder`` None: in plaintext."""
+    made = Credentials() if folder is None else Credentials.from_directory(folder)
     async with made.aio_channel(address, wire.channel_options()) as channel:
         call: Any = channel.stream_stream(wire.SESSION)(metadata=made.metadata(), timeout=10)
         try:
@@ -61,24 +62,24 @@ async def first_word(address: str, folder: Path, raw: bytes) -> str:
         return first.refusal.reason if first.HasField("refusal") else str(first.WhichOneof("kind"))
 
 
-def joins(job: Job, **changes: Any) -> bytes:
+def joins(to: Job, **changes: Any) -> bytes:
     """A Join of a process that only listens (it holds no model)."""
     fields: dict[str, Any] = {
-        "format": wire.FORMAT, "job": job.name, "process": secrets.token_hex(16), "region": EU, "ordinal": 9,
+        "format": wire.FORMAT, "job": to.name, "process": secrets.token_hex(16), "region": EU, "ordinal": 9,
         "role": sync_pb2.ROLE_LEARNER, "idle": True, "attempt": time.time_ns() // 1000,
     }  # fmt: skip
     return sync_pb2.LearnerMessage(join=sync_pb2.Join(**(fields | changes))).SerializeToString()
 
 
-def heard(address: str, folder: Path, job: Job) -> str:
-    """What a learner with this folder's certificate says, which looks at the syncer first."""
-    made = Credentials.from_directory(folder)
-    names = Credentials.from_directory(folder.parent / "honest").names()
+def heard(address: str, folder: Path, honest: Path) -> str:
+    """What a learner with this folder's certificate says, which looks at the syncer first, and takes the
+    names of an honest one (with its own it would see itself that it is wrong here)."""
+    names = Credentials.from_directory(honest).names()
     try:
-        asyncio.run(vouched(made, address, names))
+        asyncio.run(vouched(Credentials.from_directory(folder), address, names))
     except VouchError as error:
         return str(error)
-    return f"{job.name}: ok"
+    return "ok"
 
 
 def metrics(job: Job) -> str:
@@ -109,14 +110,15 @@ def test_who_may_not_is_refused_by_name(world: World, run_job: RunJob) -> None:
         (insider.at(EU, since=-30 * DAY, days=10), "expired", "certificate expired"),
         (insider.at(EU, since=30 * DAY), "not-yet-valid", "refuses our certificate"),
         (insider.at(EU, job="another"), "wrong-job", "hung up"),
-        (insider.syncer("another-syncer"), "wrong-role", "hung up"),
+        (insider.syncer("another-syncer"), "wrong-role", "refuses our certificate"),
     ):
         before = refused(job).get(reason, 0)
-        assert said in (words := heard(address, folder, job)) and "ok" not in words, (reason, words)
+        words = heard(address, folder, honest)
+        assert said in words and words != "ok", (reason, words)
         assert asyncio.run(first_word(address, folder, joins(job))) == "UNAVAILABLE", reason
         until(f"{reason} is counted", lambda r=reason, b=before: refused(job).get(r, 0) >= b + 2, 30)
     # No certificate, and no TLS at all.
-    assert asyncio.run(first_word(address, plain(world), joins(job))) == "UNAVAILABLE"
+    assert asyncio.run(first_word(address, None, joins(job))) == "UNAVAILABLE"
     bare = ssl.create_default_context(cadata=insider.authority.certificate.decode())
     bare.set_alpn_protocols(["h2"])
     with contextlib.suppress(OSError):
@@ -137,9 +139,9 @@ def test_who_may_not_is_refused_by_name(world: World, run_job: RunJob) -> None:
 
     expected = {
         "stranger", "expired", "not-yet-valid", "wrong-job", "wrong-role", "no-certificate", "not-tls",
-        "replayed", "bad-join", "wrong-region", "wrong-token",
+        "replayed", "wrong-region", "wrong-token",
     }  # fmt: skip
-    until(f"{expected} are all counted", lambda: refused(job).keys() >= expected, 30)
+    until(f"all of {expected} counted", lambda: not expected - refused(job).keys(), 30)
     page = metrics(job)
     log = job.cluster.kubectl("logs", job.syncer_pod()["metadata"]["name"], "-n", job.namespace)
     for reason in expected:
@@ -150,14 +152,6 @@ def test_who_may_not_is_refused_by_name(world: World, run_job: RunJob) -> None:
     assert world.identities(job.name, EU, US) == pods and job.training()["epoch"] == epoch
     nothing_secret_is_shown(world, job, insider)
     job.exact()
-
-
-def plain(world: World) -> Path:
-    """Credentials without TLS: a token and nothing else."""
-    folder = world.folder / "plain"
-    folder.mkdir(exist_ok=True)
-    (folder / "join-token").write_text("5e" * 32)
-    return folder
 
 
 def nothing_secret_is_shown(world: World, job: Job, insider: Insider) -> None:
@@ -179,7 +173,8 @@ def nothing_secret_is_shown(world: World, job: Job, insider: Insider) -> None:
 @pytest.mark.ci
 def test_the_job_goes_on_under_a_flood(world: World, run_job: RunJob) -> None:
     """Silence, half a handshake, garbage and strangers, from one address: nobody is kept out."""
-    job = run_job("flooded", {EU: 1, US: 1})
+    # Whoever begins a handshake costs the syncer a signature: with a fifth of a core it has none to spare.
+    job = run_job("flooded", {EU: 1, US: 1}, syncer={"podTemplate": pod_template("syncer", None)})
     job.in_merges(2)
     pods, insider = world.identities(job.name, EU, US), Insider(world, job)
     foreign = Parties(world.folder / "foreign-flood", job.name, world.namespace, title="theirs")

@@ -29,6 +29,7 @@ class World:
     namespace: str
     folder: Path
     clusters: dict[str, Cluster] = field(default_factory=dict)
+    destroyed: set[str] = field(default_factory=set)
 
     @property
     def hub(self) -> Cluster:
@@ -52,7 +53,7 @@ class World:
 
     def _furnish(self, name: str) -> None:
         cluster = self.clusters[name]
-        if not os.environ.get("IMAGES_LOADED"):
+        if name in self.destroyed or not os.environ.get("IMAGES_LOADED"):
             # No test here has an evaluator, so the hub runs no worker.
             cluster.load(images("operator", "syncer" if name == HUB else "worker"))
         install(cluster, f"cluster.name={name}")
@@ -62,6 +63,7 @@ class World:
     def destroy(self, name: str) -> None:
         """With everything that is in it."""
         self.clusters.pop(name).down()
+        self.destroyed.add(name)
 
     # ------------------------------------------------------------- jobs
 
