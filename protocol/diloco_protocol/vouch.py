@@ -29,13 +29,14 @@ _SECONDS = 2.0 * CONNECT_SECONDS  # for the handshake, and again for the first b
 
 UNTRUSTED = "untrusted-syncer"
 REFUSED = "certificate-refused"
+UNUSABLE = "credentials-unusable"
 
 
 class VouchError(Exception):
     """The server is not to be spoken to, or does not take us; the message says why and the cure.
 
-    ``reason``: ``UNTRUSTED``, ``REFUSED``, or empty where there was none to judge (it is away, or no
-    TLS), which is nobody's mistake.
+    ``reason``: ``UNTRUSTED``, ``REFUSED``, ``UNUSABLE`` (the own files), or empty where there was
+    nothing to judge (it is away, or no TLS), which is nobody's mistake.
     """
 
     def __init__(self, message: str, reason: str = "") -> None:
@@ -99,7 +100,8 @@ def _context(credentials: Credentials) -> ssl.SSLContext:
         context.load_cert_chain(folder / "tls.crt", folder / "tls.key", password=lambda: "")
     except (OSError, ValueError) as error:  # SSLError is an OSError, UnicodeDecodeError a ValueError
         raise VouchError(
-            f"{folder}: ca.crt, tls.crt and tls.key are not an authority, a certificate and its key in PEM"
+            f"{folder}: ca.crt, tls.crt and tls.key are not an authority, a certificate and its key in PEM",
+            UNUSABLE,
         ) from error
     return context
 

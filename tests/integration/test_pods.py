@@ -308,7 +308,7 @@ def test_what_went_wrong_is_the_last_line(house: House, tmp_path: Path) -> None:
         ({"DILOCO_STATUS": hub.address("http")}, 2, "DILOCO_STATUS"),
         ({"DILOCO_POD": "abc"}, 2, "DILOCO_POD is 'abc': it must be the pod's UID"),
         ({"DILOCO_DRAIN_SECONDS": "long"}, 2, "DILOCO_DRAIN_SECONDS is 'long'"),
-        ({"DILOCO_CREDENTIALS": str(tmp_path)}, 2, "lacks tls.crt, tls.key, ca.crt"),
+        ({"DILOCO_CREDENTIALS": str(tmp_path), "DILOCO_POD": ""}, 2, "lacks tls.crt, tls.key, ca.crt"),
     ):
         pod = house.pod(hub, **env)
         assert pod.ends() == code

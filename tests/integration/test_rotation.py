@@ -117,12 +117,18 @@ def test_certificates_are_replaced_while_a_job_runs(tmp_path: Path, made: list[H
         assert TOKEN not in one.text() and "PRIVATE" not in one.text()
 
 
-def test_a_learner_with_anothers_certificate_says_so(tmp_path: Path, made: list[Hub | Pod | Wire]) -> None:
+def test_a_learner_with_anothers_certificate_says_so_and_waits_for_its_own(
+    tmp_path: Path, made: list[Hub | Pod | Wire]
+) -> None:
     parties = Parties(tmp_path / "pki", "pods")
     hub = Hub(tmp_path, make_job(learners={"eu-1": 1}), credentials=parties.syncer())
-    made.append(hub)  # never started: it is not needed
-    pod = Pod(hub, 0, "eu-1", credentials=parties.learner("us", "us-2")).start()
+    made.append(hub)
+    hub.start().serves()
+    pod = Pod(hub, 0, "eu-1", credentials=parties.learner("mounted", "us-2")).start()
     made.append(pod)
-    assert pod.ends() == 2
-    assert "the certificate is for the learner of region us-2" in pod.text()
-    assert "this learner is in region 'eu-1'" in pod.text()
+    told = pod.waits_until(lambda s: s["refused"] and s, "its own certificate to be looked at")
+    assert told["refused"]["reason"] == "credentials-unusable" and not told["joined"]
+    assert "the certificate is for the learner of region us-2" in told["message"]
+    assert "this learner is in region 'eu-1'" in told["message"]
+    parties.learner("mounted", "eu-1")
+    pod.waits_until(lambda s: s["joined"] and s["refused"] is None, "the Secret that was put right")

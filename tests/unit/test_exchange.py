@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import pytest
 import torch
 
 from diloco_protocol import sync_pb2, wire
-from diloco_protocol.load import job_to_json
+from diloco_protocol.certificates import issue
+from diloco_protocol.load import job_to_json, parse_job
 from diloco_protocol.spec import DiLoCoJob
 from diloco_worker import Learner, compute, exchange, mail
 from diloco_worker.adoption import PushPlan
@@ -23,7 +25,10 @@ from diloco_worker.holdings import Holding
 from diloco_worker.phases import CLOSING, ENDED, LEAVING
 from diloco_worker.session import Outbox
 from diloco_worker.settings import ConfigurationError, WorkerSettings
+from diloco_worker.status_port import StatusPort
 from diloco_worker.transfers import Feedback, Push, encode_push
+from operator_world import job_object
+from parties import TOKEN, Parties, now
 
 
 @pytest.fixture
@@ -248,6 +253,111 @@ def test_the_phases_are_those_of_the_wire() -> None:
     names = {name.removeprefix("PHASE_").lower() for name in sync_pb2.PhaseName.DESCRIPTOR.values_by_name}
     assert names - CLOSING == {"unspecified", "waiting", "training", "holding"}
     assert names >= CLOSING == LEAVING | ENDED
+
+
+# ------------------------------------------------------------------ what it tells of where it stands
+
+
+def announced(one: Exchange, version: int, fragment: int = 0) -> sync_pb2.Announcement:
+    payload = sync_pb2.Payload(encoding="float32", bytes=4 * one._layout.elements(fragment))
+    return sync_pb2.Announcement(fragment=fragment, epoch=1, version=version, full=payload)
+
+
+def test_the_jobs_merges_are_every_fragments_version_as_announced_last(
+    made: tuple[Exchange, mail.Inbox],
+) -> None:
+    one, _ = made
+    one._fetch = lambda fragment: None  # type: ignore[method-assign]
+    one._layout = build_layout(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)), 2)
+    assert one.standing.merges is None
+    one._announced(announced(one, 3))
+    assert one.standing.merges is None, "a fragment has not been heard of"
+    one._announced(announced(one, 4, 1))
+    assert one.standing.merges == 7
+    one._news.clear()  # a session ends
+    one._announced(announced(one, 5))
+    assert one.standing.merges == 9
+    one._announced(announced(one, 1))
+    assert one.standing.merges == 5, "a store that was set back"
+
+
+def test_the_hubs_settings_are_shown_as_they_were_said(made: tuple[Exchange, mail.Inbox]) -> None:
+    one, _ = made
+    own = one._hub.document()
+    said = {**own, "sync": {**own["sync"], "every": 77}, "learners": 9}
+    one._heed(json.dumps(said))
+    assert one.standing.hub is not None and one.standing.hub.document() == said
+    port = StatusPort(one._settings, "127.0.0.1:0")
+    try:
+        port.standing = lambda: dataclasses.replace(one.standing, merges=12)
+        page = port.document()
+    finally:
+        port.close()
+    assert page["hub"] == said and page["merges"] == 12 and page["tried"] is False
+    one._heed("{}")
+    assert one.standing.hub is None, "nothing that is understood"
+
+
+# ------------------------------------------------------------------ credentials that cannot be used
+
+
+def settings_with(tmp_path: Path, credentials: Path, pod: str) -> WorkerSettings:
+    document = job_object() | {"metadata": {"name": "job"}}
+    (tmp_path / "job.json").write_text(job_to_json(parse_job(json.dumps(document))))
+    return WorkerSettings.from_environment(
+        {
+            "DILOCO_JOB_FILE": str(tmp_path / "job.json"), "DILOCO_SYNCER": "127.0.0.1:1",
+            "DILOCO_REGION": "local", "DILOCO_CREDENTIALS": str(credentials), "DILOCO_POD": pod,
+        }
+    )  # fmt: skip
+
+
+def spoil(folder: Path, parties: Parties, how: str) -> str:
+    """A learner's folder with something wrong; a word of what is told."""
+    if how == "region":
+        parties.learner(region="elsewhere")
+        return "region 'local'"
+    if how == "job":
+        parties.learner(job="other")
+        return "job 'job'"
+    if how == "role":
+        parties.syncer("learner")
+        return "the syncer of job ns/job"
+    if how == "no authority":
+        (folder / "ca.crt").unlink()
+        return "lacks ca.crt"
+    if how == "no pem":
+        (folder / "tls.crt").write_bytes(b"hello")
+        return "tls.crt"
+    (folder / "tls.key").write_bytes(issue(parties.authority, [parties.named("local")], (), now(), 1).key)
+    return "a certificate and its key"
+
+
+@pytest.mark.parametrize("how", ["region", "job", "role", "no authority", "no pem", "another's key"])
+def test_a_pods_credentials_may_be_put_right_while_it_waits(tmp_path: Path, how: str) -> None:
+    parties = Parties(tmp_path / "pki", "job")
+    folder = parties.learner()
+    words = spoil(folder, parties, how)
+    settings = settings_with(tmp_path, folder, "ab" * 16)
+    one = Exchange(settings, build_layout(torch.nn.Linear(4, 2), 1), mail.Inbox(), 0)
+    try:
+        said = one._loop.run_until_complete(one._connect("127.0.0.1:1"))
+        assert words in said and one.standing.refused == ("credentials-unusable", said)
+        assert "PRIVATE KEY" not in said and TOKEN not in said
+        parties.learner()
+        said = one._loop.run_until_complete(one._connect("127.0.0.1:1"))
+        assert "cannot connect" in said
+    finally:
+        one._loop.close()
+
+
+@pytest.mark.parametrize("how", ["region", "job", "role", "no authority", "no pem"])
+def test_outside_of_pods_they_are_a_mistake_that_is_told_at_once(tmp_path: Path, how: str) -> None:
+    parties = Parties(tmp_path / "pki", "job")
+    folder = parties.learner()
+    words = spoil(folder, parties, how)
+    with pytest.raises(ConfigurationError, match=words):
+        Exchange(settings_with(tmp_path, folder, ""), build_layout(torch.nn.Linear(4, 2), 1), mail.Inbox(), 0)
 
 
 def test_breaking_off_ends_the_session() -> None:

@@ -41,10 +41,10 @@ from typing import Any
 
 from diloco_protocol import codec, sync_pb2, wire
 from diloco_protocol.credentials import Credentials, CredentialsError
-from diloco_protocol.identity import IdentityError, Names, own_learner
+from diloco_protocol.identity import NOBODY, IdentityError, Names, own_learner
 from diloco_protocol.layout import Layout
 from diloco_protocol.spec import immutable_digests
-from diloco_protocol.vouch import VouchError, vouched
+from diloco_protocol.vouch import UNUSABLE, VouchError, vouched
 
 from . import mail
 from .adoption import Broadcast
@@ -84,17 +84,18 @@ class Exchange:
         idle: bool = False,
     ) -> None:
         """``idle``: take no slot and no broadcasts; only ``standing`` is of use then."""
-        try:
-            self._credentials = Credentials.from_directory(settings.credentials)
-            self._names = _own_names(self._credentials, settings)
-        except CredentialsError as error:
-            raise ConfigurationError(str(error)) from error
+        self._settings = settings
+        self._credentials: Credentials | None = None  # None: there were none yet that could be used
+        self._names = NOBODY
+        problem = self._read_credentials()
+        if problem and not settings.pod:
+            raise ConfigurationError(problem)
         self._attempt = 0
         self._idle = idle
         self.standing = Standing()
         sync = settings.job.spec.sync
         self._hub = HubSettings.of(settings.job.spec)  # in use
-        self._settings, self._layout, self._inbox, self._sequences = settings, layout, inbox, sequences
+        self._layout, self._inbox, self._sequences = layout, inbox, sequences
         self._pinned, self._eager = pinned, eager
         self._encoding = sync.compression.up
         self._heartbeat = sync.heartbeat.interval_seconds
@@ -123,6 +124,7 @@ class Exchange:
         self._pushing = 0
         self._news: dict[int, sync_pb2.Announcement] = {}  # newest announced, per fragment
         self._resets: dict[int, tuple[int, int]] = {}  # newest roll-back, per fragment
+        self._versions: dict[int, int] = {}  # announced last, of this session or one before
         self._holdings = Holdings(len(layout))
         self._fetching: set[int] = set()
         self._bytes = [0, 0]  # up, down, of earlier connections
@@ -313,7 +315,10 @@ class Exchange:
 
     async def _connect(self, address: str) -> str:
         """One connection, from its beginning to its end; why it ended. Raises RefusedError."""
-        self._read_credentials()
+        problem = self._read_credentials()
+        if self._credentials is None:  # a pod's Secret may be put right while it waits
+            self.standing = replace(self.standing, refused=(UNUSABLE, problem))
+            return problem
         try:
             credentials = await vouched(self._credentials, address, self._names)
         except VouchError as error:
@@ -374,14 +379,18 @@ class Exchange:
                 self._inbox.put(mail.Disconnected())
         return reason
 
-    def _read_credentials(self) -> None:
-        """Anew for each connection: a cluster replaces certificates before they expire."""
+    def _read_credentials(self) -> str:
+        """Anew for each connection: a cluster replaces certificates before they expire. What is wrong with
+        them; then those read before, if there are any, are used on."""
         try:
             fresh = Credentials.from_directory(self._settings.credentials)
             self._names = _own_names(fresh, self._settings)
             self._credentials = fresh
         except CredentialsError as error:
-            log.warning("the credentials read before are used on: %s", error)
+            if self._credentials is not None:
+                log.warning("the credentials read before are used on: %s", error)
+            return str(error)
+        return ""
 
     def _join(self) -> sync_pb2.Join:
         settings = self._settings
@@ -472,6 +481,7 @@ class Exchange:
     def _heed(self, settings: str) -> None:
         """The syncer's settings go before this process's own."""
         hub = HubSettings.read(settings)
+        self.standing = replace(self.standing, hub=hub)
         if hub is None or hub == self._hub:
             return
         log.info("the syncer's settings differ from this process's, and are used from now on")
@@ -521,6 +531,9 @@ class Exchange:
                 f"fragment {news.fragment}: a push merged after version {news.version} is named"
             )
         self._news[news.fragment] = news
+        self._versions[news.fragment] = news.version
+        if len(self._versions) == len(self._layout):
+            self.standing = replace(self.standing, merges=sum(self._versions.values()))
         if news.reset:
             self._resets[news.fragment] = (news.epoch, news.version)
         self._inbox.put(mail.Heard(self._broadcast(news), news.job_tokens))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -51,6 +52,14 @@ class HubSettings:
     def of(cls, spec: JobSpec) -> HubSettings:
         """What the process's own job file says."""
         return cls(spec.sync, spec.slots, spec.training.stop)
+
+    def document(self) -> dict[str, Any]:
+        """As JSON, in the form of Welcome.settings."""
+        return {
+            "sync": self.sync.model_dump(mode="json", by_alias=True),
+            "learners": self.learners,
+            "stop": self.stop.model_dump(mode="json", by_alias=True),
+        }
 
     def applied(self, spec: JobSpec) -> JobSpec:
         """The spec with these in it. Raises ConfigurationError for what a process cannot change."""

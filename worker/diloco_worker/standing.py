@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .hub import HubSettings
+
+NOT_TRIED = "not tried yet"
+
 
 @dataclass(frozen=True, slots=True)
 class Standing:
@@ -20,5 +24,14 @@ class Standing:
     phase: str = "waiting"
     message: str = ""
     sessions: int = 0  # that were accepted so far
-    reason: str = "not tried yet"
+    reason: str = NOT_TRIED
     refused: tuple[str, str] | None = None  # the last refusal since a session: its word, its message
+    # Of the job, as announced last: every fragment's version summed. It falls when the syncer's store was
+    # set back. None: not every fragment has been heard of.
+    merges: int | None = None
+    hub: HubSettings | None = None  # what the syncer said last; None: nothing that is understood
+
+    @property
+    def tried(self) -> bool:
+        """Whether this process has tried to reach the syncer; it loads data and model before."""
+        return self.joined or self.reason != NOT_TRIED

@@ -98,10 +98,12 @@ class StatusPort:
             "phase": standing.phase,
             "message": message,
             "connected": standing.connected,
+            "tried": standing.tried,
             "joined": standing.joined,
             "standby": standing.standby,
             "idle": self.idle,
             "slot": standing.slot if standing.slot >= 0 else None,
+            "merges": standing.merges,
             "step": figures.get("step"),
             "tokens": figures.get("tokens"),
             "loss": _finite(figures.get("loss")),
@@ -112,6 +114,7 @@ class StatusPort:
                 "round_trip_seconds": figures.get("round_trip_seconds"),
             },
             "refused": None if refused is None else {"reason": refused[0], "message": refused[1]},
+            "hub": None if standing.hub is None else standing.hub.document(),
         }  # fmt: skip
 
     def _ready(self) -> tuple[int, bytes]:
