@@ -13,7 +13,8 @@ a given time, stop trying, or nothing because the end was as it should be. The r
 * Some exit codes say that a start is in vain (design.md): 2, the configuration is
   wrong; 4, the syncer refused the learner for good (one that was in a merge
   has lost its place to another, and may come back to stand by); for the syncer 3, a
-  higher epoch has the store, and 4, the store cannot be written.
+  higher epoch has the store, 4, the store cannot be written, and 5, its credentials
+  cannot be used.
   ``failurePolicy.rules`` come before this for learners: replace and count, replace and
   do not count, or fail.
 * The evaluator never makes the job fail: after ``EVALUATOR_RESTARTS`` vain starts the
@@ -39,6 +40,7 @@ SYNCER_IN_VAIN = {
     2: "the job or its arguments are wrong",
     3: "another syncer has taken over this job's store",
     4: "its store cannot be written",
+    5: "its credentials cannot be used",
 }
 
 
@@ -138,7 +140,7 @@ class Supervisor:
         if rule == "Ignore":
             return self._restart(name, now)
         if why is not None and rule is None:
-            return Fail(f"{name} ended with {how}: {why}", 2 if how.code == 2 else 1)
+            return Fail(f"{name} ended with {how}: {why}", 2 if how.code in (2, 5) else 1)
         if self.since_merge >= self.max_replacements:
             return Fail(
                 f"{name} ended with {how}, and {self.since_merge} replacements since the last merge"

@@ -66,6 +66,10 @@ class CredentialsError(Exception):
     """Credentials are missing or unusable; the message names the file and the cure."""
 
 
+class ListenError(CredentialsError):
+    """An address cannot be listened on, for whatever reason."""
+
+
 class CallRefused(Exception):
     """A control call is not believed; the message says why."""
 
@@ -175,7 +179,7 @@ class Credentials:
     def bind(self, server: Any, address: str) -> int:
         """Make a server listen on ``address`` (host:port, port 0: any); returns the port.
 
-        Raises ``CredentialsError`` when the address cannot be had, e.g. the port is in use.
+        Raises ``ListenError`` when the address cannot be had, e.g. the port is in use.
         """
         try:
             if not self.secure:
@@ -186,9 +190,9 @@ class Credentials:
                 )
                 port = int(server.add_secure_port(address, made))
         except (RuntimeError, ValueError) as error:
-            raise CredentialsError(_cannot_listen(address)) from error
+            raise ListenError(_cannot_listen(address)) from error
         if port == 0:
-            raise CredentialsError(_cannot_listen(address))
+            raise ListenError(_cannot_listen(address))
         return port
 
     def metadata(self) -> tuple[tuple[str, str], ...]:

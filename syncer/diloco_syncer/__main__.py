@@ -3,7 +3,8 @@
 Exit codes: 0 the job ended, or this process was asked to stop and its state is
 durable; 1 the job failed; 2 the job file, the arguments or the store's content are
 wrong (a restart does not help); 3 another syncer has taken over the store; 4 the
-store cannot be written.
+store cannot be written; 5 the credentials cannot be used (a restart helps once they
+are put right).
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from pathlib import Path
 
 from diloco_protocol import logs
 from diloco_protocol.cores import usable_cores
-from diloco_protocol.credentials import Credentials, CredentialsError, read_key
+from diloco_protocol.credentials import Credentials, CredentialsError, ListenError, read_key
 from diloco_protocol.http_pages import AddressError
 from diloco_protocol.load import JobError, read_job
 
 log = logging.getLogger("diloco_syncer")
 
+CREDENTIALS = 5
+"""Exit code: the credentials cannot be used."""
 _EPILOG = """\
 The store holds everything that must not be lost: merges, membership, ledger, the
 event tape. It is a directory, or an fsspec URI (s3://bucket/folder). Start the same
@@ -32,7 +35,7 @@ command on the same store again, and the job goes on; learners reconnect.
 
 exit codes: 0 ended, or stopped by SIGTERM with everything durable; 1 the job failed;
 2 job, arguments or store content wrong; 3 a newer syncer has the store; 4 the store
-cannot be written.
+cannot be written; 5 the credentials cannot be used.
 """
 
 
@@ -105,7 +108,10 @@ def _serve(given: argparse.Namespace) -> int:
         for problem in error.problems:
             log.error("%s: %s", given.job, problem)
         return 2
-    except (CredentialsError, OSError) as error:
+    except CredentialsError as error:
+        log.error("%s", error)
+        return CREDENTIALS
+    except OSError as error:
         log.error("%s", error)
         return 2
 
@@ -133,9 +139,12 @@ def _serve(given: argparse.Namespace) -> int:
     )
     try:
         return asyncio.run(run(options))
-    except (AddressError, CredentialsError, StoreUnusable, FormatRefused, OuterError, TapeError) as error:
+    except (AddressError, ListenError, StoreUnusable, FormatRefused, OuterError, TapeError) as error:
         log.error("%s", error)
         return 2
+    except CredentialsError as error:
+        log.error("%s", error)
+        return CREDENTIALS
     except HigherEpoch as error:
         log.error("%s", error)
         return 3

@@ -45,7 +45,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_protocol import identity
-from diloco_protocol.credentials import Credentials, CredentialsError
+from diloco_protocol.credentials import Credentials, CredentialsError, ListenError
 from diloco_protocol.http_pages import listening_socket, split_address
 from diloco_syncer.guards import TOO_MANY_CONNECTIONS, Peer, Refusals, limits
 from diloco_syncer.link import Buffers, Link, Refused
@@ -177,11 +177,11 @@ class Gate:
         return min((peer.expires for peer in list(self._open.values())), default=None)
 
     def bind(self, address: str) -> int:
-        """Listen; who connects waits until ``start``. Returns the port. Raises ``CredentialsError``."""
+        """Listen; who connects waits until ``start``. Returns the port. Raises ``ListenError``."""
         try:
             self._listening = listening_socket(*split_address(address, "--listen"))
         except OSError as error:
-            raise CredentialsError(f"cannot listen on {address}: {error.strerror or error}") from error
+            raise ListenError(f"cannot listen on {address}: {error.strerror or error}") from error
         self._listening.listen(_BACKLOG)
         self._listening.setblocking(False)
         return int(self._listening.getsockname()[1])

@@ -19,6 +19,7 @@ from diloco_syncer.intake import NormGate
 from diloco_syncer.leases import LeaseBook
 from diloco_syncer.ledger import Ledger, PushId
 from diloco_syncer.membership import Membership, Slot, SlotState
+from diloco_syncer.refusals import Refusals
 from diloco_syncer.rounds import Accepted, Progress, RoundBook
 
 
@@ -50,6 +51,7 @@ class Job:
         self.initial_failures: Counter[str] = Counter()  # uploads that did not come through, by process
         self.history = History()
         self.forgotten: set[int] = set()  # slots with tenures that the restored state has not heard of
+        self.refusals = Refusals()
         self.out: list[Action] = []
 
     @property

@@ -35,13 +35,14 @@ class Reception:
             self._refuse(
                 join, "other-layout",
                 f"its model's layout is {join.layout_digest[:12]}, the job's is {layout[:12]}: "
-                "give every learner the same model and sync.fragments",
+                "give every learner the same model and sync.fragments", now,
             )  # fmt: skip
             return
         differing = sorted(k for k, v in join.digests.items() if self.job.config.digests.get(k, v) != v)
         if differing:
             fields = ", ".join(differing)
-            self._refuse(join, "spec-drift", f"{fields} differ from the job's: apply the same job everywhere")
+            words = f"{fields} differ from the job's: apply the same job everywhere"
+            self._refuse(join, "spec-drift", words, now, tuple(differing))
             return
         if (
             not join.evaluator
@@ -52,16 +53,16 @@ class Reception:
             self._refuse(
                 join, "other-data",
                 f"its data set has {join.sequences} sequences, the job's has {self.job.leases.sequences}: "
-                "give every learner the same data",
+                "give every learner the same data", now,
             )  # fmt: skip
             return
         if not join.evaluator and self.job.members.superseded(join):
             self._refuse(
                 join, "superseded",
-                f"{join.region}-{join.ordinal} belongs to a newer process; this one was given up",
+                f"{join.region}-{join.ordinal} belongs to a newer process; this one was given up", now,
             )  # fmt: skip
             return
-        if self._other_history(join):
+        if self._other_history(join, now):
             return
         self._withheld = self.lost.joined(join)
         given = max(join.previous_incarnation, join.tenure)
@@ -88,9 +89,8 @@ class Reception:
         slot = self.job.members.choose(join, self.job.config.rules.deterministic)
         if slot is None:
             if self.job.config.rules.deterministic:
-                self._refuse(
-                    join, "no-such-place", f"deterministic mode has no slot for {join.region}-{join.ordinal}"
-                )
+                words = f"deterministic mode has no slot for {join.region}-{join.ordinal}"
+                self._refuse(join, "no-such-place", words, now)
                 return
             self.job.members.standby[join.connection] = join
             self._admit(join, None)
@@ -107,7 +107,7 @@ class Reception:
         ledger = self.job.ledger
         return ledger is None or join.tenure in (0, ledger.books[slot.index].first_incarnation)
 
-    def _other_history(self, join: ev.Join) -> bool:
+    def _other_history(self, join: ev.Join, now: float) -> bool:
         """Whether it holds what this store has never had, and was answered so."""
         if not self.job.initialised:
             if all(version == 0 for _, version in join.held):
@@ -129,16 +129,21 @@ class Reception:
             self._refuse(
                 join, "other-history",
                 f"it holds versions of epoch {above}, and the job went on from an older copy of its store in "
-                f"epoch {self.job.epoch}: start this process anew",
+                f"epoch {self.job.epoch}: start this process anew", now,
             )  # fmt: skip
             return True
         self.job.out.append(ev.BeginAgain(f"{join.region}-{join.ordinal} has heard of epoch {above}", above))
         return True
 
-    def _refuse(self, join: ev.Join, reason: str, message: str) -> None:
+    def _refuse(
+        self, join: ev.Join, reason: str, message: str, now: float, fields: tuple[str, ...] = ()
+    ) -> None:
+        if reason != "superseded":  # that is told of a process; its place is a newer one's
+            self.job.refusals.note(join, reason, message, fields, now)
         self.job.out.append(ev.Refuse(join.connection, reason, message, True))
 
     def _admit(self, join: ev.Join, seat: ev.Seat | None, merged: tuple[MergedPush, ...] = ()) -> None:
+        self.job.refusals.admitted(join)
         self.job.out.append(
             ev.Admit(
                 connection=join.connection,

@@ -28,7 +28,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
 from diloco_protocol import codec, wire
-from diloco_protocol.credentials import Credentials, CredentialsError
+from diloco_protocol.credentials import Credentials, CredentialsError, ListenError
 from diloco_protocol.files import write_whole
 from diloco_protocol.http_pages import (
     METRICS_TYPE,
@@ -163,7 +163,8 @@ async def _life(options: Options) -> tuple[int, Options]:
 
 
 def _gate(options: Options, server: Any) -> Gate | None:
-    """The gate before the gRPC server; None: plaintext. Raises ``CredentialsError``."""
+    """The gate before the gRPC server; None: plaintext. Raises ``CredentialsError``, of which
+    ``ListenError`` is no matter of credentials."""
     if not options.credentials.secure:
         return None
     try:
@@ -175,9 +176,7 @@ def _gate(options: Options, server: Any) -> Gate | None:
     try:
         server.add_insecure_port(gate.inside)
     except RuntimeError as error:
-        raise CredentialsError(
-            f"cannot listen on {gate.inside}: set TMPDIR to a short, writable path"
-        ) from error
+        raise ListenError(f"cannot listen on {gate.inside}: set TMPDIR to a short, writable path") from error
     return gate
 
 

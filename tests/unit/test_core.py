@@ -9,6 +9,7 @@ from typing import TypeVar
 import pytest
 
 from diloco_syncer import events as ev
+from diloco_syncer import refusals
 from diloco_syncer.config import CoreConfig
 from diloco_syncer.core import Core
 from diloco_syncer.events import PhaseName, Reason
@@ -488,6 +489,33 @@ def test_a_learner_of_another_job_is_refused_and_told_why(changes: dict[str, obj
     desk.do(ev.InitialStored("L", (8,)))
     (refused,) = of(desk.join(2, 1, **changes), ev.Refuse)
     assert (refused.reason, refused.fatal) == (expected, True)
+
+
+def test_the_status_names_whom_it_refused_until_somebody_of_that_place_is_let_in() -> None:
+    desk = Desk(config(digests={"seed": "y", "training.model": "m"}))
+    desk.join(1, 0)
+    desk.do(ev.InitialStored("L", (8,)))
+    assert desk.core.status(desk.now)["refusals"] == []
+    desk.join(2, 1, digests={"seed": "x", "training.model": "other", "unknown": "z"})
+    desk.now = 5.0
+    (row,) = desk.core.status(desk.now)["refusals"]
+    assert (row["role"], row["ordinal"], row["reason"]) == ("learner", 1, "spec-drift")
+    assert row["fields"] == ["seed", "training.model"] and row["seconds_ago"] == 5.0
+    assert "seed, training.model differ" in row["message"]
+    desk.join(3, 1, digests={"seed": "x", "training.model": "m"})
+    (row,) = desk.core.status(desk.now)["refusals"]
+    assert row["fields"] == ["seed"] and row["seconds_ago"] == 0.0
+    desk.join(4, 1)
+    assert desk.core.status(desk.now)["refusals"] == []
+
+
+def test_so_many_refusals_are_remembered_and_no_more() -> None:
+    desk = Desk(config(digests={"seed": "y"}))
+    desk.join(1, 0)
+    for ordinal in range(1, 200):
+        desk.join(1 + ordinal, ordinal, digests={"seed": "x"})
+    rows = desk.core.status(desk.now)["refusals"]
+    assert [row["ordinal"] for row in rows] == list(range(200 - refusals.MOST, 200))
 
 
 def test_the_next_one_is_asked_when_the_initialiser_fails() -> None:

@@ -88,6 +88,11 @@ def test_exits_that_another_start_does_not_cure() -> None:
         assert isinstance(make().ended("x", Kind.LEARNER, Exit(code=code), 0.0, wanted=True), Restart)
 
 
+def test_a_syncer_whose_credentials_cannot_be_used_is_a_mistake_as_a_wrong_file_is() -> None:
+    decision = make().ended("syncer", Kind.SYNCER, Exit(code=5), 0.0, wanted=True)
+    assert isinstance(decision, Fail) and decision.exit_code == 2 and "credentials" in decision.message
+
+
 def test_an_end_that_was_wanted_needs_nothing() -> None:
     assert make().ended("x", Kind.LEARNER, Exit(code=0), 0.0, wanted=False) == Finished()
 
