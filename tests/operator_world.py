@@ -44,6 +44,14 @@ SETTINGS = PlanSettings(None, "diloco-system", "diloco-syncer:1", "diloco-worker
 START = 1_700_000_000.0
 HOLDING = ("active", "suspect", "draining")
 START_SECONDS, JOIN_SECONDS, DRAIN_SECONDS = 2.0, 1.0, 2.0
+SPREAD = {
+    "syncer": {"cluster": "hub", "tls": {"secretName": "s"},
+               "endpoint": {"type": "NodePort", "nodePort": 30700, "address": "10.0.0.1"}},
+    "learners": {"credentials": {"secretName": "l"}},
+    "regions": [{"name": "near", "cluster": "hub", "learners": 1},
+                {"name": "away", "cluster": "far", "learners": 2}],
+}  # fmt: skip
+"""What of a job's spec makes it span the clusters hub and far."""
 
 
 def job_object(name: str = "job", count: int = 3, **spec: Any) -> Object:
@@ -751,6 +759,23 @@ class World:
             mine = pod.obj["metadata"]["labels"].get("set") == ref.name
             if mine and ref.kind in ("StatefulSet", "Deployment"):
                 self._delete_pod(pod, False)
+
+
+class Far(World):
+    """The cluster without the syncer: its learners' status pages are what it sees of the hub."""
+
+    def __init__(self, job: Object) -> None:
+        super().__init__(job, settings=PlanSettings("far", "diloco-system", "s:1", "w:1"))
+        self.page: dict[str, Any] = {"phase": "training", "connected": True, "slot": 1, "refused": None}
+
+    def observed(self) -> Observed:
+        found = super().observed()
+        pages = {
+            pod.name: Asked({**self.page, "process": pod.process}, "", self.now)
+            for pod in self.of("learner")
+            if pod.running
+        }
+        return Observed(**{**{f: getattr(found, f) for f in found.__slots__}, "learners": pages})
 
 
 def _copy(value: Any) -> Any:

@@ -25,7 +25,9 @@ Object = dict[str, Any]
 EVENTS_SHOWN = 10
 UNSEEN = "no operator has looked at it yet"
 # Conditions that tell of trouble when they are true; the others do when they are false.
-_TROUBLE = frozenset({"RegionLost", "SpecDrift", "NameConflict", "Degraded", "Failed", "Invalid"})
+_TROUBLE = frozenset(
+    {"RegionLost", "LinksThin", "SpecDrift", "CopyDiffers", "NameConflict", "Degraded", "Failed", "Invalid"}
+)
 _ENDS = {"Complete": "green", "Failed": "bold red"}  # and the style of each
 _NEUTRAL = frozenset({"Suspended", "Complete"})  # false: nothing to tell
 _PHASES = {"Complete": "green", "Failed": "red", "Invalid": "red", "Holding": "yellow", "Suspended": "yellow"}

@@ -1,11 +1,13 @@
 """The conditions of a job: one place where each is decided, with reason and message.
 
 Which there are. ``Ready``, ``Suspended``, ``Complete``, ``Failed``, ``Degraded`` and
-``NameConflict`` are on every job, True or False. ``SyncerReady``, ``QuorumMet`` and
-``RegionLost`` are the word of the syncer's cluster, and absent on other clusters' copies of
-the job; ``HubReachable`` and ``SpecDrift`` are what a cluster without the syncer can tell of
-its learners, and absent at the syncer's. What cannot be known at the moment is Unknown. A
-job whose spec is refused keeps the conditions that it had, and says why in ``Ready``.
+``NameConflict`` are on every job, True or False. ``SyncerReady``, ``QuorumMet``,
+``RegionLost`` and ``LinksThin`` are the word of the syncer's cluster, and absent on other
+clusters' copies of the job; ``HubReachable`` and ``CopyDiffers`` are what a cluster without
+the syncer can tell by its learners, and absent at the syncer's. ``SpecDrift`` is on both
+sides: at the syncer's of whoever was refused for it, elsewhere of the learners here. What
+cannot be known at the moment is Unknown. A job whose spec is refused keeps the conditions
+that it had, and says why in ``Ready``.
 
 ``lastTransitionTime`` changes with the status of a condition, ``observedGeneration`` is the
 generation that was looked at. Messages hold nothing that changes by itself (no ages, no
@@ -23,8 +25,8 @@ from .types import Object
 Truth = Literal["True", "False", "Unknown"]
 
 ORDER = (
-    "Ready", "QuorumMet", "SyncerReady", "HubReachable", "RegionLost", "SpecDrift", "NameConflict",
-    "Degraded", "Suspended", "Complete", "Failed",
+    "Ready", "QuorumMet", "SyncerReady", "HubReachable", "RegionLost", "LinksThin", "SpecDrift",
+    "CopyDiffers", "NameConflict", "Degraded", "Suspended", "Complete", "Failed",
 )  # fmt: skip
 
 

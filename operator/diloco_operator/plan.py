@@ -219,8 +219,7 @@ def _failure(
         return lost.failure
     limit = view.job.spec.failure_policy.max_replacements
     # What is known of merges is seconds old: an answer from after the last loss may tell of one.
-    known = view.asked is None or bool(view.asked.error) or view.asked.at > view.memory.since.get(LOSS, 0.0)
-    if replaced["sinceMerge"] > limit and known:
+    if replaced["sinceMerge"] > limit and view.known_at > view.memory.since.get(LOSS, 0.0):
         cause = view.memory.told.get(LOSS, "")
         return (
             "TooManyReplacements",
@@ -231,12 +230,15 @@ def _failure(
 
 
 def _replacements(view: View) -> dict[str, int]:
-    """status.replacements, set back if there was a merge since."""
+    """status.replacements, set back if there was a merge since. A number of merges that has fallen (the
+    syncer's store was set back) is what merges are counted from then."""
     before = view.job.status.get("replacements") or {}
     found = {key: int(before.get(key) or 0) for key in ("total", "sinceMerge", "merges")}
     merges = view.merges
     if merges is not None and merges > found["merges"] and found["sinceMerge"]:
         found["sinceMerge"], found["merges"] = 0, merges
+    elif merges is not None and merges < found["merges"]:
+        found["merges"] = merges
     return found
 
 
@@ -353,6 +355,8 @@ def _syncer(view: View) -> Object | None:
 
 def _progress(view: View) -> Object | None:
     document = view.document
+    if not view.here.syncer:
+        return _progress_of_learners(view)
     if document is None:
         return None
     losses = [slot.loss for slot in view.slots if slot.loss is not None]
@@ -365,6 +369,21 @@ def _progress(view: View) -> Object | None:
         "loss": loss,
         # It falls by itself while nothing happens, and a status is not written for that.
         "goodput": None if document.get("goodput") is None else round(document["goodput"], 2),
+    }
+
+
+def _progress_of_learners(view: View) -> Object | None:
+    """What is known of it in a cluster without the syncer."""
+    told = [page for page in view.pages if page.get("slot") is not None]
+    steps = [page["step"] for page in told if isinstance(page.get("step"), int)]
+    losses = [page["loss"] for page in told if isinstance(page.get("loss"), int | float)]
+    if not steps and view.merges is None:
+        return None
+    before = _carried(Progress, view.job.status.get("progress")) or {}
+    return {
+        "step": max(steps, default=before.get("step")),
+        "merges": before.get("merges") if view.merges is None else view.merges,
+        "loss": sum(losses) / len(losses) if losses else before.get("loss"),
     }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from diloco_protocol.spec import RegionSpec
 
-from . import names
+from . import names, refusals
 from .job import seconds, stamp
 from .lifecycle import Course
 from .node_loss import Lost
@@ -157,7 +157,7 @@ def _cause(view: View, region: RegionSpec, ordinal: int, pod: Pod | None, nodes:
     if pod.obstacle is not None:
         slow = pod.obstacle.kind in ("volume", "other")
         if not slow or view.lasting(f"slow {pod.uid}") > START_PATIENCE:
-            return pod.obstacle.message
+            return pod.obstacle.message + refusals.missing(view.job, pod.obstacle)
         return ""
     refused = _refused(view, pod)
     if refused:
@@ -188,15 +188,15 @@ def _apart(view: View, pod: Pod) -> str:
     fact = f"apart {pod.uid} {(document or {}).get('epoch')}"
     if view.lasting(fact, judged and pod.running and not there) <= JOIN_PATIENCE:
         return ""
-    return f"it runs, and has not joined the syncer: its log says why (kubectl logs {pod.name})"
+    named = view.job.spec.learners.credentials.secret_name
+    unless = f"; it waits where Secret {named} does not fit" if named is not None else ""
+    return f"it runs, and has not joined the syncer: its log says why (kubectl logs {pod.name}){unless}"
 
 
 def _refused(view: View, pod: Pod) -> str:
     asked = view.observed.learners.get(pod.name)
-    word = (asked.document or {}).get("refused") if asked is not None else None
-    if not isinstance(word, dict):
-        return ""
-    return f"the syncer refuses it ({word.get('reason')}): {word.get('message')}"
+    refused = refusals.current(asked.document) if asked is not None and asked.document is not None else None
+    return "" if refused is None else refusals.sentence(*refused)
 
 
 def _not_made(view: View, ref: Ref) -> str:

@@ -9,7 +9,9 @@ in by itself. What is left for the operator:
   needs no word: its new process takes the slot over when it joins.
 * **Count.** A loss counts against ``failurePolicy.maxReplacements`` unless it was this
   operator's own doing, a preemption or eviction, or the pod had never started. A container
-  that ended counts each time, as ``failurePolicy.rules`` say for its exit code.
+  that ended counts each time, as ``failurePolicy.rules`` say for its exit code. Who
+  is refused, or cannot start, for credentials or another copy of the job does not count: that
+  heals when they are put right.
 * **Delete** what will not mend by itself: a pod that crashes again and again (a new one may
   come to another node), and one that runs and says it is ready but is not heard by a syncer
   that answers. With a backoff that grows to five minutes, never two of a region at once.
@@ -25,6 +27,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .podfacts import End, Pod
+from .refusals import CREDENTIALS, UNFIT, curable
 from .types import Call, Delete, EventWanted, Ref, Sighting
 from .view import UID_DIGITS, View
 
@@ -139,8 +142,10 @@ def _sighting(view: View, pod: Pod) -> Sighting:
     excused = pod.excused
     if not excused and pod.uid in view.memory.own_deletions:
         excused = "the operator replaced it"
-    if not excused and before is not None and before.uid == pod.uid:
+    if not excused and before is not None and before.uid == pod.uid and before.excused != UNFIT:
         excused = before.excused
+    if not excused and _unfit(pod) and not pod.ready:
+        excused = UNFIT
     # A pod that was told to go and went in good order was deleted; how its program ended says nothing.
     broke = pod.last_end is not None and not (pod.terminating and pod.last_end.code in (0, 143))
     cause = str(pod.last_end) if broke and not pod.running else ""
@@ -181,10 +186,14 @@ def _crashed(view: View, pod: Pod, before: Sighting, out: Outcome) -> None:
         return  # it was told to go, and went
     if pod.excused:
         return  # as when its node's kubelet evicts it: told, and not counted, when it is gone
+    if _unfit(pod):
+        return  # its Secret is to be put right: SyncerReady says so, once
     view.memory.followed[place] = (view.memory.followed.get(place, (view.now, ""))[0], before.process)
     who = "The syncer" if pod.role == SYNCER else f"Learner {pod.name}"
     said = f"{who}: {end}."
     action = _rule(view, end) if pod.role == "learner" else ""
+    if not action and pod.role == "learner" and curable(end):
+        return  # likewise: SpecDrift or HubReachable says so
     kind = "SyncerCrashed" if pod.role == SYNCER else "LearnerCrashed"
     out.events.append(EventWanted("Warning", kind, said))
     if action == "Fail":
@@ -200,6 +209,11 @@ def _crashed(view: View, pod: Pod, before: Sighting, out: Outcome) -> None:
             "LearnerConfiguration",
             f"{who} cannot work with this job, and another start does not help: {end}.",
         )
+
+
+def _unfit(pod: Pod) -> bool:
+    """Whether it is the syncer's and ended because its credentials could not be used."""
+    return pod.role == SYNCER and pod.last_end is not None and pod.last_end.code == CREDENTIALS
 
 
 def _others(view: View, pod: Pod) -> bool:

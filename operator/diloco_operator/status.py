@@ -52,10 +52,11 @@ class SyncerStatus(Spec):
 
 
 class Progress(Spec):
-    """Written at most every 60 s, and at transitions."""
+    """Written at most every 60 s, and at transitions. In a cluster without the syncer it is what learners
+    there know."""
 
-    tokens: int | None = Field(None, description="Trained, all learners.")
-    step: int | None = Field(None, description="Greatest slot step.")
+    tokens: int | None = Field(None, description="Trained, all learners (syncer's cluster only).")
+    step: int | None = Field(None, description="Greatest slot step (of this cluster's, without the syncer).")
     merges: int | None = Field(None, description="Merges made durable.")
     loss: Shown = Field(None, description="Of the merged model (else of the learners), nats a token.")
     goodput: Shown = Field(None, description="Compute of merged steps over all slots' wall time.")

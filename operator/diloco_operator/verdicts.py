@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from . import names
+from . import copies, names, refusals, remote
 from .conditions import Conditions
 from .job import stamp
 from .lifecycle import Course
@@ -37,8 +37,6 @@ _CURES = {
 }
 _REASONS = {"invalid": "Refused", "forbidden": "Forbidden", "quota": "QuotaExceeded", "other": "ApplyFailed",
             "conflict": "NameConflict"}  # fmt: skip
-REFUSED = 4
-"""With this exit code a learner ends that the syncer has refused for good."""
 # Without these nothing trains; the other kinds are good to have.
 _ESSENTIAL = frozenset(
     {"ConfigMap", "Secret", "Service", "PersistentVolumeClaim", "Deployment", "StatefulSet"}
@@ -62,12 +60,14 @@ class Findings:
 def judge(view: View, found: Findings) -> Conditions:
     """All conditions of a job whose spec could be read."""
     out = Conditions(list(view.job.status.get("conditions") or []), view.job.generation, view.now)
+    stage = None if found.course.training else _stage(found)
     if view.here.syncer:
         _syncer_ready(view, found, out)
         _quorum(view, found, out)
         _region_lost(view, found, out)
-    if view.here.regions and not view.here.syncer:
-        _hub(view, found, out)
+        remote.judge(view, stage, out)
+    elif view.here.regions:
+        copies.judge(view, stage, out)
     _conflict(found, out)
     _degraded(view, found, out)
     _ends(view, found, out)
@@ -104,9 +104,15 @@ def _running_syncer(view: View, found: Findings, pod: Pod | None, out: Condition
         out.say("SyncerReady", False, "NotCreated" if made else "Starting", made or "Its pod is being made.")
     elif pod.terminating:
         out.say("SyncerReady", False, "Restarting", f"Pod {pod.name} is on its way out.")
+    elif not pod.ready and pod.last_end is not None and pod.last_end.code == refusals.CREDENTIALS:
+        # Also while it is being started again, or this would come and go.
+        words = pod.last_end.words.rstrip(".")
+        cure = refusals.syncer_cure(view.job, words)
+        out.say("SyncerReady", False, "Credentials", f"Pod {pod.name}: {refusals.UNFIT}: {words}. {cure}")
     elif pod.obstacle is not None:
         reason = _WAITING[pod.obstacle.kind]
-        message = f"Pod {pod.name}: {pod.obstacle.message}{_claim(view, pod)}."
+        more = _claim(view, pod) + refusals.missing(view.job, pod.obstacle)
+        message = f"Pod {pod.name}: {pod.obstacle.message}{more}."
         out.say("SyncerReady", False, reason, message)
     elif not pod.ready:
         out.say("SyncerReady", False, "Starting", f"Pod {pod.name} reads its store, or is about to serve.")
@@ -213,45 +219,6 @@ def _region_lost(view: View, found: Findings, out: Conditions) -> None:
         out.say("RegionLost", False, "AllHeard", "")
 
 
-# ------------------------------------------------------------------ where the syncer is elsewhere
-
-
-def _hub(view: View, found: Findings, out: Conditions) -> None:
-    words = [a.document for a in view.observed.learners.values() if a.document is not None and not a.error]
-    address = reachable_at(view.job, view.here)
-    if not found.course.training:
-        out.say("HubReachable", "Unknown", *_stage(found))
-    elif not words:
-        out.say("HubReachable", "Unknown", "NoLearner", "No learner here can be asked yet.")
-    elif any(word.get("connected") for word in words):
-        out.say("HubReachable", True, "Connected", f"Learners here are connected to {address}.")
-    else:
-        said = next(
-            (str(word["message"]) for word in words if word.get("message")), "no learner is connected"
-        )
-        out.say("HubReachable", False, "NotConnected", f"{address}: {shortened(said)}")
-    drifted = sorted(
-        {
-            str(word["refused"].get("message"))
-            for word in words
-            if isinstance(word.get("refused"), dict) and word["refused"].get("reason") == "spec-drift"
-        }
-        | _ended_by_drift(view)
-    )
-    if drifted:
-        out.say("SpecDrift", True, "FieldsDiffer", shortened("; ".join(drifted), 1000))
-    else:
-        out.say("SpecDrift", False, "SameJob", "")
-
-
-def _ended_by_drift(view: View) -> set[str]:
-    """What learners said last that were refused for it: they end by that, and their page with them."""
-    away = [pod for pod in view.learners.values() if not pod.ready and not view.taking_part(pod)]
-    ends = [pod.last_end for pod in away if pod.last_end is not None and pod.last_end.code == REFUSED]
-    said = [end.words.partition("(spec-drift): ") for end in ends]
-    return {message for _, found, message in said if found}
-
-
 # ------------------------------------------------------------------ what is wrong
 
 
@@ -303,7 +270,8 @@ def _evaluator(view: View, found: Findings) -> str:
     if pod.name in found.nodes.said:
         return f"Evaluator {pod.name}: {found.nodes.said[pod.name]}; training goes on without it."
     if pod.obstacle is not None and pod.obstacle.kind != "other":
-        return f"Evaluator {pod.name}: {pod.obstacle.message}; training goes on without it."
+        said = f"{pod.obstacle.message}{refusals.missing(view.job, pod.obstacle)}"
+        return f"Evaluator {pod.name}: {said}; training goes on without it."
     return ""
 
 

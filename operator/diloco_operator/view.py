@@ -6,6 +6,7 @@ or the status document's raw fields twice in different ways.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -28,6 +29,29 @@ STUCK_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
+class Link:
+    """What the syncer says of a slot's link: bytes per second and seconds; None: not measured, not known."""
+
+    up: float | None
+    down: float | None
+    needs_up: float | None
+    needs_down: float | None
+    round_trip: float | None
+    thin: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The last refusal of a place, as the syncer's status has it."""
+
+    role: str
+    region: str
+    reason: str
+    fields: tuple[str, ...]
+    seconds_ago: float
+
+
+@dataclass(frozen=True, slots=True)
 class Slot:
     """One slot as the syncer's status has it."""
 
@@ -40,6 +64,7 @@ class Slot:
     merged: int
     step: int
     loss: float | None
+    link: Link | None = None  # None: nobody is there
 
     @property
     def holding(self) -> bool:
@@ -154,22 +179,43 @@ class View:
         return frozenset(str(p)[:UID_DIGITS] for p in waiting) if isinstance(waiting, list) else frozenset()
 
     @cached_property
+    def refusals(self) -> list[Refusal]:
+        """Whom the syncer has refused for good lately."""
+        rows = (self.document or {}).get("refusals")
+        return [_refusal(row) for row in rows or [] if isinstance(row, dict)]
+
+    @cached_property
+    def pages(self) -> list[dict[str, Any]]:
+        """Status pages of learners that answered, where the syncer is elsewhere; by the pods' names."""
+        told = sorted(self.observed.learners.items())
+        return [asked.document for _, asked in told if asked.document is not None and not asked.error]
+
+    @cached_property
     def said(self) -> str:
         """The phase that the syncer is in, or where it is elsewhere, the end that learners here were told;
         empty: not known."""
         if self.here.syncer:
             return str((self.document or {}).get("phase", ""))
-        phases = {
-            str(asked.document.get("phase", ""))
-            for asked in self.observed.learners.values()
-            if asked.document is not None and not asked.error
-        }
+        phases = {str(page.get("phase", "")) for page in self.pages}
         return next((end for end in ("deleted", "failed", "complete", "suspended") if end in phases), "")
 
     @property
     def merges(self) -> int | None:
-        value = (self.document or {}).get("merges")
-        return value if isinstance(value, int) else None
+        """Merges of the job: the syncer's number, or where it is elsewhere the greatest that a connected
+        learner has heard of. It falls when the syncer's store was set back. None: not known."""
+        if self.here.syncer:
+            return _whole((self.document or {}).get("merges"))
+        heard = [_whole(page.get("merges")) for page in self.pages if page.get("connected")]
+        return max((merges for merges in heard if merges is not None), default=None)
+
+    @property
+    def known_at(self) -> float:
+        """When what is known of merges was said; infinite: nobody is there who could say it."""
+        if self.here.syncer:
+            asked = self.asked
+            return math.inf if asked is None or asked.error else asked.at
+        told = [asked.at for asked in self.observed.learners.values() if not asked.error]
+        return max(told, default=math.inf)
 
     @property
     def required(self) -> int:
@@ -237,6 +283,38 @@ class View:
         return self.now - since.setdefault(fact, self.now)
 
 
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _figure(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _link(row: Any) -> Link | None:
+    if not isinstance(row, dict):
+        return None
+    return Link(
+        up=_figure(row.get("up_bytes_per_second")),
+        down=_figure(row.get("down_bytes_per_second")),
+        needs_up=_figure(row.get("needs_up_bytes_per_second")),
+        needs_down=_figure(row.get("needs_down_bytes_per_second")),
+        round_trip=_figure(row.get("round_trip_seconds")),
+        thin=bool(row.get("thin")),
+    )
+
+
+def _refusal(row: dict[str, Any]) -> Refusal:
+    fields, ago = row.get("fields"), _figure(row.get("seconds_ago"))
+    return Refusal(
+        role=str(row.get("role", "")),
+        region=str(row.get("region", "")),
+        reason=str(row.get("reason", "")),
+        fields=tuple(map(str, fields)) if isinstance(fields, list) else (),
+        seconds_ago=math.inf if ago is None else ago,
+    )
+
+
 def _slot(row: dict[str, Any]) -> Slot:
     heard, loss = row.get("heard_seconds_ago"), row.get("loss")
     ordinal = row.get("ordinal")
@@ -250,4 +328,5 @@ def _slot(row: dict[str, Any]) -> Slot:
         merged=int(row.get("merged_pushes") or 0),
         step=int(row.get("step") or 0),
         loss=float(loss) if isinstance(loss, int | float) else None,
+        link=_link(row.get("link")),
     )
