@@ -180,7 +180,13 @@ class Tape:
                 try:
                     self._store.create(name, *self._unsaved)
                 except AlreadyThere as error:
-                    raise TapeError(f"{name} was written by another syncer") from error
+                    # A put whose answer was lost: what is there is what was to be written, or its beginning.
+                    there = self._store.read(name, 1 << 32).splitlines(keepends=True)
+                    if not there or there != self._unsaved[: len(there)]:
+                        raise TapeError(f"{name} was written by another syncer") from error
+                    del self._unsaved[: len(there)]
+                    self._write(flush=True)
+                    return
                 self._unsaved.clear()
             return
         if not self._unsaved and not flush:

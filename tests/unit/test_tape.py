@@ -135,3 +135,21 @@ def test_a_jump_in_versions_is_found_unless_it_is_told(store: Store) -> None:
     with pytest.raises(TapeError, match="line 9: fragment 1 goes from version 3 to 5"):
         tapes.verify(store)
     assert json.loads(json.dumps(list(tapes.read(store))[6]))["reason"] == "damaged"
+
+
+def test_a_put_whose_answer_was_lost_is_known_again() -> None:
+    """In an object store; the same lines from the same place are the same put."""
+    store = open_store(f"memory://{uuid.uuid4().hex}/s")
+    tape, arrived = Tape(store), Tape(store)
+    arrived.append(record(0, 1))
+    arrived.flush()
+    tape.append(record(0, 1))
+    tape.append(record(1, 1))  # it came between the put and its repetition
+    tape.flush()
+    assert tapes.verify(store) == 2 == Tape(store).lines
+    late = Tape(store)
+    for one, fragment in ((tape, 0), (late, 1)):
+        one.append(record(fragment, 2))
+    tape.flush()
+    with pytest.raises(TapeError, match="another syncer"):
+        late.flush()
