@@ -14,6 +14,8 @@ EXTRAS := syncer,worker,operator,dev,tensorboard
 # An index to take torch from, as the install page of pytorch.org gives it for
 # your CPU or CUDA version; empty: the index that pip is set up with.
 TORCH_INDEX ?=
+# An S3 for tests, in an environment of its own: tests/s3/server.py says why.
+S3_SERVICE := $(VENV)/s3-service
 TORCH := $(shell sed -n 's/^torch==/torch==/p' requirements.lock)
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -qq
 
@@ -32,7 +34,7 @@ help: ## List these targets
 	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | sort | awk -F'|' '{printf "%-14s %s\n", $$1, $$2}'
 
 .PHONY: setup
-setup: $(STAMP) ## Make .venv and install everything, pinned (TORCH_INDEX=URL chooses the build of torch)
+setup: $(STAMP) $(S3_SERVICE)/.installed ## Make .venv and install everything, pinned (TORCH_INDEX=URL chooses the build of torch)
 
 $(STAMP): pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
@@ -45,6 +47,11 @@ $(STAMP): pyproject.toml requirements.lock
 	@$(PIP_INSTALL) -c requirements.lock -e '.[$(EXTRAS)]'
 	@touch $@
 
+$(S3_SERVICE)/.installed: tests/s3/requirements.txt | $(STAMP)
+	@test -x $(S3_SERVICE)/bin/python || $(BIN)/python -m venv $(S3_SERVICE)
+	@$(S3_SERVICE)/bin/python -m pip install --disable-pip-version-check -qq -r $<
+	@touch $@
+
 .PHONY: demo
 demo: $(STAMP) ## Train a small model with three learners, kill one, and show what happens (2-3 minutes)
 	@if [ -e $(DEMO_DIR)/report.json ] && ! grep -Eq '"outcome": *"interrupted"' $(DEMO_DIR)/report.json; then \
@@ -52,11 +59,11 @@ demo: $(STAMP) ## Train a small model with three learners, kill one, and show wh
 	$(BIN)/diloco run $(DEMO_JOB) --workdir $(DEMO_DIR) --chaos $(DEMO_CHAOS)
 
 .PHONY: test
-test: $(STAMP) ## Run the quick tests (within 10 minutes on two cores)
+test: $(STAMP) $(S3_SERVICE)/.installed ## Run the quick tests (within 10 minutes on two cores)
 	$(BIN)/python -m pytest -m "not slow and not e2e" $(PYTEST_ARGS)
 
 .PHONY: test-slow
-test-slow: $(STAMP) ## Run the slow tests
+test-slow: $(STAMP) $(S3_SERVICE)/.installed ## Run the slow tests
 	$(BIN)/python -m pytest -m "slow and not e2e" $(PYTEST_ARGS)
 
 # The cluster for the next ones: localkube ($LOCALKUBE or on PATH), kind, or current (KUBECONFIG).

@@ -1,7 +1,7 @@
 """The durable store: whole objects by name, created exclusively or replaced.
 
 A store is a flat space of names such as ``records/f0003-v00000017.rec`` in a local
-directory or an object store (through fsspec). Everything that the syncer must
+directory or an object store (buckets.py; others through fsspec). Everything that the syncer must
 not lose lies in it, and its rules rest on two promises of every implementation:
 
 - an object has its whole content or does not exist, also after a crash;
@@ -109,7 +109,8 @@ class Store(ABC):
         """The object's file, where the store has files; for reading large objects without copies."""
 
 
-def _checked(name: str) -> str:
+def checked(name: str) -> str:
+    """The name, if it is one. Raises ``ValueError``."""
     if not _NAME.match(name) or ".." in name:
         raise ValueError(f"not a name for a stored object: {name!r}")
     return name
@@ -131,7 +132,7 @@ class DirectoryStore(Store):
             raise NotWritable(error.errno, f"cannot make the store {self.root}: permission denied") from error
 
     def _path(self, name: str) -> Path:
-        return self.root / _checked(name)
+        return self.root / checked(name)
 
     def _folder(self, path: Path) -> None:
         if not path.parent.is_dir():
@@ -166,7 +167,7 @@ class DirectoryStore(Store):
 
     def names(self, folder: str) -> list[str]:
         try:
-            entries = os.scandir(self.root / _checked(folder))
+            entries = os.scandir(self.root / checked(folder))
         except FileNotFoundError:
             return []
         with entries:
@@ -188,10 +189,10 @@ class DirectoryStore(Store):
 
 
 class ObjectStore(Store):
-    """Objects in a bucket, through an fsspec file system that puts whole objects atomically.
+    """Objects through an fsspec file system that puts whole objects atomically; for what buckets.py
+    does not speak.
 
-    ``create`` is a conditional put (``pipe_file(mode="create")``), which s3fs, gcsfs,
-    adlfs and fsspec's own memory file system offer; a file system that
+    ``create`` is a conditional put (``pipe_file(mode="create")``); a file system that
     does not know the mode is refused when the store is opened.
     """
 
@@ -224,7 +225,7 @@ class ObjectStore(Store):
                 self._fs.rm_file(probe)
 
     def _path(self, name: str) -> str:
-        return f"{self._root}/{_checked(name)}"
+        return f"{self._root}/{checked(name)}"
 
     def create(self, name: str, *parts: Buffer) -> None:
         try:
@@ -282,12 +283,17 @@ def _joined(parts: Sequence[Buffer]) -> bytes:
 
 
 def open_store(where: str) -> Store:
-    """A directory, or an fsspec URI such as ``s3://bucket/folder``. Raises ``OSError`` with the cure."""
+    """A directory, a bucket such as ``s3://bucket/folder``, or another fsspec URI. Raises ``OSError`` with
+    the cure."""
     scheme, separator, _ = where.partition("://")
     if not separator:
         return DirectoryStore(where)
     if scheme in ("file", "local"):
         return DirectoryStore(where.partition("://")[2])
+    from diloco_syncer.buckets import SCHEMES, BucketStore
+
+    if scheme in SCHEMES:
+        return BucketStore(where)
     import fsspec
 
     try:

@@ -61,9 +61,13 @@ def raw_job(*overrides: str) -> DiLoCoJob:
 class SyncerProcess:
     """``python -m diloco_syncer`` on a store, with its log."""
 
-    def __init__(self, folder: Path, job: DiLoCoJob, store: Path | None = None) -> None:
+    def __init__(
+        self, folder: Path, job: DiLoCoJob, store: Path | None = None, uri: str = "",
+        env: dict[str, str] | None = None,
+    ) -> None:  # fmt: skip
         folder.mkdir(exist_ok=True)
         self.folder, self.job, self.store = folder, job, store or folder / "store"
+        self.uri, self.env = uri, env or {}
         self.log = folder / "log"
         self.key = make_key(folder / "key")
         self.starts = 0
@@ -83,10 +87,10 @@ class SyncerProcess:
             self.process = subprocess.Popen(
                 [
                     sys.executable, "-m", "diloco_syncer", "--job", self.folder / "job.json",
-                    "--store", self.store, "--control-key-file", self.folder / "key",
+                    "--store", self.uri or self.store, "--control-key-file", self.folder / "key",
                     "--address-file", addresses, "--threads", "1", *options,
                 ],
-                stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"},
+                stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1", **self.env},
             )  # fmt: skip
 
     def await_serving(self) -> SyncerProcess:

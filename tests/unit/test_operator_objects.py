@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import yaml
 
 from diloco_operator import names, objects, pods
 from diloco_operator.job import Job, place, read
@@ -302,6 +303,31 @@ def test_the_store(storage: dict[str, Any], volume: dict[str, Any], made: bool) 
     assert data == {"name": "data", **volume}
     command = container(template)["command"]
     assert command[command.index("--store") + 1] == storage.get("uri", "/var/lib/diloco/store")
+
+
+BUCKET = """
+spec:
+  serviceAccountName: train-bucket
+  containers:
+  - name: syncer
+    env:
+    - {name: AWS_ENDPOINT_URL, value: "https://s3.example.org"}
+    - name: AWS_ACCESS_KEY_ID
+      valueFrom: {secretKeyRef: {name: train-bucket, key: AWS_ACCESS_KEY_ID}}
+    envFrom:
+    - secretRef: {name: train-bucket}
+"""
+
+
+def test_credentials_of_a_bucket_come_with_the_pod_template() -> None:
+    syncer = {"storage": {"uri": "s3://bucket/x"}, "podTemplate": yaml.safe_load(BUCKET)}
+    assert not pods.refusals(job(syncer=syncer).spec)
+    spec = everything(job(syncer=syncer))[names.syncer_deployment("job")]["spec"]["template"]["spec"]
+    assert spec["serviceAccountName"] == "train-bucket" and spec["automountServiceAccountToken"] is False
+    main = next(one for one in spec["containers"] if one["name"] == "syncer")
+    assert [e["name"] for e in main["env"]] == ["DILOCO_POD", "AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID"]
+    assert main["envFrom"] == [{"secretRef": {"name": "train-bucket"}}]
+    assert main["securityContext"]["readOnlyRootFilesystem"] is True
 
 
 def test_a_claim_that_is_there_is_only_made_larger() -> None:

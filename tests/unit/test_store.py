@@ -1,4 +1,4 @@
-"""Both stores against the same rules; epochs; a disk that is full."""
+"""All stores against the same rules; epochs; a disk that is full."""
 
 from __future__ import annotations
 
@@ -25,12 +25,28 @@ from diloco_syncer.store import (
     open_store,
     successor,
 )
+from s3_service import S3Service, environment, given
 
 
-@pytest.fixture(params=["directory", "memory"])
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Service]:
+    service = S3Service(tmp_path_factory.mktemp("s3"))
+    try:
+        service.make_bucket("bucket")
+        with given(environment(service.url)):
+            yield service
+    finally:
+        service.stop()
+
+
+@pytest.fixture(params=["directory", "memory", "s3"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    where = str(tmp_path / "store") if request.param == "directory" else f"memory://{uuid.uuid4().hex}/store"
-    return open_store(where)
+    if request.param == "directory":
+        return open_store(str(tmp_path / "store"))
+    if request.param == "s3":
+        request.getfixturevalue("s3")
+        return open_store(f"s3://bucket/{uuid.uuid4().hex}/store")
+    return open_store(f"memory://{uuid.uuid4().hex}/store")
 
 
 def test_objects(store: Store) -> None:
