@@ -3,6 +3,8 @@ person is told."""
 
 from __future__ import annotations
 
+import http.server
+import json
 import socket
 import subprocess
 import sys
@@ -244,6 +246,40 @@ def test_an_identity_whose_token_is_not_there(s3: S3Service, tmp_path: Path) -> 
     role = {"AWS_WEB_IDENTITY_TOKEN_FILE": str(tmp_path / "token"), "AWS_ROLE_ARN": "arn:aws:iam::1:role/x"}
     with given({"AWS_ENDPOINT_URL": s3.url, **role}):
         assert "the credentials of its identity could not be had" in refused("s3://bucket/x")
+
+
+def test_credentials_of_an_identity_in_a_pod(s3: S3Service, tmp_path: Path) -> None:
+    """The interface by which a node's agent hands a pod its role's keys."""
+    shown: list[str | None] = []
+
+    class Agent(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            shown.append(self.headers["Authorization"])
+            keys = {"AccessKeyId": "a", "SecretAccessKey": SECRET, "Token": TOKEN}
+            body = json.dumps(keys | {"Expiration": "2099-01-01T00:00:00Z"}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    (tmp_path / "token").write_text("the pod's own")
+    with http.server.HTTPServer(("127.0.0.1", 0), Agent) as agent:
+        threading.Thread(target=agent.serve_forever, daemon=True).start()
+        env = {
+            "AWS_ENDPOINT_URL": s3.url,
+            "AWS_CONTAINER_CREDENTIALS_FULL_URI": f"http://127.0.0.1:{agent.server_port}/keys",
+            "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE": str(tmp_path / "token"),
+        }
+        try:
+            with given(env):
+                store = opened()
+                store.create("records/a", b"x")
+        finally:
+            agent.shutdown()
+    assert store.names("records") == ["records/a"] and set(shown) == {"the pod's own"}
 
 
 def test_no_credentials(s3: S3Service) -> None:
