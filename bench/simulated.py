@@ -21,6 +21,7 @@ from diloco_syncer import events as ev
 from diloco_syncer.config import CoreConfig
 from diloco_syncer.core import Core
 from diloco_syncer.doors import Doors
+from diloco_syncer.traffic import Traffic
 from diloco_worker.adoption import Adoption, AdoptionConfig, Broadcast, Rule
 
 LAYOUT = "0" * 64  # a digest; nobody here has a model
@@ -93,6 +94,7 @@ class Syncer:
         self.layout: Any = None
         self.message, self.problem = "", ""
         self.bytes_up = self.bytes_down = 0
+        self.traffic = Traffic(region.name for region in job.spec.regions)
         self.refused: Counter[str] = Counter()
         self.seconds = {"merge": 0.0, "quorum": 0.0, "waited": 0.0}
         self.events: deque[dict[str, Any]] = deque(maxlen=500)
@@ -234,6 +236,7 @@ class Syncer:
             plan.steps, plan.tokens, plan.compute_seconds, encoding, LAYOUT, report,
         )  # fmt: skip
         self.bytes_up += ELEMENTS
+        self.traffic.received(learner.region, learner.seat.slot, ELEMENTS)
         self._numbers += 1
         self.handle(ev.PushReceived(header, 1.0, True, self._numbers))
 

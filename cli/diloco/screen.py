@@ -227,10 +227,20 @@ def summary(report: dict[str, Any]) -> Table:
     if isinstance(report.get("goodput"), float):
         row("goodput", f"{report['goodput']:.3f}, uptime {report.get('uptime') or 0:.3f}")
     row("wire", f"{number(report.get('bytes_up'))} bytes up, {number(report.get('bytes_down'))} down")
+    regions = report.get("regions") or []
+    for region in regions if len(regions) > 1 else ():
+        row(f"wire {region.get('name') or 'others'}", carried_text(region))
     row("time", f"{report.get('wall_seconds') or 0:.1f} s")
     for fault in report.get("faults") or []:
         row("fault", fault_text(fault))
     return table
+
+
+def carried_text(region: dict[str, Any]) -> str:
+    """What a region's link carried."""
+    text = f"{number(region.get('bytes_up'))} bytes up, {number(region.get('bytes_down'))} down"
+    up, down = region.get("wire_bytes_up"), region.get("wire_bytes_down")
+    return text if up is None else f"{text}; with all beside it and TLS {number(up)} up, {number(down)} down"
 
 
 def fault_text(fault: dict[str, Any]) -> str:

@@ -31,9 +31,11 @@ from diloco_syncer.initial import InitialRefused
 from diloco_syncer.messages import held_to, reply
 from diloco_syncer.records import Array
 from diloco_syncer.relay import Relayed, largest_state
+from diloco_syncer.traffic import NOBODY
 
 if TYPE_CHECKING:
     from diloco_syncer.engine import Engine
+    from diloco_syncer.sessions import Connection
 
 log = logging.getLogger(__name__)
 
@@ -54,11 +56,14 @@ class Bulk:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    def _objection(self, process: str, peer: Peer) -> str:
+    def _objection(self, process: str, peer: Peer, context: Any) -> str:
         """Why this peer may not speak for a process: it is of another certificate. Empty: it may."""
         sessions = self._engine.sessions
         connection = sessions.of_process(process) if sessions.doors.limited else None
-        if connection is None or akin(connection.peer.names, peer.names):
+        if connection is None:
+            return ""
+        if akin(connection.peer.names, peer.names):
+            sessions.doors.comes_from(context, connection.place)
             return ""
         message = "a process with another certificate has this id"
         sessions.doors.note(peer, WRONG_PROCESS, message)
@@ -75,7 +80,7 @@ class Bulk:
                 raw = await anext(stream, b"")
             header = wire.parse(sync_pb2.UploadHeader, raw, wire.MAX_HEADER_BYTES)
             wire.check_format(header.format)
-            if objection := self._objection(header.process, peer):
+            if objection := self._objection(header.process, peer, context):
                 raise Refused(WRONG_PROCESS, objection)
             return await self._route(header, stream)
         except Refused as error:
@@ -134,7 +139,15 @@ class Bulk:
         finally:
             meter.end(time.monotonic(), received)
         self._engine.bytes_up += header.bytes
+        self._engine.traffic.received(*self._whose(connection), header.bytes)
         return done
+
+    def _whose(self, connection: Connection | None) -> tuple[str, int | None]:
+        """The place and the slot that a transfer is counted to."""
+        if connection is None:
+            return NOBODY, None
+        slot = self._engine.core.members.by_connection(connection.number)
+        return connection.place, None if slot is None else slot.index
 
     async def _push(self, header: sync_pb2.UploadHeader, stream: AsyncIterator[bytes]) -> bytes:
         engine = self._engine
@@ -230,7 +243,7 @@ class Bulk:
         try:
             request = wire.parse(sync_pb2.DownloadRequest, raw, wire.MAX_HEADER_BYTES)
             wire.check_format(request.format)
-            if objection := self._objection(request.process, peer):
+            if objection := self._objection(request.process, peer, context):
                 await context.abort(grpc.StatusCode.PERMISSION_DENIED, objection)
             receipt = self._receipt(request)
             data, versions, word = await self._find(request)
@@ -251,6 +264,8 @@ class Bulk:
             finally:
                 self._read(request, sent)
             self._engine.bytes_down += sent
+            connection = self._engine.sessions.of_process(request.process)
+            self._engine.traffic.sent(*self._whose(connection), sent)
         except WireError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 

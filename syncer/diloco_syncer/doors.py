@@ -45,6 +45,11 @@ class Doors:
             await self.refuse(context, peer, WRONG_TOKEN, code, message)
         return peer
 
+    def comes_from(self, context: Any, place: str) -> None:
+        """The call's connection is of that place (traffic.py)."""
+        if self.gate is not None:
+            self.gate.belongs(context.peer(), place)
+
     async def refuse(
         self, context: Any, peer: Peer, reason: str, code: grpc.StatusCode, message: str
     ) -> None:

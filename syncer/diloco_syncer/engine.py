@@ -52,6 +52,7 @@ from diloco_syncer.report import present_report
 from diloco_syncer.sessions import Sessions
 from diloco_syncer.store import HigherEpoch, NotThere
 from diloco_syncer.tape import Tape, TapeError
+from diloco_syncer.traffic import Traffic
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -116,6 +117,7 @@ class Engine:
         self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS_KEPT)
         self.refused: Counter[str] = Counter()
         self.bytes_up = self.bytes_down = 0
+        self.traffic = Traffic(region.name for region in job.spec.regions)
         self.seconds = {"merge": 0.0, "quorum": 0.0, "waited": 0.0}  # summed over merges
         self.outcome: asyncio.Future[int] = loop.create_future()
         self.why = ""  # of the outcome, for people
@@ -297,11 +299,13 @@ class Engine:
             "bytes_down": self.bytes_down,
             "events": self._numbers,
         }
+        walls["traffic"] = self.traffic.state(self.sessions.doors.gate)
         walls |= {"refused": dict(self.refused), "seconds": self.seconds}
         return {"core": self.core.state(self.clock(), time.time()), "walls": walls}
 
     def _load(self, walls: dict[str, Any]) -> None:
         self.bytes_up, self.bytes_down = walls["bytes_up"], walls["bytes_down"]
+        self.traffic.load(walls.get("traffic", {}))
         self._numbers = walls["events"]
         self.refused.update(walls["refused"])
         self.seconds.update(walls["seconds"])

@@ -21,6 +21,8 @@ thread's time.
   handshake has that many arrivals' time, which is enough for an honest one, whatever
   address it comes from. A certificate has its share of connections (``guards``), and all
   together ``MAX_CONNECTIONS``.
+- **Bytes** of those who were let in are summed up by place, a region mostly (``traffic``): each
+  link counts its own, and they are added where somebody asks or a link ends.
 - **Refusals** are counted by reason and logged, not more often than one a reason and ten
   seconds. The peer gets TLS's alert where there is one.
 """
@@ -149,7 +151,10 @@ class Gate:
         self._listening: socket.socket | None = None
         self._handshakes: dict[Link, float] = {}  # until when; in order
         self._open: dict[Link, Peer] = {}
-        self._peers: dict[str, Peer] = {}  # by gRPC's name of the connection
+        self._links: dict[str, Link] = {}  # by gRPC's name of the connection
+        self._carried: dict[str, tuple[int, int]] = {}  # by place, bytes in and out of links that are closed
+        # Links end in the gate's thread while the syncer's adds up: none may be counted twice or not at all.
+        self._counting = threading.Lock()
         self._by_certificate: Counter[str] = Counter()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="diloco-gate", daemon=True)
@@ -192,7 +197,22 @@ class Gate:
 
     def peer(self, called: str) -> Peer | None:
         """Who makes a call, by gRPC's word for the peer; None: it is gone, or never came through here."""
-        return self._peers.get(called)
+        link = self._links.get(called)
+        return None if link is None else self._open.get(link)
+
+    def belongs(self, called: str, place: str) -> None:
+        """The connection on which a call comes is of that place, and all its bytes are."""
+        link = self._links.get(called)
+        if link is not None:
+            link.place = place
+
+    def carried(self) -> dict[str, tuple[int, int]]:
+        """By place, bytes that came in and went out since this gate was made, as TLS has them."""
+        with self._counting:
+            sums = dict(self._carried)
+            for link in self._open:
+                _add(sums, link)
+        return sums
 
     def stop(self) -> None:
         """Close everything; blocks for a moment."""
@@ -301,7 +321,11 @@ class Gate:
             back.close()
             raise Refused("no-room", f"the server inside takes nobody: {error.strerror or error}") from error
         self._handshakes.pop(link, None)
-        self._open[link] = self._peers[f"unix-abstract:{name}"] = peer
+        named = {one.region for one in names if one.region in self._regions}
+        link.place = named.pop() if len(named) == 1 else ""
+        with self._counting:
+            self._open[link] = peer
+        self._links[f"unix-abstract:{name}"] = link
         self._by_certificate[peer.fingerprint] += 1
         return f"unix-abstract:{name}", back
 
@@ -318,9 +342,17 @@ class Gate:
     def gone(self, link: Link) -> None:
         """A link is closed."""
         self._handshakes.pop(link, None)
-        peer = self._open.pop(link, None)
+        with self._counting:
+            peer = self._open.pop(link, None)
+            if peer is not None:
+                _add(self._carried, link)
         if peer is not None:
-            self._peers.pop(link.key, None)
+            self._links.pop(link.key, None)
             self._by_certificate[peer.fingerprint] -= 1
             if not self._by_certificate[peer.fingerprint]:
                 del self._by_certificate[peer.fingerprint]
+
+
+def _add(sums: dict[str, tuple[int, int]], link: Link) -> None:
+    received, sent = sums.get(link.place, (0, 0))
+    sums[link.place] = received + link.received, sent + link.sent

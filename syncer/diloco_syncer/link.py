@@ -2,8 +2,9 @@
 
 No transports and no tasks: two sockets, an ``ssl.SSLObject`` over memory, and callbacks of
 the loop. Buffers for reading are shared by all links of a gate, because a callback
-leaves nothing in them. Back-pressure: while one side does not take what the other sent,
-the other is not read; so a link holds at most a buffer's worth in each direction.
+leaves nothing in them. Each link counts the bytes of its outer socket, once a call.
+Back-pressure: while one side does not take what the other sent, the other is not read; so
+a link holds at most a buffer's worth in each direction.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ class Link:
         self._down = b""  # not taken by the peer yet
         self._heard = self._ending = self._closed = False
         self.key = ""  # the server's name for this connection, once it is let in
+        self.received = self.sent = 0  # bytes at the outer socket, as TLS has them
+        self.place = ""  # whose they are (traffic.py)
         self._loop.add_reader(front, self._safely, self._shake)
 
     def _safely(self, what: Callable[[], None]) -> None:
@@ -86,6 +89,7 @@ class Link:
             if not self._heard and wire[0] != _TLS_HANDSHAKE:
                 raise Refused("not-tls", "what came is not TLS")
             self._heard = True
+            self.received += count
             self._in.write(wire[:count])
             try:
                 self._tls.do_handshake()
@@ -121,6 +125,7 @@ class Link:
         if not count:
             self._end()
             return
+        self.received += count
         self._in.write(self._gate.buffers.wire[:count])
         self._decrypt()
 
@@ -232,13 +237,14 @@ class Link:
         except OSError:
             self.close()
             return
+        self.sent += sent
         self._down = data[sent:]
 
     def _flush_out(self) -> None:
         """Of the handshake: small, so a peer that does not take it at once is left."""
         with contextlib.suppress(OSError):
             while self._out.pending:
-                self._front.send(self._out.read())
+                self.sent += self._front.send(self._out.read())
 
     # ------------------------------------------------------------- the end
 

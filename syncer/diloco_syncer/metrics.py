@@ -63,6 +63,7 @@ class StatusCollector(Collector):
         yield counter("round_wait_seconds", "Time from a round's opening to its merge", seconds["waited"])
         yield from self._labelled(document, job)
         yield from self._slots(document, job)
+        yield from self._carried(document, job)
 
     def _doors(self, doors: dict[str, Any], job: str) -> Iterator[Metric]:
         refused = CounterMetricFamily(
@@ -141,6 +142,29 @@ class StatusCollector(Collector):
                     [job, str(row["slot"]), row["region"], name.value], row["state"] == name.value
                 )
         yield state
+
+    def _carried(self, document: dict[str, Any], job: str) -> Iterator[Metric]:
+        for key, name, text in (
+            ("bytes_up", "received_bytes", "Bulk bytes received from"),
+            ("bytes_down", "sent_bytes", "Bulk bytes sent to"),
+        ):
+            slots = CounterMetricFamily(
+                f"diloco_slot_{name}", f"{text} the slot's learners", labels=["job", "slot", "region"]
+            )
+            for row in document["slots"]:
+                slots.add_metric([job, str(row["slot"]), row["region"]], row[key])
+            yield slots
+        for key, name, text in (
+            ("bytes_up", "region_received_bytes", "Bulk bytes received from the region"),
+            ("bytes_down", "region_sent_bytes", "Bulk bytes sent to the region"),
+            ("wire_bytes_up", "region_wire_received_bytes", "All bytes received from the region, with TLS"),
+            ("wire_bytes_down", "region_wire_sent_bytes", "All bytes sent to the region, with TLS"),
+        ):
+            regions = CounterMetricFamily(f"diloco_{name}", text, labels=["job", "region"])
+            for row in document["regions"]:
+                if row[key] is not None:
+                    regions.add_metric([job, row["name"]], row[key])
+            yield regions
 
     def _links(self, document: dict[str, Any], job: str) -> Iterator[Metric]:
         columns = {

@@ -55,10 +55,11 @@ def status(engine: Engine) -> dict[str, Any]:
     """The status document (docs/design.md)."""
     document = {"job": engine.job.metadata.name} | engine.core.status(engine.clock())
     document["message"] = engine.message
-    document["slots"] = with_links(engine, document["slots"])
+    document["slots"] = engine.traffic.with_slots(with_links(engine, document["slots"]))
     document |= {
         "bytes_up": engine.bytes_up,
         "bytes_down": engine.bytes_down,
+        "regions": engine.traffic.rows(engine.sessions.doors.gate),
         "refused": dict(engine.refused),
         "sessions": engine.sessions.count,
         "doors": engine.sessions.doors.status(),
@@ -84,6 +85,7 @@ def present_report(engine: Engine) -> dict[str, Any]:
     earlier runs included. ``outcome`` of a job that has not ended, or was suspended, is interrupted.
     """
     core, now = engine.core, engine.clock()
+    reported = core.report(now)
     document = {
         "schema": SCHEMA,
         "outcome": _OUTCOMES.get(core.phase, "interrupted"),
@@ -91,9 +93,11 @@ def present_report(engine: Engine) -> dict[str, Any]:
         "spec_digest": spec_digest(engine.job),
         "layout_digest": engine.layout.digest if engine.layout is not None else "",
         "wall_seconds": core.status(now)["elapsed_seconds"],
-        **core.report(now),
+        **reported,
+        "learners": engine.traffic.with_slots(reported["learners"]),
         "bytes_up": engine.bytes_up,
         "bytes_down": engine.bytes_down,
+        "regions": engine.traffic.rows(engine.sessions.doors.gate),
         "faults": [],
         "syncer": {
             "epoch": engine.epoch,

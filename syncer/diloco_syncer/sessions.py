@@ -50,7 +50,7 @@ class Connection:
 
     def __init__(self, number: int, peer: Peer = PLAIN) -> None:
         self.number, self.peer = number, peer
-        self.process = ""
+        self.process = self.place = ""  # place: where its bytes are counted
         self.queue: deque[bytes] = deque()
         self.wake = asyncio.Event()
         self.welcomed = False  # Welcome comes first; what is said to all before it is in it
@@ -119,6 +119,8 @@ class Sessions:
         if not await self._believed(join, attempt, peer, context):
             return
         connection.process = join.process
+        connection.place = self._engine.traffic.place(join.region, join.evaluator)
+        self.doors.comes_from(context, connection.place)
         self._connections[connection.number] = connection
         log.info("session %d: %s %s-%d joins", connection.number, join.process, join.region, join.ordinal)
         self.doors.guards.opened(peer)

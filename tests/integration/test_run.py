@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(300)  # each waits with its own limits, which n
 NAMES = {
     "schema", "outcome", "seed", "spec_digest", "layout_digest", "wall_seconds", "steps", "merges",
     "versions", "tokens", "ledger", "goodput", "uptime", "initial_loss", "final_loss", "eval_loss",
-    "bytes_up", "bytes_down", "learners", "faults", "holds", "syncer",
+    "bytes_up", "bytes_down", "regions", "learners", "faults", "holds", "syncer",
 }  # fmt: skip
 INNER = {
     "versions": {"min", "max"},
@@ -33,8 +33,9 @@ INNER = {
     "ledger": {"fragment", "merged", "pending", "dropped", "reasons"},
     "learners": {
         "slot", "retired", "incarnations", "steps", "tokens", "compute_seconds", "stalled_seconds",
-        "merged_pushes",
+        "merged_pushes", "bytes_up", "bytes_down",
     },
+    "regions": {"name", "bytes_up", "bytes_down", "wire_bytes_up", "wire_bytes_down"},
     "faults": {
         "at_seconds", "action", "target", "detected_seconds", "joined_seconds", "first_step_seconds",
         "recovered_seconds",
@@ -65,6 +66,12 @@ def test_a_job_runs_to_its_end_and_what_it_leaves_is_whole(start: Callable[..., 
     assert report["syncer"]["restarts"] == 0 and report["syncer"]["peak_rss_bytes"] > 10 << 20
     assert report["faults"] == [] and len(report["learners"]) == 2
     assert 0 < report["goodput"] <= 1 and report["bytes_up"] > 0 and report["bytes_down"] > 0
+    # Every byte is somebody's: learners' and the evaluator's.
+    for way in ("bytes_up", "bytes_down"):
+        assert sum(row[way] for row in report["regions"]) == report[way]
+        assert sum(row[way] for row in report["learners"]) <= report[way]
+    assert report["regions"][0]["name"] == "local" and report["regions"][0]["bytes_up"] > 0
+    assert all(row["wire_bytes_up"] is None for row in report["regions"]), "without certificates nobody knows"
     check_ledger(report)
     rows = [json.loads(line) for line in (run.workdir / "metrics.jsonl").read_text().splitlines()]
     assert {"status", "learner-local-0", "learner-local-1"} <= {row["source"] for row in rows}

@@ -74,6 +74,10 @@ def test_a_job_from_start_to_end_over_tls(tmp_path: Path, made: list[Hub | Pod])
         assert not strangers[who].status()["joined"], who
     report = hub.report()
     assert report["merges"] > 3 and report["tokens"]["trained"] == report["tokens"]["merged"]
+    # On the wire there is the payload and what goes with it.
+    for region in report["regions"]:
+        for way in ("up", "down"):
+            assert region[f"wire_bytes_{way}"] > region[f"bytes_{way}"], region
     # The control port needs the key and no certificate; a join token opens nothing there.
     status = asyncio.run(hub.call("status"))
     assert status["phase"] == "complete"

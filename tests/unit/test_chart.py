@@ -148,7 +148,7 @@ def status_document() -> dict[str, Any]:
     row = {
         "slot": 0, "region": "local", "ordinal": 0, "state": next(iter(SlotState)).value, "step": 1,
         "tokens": 1, "loss": 1.0, "step_seconds": 1.0, "compute_seconds": 1.0, "stalled_seconds": 1.0,
-        "merged_pushes": 1, "starved": False,
+        "merged_pushes": 1, "starved": False, "bytes_up": 1, "bytes_down": 1,
         "link": {
             "up_bytes_per_second": 1.0, "down_bytes_per_second": 1.0, "round_trip_seconds": 1.0,
             "needs_up_bytes_per_second": 1.0, "needs_down_bytes_per_second": 1.0, "thin": False,
@@ -166,6 +166,9 @@ def status_document() -> dict[str, Any]:
         "eval_loss": [[1, 1.0]], "merges": 1, "bytes_up": 1, "bytes_down": 1, "phase": "training",
         "seconds": {"merge": 1.0, "quorum": 1.0, "waited": 1.0}, "tokens": {"trained": 1}, "versions": [1],
         "refused": {"other-round": 1}, "slots": [row],
+        "regions": [
+            {"name": "eu", "bytes_up": 1, "bytes_down": 1, "wire_bytes_up": 2, "wire_bytes_down": 2},
+        ],
     }  # fmt: skip
 
 

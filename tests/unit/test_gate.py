@@ -148,7 +148,7 @@ async def test_who_calls_is_known(parties: Parties) -> None:
         assert (await there.call(made)).startswith("the learner of job ns/tiny (")
         assert there.refused == {} and there.gate.peer("unix-abstract:diloco-guessed") is None
         await until(lambda: there.gate.connections == 0, "closed connections to be forgotten")
-        assert not there.gate._peers and not there.gate._by_certificate
+        assert not there.gate._links and not there.gate._by_certificate
         folder = Path(there.gate.inside.removeprefix("unix:")).parent
         assert folder.stat().st_mode & 0o077 == 0
     assert not folder.exists()

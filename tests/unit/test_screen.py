@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from typing import Any
 
 from rich.console import Console
@@ -125,7 +126,11 @@ def test_the_summary_of_full_and_of_empty_reports() -> None:
     full = {"outcome": "complete", "initial_loss": 5.5, "final_loss": 2.0, "goodput": 0.9,
             "uptime": 1.0,
             "tokens": {"trained": 10, "merged": 9, "pending": 1, "dropped": 0},
-            "faults": [fault]}  # fmt: skip
+            "faults": [fault],
+            "regions": [
+                {"name": "eu", "bytes_up": 7, "bytes_down": 8, "wire_bytes_up": 9, "wire_bytes_down": 11},
+                {"name": "", "bytes_up": 0, "bytes_down": 5, "wire_bytes_up": None, "wire_bytes_down": None},
+            ]}  # fmt: skip
     console = Console(file=io.StringIO(), width=140)
     console.print(summary(full))
     console.print(summary({}))
@@ -135,3 +140,5 @@ def test_the_summary_of_full_and_of_empty_reports() -> None:
         and "10 trained, 9 merged" in text
         and "recovered -" in text
     )
+    assert "wire eu" in text and "7 bytes up, 8 down; with all beside it and TLS 9 up, 11 down" in text
+    assert re.search(r"wire others +0 bytes up, 5 down +\n", text)
