@@ -26,7 +26,7 @@ DEMO_CHAOS ?= 30s:kill:learner-1
 CRDS := manifests/crd.yaml charts/diloco/files/crd.yaml
 # Words for pytest, for instance PYTEST_ARGS="-k ledger -x".
 PYTEST_ARGS ?=
-BENCHES := merge codec wire overlap
+BENCHES := merge codec wire overlap encodings
 BENCH_ARGS ?=
 
 .PHONY: help
@@ -122,7 +122,7 @@ format: $(STAMP) ## Format the code and sort its imports
 	$(BIN)/ruff format .
 
 .PHONY: bench
-bench: $(STAMP) ## Measure merge, codec, wire and overlap, each against its references (BENCH_ARGS=--quick)
+bench: $(STAMP) ## Measure merge, codec, wire, overlap and what encodings cost, each against its references (BENCH_ARGS=--quick)
 	@for name in $(BENCHES); do echo "== $$name"; $(BIN)/python bench/$$name.py $(BENCH_ARGS); done
 
 .PHONY: bench-operator
