@@ -19,7 +19,7 @@ from diloco_protocol.credentials import Credentials
 from diloco_protocol.layout import Layout, Tensor
 from diloco_protocol.load import parse_job
 from diloco_syncer import events as ev
-from diloco_syncer import initial, service
+from diloco_syncer import initial, report, service
 from diloco_syncer.bulk import Bulk
 from diloco_syncer.engine import Engine
 from diloco_syncer.events import PhaseName
@@ -218,6 +218,26 @@ def _header(fields: dict[str, Any]) -> ev.PushHeader:
     from diloco_syncer.messages import push_from
 
     return push_from(sync_pb2.UploadHeader(**fields))
+
+
+async def test_bytes_by_region_and_slot_are_the_totals_and_outlive_the_syncer(tmp_path: Path) -> None:
+    def counted(engine: Engine) -> tuple[Any, ...]:
+        shown = report.status(engine)
+        assert sum(row["bytes_up"] for row in shown["regions"]) == shown["bytes_up"]
+        return shown["bytes_up"], shown["regions"], [row["bytes_up"] for row in shown["slots"]]
+
+    async with Bench(tmp_path) as bench:
+        bench.connect(1, 0, "a").place = bench.engine.traffic.place("local", False)
+        await bench.initialise("a")
+        delta = np.ones(LAYOUT.elements(0), np.float32)
+        before = counted(bench.engine)
+        assert (await bench.upload("a", delta, **bench.offer(1))).accepted
+        total, regions, slots = counted(bench.engine)
+        assert total == before[0] + delta.nbytes and regions[0]["name"] == "local"
+        assert slots[0] - before[2][0] == delta.nbytes and sum(slots) <= total == regions[0]["bytes_up"]
+        await bench.engine.checkpoint()
+    async with Bench(tmp_path) as bench:
+        assert counted(bench.engine) == (total, regions, slots)
 
 
 # ------------------------------------------------------------------ version 0
