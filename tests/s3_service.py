@@ -82,13 +82,13 @@ def given(env: dict[str, str]) -> Iterator[None]:
 
 
 class Relay:
-    """Passes bytes between ``url`` and a service, and fails as networks do."""
+    """Passes bytes between ``url``, at ``host``'s address, and a service, and fails as networks do."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
         self._target = port
-        self._server = socket.create_server(("127.0.0.1", 0))
+        self._server = socket.create_server((host, 0))
         self.port = self._server.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"http://{host}:{self.port}"
         self._open: set[socket.socket] = set()
         self._flowing = threading.Event()
         self._flowing.set()

@@ -3,15 +3,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from s3_service import Relay, S3Service, environment
+
 from ..clusters import Cluster, until
 from ..jobs import pod_template
-from .world import EU, HUB, NODE_PORT, US, RunJob, World, contributes, merged_of
+from .world import EU, HUB, NODE_PORT, US, RunJob, World, contributes, merged_of, node_address
 
 pytestmark = pytest.mark.timeout(1200)
 ELSEWHERE = NODE_PORT + 1
@@ -64,53 +69,69 @@ def kept_volume(world: World, name: str, folder: Path) -> None:
     )  # fmt: skip
 
 
-def in_object_store(claim: str) -> dict[str, Any]:
-    """The checkpoint through fsspec, as to a bucket; the bucket is a folder of the kept volume."""
+@contextlib.contextmanager
+def bucket(world: World, folder: Path) -> Iterator[dict[str, Any]]:
+    """A bucket outside of all clusters, at this machine's address; spec.syncer's fields for it."""
+    service = S3Service(folder)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((node_address(world.hub), 9))  # sends nothing: which of our addresses it would use
+        way = Relay(service.port, probe.getsockname()[0])
     template = pod_template("syncer", "200m")
-    template["spec"]["volumes"] = [{"name": "bucket", "persistentVolumeClaim": {"claimName": claim}}]
-    template["spec"]["containers"][0]["volumeMounts"] = [{"name": "bucket", "mountPath": "/bucket"}]
-    return {"storage": {"uri": "file:///bucket/job"}, "podTemplate": template}
+    env = environment(way.url) | {"AWS_REGION": "us-east-1"}
+    template["spec"]["containers"][0]["env"] = [{"name": k, "value": v} for k, v in env.items()]
+    try:
+        name = service.make_bucket("train-state")
+        yield {"storage": {"uri": f"s3://{name}/job"}, "podTemplate": template}
+    finally:
+        way.close()
+        service.stop()
 
 
-@pytest.mark.parametrize("kept", ["volume", "object-store"])
+@pytest.mark.parametrize("kept", ["volume", "bucket"])
 def test_the_hub_is_destroyed_and_built_again(
     world: World, run_job: RunJob, tmp_path: Path, kept: str
 ) -> None:
     """Elsewhere: at another port. Learners train on meanwhile, and follow without being started again."""
-    name = f"hub-{kept}"
-    syncer = {"storage": {"claimName": name}} if kept == "volume" else in_object_store(name)
-    kept_volume(world, name, tmp_path / "volume")
-    regions = {EU: 1, US: 1}
-    patient = {"staleness": {"maxSteps": 100_000}}  # steps for which learners go on alone
-    job = run_job(name, regions, syncer=syncer, sync=patient)
-    job.in_merges(2)
-    job.merging_on()
-    pods = world.identities(name, EU, US)
-    before = job.training()
-    steps = {row["region"]: row["step"] for row in before["slots"]}
-    began = time.time()
-    world.destroy(HUB)
-    for region in (EU, US):
-        world.job(name, region).wait_condition("HubReachable", "False", timeout=90)
-    world.begin(HUB)
-    kept_volume(world, name, tmp_path / "volume")
-    document = world.document(
-        name, regions, ELSEWHERE, syncer=syncer, sync={"staleness": {"maxSteps": 100_000}}
-    )
-    for cluster in (HUB, EU, US):
-        world.give(document, cluster)
-    job = world.job(name)
-    after = job.wait_training("an epoch of the new hub", lambda d: d["epoch"] > before["epoch"], 240)
-    assert all(a >= b for a, b in zip(after["versions"], before["versions"], strict=True)), "merges were lost"
-    for region in (EU, US):
-        contributes(job, region, 240)
-    took = time.time() - began
-    print(f"{kept}: both regions in merges {took:.0f} s after the hub was destroyed, building it included")
-    assert world.identities(name, EU, US) == pods, "a learner was started again"
-    later = {row["region"]: row["step"] for row in job.training()["slots"]}
-    assert all(later[region] > steps[region] for region in (EU, US))
-    job.wait_condition("QuorumMet", timeout=60)
-    job.exact()
+    name, folder = f"hub-{kept}", tmp_path / "volume"
+    with contextlib.ExitStack() as stack:
+        if kept == "volume":
+            syncer: dict[str, Any] = {"storage": {"claimName": name}}
+            kept_volume(world, name, folder)
+        else:
+            syncer = stack.enter_context(bucket(world, tmp_path))
+        regions = {EU: 1, US: 1}
+        patient = {"staleness": {"maxSteps": 100_000}}  # steps for which learners go on alone
+        job = run_job(name, regions, syncer=syncer, sync=patient)
+        job.in_merges(2)
+        job.merging_on()
+        pods = world.identities(name, EU, US)
+        before = job.training()
+        steps = {row["region"]: row["step"] for row in before["slots"]}
+        began = time.time()
+        world.destroy(HUB)
+        for region in (EU, US):
+            world.job(name, region).wait_condition("HubReachable", "False", timeout=90)
+        world.begin(HUB)
+        if kept == "volume":
+            kept_volume(world, name, folder)
+        document = world.document(name, regions, ELSEWHERE, syncer=syncer, sync=patient)
+        for cluster in (HUB, EU, US):
+            world.give(document, cluster)
+        job = world.job(name)
+        after = job.wait_training("an epoch of the new hub", lambda d: d["epoch"] > before["epoch"], 240)
+        assert all(a >= b for a, b in zip(after["versions"], before["versions"], strict=True)), "merges lost"
+        for region in (EU, US):
+            contributes(job, region, 240)
+        took = time.time() - began
+        print(
+            f"{kept}: both regions in merges {took:.0f} s after the hub was destroyed, its building included"
+        )
+        assert world.identities(name, EU, US) == pods, "a learner was started again"
+        later = {row["region"]: row["step"] for row in job.training()["slots"]}
+        assert all(later[region] > steps[region] for region in (EU, US))
+        job.wait_condition("QuorumMet", timeout=60)
+        job.exact()
+        world.delete(name)  # while its bucket is there
 
 
 def on_node(cluster: Cluster, number: int) -> dict[str, Any]:
