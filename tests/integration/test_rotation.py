@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pods import Hub, Pod, make_job, wait_for
@@ -103,16 +104,18 @@ def test_certificates_are_replaced_while_a_job_runs(tmp_path: Path, made: list[H
     time.sleep(1.1)  # the files are looked at once a second, when somebody connects
     assert wire.break_all_but_the_oldest() > 0
 
-    def merged(region: str) -> int:
-        return next(int(row["merged_pushes"]) for row in hub.status()["slots"] if row["region"] == region)
-
     wait_for(lambda: "bulk transfers fail" in europe.text(), "the learner to doubt its channels", 60)
-    start = merged("eu-1")
-    wait_for(lambda: merged("eu-1") > start, "its work to be merged under the new certificate")
     for pod in (europe, america):
         assert pod.running
-    assert all(row["state"] == "active" for row in hub.status()["slots"])
     assert "the credentials have changed: new connections get the new ones" in hub.text()
+    # Alone, so that no round with a quorum of one is over before its push is there.
+    america.terminate()
+
+    def merged(status: dict[str, Any]) -> int:
+        return next(int(row["merged_pushes"]) for row in status["slots"] if row["region"] == "eu-1")
+
+    start = merged(hub.status())
+    hub.waits_until(lambda s: merged(s) > start + 3, "its work to be merged under the new certificate")
     for one in (hub, europe, america):
         assert TOKEN not in one.text() and "PRIVATE" not in one.text()
 
