@@ -56,7 +56,7 @@ def complete(result: Result, job: DiLoCoJob) -> dict[str, Any]:
         "initial_loss": evaluations[0][1] if evaluations and evaluations[0][0] == 0 else None,
         "final_loss": None, "eval_loss": evaluations,
         "bytes_up": status.get("bytes_up") or 0, "bytes_down": status.get("bytes_down") or 0,
-        "regions": status.get("regions"), "learners": None, "faults": [], "holds": None,
+        "regions": status.get("regions"), "learners": None, "faults": [], "holds": None, "regions_lost": None,
         "syncer": {"epoch": status.get("epoch")},
     }  # fmt: skip
     report = {**known, **(result.report or {})}

@@ -105,6 +105,7 @@ class Slot:
         self.merged.clear()
 
 
+ABSENCES = 1000  # that a job remembers
 _DURABLE = (
     "retired",
     "region",
@@ -116,6 +117,15 @@ _DURABLE = (
     "step_at_seat",
     "merged_pushes",
 )
+
+
+@dataclass(slots=True)
+class Absence:
+    """A time in which a region was lost, in the job's elapsed seconds; ``until`` None: it still is."""
+
+    region: str
+    since: float
+    until: float | None
 
 
 class Membership:
@@ -134,6 +144,7 @@ class Membership:
         # Of these, region -> since when nobody is there; -inf: it was lost already in an earlier life.
         self.silent_since: dict[str, float] = {}
         self.lost: list[str] = []  # of these, those that count as lost
+        self.absences: list[Absence] = []  # the newest ABSENCES, in their order
 
     @property
     def current(self) -> list[Slot]:
@@ -222,9 +233,27 @@ class Membership:
         self.silent_since = {region: self.silent_since.get(region, now) for region in silent}
         self.lost = [region for region, since in self.silent_since.items() if now - since >= patience]
 
+    def note_absences(self, now: float, elapsed: float) -> tuple[list[str], list[str]]:
+        """Write down who is lost, and who is back; regions of which either is new. ``elapsed``: the job's
+        seconds at ``now``."""
+        away = {absence.region: absence for absence in self.absences if absence.until is None}
+        gone = [region for region in self.lost if region not in away]
+        back = [region for region in away if region not in self.lost]
+        for region in gone:
+            since = elapsed - (now - self.silent_since[region])
+            self.absences.append(Absence(region, max(0.0, since), None))
+        for region in back:
+            away[region].until = elapsed
+        del self.absences[:-ABSENCES]
+        return gone, back
+
     def to_json(self) -> dict[str, Any]:
         return {
-            "regions": {"seen": sorted(self.seen), "lost": self.lost},
+            "regions": {
+                "seen": sorted(self.seen),
+                "lost": self.lost,
+                "absences": [[a.region, a.since, a.until] for a in self.absences],
+            },
             "next_incarnation": self.next_incarnation,
             "places": [[region, ordinal] for region, ordinal in self.places],
             "pods": [[region, ordinal, pods] for (region, ordinal), pods in self.pods.items()],
@@ -257,6 +286,7 @@ class Membership:
         regions = row.get("regions") or {}
         self.seen = set(regions.get("seen", ())) or {s.region for s in self.slots if s.incarnation}
         self.silent_since = dict.fromkeys(regions.get("lost", ()), -math.inf)
+        self.absences = [Absence(*saved) for saved in regions.get("absences", ())]
         before = row.get("places")
         self._arrange(None if before is None else {(region, ordinal) for region, ordinal in before})
 

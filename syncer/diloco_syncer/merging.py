@@ -163,7 +163,8 @@ class Merging:
         assert self.job.rounds
         if self.job.phase is PhaseName.DRAINING and not self.job.config.rules.deterministic:
             return  # one last merge of everything, when all have offered
-        if self.job.phase is PhaseName.HOLDING and self.job.members.lost:
+        missed = self.job.members.lost and self.job.config.on_region_lost != "Continue"
+        if self.job.phase is PhaseName.HOLDING and missed:
             return  # enough may have pushed, but it is to wait for them
         reachable = self.job.members.reachable()
         for opened in list(self.job.rounds.open.values()):

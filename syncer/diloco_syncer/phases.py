@@ -94,7 +94,10 @@ class Phases:
     def _training(self, now: float) -> list[Action] | None:
         if self._stop_reached(now):
             return self._drain(PhaseName.COMPLETE, "the stop is reached", now)
-        lost = self._lost_regions(now)
+        told = self._watch_regions(now)
+        if told:
+            return told
+        lost = self._missed_regions()
         if lost and self.config.on_region_lost == "Fail":
             return self._end(PhaseName.FAILED, f"{lost}, and failurePolicy.onRegionLost is Fail", now)
         quorum = self.config.rules.quorum
@@ -112,13 +115,24 @@ class Phases:
             return [*self._set(PhaseName.TRAINING, message, now), ev.Note("resume", -1, 0, message)]
         return None
 
-    def _lost_regions(self, now: float) -> str:
+    def _watch_regions(self, now: float) -> list[Action]:
+        """Which regions are lost since the last look, and which are back: told, and kept for the report."""
+        members, patience = self.job.members, self.config.region_lost_seconds
+        members.watch_regions(now, patience)
+        gone, back = members.note_absences(now, self.job.clock.elapsed(now))
+        notes = [
+            ev.Note("region-lost", -1, 0, f"nobody of region {region} was heard for {patience:g} s")
+            for region in gone
+        ]
+        notes += [ev.Note("region-back", -1, 0, f"region {region} is heard again") for region in back]
+        return [ev.Persist(), *notes] if notes else []
+
+    def _missed_regions(self) -> str:
         """What is said of lost regions; empty: none, or the job goes on without them."""
-        if self.config.on_region_lost == "Continue":
-            return ""
-        self.job.members.watch_regions(now, self.config.region_lost_seconds)
         lost = ", ".join(self.job.members.lost)
-        return f"nobody of region {lost} was heard for {self.config.region_lost_seconds:g} s" if lost else ""
+        if not lost or self.config.on_region_lost == "Continue":
+            return ""
+        return f"nobody of region {lost} was heard for {self.config.region_lost_seconds:g} s"
 
     def _draining(self, now: float) -> list[Action] | None:
         staying = [s for s in self.job.members.slots if s.occupied]

@@ -133,4 +133,12 @@ def core_report(job: Job, now: float) -> dict[str, Any]:
             {"from_seconds": since, "to_seconds": end if until is None else until}
             for since, until in job.clock.holds
         ],
+        "regions_lost": [
+            {
+                "region": absence.region,
+                "from_seconds": absence.since,
+                "to_seconds": end if absence.until is None else absence.until,
+            }
+            for absence in job.members.absences
+        ],
     }

@@ -172,6 +172,8 @@ def train_in_both(desk: Desk) -> None:
     for connection in (1, 2, 3):
         desk.report(connection, 0)
     assert desk.core.phase is PhaseName.TRAINING
+    for connection in (1, 2, 3):
+        desk.report(connection, 1)  # the job's time begins
 
 
 def stay(desk: Desk, seconds: float) -> None:
@@ -179,7 +181,7 @@ def stay(desk: Desk, seconds: float) -> None:
     for _ in range(round(seconds / 5)):
         desk.later(5.0)
         for connection in (1, 2):
-            desk.report(connection, 0)
+            desk.report(connection, 1)
 
 
 def full_round(desk: Desk) -> list[ev.Action]:
@@ -202,10 +204,16 @@ def test_a_region_is_lost(policy: str) -> None:
         assert "region far was heard for 60 s" in desk.core.phase_message
     if policy == "Fail":
         return
+    told = [note.kind for note in of(desk.log, ev.Note)]
+    assert told.count("region-lost") == 1 and "region-back" not in told
     assert bool(of(full_round(desk), ev.Merge)) == (policy == "Continue")
     if policy == "Hold":
         assert desk.core.status(desk.now)["hold_since_seconds"] is not None
-        assert of(desk.join(4, 0, region="far"), ev.Note)
+    assert of(desk.join(4, 0, region="far"), ev.Note)
+    assert [note.kind for note in of(desk.log, ev.Note)].count("region-back") == 1
+    (row,) = desk.core.report(desk.now)["regions_lost"]
+    assert row["region"] == "far" and 60 <= row["to_seconds"] - row["from_seconds"] < 70
+    if policy == "Hold":
         assert desk.core.phase is PhaseName.TRAINING
         assert of(desk.log, ev.Merge), "what waited is merged"
 
@@ -223,6 +231,8 @@ def test_a_hold_for_a_region_outlives_the_syncer() -> None:
     assert again.core.phase is PhaseName.HOLDING
     again.join(3, 0, region="far")
     assert again.core.phase is PhaseName.TRAINING
+    (row,) = again.core.report(again.now)["regions_lost"]  # one, not another for each syncer
+    assert row["region"] == "far" and row["to_seconds"] - row["from_seconds"] >= 60
 
 
 def test_a_region_that_was_never_there_is_not_lost() -> None:

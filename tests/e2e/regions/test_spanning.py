@@ -70,6 +70,8 @@ def test_a_region_is_cut_off(world: World, run_job: RunJob) -> None:
     world.job("cut", US).wait_condition("HubReachable", timeout=60)
     assert world.identities("cut", EU, US) == pods, "something restarted"
     job.exact()
+    (row,) = job.page("/report")["regions_lost"]
+    assert row["region"] == US and 30 < row["to_seconds"] - row["from_seconds"] < 100, row
     told = [event["reason"] for event in job.events()]
     assert "RegionLost" in told and "RegionBack" in told
     assert took < 15
