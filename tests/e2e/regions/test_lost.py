@@ -23,9 +23,8 @@ ELSEWHERE = NODE_PORT + 1
 
 
 def test_a_regions_cluster_is_destroyed_and_built_again(world: World, run_job: RunJob) -> None:
-    job = run_job("rebuilt", {EU: 1, US: 1}, tokens=1_000_000, failurePolicy={"regionLostSeconds": 20})
-    document = world.document("rebuilt", {EU: 1, US: 1}, tokens=1_000_000,
-                              failurePolicy={"regionLostSeconds": 20})  # fmt: skip
+    regions, policy = {EU: 1, US: 1}, {"regionLostSeconds": 20}
+    job = run_job("rebuilt", regions, failurePolicy=policy)
     job.in_merges(2)
     pods = world.identities("rebuilt", EU)
     began = time.time()
@@ -33,7 +32,7 @@ def test_a_regions_cluster_is_destroyed_and_built_again(world: World, run_job: R
     job.wait_condition("RegionLost", timeout=90)
     alone = job.merging_on()
     world.begin(US)
-    world.give(document, US)
+    world.give(world.document("rebuilt", regions, failurePolicy=policy), US)
     after = job.wait_training(
         "the new cluster's learner is in merges",
         lambda d: merged_of(d, US) > merged_of(alone, US) and d["quorum"]["active"] == 2,
@@ -43,7 +42,11 @@ def test_a_regions_cluster_is_destroyed_and_built_again(world: World, run_job: R
     assert after["epoch"] == alone["epoch"]
     job.wait_condition("RegionLost", "False", timeout=60)
     assert world.identities("rebuilt", EU) == pods
-    job.wait_condition("Complete", timeout=900)
+    enough = job.training()["tokens"]["trained"] + 100_000
+    for cluster in (HUB, EU, US):
+        world.give(world.document("rebuilt", regions, tokens=enough, failurePolicy=policy), cluster)
+    for cluster in (HUB, EU, US):
+        world.job("rebuilt", cluster).wait_condition("Complete", timeout=180)
     job.exact()
 
 
