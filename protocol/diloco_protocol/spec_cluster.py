@@ -53,9 +53,7 @@ class StorageSpec(Spec):
         None, description="Its storage class; null: the cluster's default."
     )
     claim_name: Name | None = Field(None, description="A PersistentVolumeClaim of yours instead.")
-    uri: Text | None = Field(
-        None, description="An object store instead: an fsspec URI such as s3://bucket/prefix."
-    )
+    uri: Text | None = Field(None, description="A bucket instead, by its URI, such as s3://bucket/prefix.")
     on_delete: Literal["Retain", "Delete"] = Field(
         "Retain", description="What happens to a made volume when the job is deleted."
     )
