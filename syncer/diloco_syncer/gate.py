@@ -201,10 +201,15 @@ class Gate:
         return None if link is None else self._open.get(link)
 
     def belongs(self, called: str, place: str) -> None:
-        """The connection on which a call comes is of that place, and all its bytes are."""
+        """The connection on which a call comes is of that place from now on. What it has carried stays
+        where it was counted: a counter never falls."""
         link = self._links.get(called)
-        if link is not None:
-            link.place = place
+        if link is None or link.place == place:
+            return
+        with self._counting:
+            counted = link.received, link.sent
+            _add(self._carried, link)
+            link.counted, link.place = counted, place
 
     def carried(self) -> dict[str, tuple[int, int]]:
         """By place, bytes that came in and went out since this gate was made, as TLS has them."""
@@ -355,4 +360,4 @@ class Gate:
 
 def _add(sums: dict[str, tuple[int, int]], link: Link) -> None:
     received, sent = sums.get(link.place, (0, 0))
-    sums[link.place] = received + link.received, sent + link.sent
+    sums[link.place] = received + link.received - link.counted[0], sent + link.sent - link.counted[1]

@@ -61,6 +61,7 @@ class Link:
         self.key = ""  # the server's name for this connection, once it is let in
         self.received = self.sent = 0  # bytes at the outer socket, as TLS has them
         self.place = ""  # whose they are (traffic.py)
+        self.counted = (0, 0)  # of them, those that were another's before
         self._loop.add_reader(front, self._safely, self._shake)
 
     def _safely(self, what: Callable[[], None]) -> None:

@@ -240,12 +240,15 @@ class Membership:
         gone = [region for region in self.lost if region not in away]
         back = [region for region in away if region not in self.lost]
         for region in gone:
-            since = elapsed - (now - self.silent_since[region])
-            self.absences.append(Absence(region, max(0.0, since), None))
+            quiet = now - self.silent_since[region]
+            # Infinite: lost in an earlier life, which an older release has not written down.
+            since = elapsed if math.isinf(quiet) else max(0.0, elapsed - quiet)
+            self.absences.append(Absence(region, since, None))
         for region in back:
             away[region].until = elapsed
         del self.absences[:-ABSENCES]
-        return gone, back
+        known = {region for region, _ in self.places}  # one that the job has no longer is not back
+        return gone, [region for region in back if region in known]
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -30,6 +30,13 @@ class Reception:
             self._withheld = frozenset()
             self._admit(join, None)
             return
+        # First, for a model or fragments that differ make another layout too.
+        differing = sorted(k for k, v in join.digests.items() if self.job.config.digests.get(k, v) != v)
+        if differing:
+            fields = ", ".join(differing)
+            words = f"{fields} differ from the job's: apply the same job everywhere"
+            self._refuse(join, "spec-drift", words, now, tuple(differing))
+            return
         layout = self.job.layout_digest
         if layout and join.layout_digest != layout:
             self._refuse(
@@ -37,12 +44,6 @@ class Reception:
                 f"its model's layout is {join.layout_digest[:12]}, the job's is {layout[:12]}: "
                 "give every learner the same model and sync.fragments", now,
             )  # fmt: skip
-            return
-        differing = sorted(k for k, v in join.digests.items() if self.job.config.digests.get(k, v) != v)
-        if differing:
-            fields = ", ".join(differing)
-            words = f"{fields} differ from the job's: apply the same job everywhere"
-            self._refuse(join, "spec-drift", words, now, tuple(differing))
             return
         if (
             not join.evaluator

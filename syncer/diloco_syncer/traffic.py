@@ -8,8 +8,8 @@ in vain, messages and heartbeats, HTTP/2, TLS with its handshakes. Of what a net
 TCP/IP's and Ethernet's headers (and what TCP sends again) are missing. The gate sees it
 because there each connection is somebody's; without certificates it is not known (None).
 
-A connection is its learner's region's once a call on it has told whose it is, and until then that of
-its certificate, if that names one. The evaluator is ``evaluator``, wherever it runs. What came
+A connection is its learner's region's from the call on that tells whose it is, and before that its
+certificate's, if that names one. The evaluator is ``evaluator``, wherever it runs. What came
 before anybody said who he is has the name ``""``.
 
 Counts go on over restarts with the state. What came after the last state that was written is lost

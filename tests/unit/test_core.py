@@ -490,6 +490,7 @@ def test_a_slot_first_taken_later_starts_at_the_greatest_step() -> None:
     [
         ({"layout_digest": "M"}, "other-layout"),
         ({"digests": {"seed": "x"}}, "spec-drift"),
+        ({"digests": {"seed": "x"}, "layout_digest": "M"}, "spec-drift"),  # whose fields say more
         ({"sequences": 11}, "other-data"),
     ],
 )
