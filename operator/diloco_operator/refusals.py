@@ -4,8 +4,8 @@ Theory of operation. A learner's status page has the last refusal as a word and 
 (worker's standing.py); one that was refused for good says the same in its last line, and
 ends with ``REFUSED``. A learner's pod whose Secret cannot be used waits for a better one; a
 syncer ends with ``CREDENTIALS`` and is started again by its kubelet. All of that is a
-person's mistake that heals when the Secret (after ``SPEC_DRIFT`` the copy of the job) is put
-right, so none of it fails a job or counts as a loss. What is said here names the Secret, and
+person's mistake that heals when the Secret (after ``_COPY`` the copy of the job) is put right,
+so none of it fails a job or counts as a loss. What is said here names the Secret, and
 never what is in it.
 """
 
@@ -24,6 +24,8 @@ CREDENTIALS = 5
 """With this one a syncer whose credentials cannot be used."""
 UNFIT = "its credentials cannot be used"
 SPEC_DRIFT = "spec-drift"
+_COPY = (SPEC_DRIFT, "other-layout", "other-data")
+"""Words that say of one mistake: this copy of the job is another."""
 
 _REASONS = {
     "credentials-unusable": "CredentialsUnusable",
@@ -58,7 +60,7 @@ def ended(end: End) -> tuple[str, str] | None:
 def curable(end: End) -> bool:
     """Whether it is over when a person puts this copy of the job, or its Secret, right."""
     said = ended(end)
-    return said is not None and (said[0] == SPEC_DRIFT or said[0] in _REASONS)
+    return said is not None and said[0] in (*_COPY, *_REASONS)
 
 
 def reason(word: str) -> str:
@@ -68,7 +70,7 @@ def reason(word: str) -> str:
 
 def rank(word: str) -> int:
     """What is told first of several: what a person here can cure."""
-    order = (*_REASONS, SPEC_DRIFT)
+    order = (*_REASONS, *_COPY)
     return order.index(word) if word in order else len(order) + (not word)
 
 
@@ -117,6 +119,8 @@ def cure(job: Job, word: str) -> str:
             f"The join-token in {secret} must be the syncer's, one for all clusters: put it right and apply "
             "the Secret; learners read it by themselves."
         )
+    if word in ("other-layout", "other-data"):
+        return "Apply the same job in every cluster; where it reads files, they must be the same too."
     return ""
 
 

@@ -104,7 +104,8 @@ def test_merges_that_are_no_number_say_nothing(junk: Any) -> None:
         ("untrusted-syncer", "UntrustedSyncer", ["Secret l ", "Secret s ", "diloco certs show"]),
         ("unauthenticated", "Unauthenticated", ["Secret l ", "join-token"]),
         ("credentials-unusable", "CredentialsUnusable", ["Secret l ", "diloco certs issue"]),
-        ("other-layout", "Refused", []),
+        ("other-layout", "Refused", ["Apply the same job in every cluster"]),
+        ("other-data", "Refused", ["Apply the same job in every cluster"]),
     ],
 )
 def test_why_the_hub_is_not_reached(word: str, expected: str, cures: list[str]) -> None:
@@ -155,7 +156,7 @@ def test_what_learners_said_that_have_ended() -> None:
     )
 
 
-@pytest.mark.parametrize("word", ["spec-drift", "wrong-region"])
+@pytest.mark.parametrize("word", ["spec-drift", "other-layout", "other-data", "wrong-region"])
 def test_who_is_refused_for_a_persons_mistake_is_no_loss(word: str) -> None:
     world = Far(job_object(**SPREAD, failurePolicy={"maxReplacements": 1}))
     world.last_words = json.dumps(
@@ -220,7 +221,7 @@ def test_words_of_refusals() -> None:
     assert ended(End(1, "Error", words, None)) is None
     assert ended(End(4, "Error", "", None)) is None and ended(End(4, "Error", "a): b", None)) is None
     assert reason("") == "NotConnected" and reason("anything") == "Refused"
-    order = ["credentials-unusable", "unauthenticated", "spec-drift", "other", ""]
+    order = ["credentials-unusable", "unauthenticated", "spec-drift", "other-data", "other", ""]
     assert sorted(reversed(order), key=rank) == order
 
 
