@@ -57,9 +57,9 @@ def ended(end: End) -> tuple[str, str] | None:
     return (word, message) if end.code == REFUSED and found and mark else None
 
 
-def curable(end: End) -> bool:
+def curable(end: End | None) -> bool:
     """Whether it is over when a person puts this copy of the job, or its Secret, right."""
-    said = ended(end)
+    said = ended(end) if end is not None else None
     return said is not None and said[0] in (*_COPY, *_REASONS)
 
 

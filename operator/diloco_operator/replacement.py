@@ -13,8 +13,9 @@ in by itself. What is left for the operator:
   is refused, or cannot start, for credentials or another copy of the job does not count: that
   heals when they are put right.
 * **Delete** what will not mend by itself: a pod that crashes again and again (a new one may
-  come to another node), and one that runs and says it is ready but is not heard by a syncer
-  that answers. With a backoff that grows to five minutes, never two of a region at once.
+  come to another node), but not for such a refusal, and one that runs and says it is ready but
+  is not heard by a syncer that answers. With a backoff that grows to five minutes, never two of
+  a region at once.
 * **Follow** the successor until it is in the quorum (or stands by for it).
 
 A pod that cannot start is left alone: a new one could not either. The status names why.
@@ -277,9 +278,11 @@ def _delete(view: View, region: str, out: Outcome) -> None:
         return
     for pod in sorted((p for p in pods if p is not None), key=lambda p: (p.name not in silent, p.name)):
         why = ""
+        # Who is refused so would be in a new pod too, and until then nobody would know why.
+        loops = pod.ends >= CRASHES and not curable(pod.last_end)
         if pod.name in silent:
             why = "it runs, and the syncer has not heard it"
-        elif pod.ends >= CRASHES and pod.obstacle is not None and pod.obstacle.kind == "crash":
+        elif loops and pod.obstacle is not None and pod.obstacle.kind == "crash":
             why = f"it crashes again and again: {pod.obstacle.message}"
         if why and _may(view, pod):
             view.memory.own_deletions.add(pod.uid)

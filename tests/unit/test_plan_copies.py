@@ -171,6 +171,24 @@ def test_who_is_refused_for_a_persons_mistake_is_no_loss(word: str) -> None:
     world.until(lambda w: w.truth("Ready") == "True", 700)
 
 
+def test_a_drift_is_told_once_however_long_it_lasts() -> None:
+    """Its pod is not replaced: a new one would be refused too, and nothing would be known until then."""
+    regions = [{**region, "learners": 1} for region in SPREAD["regions"]]
+    world = Far(job_object(**{**SPREAD, "regions": regions}))
+    world.last_words = json.dumps({"level": "error", "message": "refused by the syncer (spec-drift): seed"})
+    world.crashing = {"job-away-0": 4}
+    untried = {"connected": False, "slot": None, "tried": False, "message": "no session: not tried yet"}
+    joined, world.page = world.page, {**world.page, **untried}
+    world.run(1500)
+    assert world.truth("SpecDrift") == "True" and world.truth("HubReachable") == "False"
+    told = [world.told(reason) for reason in ("SpecDrift", "SpecDriftOver", "LearnerDeleted")]
+    assert told == [1, 0, 0], world.story()
+    (pod,) = world.of("learner")
+    world.crashing, world.page = {}, joined
+    world.until(lambda w: w.truth("SpecDrift") == "False" and w.truth("Ready") == "True", 310)
+    assert world.of("learner") == [pod] and world.told("SpecDriftOver") == 1
+
+
 def test_a_rule_for_the_exit_code_goes_before() -> None:
     rules = {"rules": [{"action": "Fail", "exitCodes": [4]}]}
     world = Far(job_object(**SPREAD, failurePolicy=rules))
