@@ -218,9 +218,12 @@ def _unfit(pod: Pod) -> bool:
 
 
 def _others(view: View, pod: Pod) -> bool:
-    """Whether anybody else is in the quorum: then what is wrong is this learner's, as after an edit that
-    is rolled out, and not the job's."""
-    return any(slot.in_quorum and not slot.process.startswith(pod.process) for slot in view.slots)
+    """Whether anybody else is in the quorum, or where the syncer is elsewhere is connected with a slot: then
+    what is wrong is this learner's, as after an edit that is rolled out, and not the job's."""
+    processes = [slot.process for slot in view.slots if slot.in_quorum]
+    pages = [page for page in view.pages if page.get("connected") and page.get("slot") is not None]
+    processes += [str(page["process"]) for page in pages if page.get("process")]
+    return any(not process.startswith(pod.process) for process in processes)
 
 
 def _rule(view: View, end: End) -> str:

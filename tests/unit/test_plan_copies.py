@@ -189,6 +189,16 @@ def test_a_drift_is_told_once_however_long_it_lasts() -> None:
     assert world.of("learner") == [pod] and world.told("SpecDriftOver") == 1
 
 
+def test_one_learner_that_cannot_work_with_the_job_fails_no_copy_in_which_another_does() -> None:
+    world = ready(failurePolicy={"maxReplacements": 20})
+    world.crashing = {"job-away-1": 2}
+    world.run(120)
+    assert world.truth("Failed") == "False" and world.told("LearnerCrashed") > 1, world.story()
+    world.page |= {"slot": None, "standby": True}
+    world.until(lambda w: w.truth("Failed") == "True", 400)
+    assert world.condition("Failed")["reason"] == "LearnerConfiguration"
+
+
 def test_a_rule_for_the_exit_code_goes_before() -> None:
     rules = {"rules": [{"action": "Fail", "exitCodes": [4]}]}
     world = Far(job_object(**SPREAD, failurePolicy=rules))
