@@ -42,6 +42,9 @@ STEADY, SOON, BRIEFLY = 20.0, 2.0, 0.5
 POLL, POLL_SOON, POLL_LATER = 10.0, 1.0, 5.0
 """Seconds between calls to the syncer: nothing goes on; something does; it has gone on for long."""
 LONG = 120.0
+FALLEN_SECONDS = 60.0
+"""Where learners tell of merges: a smaller number that stays for so long is no older page, but a store that
+was set back."""
 LOSS = "the last loss"
 """Under this name memory has when it was, and what."""
 
@@ -231,13 +234,16 @@ def _failure(
 
 def _replacements(view: View) -> dict[str, int]:
     """status.replacements, set back if there was a merge since. A number of merges that has fallen (the
-    syncer's store was set back) is what merges are counted from then."""
+    syncer's store was set back) is what merges are counted from then; a learner's page may be older than
+    that of one that is gone, so without the syncer it must last."""
     before = view.job.status.get("replacements") or {}
     found = {key: int(before.get(key) or 0) for key in ("total", "sinceMerge", "merges")}
     merges = view.merges
+    fell = merges is not None and merges < found["merges"]
+    lasts = view.lasting("merges fell", fell)
     if merges is not None and merges > found["merges"] and found["sinceMerge"]:
         found["sinceMerge"], found["merges"] = 0, merges
-    elif merges is not None and merges < found["merges"]:
+    elif merges is not None and fell and (view.here.syncer or lasts >= FALLEN_SECONDS):
         found["merges"] = merges
     return found
 
@@ -246,8 +252,8 @@ def _count(view: View, replaced: dict[str, int], lost: replacement.Outcome) -> N
     if not lost.counted:
         return
     if not replaced["sinceMerge"]:
-        known = (view.job.status.get("progress") or {}).get("merges")
-        replaced["merges"] = view.merges if view.merges is not None else int(known or 0)
+        known = int((view.job.status.get("progress") or {}).get("merges") or 0)
+        replaced["merges"] = max(known, view.merges or 0)
     replaced["total"] += lost.counted
     replaced["sinceMerge"] += lost.counted
     view.memory.since[LOSS], view.memory.told[LOSS] = view.now, lost.cause

@@ -59,10 +59,28 @@ def test_a_store_that_was_set_back_is_where_merges_are_counted_from() -> None:
     world.crashing = {}
     world.page["merges"] = 10
     world.run(30)
+    assert world.status["replacements"] == {"total": 1, "sinceMerge": 1, "merges": 1000}
+    world.run(60)
     assert world.status["replacements"] == {"total": 1, "sinceMerge": 1, "merges": 10}
     world.page["merges"] = 11
     world.run(90)
     assert world.status["replacements"]["sinceMerge"] == 0
+
+
+def test_an_older_page_is_no_merge() -> None:
+    """Who had the newest page dies; for a moment the others' pages are older."""
+    world = ready(failurePolicy={"maxReplacements": 5})
+    world.page["merges"] = 1000
+    world.run(70)
+    for losses in (1, 2):
+        world.page["merges"] = 998
+        world.crashing = {"job-away-1": 1}
+        world.until(lambda w, n=losses: (w.status.get("replacements") or {}).get("total") == n, 120)
+        world.crashing = {}
+        world.run(20)
+        world.page["merges"] = 1000
+        world.run(60)
+        assert world.status["replacements"] == {"total": losses, "sinceMerge": losses, "merges": 1000}
 
 
 def test_only_who_is_connected_tells_of_merges() -> None:
