@@ -3,8 +3,8 @@
 Theory of operation. The syncer judges each link by what it carries (protocol's links.py), anew
 whenever it is asked; a link near its need is thin at one time and not at another. So it is told
 when one has been thin for ``THIN_SECONDS`` without a break, and it is over when none has been
-for ``WELL_SECONDS``. Meanwhile the message stands as it was first told, until another region's
-link is thin too: its numbers would change all the time.
+for ``WELL_SECONDS``. Meanwhile what was told of a region stands (its numbers would change all
+the time), and another region whose link is thin too is added.
 
 Whom the syncer has refused because its job is another is in its status until somebody of
 that place is let in; who comes no more is forgotten after ``LATELY``.
@@ -24,6 +24,11 @@ LATELY = 900.0
 """Seconds: a learner that ends by its refusal is started again at least every five minutes."""
 DETAILED = 8
 """Of so many regions the numbers are told."""
+_NUMBERS = " (learner "
+_CURE = (
+    " Merges come later or more rarely; training goes on. Cure: a smaller sync.compression, a larger "
+    "sync.every or sync.overlap, or a faster link; diloco plan says what is needed."
+)
 FIELDS = 10
 
 
@@ -54,8 +59,9 @@ def _thin(view: View, out: Conditions) -> None:
     before = view.condition("LinksThin")
     told = str(before.get("message")) if before.get("status") == "True" else ""
     regions = sorted({slot.region for slot in lasting})
-    if any(f"Region {region} " not in told for region in regions):
-        out.say("LinksThin", True, "ThinnerThanNeeded", _told(regions, lasting))
+    fresh = [region for region in regions if f"Region {region} " not in told]
+    if fresh:
+        out.say("LinksThin", True, "ThinnerThanNeeded", _told(told, fresh, lasting))
     elif told and well < WELL_SECONDS:
         out.say("LinksThin", True, str(before.get("reason")), told)
     else:
@@ -70,18 +76,17 @@ def _is_thin(slot: Slot) -> bool:
     return slot.link is not None and slot.link.thin
 
 
-def _told(regions: list[str], slots: list[Slot]) -> str:
-    parts = []
-    for region in regions[:DETAILED]:
+def _told(before: str, regions: list[str], slots: list[Slot]) -> str:
+    """The message so far, with these regions added."""
+    said = before.removesuffix(_CURE)
+    parts = [said] if said else []
+    detailed = max(0, DETAILED - said.count(_NUMBERS))
+    for region in regions[:detailed]:
         worst = min((s for s in slots if s.region == region), key=lambda s: (_share(s.link), s.ordinal))
         assert worst.link is not None
-        parts.append(f"Region {region} (learner {worst.ordinal}): {_figures(worst.link)}.")
-    parts += [f"Region {region} too." for region in regions[DETAILED:]]
-    return (
-        f"{' '.join(parts)} Merges come later or more rarely; training goes on. Cure: a smaller "
-        "sync.compression, a larger sync.every or sync.overlap, or a faster link; diloco plan says what is "
-        "needed."
-    )
+        parts.append(f"Region {region}{_NUMBERS}{worst.ordinal}): {_figures(worst.link)}.")
+    parts += [f"Region {region} too." for region in regions[detailed:]]
+    return " ".join(parts) + _CURE
 
 
 def _share(link: Link | None) -> float:

@@ -104,6 +104,20 @@ def test_another_region_that_is_thin_too_is_added() -> None:
     assert "Region away " in message and "Region near " in message and world.told("LinksThin") == 1
 
 
+def test_two_links_that_are_thin_in_turn_are_both_told_once() -> None:
+    world = served()
+    told: list[str] = []
+    for turn in range(40):
+        world.links = {"away": THIN, "near": WIDE} if turn % 2 else {"away": WIDE, "near": THIN}
+        world.run(60)
+        if world.truth("LinksThin") == "True":
+            told.append(str(world.condition("LinksThin")["message"]))
+    assert len(told) > 30 and len(set(told)) == 2 and told == sorted(told, key=len), set(told)
+    assert told[-1].startswith(told[0].partition(" Merges ")[0])
+    assert "Region near (learner " in told[-1] and "Region away (learner " in told[-1]
+    assert told[-1].count("Cure:") == 1 and world.told("LinksThin") == 1
+
+
 def test_a_region_whose_name_begins_another_is_its_own() -> None:
     regions = [{"name": n, "cluster": "hub", "learners": 1} for n in ("eu-1", "eu")]
     world = served(regions=regions)
