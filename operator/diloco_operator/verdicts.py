@@ -43,6 +43,10 @@ _ESSENTIAL = frozenset(
 )
 
 
+UNFIT_SECONDS = 30.0
+"""A syncer whose credentials cannot be used has ended after so long."""
+
+
 @dataclass(slots=True)
 class Findings:
     """What the turn found. ``refused``: reason and message of why the job is not taken as it stands."""
@@ -104,11 +108,8 @@ def _running_syncer(view: View, found: Findings, pod: Pod | None, out: Condition
         out.say("SyncerReady", False, "NotCreated" if made else "Starting", made or "Its pod is being made.")
     elif pod.terminating:
         out.say("SyncerReady", False, "Restarting", f"Pod {pod.name} is on its way out.")
-    elif not pod.ready and pod.last_end is not None and pod.last_end.code == refusals.CREDENTIALS:
-        # Also while it is being started again, or this would come and go.
-        words = pod.last_end.words.rstrip(".")
-        cure = refusals.syncer_cure(view.job, words)
-        out.say("SyncerReady", False, "Credentials", f"Pod {pod.name}: {refusals.UNFIT}: {words}. {cure}")
+    elif unfit := _unfit(view, pod):
+        out.say("SyncerReady", False, "Credentials", f"Pod {pod.name}: {refusals.UNFIT}: {unfit}")
     elif pod.obstacle is not None:
         reason = _WAITING[pod.obstacle.kind]
         more = _claim(view, pod) + refusals.missing(view.job, pod.obstacle)
@@ -118,6 +119,20 @@ def _running_syncer(view: View, found: Findings, pod: Pod | None, out: Condition
         out.say("SyncerReady", False, "Starting", f"Pod {pod.name} reads its store, or is about to serve.")
     else:
         _answering(view, pod, out)
+
+
+def _unfit(view: View, pod: Pod) -> str:
+    """Why its credentials cannot be used, with the cure; empty: that is not what it waits for. Also while it
+    is being started again, or this would come and go."""
+    end = pod.last_end
+    if pod.ready or end is None or end.code != refusals.CREDENTIALS:
+        return ""
+    if pod.obstacle is not None and pod.obstacle.kind in ("config", "image", "volume"):
+        return ""
+    if pod.running_since is not None and view.now - pod.running_since > UNFIT_SECONDS:
+        return ""
+    words = end.words.rstrip(".")
+    return f"{words}. {refusals.syncer_cure(view.job, words)}"
 
 
 def _answering(view: View, pod: Pod, out: Conditions) -> None:

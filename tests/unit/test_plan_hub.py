@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from diloco_operator import names
 from diloco_operator.remote import LATELY, THIN_SECONDS, WELL_SECONDS
-from diloco_operator.types import Object, PlanSettings
+from diloco_operator.types import Object, Observed, PlanSettings
 from operator_world import SPREAD, World, job_object
 
 THIN = {
@@ -244,6 +245,52 @@ def test_a_syncer_whose_secret_is_wrong_waits_for_a_better_one(words: str, cures
     world.crashing = {}
     world.until(lambda w: w.truth("SyncerReady") == "True", 400)
     assert world.truth("Failed") == "False"
+
+
+class Reading(Hub):
+    """Its syncer reads a large store; ``waiting`` is why its container waits."""
+
+    waiting: Object | None = None
+
+    def observed(self) -> Observed:
+        found = super().observed()
+        for pod in found.pods:
+            if pod["metadata"]["labels"][names.LABEL_ROLE] == "syncer":
+                status = pod["status"]
+                status["conditions"] = [c for c in status["conditions"] if c["type"] != "Ready"]
+                if self.waiting is not None:
+                    status["containerStatuses"][0]["state"] = {"waiting": self.waiting}
+        return found
+
+
+def test_a_secret_that_was_put_right_is_not_to_blame_while_the_store_is_read() -> None:
+    world = Reading()
+    world.run(3)
+    world.last_words = "tls.crt is empty"
+    (pod,) = world.of("syncer")
+    world.crashing = {pod.name: 5}
+    world.run(60)
+    assert world.condition("SyncerReady")["reason"] == "Credentials"
+    world.crashing = {}
+    world.until(lambda w: pod.running, 300)
+    world.run(20)
+    assert world.condition("SyncerReady")["reason"] == "Credentials", "it may end by it again"
+    world.run(60)
+    assert world.condition("SyncerReady")["reason"] == "Starting", world.story()
+    assert world.told("SyncerCredentials") == 1
+
+
+def test_what_keeps_a_container_from_starting_is_told_before_how_it_ended() -> None:
+    world = Reading()
+    world.run(3)
+    world.last_words = "tls.crt is empty"
+    world.crashing = {world.of("syncer")[0].name: 5}
+    world.run(60)
+    message = "references non-existent secret key: join-token"
+    world.waiting = {"reason": "CreateContainerConfigError", "message": message}
+    world.run(30)
+    found = world.condition("SyncerReady")
+    assert found["reason"] == "PodConfiguration" and message in found["message"], world.story()
 
 
 def test_a_pod_that_is_deleted_meanwhile_does_not_count_and_a_later_loss_does() -> None:
