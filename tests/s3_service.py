@@ -93,6 +93,7 @@ class Relay:
         self._flowing = threading.Event()
         self._flowing.set()
         self._cut = self._lose = self._lose_all = False
+        self._rate = 0.0
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
@@ -104,8 +105,13 @@ class Relay:
         """Let nothing through and say nothing, until ``mend``."""
         self._flowing.clear()
 
+    def throttle(self, rate: float) -> None:
+        """Let no more than ``rate`` bytes a second through on a connection, each way, until ``mend``."""
+        self._rate = rate
+
     def mend(self) -> None:
         self._cut = False
+        self._rate = 0.0
         self._flowing.set()
 
     def lose_next_answer(self, and_cut: bool = False) -> None:
@@ -149,6 +155,8 @@ class Relay:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 self._flowing.wait(120)
+                if self._rate:
+                    time.sleep(len(data) / self._rate)
                 if answer and self._lose:
                     self._lose = False
                     self._cut = self._lose_all

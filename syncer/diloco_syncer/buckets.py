@@ -11,7 +11,9 @@ upload in parts that breaks off stays in the bucket, unseen and paid for. So an 
 
 **Bounds.** A request that moves little may take ``QUICK_SECONDS``, another ``BULK_SECONDS``; one
 that may safely be repeated is tried again for up to ``RETRY_SECONDS``. What then still fails is an
-``OSError``, and whoever called waits and tries again (``Engine.durably``).
+``OSError``, and whoever called waits and tries again (``Engine.durably``). An object that is read may
+pause for ``READ_SECONDS``. A put has no such bound: the client's also runs while a request's body is sent,
+during which nothing can come back.
 
 **What an error says** is put together here from the status, the service's error code and the kind
 of failure. The client's own text is never shown: it holds the service's answer, which to a wrong
@@ -34,7 +36,7 @@ SCHEMES = ("s3", "gs", "az")
 QUICK_SECONDS = 20.0
 BULK_SECONDS = 300.0
 CONNECT_SECONDS = 5.0
-READ_SECONDS = 30.0  # without a byte
+READ_SECONDS = 30.0  # without a byte, while an object is read
 RETRY_SECONDS = 15.0
 RETRIES = 4
 _QUICK_BYTES = 4 << 20
@@ -92,18 +94,19 @@ class BucketStore(Store):
         self._client = obstore
         self._errors = (obstore.exceptions.BaseError, OSError)
         self._exists_already = obstore.exceptions.AlreadyExistsError
-        self._quick = self._opened(QUICK_SECONDS)
-        self._bulk = self._opened(BULK_SECONDS)
+        self._quick = self._opened(QUICK_SECONDS, QUICK_SECONDS)
+        self._bulk = self._opened(BULK_SECONDS, BULK_SECONDS)
+        self._reading = self._opened(BULK_SECONDS, READ_SECONDS)
         self._check_conditional_put()
 
-    def _opened(self, seconds: float) -> Any:
+    def _opened(self, seconds: float, silent: float) -> Any:
         from obstore.store import from_url
 
         options = {
             # A person who gives an address without TLS means it; nobody falls back to it.
             "allow_http": _endpoint().startswith("http://"),
             "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
-            "read_timeout": timedelta(seconds=READ_SECONDS),
+            "read_timeout": timedelta(seconds=silent),
             "timeout": timedelta(seconds=seconds),
         }
         retries = {
@@ -169,7 +172,7 @@ class BucketStore(Store):
 
     def read(self, name: str, limit: int) -> bytes:
         try:
-            found = self._client.get(self._bulk, checked(name))
+            found = self._client.get(self._reading, checked(name))
             size = found.meta["size"]
             if size > limit:
                 raise TooLarge(
@@ -273,7 +276,8 @@ def _meaning(text: str, scheme: str) -> str:
 
 
 def _not_reached(text: str, host: str) -> str:
-    if not host:
+    broke_off = "response body error" in text  # such a text names no host
+    if not host and not broke_off:
         return "the URI (syncer.storage.uri) or the settings in the environment are not understood"
     why = "it does not answer as it should"
     for word, meaning in (
@@ -288,5 +292,6 @@ def _not_reached(text: str, host: str) -> str:
             why = meaning
             break
     return (
-        f"{host} cannot be reached ({why}): correct the endpoint (AWS_ENDPOINT_URL), or wait until it is back"
+        f"{host or 'the service'} cannot be reached ({why}): correct the endpoint (AWS_ENDPOINT_URL), or "
+        "wait until it is back"
     )

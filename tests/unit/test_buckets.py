@@ -130,6 +130,27 @@ def test_a_service_that_says_nothing_is_waited_for_with_a_bound(
         assert store.read("records/a", 9) == b"x"
 
 
+def test_a_put_may_take_longer_than_a_read_may_pause(relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "READ_SECONDS", 1.0)
+    store = opened()
+    data = np.random.default_rng(1).bytes(6_000_000)
+    relay.throttle(2_000_000)
+    began = time.monotonic()
+    store.create("records/a", data)
+    assert time.monotonic() - began > 2
+    assert store.read("records/a", len(data)) == data, "bytes come all the time"
+    relay.mend()
+    monkeypatch.setattr(buckets, "RETRY_SECONDS", 0.5)
+    store = BucketStore(store.where)
+    # A read that pauses is given up long before a put would be.
+    threading.Timer(0.5, relay.stall).start()
+    relay.throttle(2_000_000)
+    began = time.monotonic()
+    with pytest.raises(OSError, match="does not answer in time"):
+        store.read("records/a", len(data))
+    assert 1 < time.monotonic() - began < 15
+
+
 def test_a_put_whose_answer_is_lost_is_there_once(relay: Relay) -> None:
     store = opened()
     relay.lose_next_answer()
