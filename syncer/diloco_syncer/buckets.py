@@ -23,6 +23,7 @@ signature is the whole request with its session token.
 from __future__ import annotations
 
 import errno
+import ipaddress
 import os
 import re
 from datetime import timedelta
@@ -41,6 +42,10 @@ RETRY_SECONDS = 15.0
 RETRIES = 4
 _QUICK_BYTES = 4 << 20
 
+_BUCKET = re.compile(r"[A-Za-z0-9._$-]+")
+_PLACE = re.compile(r"(?:.*@)?(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]*)?")
+_NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
+_NOT_IN_ADDRESS = re.compile(r'[^!-~]|["<>\\^`{|}]')  # RFC 3986
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z0-9]{1,64})</Code>")
 _ASKED = re.compile(r"https?://([^/\s]+)")
@@ -64,24 +69,23 @@ class BucketStore(Store):
     bucket cannot be used, also when it does not refuse to overwrite."""
 
     def __init__(self, where: str) -> None:
-        parts = urlsplit(where)
-        self._scheme = parts.scheme
-        if parts.username or parts.password or parts.query:
-            shown = (
-                f"{parts.scheme}://…@{parts.hostname}{parts.path}" if parts.username else where.split("?")[0]
+        self._scheme, _, rest = where.partition("://")
+        bucket = re.split(r"[/?#]", rest, maxsplit=1)[0]
+        problem = ""
+        if "@" in bucket or "?" in rest:
+            problem = (
+                "credentials and options do not belong into the URI (syncer.storage.uri): give them to the "
+                "syncer in its environment"
             )
-            raise NotWritable(
-                errno.EINVAL,
-                f"store {shown}: credentials and options do not belong into the URI (syncer.storage.uri): "
-                "give them to the syncer in its environment",
-            )
+        elif not bucket:
+            problem = f"names no bucket: correct syncer.storage.uri to {self._scheme}://BUCKET[/FOLDER]"
+        elif not _BUCKET.fullmatch(bucket):
+            problem = f"this is no bucket: correct syncer.storage.uri to {self._scheme}://BUCKET[/FOLDER]"
+        elif _endpoint() and not _is_address(_endpoint()):
+            problem = f"its endpoint is no address: set {_endpoint_name()} to https://HOST[:PORT]"
+        if problem:
+            raise NotWritable(errno.EINVAL, f"store {_shown(where)}: {problem}")
         self.where = where
-        # The client takes such for granted, and would end the process.
-        address = urlsplit(_endpoint() or "https://host")
-        if not parts.hostname or address.scheme not in ("http", "https") or not address.hostname:
-            what = f"its endpoint is no address: set {_endpoint_name()} to https://HOST[:PORT]"
-            what = what if parts.hostname else "names no bucket: correct syncer.storage.uri"
-            raise NotWritable(errno.EINVAL, f"store {where}: {what}")
         try:
             import obstore
             import obstore.exceptions
@@ -223,6 +227,30 @@ class BucketStore(Store):
         """Raise what the client's error means. ``from None``: a traceback would show its text."""
         kind = NotWritable if opening else OSError
         raise kind(errno.EIO, f"store {self.where}: {_meaning(str(error), self._scheme)}") from None
+
+
+def _shown(where: str) -> str:
+    """A URI that may hold secrets, without them: neither what is before the @ nor options."""
+    scheme, _, rest = where.partition("://")
+    place, *options = re.split(r"[?#]", rest, maxsplit=1)
+    if "@" in "".join(options):  # a password with such a sign in it, perhaps
+        return f"{scheme}://…"
+    _, secret, after = place.rpartition("@")
+    return f"{scheme}://…@{after}" if secret else f"{scheme}://{place}"
+
+
+def _is_address(text: str) -> bool:
+    """Whether the client can ask there. It takes that for granted, and panics otherwise: an exception that
+    no handler of ours would catch."""
+    try:
+        parts = urlsplit(text)
+        port, host = parts.port, (parts.hostname or "").rstrip(".")
+        if ":" in host or _NUMBER.fullmatch(host.rpartition(".")[2]):  # then it must be an IP address
+            ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    usual = parts.scheme in ("http", "https") and port != 0
+    return usual and bool(_PLACE.fullmatch(parts.netloc)) and not _NOT_IN_ADDRESS.search(text)
 
 
 def _endpoint_name() -> str:

@@ -238,12 +238,29 @@ def test_wrong_endpoints(s3: S3Service) -> None:
 
 
 def test_an_endpoint_that_is_none_and_a_uri_without_a_bucket(s3: S3Service) -> None:
-    for endpoint in ("127.0.0.1:9000", "minio", "ftp://minio"):
+    for endpoint in (
+        "127.0.0.1:9000", "minio", "ftp://minio", "http://host:9000x", "http://host:99999", "http://host:0",
+        "http://host:+1", "http://ho st", "http://host/ x", " http://host", "http://host\n", "http://hö.st",
+        "http://ho%st", "http://ho<st", "http://host/<x>", "http://u{v@host", "http://[::1", "http://[::1]x:90",
+        "http://[1.2.3.4]", "http://[fe80::1%25eth0]", "http://1.2.3.400", "http://1.2.3.4.5",
+        "http://host.0x", "http://:9000",
+    ):  # fmt: skip
         with given(environment(endpoint)):
-            assert "set AWS_ENDPOINT_URL to https://" in refused("s3://bucket/x")
+            assert "set AWS_ENDPOINT_URL to https://" in refused("s3://bucket/x"), endpoint
     with given(environment(s3.url)):
         for where in ("s3://", "s3:///x"):
             assert "names no bucket" in refused(where)
+        for where in ("s3://[b/x", "s3://b x/y", "s3://b:x/y", "s3://minio:9000/bucket", "s3://b>c/x"):
+            assert "correct syncer.storage.uri to s3://BUCKET" in refused(where), where
+
+
+def test_endpoints_that_are_addresses() -> None:
+    for endpoint in (
+        "http://minio", "https://minio.storage.svc:9000/", "http://127.0.0.1:9000", "http://[::1]:9000",
+        "http://[FD00::1.2.3.4]", "https://s3.eu-west-1.amazonaws.com", "http://my_minio.:1/a/b?c=d",
+        "https://12345.r2.cloudflarestorage.com", "http://user:word@minio", "http://1a-2b:9000",
+    ):  # fmt: skip
+        assert buckets._is_address(endpoint), endpoint
 
 
 def test_tls_with_an_authority_of_ones_own(tmp_path: Path) -> None:
@@ -318,6 +335,13 @@ def test_no_credentials(s3: S3Service) -> None:
 def test_secrets_in_the_uri_are_refused_and_not_repeated() -> None:
     assert "environment" in refused(f"s3://key:{SECRET}@bucket/x")
     assert "environment" in refused(f"s3://bucket/x?aws_secret_access_key={SECRET}")
+    for where in (
+        f"s3://:{SECRET}@bucket/x", f"s3://{SECRET}@bucket/x", f"s3://key:{SECRET}@[bucket/x",
+        f"s3://key:/{SECRET}@bucket/x", f"s3://key:?{SECRET}@bucket/x", f"s3://key:#{SECRET}@bucket/x",
+        f"s3://bucket/x?secret=@{SECRET}", f"s3://:{SECRET}@bucket/x?secret={SECRET}",
+    ):  # fmt: skip
+        assert "syncer.storage.uri" in refused(where)
+    assert "store s3://…@bucket/x: " in refused(f"s3://:{SECRET}@bucket/x?y")
 
 
 def test_without_the_package(tmp_path: Path) -> None:
