@@ -264,12 +264,14 @@ class Engine:
         """Run ``work`` in the store's (or merge's) thread until the store takes it."""
         loop = asyncio.get_running_loop()
         pool = self._merge_thread if thread == "merge" else self._store_thread
-        began, pause, told = time.monotonic(), 0.25, ""
+        first_failure, pause, told = 0.0, 0.25, ""
         while True:
             try:
                 result = await loop.run_in_executor(pool, work, *arguments)
             except OSError as error:
-                waited = time.monotonic() - began
+                # A try alone may take longer than PATIENCE, and there is always a second one.
+                first_failure = first_failure or time.monotonic()
+                waited = time.monotonic() - first_failure
                 if not isinstance(error, DiskFull) and error.errno not in _FULL and waited > PATIENCE:
                     raise
                 told = f"the store cannot be written, merges wait: {error.strerror or error}"
