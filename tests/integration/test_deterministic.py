@@ -53,7 +53,8 @@ def weights(tmp_path: Path, name: str, learners: int, seed: int, stop: str) -> s
     return hashlib.sha256((tmp_path / f"{name}-out" / "model.safetensors").read_bytes()).hexdigest()
 
 
-@pytest.mark.parametrize("learners", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("learners", [1, 3])
 @pytest.mark.timeout(300)
 def test_one_seed_gives_the_same_bits_and_another_does_not(tmp_path: Path, learners: int) -> None:
     # 33 steps do not end with a merge, so that the last offers are part of it; tokens are shared out.

@@ -54,6 +54,7 @@ def announce(hub: Hub, phase: str) -> None:
     asyncio.run(hub.call("announce", phase=phase, message="enough of it"))
 
 
+@pytest.mark.slow
 def test_learners_idle_at_the_end_and_a_new_pod_does_too(house: House) -> None:
     hub = house.hub(stop={"steps": 150})
     pods = [house.pod(hub, ordinal) for ordinal in range(2)]
@@ -300,6 +301,7 @@ def test_learners_are_back_soon_after_their_syncer(house: House) -> None:
     assert all(pod.status()["refused"] is None for pod in pods)
 
 
+@pytest.mark.slow
 def test_what_went_wrong_is_the_last_line(house: House, tmp_path: Path) -> None:
     hub = house.hub(learners=1)
     last: Callable[[Pod], dict[str, object]] = lambda pod: pod.lines()[-1]  # noqa: E731

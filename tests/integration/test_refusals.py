@@ -309,7 +309,7 @@ async def test_a_syncer_with_anothers_certificate_does_not_start(tmp_path: Path,
     other = parties.other("other", ["diloco://job/ns/else/syncer"], ["diloco-syncer"])
     made = SyncerProcess(tmp_path / "syncer", raw_job(REGIONS))
     made.launch("--credentials", str(other))
-    assert made.wait() == 2
+    assert made.wait() == 5
     assert (
         "the certificate is for the syncer of job ns/else, and this is the syncer of job 'raw'" in made.text()
     )

@@ -131,6 +131,7 @@ def test_three_five_two_and_not_a_token_is_lost(cluster: Callable[..., Cluster])
     assert report["tokens"]["trained"] == sum(row["tokens"] for row in report["learners"])
 
 
+@pytest.mark.slow
 def test_settings_that_change_reach_learners_that_run(cluster: Callable[..., Cluster]) -> None:
     house = cluster(learners=2, compression={"up": "int4", "down": "bfloat16"}, quorum=1)
     house.place(local=2)
