@@ -84,13 +84,16 @@ chart: $(STAMP) ## Check the chart: lint, render, tests; with KUBECONFIG also a 
 
 # Words for pytest: E2E_ARGS="-m 'ci and not regions'" is the part that .ci/run runs.
 E2E_ARGS ?=
+# IMAGES_BUILT=1: they are, and are not looked at again.
+IMAGES_BUILT ?=
+E2E_NEEDS := $(STAMP) $(if $(IMAGES_BUILT),,images)
 
 .PHONY: e2e
-e2e: $(STAMP) images ## Run the tests on a real cluster (CLUSTER=localkube|kind|current; about an hour)
+e2e: $(E2E_NEEDS) ## Run the tests on a real cluster (CLUSTER=localkube|kind|current; about an hour)
 	CLUSTER=$(CLUSTER) $(BIN)/python -m pytest tests/e2e -m "e2e and not regions" -s $(E2E_ARGS)
 
 .PHONY: e2e-regions
-e2e-regions: $(STAMP) images ## Run the tests of one job across several clusters (CLUSTER=localkube|kind)
+e2e-regions: $(E2E_NEEDS) ## Run the tests of one job across several clusters (CLUSTER=localkube|kind)
 	CLUSTER=$(CLUSTER) $(BIN)/python -m pytest tests/e2e -m regions -s $(E2E_ARGS)
 
 .PHONY: cluster-demo

@@ -197,7 +197,6 @@ def test_the_job_goes_on_under_a_flood(world: World, run_job: RunJob) -> None:
     job.exact()
 
 
-@pytest.mark.ci
 def test_a_region_whose_copy_differs_is_kept_out(world: World, run_job: RunJob) -> None:
     """In what is immutable: said on both sides, with the fields' names; it comes in when it is put right."""
     regions = {EU: 1, US: 1}
