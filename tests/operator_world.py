@@ -784,3 +784,32 @@ def _copy(value: Any) -> Any:
 
 def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:10]
+
+
+# ------------------------------------------------------------------ what many tests begin with
+
+
+def started(count: int = 3, **spec: Any) -> World:
+    world = World(job_object(count=count, **spec))
+    world.until(World.whole, 120)
+    return world
+
+
+def template(image: str) -> dict[str, Any]:
+    return {"podTemplate": {"spec": {"containers": [{"name": "learner", "image": image}]}}}
+
+
+def lost_learner(world: World) -> Any:
+    """A learner on a node where the syncer is not."""
+    taken = {p.obj["spec"]["nodeName"] for p in world.of("syncer")}
+    return next(p for p in world.of("learner") if p.obj["spec"]["nodeName"] not in taken)
+
+
+def idle(world: World) -> None:
+    """Nothing changes any more: the same observation gives the same plan, and nothing to do."""
+    world.run(30)
+    world.turn()
+    one, two = world.turn(), world.turn()
+    assert one.apply == two.apply and one.status == two.status
+    assert not two.calls and not two.deletes and not two.events and not two.urgent
+    assert {Ref(m["kind"], m["metadata"]["name"]) for m in two.apply} <= set(world.objects)

@@ -28,6 +28,7 @@ ORDER = (
     "Ready", "QuorumMet", "SyncerReady", "HubReachable", "RegionLost", "LinksThin", "SpecDrift",
     "CopyDiffers", "NameConflict", "Degraded", "Suspended", "Complete", "Failed",
 )  # fmt: skip
+FIELDS = 10  # named in a message
 
 
 @dataclass
@@ -66,3 +67,9 @@ class Conditions:
 
     def truth(self, kind: str) -> str:
         return str(self.found.get(kind, {}).get("status", ""))
+
+
+def listed(fields: list[str]) -> str:
+    """Fields of a job for a message, which names so many and counts the others."""
+    more = f" and {len(fields) - FIELDS} more" if len(fields) > FIELDS else ""
+    return ", ".join(fields[:FIELDS]) + more

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from . import refusals
-from .conditions import Conditions
+from .conditions import Conditions, listed
 from .job import Job
 from .objects import reachable_at
 from .podfacts import shortened
@@ -22,8 +22,6 @@ from .view import View
 
 DIFFERS_SECONDS = 60.0
 """An edit reaches clusters one after another: a difference younger than this is nothing to tell."""
-FIELDS = 10
-"""So many differing fields are named."""
 
 
 def judge(view: View, stage: tuple[str, str] | None, out: Conditions) -> None:
@@ -87,10 +85,9 @@ def _differs(view: View, out: Conditions) -> None:
     fields = sorted({field for hub in told for field in differences(own, hub)})
     lasts = view.lasting("copy differs", bool(fields))
     if fields and (lasts >= DIFFERS_SECONDS or before.get("status") == "True"):
-        more = f" and {len(fields) - FIELDS} more" if len(fields) > FIELDS else ""
         out.say(
             "CopyDiffers", True, "FieldsDiffer",
-            f"Not as at the hub, whose settings are in force here too: {', '.join(fields[:FIELDS])}{more}. "
+            f"Not as at the hub, whose settings are in force here too: {listed(fields)}. "
             "Apply the same job in every cluster.",
         )  # fmt: skip
     else:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from diloco_protocol.figures import bits_text, seconds_text
 
-from .conditions import Conditions
+from .conditions import Conditions, listed
 from .job import Job
 from .refusals import SPEC_DRIFT
 from .view import Link, Slot, View
@@ -29,7 +29,6 @@ _CURE = (
     " Merges come later or more rarely; training goes on. Cure: a smaller sync.compression, a larger "
     "sync.every or sync.overlap, or a faster link; diloco plan says what is needed."
 )
-FIELDS = 10
 
 
 def judge(view: View, stage: tuple[str, str] | None, out: Conditions) -> None:
@@ -123,7 +122,7 @@ def _drift(view: View, out: Conditions) -> None:
         if refusal.reason == SPEC_DRIFT and refusal.seconds_ago < LATELY:
             fields.setdefault(_whose(view.job, refusal.role, refusal.region), set()).update(refusal.fields)
     if fields:
-        said = "; ".join(f"{whose}: {_listed(sorted(found))}" for whose, found in sorted(fields.items()))
+        said = "; ".join(f"{whose}: {listed(sorted(found))}" for whose, found in sorted(fields.items()))
         out.say(
             "SpecDrift", True, "FieldsDiffer",
             f"Refused, because these fields are not as in this copy of the job: {said}. They stay out of the "
@@ -138,8 +137,3 @@ def _whose(job: Job, role: str, region: str) -> str:
         return "the evaluator"
     cluster = next((r.cluster for r in job.spec.regions if r.name == region), None)
     return f"region {region}" + (f" (cluster {cluster})" if cluster else "")
-
-
-def _listed(fields: list[str]) -> str:
-    more = f" and {len(fields) - FIELDS} more" if len(fields) > FIELDS else ""
-    return ", ".join(fields[:FIELDS]) + more

@@ -201,6 +201,7 @@ def test_the_metrics_of_a_pod(house: House) -> None:
     announce(hub, "failed")
 
 
+@pytest.mark.slow
 def test_the_built_in_programs_as_pods(house: House, tmp_path: Path) -> None:
     """Trainer and evaluator: their status port is there before data and model are; the evaluator comes and
     goes as it likes, a syncer too, and both idle at the end."""

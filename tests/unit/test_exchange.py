@@ -5,28 +5,23 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from diloco_protocol import sync_pb2, wire
+from diloco_protocol import sync_pb2
 from diloco_protocol.certificates import issue
 from diloco_protocol.load import job_to_json, parse_job
 from diloco_protocol.spec import DiLoCoJob
-from diloco_worker import Learner, compute, exchange, mail
-from diloco_worker.adoption import PushPlan
+from diloco_worker import Learner, compute, mail
 from diloco_worker.exchange import Exchange
-from diloco_worker.fragments import Vector, build_layout
-from diloco_worker.holdings import Holding
+from diloco_worker.fragments import build_layout
 from diloco_worker.phases import CLOSING, ENDED, LEAVING
 from diloco_worker.session import Outbox
 from diloco_worker.settings import ConfigurationError, WorkerSettings
 from diloco_worker.status_port import StatusPort
-from diloco_worker.transfers import Feedback, Push, encode_push
 from operator_world import job_object
 from parties import TOKEN, Parties, now
 
@@ -50,79 +45,6 @@ def made(tmp_path: Path) -> Iterator[tuple[Exchange, mail.Inbox]]:
     one = Exchange(settings, build_layout(torch.nn.Linear(4, 2), 1), box, 0)
     yield one, box
     one._loop.close()
-
-
-class Broken:
-    """Transfers of a connection that carries nothing."""
-
-    def __init__(self) -> None:
-        self.tries = 0
-
-    async def push(self, *_: Any) -> sync_pb2.UploadReply:
-        raise wire.TransferError("the stream broke", retry=True)
-
-    async def initial(self, *_: Any) -> None:
-        self.tries += 1
-        raise wire.TransferError("a part was lost", retry=True)
-
-    async def run(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        return work(*arguments)
-
-
-class Ends:
-    """A session that notes why it was broken off."""
-
-    reason = ""
-
-    def break_off(self, reason: str) -> None:
-        self.reason = reason
-
-
-def a_push(sequence: int = 1) -> Push:
-    plan = PushPlan(0, sequence, 1, 1, 0, 0, 1, 4, 4, 128, 0.1)
-    zeros = np.zeros(10, np.float32)
-    return Push(plan, Vector.from_array(zeros + 0.37), Vector.from_array(zeros), sync_pb2.Report())
-
-
-def test_a_push_without_an_answer_has_an_open_fate(made: tuple[Exchange, mail.Inbox]) -> None:
-    one, box = made
-    one._transfers = Broken()  # type: ignore[assignment]
-    one._loop.run_until_complete(one._send_push(a_push()))
-    assert box.take() == [mail.Verdict(0, 1, None, "", "no answer came")]
-
-
-def test_version_0_is_tried_again_and_then_left_to_another(
-    made: tuple[Exchange, mail.Inbox], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(exchange, "_INITIAL_PAUSE", 0.001)
-    one, box = made
-    broken, ends = Broken(), Ends()
-    one._transfers, one._session = broken, ends  # type: ignore[assignment]
-    start = [Vector.from_array(np.ones(10, np.float32))]
-    one._loop.run_until_complete(one._upload_initial(start, b""))
-    assert broken.tries == 4
-    assert ends.reason == "version 0 did not come through in 4 tries"
-    assert box.take() == []
-
-
-def test_version_0_with_infinities_is_fatal_and_said(made: tuple[Exchange, mail.Inbox]) -> None:
-    one, _ = made
-    one._transfers, one._session = Broken(), Ends()  # type: ignore[assignment]
-    start = [Vector.from_array(np.array([1, np.nan], np.float32))]
-    with pytest.raises(ConfigurationError, match=r"not finite \(fragment 0\).*check how the model is built"):
-        one._loop.run_until_complete(one._upload_initial(start, b""))
-
-
-def test_a_roll_back_that_was_overtaken_is_not_forgotten(made: tuple[Exchange, mail.Inbox]) -> None:
-    one, box = made
-    one._holdings.put(Holding(sync_pb2.Announcement(), np.zeros(10, np.float32), b""))
-    one._eager = False  # hears, and does not download
-    full = sync_pb2.Payload(encoding="bfloat16", bytes=20)
-    for version, reset in ((4, False), (5, True), (6, False)):
-        one._announced(sync_pb2.Announcement(epoch=2, version=version, reset=reset, full=full))
-    (heard,) = box.take()  # of three announcements the newest
-    assert isinstance(heard, mail.Heard)
-    assert (heard.news.version, heard.news.reset_at) == (6, (2, 5))
 
 
 # ------------------------------------------------------------------ what is to be said
@@ -197,30 +119,6 @@ def test_a_newer_message_is_not_taken_for_the_one_sent() -> None:
     assert kinds(outbox) == ["report", "lease_request"]
 
 
-# ------------------------------------------------------------------ error feedback
-
-
-def test_feedback_keeps_nothing_of_a_push_that_was_settled_before_it_was_encoded() -> None:
-    feedback = Feedback(1, True)
-    for sequence in range(1, 100):
-        feedback.queued(0, sequence)
-        feedback.settled(0, 0, (sequence,))
-        encode_push(a_push(sequence), "int4", feedback)
-    assert feedback.open == 0 and feedback.residual(0) is None
-
-
-def test_a_new_tenure_forgets_open_pushes_and_keeps_what_was_merged() -> None:
-    feedback = Feedback(1, True)
-    for sequence in (1, 2):
-        feedback.queued(0, sequence)
-        encode_push(a_push(sequence), "int4", feedback)
-    feedback.settled(0, 1, ())
-    residual = feedback.residual(0)
-    assert residual is not None and feedback.open == 1
-    feedback.new_tenure()
-    assert feedback.open == 0 and feedback.residual(0) is residual
-
-
 # ------------------------------------------------------------------ the rest
 
 
@@ -266,19 +164,20 @@ def announced(one: Exchange, version: int, fragment: int = 0) -> sync_pb2.Announ
 def test_the_jobs_merges_are_every_fragments_version_as_announced_last(
     made: tuple[Exchange, mail.Inbox],
 ) -> None:
-    one, _ = made
-    one._fetch = lambda fragment: None  # type: ignore[method-assign]
-    one._layout = build_layout(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)), 2)
+    layout = build_layout(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)), 2)
+    one = Exchange(made[0]._settings, layout, mail.Inbox(), 0, eager=False)
+    one._deliveries._fetch = lambda fragment: None  # type: ignore[method-assign]
     assert one.standing.merges is None
     one._announced(announced(one, 3))
     assert one.standing.merges is None, "a fragment has not been heard of"
     one._announced(announced(one, 4, 1))
     assert one.standing.merges == 7
-    one._news.clear()  # a session ends
+    one._deliveries.end()  # a session ends
     one._announced(announced(one, 5))
     assert one.standing.merges == 9
     one._announced(announced(one, 1))
     assert one.standing.merges == 5, "a store that was set back"
+    one._loop.close()
 
 
 def test_the_hubs_settings_are_shown_as_they_were_said(made: tuple[Exchange, mail.Inbox]) -> None:

@@ -11,13 +11,14 @@ it waits with jittered exponential backoff, reads the syncer's address again, an
 joins again, saying which versions it holds and which slot it had. While connected:
 
 - a pull becomes ``mail.Pulled``; the training thread answers with a snapshot
-  (``push``), which is encoded and uploaded here, a few at a time in order;
+  (``push``), which is encoded and uploaded;
 - an announcement becomes ``mail.Heard`` at once and, when its bytes were
-  downloaded and decoded, ``mail.Arrived``. Per fragment one download runs at a
-  time; announcements that were overtaken meanwhile are skipped. An observer is not ``eager``:
+  downloaded and decoded, ``mail.Arrived``. An observer is not ``eager``:
   it hears of everything and downloads what it asks for (``fetch_announced``);
 - what the training thread wants to say (reports, lease requests, drain) is state
   in the ``Outbox``, so that what a broken session lost is said in the next one.
+
+What goes up and down in bulk is deliveries.py's, in tasks beside the session.
 
 A push that got no answer before the connection broke has an open fate
 (``Verdict.accepted`` None); the work stays above the base, and the next broadcast
@@ -33,13 +34,13 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
-from diloco_protocol import codec, sync_pb2, wire
+from diloco_protocol import sync_pb2, wire
 from diloco_protocol.credentials import Credentials, CredentialsError
 from diloco_protocol.identity import NOBODY, IdentityError, Names, own_learner
 from diloco_protocol.layout import Layout
@@ -47,9 +48,8 @@ from diloco_protocol.spec import immutable_digests
 from diloco_protocol.vouch import UNUSABLE, VouchError, vouched
 
 from . import mail
-from .adoption import Broadcast
+from .deliveries import Deliveries
 from .fragments import Floats, Vector
-from .holdings import Holding, Holdings
 from .hub import HubSettings
 from .probe import Probe
 from .sampling import Grant
@@ -61,13 +61,9 @@ from .transfers import Feedback, Identity, Push, Transfers, pause
 log = logging.getLogger(__name__)
 
 _BULK_CHANNELS = 4  # connections are made when a payload is large enough to be split
-_PUSHES_AT_ONCE = 2  # one is encoded while another is uploaded
 _GOODBYE_SECONDS = 2.0
 _SOON_SECONDS = 60.0  # after losing the syncer it is tried about once a second, then less often
 _STEADY_SECONDS = 10.0  # a session that lived so long starts the backoff anew
-_INITIAL_TRIES = 4  # of version 0 in one session, beside those of each part
-_INITIAL_PAUSE = 0.25
-_MOST_QUEUED_PUSHES = 2 * wire.MAX_FRAGMENTS
 
 
 class Exchange:
@@ -96,14 +92,11 @@ class Exchange:
         sync = settings.job.spec.sync
         self._hub = HubSettings.of(settings.job.spec)  # in use
         self._layout, self._inbox, self._sequences = layout, inbox, sequences
-        self._pinned, self._eager = pinned, eager
-        self._encoding = sync.compression.up
         self._heartbeat = sync.heartbeat.interval_seconds
         self._digests = immutable_digests(settings.job)
         self.feedback = Feedback(len(layout), sync.compression.error_feedback)
         self.report_wanted = True  # false: the newest report is younger than a report's interval
         self.connected = False
-        self._identity = Identity(settings.job.metadata.name, settings.process, 0, 0)
         self._tenure = 0  # the incarnation under which the newest one began, over or not
         self._loop = asyncio.new_event_loop()
         self._executor = ThreadPoolExecutor(2, thread_name_prefix="diloco-codec")
@@ -112,21 +105,18 @@ class Exchange:
         self._bell: SimpleQueue[tuple[Callable[..., object], tuple[Any, ...]] | None] = SimpleQueue()
         self._ringer = threading.Thread(target=self._ring, name="diloco-bell", daemon=True)
         self._outbox = Outbox()
+        self._deliveries = Deliveries(
+            layout, inbox, self._outbox, self.feedback,
+            Identity(settings.job.metadata.name, settings.process, 0, 0), sync.compression.up,
+            self._spawn_with, pinned, eager,
+        )  # fmt: skip
         self._lease_numbers = itertools.count()
         self._closing = False
-        self._pinned_server = False  # channels believe one certificate only
         self._parted = False  # Drained was read by the syncer
         self._task: asyncio.Task[None] | None = None
         self._session: Session | None = None
-        self._transfers: Transfers | None = None
         self._work: set[asyncio.Task[None]] = set()
-        self._pushes: list[Push] = []
-        self._pushing = 0
-        self._news: dict[int, sync_pb2.Announcement] = {}  # newest announced, per fragment
-        self._resets: dict[int, tuple[int, int]] = {}  # newest roll-back, per fragment
         self._versions: dict[int, int] = {}  # announced last, of this session or one before
-        self._holdings = Holdings(len(layout))
-        self._fetching: set[int] = set()
         self._bytes = [0, 0]  # up, down, of earlier connections
         self._probe = Probe()
 
@@ -153,7 +143,7 @@ class Exchange:
 
     def push(self, push: Push) -> None:
         """Encode and send a push; its Verdict comes by mail."""
-        self._call(self._queue_push, push)
+        self._call(self._deliveries.push, push)
 
     def settled(self, fragment: int, merged: int, forget: Sequence[int]) -> None:
         """The fate of pushes is known: error feedback follows."""
@@ -167,19 +157,21 @@ class Exchange:
 
     def upload_initial(self, vectors: Sequence[Vector], frozen: bytes) -> None:
         """Upload version 0; broadcasts of it follow."""
-        self._call(self._spawn_with, self._upload_initial, vectors, frozen)
+        self._call(self._spawn_with, self._deliveries.upload_initial, vectors, frozen)
 
     def fetch_frozen(self, limit: int) -> None:
         """Download the frozen parameters: FrozenArrived comes by mail."""
-        self._call(self._spawn_with, self._fetch_frozen, limit)
+        self._call(self._spawn_with, self._deliveries.fetch_frozen, limit)
 
     def fetch_announced(self) -> None:
         """Without ``eager``: download the newest version of every fragment that is not here yet."""
-        self._call(self._fetch_announced)
+        self._call(self._deliveries.fetch_announced)
 
     def fetch_optimizer(self, limit: int) -> None:
         """Download the optimizer state of the job's checkpoint: StateArrived comes by mail."""
-        self._call(self._spawn_with, self._fetch_state, sync_pb2.DownloadRequest.OPTIMIZER, limit, 0)
+        self._call(
+            self._spawn_with, self._deliveries.fetch_state, sync_pb2.DownloadRequest.OPTIMIZER, limit, 0
+        )
 
     def want_peer_state(self, limit: int) -> None:
         """Ask for a healthy peer's inner optimizer state: StateArrived comes by mail."""
@@ -190,7 +182,7 @@ class Exchange:
         self, transfer: int, encode: Callable[[], bytes], versions: Sequence[tuple[int, int]]
     ) -> None:
         """Upload this learner's inner optimizer state; ``encode`` runs beside the loop."""
-        self._call(self._spawn_with, self._send_state, transfer, encode, versions)
+        self._call(self._spawn_with, self._deliveries.send_state, transfer, encode, versions)
 
     def no_state(self, transfer: int) -> None:
         """This learner has no inner optimizer state to give."""
@@ -202,7 +194,7 @@ class Exchange:
     @property
     def transferred(self) -> tuple[int, int]:
         """Bulk bytes (up, down) of this process."""
-        now = self._transfers
+        now = self._deliveries.transfers
         return self._bytes[0] + (now.bytes_up if now else 0), self._bytes[1] + (now.bytes_down if now else 0)
 
     @property
@@ -325,7 +317,6 @@ class Exchange:
             if error.reason:  # not for good: a Secret may be put right, on either side
                 self.standing = replace(self.standing, refused=(error.reason, str(error)))
             return str(error)
-        self._pinned_server = credentials is not self._credentials
         metadata = credentials.metadata()
         control = credentials.aio_channel(address, wire.channel_options())
         bulk: list[Any] = []
@@ -341,7 +332,9 @@ class Exchange:
             options = wire.channel_options(bulk=True)
             bulk += [credentials.aio_channel(address, options) for _ in range(_BULK_CHANNELS)]
             self._probe.begin()
-            self._transfers = Transfers(bulk, metadata, self._executor, self._probe.up, self._probe.down)
+            transfers = Transfers(bulk, metadata, self._executor, self._probe.up, self._probe.down)
+            # Vouched for, its channels believe one certificate only.
+            self._deliveries.begin(transfers, session.break_off, credentials is not self._credentials)
             self._outbox.begin_session()
             self._session, self.connected = session, True
             self.standing = replace(
@@ -363,16 +356,12 @@ class Exchange:
         finally:
             lost = self.connected
             self._session, self.connected = None, False
+            self._deliveries.close()
             self.standing = replace(self.standing, connected=False)
             session.cancel()
             await self._cancel_work()
-            if self._transfers is not None:
-                self._bytes = list(self.transferred)
-                self._transfers = None
-            for push in self._pushes:
-                self._verdict(push, None, "", "the connection broke")
-            self._pushes.clear()
-            self._news.clear()
+            self._bytes = list(self.transferred)
+            self._deliveries.end()
             for channel in [control, *bulk]:
                 await channel.close(None)
             if lost:
@@ -406,8 +395,8 @@ class Exchange:
             layout_digest=self._layout.digest,
             digests=self._digests,
             sequences=self._sequences,
-            held=self._holdings.versions(),
-            previous_incarnation=self._identity.incarnation,
+            held=self._deliveries.holdings.versions(),
+            previous_incarnation=self._deliveries.identity.incarnation,
             tenure=self._tenure,
             idle=self._idle,
             pod=settings.pod,
@@ -444,14 +433,13 @@ class Exchange:
         elif kind == "peer_state_ready":
             transfer = message.peer_state_ready.transfer
             if transfer:
-                self._spawn_with(
-                    self._fetch_state, sync_pb2.DownloadRequest.PEER_STATE, self._state_limit, transfer
-                )
+                what = sync_pb2.DownloadRequest.PEER_STATE
+                self._spawn_with(self._deliveries.fetch_state, what, self._state_limit, transfer)
             else:
                 self._inbox.put(mail.StateArrived(True, None))
         elif kind == "base_request":
             self._known(message.base_request.fragment)
-            self._spawn_with(self._give_base, message.base_request)
+            self._spawn_with(self._deliveries.give_base, message.base_request)
         elif kind == "promotion":
             self._seated(message.promotion.seat)
         elif kind == "echo":
@@ -469,7 +457,7 @@ class Exchange:
         if welcome.HasField("seat"):
             self._seated(welcome.seat)
         elif not welcome.observer:
-            self._identity = Identity(self._identity.job, self._identity.process, 0, 0)
+            self._take_place(0, 0)
             self._outbox.report(None)
             self._inbox.put(mail.Unseated())
         for announcement in welcome.fragments:
@@ -486,12 +474,12 @@ class Exchange:
             return
         log.info("the syncer's settings differ from this process's, and are used from now on")
         self._hub = hub
-        self._encoding = hub.sync.compression.up
+        self._deliveries.encoding = hub.sync.compression.up
         self._heartbeat = hub.sync.heartbeat.interval_seconds
         self.feedback.enabled = hub.sync.compression.error_feedback
 
     def _seated(self, seat: sync_pb2.Seat) -> None:
-        self._identity = Identity(self._identity.job, self._identity.process, seat.slot, seat.incarnation)
+        self._take_place(seat.slot, seat.incarnation)
         self.standing = replace(self.standing, standby=False, slot=seat.slot)
         if not seat.continuing:
             self._tenure = seat.incarnation
@@ -509,59 +497,18 @@ class Exchange:
             self.standing = replace(self.standing, phase=name, message=phase.message)
             self._inbox.put(mail.PhaseChanged(name, phase.message))
 
+    def _take_place(self, slot: int, incarnation: int) -> None:
+        old = self._deliveries.identity
+        self._deliveries.identity = Identity(old.job, old.process, slot, incarnation)
+
     def _announced(self, news: sync_pb2.Announcement) -> None:
         if self._idle:
             return
         self._known(news.fragment)
-        elements = self._layout.elements(news.fragment)
-        for payload, name in ((news.full, "full"), (news.delta, "delta")):
-            if name == "delta" and not news.HasField("delta"):
-                continue
-            if payload.encoding not in codec.ENCODINGS:
-                raise wire.WireError(
-                    f"fragment {news.fragment} is announced in encoding {payload.encoding!r}"
-                )
-            if payload.bytes != codec.encoded_bytes(payload.encoding, elements):
-                raise wire.WireError(
-                    f"fragment {news.fragment} is announced with {payload.bytes} bytes of "
-                    f"{payload.encoding}, and it has {elements} elements"
-                )
-        if news.merged_version > news.version:
-            raise wire.WireError(
-                f"fragment {news.fragment}: a push merged after version {news.version} is named"
-            )
-        self._news[news.fragment] = news
+        self._deliveries.announced(news)
         self._versions[news.fragment] = news.version
         if len(self._versions) == len(self._layout):
             self.standing = replace(self.standing, merges=sum(self._versions.values()))
-        if news.reset:
-            self._resets[news.fragment] = (news.epoch, news.version)
-        self._inbox.put(mail.Heard(self._broadcast(news), news.job_tokens))
-        if self._eager or self._holdings.get(news.fragment) is None:
-            self._fetch(news.fragment)
-
-    def _broadcast(self, news: sync_pb2.Announcement) -> Broadcast:
-        full = news.full
-        return Broadcast(
-            fragment=news.fragment,
-            epoch=news.epoch,
-            version=news.version,
-            identity=(full.encoding, full.bytes, full.checksum),
-            reset_at=self._resets.get(news.fragment, (0, 0)),
-            merged_sequence=news.merged_sequence,
-            merged_version=news.merged_version,
-        )
-
-    def _fetch_announced(self) -> None:
-        for fragment, news in self._news.items():
-            here = self._holdings.get(fragment)
-            if here is None or (here.news.epoch, here.news.version) != (news.epoch, news.version):
-                self._fetch(fragment)
-
-    def _fetch(self, fragment: int) -> None:
-        if fragment not in self._fetching:
-            self._fetching.add(fragment)
-            self._spawn_with(self._fetch_fragment, fragment)
 
     def _known(self, fragment: int) -> None:
         if fragment >= len(self._layout):
@@ -588,7 +535,6 @@ class Exchange:
         for task in list(self._work):
             task.cancel()
         await asyncio.gather(*self._work, return_exceptions=True)
-        self._fetching.clear()
 
     def _post_report(self, report: sync_pb2.Report) -> None:
         self._outbox.report(report)
@@ -597,178 +543,6 @@ class Exchange:
 
     def _want_report(self) -> None:
         self.report_wanted = True
-
-    async def _fetch_fragment(self, fragment: int) -> None:
-        """Download the newest announced version, and again while a newer one was announced."""
-        attempt = 0
-        try:
-            while (news := self._news.get(fragment)) is not None:
-                holding = await self._holding(news, attempt)
-                if holding is None:
-                    attempt += 1
-                    continue
-                attempt = 0
-                self._holdings.put(holding)
-                vector = self._pinned(holding.values)
-                self._inbox.put(mail.Arrived(self._broadcast(news), vector, news.job_tokens))
-                if self._news.get(fragment) is news or not self._eager:
-                    break
-        finally:
-            self._fetching.discard(fragment)
-
-    async def _holding(self, news: sync_pb2.Announcement, attempt: int) -> Holding | None:
-        assert self._transfers is not None
-        known = self._holdings.get(news.fragment)
-        if known is not None and known.news.version == news.version and known.news.full == news.full:
-            return replace(known, news=news)  # the same bytes, said again after a reconnect
-        elements = self._layout.elements(news.fragment)
-        try:
-            holding = await self._transfers.fragment(self._identity, news, elements, known)
-            if holding is not None:
-                return holding
-            why = "the syncer has it no more"
-        except (wire.TransferError, wire.WireError) as error:
-            why = str(error)
-            self._doubt(error)
-        log.warning("fragment %d version %d did not arrive: %s", news.fragment, news.version, why)
-        await asyncio.sleep(pause(attempt))
-        return None
-
-    async def _give_base(self, request: sync_pb2.BaseRequest) -> None:
-        """The syncer's store lost this version: send it, or say that it is not to be had here."""
-        fragment, holding = request.fragment, self._holdings.get(request.fragment)
-        why = "it is not here any more"
-        if holding is not None and holding.is_version(request.epoch, request.version):
-            assert self._transfers is not None
-            try:
-                reply = await self._transfers.base(self._identity, holding)
-                if reply.accepted:
-                    log.info("fragment %d: the syncer took version %d back", fragment, request.version)
-                    return
-                why = f"refused ({reply.reason}): {reply.message}"
-            except wire.TransferError as error:
-                why = str(error)
-        log.warning("fragment %d version %d is not given back: %s", fragment, request.version, why)
-        unavailable = sync_pb2.BaseUnavailable(fragment=fragment)
-        self._outbox.say(f"no-base-{fragment}", sync_pb2.LearnerMessage(base_unavailable=unavailable))
-
-    def _doubt(self, error: Exception) -> None:
-        """A transfer failed for good. The syncer may have another certificate by now, which the bulk
-        channels do not believe: connect anew, and look at it."""
-        if self._pinned_server and self._session is not None and isinstance(error, wire.TransferError):
-            self._session.break_off(f"bulk transfers fail: {error}")
-
-    def _queue_push(self, push: Push) -> None:
-        if not self.connected or len(self._pushes) >= _MOST_QUEUED_PUSHES:
-            self._verdict(push, None, "", "there is no connection")
-            return
-        self.feedback.queued(push.plan.fragment, push.plan.sequence)
-        self._pushes.append(push)
-        if self._pushing < _PUSHES_AT_ONCE:
-            self._pushing += 1
-            self._spawn_with(self._send_pushes)
-
-    async def _send_pushes(self) -> None:
-        try:
-            while self._pushes:
-                push = self._pushes.pop(0)
-                await self._send_push(push)
-        finally:
-            self._pushing -= 1
-
-    async def _send_push(self, push: Push) -> None:
-        assert self._transfers is not None
-        try:
-            reply = await self._transfers.push(
-                push, self._identity, self._encoding, self._layout.digest, self.feedback
-            )
-        except wire.TransferError as error:
-            log.warning(
-                "push %d of fragment %d got no answer: %s", push.plan.sequence, push.plan.fragment, error
-            )
-            self._verdict(push, None, "", "no answer came")
-            self._doubt(error)
-            return
-        except asyncio.CancelledError:
-            self._verdict(push, None, "", "the connection broke")
-            raise
-        # `repeated`: the id came through before, so an earlier answer was lost.
-        accepted = reply.accepted or reply.reason == "repeated"
-        if not accepted:
-            level = logging.DEBUG if reply.reason == "other-round" else logging.INFO  # late: it happens
-            log.log(level, "push %d of fragment %d was refused (%s): %s", push.plan.sequence,
-                    push.plan.fragment, reply.reason, reply.message)  # fmt: skip
-        self._verdict(push, accepted, reply.reason, reply.message)
-
-    def _verdict(self, push: Push, accepted: bool | None, reason: str, message: str) -> None:
-        plan = push.plan
-        self._inbox.put(mail.Verdict(plan.fragment, plan.sequence, accepted, reason, message))
-
-    async def _upload_initial(self, vectors: Sequence[Vector], frozen: bytes) -> None:
-        """Try a few times; then leave the session, so that the syncer asks another (or this one again)."""
-        transfers, session = self._transfers, self._session
-        if transfers is None or session is None:
-            return  # the connection broke; whoever joins next is asked
-        for fragment, vector in enumerate(vectors):
-            if not (await transfers.run(lambda v=vector: codec.norm_and_finite(v.array)))[1]:
-                raise ConfigurationError(
-                    f"the model's start has values that are not finite (fragment {fragment}): version 0 "
-                    "would be useless; check how the model is built, or the weights that it starts from"
-                )
-        for attempt in range(_INITIAL_TRIES):
-            try:
-                await transfers.initial(self._identity, self._layout.to_json(), vectors, frozen)
-                return
-            except wire.TransferError as error:
-                log.warning("version 0 did not come through: %s", error)
-            await asyncio.sleep(pause(attempt, first=_INITIAL_PAUSE))
-            if len(self._news) == len(self._layout):
-                return  # it exists: only the last answer was lost
-        session.break_off(f"version 0 did not come through in {_INITIAL_TRIES} tries")
-
-    async def _fetch_frozen(self, limit: int) -> None:
-        found = await self._blob(sync_pb2.DownloadRequest.FROZEN, limit, 0)
-        self._inbox.put(mail.FrozenArrived(found[1] if found else None))
-
-    async def _fetch_state(self, what: Any, limit: int, transfer: int) -> None:
-        found = await self._blob(what, limit, transfer)
-        peer = what == sync_pb2.DownloadRequest.PEER_STATE
-        if found is None:
-            self._inbox.put(mail.StateArrived(peer, None))
-        else:
-            versions = tuple((held.epoch, held.version) for held in found[0].versions)
-            self._inbox.put(mail.StateArrived(peer, found[1], versions))
-
-    async def _blob(
-        self, what: Any, limit: int, transfer: int
-    ) -> tuple[sync_pb2.DownloadHeader, bytes] | None:
-        for attempt in range(4):
-            if self._transfers is None:
-                return None
-            try:
-                return await self._transfers.blob(self._identity, what, limit, transfer)
-            except wire.WireError as error:
-                log.warning("%s was not taken: %s", sync_pb2.DownloadRequest.What.Name(what), error)
-                return None
-            except wire.TransferError as error:
-                log.warning("%s did not arrive: %s", sync_pb2.DownloadRequest.What.Name(what), error)
-                if not error.retry:
-                    return None
-                await asyncio.sleep(pause(attempt))
-        return None
-
-    async def _send_state(
-        self, transfer: int, encode: Callable[[], bytes], versions: Iterable[tuple[int, int]]
-    ) -> None:
-        if self._transfers is None:
-            return
-        data = await self._transfers.run(encode)
-        try:
-            reply = await self._transfers.optimizer_state(self._identity, transfer, data, list(versions))
-            if not reply.accepted:
-                log.warning("the optimizer state was refused (%s): %s", reply.reason, reply.message)
-        except wire.TransferError as error:
-            log.warning("the optimizer state did not come through: %s", error)
 
 
 def _own_names(credentials: Credentials, settings: WorkerSettings) -> Names:
