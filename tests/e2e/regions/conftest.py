@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -34,9 +34,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 def run_job(world: World) -> Iterator[RunJob]:
     made = []
 
-    def begin(name: str, regions: dict[str, int], *but: str, **spec: object) -> Job:
+    def begin(
+        name: str, regions: dict[str, int], *but: str, issue: Sequence[str] = (), **spec: object
+    ) -> Job:
         made.append(name)
-        return world.apply(world.document(name, regions, **spec), *but)  # type: ignore[arg-type]
+        return world.apply(world.document(name, regions, **spec), *but, issue=issue)  # type: ignore[arg-type]
 
     yield begin
     for name in made:

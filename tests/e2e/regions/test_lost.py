@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from s3_service import Relay, S3Service, environment
 
 from ..clusters import Cluster, until
 from ..jobs import pod_template
-from .world import EU, HUB, NODE_PORT, US, RunJob, World, contributes, merged_of, node_address
+from .world import EU, HUB, NODE_PORT, US, RunJob, World, contributes, machine_address, merged_of
 
 pytestmark = pytest.mark.timeout(1200)
 ELSEWHERE = NODE_PORT + 1
@@ -76,9 +75,7 @@ def kept_volume(world: World, name: str, folder: Path) -> None:
 def bucket(world: World, folder: Path) -> Iterator[dict[str, Any]]:
     """A bucket outside of all clusters, at this machine's address; spec.syncer's fields for it."""
     service = S3Service(folder)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((node_address(world.hub), 9))  # sends nothing: which of our addresses it would use
-        way = Relay(service.port, probe.getsockname()[0])
+    way = Relay(service.port, machine_address(world))
     template = pod_template("syncer", "200m")
     env = environment(way.url) | {"AWS_REGION": "us-east-1"}
     template["spec"]["containers"][0]["env"] = [{"name": k, "value": v} for k, v in env.items()]

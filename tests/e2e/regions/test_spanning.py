@@ -1,13 +1,15 @@
 """1. One job over a hub and two regions, to its end.
-2. A region's link is cut, and comes back."""
+2. A region's link is cut, and comes back; where a job is told to, it holds meanwhile, or fails."""
 
 from __future__ import annotations
 
 import random
 import time
+from typing import Any
 
 import pytest
 
+from ..clusters import until
 from .world import EU, US, RunJob, World, contributes
 
 pytestmark = pytest.mark.timeout(900)
@@ -77,3 +79,55 @@ def test_a_region_is_cut_off(world: World, run_job: RunJob) -> None:
     told = [event["reason"] for event in job.events()]
     assert "RegionLost" in told and "RegionBack" in told
     assert took < 15
+
+
+def test_a_job_holds_until_a_lost_region_is_back(world: World, run_job: RunJob) -> None:
+    policy = {"regionLostSeconds": 15, "onRegionLost": "Hold"}
+    job = run_job("hold", {EU: 1, US: 1}, failurePolicy=policy)
+    job.in_merges(2)
+    pods = world.identities("hold", EU, US)
+    world.clusters[US].fault("cut")
+    try:
+        job.wait_phase("Holding", timeout=90)
+        said = job.condition("RegionLost")["message"]
+        assert US in said
+        held = job.training()
+        steps = {row["region"]: row["step"] for row in held["slots"]}
+        # Who is there goes on, alone.
+        job.wait_training(
+            "steps without merges",
+            lambda d: next(row["step"] for row in d["slots"] if row["region"] == EU) > steps[EU] + 200,
+        )
+        assert job.training()["merges"] == held["merges"]
+    finally:
+        world.clusters[US].fault("heal")
+    job.wait_phase("Running", timeout=90)
+    for region in (EU, US):
+        contributes(job, region, 60)
+    assert world.identities("hold", EU, US) == pods
+    report = job.page("/report")
+    assert len(report["holds"]) == 1 and [row["region"] for row in report["regions_lost"]] == [US]
+    job.exact()
+
+
+def test_a_job_fails_with_a_region(world: World, run_job: RunJob) -> None:
+    policy = {"regionLostSeconds": 15, "onRegionLost": "Fail"}
+    job = run_job("fail", {EU: 1, US: 1}, failurePolicy=policy)
+    job.in_merges(2)
+    world.clusters[US].fault("cut")
+    try:
+        job.wait_phase("Failed", timeout=90)
+        said = job.condition("Failed")["message"]
+        assert US in said and "onRegionLost" in said
+        world.job("fail", EU).wait_phase("Failed", timeout=90)
+    finally:
+        world.clusters[US].fault("heal")
+    there = world.job("fail", US)
+    there.wait_phase("Failed", timeout=120)
+    for name in (EU, US):
+        told = world.job("fail", name)
+        until(f"no learner goes on in {name}", lambda j=told: not any(map(running, j.pods())), 60)
+
+
+def running(pod: dict[str, Any]) -> bool:
+    return bool(pod["status"]["phase"] == "Running")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,13 +96,13 @@ class World:
     def pki(self, name: str) -> Path:
         return self.folder / f"pki-{name}"
 
-    def trust(self, document: dict[str, Any]) -> None:
-        """An authority of the job's own, by `diloco certs`."""
+    def trust(self, document: dict[str, Any], *words: str) -> None:
+        """An authority of the job's own, by `diloco certs`; ``words`` for its issue."""
         name = document["metadata"]["name"]
         path = self.folder / f"{name}.json"
         path.write_text(json.dumps(document))
         run(PROGRAM, "certs", "init", "--out", str(self.pki(name)))
-        run(PROGRAM, "certs", "issue", str(path), "--pki", str(self.pki(name)), "-n", self.namespace)
+        run(PROGRAM, "certs", "issue", str(path), "--pki", str(self.pki(name)), "-n", self.namespace, *words)
 
     def give(self, document: dict[str, Any], cluster: str) -> None:
         """The job and its Secrets, to one cluster."""
@@ -112,10 +113,10 @@ class World:
             self.clusters[cluster].kubectl("apply", "--server-side", "-n", self.namespace, "-f", path)
         self.clusters[cluster].apply(document, namespace=self.namespace)
 
-    def apply(self, document: dict[str, Any], *but: str) -> Job:
+    def apply(self, document: dict[str, Any], *but: str, issue: Sequence[str] = ()) -> Job:
         """To the hub and to each cluster of its regions (``but`` these), as `diloco apply --context …
-        --context …` does."""
-        self.trust(document)
+        --context …` does. ``issue``: words for `diloco certs issue`."""
+        self.trust(document, *issue)
         for cluster in sorted({HUB, *(region["cluster"] for region in document["spec"]["regions"])}):
             if cluster not in but:
                 self.give(document, cluster)
@@ -143,6 +144,13 @@ def node_address(cluster: Cluster, number: int = 0) -> str:
     return next(a["address"] for a in node["status"]["addresses"] if a["type"] == "InternalIP")
 
 
+def machine_address(world: World) -> str:
+    """Of this machine, as the clusters reach it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((node_address(world.hub), 9))  # sends nothing: which of our addresses it would use
+        return str(probe.getsockname()[0])
+
+
 def merged_of(document: dict[str, Any], region: str) -> int:
     """How many pushes of a region's slots were merged."""
     return sum(row["merged_pushes"] for row in document["slots"] if row["region"] == region)
@@ -155,5 +163,5 @@ def contributes(job: Job, region: str, timeout: float) -> dict[str, Any]:
 
 
 RunJob = Callable[..., Job]
-"""``run_job(name, {cluster: learners}, *but, **spec)``: applied everywhere but there, and deleted at the
-test's end."""
+"""``run_job(name, {cluster: learners}, *but, issue=(), **spec)``: applied everywhere but there, and deleted
+at the test's end."""
