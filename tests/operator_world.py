@@ -97,6 +97,8 @@ class SyncerSim:
     up_at: float = 0.0
     target: str = ""
     moves_at: float = 0.0
+    misses: str = ""  # why it holds with a quorum
+    lost: list[str] = field(default_factory=list)  # regions that it counts as lost
     required: int = 1
     stop: int = 10**12
 
@@ -479,7 +481,7 @@ class World:
         if hub.phase == "waiting" and active >= hub.required:
             hub.phase = "training"
         if hub.phase in ("training", "holding"):
-            hub.phase = "training" if active >= hub.required else "holding"
+            hub.phase = "training" if active >= hub.required and not hub.misses else "holding"
             if hub.phase == "training":
                 hub.merges += 1
                 hub.tokens += 100 * active
@@ -550,7 +552,8 @@ class World:
     def document(self) -> Object:
         hub = self.syncer
         return {
-            "phase": hub.phase, "message": "", "epoch": hub.epoch, "merges": hub.merges, "goodput": 0.9,
+            "phase": hub.phase, "message": hub.misses, "regions_lost": hub.lost,
+            "epoch": hub.epoch, "merges": hub.merges, "goodput": 0.9,
             "quorum": {"active": self.active(), "required": hub.required}, "eval_loss": [],
             "standby": len(hub.standbys), "standbys": list(hub.standbys),
             "tokens": {"trained": hub.tokens, "merged": hub.tokens, "pending": 0, "dropped": 0},

@@ -222,7 +222,7 @@ def _region_lost(view: View, found: Findings, out: Conditions) -> None:
     lost = {
         name: since
         for name, since in found.regions.lost.items()
-        if view.now - since >= policy.region_lost_seconds
+        if view.now - since >= policy.region_lost_seconds or name in view.regions_lost
     }
     if lost:
         said = ", ".join(f"{name} since {stamp(since)}" for name, since in sorted(lost.items()))
@@ -356,9 +356,14 @@ def _ready(view: View, found: Findings, out: Conditions) -> None:
             reason = row["reason"] if kind != "SyncerReady" else f"Syncer{row['reason']}"
             out.say("Ready", False, str(reason), str(row["message"]))
             return
+    phase = view.said
+    if phase == "holding":  # with a quorum: for something else
+        why = str((view.document or {}).get("message") or "the syncer holds")
+        said = f"Merges wait: {why}. Learners train on, up to sync.staleness.maxSteps."
+        out.say("Ready", False, "Holding", said)
+        return
     waits = " A changed setting of the syncer waits until learners have theirs." if found.held_back else ""
     rolling = "".join(f" Region {name}: {said}." for name, said in sorted(found.rolled.regions.items()))
-    phase = view.said
     if phase in ("draining", "evaluating"):
         out.say("Ready", True, "Finishing", "Learners offer their last work, then the model is evaluated.")
     else:

@@ -179,6 +179,12 @@ class View:
         return frozenset(str(p)[:UID_DIGITS] for p in waiting) if isinstance(waiting, list) else frozenset()
 
     @cached_property
+    def regions_lost(self) -> frozenset[str]:
+        """Which the syncer counts as lost: its time runs while nobody here looks."""
+        named = (self.document or {}).get("regions_lost")
+        return frozenset(str(name) for name in named) if isinstance(named, list) else frozenset()
+
+    @cached_property
     def refusals(self) -> list[Refusal]:
         """Whom the syncer has refused for good lately."""
         rows = (self.document or {}).get("refusals")

@@ -96,6 +96,7 @@ def core_status(job: Job, now: float) -> dict[str, Any]:
         "uptime": job.clock.uptime(now),
         "eval_loss": [list(pair) for pair in job.eval_loss],
         "hold_since_seconds": holds[-1][0] if job.clock.holding else None,
+        "regions_lost": list(job.members.lost),
         "refusals": job.refusals.rows(now),
     }
 

@@ -206,11 +206,13 @@ def test_a_region_is_lost(policy: str) -> None:
         return
     told = [note.kind for note in of(desk.log, ev.Note)]
     assert told.count("region-lost") == 1 and "region-back" not in told
+    assert desk.core.status(desk.now)["regions_lost"] == ["far"]
     assert bool(of(full_round(desk), ev.Merge)) == (policy == "Continue")
     if policy == "Hold":
         assert desk.core.status(desk.now)["hold_since_seconds"] is not None
     assert of(desk.join(4, 0, region="far"), ev.Note)
     assert [note.kind for note in of(desk.log, ev.Note)].count("region-back") == 1
+    assert desk.core.status(desk.now)["regions_lost"] == []
     (row,) = desk.core.report(desk.now)["regions_lost"]
     assert row["region"] == "far" and 60 <= row["to_seconds"] - row["from_seconds"] < 70
     if policy == "Hold":

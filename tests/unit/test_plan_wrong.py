@@ -165,6 +165,32 @@ def test_a_lost_region_is_told_and_comes_back() -> None:
     assert "lostSince" not in world.region("far")
 
 
+def test_a_region_that_the_syncer_counts_as_lost_is_lost_here() -> None:
+    """It acts by its own time, which may be over sooner than this one's."""
+    regions = [{"name": "near", "learners": 2}, {"name": "far", "learners": 1}]
+    world = started(regions=regions, failurePolicy={"regionLostSeconds": 600})
+    world.unschedulable = {"job-far-0"}
+    world.delete_pod("job-far-0", force=True)
+    world.run(60)
+    assert world.truth("RegionLost") == "False" and world.region("far")["lostSince"]
+    world.syncer.lost = ["far"]
+    world.run(20)
+    assert world.truth("RegionLost") == "True" and "far" in world.condition("RegionLost")["message"]
+
+
+def test_a_job_that_holds_for_a_lost_region_is_not_ready() -> None:
+    """With a quorum: of K learners all are there, and yet nothing is merged."""
+    world = started(regions=[{"name": "near", "learners": 2}, {"name": "far", "learners": 1}])
+    world.syncer.misses = "nobody of region far was heard for 15 s, and failurePolicy.onRegionLost is Hold"
+    world.run(40)
+    assert world.status["phase"] == "Holding" and world.truth("QuorumMet") == "True"
+    assert world.truth("Ready") == "False" and world.condition("Ready")["reason"] == "Holding"
+    assert world.syncer.misses in world.condition("Ready")["message"]
+    world.syncer.misses = ""
+    world.run(40)
+    assert world.status["phase"] == "Running" and world.truth("Ready") == "True"
+
+
 def test_the_plan_raises_nothing_whatever_the_status_says() -> None:
     """A status that an older or a foreign hand wrote is no reason to stop."""
     world = started()

@@ -38,8 +38,8 @@ class Carried:
     parameters: int
 
     def row(self, name: str, against: float) -> str:
-        """Per token of a learner, as many merges as steps make due; ``against``: data-parallel's bytes
-        per token, one direction."""
+        """Per token of that link's learner, at the hub per token of the job, with as many merges as steps
+        make due; ``against``: data-parallel's bytes per token, one direction."""
         due = FRAGMENTS / EVERY / STEP_TOKENS
         links = [f"{kind[link] * due:8.0f}" for link in (EU, US) for kind in (self.up, self.down)]
         hub = [sum(kind.values()) / 2 * due for kind in (self.up, self.down)]

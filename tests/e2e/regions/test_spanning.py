@@ -83,14 +83,16 @@ def test_a_region_is_cut_off(world: World, run_job: RunJob) -> None:
 
 def test_a_job_holds_until_a_lost_region_is_back(world: World, run_job: RunJob) -> None:
     policy = {"regionLostSeconds": 15, "onRegionLost": "Hold"}
-    job = run_job("hold", {EU: 1, US: 1}, failurePolicy=policy)
+    patient = {"staleness": {"maxSteps": 100_000}}  # steps for which learners go on alone
+    job = run_job("hold", {EU: 1, US: 1}, failurePolicy=policy, sync=patient)
     job.in_merges(2)
     pods = world.identities("hold", EU, US)
     world.clusters[US].fault("cut")
     try:
         job.wait_phase("Holding", timeout=90)
-        said = job.condition("RegionLost")["message"]
-        assert US in said
+        assert US in job.wait_condition("RegionLost", timeout=30)["message"]
+        said = job.wait_condition("Ready", "False", "Holding", timeout=30)["message"]
+        assert US in said and "onRegionLost is Hold" in said
         held = job.training()
         steps = {row["region"]: row["step"] for row in held["slots"]}
         # Who is there goes on, alone.

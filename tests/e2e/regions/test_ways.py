@@ -78,7 +78,7 @@ def test_learners_come_through_what_stands_in_front(world: World, kind: str) -> 
 
 def days(page: str, whose: str) -> float:
     """When this certificate expires, or the first of these, by the syncer's metrics."""
-    found = re.search(rf"^diloco_{whose}_expires_timestamp_seconds (\S+)$", page, re.MULTILINE)
+    found = re.search(rf"^diloco_{whose}_expires_timestamp_seconds(?:{{.*}})? (\S+)$", page, re.MULTILINE)
     assert found, page
     return float(found[1]) / 86400
 
