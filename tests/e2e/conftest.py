@@ -66,6 +66,8 @@ def install(cluster: Cluster, *values: str, timeout: int = 180) -> None:
     nodes = cluster.nodes()
     if "node" in cluster.can and len(nodes) > 1:  # the node that tests lose is another
         values = (*values, rf"nodeSelector.kubernetes\.io/hostname={nodes[0]}")
+    # In a cluster that was kept the image may be new under its old tag: the pod is made anew.
+    values = (*values, rf"podAnnotations.diloco\.io/installed=at-{time.time():.0f}")
     settings = [word for value in values for word in ("--set", value)]
     cluster.helm(
         "upgrade", "--install", "diloco", str(ROOT / "charts" / "diloco"), "-n", SYSTEM, "--create-namespace",
