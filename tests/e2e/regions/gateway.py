@@ -17,10 +17,10 @@ class Gateway:
     """Connections that ask for ``name`` lead to ``target`` (host:port), all others nowhere. Without a
     name it looks at nothing: a load balancer of layer 4. ``asked`` counts the names; closed at exit."""
 
-    def __init__(self, host: str, target: str, name: str = "") -> None:
+    def __init__(self, host: str, target: str, name: str = "", port: int = 0) -> None:
         there, _, port = target.rpartition(":")
         self._target, self._name = (there, int(port)), name
-        self._listening = socket.create_server((host, 0))
+        self._listening = socket.create_server((host, port))
         self.address = f"{host}:{self._listening.getsockname()[1]}"
         self.asked: Counter[str] = Counter()
         self._open: set[socket.socket] = set()

@@ -1,4 +1,4 @@
-"""How learners come to the hub: through a gateway or a load balancer in front of it, and with
+"""How learners come to the hub: through a gateway or a load balancer in front of it, by a name, and with
 certificates that are renewed while they train."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from ..clusters import run, until
 from ..jobs import Job
 from .gateway import Gateway
 from .test_refusals import metrics
-from .world import EU, HUB, PROGRAM, US, RunJob, World, contributes, machine_address, node_address
+from .world import EU, HUB, NODE_PORT, PROGRAM, US, RunJob, World, contributes, machine_address, node_address
 
 pytestmark = pytest.mark.timeout(900)
 NAME = "hub.example.org"
@@ -74,6 +74,43 @@ def test_learners_come_through_what_stands_in_front(world: World, kind: str) -> 
                 world.delete(name, EU, US)  # they leave in peace
     finally:
         world.delete(name)
+
+
+def call(world: World, name: str, address: str) -> None:
+    """``name`` is this address, for who asks in a region's cluster: a Service without a selector."""
+    labels = {"kubernetes.io/service-name": name}
+    for region in (EU, US):
+        world.clusters[region].apply(
+            {
+                "apiVersion": "v1", "kind": "Service", "metadata": {"name": name},
+                "spec": {"clusterIP": "None", "ports": [{"port": NODE_PORT}]},
+            },
+            {
+                "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
+                "metadata": {"name": name, "labels": labels}, "ports": [{"port": NODE_PORT}],
+                "endpoints": [{"addresses": [address], "conditions": {"ready": True}}],
+            },
+            namespace=world.namespace,
+        )  # fmt: skip
+
+
+def test_a_name_is_resolved_anew(world: World, run_job: RunJob) -> None:
+    """The hub's name leads elsewhere: nothing changes in the job, and nothing is started again."""
+    call(world, "moves", machine_address(world))
+    endpoint = {
+        "type": "NodePort",
+        "nodePort": NODE_PORT,
+        "address": f"moves.{world.namespace}.svc:{NODE_PORT}",
+    }
+    with Gateway(machine_address(world), world.address(), port=NODE_PORT):
+        job = run_job("named", {EU: 1, US: 1}, syncer={"endpoint": endpoint})
+        job.in_merges(2)
+        pods = world.identities("named", EU, US)
+        call(world, "moves", node_address(world.hub))
+    for region in (EU, US):
+        contributes(job, region, 120)
+    assert world.identities("named", EU, US) == pods, "something restarted"
+    job.exact()
 
 
 def days(page: str, whose: str) -> float:
