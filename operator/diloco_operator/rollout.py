@@ -11,13 +11,17 @@ an older revision is taken: deleted, for the StatefulSet to make it anew. In eac
 * who is in the quorum is taken only while more than K are, or, where every learner is
   needed (K = M), when all are there; then the job holds until it is back.
 
-What the syncer reads anew is held back until all regions here are through and none has
-learners left that a scaling down takes away (they drain to a syncer that knows them),
-unless the syncer is itself what does not work.
+A changed pod of the syncer is held back until all regions here are through. What it only
+reads anew (settings of ``sync``, ``training.stop``) is not: a rollout may wait for learners
+elsewhere, and the job would end by a stop that was raised. Both wait while learners are left
+that a scaling down takes away (they drain to a syncer that knows them), unless the syncer is
+itself what does not work.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from dataclasses import dataclass, field
 
 from . import names
@@ -105,8 +109,7 @@ def outdated(view: View, region: str) -> list[Pod]:
 
 
 def settled(view: View) -> bool:
-    """Whether every learner here has the template of the job's present generation, and nobody is left of
-    those that a scaling down takes away."""
+    """Whether every learner here has the template of the job's present generation."""
     for region in view.here.regions:
         live = view.live(names.stateful_set(view.job.name, region.name))
         if live is None:
@@ -115,13 +118,22 @@ def settled(view: View) -> bool:
             return False
         wanted = view.wanted(region.name)
         for pod in view.of_region(region.name):
-            gone = pod.ordinal >= wanted and not pod.over and not view.stuck(pod)
             taken = pod.ordinal < wanted and pod.terminating and pod.revision != _revision(view, region.name)
-            if gone or (taken and not view.stuck(pod)):
+            if taken and not view.stuck(pod):
                 return False
         if any(_rolling(region.name, place) in view.memory.since for place in range(wanted)):
             return False
-    return not _removed(view)
+    return True
+
+
+def _shrinking(view: View) -> bool:
+    """Whether anybody is left of those that a scaling down takes away."""
+    for region in view.here.regions:
+        wanted = view.wanted(region.name)
+        for pod in view.of_region(region.name):
+            if pod.ordinal >= wanted and not pod.over and not view.stuck(pod):
+                return True
+    return _removed(view)
 
 
 def _rolling(region: str, ordinal: int) -> str:
@@ -217,4 +229,13 @@ def held_back(view: View, ref: Ref, wanted: Object) -> bool:
         return False
     syncer = view.pod_of("syncer")
     works = syncer is not None and syncer.alive and syncer.ready
-    return works and not settled(view)
+    waits = _shrinking(view) or (_but_inputs(found[1]) != _but_inputs(wanted) and not settled(view))
+    return works and waits
+
+
+def _but_inputs(rendered: Object) -> Object:
+    """A rendering without the digest of what the program reads."""
+    found = copy.deepcopy(rendered)
+    with contextlib.suppress(AttributeError, KeyError, TypeError):  # by another hand: it is not like ours
+        del found["template"]["metadata"]["annotations"][names.INPUTS]
+    return found

@@ -128,7 +128,8 @@ def test_a_learner_on_a_lost_node_is_not_taken() -> None:
 def test_the_syncer_comes_last() -> None:
     world = started()
     syncer = world.of("syncer")[0].uid
-    world.edit(learners=template("other:1"), sync={"every": 48})
+    other = {"podTemplate": {"spec": {"containers": [{"name": "syncer", "image": "other-syncer:1"}]}}}
+    world.edit(learners=template("other:1"), syncer=other)
     world.until(lambda w: len(w.taken) == 3)
     assert syncer in world.pods
     assert "waits until learners" in world.condition("Ready")["message"]
@@ -137,6 +138,23 @@ def test_the_syncer_comes_last() -> None:
     world.until(World.whole)
     assert world.told("SyncerReplaced") == 1 and world.told("SyncerLost") == 0
     assert not world.status.get("replacements")
+
+
+def test_settings_do_not_wait_for_a_rollout() -> None:
+    """Which itself waits, for learners that are not here yet: a stop that was raised is in force."""
+    regions = [{"name": "near", "learners": 2}, {"name": "far", "learners": 1}]
+    world = World(job_object(regions=regions, sync={"quorum": 2}))
+    world.unschedulable = {"job-far-0"}
+    world.until(lambda w: w.truth("QuorumMet") == "True", 120)
+    world.edit(
+        learners=template("other:1"), training={**world.job["spec"]["training"], "stop": {"tokens": 10**11}}
+    )
+    world.until(lambda w: w.syncer.stop == 10**11 and w.truth("QuorumMet") == "True", 60)
+    assert {name for _, name in world.taken} <= {"job-far-0"}
+    assert "no other is taken" in world.condition("Ready")["message"]
+    assert "waits until" not in world.condition("Ready")["message"]
+    world.unschedulable = set()
+    world.until(lambda w: w.whole() and {p.image for p in w.of("learner")} == {"other:1"})
 
 
 def test_a_syncer_that_does_not_work_does_not_wait() -> None:
