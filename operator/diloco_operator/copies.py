@@ -20,6 +20,8 @@ from .objects import reachable_at
 from .podfacts import shortened
 from .view import View
 
+DRAINED = "Drained"
+_DRAINED = ("draining", "suspended")
 DIFFERS_SECONDS = 60.0
 """An edit reaches clusters one after another: a difference younger than this is nothing to tell."""
 
@@ -30,7 +32,8 @@ def judge(view: View, stage: tuple[str, str] | None, out: Conditions) -> None:
     _reachable(view, stage, kept_out, out)
     drifted = sorted(message for word, message in kept_out if word == refusals.SPEC_DRIFT)
     if drifted:
-        out.say("SpecDrift", True, "FieldsDiffer", shortened("; ".join(drifted), 1000))
+        said = shortened("; ".join(drifted), 1000).rstrip(".")
+        out.say("SpecDrift", True, "FieldsDiffer", f"{said}. {refusals.cure(view.job, refusals.SPEC_DRIFT)}")
     else:
         out.say("SpecDrift", False, "SameJob", "")
     _differs(view, out)
@@ -57,9 +60,17 @@ def _reachable(
         word, said = min(kept_out, key=lambda one: (refusals.rank(one[0]), one))
         message = f"{address}: {shortened(said).rstrip('.')}. {refusals.cure(view.job, word)}"
         out.say("HubReachable", False, refusals.reason(word), message.strip())
+    elif drained(view):
+        out.say(
+            "HubReachable", False, DRAINED,
+            f"{address}: the hub has drained the job, and is not there now: it is suspended there, or being "
+            "started again. Learners here wait, and go on by themselves when it is back.",
+        )  # fmt: skip
     elif tried := [page for page in view.pages if page.get("tried", True)]:
         said = min((str(page["message"]) for page in tried if page.get("message")), default="")
-        message = f"{address}: {shortened(said or 'no learner is connected')}"
+        message = (
+            f"{address}: {shortened(said or 'no learner is connected').rstrip('.')}. {refusals.UNREACHED}"
+        )
         out.say("HubReachable", False, refusals.reason(""), message)
     elif view.pages:
         out.say(
@@ -67,6 +78,14 @@ def _reachable(
         )
     else:
         out.say("HubReachable", "Unknown", "NoLearner", "No learner here can be asked yet.")
+
+
+def drained(view: View) -> bool:
+    """Whether learners here have left a drain in good order, and hear nobody since."""
+    return bool(view.pages) and all(
+        page.get("idle") and not page.get("connected") and page.get("phase") in _DRAINED
+        for page in view.pages
+    )
 
 
 # ------------------------------------------------------------------ settings

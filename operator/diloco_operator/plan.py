@@ -27,6 +27,7 @@ from diloco_protocol.spec_base import Spec
 
 from . import lifecycle, names, node_loss, pods, regions, replacement, rollout
 from .conditions import Conditions
+from .copies import drained
 from .job import Job, Place, place, read, stamp, unsupported
 from .lifecycle import Course
 from .objects import Images, reachable_at
@@ -330,8 +331,9 @@ def _phase(view: View, found: Findings) -> str:
         return "Pending"
     said = view.said
     if not view.here.syncer:
-        taking = found.regions.in_quorum
-        return "Running" if taking else "Starting"
+        if found.regions.in_quorum:
+            return "Running"
+        return "Holding" if drained(view) else "Starting"
     if said in ("draining", "evaluating"):
         return "Finishing"
     if said in ("training", "holding"):

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from diloco_protocol.parting import MAKES_ROOM
+
 from . import names
 from .job import seconds
 from .types import Note, Object
@@ -37,6 +39,11 @@ class End:
     reason: str  # Error, OOMKilled, Completed, ...
     words: str  # its last line, shortened; may be empty
     at: float | None
+
+    @property
+    def makes_room(self) -> bool:
+        """Of a learner that was idle, for its successor, when a job that had been drained goes on."""
+        return self.code == 0 and self.words == MAKES_ROOM
 
     def __str__(self) -> str:
         if self.reason == "OOMKilled":

@@ -57,6 +57,12 @@ def ended(end: End) -> tuple[str, str] | None:
     return (word, message) if end.code == REFUSED and found and mark else None
 
 
+UNREACHED = (
+    "Learners try again by themselves. Is the job there (not suspended, its syncer ready), does "
+    "syncer.endpoint.address lead to its Service's port, and does no firewall stand between?"
+)
+
+
 def curable(end: End | None) -> bool:
     """Whether it is over when a person puts this copy of the job, or its Secret, right."""
     said = ended(end) if end is not None else None
@@ -118,6 +124,12 @@ def cure(job: Job, word: str) -> str:
         return (
             f"The join-token in {secret} must be the syncer's, one for all clusters: put it right and apply "
             "the Secret; learners read it by themselves."
+        )
+    if word == SPEC_DRIFT:
+        return (
+            "What may not differ cannot be edited either: delete this cluster's copy (diloco delete "
+            f"{job.name}, with its --context), and apply the hub's here. Nothing is lost by it: the model is "
+            "the hub's."
         )
     if word in ("other-layout", "other-data"):
         return "Apply the same job in every cluster; where it reads files, they must be the same too."

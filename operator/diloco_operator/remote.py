@@ -126,7 +126,7 @@ def _drift(view: View, out: Conditions) -> None:
         out.say(
             "SpecDrift", True, "FieldsDiffer",
             f"Refused, because these fields are not as in this copy of the job: {said}. They stay out of the "
-            "quorum until the same job is applied in their cluster.",
+            "quorum until their cluster's copy is deleted and this job applied there.",
         )  # fmt: skip
     else:
         out.say("SpecDrift", False, "SameJob", "")

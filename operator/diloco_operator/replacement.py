@@ -187,6 +187,8 @@ def _crashed(view: View, pod: Pod, before: Sighting, out: Outcome) -> None:
         return  # it was told to go, and went
     if pod.excused:
         return  # as when its node's kubelet evicts it: told, and not counted, when it is gone
+    if end.makes_room:
+        return  # it is nobody's loss
     if _unfit(pod):
         return  # its Secret is to be put right: SyncerReady says so, once
     view.memory.followed[place] = (view.memory.followed.get(place, (view.now, ""))[0], before.process)

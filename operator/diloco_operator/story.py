@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from .conditions import Conditions
+from .copies import DRAINED
 from .job import digest
 from .regions import ROLLING
 from .types import EventWanted, Object
@@ -122,6 +123,8 @@ def _fault(story: Story, kind: str, before: Mapping[str, Any], now: Mapping[str,
     bad = "False" if kind == "HubReachable" else "True"
 
     def state(condition: Mapping[str, Any]) -> str:
+        if condition.get("reason") == DRAINED:
+            return "drained"
         return "fault" if condition.get("status") == bad else ""
 
     if now.get("status") == "Unknown":
@@ -134,7 +137,9 @@ def _fault(story: Story, kind: str, before: Mapping[str, Any], now: Mapping[str,
         "RegionLost": "Every region is heard again.",
         "HubReachable": str(now.get("message")),
     }
-    if state(now):
+    if kind == "HubReachable" and now.get("reason") == DRAINED:
+        story.turn(kind, state(before), state(now), "Normal", "HubDrained", str(now.get("message")))
+    elif state(now):
         reason = "HubUnreachable" if kind == "HubReachable" else kind
         story.turn(kind, state(before), "fault", "Warning", reason, str(now.get("message")))
     else:

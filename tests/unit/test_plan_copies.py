@@ -12,6 +12,7 @@ from diloco_operator.copies import DIFFERS_SECONDS, differences
 from diloco_operator.podfacts import End
 from diloco_operator.refusals import current, ended, rank, reason
 from diloco_operator.types import Asked, Observed
+from diloco_protocol.parting import MAKES_ROOM
 from operator_world import SPREAD, START, Far, World, job_object
 
 
@@ -114,6 +115,46 @@ def test_merges_that_are_no_number_say_nothing(junk: Any) -> None:
 # ------------------------------------------------------------------ why nobody is let in
 
 
+def test_a_hub_that_is_suspended_is_waited_for() -> None:
+    world = ready()
+    world.page |= {
+        "connected": False, "slot": None, "idle": True, "phase": "draining",
+        "message": "no session with the syncer: connection refused",
+    }  # fmt: skip
+    world.run(60)
+    for kind in ("HubReachable", "Ready"):
+        found = world.condition(kind)
+        assert (found["status"], found["reason"]) == ("False", "Drained")
+        assert "suspended" in found["message"]
+    assert world.status["phase"] == "Holding"
+    assert world.told("HubDrained") == 1 and world.told("HubUnreachable") == 0
+    # It goes on: who was idle makes room for a process that trains.
+    world.last_words, world.crashing = MAKES_ROOM, {"job-away-0": 0, "job-away-1": 0}
+    world.run(10)
+    world.crashing = {}
+    world.page |= {"connected": True, "slot": 1, "idle": False, "phase": "training"}
+    world.until(lambda w: w.truth("Ready") == "True", 120)
+    assert world.told("LearnerCrashed") == 0 and not world.status.get("replacements")
+    assert any(pod.container["restartCount"] for pod in world.of("learner")), "nobody made room"
+
+
+def test_a_program_that_just_ends_is_told() -> None:
+    world = ready()
+    world.crashing = {"job-away-1": 0}
+    world.until(lambda w: w.told("LearnerCrashed") > 0, 60)
+    assert world.status["replacements"]["total"] == 1
+
+
+def test_a_hub_that_is_not_reached_is_told_with_what_to_look_at() -> None:
+    world = ready()
+    world.page |= {"connected": False, "slot": None, "message": "no session with the syncer: timed out"}
+    world.run(60)
+    hub = world.condition("HubReachable")
+    assert (hub["status"], hub["reason"]) == ("False", "NotConnected")
+    assert "timed out" in hub["message"] and "syncer.endpoint.address" in hub["message"]
+    assert world.told("HubUnreachable") == 1
+
+
 @pytest.mark.parametrize(
     ("word", "expected", "cures"),
     [
@@ -122,6 +163,7 @@ def test_merges_that_are_no_number_say_nothing(junk: Any) -> None:
         ("untrusted-syncer", "UntrustedSyncer", ["Secret l ", "Secret s ", "diloco certs show"]),
         ("unauthenticated", "Unauthenticated", ["Secret l ", "join-token"]),
         ("credentials-unusable", "CredentialsUnusable", ["Secret l ", "diloco certs issue"]),
+        ("spec-drift", "Refused", ["diloco delete job", "the model is the hub's"]),
         ("other-layout", "Refused", ["Apply the same job in every cluster"]),
         ("other-data", "Refused", ["Apply the same job in every cluster"]),
     ],

@@ -32,6 +32,7 @@ from typing import Any, Self
 import torch
 
 from diloco_protocol import sync_pb2
+from diloco_protocol.parting import MAKES_ROOM, leave_word
 from diloco_protocol.spec import DiLoCoJob
 
 from . import compute, endings, logs, mail, recovery
@@ -423,7 +424,8 @@ class Learner:
             phase = self._exchange.standing.phase
             ended |= phase in ENDED
             if ended and phase in GOING:
-                log.info("the job goes on: this process ends, so that a new one can take part")
+                log.info(MAKES_ROOM)
+                leave_word(MAKES_ROOM)
                 return
             time.sleep(_IDLE_SLICE)
 
