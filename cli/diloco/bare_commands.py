@@ -152,7 +152,7 @@ def join(
         typer.Option(
             metavar="DIR",
             show_default=False,
-            help="This learner's, and only its.  [default: learners/<job>-<region>]",
+            help="This learner's, and only its.  [default: learners/JOB-REGION]",
         ),
     ] = None,
     overrides: Overrides = [],  # noqa: B006

@@ -196,6 +196,8 @@ def show(folders: Annotated[list[Path], typer.Argument(metavar="DIR|FILE...", sh
         from diloco.certs import look, utc_now
 
         for folder in folders:
+            if folder.name == "join-token" and len(folders) > 1:  # the shell's * brings it too
+                continue
             found = look(folder)
             now = utc_now()
             print(f"{folder}")

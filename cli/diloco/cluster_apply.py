@@ -88,7 +88,9 @@ def _after(clusters: Sequence[Cluster], name: str, options: Options) -> int:
                 print(f"error: {name} {refused[1]}", file=sys.stderr)
                 code = FAILED
             elif job is not None and (why := hindered(job)) and not options.wait:
-                print(f"warning: {name} does not run yet: {why}", file=sys.stderr)
+                print(
+                    f"warning: {name} does not run yet in context {cluster.context}: {why}", file=sys.stderr
+                )
             elif job is not None and job["spec"].get("suspend") and not options.wait:
                 _tell(f"it is suspended: diloco resume {name} {cluster.flags}")
         if not options.wait:

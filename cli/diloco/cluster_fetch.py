@@ -125,11 +125,15 @@ def report(where: Where, name: str, out: Path | None, as_json: bool) -> int:
             raise
         print(f"warning: only the status's part of the report: {error}", file=sys.stderr)
         document = short
-    return show_report(document, name, out, as_json)
+    from diloco.cluster_picture import holds
+
+    ended = holds(job, "Complete") or holds(job, "Failed") or holds(job, "Suspended")
+    return show_report(document, name, out, as_json, not ended)
 
 
-def show_report(document: Object, name: str, out: Path | None, as_json: bool) -> int:
-    """Print a report, or write it whole to ``out``; the exit code. Raises ClusterError."""
+def show_report(document: Object, name: str, out: Path | None, as_json: bool, going: bool = False) -> int:
+    """Print a report, or write it whole to ``out``; the exit code. ``going``: the job is not over, and what
+    people see says so. Raises ClusterError."""
     if out is not None:
         from diloco_protocol.files import write_whole
 
@@ -145,7 +149,8 @@ def show_report(document: Object, name: str, out: Path | None, as_json: bool) ->
 
         from diloco.screen import summary
 
-        Console(soft_wrap=True).print(summary(document))
+        shown = {**document, "outcome": "the job goes on"} if going else document
+        Console(soft_wrap=True).print(summary(shown))
     return 0
 
 

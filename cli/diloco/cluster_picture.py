@@ -275,7 +275,10 @@ def job_picture(job: Object, page: Object | None, events: Sequence[Object], now:
         parts += [_head(job, now), ""]
     shown = status.get("regions") or []
     if page is None or len(shown) > 1 or any(region.get("cause") for region in shown):
-        parts += [regions_table(job, now)] if shown else [Text(UNSEEN, "yellow")]
+        if shown:
+            parts.append(regions_table(job, now))
+        elif not status.get("conditions"):
+            parts.append(Text(UNSEEN, "yellow"))
     if (replaced := (status.get("replacements") or {}).get("total")) and page is None:
         parts.append(f"{replaced} replaced since the job began")
     if conditions := conditions_shown(job):
@@ -303,7 +306,7 @@ def _head(job: Object, now: float) -> Table:
         progress(view),
         f"merged loss {nats((document['eval_loss'] or [[0, None]])[-1][1])}",
         f"goodput {nats(document['goodput'])}",
-        f"quorum {active} active, {required} needed",
+        f"quorum {active} active, {required} needed" if (job.get("status") or {}).get("quorum") else "",
     )
     return head
 

@@ -315,7 +315,8 @@ def report(
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
 ) -> None:
-    """Show a job's report: its outcome, and what became of every token. As it stands, while the job goes on.
+    """Show a job's report: its outcome, and what became of every token. In a cluster also while the
+    job goes on, as it stands.
 
     Examples:
 

@@ -152,7 +152,8 @@ def _run_job(
             f" learner{'s' * (learners != 1)} in {workdir.path}", "bold",
         )  # fmt: skip
         if options.serving is not None:
-            screen.event(f"they join {options.serving.listen} from other machines: diloco learner join")
+            port = options.serving.listen.rpartition(":")[2]
+            screen.event(f"they join from other machines: diloco learner join ADDRESS:{port}, this machine's")
             if job.spec.evaluated and not options.serving.evaluator:
                 screen.event("nobody scores the merged model (see --evaluator-credentials)", "yellow")
         return asyncio.run(

@@ -78,9 +78,11 @@ def progress(view: View) -> str:
     slots = status.get("slots") or []
     reached = {
         "steps": max((slot.get("step") or 0 for slot in slots), default=0),
-        "tokens": (status.get("tokens") or {}).get("trained") or 0,
+        "tokens": (status.get("tokens") or {}).get("trained", 0),
         "seconds": status.get("elapsed_seconds") or 0,
     }
+    if reached["tokens"] is None:  # not known here: a region's copy of a job
+        return f"step {number(reached['steps'])}"
     if view.stop is None:
         return f"step {number(reached['steps'])}, {number(reached['tokens'])} tokens"
     unit, limit = view.stop

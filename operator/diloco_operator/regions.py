@@ -20,6 +20,8 @@ from .view import View
 ROLLING = ("RollingOut", "RolloutStopped")
 CAUSES = 3
 """So many pods are named; of more there is the number."""
+UNHEARD_SECONDS = 120.0
+"""After which a region elsewhere from which nobody ever came is told."""
 START_PATIENCE = 10.0
 """Seconds for which a pod that is being made or started, or should be gone, is nothing to tell."""
 JOIN_PATIENCE = 60.0
@@ -90,9 +92,17 @@ def _elsewhere(view: View, region: RegionSpec, course: Course, before: Object, o
     taking = _in_quorum(view, region, course, before)
     lost = _lost_since(view, region, course, before, taking)
     causes = ["nobody there is heard"] if lost is not None else []
+    known = any(slot.region == region.name and slot.process for slot in view.slots)
+    waiting = course.training and view.document is not None and lost is None and not known
+    if view.lasting(f"unheard {region.name}", waiting) >= UNHEARD_SECONDS:
+        causes = [
+            f"nobody there has joined yet: is the job applied in cluster {region.cluster}, to an operator "
+            "with that cluster.name, with its Secret?"
+        ]
     wanted = region.learners + region.spares if course.training else 0
     state = "Lost" if lost is not None else "Running" if taking >= region.learners else "Elsewhere"
-    _row(view, region, course, out, wanted, 0, taking, state, causes, lost)
+    # Who takes part is ready; who else is, that cluster's copy says.
+    _row(view, region, course, out, wanted, taking, taking, state, causes, lost)
 
 
 def _in_quorum(view: View, region: RegionSpec, course: Course, before: Object) -> int:

@@ -26,6 +26,8 @@ from diloco_syncer.membership import SlotState
 from diloco_syncer.merging import Merging
 from diloco_syncer.peers import PeerBook
 
+_ENOUGH = "the learners that a merge needs are there"
+
 
 class Phases:
     """The phase, and when it is left. Times are monotonic seconds."""
@@ -89,7 +91,7 @@ class Phases:
         if not self.job.initialised or ready < self.config.rules.quorum or self.lost.settling:
             return None
         self.job.history.settle(self.job.epoch)
-        return self._set(PhaseName.TRAINING, f"{ready} learners hold version 0", now)
+        return self._set(PhaseName.TRAINING, _ENOUGH, now)
 
     def _training(self, now: float) -> list[Action] | None:
         if self._stop_reached(now):
@@ -111,8 +113,7 @@ class Phases:
             return [*self._set(PhaseName.HOLDING, message, now), ev.Note("hold", -1, 0, message)]
         if not message and self.job.phase is PhaseName.HOLDING:
             self.job.clock.release(now)
-            message = f"{active} learners are active again"
-            return [*self._set(PhaseName.TRAINING, message, now), ev.Note("resume", -1, 0, message)]
+            return [*self._set(PhaseName.TRAINING, _ENOUGH, now), ev.Note("resume", -1, 0, _ENOUGH)]
         return None
 
     def _watch_regions(self, now: float) -> list[Action]:

@@ -34,7 +34,8 @@ class Reception:
         differing = sorted(k for k, v in join.digests.items() if self.job.config.digests.get(k, v) != v)
         if differing:
             fields = ", ".join(differing)
-            words = f"{fields} differ from the job's: apply the same job everywhere"
+            verb = "differs" if len(differing) == 1 else "differ"
+            words = f"{fields} {verb} from the job's: apply the same job everywhere"
             self._refuse(join, "spec-drift", words, now, tuple(differing))
             return
         layout = self.job.layout_digest

@@ -109,8 +109,12 @@ def test_the_hub_is_destroyed_and_built_again(
             syncer = stack.enter_context(bucket(world, tmp_path))
         regions = {EU: 1, US: 1}
         alone = 100_000 if kept == "volume" else 64  # steps for which learners go on alone
-        patient = {"staleness": {"maxSteps": alone}}
-        job = run_job(name, regions, syncer=syncer, sync=patient)
+        # Nor is a small corpus to be what ends it: half of a slot's share of it is leased ahead.
+        data = {"source": "text", "paths": ["python-stdlib"], "tokenizer": "bytes", "sequenceLength": 64}
+        fields: dict[str, Any] = {
+            "syncer": syncer, "sync": {"staleness": {"maxSteps": alone}}, "training": {"data": data},
+        }  # fmt: skip
+        job = run_job(name, regions, **fields)
         job.in_merges(2)
         job.merging_on()
         pods = world.identities(name, EU, US)
@@ -128,7 +132,7 @@ def test_the_hub_is_destroyed_and_built_again(
             assert (made > 64) == (alone > 64), (region, made)
         if kept == "volume":
             kept_volume(world, name, folder)
-        document = world.document(name, regions, ELSEWHERE, syncer=syncer, sync=patient)
+        document = world.document(name, regions, ELSEWHERE, **fields)
         for cluster in (HUB, EU, US):
             world.give(document, cluster)
         job = world.job(name)

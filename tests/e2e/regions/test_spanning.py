@@ -131,5 +131,25 @@ def test_a_job_fails_with_a_region(world: World, run_job: RunJob) -> None:
         until(f"no learner goes on in {name}", lambda j=told: not any(map(running, j.pods())), 60)
 
 
+def test_a_job_that_is_suspended_at_the_hub_pauses_everywhere(world: World, run_job: RunJob) -> None:
+    """Its copies elsewhere say so, and count nothing as lost; it goes on where it was."""
+    job = run_job("paused", {EU: 1, US: 1})
+    job.in_merges(2)
+    job.patch({"spec": {"suspend": True}})
+    job.wait_phase("Suspended", timeout=120)
+    for name in (EU, US):
+        said = world.job("paused", name).wait_condition("HubReachable", "False", "Drained", timeout=90)
+        assert "suspended" in said["message"]
+    job.patch({"spec": {"suspend": False}})
+    for name in (EU, US):
+        contributes(job, name, 180)
+        there = world.job("paused", name)
+        there.wait_condition("HubReachable", timeout=60)
+        told = {event["reason"] for event in there.events()}
+        assert "HubDrained" in told and not told & {"HubUnreachable", "LearnerCrashed", "LearnerLost"}, told
+        assert not (there.status().get("replacements") or {}).get("total")
+    job.exact()
+
+
 def running(pod: dict[str, Any]) -> bool:
     return bool(pod["status"]["phase"] == "Running")
