@@ -11,6 +11,7 @@ from diloco_operator import podfacts
 from diloco_operator.podfacts import End
 from diloco_operator.types import Note
 from diloco_protocol import logs
+from diloco_protocol.parting import MAKES_ROOM
 
 
 def pod(container: dict[str, Any] | None = None, **status: Any) -> dict[str, Any]:
@@ -198,3 +199,14 @@ def test_last_words_of_a_json_log_are_its_message() -> None:
     assert podfacts.last_words(line[-100:]) == " ".join(said.split())
     for other in ('{"message": 3}', '{"message": "a", "b": 1}', '"message": "\\q"}', "no message"):
         assert podfacts.last_words(other) == other
+
+
+def test_a_learner_that_makes_room_has_not_crashed() -> None:
+    """What the kubelet reads of its termination log is what the worker leaves there."""
+    made = facts(
+        {"state": {"running": {}}, "restartCount": 1, "lastState": ended(0, "Completed", MAKES_ROOM)}
+    )
+    assert made.last_end.makes_room
+    for code, message in ((0, ""), (1, MAKES_ROOM)):
+        other = facts({"state": {"running": {}}, "restartCount": 1, "lastState": ended(code, "x", message)})
+        assert not other.last_end.makes_room
