@@ -44,6 +44,10 @@ SETTINGS = PlanSettings(None, "diloco-system", "diloco-syncer:1", "diloco-worker
 START = 1_700_000_000.0
 HOLDING = ("active", "suspect", "draining")
 START_SECONDS, JOIN_SECONDS, DRAIN_SECONDS = 2.0, 1.0, 2.0
+IN_USE = (
+    "0/3 nodes are available: 3 node has pod using PersistentVolumeClaim with the same name and "
+    "ReadWriteOncePod access mode."
+)
 SPREAD = {
     "syncer": {"cluster": "hub", "tls": {"secretName": "s"},
                "endpoint": {"type": "NodePort", "nodePort": 30700, "address": "10.0.0.1"}},
@@ -420,7 +424,7 @@ class World:
             if pod.name in self.unschedulable or not well or taken:
                 status["conditions"] = [
                     {"type": "PodScheduled", "status": "False", "reason": "Unschedulable",
-                     "message": "0/3 nodes are available: 3 Insufficient cpu."}
+                     "message": IN_USE if taken else "0/3 nodes are available: 3 Insufficient cpu."}
                 ]  # fmt: skip
                 pod.ready_to_start = self.now + START_SECONDS
                 return

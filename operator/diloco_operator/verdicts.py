@@ -43,6 +43,8 @@ _ESSENTIAL = frozenset(
 )
 
 
+HAND_OVER_SECONDS = 15.0
+"""For so long a successor may wait for the volume that the pod before it still has; two are usual."""
 UNFIT_SECONDS = 30.0
 """A syncer whose credentials cannot be used has ended after so long."""
 
@@ -99,6 +101,8 @@ def _syncer_ready(view: View, found: Findings, out: Conditions) -> None:
 
 
 def _running_syncer(view: View, found: Findings, pod: Pod | None, out: Conditions) -> None:
+    held = pod is not None and pod.obstacle is not None and "ReadWriteOncePod" in pod.obstacle.message
+    handing_over = view.lasting("the syncer's volume is held", held) < HAND_OVER_SECONDS and held
     # A successor waits for the volume that a pod on a lost node still has.
     stuck = next((p.name for p in view.pods if p.role == "syncer" and p.name in found.nodes.said), None)
     if stuck is not None and not (pod is not None and pod.alive and pod.ready and pod.name != stuck):
@@ -108,12 +112,15 @@ def _running_syncer(view: View, found: Findings, pod: Pod | None, out: Condition
         out.say("SyncerReady", False, "NotCreated" if made else "Starting", made or "Its pod is being made.")
     elif pod.terminating:
         out.say("SyncerReady", False, "Restarting", f"Pod {pod.name} is on its way out.")
+    elif handing_over:
+        said = f"Pod {pod.name} waits for the volume that the one before it still has."
+        out.say("SyncerReady", False, "Starting", said)
     elif unfit := _unfit(view, pod):
         out.say("SyncerReady", False, "Credentials", f"Pod {pod.name}: {refusals.UNFIT}: {unfit}")
     elif pod.obstacle is not None:
         reason = _WAITING[pod.obstacle.kind]
         more = _claim(view, pod) + refusals.missing(view.job, pod.obstacle)
-        message = f"Pod {pod.name}: {pod.obstacle.message}{more}."
+        message = f"Pod {pod.name}: {pod.obstacle.message.rstrip('.')}{more}."
         out.say("SyncerReady", False, reason, message)
     elif not pod.ready:
         out.say("SyncerReady", False, "Starting", f"Pod {pod.name} reads its store, or is about to serve.")

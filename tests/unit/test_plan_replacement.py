@@ -126,6 +126,23 @@ def test_the_syncer_is_deleted() -> None:
     idle(world)
 
 
+def test_a_volume_that_changes_hands_is_nothing_to_tell() -> None:
+    """The successor is made while the one before it still ends."""
+    world = started()
+    world.delete_pod(world.of("syncer")[0].name)
+    seen = set()
+    for _ in range(40):
+        world.run(0.5)
+        seen.add(world.condition("SyncerReady")["reason"])
+        if world.syncer.epoch == 2 and world.truth("SyncerReady") == "True":
+            break
+    world.until(World.whole)
+    assert seen <= {"Serving", "Restarting", "Starting"}, seen
+    assert not [
+        e.reason for _, e in world.events if e.reason in ("SyncerVolumeUnavailable", "SyncerUnschedulable")
+    ]
+
+
 def test_a_syncer_that_does_not_answer_is_told_after_a_while() -> None:
     """Learners may reach it all the same: what is not known is not told as lost."""
     world = started()
