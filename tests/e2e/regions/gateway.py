@@ -18,8 +18,8 @@ class Gateway:
     name it looks at nothing: a load balancer of layer 4. ``asked`` counts the names; closed at exit."""
 
     def __init__(self, host: str, target: str, name: str = "", port: int = 0) -> None:
-        there, _, port = target.rpartition(":")
-        self._target, self._name = (there, int(port)), name
+        there, _, its_port = target.rpartition(":")
+        self._target, self._name = (there, int(its_port)), name
         self._listening = socket.create_server((host, port))
         self.address = f"{host}:{self._listening.getsockname()[1]}"
         self.asked: Counter[str] = Counter()
