@@ -141,6 +141,7 @@ def test_a_job_that_is_suspended_at_the_hub_pauses_everywhere(world: World, run_
         said = world.job("paused", name).wait_condition("HubReachable", "False", "Drained", timeout=90)
         assert "suspended" in said["message"]
     job.patch({"spec": {"suspend": False}})
+    job.wait_phase("Running", timeout=120)
     for name in (EU, US):
         contributes(job, name, 180)
         there = world.job("paused", name)
