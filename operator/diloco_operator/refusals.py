@@ -57,12 +57,6 @@ def ended(end: End) -> tuple[str, str] | None:
     return (word, message) if end.code == REFUSED and found and mark else None
 
 
-UNREACHED = (
-    "Learners try again by themselves. Is the job there (not suspended, its syncer ready), does "
-    "syncer.endpoint.address lead to its Service's port, and does no firewall stand between?"
-)
-
-
 def curable(end: End | None) -> bool:
     """Whether it is over when a person puts this copy of the job, or its Secret, right."""
     said = ended(end) if end is not None else None
@@ -102,6 +96,13 @@ def syncer_secret(job: Job) -> str:
     if name is None:
         return f"Secret {names.secret_name(job.name, 'syncer', job.uid)}"
     return f"Secret {name} (syncer.tls.secretName)"
+
+
+UNREACHED = (
+    "Learners try again by themselves. Is the job there (not suspended, its syncer ready), does "
+    "syncer.endpoint.address lead to its Service's port, and does no firewall stand between?"
+)
+"""What is added where the hub is not reached at all."""
 
 
 def cure(job: Job, word: str) -> str:
