@@ -186,6 +186,14 @@ def test_a_name_for_gateways_goes_to_both_sides(pki: Path) -> None:
     assert describe((home / "syncer" / "tls.crt").read_bytes()).hosts[-1] == "hub.example.org"
 
 
+def test_all_that_the_shells_star_brings_is_shown(pki: Path) -> None:
+    for words in (["--syncer"], ["--region", "eu-1"]):
+        assert diloco("issue", "tiny", *words, "--pki", pki)[0] == 0
+    code, output = diloco("show", *sorted((pki / "default" / "tiny").iterdir()))
+    assert code == 0 and "/syncer" in output and "learner/eu-1" in output
+    assert diloco("show", pki / "default" / "tiny" / "join-token")[0] == 2, "that is what was asked for"
+
+
 def test_several_regions_may_share_a_certificate(pki: Path, tmp_path: Path) -> None:
     code, _ = diloco(
         "issue", "tiny", "--region", "eu-1", "--region", "eu-2", "--pki", pki, "--out", tmp_path / "eu"

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from diloco.cluster import ClusterError, Where, forbidden, nearest
 from diloco.cluster_apply import changed_for_ever, foreign_paths, managers
 from diloco.cluster_change import parse_targets, scale_patch, stays
-from diloco.cluster_fetch import syncer_pod
+from diloco.cluster_fetch import show_report, syncer_pod
 from diloco.cluster_follow import Story, ended, hindered, resumed, seen, suspended
 from diloco.cluster_picture import (
     concerns,
@@ -451,6 +451,29 @@ def test_the_picture_without_the_page_shows_the_regions() -> None:
                   "100 s ago  LearnerLost: west-0 is gone, a new one starts"):  # fmt: skip
         assert words in text, words
     assert "none yet" not in text  # the fragments' versions are not known, which is not none
+
+
+def test_a_regions_copy_shows_no_figures_that_are_the_hubs() -> None:
+    """Neither tokens nor quorum are known there: they are not zero."""
+    status = {k: v for k, v in RUNNING.items() if k != "quorum"} | {"progress": {"step": 120, "merges": 40}}
+    text = shown(job_picture(a_job(**status), None, [], NOW))
+    assert "step 120" in text and "tokens" not in text and "needed" not in text
+
+
+def test_a_job_that_is_not_placed_was_looked_at() -> None:
+    why = a_condition(
+        "Ready", "False", reason="NotPlaced", message="The job names the clusters hub and eu-1."
+    )
+    text = shown(job_picture(a_job(observedGeneration=3, conditions=[why]), None, [], NOW))
+    assert "NotPlaced" in text and "no operator" not in text
+
+
+def test_a_report_of_a_job_that_goes_on_does_not_say_interrupted(capsys: pytest.CaptureFixture[str]) -> None:
+    document = {"outcome": "interrupted", "merges": 7, "tokens": {"trained": 1000}}
+    assert show_report(document, "tiny", None, False, going=True) == 0
+    assert "the job goes on" in (said := capsys.readouterr().out) and "interrupted" not in said
+    assert show_report(document, "tiny", None, True, going=True) == 0
+    assert json.loads(capsys.readouterr().out) == document
 
 
 def test_the_picture_of_a_job_that_nobody_has_seen() -> None:
