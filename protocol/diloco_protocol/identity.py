@@ -168,7 +168,8 @@ def objection_to_syncer(mine: Names, theirs: Names) -> Objection | None:
         return Objection("wrong-role", f"the server shows a certificate of {_all(theirs)}: it is no syncer")
     jobs = {(one.namespace, one.job) for one in mine}
     if not any((one.namespace, one.job) in jobs for one in syncers):
-        return Objection("wrong-job", f"the server shows a certificate of {_all(theirs)}, not of this job")
+        own = ", ".join(sorted(f"{namespace}/{job}" for namespace, job in jobs))
+        return Objection("wrong-job", f"the server shows a certificate of {_all(theirs)}, not of job {own}")
     return None
 
 

@@ -238,7 +238,7 @@ async def test_a_learner_is_no_server(parties: Parties) -> None:
         ("with usages", ["diloco://job/ns/tiny/learner/local"], ["1.3.6.1.5.5.7.3.2"], "unsuitable"),
         ("without", ["diloco://job/ns/tiny/learner/local"], [], "it is no syncer"),
         ("unnamed", [], [], "names no job"),
-        ("another's", ["diloco://job/ns/other/syncer"], [], "not of this job"),
+        ("another's", ["diloco://job/ns/other/syncer"], [], "not of job ns/"),
     ):
         posing = Credentials.from_directory(parties.other(who, uris, ["diloco-syncer"], usages))
         server = aio.server()
