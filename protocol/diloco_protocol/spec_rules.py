@@ -9,6 +9,7 @@ probably not meant.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -391,6 +392,15 @@ def _unlikely(spec: JobSpec) -> Iterator[Violation]:
             outer.lr,
             f"{outer.optimizer} moves every parameter by about lr at each merge; "
             "0.7 is meant for nesterov: try 0.001",
+        )
+    endpoint = spec.syncer.endpoint
+    asked = re.fullmatch(r"(?:[^:]*|\[.*\]):(\d+)", endpoint.address or "")
+    if endpoint.node_port is not None and asked and int(asked[1]) != endpoint.node_port:
+        yield _broken(
+            "syncer.endpoint.address",
+            endpoint.address,
+            f"learners dial port {asked[1]}, and syncer.endpoint.nodePort is {endpoint.node_port}: right "
+            "only if something between leads from one to the other",
         )
     if spec.sync.deterministic and spec.sync.quorum not in (1, spec.slots):
         yield _broken(

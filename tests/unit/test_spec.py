@@ -274,6 +274,24 @@ SPANNING: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
+    ("address", "warned"),
+    [
+        ("hub.example.org:30443", False),
+        ("hub.example.org", False),
+        ("[2001:db8::1]:30443", False),
+        ("hub.example.org:30444", True),
+        ("[2001:db8::1]:443", True),
+    ],
+)
+def test_a_port_that_is_not_the_nodes_is_warned_of(address: str, warned: bool) -> None:
+    endpoint = {"type": "NodePort", "nodePort": 30443, "address": address}
+    syncer = {**SPANNING["syncer"], "endpoint": endpoint}
+    fields = {**SPANNING, "syncer": syncer, "sync": {"fragments": 8, "overlap": 1}}
+    found = job_warnings(parse_job(json.dumps(local_job(fields))))
+    assert [one.path for one in found] == ["spec.syncer.endpoint.address"] * warned
+
+
+@pytest.mark.parametrize(
     ("sync", "path", "words"),
     [
         ({"overlap": 0}, "sync.overlap", "no step overlaps"),
