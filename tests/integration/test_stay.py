@@ -187,6 +187,8 @@ async def test_control_calls_of_an_operator(syncer: SyncerProcess) -> None:
     try:
         await client.train(3)
         await until(lambda: syncer.status()["tokens"]["trained"] == 3 * TOKENS)
+        # Events follow what they tell of, when it is durable; this is the last for now.
+        await until(lambda: any(event["kind"] == "first-step" for event in syncer.status()["events"]))
         told = await calls.call("status")
         page = syncer.status()
         assert {**told, "elapsed_seconds": 0, "slots": 0} == {**page, "elapsed_seconds": 0, "slots": 0} | {
