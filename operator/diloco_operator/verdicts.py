@@ -369,7 +369,7 @@ def _ready(view: View, found: Findings, out: Conditions) -> None:
         said = f"Merges wait: {why}. Learners train on, up to sync.staleness.maxSteps."
         out.say("Ready", False, "Holding", said)
         return
-    waits = " A changed setting of the syncer waits until learners have theirs." if found.held_back else ""
+    waits = " A change of the syncer waits until learners here are through." if found.held_back else ""
     rolling = "".join(f" Region {name}: {said}." for name, said in sorted(found.rolled.regions.items()))
     if phase in ("draining", "evaluating"):
         out.say("Ready", True, "Finishing", "Learners offer their last work, then the model is evaluated.")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from diloco_protocol.parting import MAKES_ROOM, leave_word
+from diloco_protocol.parting import MAKES_ROOM
+from diloco_worker.endings import leave_word
 
 
 def test_a_word_is_left_where_a_kubelet_reads_it_and_nowhere_else(tmp_path: Path) -> None:

@@ -4,12 +4,17 @@ The built-in program says what went wrong and ends with the error's exit code. A
 only imports the library would end with a traceback and 1 whatever it was, and an operator
 or runner could not tell a wrong configuration, which no restart cures, from a fault.
 So what nobody caught is handled here, by the interpreter's own hook for that.
+
+Of a program that fails, the kubelet keeps the end of the log (FallbackToLogsOnError). One that ends
+well says why in the file that a kubelet reads after every end (``leave_word``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
+from pathlib import Path
 from types import TracebackType
 
 from .settings import WorkerError
@@ -18,6 +23,15 @@ log = logging.getLogger("diloco_worker")
 
 _previous = sys.excepthook
 _json = False
+
+TERMINATION_LOG = Path("/dev/termination-log")  # made by the kubelet (terminationMessagePath)
+
+
+def leave_word(text: str, path: Path = TERMINATION_LOG) -> None:
+    """Nothing outside of a pod."""
+    with contextlib.suppress(OSError):  # then the pod's end has no reason, and counts as one without
+        if path.exists():
+            path.write_text(text)
 
 
 def install(json: bool = False) -> None:

@@ -32,7 +32,7 @@ from typing import Any, Self
 import torch
 
 from diloco_protocol import sync_pb2
-from diloco_protocol.parting import MAKES_ROOM, leave_word
+from diloco_protocol.parting import MAKES_ROOM
 from diloco_protocol.spec import DiLoCoJob
 
 from . import compute, endings, logs, mail, recovery
@@ -425,7 +425,7 @@ class Learner:
             ended |= phase in ENDED
             if ended and phase in GOING:
                 log.info(MAKES_ROOM)
-                leave_word(MAKES_ROOM)
+                endings.leave_word(MAKES_ROOM)
                 return
             time.sleep(_IDLE_SLICE)
 
