@@ -79,7 +79,7 @@ ARG KERNEL_CPU_FEATURES=
 # numba keys its cache by source, CPU name and features, so the values are the same when the kernels
 # are compiled and when they are used. diloco_protocol/kernel_cache.py says what the class is for.
 ENV NUMBA_CACHE_DIR=/usr/local/share/diloco/kernels \
-    NUMBA_CACHE_LOCATOR_CLASSES=diloco_protocol.kernel_cache.BuiltCacheLocator,InTreeCacheLocator,UserWideCacheLocator \
+    NUMBA_CACHE_LOCATOR_CLASSES=diloco_protocol.arrays.kernel_cache.BuiltCacheLocator,InTreeCacheLocator,UserWideCacheLocator \
     NUMBA_CPU_NAME=${KERNEL_CPU} \
     NUMBA_CPU_FEATURES=${KERNEL_CPU_FEATURES}
 
@@ -119,7 +119,7 @@ RUN pip install --prefix=/install --no-warn-script-location --no-deps --no-build
 
 FROM compute AS kernels
 COPY --from=code /install /usr/local
-RUN python -c 'import diloco_protocol.blocks, diloco_protocol.codec, diloco_syncer.merge, diloco_syncer.outer; from diloco_protocol.kernels import compile_all; compile_all()' \
+RUN python -c 'import diloco_protocol.arrays.codec_kernels, diloco_protocol.arrays.codec, diloco_syncer.numerics.merge, diloco_syncer.numerics.outer; from diloco_protocol.arrays.kernels import compile_all; compile_all()' \
  && test -n "$(find "${NUMBA_CACHE_DIR}" -name '*.nbi')"
 
 # ------------------------------------------------------------------ images

@@ -80,7 +80,7 @@ chart: $(STAMP) ## Check the chart: lint, render, tests; with KUBECONFIG also a 
 	$(BIN)/python tools/chart.py check
 	$(BIN)/python tools/chart.py readme --check
 	$(BIN)/python tools/chart.py install --check
-	$(BIN)/python -m pytest -q tests/unit/test_chart.py tests/unit/test_chart_rendered.py
+	$(BIN)/python -m pytest -q tests/unit/project/test_chart.py tests/unit/project/test_chart_rendered.py
 
 # Words for pytest: E2E_ARGS="-m 'ci and not regions'" is the part that .ci/run runs.
 E2E_ARGS ?=
@@ -111,9 +111,9 @@ lint: $(STAMP) ## Style, types, doors between rooms, and whether generated files
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python tools/check_proto.py
-	$(BIN)/python -m diloco_protocol.reference --check docs/job.md
+	$(BIN)/python -m diloco_protocol.spec.reference --check docs/job.md
 	$(BIN)/python -m diloco_operator.reference --check docs/operator.md
-	$(BIN)/python -m diloco_operator.crd --check $(CRDS)
+	$(BIN)/python -m diloco_operator.crd.schema --check $(CRDS)
 	$(BIN)/python tools/cluster_examples.py
 	$(BIN)/python tools/chart.py readme --check
 	$(BIN)/python tools/chart.py install --check
@@ -138,13 +138,13 @@ proto: $(STAMP) ## Regenerate the gRPC stubs from sync.proto
 
 .PHONY: manifests
 manifests: $(STAMP) ## Regenerate manifests/ (and the chart's copy) from the job's models, examples/ and the chart
-	$(BIN)/python -m diloco_operator.crd --write $(CRDS)
+	$(BIN)/python -m diloco_operator.crd.schema --write $(CRDS)
 	$(BIN)/python tools/cluster_examples.py --write
 	$(BIN)/python tools/chart.py install --write
 
 .PHONY: docs
 docs: $(STAMP) ## Regenerate docs/job.md and the tables of docs/operator.md, and the chart's README from its values
-	$(BIN)/python -m diloco_protocol.reference --write docs/job.md
+	$(BIN)/python -m diloco_protocol.spec.reference --write docs/job.md
 	$(BIN)/python -m diloco_operator.reference --write docs/operator.md
 	$(BIN)/python tools/chart.py readme --write
 

@@ -69,11 +69,11 @@ def measure(workdir: Path) -> tuple[float, float]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from diloco.workdir import Workdir
-    from diloco_protocol.load import job_from_json
-    from diloco_worker import compute, data
+    from diloco.processes.workdir import Workdir
+    from diloco_protocol.spec.load import job_from_json
+    from diloco_worker import data, device
     from diloco_worker.data.text import TokenSequences, bigram_entropy
-    from diloco_worker.evaluator import chosen, mean_loss
+    from diloco_worker.training.evaluator import chosen, mean_loss
 
     job = job_from_json((workdir / "job.json").read_bytes())
     directory = Workdir(workdir.absolute()).job_directory()
@@ -84,7 +84,7 @@ def measure(workdir: Path) -> tuple[float, float]:
         command = [sys.executable, "-m", "diloco.main", "export", str(workdir), str(out)]
         subprocess.run(command, check=True, timeout=120)
         model = AutoModelForCausalLM.from_pretrained(out)
-    dtype = compute.precision(job.spec, torch.device("cpu"))
+    dtype = device.precision(job.spec, torch.device("cpu"))
     return bigram_entropy(held_out), mean_loss(model, chosen(held_out, job.spec), dtype)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import kopf
 
-from diloco_operator import kinds
+from diloco_operator.kube import kinds
 
 seen: set[str] = set()
 

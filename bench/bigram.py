@@ -14,7 +14,7 @@ import json
 import sys
 from pathlib import Path
 
-from diloco_protocol.load import JobError, load_job
+from diloco_protocol.spec.load import JobError, load_job
 from diloco_worker import data
 from diloco_worker.data.text import TokenSequences, bigram_entropy
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import common
-from diloco_protocol import codec
+from diloco_protocol.arrays import codec
 
 BLOCK = 128
 

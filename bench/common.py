@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from diloco_protocol import kernels
-from diloco_protocol.kernels import RANGE, U32_IN, kernel
+from diloco_protocol.arrays import kernels
+from diloco_protocol.arrays.kernels import RANGE, U32_IN, kernel
 
 
 @dataclass(frozen=True, slots=True)

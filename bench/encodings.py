@@ -37,9 +37,10 @@ from typing import Any
 import common
 import parallel
 import programs
-from diloco_protocol import bandwidth, links
-from diloco_protocol.load import load_job
-from diloco_protocol.spec import DiLoCoJob
+from diloco_protocol.bandwidth import links
+from diloco_protocol.bandwidth import model as bandwidth
+from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.spec.load import load_job
 from relay import Carried, Relay
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "tiny-gpt.yaml"
@@ -214,7 +215,7 @@ def data_parallel(job_file: Path, encodings: Sequence[str]) -> dict[str, float]:
 
 def shape(job: DiLoCoJob) -> tuple[int, int]:
     """(trained parameters, tokens of one learner's step)."""
-    from diloco_worker.models import outline
+    from diloco_worker.training.models import outline
 
     model = outline(job.spec, directory=EXAMPLE.parent)
     data = job.spec.training.data

@@ -20,7 +20,8 @@ from typing import Any
 
 import yaml
 
-from diloco_operator import crd, kinds
+from diloco_operator.crd import schema as crd
+from diloco_operator.kube import kinds
 from kubeapi import MERGE, Api, ApiError
 
 CLUSTER = "lkbench"

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 import common
-from diloco_protocol.layout import Layout, Piece, Tensor
-from diloco_syncer.merge import merge, piece_squares
+from diloco_protocol.arrays.layout import Layout, Piece, Tensor
+from diloco_syncer.numerics.merge import merge, piece_squares
 
 LEARNERS = 8
 

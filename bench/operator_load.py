@@ -34,7 +34,8 @@ import common
 import fleet
 import programs
 import standin
-from diloco_operator import kinds, names
+from diloco_operator import names
+from diloco_operator.kube import kinds
 from kubeapi import Api, ApiError
 from scrape import Snapshot, difference, errors, quantile, reconciles, snapshot, words
 

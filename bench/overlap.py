@@ -27,8 +27,8 @@ from typing import Any
 
 import common
 import programs
-from diloco_protocol.load import load_job
-from diloco_protocol.spec import DiLoCoJob
+from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.spec.load import load_job
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "tiny-gpt.yaml"
 OVERRIDES = (
@@ -154,8 +154,10 @@ def begin(cores: set[int], job_file: str, address: str) -> tuple[DiLoCoJob, Any,
     os.environ["DILOCO_JOB_DIRECTORY"] = str(EXAMPLE.parent)
     import torch
 
-    from diloco_protocol.load import job_from_json
-    from diloco_worker import data, models, schedule
+    from diloco_protocol.spec.load import job_from_json
+    from diloco_worker import data
+    from diloco_worker.training import models
+    from diloco_worker.training import optimizer as schedule
 
     torch.set_num_threads(1)
     # The allocator keeps what it is given back once it has seen a block so large. The library's
@@ -170,7 +172,8 @@ def trained(job: DiLoCoJob, model: Any, optimizer: Any, batch: Any) -> tuple[int
     """One step of the built-in trainer; (tokens, loss)."""
     import torch
 
-    from diloco_worker import data, trainer
+    from diloco_worker import data
+    from diloco_worker.training import trainer
 
     training = job.spec.training
     loss = trainer.step(
@@ -197,7 +200,7 @@ def synchronised(pipe: Connection, cores: set[int], job_file: str, address: str)
 def alone(pipe: Connection, cores: set[int], job_file: str, address: str) -> None:
     """The same loop without it: batches of the same data set, in order."""
     job, model, optimizer, dataset = begin(cores, job_file, address)
-    from diloco_worker.feed import stack
+    from diloco_worker.data.prefetch import stack
 
     turns = Turns(pipe, lambda: 0.0)
     size, at = job.spec.training.batch.sequences, 0

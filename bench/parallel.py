@@ -83,9 +83,11 @@ def _trained(rank: int, folder: str, job_file: str, bfloat16: bool, steps: int) 
     from torch import distributed
     from torch.nn.parallel import DistributedDataParallel
 
-    from diloco_protocol.load import job_from_json
-    from diloco_worker import data, models, schedule, trainer
-    from diloco_worker.feed import stack
+    from diloco_protocol.spec.load import job_from_json
+    from diloco_worker import data
+    from diloco_worker.data.prefetch import stack
+    from diloco_worker.training import models, trainer
+    from diloco_worker.training import optimizer as schedule
 
     torch.set_num_threads(1)
     job = job_from_json(Path(job_file).read_text(encoding="utf-8"))

@@ -14,9 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from diloco_protocol.credentials import make_key
-from diloco_protocol.load import job_to_json
-from diloco_protocol.spec import DiLoCoJob
+from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.spec.load import job_to_json
+from diloco_protocol.wire.control_auth import make_key
 
 START_SECONDS = 120.0  # the first start may compile kernels
 STOP_SECONDS = 20.0

@@ -16,13 +16,13 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco_protocol.spec import DiLoCoJob, immutable_digests
-from diloco_syncer import events as ev
-from diloco_syncer.config import CoreConfig
-from diloco_syncer.core import Core
-from diloco_syncer.doors import Doors
-from diloco_syncer.traffic import Traffic
-from diloco_worker.adoption import Adoption, AdoptionConfig, Broadcast, Rule
+from diloco_protocol.spec.job import DiLoCoJob, immutable_digests
+from diloco_syncer.core import events as ev
+from diloco_syncer.core.config import CoreConfig
+from diloco_syncer.core.core import Core
+from diloco_syncer.runtime.traffic import Traffic
+from diloco_syncer.server.tls.access import Doors
+from diloco_worker.core.adoption import Adoption, AdoptionConfig, Broadcast, Rule
 
 LAYOUT = "0" * 64  # a digest; nobody here has a model
 ELEMENTS = 1000  # of each fragment

@@ -28,10 +28,10 @@ from grpc import aio
 
 import simulated
 from diloco_operator import names
-from diloco_protocol import wire
-from diloco_protocol.credentials import Credentials
-from diloco_protocol.load import job_from_json
-from diloco_syncer.control import Control
+from diloco_protocol.security.credentials import Credentials
+from diloco_protocol.spec.load import job_from_json
+from diloco_protocol.wire import channels, limits
+from diloco_syncer.server.control import Control
 from kubeapi import Api, ApiError
 
 log = logging.getLogger("standin")
@@ -141,7 +141,7 @@ class StandIn:
         job.syncer.begin()
         control = _Counted(job.syncer, secret)  # type: ignore[arg-type]
         control.heard = lambda method, body: self._heard(key, method, body)
-        job.server = aio.server(options=wire.server_options(wire.MAX_REPLY_BYTES))
+        job.server = aio.server(options=channels.server_options(limits.MAX_REPLY_BYTES))
         job.server.add_generic_rpc_handlers([control.handler()])
         Credentials().bind(job.server, f"{pod['status']['podIP']}:{names.CONTROL_PORT}")
         await job.server.start()

@@ -36,12 +36,13 @@ from grpc import aio
 
 import common
 import programs
-from diloco_protocol import sync_pb2, wire
-from diloco_protocol.layout import Layout, Tensor
-from diloco_protocol.load import parse_job
-from diloco_syncer.assembly import Assemblies
-from diloco_syncer.buffers import Buffers
+from diloco_protocol.arrays.layout import Layout, Tensor
+from diloco_protocol.spec.load import parse_job
+from diloco_protocol.wire import bulk, limits, services, sync_pb2
+from diloco_protocol.wire import channels as wire_channels
 from diloco_syncer.messages import reply
+from diloco_syncer.runtime.buffer_pool import Buffers
+from diloco_syncer.runtime.multipart import Assemblies
 
 LEARNERS = 4
 FRAGMENTS = 4
@@ -94,26 +95,26 @@ async def _sink(pipe: Connection) -> None:
         return count.to_bytes(8, "little")
 
     async def upload(stream: AsyncIterator[bytes], context: Any) -> bytes:
-        header = wire.parse(sync_pb2.UploadHeader, await anext(stream), wire.MAX_HEADER_BYTES)
+        header = limits.parse(sync_pb2.UploadHeader, await anext(stream), limits.MAX_HEADER_BYTES)
         size = header.total_bytes
 
         def make() -> tuple[np.ndarray, memoryview]:
             array = buffers.take(size)
-            return array, wire.flat(array)
+            return array, bulk.flat(array)
 
         key = (header.process, header.push.fragment, header.push.sequence)
         whole = await assemblies.receive(key, header, stream, size, make)
-        return reply(True) if whole is not None else reply(True, wire.PARTIAL)
+        return reply(True) if whole is not None else reply(True, services.PARTIAL)
 
     async def download(request: bytes, context: Any) -> AsyncIterator[bytes]:
         raise NotImplementedError("nothing is downloaded here")
         yield b""
 
-    server = aio.server(options=wire.server_options())
+    server = aio.server(options=wire_channels.server_options())
     method = grpc.stream_unary_rpc_method_handler(raw)
     server.add_generic_rpc_handlers(
         [
-            wire.bulk_handlers(upload, download),
+            services.bulk_handlers(upload, download),
             grpc.method_handlers_generic_handler("bench.Raw", {"Upload": method}),
         ]
     )
@@ -137,7 +138,7 @@ def _accept(listener: socket.socket) -> None:
 
 def _drain(connection: socket.socket) -> None:
     """Read: 8 bytes of length, that many bytes, answer one byte; and again."""
-    buffer = memoryview(bytearray(wire.CHUNK_BYTES))
+    buffer = memoryview(bytearray(limits.CHUNK_BYTES))
     with connection:
         while head := connection.recv(8, socket.MSG_WAITALL):
             left = int.from_bytes(head, "little")
@@ -170,9 +171,9 @@ class _Learner:
         self._ordinal = ordinal
         self._turn = 0
         self._slot, self._incarnation, self._epoch = 0, 0, 0
-        options = wire.channel_options(bulk=True)
+        options = wire_channels.channel_options(bulk=True)
         sink_address = f"127.0.0.1:{raw_port}"
-        self._control = aio.insecure_channel(syncer, options=wire.channel_options())
+        self._control = aio.insecure_channel(syncer, options=wire_channels.channel_options())
         self._syncer = [aio.insecure_channel(syncer, options=options) for _ in range(CONNECTIONS)]
         self._sink = [aio.insecure_channel(sink_address, options=options) for _ in range(CONNECTIONS)]
         self._socket = socket.create_connection(("127.0.0.1", tcp_port))
@@ -211,15 +212,15 @@ class _Learner:
 
     async def _join(self) -> None:
         """Take a seat; the first learner uploads version 0."""
-        method: Any = self._control.stream_stream(wire.SESSION)
+        method: Any = self._control.stream_stream(services.SESSION)
         self._call = method()
         join = sync_pb2.Join(
-            format=wire.FORMAT, job="bench-wire", process=self._process, role=sync_pb2.ROLE_LEARNER,
+            format=limits.FORMAT, job="bench-wire", process=self._process, role=sync_pb2.ROLE_LEARNER,
             region="local", ordinal=self._ordinal, layout_digest=self._layout.digest,
         )  # fmt: skip
         await self._call.write(sync_pb2.LearnerMessage(join=join).SerializeToString())
-        first = wire.parse(
-            sync_pb2.SyncerMessage, await asyncio.wait_for(self._call.read(), wire.JOIN_SECONDS)
+        first = limits.parse(
+            sync_pb2.SyncerMessage, await asyncio.wait_for(self._call.read(), limits.JOIN_SECONDS)
         )
         if not first.HasField("welcome"):
             raise RuntimeError(f"refused: {first.refusal.message}")
@@ -255,7 +256,7 @@ class _Learner:
     async def _accepted(
         self, channels: list[aio.Channel], header: sync_pb2.UploadHeader, payload: Any
     ) -> None:
-        answer = await wire.upload(channels, header, payload)
+        answer = await bulk.upload(channels, header, payload)
         if not answer.accepted:
             raise RuntimeError(f"refused ({answer.reason}): {answer.message}")
 
@@ -268,23 +269,23 @@ class _Learner:
     # ------------------------------------------------------------- references
 
     async def _raw(self, fragment: int) -> None:
-        view = wire.flat(self._payloads[fragment])
+        view = bulk.flat(self._payloads[fragment])
 
         async def part(channel: aio.Channel, offset: int, size: int) -> None:
             method: Any = channel.stream_unary(RAW)
             call = method(timeout=WAIT_SECONDS)
-            for chunk in wire.chunks(view[offset : offset + size]):
+            for chunk in bulk.chunks(view[offset : offset + size]):
                 await call.write(chunk)
             await call.done_writing()
             if int.from_bytes(await call, "little") != size:
                 raise RuntimeError("bytes were lost")
 
-        parts = wire.split(view.nbytes, CONNECTIONS)
+        parts = bulk.split(view.nbytes, CONNECTIONS)
         await asyncio.gather(*(part(self._sink[i % CONNECTIONS], *p) for i, p in enumerate(parts)))
 
     def _tcp(self) -> None:
         for payload in self._payloads:
-            view = wire.flat(payload)
+            view = bulk.flat(payload)
             self._socket.sendall(view.nbytes.to_bytes(8, "little"))
             self._socket.sendall(view)
             if self._socket.recv(1) != b"k":

@@ -25,8 +25,7 @@ from typing import Any
 
 from diloco_operator import names
 from diloco_operator.job import seconds, stamp
-from diloco_operator.plan import plan
-from diloco_operator.types import (
+from diloco_operator.model import (
     Asked,
     Delete,
     EventWanted,
@@ -39,6 +38,7 @@ from diloco_operator.types import (
     Ref,
     Trouble,
 )
+from diloco_operator.plan.plan import plan
 
 SETTINGS = PlanSettings(None, "diloco-system", "diloco-syncer:1", "diloco-worker:1")
 START = 1_700_000_000.0

@@ -14,8 +14,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from diloco_protocol.certificates import Issued, issue, load_authority, new_authority
-from diloco_protocol.identity import Name, name
+from diloco_protocol.security.certificates import Issued, issue, load_authority, new_authority
+from diloco_protocol.security.identity import Name, name
 
 TOKEN = "5e" * 32
 DAY = datetime.timedelta(days=1)

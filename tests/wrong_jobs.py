@@ -1,8 +1,9 @@
 """Wrong jobs, one fault each: every field of the spec and every rule between fields. And how to break a job.
 
-One table for all that judge a job: the models and the loader (tests/unit/test_spec.py), and a real API
-server (tests/e2e/test_crd_api.py), which must give the same verdict and name the same field. The cases
-for single fields are made from the models, so that a new field is tested the day it appears.
+One table for all that judge a job: the models and the loader
+(tests/unit/protocol/spec/test_job.py), and a real API server (tests/e2e/test_crd_api.py), which must
+give the same verdict and name the same field. The cases for single fields are made from the models,
+so that a new field is tested the day it appears.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from diloco_protocol.spec import DiLoCoJob
-from diloco_protocol.spec_base import Spec, fields_by_alias, nested_model, unwrap
-from diloco_protocol.spec_words import constraints
+from diloco_protocol.spec.base import Spec, fields_by_alias, nested_model, unwrap
+from diloco_protocol.spec.explain import constraints
+from diloco_protocol.spec.job import DiLoCoJob
 
 BASE: dict[str, Any] = {
     "apiVersion": "diloco.io/v1alpha1",

@@ -21,7 +21,7 @@ from pathlib import Path
 from grpc_tools import protoc
 
 PROTOCOL = Path(__file__).resolve().parent.parent / "protocol"
-SOURCE = "diloco_protocol/sync.proto"
+SOURCE = "diloco_protocol/wire/sync.proto"
 STUBS = ("sync_pb2.py", "sync_pb2.pyi", "sync_pb2_grpc.py")
 STAMPS = (
     (re.compile(r"^# Protobuf Python Version: .*$", re.M), "# Protobuf Python Version: *"),
@@ -54,8 +54,8 @@ def check() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         generate(Path(scratch))
         for name in STUBS:
-            committed = PROTOCOL / "diloco_protocol" / name
-            fresh = Path(scratch) / "diloco_protocol" / name
+            committed = PROTOCOL / "diloco_protocol" / "wire" / name
+            fresh = Path(scratch) / "diloco_protocol" / "wire" / name
             names = (f"{name} (committed)", f"{name} (from sync.proto)")
             lines = (normalised(committed), normalised(fresh))
             difference = list(difflib.unified_diff(*lines, *names, lineterm="", n=1))

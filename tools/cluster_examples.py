@@ -4,7 +4,7 @@
     python tools/cluster_examples.py --write    write them (`make manifests`)
 
 One definition of each job: the text of examples/NAME.yaml, comments included, with another
-opening and with what follows here put in. tests/unit/test_cluster_examples.py compares the two
+opening and with what follows here put in. tests/unit/project/test_cluster_examples.py compares the two
 as jobs.
 """
 
@@ -16,7 +16,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from diloco_protocol.files import write_whole
+from diloco_protocol.common.files import write_whole
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE, TARGET = ROOT / "examples", ROOT / "manifests" / "examples"

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from diloco_protocol.files import write_whole
+from diloco_protocol.common.files import write_whole
 
 
 def named(name: str, path: Path) -> dict[str, list[dict[str, Any]]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -36,20 +35,6 @@ def interruptible(command: Callable[..., Any]) -> Callable[..., Any]:
             raise typer.Exit(INTERRUPTED) from None
 
     return wrapped
-
-
-def in_cluster(run: Callable[[], int], instead: str = "") -> typer.Exit:
-    """Run what talks to clusters and turn its outcome into an exit; raise what is returned. ``instead``:
-    said before an error of the kubeconfig, where the argument might have meant something else."""
-    from diloco.cluster import ClusterError
-
-    try:
-        return typer.Exit(run())
-    except ClusterError as error:
-        return fail(f"{instead}{error}" if error.reason == "Settings" else str(error), error.code)
-    except BrokenPipeError:  # the reader left (`| head`)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return typer.Exit(COMPLETE)
 
 
 def duration(text: str) -> float:

@@ -10,10 +10,11 @@ from typing import Annotated
 
 import typer
 
-from diloco import bare_commands, cluster_commands
-from diloco.certs_commands import certs
-from diloco.cluster_commands import Context, Contexts, Kubeconfig, Namespace, where
-from diloco.console import WRONG, fail, in_cluster, interruptible, means_job
+from diloco.certs.commands import certs
+from diloco.cluster import commands as cluster_commands
+from diloco.cluster.commands import Context, Contexts, Kubeconfig, Namespace, in_cluster, where
+from diloco.console import WRONG, fail, interruptible, means_job
+from diloco.machines import commands as machine_commands
 
 app = typer.Typer(
     name="diloco",
@@ -104,8 +105,8 @@ def run(
 
         diloco run examples/tiny-gpt.yaml --chaos 20s:kill:learner-1,step=150:cut:learner-2:5s,40s:kill:syncer
     """
-    from diloco.run import Options, UsageError
-    from diloco.run import run as run_job
+    from diloco.local.run import Options, UsageError
+    from diloco.local.run import run as run_job
 
     try:
         code = run_job(Options(job, workdir, report, chaos, seed, overrides, http))
@@ -175,8 +176,8 @@ def plan(
 
         diloco plan job.yaml --params 5e9 --step-seconds 1 --set sync.compression.down=delta-int4 --json
     """
-    from diloco.plan import Conditions, JobError, PlanError, text
-    from diloco.plan import plan as made
+    from diloco.bandwidth_plan import Conditions, JobError, PlanError, text
+    from diloco.bandwidth_plan import plan as made
     from diloco.validate import problems_text
 
     try:
@@ -229,14 +230,14 @@ def status(
     if there.given or everywhere or means_job(what):
 
         def run() -> int:
-            from diloco.cluster_status import show_status
+            from diloco.cluster.status import show_status
 
             return show_status(there, what, everywhere, watch, as_json)
 
         raise in_cluster(
             run, "" if there.given or everywhere else f"nothing on this machine is called {what}; "
         )
-    from diloco.status import StatusError, read_status, show
+    from diloco.local.status import StatusError, read_status, show
 
     if watch:
         raise fail("--watch is for jobs in clusters: a run on this machine shows itself", WRONG)
@@ -282,13 +283,13 @@ def export(
     if there.given or means_job(what):
 
         def run() -> int:
-            from diloco.cluster_fetch import export as export_job
+            from diloco.cluster.fetch import export as export_job
 
             return export_job(there, what, out)
 
         raise in_cluster(run, "" if there.given else f"nothing on this machine is called {what}; ")
-    from diloco.export import ExportFailed, export_run
-    from diloco.workdir import WorkdirError, find
+    from diloco.export.export import ExportFailed, export_run
+    from diloco.processes.workdir import WorkdirError, find
 
     try:
         versions = export_run(find(what), out)
@@ -327,9 +328,9 @@ def report(
     there = where(context, namespace, kubeconfig)
 
     def run() -> int:
-        from diloco.cluster_fetch import report as report_job
-        from diloco.cluster_fetch import show_report
-        from diloco.status import StatusError, read_status
+        from diloco.cluster.fetch import report as report_job
+        from diloco.cluster.fetch import show_report
+        from diloco.local.status import StatusError, read_status
 
         if there.given or means_job(what):
             return report_job(there, what, out, as_json)
@@ -353,7 +354,7 @@ def version() -> None:
 
 
 cluster_commands.add_to(app)
-bare_commands.add_to(app)
+machine_commands.add_to(app)
 app.add_typer(certs)
 
 

@@ -12,8 +12,8 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from diloco_protocol.load import JobError, Problem, job_warnings, load_job, show, spec_digest
-from diloco_protocol.spec import DataSpec, DiLoCoJob
+from diloco_protocol.spec.job import DataSpec, DiLoCoJob
+from diloco_protocol.spec.load import JobError, Problem, job_warnings, load_job, show, spec_digest
 
 WRONG = 2
 """Exit code for a wrong job file or wrong arguments."""

@@ -10,10 +10,10 @@ import asyncio
 import os
 import sys
 
-from . import logs
-from .api import ConfigError, configuration
-from .program import run
-from .settings import SettingsError, load
+from diloco_operator import logs
+from diloco_operator.app import run
+from diloco_operator.kube.client import ConfigError, configuration
+from diloco_operator.settings import SettingsError, load
 
 
 def main() -> int:

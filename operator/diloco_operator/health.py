@@ -14,14 +14,13 @@ import logging
 import time
 from collections.abc import Callable
 
-from diloco_protocol.http_pages import METRICS_TYPE, HttpServer, Page, split_address, text_page
-
-from .api import Api, ApiError
-from .census import Census
-from .metrics import Metrics
-from .queue import WorkQueue
-from .rootkey import KeyFinder
-from .watches import Stream, Watches
+from diloco_operator.informer.census import Census
+from diloco_operator.informer.reflector import Stream, Watches
+from diloco_operator.kube.client import Api, ApiError
+from diloco_operator.metrics import Metrics
+from diloco_operator.reconcile.root_key import KeyFinder
+from diloco_operator.reconcile.workqueue import WorkQueue
+from diloco_protocol.common.http_server import METRICS_TYPE, HttpServer, Page, split_address, text_page
 
 log = logging.getLogger(__name__)
 

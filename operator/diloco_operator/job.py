@@ -10,10 +10,9 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
 
-from diloco_protocol.load import JobError, job_from_json
-from diloco_protocol.spec import DiLoCoJob, JobSpec, RegionSpec
-
-from .types import Object
+from diloco_operator.model import Object
+from diloco_protocol.spec.job import DiLoCoJob, JobSpec, RegionSpec
+from diloco_protocol.spec.load import JobError, job_from_json
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 ``about(job)`` gives the ``extra`` of a log call. Other programs' loggers are heard from warnings
 on, kopf's only with level DEBUG: of an API server that is away it fills pages, and what
-matters of that is told in one line by watches.py.
+matters of that is told in one line by reflector.py.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import sys
 import time
 from typing import TextIO
 
-from diloco_protocol.logs import MAX_MESSAGE
-
-from .cache import Key
+from diloco_operator.model import Key
+from diloco_protocol.common.logs import MAX_MESSAGE
 
 
 class Lines(logging.Formatter):
@@ -57,7 +56,7 @@ def about(key: Key) -> dict[str, str]:
 
 
 class _Known(logging.Filter):
-    """Without what kopf says of attempts and of its own ends: watches.py tells that in one line."""
+    """Without what kopf says of attempts and of its own ends: reflector.py tells that in one line."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.name.startswith("kopf"):

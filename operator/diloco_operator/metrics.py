@@ -15,7 +15,7 @@ from prometheus_client import (
 )
 from prometheus_client.metrics import MetricWrapperBase
 
-from .status import Phase
+from diloco_operator.status import Phase
 
 PHASES: tuple[str, ...] = get_args(Phase)
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)

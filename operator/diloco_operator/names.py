@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .types import Object, Ref
+from diloco_operator.model import Object, Ref
 
 DOMAIN = "diloco.io"
 MANAGER = "diloco-operator"

@@ -11,11 +11,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from diloco_protocol.files import write_whole
-
-from .kinds import needs
-from .metrics import Metrics
-from .settings import fields, flag, shown_default, variable
+from diloco_operator.kube.kinds import needs
+from diloco_operator.metrics import Metrics
+from diloco_operator.settings import fields, flag, shown_default, variable
+from diloco_protocol.common.files import write_whole
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "operator.md"
 

@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any, cast
 
-from diloco_protocol.http_pages import AddressError, split_address
-from diloco_protocol.logs import FORMATS, LEVELS
-
-from .types import PlanSettings
+from diloco_operator.model import PlanSettings
+from diloco_protocol.common.http_server import AddressError, split_address
+from diloco_protocol.common.logs import FORMATS, LEVELS
 
 PREFIX = "DILOCO_OPERATOR_"
 RELEASE = version("decoupled-diloco")

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from diloco_protocol.spec_base import Spec
+from diloco_protocol.spec.base import Spec
 
 
 def _shown(value: Any) -> Any:

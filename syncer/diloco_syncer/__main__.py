@@ -18,11 +18,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from diloco_protocol import logs
-from diloco_protocol.cores import usable_cores
-from diloco_protocol.credentials import Credentials, CredentialsError, ListenError, read_key
-from diloco_protocol.http_pages import AddressError
-from diloco_protocol.load import JobError, read_job
+from diloco_protocol.common import logs
+from diloco_protocol.common.cpu_quota import usable_cores
+from diloco_protocol.common.http_server import AddressError
+from diloco_protocol.security.credentials import Credentials, CredentialsError, ListenError
+from diloco_protocol.spec.load import JobError, read_job
+from diloco_protocol.wire.control_auth import read_key
 
 log = logging.getLogger("diloco_syncer")
 
@@ -116,12 +117,12 @@ def _serve(given: argparse.Namespace) -> int:
         return 2
 
     # Late: compiled kernels and gRPC are not needed to find the mistakes above.
-    from diloco_syncer.outer import OuterError
-    from diloco_syncer.reading import StoreUnusable
-    from diloco_syncer.records import FormatRefused
+    from diloco_syncer.numerics.outer import OuterError
     from diloco_syncer.service import Options, run
-    from diloco_syncer.store import HigherEpoch
-    from diloco_syncer.tape import TapeError
+    from diloco_syncer.store.base import HigherEpoch
+    from diloco_syncer.store.records import FormatRefused
+    from diloco_syncer.store.restore import StoreUnusable
+    from diloco_syncer.store.tape import TapeError
 
     options = Options(
         job=job,

@@ -11,11 +11,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from diloco_protocol import sync_pb2, wire
-from diloco_protocol.wire import WireError
-from diloco_syncer import events as ev
-from diloco_syncer.events import PhaseName
-from diloco_syncer.receipts import Rows, SlotRow
+from diloco_protocol.wire import bulk, limits, sync_pb2
+from diloco_protocol.wire.limits import WireError
+from diloco_syncer.core import events as ev
+from diloco_syncer.core.events import PhaseName
+from diloco_syncer.core.recovery.receipts import Rows, SlotRow
 
 _PROCESS = re.compile(r"^[0-9a-f]{1,64}$")
 _REGION = re.compile(r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
@@ -52,8 +52,8 @@ def join_from(message: sync_pb2.Join, connection: int, job: str) -> ev.Join:
         raise OtherJob(f"job {message.job[:80]!r}: this syncer serves {job!r}")
     if message.role not in (sync_pb2.ROLE_LEARNER, sync_pb2.ROLE_EVALUATOR):
         raise WireError("role: expected learner or evaluator")
-    if len(message.held) > wire.MAX_FRAGMENTS or len(message.digests) > 64:
-        raise WireError(f"held and digests: at most {wire.MAX_FRAGMENTS} and 64 entries")
+    if len(message.held) > limits.MAX_FRAGMENTS or len(message.digests) > 64:
+        raise WireError(f"held and digests: at most {limits.MAX_FRAGMENTS} and 64 entries")
     for held in message.held:
         if held.settled > held.epoch:
             raise WireError(f"held: epoch {held.settled} cannot have settled before epoch {held.epoch}")
@@ -63,7 +63,7 @@ def join_from(message: sync_pb2.Join, connection: int, job: str) -> ev.Join:
     return ev.Join(
         connection=connection,
         process=_matches(_PROCESS, message.process, "process", "1 to 64 hex digits"),
-        region=_matches(_REGION, message.region[: wire.MAX_REGIONS_TEXT], "region", "a region's name"),
+        region=_matches(_REGION, message.region[: limits.MAX_REGIONS_TEXT], "region", "a region's name"),
         ordinal=message.ordinal,
         evaluator=message.role == sync_pb2.ROLE_EVALUATOR,
         layout_digest=_matches(_HEX, message.layout_digest, "layout_digest", "hex digits"),
@@ -85,9 +85,10 @@ def attempt_from(message: sync_pb2.Join) -> int:
 
 def report_from(message: sync_pb2.Report) -> ev.ReportCounts:
     """A learner's cumulative counts."""
-    if len(message.fragments) > wire.MAX_FRAGMENTS or len(message.cursors) > wire.MAX_CURSORS:
+    if len(message.fragments) > limits.MAX_FRAGMENTS or len(message.cursors) > limits.MAX_CURSORS:
         raise WireError(
-            f"report: at most {wire.MAX_FRAGMENTS} fragments and {wire.MAX_CURSORS} cursors are understood"
+            f"report: at most {limits.MAX_FRAGMENTS} fragments and {limits.MAX_CURSORS} cursors "
+            "are understood"
         )
     return ev.ReportCounts(
         slot_step=_count(message.slot_step, "slot_step"),
@@ -178,23 +179,23 @@ def seat_to(seat: ev.Seat) -> sync_pb2.Seat:
 
 
 def phase_to(phase: PhaseName, message: str) -> sync_pb2.Phase:
-    return sync_pb2.Phase(name=_PHASES[phase], message=message[: wire.MAX_TEXT])
+    return sync_pb2.Phase(name=_PHASES[phase], message=message[: limits.MAX_TEXT])
 
 
 def payload_to(encoding: str, data: Any, digest: int) -> sync_pb2.Payload:
-    return sync_pb2.Payload(encoding=encoding, bytes=wire.flat(data).nbytes, checksum=digest)
+    return sync_pb2.Payload(encoding=encoding, bytes=bulk.flat(data).nbytes, checksum=digest)
 
 
 def refusal(reason: str, message: str, fatal: bool) -> sync_pb2.SyncerMessage:
     return sync_pb2.SyncerMessage(
-        refusal=sync_pb2.Refusal(reason=reason, message=message[: wire.MAX_TEXT], fatal=fatal)
+        refusal=sync_pb2.Refusal(reason=reason, message=message[: limits.MAX_TEXT], fatal=fatal)
     )
 
 
 def reply(accepted: bool, reason: str = "", message: str = "") -> bytes:
     """An upload's answer, serialised."""
     return sync_pb2.UploadReply(
-        accepted=accepted, reason=reason, message=message[: wire.MAX_TEXT]
+        accepted=accepted, reason=reason, message=message[: limits.MAX_TEXT]
     ).SerializeToString()
 
 
@@ -206,12 +207,12 @@ def receipt_to(rows: Rows) -> bytes:
     """A receipt as it travels; empty where it is larger than a header has room for."""
     fields = [{name: getattr(row, name) for name in SlotRow.__dataclass_fields__} for row in rows]
     data = sync_pb2.Receipt(slots=[sync_pb2.SlotReceipt(**row) for row in fields]).SerializeToString()
-    return data if len(data) <= wire.MAX_RECEIPT_BYTES else b""
+    return data if len(data) <= limits.MAX_RECEIPT_BYTES else b""
 
 
 def receipt_from(data: bytes) -> Rows:
     """A receipt that came back. Raises ``WireError``."""
-    receipt = wire.parse(sync_pb2.Receipt, data, wire.MAX_RECEIPT_BYTES)
+    receipt = limits.parse(sync_pb2.Receipt, data, limits.MAX_RECEIPT_BYTES)
     return tuple(
         SlotRow(
             slot=row.slot,

@@ -27,10 +27,10 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
-from diloco_protocol import codec, wire
-from diloco_protocol.credentials import Credentials, CredentialsError, ListenError
-from diloco_protocol.files import write_whole
-from diloco_protocol.http_pages import (
+from diloco_protocol.arrays import codec
+from diloco_protocol.arrays.layout import Layout, Tensor
+from diloco_protocol.common.files import write_whole
+from diloco_protocol.common.http_server import (
     METRICS_TYPE,
     AddressError,
     HttpServer,
@@ -40,29 +40,30 @@ from diloco_protocol.http_pages import (
     split_address,
     text_page,
 )
-from diloco_protocol.layout import Layout, Tensor
-from diloco_protocol.spec import DiLoCoJob, immutable_digests
-from diloco_syncer import merge, outer
-from diloco_syncer.bulk import Bulk
-from diloco_syncer.checkpoint import Checkpoints, Restored
-from diloco_syncer.config import CoreConfig
-from diloco_syncer.control import Control, status_handler
-from diloco_syncer.core import Core
-from diloco_syncer.doors import Doors
-from diloco_syncer.engine import RESTART, Engine
-from diloco_syncer.events import InitialStored
-from diloco_syncer.export import check_loopback, export_pages
-from diloco_syncer.gate import Gate
-from diloco_syncer.metrics import exposition
-from diloco_syncer.parameters import Parameters
-from diloco_syncer.report import report, status
-from diloco_syncer.store import DirectoryStore, Epoch, HigherEpoch, open_store, successor
-from diloco_syncer.tape import Tape
+from diloco_protocol.security.credentials import Credentials, CredentialsError, ListenError
+from diloco_protocol.spec.job import DiLoCoJob, immutable_digests
+from diloco_protocol.wire import channels, limits, services
+from diloco_syncer.core.config import CoreConfig
+from diloco_syncer.core.core import Core
+from diloco_syncer.core.events import InitialStored
+from diloco_syncer.numerics import merge, outer
+from diloco_syncer.runtime.driver import RESTART, Engine
+from diloco_syncer.runtime.global_model import Parameters
+from diloco_syncer.server.bulk import Bulk
+from diloco_syncer.server.control import Control, status_handler
+from diloco_syncer.server.pages.export import check_loopback, export_pages
+from diloco_syncer.server.pages.metrics import exposition
+from diloco_syncer.server.pages.status import report, status
+from diloco_syncer.server.tls.access import Doors
+from diloco_syncer.server.tls.listener import Gate
+from diloco_syncer.store.base import DirectoryStore, Epoch, HigherEpoch, open_store, successor
+from diloco_syncer.store.checkpoint import Checkpoints, Restored
+from diloco_syncer.store.tape import Tape
 
 log = logging.getLogger(__name__)
 
 MAX_CONTROL_CONNECTIONS = 256  # of the control port, whose callers are few
-SERVICES = ("", wire.SESSION_SERVICE, wire.SERVICE, "diloco.v1.Status")
+SERVICES = ("", services.SESSION_SERVICE, services.SERVICE, "diloco.v1.Status")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +106,8 @@ async def _life(options: Options) -> tuple[int, Options]:
     split_address(options.control, "--control")
     if options.export is not None:
         check_loopback(options.export, "--export")
-    main = aio.server(options=wire.server_options())
-    private = aio.server(options=wire.server_options(wire.MAX_REPLY_BYTES, MAX_CONTROL_CONNECTIONS))
+    main = aio.server(options=channels.server_options())
+    private = aio.server(options=channels.server_options(limits.MAX_REPLY_BYTES, MAX_CONTROL_CONNECTIONS))
     # Calls and replies of the control service are signed, and need no certificate (credentials.py).
     gate = _gate(options, main)
     bound = gate.bind(options.listen) if gate else Credentials().bind(main, options.listen)
@@ -120,8 +121,8 @@ async def _life(options: Options) -> tuple[int, Options]:
     bulk = Bulk(engine)
     main.add_generic_rpc_handlers(
         [
-            wire.session_handler(engine.sessions.serve),
-            wire.bulk_handlers(bulk.upload, bulk.download),
+            services.session_handler(engine.sessions.serve),
+            services.bulk_handlers(bulk.upload, bulk.download),
             status_handler(engine),
         ]
     )

@@ -20,8 +20,6 @@ from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 class CommandFailed(AssertionError):
     """A command that had to work did not; the message has its output."""

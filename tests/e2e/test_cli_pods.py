@@ -97,8 +97,8 @@ def model() -> tuple[Any, dict[str, Any], bytes]:
     """A small job, its parameters, and the file that a syncer serves of them."""
     import safetensors.numpy
 
-    from diloco_protocol.load import parse_job
-    from diloco_worker.models import build
+    from diloco_protocol.spec.load import parse_job
+    from diloco_worker.training.models import build
 
     job = parse_job(json.dumps(small_job("tiny")))
     tensors = {name: tensor.detach().numpy() for name, tensor in build(job.spec, 0).named_parameters()}
@@ -111,7 +111,7 @@ def pods(shell: Shell, model: Any, tmp_path_factory: pytest.TempPathFactory) -> 
     """A job with a syncer's pod and two learners'."""
     import xxhash
 
-    from diloco_protocol.load import job_to_json
+    from diloco_protocol.spec.load import job_to_json
 
     if isinstance(shell.cluster, LocalKube):
         run(str(localkube()), "base-image", timeout=600)
@@ -232,8 +232,8 @@ def test_a_port_forward_bears_a_slow_reader_and_much_data(pods: Shell) -> None:
     program = """
 import http.client, resource, sys, time
 from pathlib import Path
-from diloco.cluster import open_cluster
-from diloco.forward import forwarded
+from diloco.cluster.client import open_cluster
+from diloco.cluster.port_forward import forwarded
 cluster = open_cluster(sys.argv[2], sys.argv[3], Path(sys.argv[1]))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 with forwarded(cluster, "tiny-syncer-0", 7703) as forward:
@@ -255,8 +255,8 @@ print(got, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024
 
 
 def test_a_port_forward_that_fails_says_why(pods: Shell) -> None:
-    from diloco.cluster import ClusterError, open_cluster
-    from diloco.forward import forwarded
+    from diloco.cluster.client import ClusterError, open_cluster
+    from diloco.cluster.port_forward import forwarded
 
     cluster = open_cluster(pods.cluster.context, pods.namespace, pods.cluster.kubeconfig)
     with forwarded(cluster, "tiny-syncer-0", 9) as forward:

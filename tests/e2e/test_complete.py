@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from diloco_protocol.load import load_manifest
+from diloco_protocol.spec.load import load_manifest
 
 from .clusters import ROOT, Cluster, until
 from .jobs import Job
@@ -66,7 +66,7 @@ def held_out_loss(model: Path, document: dict[str, Any]) -> float:
 
     loaded = transformers.AutoModelForCausalLM.from_pretrained(model)
     length = document["spec"]["training"]["data"]["sequenceLength"]
-    from diloco_protocol.load import parse_job
+    from diloco_protocol.spec.load import parse_job
     from diloco_worker import data
 
     job = parse_job(json.dumps(document), source="job.json")

@@ -19,10 +19,17 @@ from urllib.parse import urlencode
 import pytest
 from kubernetes import config
 
-from diloco_operator.crd import definition, schema
-from diloco_operator.crd_rules import LEFT_TO_THE_OPERATOR
-from diloco_protocol.load import JobError, job_from_object, job_to_json, load_job, load_manifest, parse_job
-from diloco_protocol.spec import DiLoCoJob, immutable_digests
+from diloco_operator.crd.rules import LEFT_TO_THE_OPERATOR
+from diloco_operator.crd.schema import definition, schema
+from diloco_protocol.spec.job import DiLoCoJob, immutable_digests
+from diloco_protocol.spec.load import (
+    JobError,
+    job_from_object,
+    job_to_json,
+    load_job,
+    load_manifest,
+    parse_job,
+)
 from wrong_jobs import (
     BASE,
     CLUSTERS,

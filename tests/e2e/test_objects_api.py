@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 
-from diloco_operator import names, objects
-from diloco_operator.drift import differences
+from diloco_operator import names
 from diloco_operator.job import Job, place, read
-from diloco_operator.objects import Images
-from diloco_operator.types import Object, PlanSettings
-from diloco_protocol.load import job_to_json, load_job
+from diloco_operator.model import Object, PlanSettings
+from diloco_operator.objects import manifests as objects
+from diloco_operator.objects.manifests import Images
+from diloco_operator.reconcile.diff import differences
+from diloco_protocol.spec.load import job_to_json, load_job
 from operator_world import job_object
 
 from .clusters import ROOT, Cluster, CommandFailed

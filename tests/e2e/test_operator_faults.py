@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 import yaml
 
-from diloco_operator import control, permissions, watches
-from diloco_operator.secrets import RootKey
-from diloco_operator.types import Call, Delete, EventWanted, Observed, Plan, Ref
+from diloco_operator.informer import reflector
+from diloco_operator.kube import permissions
+from diloco_operator.model import Call, Delete, EventWanted, Observed, Plan, Ref
+from diloco_operator.reconcile import syncer_poller
+from diloco_operator.reconcile.job_secrets import RootKey
 
 from .clusters import Cluster, until
 from .walls import (
@@ -111,7 +113,7 @@ def test_a_role_that_is_too_small_is_named_with_verb_and_resource_and_healed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(permissions, "AGAIN_SECONDS", 2.0)
-    monkeypatch.setattr(watches, "WATCH_SECONDS", 5)
+    monkeypatch.setattr(reflector, "WATCH_SECONDS", 5)
     lacking = {
         ("configmaps", "patch"),
         ("pods", "list"),
@@ -151,7 +153,7 @@ def test_a_token_that_is_refused_is_tried_with_patience(
     kube: Cluster, operate: Callable[..., Running], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(watches, "WATCH_SECONDS", 3)  # then every watch has to begin anew
+    monkeypatch.setattr(reflector, "WATCH_SECONDS", 3)  # then every watch has to begin anew
     small = account(kube, tmp_path, set())
     with operate(kubeconfig=small) as operator:
         until("ready", operator.ready, 30)
@@ -283,7 +285,7 @@ def test_the_syncer_is_asked_and_told(
         kube.apply(node, job("asked"))
         uid = settled(kube, "asked")["metadata"]["uid"]
         syncer = Syncer(RootKey(b"0123456789abcdef" * 4).control_key(uid))
-        monkeypatch.setattr(control, "CONTROL_PORT", syncer.port)
+        monkeypatch.setattr(syncer_poller, "CONTROL_PORT", syncer.port)
         try:
             assert wants.observed[NS, "asked"].syncer is None, "there is nobody to ask"
             kube.apply(pod("asked-syncer-x", "asked", "syncer", nodeName="nowhere", tolerations=[

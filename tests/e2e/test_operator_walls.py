@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from diloco_operator import names
-from diloco_operator import plan as planning
-from diloco_operator.drift import APPLIED
-from diloco_operator.types import EventWanted, Observed, Plan, Ref
+from diloco_operator.model import EventWanted, Observed, Plan, Ref
+from diloco_operator.plan import plan as planning
+from diloco_operator.reconcile.diff import APPLIED
 
 from .clusters import Cluster, until
 from .walls import (

@@ -17,7 +17,7 @@ ACCOUNT = f"system:serviceaccount:{SYSTEM}:diloco-operator"
 CALL = """
 import sys, time, grpc
 from diloco_protocol import sync_pb2, sync_pb2_grpc
-from diloco_protocol.credentials import sign_call
+from diloco_protocol.security.credentials import sign_call
 address, keys = sys.argv[1], [bytes.fromhex(k) if k else b"" for k in sys.argv[2:]]
 with grpc.insecure_channel(address) as channel:
     try:
@@ -50,7 +50,7 @@ for path in ("/api/v1/secrets", "/api/v1/namespaces/default/pods", "/apis/diloco
 REPLAY = """
 import sys, grpc
 from diloco_protocol import sync_pb2_grpc
-from diloco_protocol.credentials import sign_call, read_key
+from diloco_protocol.security.credentials import sign_call, read_key
 key = read_key("/etc/diloco/control/control-key")
 with grpc.insecure_channel("127.0.0.1:7701") as channel:
     stub = sync_pb2_grpc.ControlStub(channel)

@@ -24,13 +24,13 @@ import pytest
 import yaml
 
 from diloco_operator import names
-from diloco_operator.api import configuration
-from diloco_operator.kinds import needs
-from diloco_operator.program import Operator
+from diloco_operator.app import Operator
+from diloco_operator.kube.client import configuration
+from diloco_operator.kube.kinds import needs
+from diloco_operator.model import Memory, Object, Observed, Plan, PlanSettings, Ref, SecretWanted
 from diloco_operator.settings import Settings
-from diloco_operator.types import Memory, Object, Observed, Plan, PlanSettings, Ref, SecretWanted
-from diloco_protocol import sync_pb2, wire
-from diloco_protocol.credentials import NonceCache, sign_reply, verify_call
+from diloco_protocol.wire import limits, sync_pb2
+from diloco_protocol.wire.control_auth import NonceCache, sign_reply, verify_call
 
 from .clusters import ROOT, Cluster, open_cluster, until
 
@@ -399,7 +399,7 @@ class Syncer:
         self._ready.set()
 
     async def _call(self, raw: bytes, context: Any) -> bytes:
-        call = wire.parse(sync_pb2.SignedCall, raw)
+        call = limits.parse(sync_pb2.SignedCall, raw)
         verify_call(self.key, call, self.nonces)
         self.calls.append((call.method, json.loads(call.body)))
         answer = {"status": {"phase": self.phase}, "report": {"outcome": "complete"}}.get(call.method, {})

@@ -21,9 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from diloco_protocol.credentials import make_key
-from diloco_protocol.load import job_to_json
-from diloco_protocol.spec import DiLoCoJob
+from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.spec.load import job_to_json
+from diloco_protocol.wire.control_auth import make_key
 
 STEP_SECONDS = 0.01
 TOKENS = 4  # per step
@@ -197,7 +197,7 @@ class Hub(Process):
             raise AssertionError(f"{error}: {json.dumps(self.status(), indent=1)[:6000]}") from None
 
     async def call(self, method: str, **body: Any) -> dict[str, Any]:
-        from diloco_protocol.control_client import ControlClient
+        from diloco_protocol.wire.control_client import ControlClient
 
         client = ControlClient(self.address("control"), self.key)
         try:

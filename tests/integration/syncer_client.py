@@ -22,11 +22,12 @@ from typing import Any
 import numpy as np
 from grpc import aio
 
-from diloco_protocol import codec, sync_pb2, wire
-from diloco_protocol.credentials import make_key, sign_call
-from diloco_protocol.layout import Layout, Tensor
-from diloco_protocol.load import job_to_json, parse_job
-from diloco_protocol.spec import DiLoCoJob
+from diloco_protocol.arrays import codec
+from diloco_protocol.arrays.layout import Layout, Tensor
+from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.spec.load import job_to_json, parse_job
+from diloco_protocol.wire import bulk, channels, limits, services, sync_pb2
+from diloco_protocol.wire.control_auth import make_key, sign_call
 
 LAYOUT = Layout.build(
     [Tensor("embed", (32, 8), "float32", True), Tensor("w", (64, 8), "float32", False)], fragments=2
@@ -164,7 +165,7 @@ class Client:
     def __init__(self, syncer: SyncerProcess, ordinal: int = 0, process: str = "") -> None:
         self.syncer, self.ordinal = syncer, ordinal
         self.process = process or secrets.token_hex(8)
-        self.options = wire.channel_options(bulk=True)
+        self.options = channels.channel_options(bulk=True)
         self.channel = aio.insecure_channel(syncer.addresses["sync"], options=self.options)
         self.call: Any = None
         self.heard: list[sync_pb2.SyncerMessage] = []
@@ -182,10 +183,10 @@ class Client:
     async def join(self, **changes: Any) -> sync_pb2.SyncerMessage:
         """Open a session; the first message back."""
         fields: dict[str, Any] = {
-            "format": wire.FORMAT, "job": "raw", "process": self.process, "role": sync_pb2.ROLE_LEARNER,
+            "format": limits.FORMAT, "job": "raw", "process": self.process, "role": sync_pb2.ROLE_LEARNER,
             "region": "local", "ordinal": self.ordinal, "layout_digest": LAYOUT.digest,
         }  # fmt: skip
-        self.call = self.channel.stream_stream(wire.SESSION)()
+        self.call = self.channel.stream_stream(services.SESSION)()
         await self.say(join=sync_pb2.Join(**(fields | changes)))
         first = sync_pb2.SyncerMessage.FromString(await asyncio.wait_for(self.call.read(), 10))
         assert first.WhichOneof("kind") in ("welcome", "refusal"), first
@@ -224,7 +225,7 @@ class Client:
         )
 
     async def upload(self, header: sync_pb2.UploadHeader, payload: Any) -> sync_pb2.UploadReply:
-        return await wire.upload(self.channel, header, payload, timeout=20)
+        return await bulk.upload(self.channel, header, payload, timeout=20)
 
     async def initialise(self, frozen: bytes = b"frozen bytes") -> None:
         part = sync_pb2.Initial
@@ -250,9 +251,9 @@ class Client:
             job="raw", process=self.process, what=sync_pb2.DownloadRequest.FULL, fragment=fragment,
             epoch=news.epoch, version=news.version,
         )  # fmt: skip
-        header, data = await wire.download(self.channel, request, size=news.full.bytes)
+        header, data = await bulk.download(self.channel, request, size=news.full.bytes)
         assert header.found, header.reason
-        assert wire.checksum(data) == news.full.checksum
+        assert bulk.checksum(data) == news.full.checksum
         values = codec.decode(data, news.full.encoding, LAYOUT.elements(fragment))
         while len(self.base) <= fragment:
             self.base.append((0, 0))

@@ -1,6 +1,6 @@
 """What a user can get wrong about a run, and a disk that fills up under one: one clear line, no traceback.
 
-Job files that are none and wrong arguments are in tests/unit/test_cli.py and test_load.py.
+Job files that are none and wrong arguments are in tests/unit/cli/test_main.py and test_load.py.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from runs import ENV, JOB
 
-from diloco_protocol.load import parse_job
+from diloco_protocol.spec.load import parse_job
 
 WORDS = "the quick brown fox jumps over the lazy dog and runs away from the angry bear\n"
 

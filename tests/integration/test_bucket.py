@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from syncer_client import LAYOUT, Client, SyncerProcess, first_values, raw_job, turn, until
 
-from diloco_protocol import sync_pb2
-from diloco_syncer import tape
-from diloco_syncer.records import MAX_FILE, MergeRecord, record_name
-from diloco_syncer.store import open_store
+from diloco_protocol.wire import sync_pb2
+from diloco_syncer.store import tape
+from diloco_syncer.store.base import open_store
+from diloco_syncer.store.records import MAX_FILE, MergeRecord, record_name
 from s3_service import SECRET, TOKEN, Relay, S3Service, environment, given
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from syncer_client import LAYOUT, Client, SyncerProcess, first_values, raw_job, turn, until
 
-from diloco_protocol import sync_pb2, wire
-from diloco_syncer import tape
-from diloco_syncer.records import MergeRecord, record_name
-from diloco_syncer.store import DirectoryStore
+from diloco_protocol.wire import bulk, sync_pb2
+from diloco_syncer.store import tape
+from diloco_syncer.store.base import DirectoryStore
+from diloco_syncer.store.records import MergeRecord, record_name
 
 # One event loop for all: gRPC's poller does not outlive the loop that it was made in.
 pytestmark = [pytest.mark.timeout(60), pytest.mark.asyncio(loop_scope="module")]
@@ -153,7 +153,7 @@ async def test_suspended_with_offers_and_an_optimizer_state_and_resumed(tmp_path
             assert welcome.phase.name == sync_pb2.PHASE_WAITING and welcome.optimizer_bytes == 1000
             await client.ready()
         request = sync_pb2.DownloadRequest(job="raw", what=sync_pb2.DownloadRequest.OPTIMIZER)
-        _, data = await wire.download(a.channel, request)
+        _, data = await bulk.download(a.channel, request)
         assert np.array_equal(data, state)
         # The offer of the earlier life and the newcomer's push are merged together.
         await b.train(2)
@@ -249,7 +249,7 @@ async def test_a_base_is_taken_only_as_it_was_asked_for(tmp_path: Path) -> None:
             epoch=1,
             version=2,
         )
-        header, values = await wire.download(client.channel, request)
+        header, values = await bulk.download(client.channel, request)
         syncer.kill()
         await client.close()
         (syncer.store / record_name(0, 2)).unlink()

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from runs import Run, check_ledger
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+from repository import ROOT
+
+EXAMPLES = ROOT / "examples"
 STOP = {"tiny-vit": 5_000}  # an image is one token
 FALL = {"tiny-vit": 0.0, "minimal": 0.3}  # nats that the loss falls at least, in so short a time
 

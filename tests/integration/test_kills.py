@@ -18,11 +18,11 @@ import grpc
 import pytest
 from runs import Run, check_ledger
 
-from diloco_protocol import sync_pb2, wire
-from diloco_protocol.layout import Layout
-from diloco_syncer import records, tape
-from diloco_syncer.documents import read_document
-from diloco_syncer.store import DirectoryStore
+from diloco_protocol.arrays.layout import Layout
+from diloco_protocol.wire import bulk, channels, limits, services, sync_pb2
+from diloco_syncer.store import records, tape
+from diloco_syncer.store.base import DirectoryStore
+from diloco_syncer.store.documents import read_document
 
 JOB = """
 apiVersion: diloco.io/v1alpha1
@@ -75,11 +75,11 @@ class Listener:
             digest = Layout.from_json(raw.tobytes()).digest
             address = json.loads((self._run.workdir / "address.json").read_text())["sync"]
             join = sync_pb2.Join(
-                format=wire.FORMAT, job="kills", process="ab" * 8, role=sync_pb2.ROLE_EVALUATOR,
+                format=limits.FORMAT, job="kills", process="ab" * 8, role=sync_pb2.ROLE_EVALUATOR,
                 region="local", layout_digest=digest,
             )  # fmt: skip
-            with grpc.insecure_channel(address, options=wire.channel_options()) as channel:
-                answers = channel.stream_stream(wire.SESSION)(self._say(join))
+            with grpc.insecure_channel(address, options=channels.channel_options()) as channel:
+                answers = channel.stream_stream(services.SESSION)(self._say(join))
                 try:
                     for answer in answers:
                         message = sync_pb2.SyncerMessage.FromString(answer)
@@ -224,7 +224,7 @@ def test_syncers_killed_lose_no_acknowledged_merge(
         if key[1] and (run.workdir / "store" / name).exists():
             record = records.MergeRecord.unpack(store.read(name, records.MAX_FILE), name)
             assert record.digest == records.theta_digest(record.theta) == lines[key]["result"]
-            assert wire.checksum(record.theta) == checksums[key]
+            assert bulk.checksum(record.theta) == checksums[key]
             compared += 1
     assert compared >= FRAGMENTS
     check_ledger(report, FRAGMENTS)

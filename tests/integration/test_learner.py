@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from diloco_protocol.load import job_to_json
-from diloco_protocol.spec import DiLoCoJob
+from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.spec.load import job_to_json
 from diloco_worker import Learner, Observer
 
 SYNC = {

@@ -16,10 +16,10 @@ import pytest
 import torch
 from test_learner import Rows, Syncer, make_job, one_step, small_model, until
 
-from diloco_protocol import codec
-from diloco_syncer import tape
-from diloco_syncer.records import MergeRecord, record_name, theta_digest
-from diloco_syncer.store import DirectoryStore
+from diloco_protocol.arrays import codec
+from diloco_syncer.store import tape
+from diloco_syncer.store.base import DirectoryStore
+from diloco_syncer.store.records import MergeRecord, record_name, theta_digest
 from diloco_worker import Learner
 
 pytestmark = pytest.mark.timeout(120)

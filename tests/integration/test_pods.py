@@ -16,7 +16,7 @@ import psutil
 import pytest
 from pods import Hub, Pod, get, make_job, wait_for
 
-from diloco_protocol.load import job_to_json
+from diloco_protocol.spec.load import job_to_json
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from diloco.proxy import Proxy
+from diloco.local.chaos.proxy import Proxy
 
 
 @asynccontextmanager

@@ -18,10 +18,11 @@ import pytest
 from grpc import aio
 from syncer_client import LAYOUT, Client, SyncerProcess, raw_job, send_call, turn, until, wait_for
 
-from diloco_protocol import sync_pb2, wire
-from diloco_protocol.credentials import Credentials, sign_call
-from diloco_protocol.vouch import VouchError, vouched
-from diloco_syncer import guards
+from diloco_protocol.security.credentials import Credentials
+from diloco_protocol.wire import bulk, limits, services, sync_pb2
+from diloco_protocol.wire.control_auth import sign_call
+from diloco_protocol.wire.verify_server import VouchError, vouched
+from diloco_syncer.server.tls import connection_limits
 from floods import Flood
 from parties import DAY, TOKEN, Parties
 
@@ -60,13 +61,13 @@ class Learner(Client):
     def said(self, **changes: Any) -> bytes:
         self.attempt += 1
         fields: dict[str, Any] = {
-            "format": wire.FORMAT, "job": "raw", "process": self.process, "role": sync_pb2.ROLE_LEARNER,
+            "format": limits.FORMAT, "job": "raw", "process": self.process, "role": sync_pb2.ROLE_LEARNER,
             "region": self.region, "ordinal": 0, "layout_digest": LAYOUT.digest, "attempt": self.attempt,
         }  # fmt: skip
         return sync_pb2.LearnerMessage(join=sync_pb2.Join(**(fields | changes))).SerializeToString()
 
     async def join(self, raw: bytes = b"", **changes: Any) -> sync_pb2.SyncerMessage:
-        self.call = self.channel.stream_stream(wire.SESSION)(metadata=self.metadata)
+        self.call = self.channel.stream_stream(services.SESSION)(metadata=self.metadata)
         await self.call.write(raw or self.said(**changes))
         first = sync_pb2.SyncerMessage.FromString(await asyncio.wait_for(self.call.read(), 10))
         if first.HasField("welcome"):
@@ -80,10 +81,10 @@ class Learner(Client):
         return first.refusal.reason, first.refusal.fatal
 
     async def upload(self, header: sync_pb2.UploadHeader, payload: Any) -> sync_pb2.UploadReply:
-        return await wire.upload(self.channel, header, payload, timeout=20, metadata=self.metadata)
+        return await bulk.upload(self.channel, header, payload, timeout=20, metadata=self.metadata)
 
     async def download(self, request: sync_pb2.DownloadRequest, size: int) -> Any:
-        return await wire.download(self.channel, request, size=size, metadata=self.metadata)
+        return await bulk.download(self.channel, request, size=size, metadata=self.metadata)
 
     async def close(self) -> None:
         await self.plain.close()
@@ -141,7 +142,7 @@ async def test_every_refusal_has_its_name(syncer: SyncerProcess, parties: Partie
         # Bulk calls in another's name.
         other = learners(america, "us-2")
         request = sync_pb2.DownloadRequest(format=1, job="raw", process=honest.process)
-        download = other.channel.unary_stream(wire.DOWNLOAD)
+        download = other.channel.unary_stream(services.DOWNLOAD)
         call = download(request.SerializeToString(), metadata=other.metadata)
         assert await code_of(call.read()) == "PERMISSION_DENIED"
         part = sync_pb2.Initial(part=sync_pb2.Initial.LAYOUT)
@@ -151,9 +152,11 @@ async def test_every_refusal_has_its_name(syncer: SyncerProcess, parties: Partie
         # The join token, at every door.
         thief = learners(parties.learner("thief", "eu-1", token="b6" * 32))
         assert await code_of(thief.join()) == "UNAUTHENTICATED"
-        with pytest.raises(wire.TransferError, match=r"join token|Internal error"):
+        with pytest.raises(bulk.TransferError, match=r"join token|Internal error"):
             await thief.upload(header, b"{}")
-        call = thief.channel.unary_stream(wire.DOWNLOAD)(request.SerializeToString(), metadata=thief.metadata)
+        call = thief.channel.unary_stream(services.DOWNLOAD)(
+            request.SerializeToString(), metadata=thief.metadata
+        )
         assert await code_of(call.read()) == "UNAUTHENTICATED"
         call = thief.channel.unary_unary("/diloco.v1.Status/Get")(b"")
         assert await code_of(call) == "UNAUTHENTICATED"
@@ -188,12 +191,12 @@ async def test_every_refusal_has_its_name(syncer: SyncerProcess, parties: Partie
 
 async def test_limits_are_a_certificates_own(syncer: SyncerProcess, parties: Parties) -> None:
     europe, america = parties.learner("eu", "eu-1"), parties.learner("us", "us-2")
-    allowed = guards.limits({"eu-1": 1, "us-2": 1}, Credentials.from_directory(europe).names())
+    allowed = connection_limits.limits({"eu-1": 1, "us-2": 1}, Credentials.from_directory(europe).names())
     async with Learners(syncer) as learners:
         one = learners(europe)
 
         async def session(process: str) -> tuple[Any, str]:
-            call = one.channel.stream_stream(wire.SESSION)(metadata=one.metadata)
+            call = one.channel.stream_stream(services.SESSION)(metadata=one.metadata)
             try:
                 await call.write(one.said(process=process, ordinal=one.attempt))
                 raw = await call.read()

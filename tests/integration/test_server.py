@@ -14,10 +14,10 @@ import pytest
 from grpc import aio
 from syncer_client import LAYOUT, TOKENS, Client, SyncerProcess, first_values, raw_job, send_call, turn, until
 
-from diloco_protocol import sync_pb2, wire
-from diloco_protocol.credentials import sign_call
-from diloco_syncer import tape
-from diloco_syncer.store import DirectoryStore, Epoch
+from diloco_protocol.wire import bulk, limits, services, sync_pb2
+from diloco_protocol.wire.control_auth import sign_call
+from diloco_syncer.store import tape
+from diloco_syncer.store.base import DirectoryStore, Epoch
 
 # One event loop for all: gRPC's poller does not outlive the loop that it was made in.
 pytestmark = [pytest.mark.timeout(60), pytest.mark.asyncio(loop_scope="module")]
@@ -89,7 +89,7 @@ async def test_a_round_from_join_to_merge(syncer: SyncerProcess) -> None:
                 (what.FROZEN, b"frozen bytes"),
                 (what.LAYOUT, LAYOUT.to_json().encode()),
             ):
-                _, data = await wire.download(a.channel, what(job="raw", what=kind))
+                _, data = await bulk.download(a.channel, what(job="raw", what=kind))
                 assert data.tobytes() == expected_bytes
             for request, word in (
                 (what(job="raw", what=what.OPTIMIZER), "none"),
@@ -97,7 +97,7 @@ async def test_a_round_from_join_to_merge(syncer: SyncerProcess) -> None:
                 (what(job="raw", what=what.PEER_STATE, transfer=9), "unknown-transfer"),
                 (what(job="other", what=what.LAYOUT), "other-job"),
             ):
-                header, _ = await wire.download(a.channel, request)
+                header, _ = await bulk.download(a.channel, request)
                 assert not header.found and header.reason == word
 
     await run()
@@ -174,7 +174,7 @@ async def test_pushes_that_are_refused_lose_nothing(syncer: SyncerProcess) -> No
 
 async def part(a: Client, header: sync_pb2.UploadHeader, chunks: list[bytes]) -> sync_pb2.UploadReply:
     """One upload call, made by hand."""
-    call: Any = a.channel.stream_stream(wire.UPLOAD)(timeout=10)
+    call: Any = a.channel.stream_stream(services.UPLOAD)(timeout=10)
     await call.write(header.SerializeToString())
     for chunk in chunks:
         await call.write(chunk)
@@ -196,11 +196,11 @@ async def test_broken_transfers_are_refused_and_the_next_one_is_taken(syncer: Sy
                 offset: int, size: int, checksum: int, total: int = len(data)
             ) -> sync_pb2.UploadHeader:
                 made = a.header(push=push)
-                made.format, made.total_bytes, made.offset = wire.FORMAT, total, offset
+                made.format, made.total_bytes, made.offset = limits.FORMAT, total, offset
                 made.bytes, made.checksum = size, checksum
                 return made
 
-            whole = wire.checksum(data)
+            whole = bulk.checksum(data)
             assert (await part(a, header(0, len(data), whole ^ 1), [data])).reason == "bad-checksum"
             assert (await part(a, header(0, len(data), whole), [data[:-1]])).reason == "bad-transfer"
             assert (await part(a, header(0, len(data), whole), [data, b"x"])).reason == "bad-transfer"
@@ -210,12 +210,12 @@ async def test_broken_transfers_are_refused_and_the_next_one_is_taken(syncer: Sy
             future.format = 99
             assert "format 99" in (await part(a, future, [data])).message
             # Two parts, the second one wrong: the whole is gone, and starts over.
-            first = header(0, half, wire.checksum(data[:half]))
-            second = header(half, len(data) - half, wire.checksum(data[half:]))
+            first = header(0, half, bulk.checksum(data[:half]))
+            second = header(half, len(data) - half, bulk.checksum(data[half:]))
             bad = header(half, len(data) - half, 1)
-            assert (await part(a, first, [data[:half]])).reason == wire.PARTIAL
+            assert (await part(a, first, [data[:half]])).reason == services.PARTIAL
             assert (await part(a, bad, [data[half:]])).reason == "bad-checksum"
-            assert (await part(a, second, [data[half:]])).reason == wire.PARTIAL
+            assert (await part(a, second, [data[half:]])).reason == services.PARTIAL
             assert (await part(a, first, [data[:half]])).accepted
             assert (await a.adopt(0, 1)).merged_sequence == 1
 
@@ -229,26 +229,26 @@ async def test_garbage_and_oversized_messages_end_only_their_own_call(syncer: Sy
             stream: Any = a.channel.stream_stream
 
             async def session(*messages: bytes) -> sync_pb2.SyncerMessage:
-                call = stream(wire.SESSION)(timeout=10)
+                call = stream(services.SESSION)(timeout=10)
                 for message in messages:
                     await call.write(message)
                 return sync_pb2.SyncerMessage.FromString(await call.read())
 
-            for first in (b"\xff" * 100, bytes(wire.MAX_CONTROL_BYTES + 1), b""):
+            for first in (b"\xff" * 100, bytes(limits.MAX_CONTROL_BYTES + 1), b""):
                 refusal = (await session(first)).refusal
                 assert (refusal.reason, refusal.fatal) == ("bad-join", True)
             report = sync_pb2.LearnerMessage(report=sync_pb2.Report())
             assert "must be Join" in (await session(report.SerializeToString())).refusal.message
-            too_large = stream(wire.SESSION)(timeout=10)
+            too_large = stream(services.SESSION)(timeout=10)
             with pytest.raises((aio.AioRpcError, asyncio.InvalidStateError)):
                 await too_large.write(bytes(8 << 20))
                 await too_large.read()
-            upload = stream(wire.UPLOAD)(timeout=10)
+            upload = stream(services.UPLOAD)(timeout=10)
             await upload.write(b"\xff" * 1000)
             reply = sync_pb2.UploadReply.FromString(await upload.read())
             assert (reply.accepted, reply.reason) == (False, "bad-transfer")
             with pytest.raises(aio.AioRpcError) as caught:
-                async for _ in a.channel.unary_stream(wire.DOWNLOAD)(b"\xff" * 100, timeout=10):
+                async for _ in a.channel.unary_stream(services.DOWNLOAD)(b"\xff" * 100, timeout=10):
                     pass
             assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
             # A member that talks nonsense is told so, and may come back.
@@ -428,7 +428,7 @@ async def test_a_newcomer_gets_a_peers_optimizer_state(syncer: SyncerProcess) ->
                 what=sync_pb2.DownloadRequest.PEER_STATE,
                 transfer=b.of_kind("peer_state_ready")[0].transfer,
             )
-            header, data = await wire.download(b.channel, request)
+            header, data = await bulk.download(b.channel, request)
             assert np.array_equal(data, state) and len(header.versions) == 2
 
     await run()
@@ -438,7 +438,7 @@ async def test_a_reader_that_does_not_read_is_disconnected_and_nobody_waits(sync
     async def run() -> None:
         async with Clients(syncer) as clients:
             a = await clients.first()
-            deaf: Any = a.channel.stream_stream(wire.SESSION)()
+            deaf: Any = a.channel.stream_stream(services.SESSION)()
             join = sync_pb2.Join(
                 format=1, job="raw", process="dead", role=sync_pb2.ROLE_EVALUATOR, region="local",
                 layout_digest=LAYOUT.digest,

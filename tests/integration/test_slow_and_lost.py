@@ -13,11 +13,12 @@ import pytest
 import torch
 from test_learner import Rows, Syncer, make_job, one_step, small_model, until
 
-from diloco_protocol import sync_pb2
-from diloco_worker import Learner, Observer, mail
-from diloco_worker.exchange import Exchange
+from diloco_protocol.wire import sync_pb2
+from diloco_worker import Learner, Observer
 from diloco_worker.fragments import ModelFragments, build_layout
-from diloco_worker.session import Session
+from diloco_worker.net import inbox
+from diloco_worker.net.client import Exchange
+from diloco_worker.net.session import Session
 from diloco_worker.settings import WorkerSettings
 
 SYNC: dict[str, Any] = {"heartbeat": {"intervalSeconds": 0.1, "timeoutSeconds": 0.6}}
@@ -39,7 +40,7 @@ def test_a_slow_initialiser_and_newcomer_keeps_its_slot(service: Syncer) -> None
     """Twice the heartbeat's timeout before version 0 is uploaded, and again before the first report."""
     model = small_model()
     layout = build_layout(model, 3, 4)
-    box = mail.Inbox()
+    box = inbox.Inbox()
     exchange = Exchange(WorkerSettings.from_environment(service.environ()), layout, box, 64)
     exchange.start()
     try:

@@ -13,8 +13,9 @@ import pytest
 import torch
 from runs import Run, check_ledger, diloco
 
-from diloco_protocol.load import job_from_json
-from diloco_worker import data, evaluator
+from diloco_protocol.spec.load import job_from_json
+from diloco_worker import data
+from diloco_worker.training import evaluator
 
 JOB = """
 apiVersion: diloco.io/v1alpha1

@@ -15,10 +15,10 @@ import pytest
 import safetensors.numpy
 from syncer_client import LAYOUT, TOKENS, Client, SyncerProcess, raw_job, turn, until
 
-from diloco.export import assemble
-from diloco.remote_model import RemoteModelError, fetch_model
-from diloco_protocol import sync_pb2
-from diloco_protocol.control_client import ControlClient, ControlError
+from diloco.export.export import assemble
+from diloco.export.remote_model import RemoteModelError, fetch_model
+from diloco_protocol.wire import sync_pb2
+from diloco_protocol.wire.control_client import ControlClient, ControlError
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.asyncio(loop_scope="module")]
 

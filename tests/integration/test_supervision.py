@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from runs import JOB, Run
 
-from diloco import run, runner, vigil
-from diloco.runner import Runner
+from diloco.local import run, runner
+from diloco.local.runner import Runner
+from diloco.processes import watchdog
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -51,7 +52,7 @@ def signalled(monkeypatch: pytest.MonkeyPatch, number: int, when: Callable[[Runn
 def test_a_syncer_that_hangs_is_killed_and_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(vigil, "SILENT_SECONDS", 2.0)
+    monkeypatch.setattr(watchdog, "SILENT_SECONDS", 2.0)
     sent = signalled(monkeypatch, signal.SIGSTOP, lambda r: int(r.view.status.get("merges") or 0) > 2)
     assert run.run(job(tmp_path, 150)) == 0
     report = json.loads((tmp_path / "run" / "report.json").read_text())

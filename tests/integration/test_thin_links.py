@@ -18,9 +18,9 @@ import pytest
 import torch
 from syncer_client import SyncerProcess, wait_for
 
-from diloco.screen import View, picture
-from diloco_protocol import links
-from diloco_protocol.load import parse_job
+from diloco.local.screen import View, picture
+from diloco_protocol.bandwidth import links
+from diloco_protocol.spec.load import parse_job
 from diloco_worker import Learner
 
 JOB = """

@@ -11,7 +11,7 @@ import pytest
 from certificates import Authority, mount
 from pods import Hub, Pod, make_job
 
-from diloco_protocol.control_client import ControlClient, ControlError
+from diloco_protocol.wire.control_client import ControlClient, ControlError
 
 pytestmark = pytest.mark.timeout(180)
 TOKEN = "a5" * 32

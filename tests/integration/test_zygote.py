@@ -175,7 +175,8 @@ def test_when_the_runner_is_killed_while_libraries_load_nothing_stays(tmp_path: 
     program = (
         "import subprocess, sys, time\n"
         "pipe = subprocess.PIPE\n"
-        "child = subprocess.Popen([sys.executable, '-m', 'diloco_worker.zygote'], stdin=pipe, stdout=pipe)\n"
+        "child = subprocess.Popen("
+        "[sys.executable, '-m', 'diloco_worker.forkserver'], stdin=pipe, stdout=pipe)\n"
         "print(child.pid, flush=True)\n"
         "time.sleep(120)\n"
     )
@@ -203,7 +204,7 @@ def test_when_the_zygote_is_killed_so_are_the_workers(client: Client, tmp_path: 
 
 def test_the_real_one_is_single_threaded_and_a_worker_starts_in_no_time(tmp_path: Path) -> None:
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    client = Client([sys.executable, "-m", "diloco_worker.zygote"], threads)
+    client = Client([sys.executable, "-m", "diloco_worker.forkserver"], threads)
     try:
         ready = client.event(timeout=60)
         assert ready["event"] == "ready" and ready["threads"] == 1

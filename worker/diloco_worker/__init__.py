@@ -12,9 +12,9 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .learner import Learner as Learner
-    from .logs import configure as configure_logging
-    from .observer import Observer as Observer
+    from diloco_worker.learner import Learner as Learner
+    from diloco_worker.logs import configure as configure_logging
+    from diloco_worker.observer import Observer as Observer
 
 __all__ = ["Learner", "Observer", "configure_logging"]
 
@@ -33,15 +33,15 @@ _end_when_told()
 
 def __getattr__(name: str) -> Any:
     if name == "Learner":
-        from .learner import Learner
+        from diloco_worker.learner import Learner
 
         return Learner
     if name == "Observer":
-        from .observer import Observer
+        from diloco_worker.observer import Observer
 
         return Observer
     if name == "configure_logging":
-        from .logs import configure
+        from diloco_worker.logs import configure
 
         return configure
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,10 +12,9 @@ import os
 import signal
 import sys
 
-from diloco_protocol.load import JobError
-
-from . import logs
-from .settings import ConfigurationError, WorkerError, WorkerSettings
+from diloco_protocol.spec.load import JobError
+from diloco_worker import logs
+from diloco_worker.settings import ConfigurationError, WorkerError, WorkerSettings
 
 log = logging.getLogger("diloco_worker")
 
@@ -51,15 +50,15 @@ def main() -> int:
 
 
 def _run(settings: WorkerSettings) -> int:
-    from .status_port import open_port
+    from diloco_worker.status_page import open_port
 
     port = open_port(settings)  # before data and model, which may take long
     try:
         if settings.role == "evaluator":
-            from . import evaluator
+            from diloco_worker.training import evaluator
 
             return evaluator.evaluate(settings)
-        from . import trainer
+        from diloco_worker.training import trainer
 
         return trainer.train(settings.job)
     finally:

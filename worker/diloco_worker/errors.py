@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from diloco_protocol.load import JobError, Problem
+from diloco_protocol.spec.load import JobError, Problem
 
 
 def job_error(path: str, value: Any, message: str) -> JobError:

@@ -26,10 +26,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
-from diloco_protocol.layout import Layout, LayoutError, Tensor
-
-from .adoption import Kind
-from .settings import ConfigurationError
+from diloco_protocol.arrays.layout import Layout, LayoutError, Tensor
+from diloco_worker.core.adoption import Kind
+from diloco_worker.settings import ConfigurationError
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 

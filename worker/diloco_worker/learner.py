@@ -31,22 +31,24 @@ from typing import Any, Self
 
 import torch
 
-from diloco_protocol import sync_pb2
-from diloco_protocol.parting import MAKES_ROOM
-from diloco_protocol.spec import DiLoCoJob
-
-from . import compute, endings, logs, mail, recovery
-from .drain import offer_everything
-from .exchange import Exchange
-from .feed import Batch, Feed, stack
-from .fragments import ModelFragments, build_layout
-from .metrics_file import MetricsFile
-from .participant import Participant
-from .phases import CLOSING, ENDED, GOING, LEAVING
-from .settings import ConfigurationError, WorkerError, WorkerSettings
-from .slot_checkpoint import SlotCheckpoint
-from .standing import Standing
-from .status_port import StatusPort, open_port
+from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.vocabulary import MAKES_ROOM
+from diloco_protocol.wire import sync_pb2
+from diloco_worker import device as compute
+from diloco_worker import exit_hooks, logs
+from diloco_worker.core.connection_status import Standing
+from diloco_worker.data.prefetch import Batch, Feed, stack
+from diloco_worker.fragments import ModelFragments, build_layout
+from diloco_worker.metrics_file import MetricsFile
+from diloco_worker.net import inbox
+from diloco_worker.net.client import Exchange
+from diloco_worker.phases import CLOSING, ENDED, GOING, LEAVING
+from diloco_worker.settings import ConfigurationError, WorkerError, WorkerSettings
+from diloco_worker.status_page import StatusPort, open_port
+from diloco_worker.sync import optimizer_state
+from diloco_worker.sync.drain import offer_everything
+from diloco_worker.sync.slot_checkpoint import SlotCheckpoint
+from diloco_worker.sync.synchronizer import Participant
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +79,7 @@ class Learner:
         if self.layout.note:
             log.warning("%s", self.layout.note)
         self._fragments = ModelFragments(model, self.layout)
-        self._inbox = mail.Inbox()
+        self._inbox = inbox.Inbox()
         self._exchange: Exchange | None = None
         self._participant: Participant | None = None
         self._feed: Feed | None = None
@@ -93,7 +95,7 @@ class Learner:
         self._record = MetricsFile(settings.metrics_path())
         self._checkpoint = SlotCheckpoint(
             settings.state_path(), self._job.metadata.name, self.layout.digest,
-            spec.syncer.checkpoint.every_seconds, recovery.most_bytes(model),
+            spec.syncer.checkpoint.every_seconds, optimizer_state.most_bytes(model),
         )  # fmt: skip
         self._port: StatusPort | None = open_port(settings)
         if self._port is not None:
@@ -112,7 +114,7 @@ class Learner:
         ``model``'s parameters must be where they will be trained, and stay there.
         Raises ConfigurationError; one that nobody handles ends the program with its exit code.
         """
-        endings.install()
+        exit_hooks.install()
         settings = WorkerSettings.from_environment(environ)
         if settings.role != "learner":
             raise ConfigurationError(
@@ -412,7 +414,7 @@ class Learner:
             return
         before = self._exchange
         before.stop()
-        self._exchange = Exchange(self._settings, self.layout, mail.Inbox(), 0, idle=True)
+        self._exchange = Exchange(self._settings, self.layout, inbox.Inbox(), 0, idle=True)
         self._exchange.standing = replace(before.standing, slot=-1, standby=False)
         self._exchange.start()
         if self._port is not None:
@@ -425,7 +427,7 @@ class Learner:
             ended |= phase in ENDED
             if ended and phase in GOING:
                 log.info(MAKES_ROOM)
-                endings.leave_word(MAKES_ROOM)
+                exit_hooks.leave_word(MAKES_ROOM)
                 return
             time.sleep(_IDLE_SLICE)
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from diloco_protocol import logs
-
-from . import endings
-from .settings import ConfigurationError
+from diloco_protocol.common import logs
+from diloco_worker import exit_hooks
+from diloco_worker.settings import ConfigurationError
 
 _fields: dict[str, object] = {}  # of every JSON line of this process
 
@@ -40,7 +39,7 @@ def configure(environ: Mapping[str, str] | None = None) -> None:
         level=level if level in logs.LEVELS else "INFO",
         packages=("diloco_worker", "diloco_protocol"),
     )
-    endings.install(json=form == "json")
+    exit_hooks.install(json=form == "json")
     for name, value, words in (
         ("DILOCO_LOG_FORMAT", form, logs.FORMATS),
         ("DILOCO_LOG_LEVEL", level, logs.LEVELS),

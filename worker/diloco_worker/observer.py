@@ -23,17 +23,22 @@ from typing import Self
 
 import torch
 
-from diloco_protocol import sync_pb2
-from diloco_protocol.spec import DiLoCoJob
-
-from . import mail
-from .adoption import Kind
-from .exchange import Exchange
-from .fragments import ModelFragments, build_layout, frozen_tensors, load_frozen, most_frozen_bytes
-from .phases import ENDED
-from .settings import ConfigurationError, WorkerSettings
-from .standing import Standing
-from .status_port import open_port
+from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.wire import sync_pb2
+from diloco_worker.core.adoption import Kind
+from diloco_worker.core.connection_status import Standing
+from diloco_worker.fragments import (
+    ModelFragments,
+    build_layout,
+    frozen_tensors,
+    load_frozen,
+    most_frozen_bytes,
+)
+from diloco_worker.net import inbox
+from diloco_worker.net.client import Exchange
+from diloco_worker.phases import ENDED
+from diloco_worker.settings import ConfigurationError, WorkerSettings
+from diloco_worker.status_page import open_port
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +53,7 @@ class Observer:
         self.layout = build_layout(model, spec.sync.fragments, spec.sync.every, spec.sync.merge.mean_tensors)
         self._model = model
         self._fragments = ModelFragments(model, self.layout)
-        self._inbox = mail.Inbox()
+        self._inbox = inbox.Inbox()
         self._exchange = Exchange(settings, self.layout, self._inbox, 0, self._fragments.pinned, eager=False)
         self._port = open_port(settings)
         if self._port is not None:
@@ -149,18 +154,18 @@ class Observer:
         changed = False
         for item in self._inbox.take():
             match item:
-                case mail.Arrived():
+                case inbox.Arrived():
                     changed |= self._take(item)
-                case mail.Heard():
+                case inbox.Heard():
                     self._announced[item.news.fragment] = (item.news.epoch, item.news.version)
                     self.announced_tokens = max(self.announced_tokens, item.job_tokens)
-                case mail.Welcomed():
+                case inbox.Welcomed():
                     if self.refreshing:
                         self._exchange.fetch_announced()  # the connection broke in the middle
-                case mail.PhaseChanged():
+                case inbox.PhaseChanged():
                     changed |= item.phase != self.phase
                     self.phase, self.message = item.phase, item.message
-                case mail.FrozenArrived():
+                case inbox.FrozenArrived():
                     if item.data is None:
                         raise ConfigurationError(
                             "the job's version 0 has no frozen parameters and this model has: "
@@ -168,7 +173,7 @@ class Observer:
                         )
                     load_frozen(self._model, item.data)
                     self._frozen_needed, changed = False, True
-                case mail.Failure():
+                case inbox.Failure():
                     raise item.error
                 case _:
                     pass  # learners' business
@@ -199,7 +204,7 @@ class Observer:
         # The initial one is made once, so it is said in every session; of the others the next one serves.
         self._exchange.say(key, sync_pb2.LearnerMessage(evaluation=evaluation), lasting=initial)
 
-    def _take(self, arrived: mail.Arrived) -> bool:
+    def _take(self, arrived: inbox.Arrived) -> bool:
         news = arrived.news
         have = self._versions[news.fragment]
         if have is not None and (news.epoch, news.version) <= have:

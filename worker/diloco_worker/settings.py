@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco_protocol.spec import DiLoCoJob
+from diloco_protocol.spec.job import DiLoCoJob
 
 _PROCESS = re.compile(r"^[0-9a-f]{1,64}$")
 _POD = re.compile(r"^[0-9a-f]{8}(-?)[0-9a-f]{4}\1[0-9a-f]{4}\1[0-9a-f]{4}\1[0-9a-f]{12}$")
@@ -190,7 +190,7 @@ def _flag(name: str, value: str) -> bool:
 
 
 def _read_job(path: Path) -> DiLoCoJob:
-    from diloco_protocol.load import JobError, read_job
+    from diloco_protocol.spec.load import JobError, read_job
 
     try:
         return read_job(path)

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from grpc import aio
 
-from diloco_protocol import sync_pb2, wire
-from diloco_protocol.certificates import Issued
-from diloco_protocol.credentials import Credentials
-from diloco_protocol.vouch import VouchError, vouched
+from diloco_protocol.security.certificates import Issued
+from diloco_protocol.security.credentials import Credentials
+from diloco_protocol.wire import channels, limits, services, sync_pb2
+from diloco_protocol.wire.verify_server import VouchError, vouched
 from floods import Flood
 from parties import DAY, Parties
 
@@ -48,8 +48,8 @@ async def first_word(address: str, folder: Path | None, raw: bytes) -> str:
     """What the syncer says to this Join: ``welcome``, the reason of a refusal, or the status code.
     ``folder`` None: in plaintext."""
     made = Credentials() if folder is None else Credentials.from_directory(folder)
-    async with made.aio_channel(address, wire.channel_options()) as channel:
-        call: Any = channel.stream_stream(wire.SESSION)(metadata=made.metadata(), timeout=10)
+    async with made.aio_channel(address, channels.channel_options()) as channel:
+        call: Any = channel.stream_stream(services.SESSION)(metadata=made.metadata(), timeout=10)
         try:
             await call.write(raw)
             answer = await call.read()
@@ -65,7 +65,7 @@ async def first_word(address: str, folder: Path | None, raw: bytes) -> str:
 def joins(to: Job, **changes: Any) -> bytes:
     """A Join of a process that only listens (it holds no model)."""
     fields: dict[str, Any] = {
-        "format": wire.FORMAT, "job": to.name, "process": secrets.token_hex(16), "region": EU, "ordinal": 9,
+        "format": limits.FORMAT, "job": to.name, "process": secrets.token_hex(16), "region": EU, "ordinal": 9,
         "role": sync_pb2.ROLE_LEARNER, "idle": True, "attempt": time.time_ns() // 1000,
     }  # fmt: skip
     return sync_pb2.LearnerMessage(join=sync_pb2.Join(**(fields | changes))).SerializeToString()

@@ -16,11 +16,10 @@ from typing import Protocol
 
 import torch
 
-from diloco_protocol.spec import JobSpec
-
-from ..errors import job_error
-from . import hub, python, text
-from .shuffle import Permutation, Shuffled
+from diloco_protocol.spec.job import JobSpec
+from diloco_worker.data import hf_hub, python, text
+from diloco_worker.data.shuffle import Permutation, Shuffled
+from diloco_worker.errors import job_error
 
 __all__ = ["Dataset", "check", "load", "tokens_in"]
 
@@ -64,7 +63,7 @@ def load(
             data.paths, data.tokenizer, data.sequence_length, fraction, held_out, directory, cache_directory
         )
     elif data.source == "datasets":
-        found = hub.load(data, fraction, held_out, directory, cache_directory)
+        found = hf_hub.load(data, fraction, held_out, directory, cache_directory)
     else:
         found = python.load(data, held_out, directory)
     check(spec, found, held_out)

@@ -21,9 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diloco_protocol.load import JobError, Problem
-
-from ..errors import job_error
+from diloco_protocol.spec.load import JobError, Problem
+from diloco_worker.errors import job_error
 
 BUILT_IN = "python-stdlib"
 FIELD = "spec.training.data.paths"

@@ -12,9 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from diloco_protocol.spec import DataSpec
-
-from ..errors import job_error
+from diloco_protocol.spec.job import DataSpec
+from diloco_worker.errors import job_error
 
 FIELD = "spec.training.data.function"
 

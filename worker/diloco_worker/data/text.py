@@ -25,10 +25,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..errors import job_error
-from . import cache
-from .corpus import documents
-from .split import Split
+from diloco_worker.data import cache
+from diloco_worker.data.corpus import documents
+from diloco_worker.data.split import Split
+from diloco_worker.errors import job_error
 
 log = logging.getLogger(__name__)
 

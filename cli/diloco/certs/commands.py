@@ -1,0 +1,261 @@
+"""The words of ``diloco certs``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from diloco.console import FAILED, WRONG, fail, interruptible, job_name
+
+if TYPE_CHECKING:
+    from diloco.certs.files import Target
+
+certs = typer.Typer(
+    name="certs",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    help="""Make the certificates with which learners and the syncer prove who they are.
+
+A job that spans clusters speaks mutual TLS. Each party has a folder with tls.crt, tls.key, ca.crt and
+join-token; its certificate names the job and the role in a URI. Make an authority once, then a folder for the
+syncer and for each cluster with learners:
+
+    diloco certs init --out pki/
+
+    diloco certs issue job.yaml --pki pki/
+
+    kubectl --context eu-1 apply --server-side -f pki/default/tiny-gpt/eu-1/secret.yaml
+
+Certificates that cert-manager makes do as well: docs/regions.md has the URIs.
+""",
+)
+
+Pki = Annotated[Path, typer.Option(metavar="DIR", help="The authority's folder, as `init` made it.")]
+
+
+def _run(command: Callable[[], None]) -> None:
+    from diloco.certs.files import CertsError
+
+    try:
+        command()
+    except CertsError as error:
+        raise fail(str(error), WRONG) from None
+    except OSError as error:
+        raise fail(str(error), FAILED) from None
+
+
+@certs.command()
+@interruptible
+def init(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The new authority's folder.")] = Path("pki"),
+    title: Annotated[str, typer.Option("--name", help="The authority's name, for people.")] = "diloco",
+    days: Annotated[int, typer.Option(help="How long it is good for.")] = 3650,
+) -> None:
+    """Make an authority: a key that signs, and the certificate that everybody trusts.
+
+    Keep ca.key where only you can read it: whoever has it can be anybody. No cluster needs it.
+
+    Example:
+
+        diloco certs init --out pki/
+    """
+
+    def run() -> None:
+        from diloco.certs.files import init as make
+
+        print(f"{make(out, title, days)}: the authority. Keep {out / 'ca.key'} to yourself.")
+
+    _run(run)
+
+
+@certs.command()
+@interruptible
+def issue(
+    job: Annotated[
+        str,
+        typer.Argument(
+            metavar="JOB|JOB.yaml", show_default=False,
+            help="The job's name, with --syncer or --region; or its file: then the syncer and every cluster.",
+        ),
+    ],
+    pki: Pki = Path("pki"),
+    syncer: Annotated[bool, typer.Option("--syncer", help="For the syncer.")] = False,
+    region: Annotated[
+        list[str],
+        typer.Option(
+            metavar="NAME", show_default=False,
+            help="For the learners of this region; repeatable: one certificate for all of them.",
+        ),
+    ] = [],  # noqa: B006 - typer reads it, nobody writes it
+    namespace: Annotated[
+        str | None,
+        typer.Option(
+            "--namespace", "-n", show_default=False,
+            help="The job's namespace, the same in every cluster.  [default: the file's, else default]",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", show_default=False, help="Where to.  [default: a folder in PKI/NAMESPACE/JOB]"
+        ),
+    ] = None,
+    dns: Annotated[
+        list[str],
+        typer.Option(metavar="HOST", show_default=False, help="One more DNS name of the syncer; repeatable."),
+    ] = [],  # noqa: B006
+    server_name: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST", show_default=False,
+            help="The name by which learners ask for the syncer (TLS's SNI), where a gateway passes "
+            "connections on by it.  [default: diloco-syncer]",
+        ),
+    ] = None,
+    days: Annotated[int, typer.Option(help="How long it is good for.")] = 90,
+    secret: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", show_default=False,
+            help="Write secret.yaml too, a Kubernetes Secret of this name.  [default: the job file's names]",
+        ),
+    ] = None,
+) -> None:  # fmt: skip
+    """Make keys and certificates for the syncer and for learners, in folders ready to be used.
+
+    Nothing that is there is overwritten. The first issue for a job makes its join token, and all parties get
+    the same.
+
+    Examples:
+
+        diloco certs issue job.yaml
+
+        diloco certs issue tiny-gpt --syncer --out creds/hub --dns hub.example.org
+
+        diloco certs issue tiny-gpt --region eu-1 --secret tiny-gpt-learner
+    """
+
+    def run() -> None:
+        from diloco.certs.files import issue_all, look, utc_now
+
+        targets = _targets(job, syncer, region, namespace, secret)
+        for folder in issue_all(pki, targets, out, dns, days, server_name):
+            found = look(folder)
+            who = ", ".join(map(str, sorted(found.names)))
+            print(f"{folder}: {who}, good for {found.days_left(utc_now())} days")
+            if (folder / "secret.yaml").exists():
+                print(f"    kubectl apply --server-side -f {folder / 'secret.yaml'}")
+
+    _run(run)
+
+
+@certs.command()
+@interruptible
+def renew(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", show_default=False)],
+    pki: Pki = Path("pki"),
+    days: Annotated[int, typer.Option(help="How long the new ones are good for.")] = 90,
+) -> None:
+    """Give folders a new key and certificate with the same names.
+
+    Nothing has to be restarted: syncer and learners take them for their next connections. In a cluster apply
+    the new secret.yaml; a kubelet needs about a minute to hand it on.
+
+    Example:
+
+        diloco certs renew pki/default/tiny-gpt/* --pki pki/
+    """
+
+    def run() -> None:
+        from diloco.certs.files import renew as make
+        from diloco.certs.files import utc_now
+
+        for folder in folders:
+            if folder.is_dir():  # the shell's * brings join-token too
+                print(f"{folder}: good for {make(pki, folder, days).days_left(utc_now())} days")
+            elif folder.name != "join-token":
+                raise fail(f"{folder} is no folder of credentials", WRONG)
+
+    _run(run)
+
+
+@certs.command()
+@interruptible
+def show(folders: Annotated[list[Path], typer.Argument(metavar="DIR|FILE...", show_default=False)]) -> None:
+    """Say whose certificates these are, and how long they are good for.
+
+    Example:
+
+        diloco certs show pki/default/tiny-gpt/eu-1
+    """
+
+    def run() -> None:
+        from diloco.certs.files import look, utc_now
+
+        for folder in folders:
+            if folder.name == "join-token" and len(folders) > 1:  # the shell's * brings it too
+                continue
+            found = look(folder)
+            now = utc_now()
+            print(f"{folder}")
+            for each in sorted(found.names):
+                print(f"    {each.uri}")
+            if not found.names:
+                print("    names no job: only a party whose own certificate names none believes it")
+            if found.hosts:
+                print(f"    hosts {', '.join(found.hosts)}")
+            until = f"{found.not_after:%Y-%m-%d %H:%M} UTC"
+            left = f"good until {until}, {found.days_left(now)} days"
+            print(f"    {f'expired {until}' if found.not_after <= now else left}")
+
+    _run(run)
+
+
+def _targets(
+    job: str, syncer: bool, regions: list[str], namespace: str | None, secret: str | None
+) -> list[Target]:
+    from diloco.certs.files import targets_of
+
+    if secret and syncer and regions:
+        raise fail("--secret names one Secret: issue for the syncer and for regions apart", WRONG)
+    if not Path(job).is_file():
+        if not (syncer or regions):
+            raise fail(f"{job} is no file: with a job's name say for whom, --syncer or --region NAME", WRONG)
+        try:
+            job_name(job)
+        except typer.BadParameter as error:
+            raise fail(str(error), WRONG) from None
+        return _chosen(namespace or "default", job, syncer, regions, secret, secret)
+    from diloco.validate import problems_text
+    from diloco_protocol.spec.load import JobError, load_job
+
+    try:
+        spec = load_job(job)
+    except JobError as error:
+        raise fail(problems_text(error), WRONG) from None
+    known = [each.name for each in spec.spec.regions]
+    for each in regions:
+        if each not in known:
+            raise fail(f"--region {each}: {job} has {', '.join(known)}", WRONG)
+    space = namespace or spec.metadata.namespace or "default"
+    name, ours = spec.metadata.name, spec.spec.syncer.tls.secret_name
+    if syncer or regions:
+        theirs = spec.spec.learners.credentials.secret_name
+        return _chosen(space, name, syncer, regions, secret or ours, secret or theirs)
+    if secret:
+        raise fail("--secret names one Secret, and a job file has its own: say --syncer or --region", WRONG)
+    return targets_of(spec, space)
+
+
+def _chosen(
+    namespace: str, job: str, syncer: bool, regions: list[str], ours: str | None, theirs: str | None
+) -> list[Target]:
+    from diloco.certs.files import Target
+
+    found = [Target(namespace, job, (), "syncer", ours or "")] if syncer else []
+    if regions:
+        found.append(Target(namespace, job, tuple(regions), regions[0], theirs or ""))
+    return found

@@ -1,0 +1,271 @@
+"""``diloco apply``: a job file becomes a DiLoCoJob in one or several clusters.
+
+Server-side apply with a field manager of its own: the file's fields are set, what others
+own stays. The file is checked first, by the loader that ``diloco run`` uses, so that a
+wrong one reaches no cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diloco.cluster.client import FAILED, MANAGER, WRONG, Cluster, ClusterError, Object, Where
+from diloco.cluster.follow import INTERRUPTED, ended, follow, hindered, invalid, no_operator, seen
+from diloco.validate import problems_text, warnings_text
+from diloco_protocol.spec.job import DiLoCoJob, immutable_digests
+from diloco_protocol.spec.load import JobError, Problem, job_warnings, load_manifest, parse_job
+
+HEARD_SECONDS = 10.0  # until an operator that has not looked at a job counts as not there
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line said. ``timeout``: seconds; None: without end."""
+
+    where: Where
+    file: Path
+    overrides: Sequence[str] = ()
+    dry_run: bool = False
+    force: bool = False
+    wait: bool = False
+    timeout: float | None = None
+
+
+def apply(options: Options) -> int:
+    """Apply the file to every context; returns the exit code. Raises ClusterError where none was reached."""
+    try:
+        job, document = load_manifest(options.file, options.overrides)
+    except JobError as error:
+        print(problems_text(error), file=sys.stderr)
+        return WRONG
+    where = _with_namespace(options.where, job)
+    clusters = where.open()
+    for text in warnings_text(
+        [*job_warnings(job), *foreign_paths(job, options.file.parent), *copies(job, clusters)]
+    ):
+        print(text, file=sys.stderr)
+    code, applied = 0, []
+    for cluster in clusters:
+        try:
+            said = apply_to(cluster, job, document, options)
+        except ClusterError as error:
+            print(f"error: {error}", file=sys.stderr)
+            code = max(code, error.code)
+            continue
+        applied.append(cluster)
+        place = f" (context {cluster.context})" if len(clusters) > 1 else ""
+        print(f"dilocojob {job.metadata.name} {said}{' (dry run)' if options.dry_run else ''}{place}")
+    if options.dry_run or not applied:
+        return code
+    return max(code, _after(applied, job.metadata.name, options))
+
+
+def _with_namespace(where: Where, job: DiLoCoJob) -> Where:
+    named = job.metadata.namespace
+    if where.namespace and named and where.namespace != named:
+        raise ClusterError(
+            f"the file says metadata.namespace: {named}, and --namespace says {where.namespace}:"
+            " leave one of them out",
+            code=WRONG,
+        )
+    return Where(where.contexts, where.namespace or named, where.kubeconfig)
+
+
+def _after(clusters: Sequence[Cluster], name: str, options: Options) -> int:
+    """What became of it: whether an operator took note, and with --wait how it ended."""
+    code = 0
+    try:
+        for cluster, outcome, job in follow(clusters, name, seen, HEARD_SECONDS, _tell, quiet=True):
+            if outcome is None:
+                print(f"warning: {no_operator(cluster, name)}", file=sys.stderr)
+            elif job is not None and (refused := invalid(job)) is not None and not options.wait:
+                print(f"error: {name} {refused[1]}", file=sys.stderr)
+                code = FAILED
+            elif job is not None and (why := hindered(job)) and not options.wait:
+                print(
+                    f"warning: {name} does not run yet in context {cluster.context}: {why}", file=sys.stderr
+                )
+            elif job is not None and job["spec"].get("suspend") and not options.wait:
+                _tell(f"it is suspended: diloco resume {name} {cluster.flags}")
+        if not options.wait:
+            return code
+        for cluster, outcome, job in follow(clusters, name, ended, options.timeout, _tell):
+            place = f" (context {cluster.context})" if len(clusters) > 1 else ""
+            if outcome is None:
+                late = f"{name}{place} has not ended within {options.timeout:g} s and goes on"
+                print(f"error: {late}", file=sys.stderr)
+                if job is not None and not (job.get("status") or {}).get("observedGeneration"):
+                    print(f"error: {no_operator(cluster, name)}", file=sys.stderr)
+                code = max(code, FAILED)
+            else:
+                print(f"{name}{place} {outcome[1]}", file=sys.stderr if outcome[0] else sys.stdout)
+                code = max(code, outcome[0])
+    except KeyboardInterrupt:
+        flags = clusters[0].flags
+        print(f"\nleft running: diloco status {name} {flags} --watch, or diloco delete {name} {flags}")
+        return INTERRUPTED
+    return code
+
+
+def _tell(line: str) -> None:
+    print(line, flush=True)
+
+
+# ------------------------------------------------------------------ one cluster
+
+
+def apply_to(cluster: Cluster, job: DiLoCoJob, document: dict[str, Any], options: Options) -> str:
+    """Apply the document to one cluster: ``created``, ``configured`` or ``unchanged``.
+    Raises ClusterError."""
+    name = job.metadata.name
+    path = cluster.job_path(name)
+    try:
+        before = cluster.get(path)
+    except ClusterError as error:
+        if error.reason != "NotFound":
+            raise
+        before = None
+    body = {**document, "metadata": {**document["metadata"], "namespace": cluster.namespace}}
+    query = {"fieldManager": MANAGER, "fieldValidation": "Strict", "force": "false"}
+    if options.dry_run:
+        query["dryRun"] = "All"
+    if options.force:
+        query["force"] = "true"
+    try:
+        try:
+            after = cluster.request(
+                "PATCH", path, query=query, body=body, content="application/apply-patch+yaml"
+            )
+        except ClusterError as error:
+            if error.reason != "Conflict" or managers(error) != {MANAGER}:
+                raise
+            # Set by `diloco scale`, suspend or resume since: the file is what is wanted now.
+            fields = ", ".join(str(cause.get("field") or "").lstrip(".") for cause in error.causes)
+            query["force"] = "true"
+            after = cluster.request(
+                "PATCH", path, query=query, body=body, content="application/apply-patch+yaml"
+            )
+            print(f"as in the file again: {fields} (changed since by diloco scale, suspend or resume)")
+    except ClusterError as error:
+        raise _explained(error, cluster, job, before) from error
+    if before is None:
+        return "created"
+    return "unchanged" if _content(before) == _content(after) else "configured"
+
+
+def _content(job: Object) -> Any:
+    metadata = job["metadata"]
+    return job.get("spec"), metadata.get("labels") or {}, metadata.get("annotations") or {}
+
+
+_MANAGER = re.compile(r'conflict with "([^"]+)"')
+
+
+def managers(error: ClusterError) -> set[str]:
+    """Who else manages the fields of a conflict."""
+    return {match for cause in error.causes for match in _MANAGER.findall(str(cause.get("message")))}
+
+
+def _explained(error: ClusterError, cluster: Cluster, job: DiLoCoJob, before: Object | None) -> ClusterError:
+    """The API server's refusal in the job file's words."""
+    name = job.metadata.name
+    if error.reason == "Conflict" and error.causes:
+        fields = ", ".join(str(cause.get("field") or "").lstrip(".") for cause in error.causes)
+        return ClusterError(
+            f"context {cluster.context}: {fields} of {name} {'is' if len(error.causes) == 1 else 'are'} set"
+            f" by {', '.join(sorted(managers(error)))} to other values: take those into the file, or take the"
+            " fields over with --force-conflicts",
+            error.reason,
+            WRONG,
+        )
+    if error.reason == "Invalid":
+        if before is not None and (changed := changed_for_ever(before, job)):
+            named = [str(cause.get("field")) for cause in error.causes]
+            within = [one for one in named if any(f"{one}.".startswith(f"spec.{f}.") for f in changed)]
+            fixed = list(dict.fromkeys(within)) or [f"spec.{field}" for field in changed]
+            return ClusterError(
+                f"context {cluster.context}: {', '.join(fixed)}"
+                f" of {name} may not change once the job has started: restore"
+                f" {'it' if len(fixed) == 1 else 'them'} in the file, or give the job another"
+                f" metadata.name (to train anew under this name: diloco delete {name} {cluster.flags},"
+                f" and the volume too)",
+                error.reason,
+                WRONG,
+            )
+        problems = [
+            Problem(str(c.get("field") or ""), None, str(c.get("message") or "")) for c in error.causes
+        ]
+        text = problems_text(JobError(problems, f"context {cluster.context}")) if problems else str(error)
+        return ClusterError(text, error.reason, WRONG)
+    if error.reason == "BadRequest" and "unknown field" in str(error):
+        return ClusterError(
+            f"{error}: the cluster's CRD and this command line differ in version: upgrade the chart"
+            " (helm upgrade), or use the command line of that version",
+            error.reason,
+        )
+    return error
+
+
+def changed_for_ever(before: Object, job: DiLoCoJob) -> list[str]:
+    """The fields, below spec, that differ from the object in the cluster and are fixed once a job has
+    started. Empty also where that object is of another version of the format."""
+    body = {
+        "apiVersion": before.get("apiVersion"),
+        "kind": before.get("kind"),
+        "metadata": {"name": before["metadata"]["name"]},
+        "spec": before.get("spec"),
+    }
+    try:
+        there = immutable_digests(parse_job(json.dumps(body)))
+    except JobError:
+        return []
+    here = immutable_digests(job)
+    return [field for field in here if here[field] != there.get(field)]
+
+
+# ------------------------------------------------------------------ warnings
+
+
+def foreign_paths(job: DiLoCoJob, directory: Path) -> list[Problem]:
+    """Warnings for what means files beside the job file (in ``directory``) on this machine, and the
+    container's working directory in a pod."""
+    training = job.spec.training
+    data, start = training.data, training.model.from_ if training.model is not None else None
+    found: list[tuple[str, str]] = []
+    if data is not None and data.source == "text":
+        found += [("spec.training.data.paths", name) for name in data.paths if name != "python-stdlib"]
+    if data is not None and data.source == "datasets" and data.name and data.name.startswith((".", "~")):
+        found.append(("spec.training.data.name", data.name))
+    if start is not None and start.startswith((".", "~")):  # else a hub's name, a URI or an absolute path
+        found.append(("spec.training.model.from", start))
+    message = (
+        "this path is relative to the job file on this machine; in a pod it starts at the container's working"
+        " directory. Put the files into the image or on a volume (podTemplate) and name them by an absolute"
+        " path, or give a URI"
+    )
+    relative = [(path, name) for path, name in found if "://" not in name and not name.startswith("/")]
+    warned = [Problem(path, name, message) for path, name in relative]
+    programs = [("spec.learners.command", word) for word in job.spec.learners.command or []]
+    if data is not None and data.function:
+        module = data.function.partition(":")[0].replace(".", "/")
+        programs.append(("spec.training.data.function", f"{module}.py"))
+    message = "this file lies beside the job file; the image must have it in its working directory"
+    for path, word in programs:
+        if not word.startswith("/") and (directory / word).is_file():
+            warned.append(Problem(path, word, message))
+    return warned
+
+
+def copies(job: DiLoCoJob, clusters: Sequence[Cluster]) -> list[Problem]:
+    """A warning where a job of one cluster goes to several."""
+    named = {region.cluster for region in job.spec.regions} - {None}
+    if len(clusters) < 2 or named:
+        return []
+    message = f"names no clusters, so each of the {len(clusters)} contexts runs a whole job of its own"
+    return [Problem("spec.regions", None, message)]

@@ -1,0 +1,331 @@
+"""``diloco scale``, ``suspend``, ``resume`` and ``delete``: small changes of jobs in clusters.
+
+What is changed is read first, and the change is refused by the API server if the job was
+changed meanwhile; then it is read again and tried anew.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from diloco.cluster.client import FAILED, MANAGER, WRONG, Cluster, ClusterError, Object, Where, nearest
+from diloco.cluster.follow import (
+    INTERRUPTED,
+    follow,
+    gone_within,
+    invalid,
+    no_operator,
+    operator_hint,
+    resumed,
+    suspended,
+)
+from diloco.cluster.render import region_names
+from diloco_protocol.spec.load import JobError, Problem, parse_job
+
+TRIES = 8
+FINALIZER = "diloco.io/job"
+Patch = list[dict[str, Any]]
+
+
+def on_every_copy(where: Where, act: Callable[[Cluster], str]) -> tuple[int, list[Cluster]]:
+    """Do one thing in every context and print what it says; the exit code, and where it worked."""
+    code, done = 0, []
+    clusters = where.open()
+    for cluster in clusters:
+        try:
+            said = act(cluster)
+        except ClusterError as error:
+            print(f"error: {error}", file=sys.stderr)
+            code = max(code, error.code)
+            continue
+        done.append(cluster)
+        print(said + (f" (context {cluster.context})" if len(clusters) > 1 else ""), flush=True)
+    return code, done
+
+
+def patched(cluster: Cluster, name: str, make: Callable[[Object], Patch | None]) -> Object | None:
+    """Apply the JSON patch that ``make`` makes of the job, if nobody changed the job since it was read.
+
+    Returns the job as it became; None if ``make`` wanted no change. Raises ClusterError.
+    """
+    for last in [False] * (TRIES - 1) + [True]:
+        job = cluster.job(name)
+        patch = make(job)
+        if patch is None:
+            return None
+        version = str(job["metadata"]["resourceVersion"])
+        guard = {"op": "replace", "path": "/metadata/resourceVersion", "value": version}
+        try:
+            return cluster.request(
+                "PATCH",
+                cluster.job_path(name),
+                query={"fieldManager": MANAGER, "fieldValidation": "Strict"},
+                body=[guard, *patch],
+                content="application/json-patch+json",
+            )
+        except ClusterError as error:
+            if error.reason != "Conflict":
+                raise
+            if last:
+                raise ClusterError(
+                    f"{name} is being changed again and again by others: try once more", error.reason
+                ) from error
+        time.sleep(random.uniform(0.05, 0.3))
+    raise AssertionError("unreachable")
+
+
+# ------------------------------------------------------------------ scale
+
+
+def parse_targets(words: Sequence[str]) -> dict[str, int]:
+    """``REGION=N …``. Raises ClusterError."""
+    targets: dict[str, int] = {}
+    for word in words:
+        region, equals, count = word.partition("=")
+        if not equals or not region or not count.isascii() or not count.isdigit() or len(count) > 4:
+            raise ClusterError(f"{word!r} is no REGION=N, such as local=5", code=WRONG)
+        if region in targets:
+            raise ClusterError(f"the region {region} is named twice", code=WRONG)
+        targets[region] = int(count)
+    return targets
+
+
+def scale_patch(job: Object, targets: dict[str, int]) -> tuple[Patch, dict[str, tuple[int, int]]]:
+    """The JSON patch that gives each region its number of learners, and (before, after) of each region
+    that changes. Raises ClusterError where the job would not be a valid one."""
+    name = str(job["metadata"]["name"])
+    regions = region_names(job)
+    for region in targets:
+        if region not in regions:
+            raise ClusterError(f"the job {name} has no region {region}{nearest(region, regions)}", code=WRONG)
+    patch: Patch = []
+    changed: dict[str, tuple[int, int]] = {}
+    for index, region in enumerate(regions):
+        if region not in targets:
+            continue
+        row = job["spec"]["regions"][index]
+        before, after = int(row.get("learners") or 0), targets[region]
+        if before == after:
+            continue
+        # The index means this region only as long as the list is as it was.
+        if "name" in row:
+            patch.append({"op": "test", "path": f"/spec/regions/{index}/name", "value": region})
+        patch.append({"op": "replace", "path": f"/spec/regions/{index}/learners", "value": after})
+        changed[region] = (before, after)
+    if changed:
+        _check_scaled(job, targets, changed)
+    return patch, changed
+
+
+def _check_scaled(job: Object, targets: dict[str, int], changed: dict[str, tuple[int, int]]) -> None:
+    name, spec = str(job["metadata"]["name"]), job["spec"]
+    for region, (_, after) in changed.items():
+        if after < 1:
+            raise ClusterError(
+                f"the region {region} needs one learner at least; to stop the job: diloco suspend {name}",
+                code=WRONG,
+            )
+    rows = [{**row, "learners": targets.get(n, row.get("learners"))}
+            for n, row in zip(region_names(job), spec["regions"], strict=True)]  # fmt: skip
+    total = sum(int(row.get("learners") or 0) for row in rows)
+    sync = spec.get("sync") or {}
+    quorum = int(sync.get("quorum") or 1)
+    if total < quorum and not sync.get("deterministic"):
+        raise ClusterError(
+            f"that would leave {name} with {total} learner{'s' if total != 1 else ''}, and its quorum (K) is"
+            f" {quorum}: nothing would ever be merged. Keep {quorum} in all, or lower spec.sync.quorum first"
+            " (edit the file, diloco apply)",
+            code=WRONG,
+        )
+    try:
+        parse_job(json.dumps({**_bare(job), "spec": {**spec, "regions": rows}}))
+    except JobError as error:
+        theirs = _problems(job)
+        ours = [problem for problem in error.problems if (problem.path, problem.message) not in theirs]
+        if ours:  # else the job was made by another version of the format: the API server decides
+            said = [str(Problem(problem.path, problem.value, problem.message)) for problem in ours]
+            raise ClusterError("; ".join(said), code=WRONG) from error
+
+
+def _bare(job: Object) -> Object:
+    return {key: job.get(key) for key in ("apiVersion", "kind", "spec")} | {
+        "metadata": {"name": job["metadata"]["name"]}
+    }
+
+
+def _problems(job: Object) -> set[tuple[str, str]]:
+    try:
+        parse_job(json.dumps(_bare(job)))
+    except JobError as error:
+        return {(problem.path, problem.message) for problem in error.problems}
+    return set()
+
+
+def scale(where: Where, name: str, words: Sequence[str]) -> int:
+    """``diloco scale NAME REGION=N …`` in every context; the exit code. Raises ClusterError."""
+    targets = parse_targets(words)
+
+    def act(cluster: Cluster) -> str:
+        changed: dict[str, tuple[int, int]] = {}
+
+        def make(job: Object) -> Patch | None:
+            patch, now = scale_patch(job, targets)
+            changed.clear()
+            changed.update(now)
+            return patch or None
+
+        if patched(cluster, name, make) is None:
+            return f"{name} has {', '.join(f'{n} in {r}' for r, n in targets.items())} already"
+        words = [f"{region} {before} → {after}" for region, (before, after) in changed.items()]
+        leaving = any(after < before for before, after in changed.values())
+        return f"{name} scaled: {', '.join(words)}" + (
+            "; learners that leave offer their work first" if leaving else ""
+        )
+
+    return on_every_copy(where, act)[0]
+
+
+# ------------------------------------------------------------------ suspend, resume
+
+
+def suspend(where: Where, name: str, value: bool, wait: bool, timeout: float | None) -> int:
+    """``diloco suspend`` and ``resume`` in every context; the exit code. Raises ClusterError."""
+
+    def make(job: Object) -> Patch | None:
+        if bool(job["spec"].get("suspend")) == value:
+            return None
+        return [{"op": "add", "path": "/spec/suspend", "value": value}]
+
+    def act(cluster: Cluster) -> str:
+        if patched(cluster, name, make) is None:
+            return f"{name} is suspended already" if value else f"{name} is not suspended"
+        if value:
+            return f"{name} is being suspended: learners offer their work, the syncer makes a checkpoint"
+        return f"{name} goes on from its checkpoint"
+
+    code, clusters = on_every_copy(where, act)
+    if not wait or not clusters:
+        return code
+    return max(code, _until(clusters, name, value, timeout))
+
+
+def _until(clusters: Sequence[Cluster], name: str, value: bool, timeout: float | None) -> int:
+    code, judge = 0, suspended if value else resumed
+    try:
+        for cluster, outcome, job in follow(clusters, name, judge, timeout, lambda line: print(line)):
+            place = f" (context {cluster.context})" if len(clusters) > 1 else ""
+            if outcome is None:
+                print(
+                    f"error: {name}{place} is not {'suspended' if value else 'running'} after {timeout:g} s",
+                    file=sys.stderr,
+                )
+                if job is not None and invalid(job) is None and _unheard(job):
+                    print(f"error: {no_operator(cluster, name)}", file=sys.stderr)
+                code = FAILED
+            else:
+                print(f"{name}{place} {outcome[1]}", file=sys.stderr if outcome[0] else sys.stdout)
+                code = max(code, outcome[0])
+    except KeyboardInterrupt:
+        print(f"\nno longer waiting; it goes on: diloco status {name} {clusters[0].flags}")
+        return INTERRUPTED
+    return code
+
+
+def _unheard(job: Object) -> bool:
+    observed = (job.get("status") or {}).get("observedGeneration")
+    return observed is None or observed < job["metadata"]["generation"]
+
+
+# ------------------------------------------------------------------ delete
+
+
+def made_claim(job: Object) -> str | None:
+    """The claim that the operator made for the job; None: the job names a place of its own."""
+    storage = ((job.get("spec") or {}).get("syncer") or {}).get("storage") or {}
+    own = storage.get("uri") or storage.get("claimName")
+    return None if own else f"{job['metadata']['name']}-syncer"
+
+
+def stays(job: Object, flags: str) -> str | None:
+    """What a deleted job leaves, and how to remove it; None: nothing. ``flags``: as kubectl takes them."""
+    storage = ((job.get("spec") or {}).get("syncer") or {}).get("storage") or {}
+    if storage.get("uri"):
+        return f"what it learned stays at {storage['uri']}"
+    if storage.get("claimName"):
+        return f"what it learned stays on your PersistentVolumeClaim {storage['claimName']}"
+    if storage.get("onDelete") == "Delete":
+        return None
+    claim = made_claim(job)
+    return (
+        f"what it learned stays on the PersistentVolumeClaim {claim}, and a job of this name goes on"
+        f" from it; to remove it: kubectl {flags} delete pvc {claim}"
+    )
+
+
+def _is_gone(cluster: Cluster, claim: str) -> bool:
+    try:
+        cluster.get(f"{cluster.core_path('persistentvolumeclaims')}/{claim}")
+    except ClusterError as error:
+        return error.reason == "NotFound"  # of one that may not be looked at, it is said that it stays
+    return False
+
+
+def delete(where: Where, name: str, wait: bool, timeout: float) -> int:
+    """``diloco delete`` in every context; the exit code. Raises ClusterError."""
+    left: dict[str, str | None] = {}
+    uids: set[str] = set()
+
+    def act(cluster: Cluster) -> str:
+        job = cluster.job(name)
+        claim = made_claim(job)
+        # There is none where the syncer is in another cluster, or never came to be.
+        nothing = claim is not None and _is_gone(cluster, claim)
+        left[cluster.context] = None if nothing else stays(job, cluster.flags)
+        uid = str(job["metadata"]["uid"])
+        cluster.request("DELETE", cluster.job_path(name), body={"preconditions": {"uid": uid}})
+        uids.add(uid)
+        return f"{name} is being deleted: its learners are told first"
+
+    code, clusters = on_every_copy(where, act)
+    if wait and clusters:
+        try:
+            code = max(code, _until_gone(clusters, name, uids, timeout))
+        except KeyboardInterrupt:
+            print("\nno longer waiting; the deletion goes on")
+            code = INTERRUPTED
+    for cluster in clusters:
+        if text := left[cluster.context]:
+            print(text)
+    return code
+
+
+def _until_gone(clusters: Sequence[Cluster], name: str, uids: set[str], timeout: float) -> int:
+    code = 0
+
+    for cluster, outcome, job in follow(
+        clusters, name, gone_within(uids), timeout, lambda line: print(line, flush=True)
+    ):
+        place = f" (context {cluster.context})" if len(clusters) > 1 else ""
+        if outcome is not None:
+            print(f"{name}{place} {outcome[1]}")
+            continue
+        code = FAILED
+        held = (job or {}).get("metadata", {}).get("finalizers") or []
+        print(f"error: {name}{place} is not gone after {timeout:g} s; the deletion goes on", file=sys.stderr)
+        if FINALIZER in held:
+            rest = json.dumps({"metadata": {"finalizers": [one for one in held if one != FINALIZER]}})
+            look = operator_hint(cluster)
+            print(
+                f"error: the operator still holds it ({FINALIZER}). Is it running? {look}."
+                " Where it is gone for good, let go by hand:"
+                f" kubectl {cluster.flags} patch dilocojob {name} --type=merge -p '{rest}'",
+                file=sys.stderr,
+            )
+        elif held:
+            print(f"error: it is held by {', '.join(held)}, which is not ours", file=sys.stderr)
+    return code

@@ -1,0 +1,341 @@
+"""The commands for clusters: their words and arguments. What they do is in the modules
+beside this one, imported when they run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from diloco.console import COMPLETE, WRONG, duration, fail, interruptible, job_name
+
+DELETE_SECONDS = 120.0
+
+if TYPE_CHECKING:
+    from diloco.cluster.client import Where
+
+Contexts = Annotated[
+    list[str],
+    typer.Option(
+        "--context", metavar="NAME", show_default=False,
+        help="Context of the kubeconfig; repeat it to act on every copy of a job.  [default: the current]",
+    ),
+]  # fmt: skip
+Context = Annotated[
+    list[str],
+    typer.Option(
+        "--context", metavar="NAME", show_default=False,
+        help="Context of the kubeconfig.  [default: the current]",
+    ),
+]  # fmt: skip
+Namespace = Annotated[
+    str | None,
+    typer.Option(
+        "--namespace", "-n", metavar="NAME", show_default=False,
+        help="Namespace of the job.  [default: the context's]",
+    ),
+]  # fmt: skip
+Kubeconfig = Annotated[
+    Path | None,
+    typer.Option(
+        "--kubeconfig", metavar="FILE", show_default=False,
+        help="Instead of $KUBECONFIG or ~/.kube/config.",
+    ),
+]  # fmt: skip
+Job = Annotated[
+    str, typer.Argument(metavar="JOB", help="The job's name.", show_default=False, callback=job_name)
+]
+Wait = Annotated[bool, typer.Option("--wait", help="Wait until it is so, with lines of progress.")]
+Timeout = Annotated[
+    float | None,
+    typer.Option(
+        metavar="DURATION", parser=duration, show_default=False,
+        help="With --wait: give up after 90s, 10m or 2h (the job goes on).",
+    ),
+]  # fmt: skip
+
+
+def where(contexts: list[str], namespace: str | None, kubeconfig: Path | None) -> Where:
+    """The three options that say which clusters are meant."""
+    from diloco.cluster.client import Where
+
+    return Where(tuple(contexts), namespace, kubeconfig)
+
+
+def in_cluster(run: Callable[[], int], instead: str = "") -> typer.Exit:
+    """Run what talks to clusters and turn its outcome into an exit; raise what is returned. ``instead``:
+    said before an error of the kubeconfig, where the argument might have meant something else."""
+    from diloco.cluster.client import ClusterError
+
+    try:
+        return typer.Exit(run())
+    except ClusterError as error:
+        return fail(f"{instead}{error}" if error.reason == "Settings" else str(error), error.code)
+    except BrokenPipeError:  # the reader left (`| head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return typer.Exit(COMPLETE)
+
+
+@interruptible
+def apply(
+    job: Annotated[
+        Path | None, typer.Argument(metavar="JOB.yaml", help="The job file.", show_default=False)
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--filename",
+            "-f",
+            metavar="JOB.yaml",
+            help="The job file, as kubectl names it.",
+            show_default=False,
+        ),
+    ] = None,
+    overrides: Annotated[
+        list[str],
+        typer.Option("--set", metavar="PATH=VALUE", show_default=False, help="As for `diloco run`."),
+    ] = [],  # noqa: B006 - typer reads it, nobody writes it
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Let the API server check everything, and change nothing.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force-conflicts", help="Take over fields that others have set otherwise.")
+    ] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Follow the job until it is complete (0) or has failed (1).")
+    ] = False,
+    timeout: Timeout = None,
+    context: Contexts = [],  # noqa: B006
+    namespace: Namespace = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Make a job file true in a cluster: create the job, or change the one that is there.
+
+    The file is checked first, all problems at once, as `diloco validate` does. With several contexts the same
+    job goes to each of them. Ctrl-C during --wait leaves the job running.
+
+    Examples:
+
+        diloco apply examples/tiny-gpt.yaml --context my-cluster --wait
+
+        diloco apply -f job.yaml --set sync.every=12 --dry-run
+
+        diloco apply job.yaml --context hub --context far
+    """
+    if (job is None) == (file is None):
+        raise fail("name one job file: diloco apply JOB.yaml, or -f JOB.yaml", WRONG)
+
+    def run() -> int:
+        from diloco.cluster.apply import Options
+        from diloco.cluster.apply import apply as apply_job
+
+        chosen = job or file
+        assert chosen is not None
+        there = where(context, namespace, kubeconfig)
+        return apply_job(Options(there, chosen, overrides, dry_run, force, wait, timeout))
+
+    raise in_cluster(run)
+
+
+@interruptible
+def events(
+    job: Job,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on as they come.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One object a line, for programs.")] = False,
+    context: Contexts = [],  # noqa: B006
+    namespace: Namespace = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """What has happened to a job and its pods, in sentences, as long as the cluster remembers (an hour).
+
+    Examples:
+
+        diloco events tiny-gpt
+
+        diloco events tiny-gpt --watch --context my-cluster
+    """
+
+    def run() -> int:
+        from diloco.cluster.status import show_events
+
+        return show_events(where(context, namespace, kubeconfig), job, watch, as_json)
+
+    raise in_cluster(run)
+
+
+@interruptible
+def logs(
+    job: Job,
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="WHOSE",
+            show_default=False,
+            help="syncer, evaluator, learner-N (counted over all regions), REGION, REGION-N or a pod."
+            "  [default: all]",
+        ),
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as lines come.")] = False,
+    since: Annotated[
+        float | None,
+        typer.Option(
+            metavar="DURATION", parser=duration, show_default=False, help="Only the last 30s, 10m, 2h."
+        ),
+    ] = None,
+    tail: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=0, show_default=False, help="Only the last N lines of each."),
+    ] = None,
+    previous: Annotated[
+        bool, typer.Option("--previous", "-p", help="Of the container before the last restart.")
+    ] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Lines as they are (JSON), without whose.")] = False,
+    context: Context = [],  # noqa: B006
+    namespace: Namespace = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """The logs of a job's pods, merged by time, each line with whose it is.
+
+    Examples:
+
+        diloco logs tiny-gpt -f
+
+        diloco logs tiny-gpt local-1 --previous
+
+        diloco logs tiny-gpt syncer --since 10m --raw
+    """
+
+    def run() -> int:
+        from diloco.cluster.logs import Options, show_logs
+
+        there = where(context, namespace, kubeconfig)
+        return show_logs(Options(there, job, target, follow, since, tail, previous, raw))
+
+    raise in_cluster(run)
+
+
+@interruptible
+def scale(
+    job: Job,
+    regions: Annotated[
+        list[str],
+        typer.Argument(metavar="REGION=N...", help="Learners wanted in a region.", show_default=False),
+    ],
+    context: Contexts = [],  # noqa: B006
+    namespace: Namespace = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Give regions another number of learners. Those that leave offer their work first; no token is lost.
+
+    Examples:
+
+        diloco scale tiny-gpt local=5
+
+        diloco scale tiny-gpt east=8 west=4 --context hub --context west
+    """
+
+    def run() -> int:
+        from diloco.cluster.change import scale as scale_job
+
+        return scale_job(where(context, namespace, kubeconfig), job, regions)
+
+    raise in_cluster(run)
+
+
+@interruptible
+def suspend(
+    job: Job,
+    wait: Wait = False,
+    timeout: Timeout = None,
+    context: Contexts = [],  # noqa: B006
+    namespace: Namespace = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Drain a job, make a checkpoint and free its machines until `diloco resume`.
+
+    Examples:
+
+        diloco suspend tiny-gpt
+
+        diloco suspend tiny-gpt --wait --timeout 5m --context hub --context far
+    """
+
+    def run() -> int:
+        from diloco.cluster.change import suspend as suspend_job
+
+        return suspend_job(where(context, namespace, kubeconfig), job, True, wait, timeout)
+
+    raise in_cluster(run)
+
+
+@interruptible
+def resume(
+    job: Job,
+    wait: Wait = False,
+    timeout: Timeout = None,
+    context: Contexts = [],  # noqa: B006
+    namespace: Namespace = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Go on with a suspended job from its checkpoint.
+
+    Example:
+
+        diloco resume tiny-gpt --wait
+    """
+
+    def run() -> int:
+        from diloco.cluster.change import suspend as suspend_job
+
+        return suspend_job(where(context, namespace, kubeconfig), job, False, wait, timeout)
+
+    raise in_cluster(run)
+
+
+@interruptible
+def delete(
+    job: Job,
+    wait: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="Wait until it is gone, with lines of progress.")
+    ] = True,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            metavar="DURATION",
+            parser=duration,
+            show_default=False,
+            help="Give up waiting after it.  [default: 2m]",
+        ),
+    ] = None,
+    context: Contexts = [],  # noqa: B006
+    namespace: Namespace = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Delete a job: its learners are told first, and everything but its volume goes.
+
+    What it learned stays on the volume unless the job says storage.onDelete: Delete; how to remove it is
+    said.
+
+    Examples:
+
+        diloco delete tiny-gpt
+
+        diloco delete tiny-gpt --no-wait --context hub --context far
+    """
+
+    def run() -> int:
+        from diloco.cluster.change import delete as delete_job
+
+        return delete_job(where(context, namespace, kubeconfig), job, wait, timeout or DELETE_SECONDS)
+
+    raise in_cluster(run)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Make these commands the program's."""
+    for command in (apply, events, logs, scale, suspend, resume, delete):
+        app.command(rich_help_panel="In clusters")(command)

@@ -1,0 +1,195 @@
+"""What a job's syncer serves inside its pod, from outside: status page, report, merged model.
+
+All through a port-forward (port_forward.py), so that no port of a job needs to be exposed. The
+syncer of a job that has ended serves on until the job is deleted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from diloco.cluster.client import FAILED, TIMEOUT, WRONG, Cluster, ClusterError, Object, Where
+from diloco.cluster.port_forward import Forward, dial, forwarded
+from diloco.syncer_client import HubError, fetch_json
+
+HTTP_PORT, EXPORT_PORT = 7702, 7703  # docs/design.md, operator
+REPORT_SECONDS = 60.0
+PAGE_SECONDS = 5.0
+PAGE_AGAIN_SECONDS = 10.0  # between tries where it is not to be had
+
+
+def only(where: Where) -> Cluster:
+    """The one cluster that a command about one pod goes to. Raises ClusterError."""
+    clusters = where.open()
+    if len(clusters) > 1:
+        raise ClusterError("this takes one --context: that of the cluster with the syncer", code=WRONG)
+    return clusters[0]
+
+
+def syncer_pod(job: Object, pods: list[Object]) -> str:
+    """The name of the syncer's pod that serves. Raises ClusterError, saying why there is none."""
+    name = job["metadata"]["name"]
+    running = [
+        pod
+        for pod in pods
+        if (pod.get("status") or {}).get("phase") == "Running"
+        and not pod["metadata"].get("deletionTimestamp")
+    ]
+    if running:
+        newest = max(running, key=lambda pod: str(pod["metadata"].get("creationTimestamp")))
+        return str(newest["metadata"]["name"])
+    phase = (job.get("status") or {}).get("phase") or "new"
+    if pods:
+        state = (pods[-1].get("status") or {}).get("phase")
+        raise ClusterError(
+            f"the syncer of {name} is not running yet (its pod is {state}): diloco status {name}"
+        )
+    if phase == "Suspended":
+        raise ClusterError(f"{name} is suspended, its syncer does not run: diloco resume {name}")
+    hub = ((job.get("spec") or {}).get("syncer") or {}).get("cluster")
+    where = f"; it runs in the cluster {hub}: name that context" if hub else ""
+    raise ClusterError(f"{name} has no syncer's pod here (phase: {phase}){where}")
+
+
+@contextlib.contextmanager
+def syncer_port(
+    cluster: Cluster, job: Object, port: int, seconds: float = TIMEOUT
+) -> Iterator[tuple[Forward, str]]:
+    """A port of the job's syncer on this machine, and the pod's name. Raises ClusterError."""
+    pod = syncer_pod(job, cluster.pods(job["metadata"]["name"], "syncer"))
+    with forwarded(cluster, pod, port, seconds) as forward:
+        yield forward, pod
+
+
+def page(cluster: Cluster, job: Object, path: str, seconds: float) -> dict[str, Any]:
+    """A JSON page of the job's syncer. Raises ClusterError."""
+    with syncer_port(cluster, job, HTTP_PORT, min(seconds, TIMEOUT)) as (forward, pod):
+        try:
+            return asyncio.run(fetch_json(forward.address, path, seconds))
+        except HubError as error:
+            raise ClusterError(forward.problem or f"the syncer's page {path} (pod {pod}): {error}") from error
+
+
+class Pages:
+    """The status pages of one job's syncer: one port-forward, opened anew where the pod has changed."""
+
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        self._cluster, self._name = cluster, name
+        self._forward: Forward | None = None
+        self._again_at = 0.0  # monotonic seconds
+        self.problem = ""  # why there is no page
+
+    def read(self, job: Object) -> Object | None:
+        """The page as it is now; None where it cannot be had: then it is not tried for a while."""
+        if time.monotonic() < self._again_at:
+            return None
+        try:
+            if self._forward is None:
+                pod = syncer_pod(job, self._cluster.pods(self._name, "syncer"))
+                far = dial(self._cluster, pod, HTTP_PORT, PAGE_SECONDS)
+                self._forward = Forward(self._cluster, pod, HTTP_PORT, far)
+            document = asyncio.run(fetch_json(self._forward.address, "/status", PAGE_SECONDS))
+        except (ClusterError, HubError) as error:
+            self.problem = (self._forward and self._forward.problem) or str(error)
+            self._again_at = time.monotonic() + PAGE_AGAIN_SECONDS
+            self.close()
+            return None
+        self.problem = ""
+        return document if document.get("job") == self._name else None
+
+    def close(self) -> None:
+        if self._forward is not None:
+            self._forward.close()
+            self._forward = None
+
+
+# ------------------------------------------------------------------ report
+
+
+def report(where: Where, name: str, out: Path | None, as_json: bool) -> int:
+    """``diloco report``: the exit code. Raises ClusterError."""
+    cluster = only(where)
+    job = cluster.job(name)
+    try:
+        document = page(cluster, job, "/report", REPORT_SECONDS)
+    except ClusterError as error:
+        short = (job.get("status") or {}).get("report") or {}
+        if out is not None or not short:
+            raise
+        print(f"warning: only the status's part of the report: {error}", file=sys.stderr)
+        document = short
+    from diloco.cluster.render import holds
+
+    ended = holds(job, "Complete") or holds(job, "Failed") or holds(job, "Suspended")
+    return show_report(document, name, out, as_json, not ended)
+
+
+def show_report(document: Object, name: str, out: Path | None, as_json: bool, going: bool = False) -> int:
+    """Print a report, or write it whole to ``out``; the exit code. ``going``: the job is not over, and what
+    people see says so. Raises ClusterError."""
+    if out is not None:
+        from diloco_protocol.common.files import write_whole
+
+        try:
+            write_whole(out, json.dumps(document, indent=1).encode() + b"\n")
+        except OSError as error:
+            raise ClusterError(f"{out} cannot be written: {error.strerror or error}", code=WRONG) from error
+        print(f"{out}: the report of {name}")
+    elif as_json:
+        print(json.dumps(document, indent=1))
+    else:
+        from rich.console import Console
+
+        from diloco.local.screen import summary
+
+        shown = {**document, "outcome": "the job goes on"} if going else document
+        Console(soft_wrap=True).print(summary(shown))
+    return 0
+
+
+# ------------------------------------------------------------------ export
+
+
+def export(where: Where, name: str, out: Path) -> int:
+    """``diloco export NAME OUT``: the exit code. Raises ClusterError."""
+    from diloco.export.export import ExportFailed, export_url
+
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ClusterError(f"{out} exists already: name a new directory, or remove it", code=WRONG)
+    cluster = only(where)
+    job = cluster.job(name)
+    with syncer_port(cluster, job, EXPORT_PORT) as (forward, _):
+        try:
+            versions = export_url(f"http://{forward.address}", out, None, _Progress())
+        except ExportFailed as error:
+            said = f"{forward.problem}: " if forward.problem else ""
+            raise ClusterError(f"{said}{error}", code=FAILED) from error
+    print(f"{out}: the merged model, fragments at versions {min(versions)} to {max(versions)}")
+    return 0
+
+
+class _Progress:
+    """Bytes received, on a terminal."""
+
+    def __init__(self) -> None:
+        self._shown = -1
+
+    def __call__(self, done: int, total: int) -> None:
+        percent = 100 * done // max(total, 1)
+        if percent == self._shown or not sys.stderr.isatty():
+            return
+        self._shown = percent
+        end = "\n" if done >= total else ""
+        print(
+            f"\rreceived {done >> 20} of {total >> 20} MiB ({percent} %)",
+            end=end,
+            file=sys.stderr,
+            flush=True,
+        )

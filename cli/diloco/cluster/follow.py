@@ -1,0 +1,269 @@
+"""Waiting for something to become so in a cluster, telling what happens meanwhile.
+
+``Story`` is plain: it takes what was read and returns the lines that are new. ``follow``
+reads the copies of a job in turn, every ``POLL_SECONDS``, until each of them has an
+outcome; an API server that does not answer is waited for, since training goes on without it.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco.cluster.client import Cluster, ClusterError
+from diloco.cluster.fetch import Pages
+from diloco.cluster.render import (
+    Object,
+    condition,
+    condition_style,
+    event_count,
+    event_time,
+    heard,
+    holds,
+    job_line,
+)
+
+POLL_SECONDS = 2.0
+SLOWEST_POLL = 15.0  # where the API server does not answer
+LINE_SECONDS = 5.0  # between progress lines
+STILL_SECONDS = 60.0  # between lines that say the same
+COMPLETE, FAILED, INTERRUPTED = 0, 1, 130
+
+Outcome = tuple[int, str]
+"""An exit code, and the sentence that says why."""
+
+Judge = Callable[[Object | None], Outcome | None]
+"""What a job's object (None: it is not there) means to who waits; None: go on waiting."""
+
+
+@dataclass(slots=True)
+class Story:
+    """What was told already of one copy of a job. ``at``: the unix time from which events are news."""
+
+    at: float
+    line_at: float = float("-inf")
+    figures: str = ""
+    begun: bool = False
+    events: dict[str, int] = field(default_factory=dict)  # uid -> times
+    conditions: dict[str, str] = field(default_factory=dict)  # type -> status
+
+    def tell(self, job: Object, events: Sequence[Object], page: Object | None, now: float) -> list[str]:
+        """The lines that are new: events in order, conditions that turned, and the progress: the syncer's
+        (``page``: its status document), or where it is not to be had the job's status'."""
+        lines = []
+        told = set()
+        for event in sorted(events, key=event_time):
+            uid, count = str(event["metadata"].get("uid")), event_count(event)
+            if event_time(event) >= self.at and self.events.get(uid, 0) < count:
+                message = " ".join(str(event.get("message") or "").split())
+                lines.append(f"{event.get('reason')}: {message}")
+                told.add(message)
+            self.events[uid] = count
+        first, self.begun = not self.begun, True
+        for one in (job.get("status") or {}).get("conditions") or []:
+            kind, status = str(one.get("type")), str(one.get("status"))
+            if self.conditions.get(kind) != status:
+                self.conditions[kind] = status
+                message = str(one.get("message") or "")
+                if condition_style(one) != "dim" and message not in told and not first:
+                    said = kind if status == "True" else f"{kind} is {status}"
+                    lines.append(f"{said}: {message or one.get('reason')}")
+        line = job_line(job, page, now)
+        figures = line.partition(" s  ")[2] or line  # without the time, which always changes
+        pause = LINE_SECONDS if figures != self.figures else STILL_SECONDS
+        if now - self.line_at >= pause:
+            self.figures, self.line_at = figures, now
+            lines.append(line)
+        return lines
+
+
+# ------------------------------------------------------------------ what is waited for
+
+
+def ended(job: Object | None) -> Outcome | None:
+    """Complete or failed."""
+    if job is None:
+        return FAILED, "was deleted"
+    if holds(job, "Complete"):
+        return COMPLETE, "is complete"
+    if holds(job, "Failed"):
+        return FAILED, f"has failed: {_message(job, 'Failed')}"
+    return invalid(job)
+
+
+def invalid(job: Object) -> Outcome | None:
+    """Refused by the operator, until it is changed."""
+    if heard(job) and (job.get("status") or {}).get("phase") == "Invalid":
+        return FAILED, f"cannot run as it is: {_message(job, 'Ready') or 'diloco status says why'}"
+    return None
+
+
+# Why a job is not Ready where only people can help (the operator's plan/transitions.py tells it too).
+_REFUSALS = frozenset(
+    {"Unsupported", "PodTemplate", "NotPlaced", "Refused", "Forbidden", "QuotaExceeded", "ApplyFailed"}
+)
+
+
+def hindered(job: Object) -> str:
+    """What keeps the operator from making the job true, in its words; empty: nothing that it knows of."""
+    ready = condition(job, "Ready") or {}
+    if ready.get("status") == "False" and ready.get("reason") in _REFUSALS:
+        return f"{ready['reason']}: {ready.get('message')}"
+    return ""
+
+
+def suspended(job: Object | None) -> Outcome | None:
+    """Drained and checkpointed, its pods gone; or ended before it came to that."""
+    if job is not None and heard(job) and (job.get("status") or {}).get("phase") == "Suspended":
+        return COMPLETE, "is suspended"
+    return ended(job)
+
+
+def resumed(job: Object | None) -> Outcome | None:
+    """In training again."""
+    if job is not None and heard(job) and (job.get("status") or {}).get("phase") == "Running":
+        return COMPLETE, "is running"
+    return ended(job)
+
+
+def seen(job: Object | None) -> Outcome | None:
+    """An operator has looked at it."""
+    return (FAILED, "was deleted") if job is None else (COMPLETE, "") if heard(job) else None
+
+
+def gone_within(uids: set[str]) -> Judge:
+    """That none of these is there: no job of the name, or another one."""
+
+    def gone(job: Object | None) -> Outcome | None:
+        return (COMPLETE, "is deleted") if job is None or job["metadata"]["uid"] not in uids else None
+
+    return gone
+
+
+def _message(job: Object, kind: str) -> str:
+    found = condition(job, kind) or {}
+    return str(found.get("message") or found.get("reason") or "")
+
+
+# ------------------------------------------------------------------ waiting
+
+
+@dataclass(slots=True)
+class _Copy:
+    cluster: Cluster
+    story: Story
+    pages: Pages
+    outcome: Outcome | None = None
+    silent: bool = False
+    job: Object | None = None
+
+
+def follow(
+    clusters: Sequence[Cluster],
+    name: str,
+    judge: Judge,
+    timeout: float | None,
+    say: Callable[[str], None],
+    *,
+    quiet: bool = False,
+    sleep: Callable[[float], Any] = time.sleep,
+) -> list[tuple[Cluster, Outcome | None, Object | None]]:
+    """Wait until every copy of the job has an outcome, ``timeout`` seconds at most (None: without end).
+
+    Returns, for each cluster, the outcome (None: the time is over) and the job as it was last. Raises
+    ClusterError where a cluster refuses to be asked; one that does not answer is asked again.
+    """
+    end = None if timeout is None else time.monotonic() + timeout
+    copies = [_Copy(cluster, Story(time.time() - 1.0), Pages(cluster, name)) for cluster in clusters]
+    try:
+        _follow(copies, name, judge, end, say, quiet, sleep)
+    finally:
+        for copy in copies:
+            copy.pages.close()
+    return [(copy.cluster, copy.outcome, copy.job) for copy in copies]
+
+
+def _follow(
+    copies: Sequence[_Copy],
+    name: str,
+    judge: Judge,
+    end: float | None,
+    say: Callable[[str], None],
+    quiet: bool,
+    sleep: Callable[[float], Any],
+) -> None:
+    pause = POLL_SECONDS
+    while True:
+        for copy in copies:
+            if copy.outcome is None:
+                _look(copy, name, judge, say, len(copies) > 1, quiet)
+        if all(copy.outcome is not None for copy in copies):
+            return
+        left = None if end is None else end - time.monotonic()
+        if left is not None and left <= 0:
+            return
+        silent = any(copy.silent for copy in copies)
+        pause = min(pause * 1.5, SLOWEST_POLL) if silent else POLL_SECONDS
+        wait = pause * random.uniform(0.8, 1.2)
+        sleep(wait if left is None else min(wait, left))
+
+
+def _look(
+    copy: _Copy, name: str, judge: Judge, say: Callable[[str], None], several: bool, quiet: bool
+) -> None:
+    cluster = copy.cluster
+    prefix = f"{cluster.context}: " if several else ""
+    events: list[Object] = []
+    try:
+        try:
+            copy.job = cluster.get(cluster.job_path(name))
+        except ClusterError as error:
+            if error.reason != "NotFound":
+                raise
+            copy.job = None
+        if copy.job is not None and not quiet:
+            events = job_events(cluster, name)
+    except ClusterError as error:
+        if not error.passing:
+            raise
+        if not copy.silent and not quiet:
+            say(f"{prefix}{error} (the job goes on without it; asking again)")
+        copy.silent = True
+        return
+    copy.silent = False
+    if copy.job is not None and not quiet:
+        # A page that cannot be had costs up to PAGE_SECONDS; not where there is nothing to show yet.
+        running = (copy.job.get("status") or {}).get("phase") in ("Running", "Holding", "Finishing")
+        page = copy.pages.read(copy.job) if running else None
+        for line in copy.story.tell(copy.job, events, page, time.time()):
+            say(prefix + line)
+    copy.outcome = judge(copy.job)
+
+
+def job_events(cluster: Cluster, name: str) -> list[Object]:
+    """The events about the job itself; none where this account may not read them."""
+    try:
+        return cluster.all_of(
+            cluster.core_path("events"),
+            fieldSelector=f"involvedObject.kind=DiLoCoJob,involvedObject.name={name}",
+        )
+    except ClusterError as error:
+        if error.reason == "Forbidden":
+            return []
+        raise
+
+
+def operator_hint(cluster: Cluster) -> str:
+    """How to look whether an operator runs."""
+    return f"kubectl {cluster.reach} get pods -A -l app.kubernetes.io/name=diloco-operator"
+
+
+def no_operator(cluster: Cluster, name: str) -> str:
+    """What to say where no operator has taken note of a job."""
+    return (
+        f"no operator has looked at {name} in context {cluster.context}: is one running there, for this"
+        f" namespace? {operator_hint(cluster)}"
+    )

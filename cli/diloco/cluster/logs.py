@@ -1,0 +1,372 @@
+"""``diloco logs``: the logs of a job's pods as one, by time.
+
+The API server puts a time before each line when asked to. It orders the lines of many
+pods, is where a broken stream is taken up again, and is not shown: the programs' own lines
+have theirs. What was read once is merged by time as it streams, and never held whole.
+Followed logs come from one thread a pod, which asks again when a stream ends (a container
+restarted, the API server away) until its pod is gone; new pods of the job are picked up.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from diloco.cluster.client import FAILED, WRONG, Cluster, ClusterError, Object, Where, nearest
+from diloco.cluster.render import region_names
+
+MAX_STREAMS = 64
+MAX_LINE = 256 << 10  # characters of one line; the rest of a longer one is another
+SILENCE_SECONDS = 60.0  # after which a followed stream is asked for anew: it may be dead
+LOOK_SECONDS = 2.0  # between looks for new pods
+_CONTAINERS = ("syncer", "learner", "evaluator")
+_ONLY_THE_END = ("sinceSeconds", "tailLines")
+_STYLES = {"warning": "yellow", "error": "red", "critical": "red", "debug": "dim"}
+_KNOWN = frozenset({"time", "level", "job", "role", "region", "ordinal", "slot", "message", "traceback"})
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line said. ``since``: seconds; ``tail``: lines of each pod."""
+
+    where: Where
+    name: str
+    target: str | None = None
+    follow: bool = False
+    since: float | None = None
+    tail: int | None = None
+    previous: bool = False
+    raw: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One pod's main container."""
+
+    pod: str
+    uid: str
+    container: str
+    label: str  # as people call it: syncer, evaluator, local-1
+
+
+# ------------------------------------------------------------------ plain
+
+
+def ordinal(pod: Object) -> int:
+    """A StatefulSet's pod's number; -1: it has none."""
+    labels = pod["metadata"].get("labels") or {}
+    text = labels.get("apps.kubernetes.io/pod-index") or str(pod["metadata"]["name"]).rpartition("-")[2]
+    return int(text) if str(text).isdigit() else -1
+
+
+def source(pod: Object) -> Source:
+    """The pod's main container, and what to call it."""
+    metadata = pod["metadata"]
+    labels = metadata.get("labels") or {}
+    role = labels.get("diloco.io/role")
+    names = [str(one["name"]) for one in (pod.get("spec") or {}).get("containers") or []]
+    container = next((name for name in (role, *_CONTAINERS) if name in names), names[0] if names else "")
+    label = f"{labels.get('diloco.io/region', 'local')}-{ordinal(pod)}" if role == "learner" else str(role)
+    return Source(str(metadata["name"]), str(metadata.get("uid")), str(container), label)
+
+
+def chosen(job: Object, pods: Sequence[Object], target: str | None) -> list[Source]:
+    """The sources that ``target`` means: syncer, evaluator, REGION, REGION-N, learner-N (counted over all
+    regions in the job's order), or a pod's name; None: all. In the job's order. Raises ClusterError for a
+    target that the job does not have; one whose pod is not there now gives none."""
+    regions = [(region, int(row.get("learners") or 0) + int(row.get("spares") or 0))
+               for region, row in zip(region_names(job), job["spec"]["regions"], strict=True)]  # fmt: skip
+    order = {"syncer": -2, "evaluator": -1} | {name: index for index, (name, _) in enumerate(regions)}
+
+    def place(pod: Object) -> tuple[int, int, str]:
+        labels = pod["metadata"].get("labels") or {}
+        key = labels.get("diloco.io/region") or labels.get("diloco.io/role")
+        return order.get(str(key), len(order)), ordinal(pod), str(pod["metadata"]["name"])
+
+    sources = [source(pod) for pod in sorted(pods, key=place)]
+    if target is None:
+        return sources
+    wanted = _labels(job, regions, target)
+    found = [one for one in sources if one.label in wanted or target in (one.label, one.pod)]
+    if not found and not wanted:
+        there = ["syncer", "evaluator", *(name for name, _ in regions)]
+        there += [f"{name}-{n}" for name, count in regions for n in range(min(count, 3))]
+        name = job["metadata"]["name"]
+        raise ClusterError(f"the job {name} has no {target}{nearest(target, there)}", code=WRONG)
+    return found
+
+
+def _labels(job: Object, regions: Sequence[tuple[str, int]], target: str) -> set[str]:
+    """The labels that a target stands for, present or not; none: it means nothing in this job."""
+    if target in ("syncer", "evaluator"):
+        return {target}
+    counts = dict(regions)
+    if target in counts:
+        return {f"{target}-{n}" for n in range(counts[target])}
+    head, _, number = target.rpartition("-")
+    if not number.isdigit() or len(number) > 5:
+        return set()
+    if head in counts:
+        return {target} if int(number) < counts[head] else set()
+    if head == "learner":
+        learners = [f"{name}-{n}" for name, row in zip(counts, job["spec"]["regions"], strict=True)
+                    for n in range(int(row.get("learners") or 0))]  # fmt: skip
+        return {learners[int(number)]} if int(number) < len(learners) else set()
+    return set()
+
+
+def stamped(line: str) -> tuple[str, str]:
+    """A line's time, as text that sorts by it (nanoseconds), and the line without it."""
+    stamp, _, text = line.partition(" ")
+    head, point, fraction = stamp.removesuffix("Z").partition(".")
+    if not stamp.endswith("Z") or len(head) != 19 or (point and not fraction.isdigit()):
+        return "", line
+    return f"{head}.{fraction:0<9}", text
+
+
+def rendered(line: str) -> tuple[str, str]:
+    """A JSON log line for people, and its style; any other line as it is."""
+    if not line.startswith("{"):
+        return line, ""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return line, ""
+    if not isinstance(entry, dict) or "message" not in entry:
+        return line, ""
+    level = str(entry.get("level") or "").lower()
+    stamp = str(entry.get("time") or "").rpartition("T")[2].removesuffix("Z")
+    slot = entry.get("slot")
+    more = "".join(f"  {key}={value}" for key, value in entry.items() if key not in _KNOWN)
+    held = f"slot {slot}  " if isinstance(slot, int) and slot >= 0 else ""
+    text = f"{stamp} {level.upper():<7} {held}{entry['message']}{more}".strip()
+    if entry.get("traceback"):
+        text += "\n" + str(entry["traceback"])
+    return text, _STYLES.get(level, "")
+
+
+# ------------------------------------------------------------------ reading
+
+
+def lines(response: Any) -> Iterator[str]:
+    """The lines of a stream as they come."""
+    rest = b""
+    for chunk in response.stream(64 << 10):
+        *whole, rest = (rest + chunk).split(b"\n")
+        for line in whole:
+            yield line.decode("utf-8", "replace").rstrip("\r")
+        while len(rest) > MAX_LINE:
+            yield rest[:MAX_LINE].decode("utf-8", "replace")
+            rest = rest[MAX_LINE:]
+    if rest:
+        yield rest.decode("utf-8", "replace")
+
+
+def _query(one: Source, options: Options, follow: bool) -> dict[str, Any]:
+    query: dict[str, Any] = {"container": one.container, "timestamps": "true"}
+    if follow:
+        query["follow"] = "true"
+    if options.previous:
+        query["previous"] = "true"
+    if options.since is not None:
+        query["sinceSeconds"] = max(1, round(options.since))
+    if options.tail is not None:
+        query["tailLines"] = options.tail
+    return query
+
+
+def _path(cluster: Cluster, one: Source) -> str:
+    return f"{cluster.core_path('pods')}/{one.pod}/log"
+
+
+def _read(
+    cluster: Cluster, one: Source, options: Options, missing: list[str]
+) -> Iterator[tuple[str, Source, str]]:
+    """(time, source, line) of what there is; a pod without a log is added to ``missing``."""
+    import urllib3
+
+    try:
+        with cluster.stream(_path(cluster, one), _query(one, options, False), SILENCE_SECONDS) as response:
+            last = ""
+            for line in lines(response):
+                stamp, text = stamped(line)
+                last = stamp or last  # a line without a time belongs to the one before
+                yield last, one, text
+    except ClusterError as error:
+        if error.reason in ("Unreachable", "Forbidden", "Unauthorized"):
+            raise
+        missing.append(one.label)
+        _note(f"{one.label}: no log{' of an earlier container' if options.previous else ' yet'}: {error}")
+    except (urllib3.exceptions.HTTPError, OSError) as error:
+        _note(f"{one.label}: the log broke off: {error}")
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+# ------------------------------------------------------------------ following
+
+
+class _Follower:
+    """Threads that follow pods, and the bounded queue that they fill."""
+
+    def __init__(self, cluster: Cluster, options: Options) -> None:
+        self.cluster, self.options = cluster, options
+        self.lines: queue.Queue[tuple[Source, str]] = queue.Queue(maxsize=1000)
+        self.there: set[str] = set()  # UIDs of pods that are there
+        self.started: set[str] = set()
+        self.error: ClusterError | None = None
+
+    def start(self, one: Source, came_later: bool) -> None:
+        """Follow a pod, if there is room; one that came later from its beginning."""
+        if one.uid in self.started or len(self.started & self.there) >= MAX_STREAMS:
+            return
+        self.started.add(one.uid)
+        query = _query(one, self.options, True)
+        if came_later:
+            query = {key: value for key, value in query.items() if key not in _ONLY_THE_END}
+        threading.Thread(target=self._run, args=(one, query), daemon=True).start()
+
+    def _run(self, one: Source, query: dict[str, Any]) -> None:
+        import urllib3
+
+        last, pause, complaint = "", 0.5, ""
+        while one.uid in self.there:
+            floor = last  # a stream is taken up at a whole second: what is not newer was shown
+            try:
+                with self.cluster.stream(_path(self.cluster, one), query, SILENCE_SECONDS) as response:
+                    if self._replaced(one):
+                        return
+                    for line in lines(response):
+                        stamp, text = stamped(line)
+                        if stamp:
+                            if stamp > floor:
+                                last, pause = stamp, 0.5
+                                self.lines.put((one, text))
+                        elif text != complaint:  # of the node, which has no log of it (now)
+                            complaint = text
+                            self.lines.put((one, text))
+            except ClusterError as error:
+                if error.reason in ("Forbidden", "Unauthorized"):
+                    self.error = error
+                    return
+            except (urllib3.exceptions.HTTPError, OSError):
+                pass  # silence, or the API server went away
+            if last:
+                for key in _ONLY_THE_END:
+                    query.pop(key, None)
+                query["sinceTime"] = last[:19] + "Z"
+            time.sleep(pause)
+            pause = min(pause * 2, 8.0)
+
+    def _replaced(self, one: Source) -> bool:
+        """Whether the pod that has the name now is another one: its log is not this one's."""
+        try:
+            pod = self.cluster.get(f"{self.cluster.core_path('pods')}/{one.pod}")
+        except ClusterError:
+            return False
+        return bool(pod["metadata"]["uid"] != one.uid)
+
+
+def show_logs(options: Options, out: Callable[[str], None] | None = None) -> int:
+    """``diloco logs``: the exit code. Raises ClusterError."""
+    (cluster,) = clusters if len(clusters := options.where.open()) == 1 else _several()
+    job = cluster.job(options.name)
+    sources = chosen(job, cluster.pods(options.name), options.target)
+    if len(sources) > MAX_STREAMS:
+        raise ClusterError(
+            f"{options.name} has {len(sources)} pods, and at most {MAX_STREAMS} logs are read at once: name a"
+            " region or a learner",
+            code=WRONG,
+        )
+    printer = _Printer(options, sources, out)
+    if options.follow:
+        return _follow(cluster, options, job, printer)
+    if not sources:
+        phase = (job.get("status") or {}).get("phase") or "new"
+        raise ClusterError(f"{options.target or options.name} has no pod now (the job is {phase})")
+    missing: list[str] = []
+    streams = [_read(cluster, one, options, missing) for one in sources]
+    for _, one, text in heapq.merge(*streams, key=lambda line: line[0]):
+        printer.show(one, text)
+    return FAILED if len(missing) == len(sources) else 0
+
+
+def _several() -> Any:
+    raise ClusterError("this takes one --context", code=WRONG)
+
+
+def _follow(cluster: Cluster, options: Options, job: Object, printer: _Printer) -> int:
+    follower = _Follower(cluster, options)
+    look_at = 0.0
+    looked = False
+    while True:
+        if time.monotonic() >= look_at:
+            look_at = time.monotonic() + LOOK_SECONDS
+            try:
+                found = chosen(job, cluster.pods(options.name), options.target)
+                follower.there = {one.uid for one in found}
+                for one in found:
+                    follower.start(one, looked)
+                looked = True
+                printer.widen(found)
+                if not found:
+                    job = cluster.job(options.name)  # raises where the job is gone
+            except ClusterError as error:
+                if error.reason == "NotFound" and follower.lines.empty():
+                    _note(f"{options.name} is gone")
+                    return 0
+                if not error.passing:
+                    raise
+        if follower.error is not None:
+            raise follower.error
+        try:
+            printer.show(*follower.lines.get(timeout=0.5))
+        except queue.Empty:
+            continue
+
+
+class _Printer:
+    """Writes lines with whose they are, in a column; a single pod's without."""
+
+    def __init__(
+        self, options: Options, sources: Sequence[Source], out: Callable[[str], None] | None
+    ) -> None:
+        self._raw = options.raw
+        self._prefixed = options.target is None or len(sources) > 1
+        self._width = 0
+        self._out = out
+        self._console: Any = None
+        self.widen(sources)
+
+    def widen(self, sources: Sequence[Source]) -> None:
+        self._width = max([self._width, *(len(one.label) for one in sources)])
+
+    def show(self, one: Source, text: str) -> None:
+        if self._raw:
+            self._write(text, "")
+            return
+        said, style = rendered(text)
+        prefix = f"{one.label:<{self._width}}  " if self._prefixed else ""
+        for line in said.split("\n"):
+            self._write(f"{prefix}{line}", style)
+
+    def _write(self, line: str, style: str) -> None:
+        if self._out is not None:
+            self._out(line)
+        elif style and sys.stdout.isatty():
+            if self._console is None:
+                from rich.console import Console
+
+                self._console = Console(soft_wrap=True, highlight=False, markup=False)
+            self._console.print(line, style=style)
+        else:
+            print(line, flush=True)

@@ -1,0 +1,327 @@
+"""What a person sees of a job in a cluster: plain functions of API objects and the time.
+
+A job's figures come from two places. Its status (written by the operator, at most every
+60 s) is always there; the syncer's status page has every learner, as it stands, and is
+read where this account may port-forward. With the page the picture is the one that
+``diloco run`` shows; without, a table of the regions stands in for the learners'. Below
+either: the conditions and the last events, in sentences.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from diloco.local.screen import View, nats, number, picture, progress, progress_line, summary
+
+Object = dict[str, Any]
+
+EVENTS_SHOWN = 10
+UNSEEN = "no operator has looked at it yet"
+# Conditions that tell of trouble when they are true; the others do when they are false.
+_TROUBLE = frozenset(
+    {"RegionLost", "LinksThin", "SpecDrift", "CopyDiffers", "NameConflict", "Degraded", "Failed", "Invalid"}
+)
+_ENDS = {"Complete": "green", "Failed": "bold red"}  # and the style of each
+_NEUTRAL = frozenset({"Suspended", "Complete"})  # false: nothing to tell
+_PHASES = {"Complete": "green", "Failed": "red", "Invalid": "red", "Holding": "yellow", "Suspended": "yellow"}
+
+
+# ------------------------------------------------------------------ figures
+
+
+def unix(text: Any) -> float | None:
+    """Seconds since 1970 of an RFC 3339 time; None where it is none."""
+    try:
+        return datetime.fromisoformat(str(text).replace("Z", "+00:00")).astimezone(UTC).timestamp()
+    except ValueError:
+        return None
+
+
+def span(seconds: float | None) -> str:
+    """A duration in one figure and its unit."""
+    if seconds is None:
+        return "-"
+    seconds = max(0.0, seconds)
+    for unit, length, limit in (("s", 1, 120), ("min", 60, 7200), ("h", 3600, 172800)):
+        if seconds < limit:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds / 86400:.0f} d"
+
+
+def since(time: Any, now: float) -> float | None:
+    """Seconds since an RFC 3339 time."""
+    at = unix(time)
+    return None if at is None else now - at
+
+
+def pair(text: Any) -> tuple[int, int]:
+    """The two numbers of ``"3/1"``; zeros where it is something else."""
+    match = re.fullmatch(r"(\d+)/(\d+)", str(text))
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def condition(job: Object, kind: str) -> Object | None:
+    """The job's condition of that type; None: it has none."""
+    for one in (job.get("status") or {}).get("conditions") or []:
+        if one.get("type") == kind:
+            return dict(one)
+    return None
+
+
+def holds(job: Object, kind: str) -> bool:
+    """Whether the condition is true of the job's present spec."""
+    found = condition(job, kind)
+    return found is not None and found["status"] == "True" and _current(job, found)
+
+
+def _current(job: Object, one: Object) -> bool:
+    generation = (job.get("metadata") or {}).get("generation") or 0
+    return int(one.get("observedGeneration") or generation) >= int(generation)
+
+
+def heard(job: Object) -> bool:
+    """Whether an operator has looked at the job as it is now."""
+    observed = (job.get("status") or {}).get("observedGeneration")
+    return observed is not None and observed >= (job["metadata"].get("generation") or 0)
+
+
+def stop(job: Object) -> tuple[str, float] | None:
+    """Unit (steps, tokens or seconds) and limit at which the job ends; None: not known."""
+    limits = ((job.get("spec") or {}).get("training") or {}).get("stop") or {}
+    for unit in ("steps", "tokens", "seconds"):
+        if limits.get(unit) is not None:
+            return unit, float(limits[unit])
+    return None
+
+
+def from_status(job: Object, now: float) -> Object:
+    """What the syncer's status document would say, as far as the job's status knows it."""
+    status = job.get("status") or {}
+    done = status.get("progress") or {}
+    active, required = pair(status.get("quorum"))
+    end = unix(status.get("completionTime")) or now
+    begin = unix(status.get("startTime"))
+    step = done.get("step", (status.get("syncer") or {}).get("step"))
+    return {
+        "phase": status.get("phase") or "new",
+        "elapsed_seconds": 0.0 if begin is None else end - begin,
+        "tokens": {"trained": done.get("tokens")},
+        "slots": [{"step": step}],
+        "merges": done.get("merges"),
+        "quorum": {"active": active, "required": required},
+        "eval_loss": [] if done.get("loss") is None else [[0, done["loss"]]],
+        "goodput": done.get("goodput"),
+    }
+
+
+# ------------------------------------------------------------------ sentences
+
+
+def condition_text(one: Object, now: float) -> Text:
+    """One condition as a sentence: what is so, since when, why, and what to do."""
+    kind, state = str(one.get("type")), str(one.get("status"))
+    said = {"True": kind, "False": f"not {kind}"}.get(state, f"{kind} not known")
+    reason = f" ({one['reason']})" if one.get("reason") and one["reason"] != kind else ""
+    text = Text(f"{said}{reason} for {span(since(one.get('lastTransitionTime'), now))}", condition_style(one))
+    return text + Text(f": {one['message']}" if one.get("message") else "")
+
+
+def condition_style(one: Object) -> str:
+    """Green where it is as it should be, red where it is not."""
+    kind, state = str(one.get("type")), str(one.get("status"))
+    if kind in _ENDS:
+        return _ENDS[kind] if state == "True" else "dim"
+    if kind in _NEUTRAL:
+        return "yellow" if state == "True" else "dim"
+    return "green" if (state == "True") != (kind in _TROUBLE) and state != "Unknown" else "red"
+
+
+def conditions_shown(job: Object) -> list[Object]:
+    """The conditions worth a line: trouble first, and nothing that only says that there is none."""
+    found = [
+        one
+        for one in (job.get("status") or {}).get("conditions") or []
+        if one.get("status") == "True" or one.get("type") not in _TROUBLE | _NEUTRAL
+    ]
+    return sorted(found, key=lambda one: condition_style(one) != "red")
+
+
+def event_time(event: Object) -> float:
+    """When it was last seen, unix seconds."""
+    series = event.get("series") or {}
+    for time in (
+        series.get("lastObservedTime"),
+        event.get("lastTimestamp"),
+        event.get("eventTime"),
+        (event.get("metadata") or {}).get("creationTimestamp"),
+    ):
+        if time and (at := unix(time)) is not None:
+            return at
+    return 0.0
+
+
+def event_count(event: Object) -> int:
+    return int((event.get("series") or {}).get("count") or event.get("count") or 1)
+
+
+def event_line(event: Object, job: str, now: float) -> Text:
+    """One event as a sentence."""
+    about = event.get("involvedObject") or {}
+    whom = "" if about.get("kind") == "DiLoCoJob" else f"{short(about, job)}: "
+    times = f" ({event_count(event)} times)" if event_count(event) > 1 else ""
+    warning = event.get("type") == "Warning"
+    head = Text(f"{span(now - event_time(event)):>7} ago  ", "dim")
+    said = f"{event.get('reason')}: {' '.join(str(event.get('message') or '').split())}{times}"
+    return head + Text(whom) + Text(said, "yellow" if warning else "")
+
+
+def short(about: Object, job: str) -> str:
+    """An object of the job as people call it: ``learner local-1``, ``syncer``, ``StatefulSet local``."""
+    kind, name = str(about.get("kind")), str(about.get("name")).removeprefix(f"{job}-")
+    if kind != "Pod":
+        return f"{kind} {name}"
+    for role in ("syncer", "evaluator"):
+        if name.startswith(role):
+            return role
+    return f"learner {name}"
+
+
+def concerns(event: Object, job: str, regions: Sequence[str]) -> bool:
+    """Whether an event is about the job or an object of it. Names of jobs may begin alike, so each name
+    is matched whole."""
+    about = event.get("involvedObject") or {}
+    kind, name = str(about.get("kind")), str(about.get("name"))
+    if kind == "DiLoCoJob":
+        return name == job
+    if not name.startswith(f"{job}-"):
+        return False
+    rest = name[len(job) + 1 :]
+    if re.fullmatch(r"(syncer|evaluator)(-[a-z0-9]{1,10}){0,2}|learners|settings", rest):
+        return True
+    # A StatefulSet has the region's name, its pods have their number behind it.
+    return any(re.fullmatch(rf"{re.escape(region)}(-\d+)?", rest) for region in regions)
+
+
+def region_names(job: Object) -> list[str]:
+    """The names of the job's regions; one without a name is called as by default."""
+    return [str(one.get("name") or "local") for one in (job.get("spec") or {}).get("regions") or []]
+
+
+# ------------------------------------------------------------------ pictures
+
+
+def jobs_table(
+    jobs: Sequence[Object], now: float, contexts: Sequence[str] = (), spaces: bool = False
+) -> Table:
+    """A line for each job; with the column of contexts (one for each job) or namespaces where there are
+    several."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    titles = [*(["CONTEXT"] if contexts else []), *(["NAMESPACE"] if spaces else [])]
+    for title in (*titles, "NAME", "PHASE", "LEARNERS", "QUORUM", "STEP", "TOKENS", "LOSS", "GOODPUT", "AGE"):
+        right = title in ("STEP", "TOKENS", "LOSS", "GOODPUT", "AGE")
+        table.add_column(title, justify="right" if right else "left", no_wrap=True)
+    for index, job in enumerate(jobs):
+        status, metadata = job.get("status") or {}, job.get("metadata") or {}
+        done = status.get("progress") or {}
+        phase = str(status.get("phase") or "-")
+        table.add_row(
+            *([contexts[index]] if contexts else []),
+            *([str(metadata.get("namespace"))] if spaces else []),
+            str(metadata.get("name")), Text(phase, _PHASES.get(phase, "")),
+            str(status.get("learners") or "-"), str(status.get("quorum") or "-"),
+            number(done.get("step")), number(done.get("tokens")), nats(done.get("loss")),
+            nats(done.get("goodput")), span(since(metadata.get("creationTimestamp"), now)),
+        )  # fmt: skip
+    return table
+
+
+def regions_table(job: Object, now: float) -> Table:
+    """A line for each region."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for title in ("region", "cluster", "learners", "ready", "in quorum", "state", ""):
+        table.add_column(title, justify="right" if title in ("learners", "ready", "in quorum") else "left")
+    for region in (job.get("status") or {}).get("regions") or []:
+        lost = since(region.get("lostSince"), now)
+        cause = str(region.get("cause") or "") + ("" if lost is None else f" (nobody heard for {span(lost)})")
+        table.add_row(
+            str(region.get("name")), str(region.get("cluster") or "-"), str(region.get("desired", "-")),
+            str(region.get("ready", "-")), str(region.get("inQuorum", "-")),
+            str(region.get("state") or "-"), Text(cause.strip(), "yellow"),
+        )  # fmt: skip
+    return table
+
+
+def job_picture(job: Object, page: Object | None, events: Sequence[Object], now: float) -> RenderableType:
+    """The whole of ``diloco status NAME``. ``page``: the syncer's status document, or None."""
+    metadata, status = job["metadata"], job.get("status") or {}
+    name = str(metadata["name"])
+    parts: list[RenderableType] = []
+    if page is not None:
+        slots = page.get("slots") or []
+        places = [(str(slot.get("region")), int(slot.get("ordinal") or 0)) for slot in slots]
+        # A slot that nobody has had has no place yet.
+        names = {(region, ordinal): f"{region}-{ordinal}" for region, ordinal in places if region}
+        parts.append(picture(View(name, stop(job), page, names, serving=True), []))
+        if page.get("message"):
+            parts.append(Text(str(page["message"])))
+    else:
+        parts += [_head(job, now), ""]
+    shown = status.get("regions") or []
+    if page is None or len(shown) > 1 or any(region.get("cause") for region in shown):
+        if shown:
+            parts.append(regions_table(job, now))
+        elif not status.get("conditions"):
+            parts.append(Text(UNSEEN, "yellow"))
+    if (replaced := (status.get("replacements") or {}).get("total")) and page is None:
+        parts.append(f"{replaced} replaced since the job began")
+    if conditions := conditions_shown(job):
+        parts += ["", *(condition_text(one, now) for one in conditions)]
+    if (final := status.get("report")) and (holds(job, "Complete") or holds(job, "Failed")):
+        parts += ["", summary(final)]
+    if (metadata.get("deletionTimestamp")) is not None:
+        gone = span(since(metadata["deletionTimestamp"], now))
+        parts.append(Text(f"being deleted for {gone}", "yellow"))
+    if last := sorted(events, key=event_time)[-EVENTS_SHOWN:]:
+        parts += ["", *(event_line(event, name, now) for event in last)]
+    return Group(*parts)
+
+
+def _head(job: Object, now: float) -> Table:
+    document = from_status(job, now)
+    view = View(str(job["metadata"]["name"]), stop(job), document)
+    head = Table.grid(padding=(0, 3))
+    phase = str(document["phase"])
+    active, required = document["quorum"]["active"], document["quorum"]["required"]
+    head.add_row(
+        Text(view.job, style="bold"),
+        Text(phase, style=f"bold {_PHASES.get(phase, 'cyan')}"),
+        f"{document['elapsed_seconds']:.0f} s",
+        progress(view),
+        f"merged loss {nats((document['eval_loss'] or [[0, None]])[-1][1])}",
+        f"goodput {nats(document['goodput'])}",
+        f"quorum {active} active, {required} needed" if (job.get("status") or {}).get("quorum") else "",
+    )
+    return head
+
+
+def job_line(job: Object, page: Object | None, now: float) -> str:
+    """The job on one line, as ``--wait`` prints it; with the syncer's page, as ``diloco run`` does."""
+    status, document = job.get("status") or {}, from_status(job, now)
+    if not status.get("phase"):
+        return UNSEEN
+    if page is not None:
+        return progress_line(View(str(job["metadata"]["name"]), stop(job), page, serving=True))
+    view = View(str(job["metadata"]["name"]), stop(job), document)
+    return (
+        f"{document['elapsed_seconds']:7.1f} s  {document['phase']}  {progress(view)}"
+        f"  loss {nats((document['eval_loss'] or [[0, None]])[-1][1])}"
+        f"  learners {status.get('learners') or '-'}  quorum {status.get('quorum') or '-'}"
+        f"  goodput {nats(document['goodput'])}"
+    )

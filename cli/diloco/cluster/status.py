@@ -1,0 +1,189 @@
+"""``diloco status`` and ``diloco events`` of jobs in clusters."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco.cluster.client import Cluster, ClusterError, Object, Where
+from diloco.cluster.fetch import Pages
+from diloco.cluster.follow import POLL_SECONDS, ended, follow, job_events
+from diloco.cluster.render import (
+    concerns,
+    event_count,
+    event_line,
+    event_time,
+    job_picture,
+    jobs_table,
+    region_names,
+)
+
+# ------------------------------------------------------------------ status
+
+
+def show_status(where: Where, name: str | None, everywhere: bool, watch: bool, as_json: bool) -> int:
+    """``diloco status``: the exit code. Raises ClusterError."""
+    clusters = where.open()
+    if name is None:
+        return _list(clusters, everywhere, watch, as_json)
+    if watch:
+        return _watch(clusters, name)
+    documents = []
+    with contextlib.ExitStack() as stack:
+        for cluster in clusters:
+            job = cluster.job(name)
+            pages = Pages(cluster, name)
+            stack.callback(pages.close)
+            page = pages.read(job)
+            events = job_events(cluster, name)
+            if as_json:
+                documents.append(status_document(job, page, events, cluster.context))
+                continue
+            from rich.console import Console
+
+            console = Console(soft_wrap=True, highlight=False)
+            if len(clusters) > 1:
+                console.print(f"context {cluster.context}", style="dim")
+            console.print(job_picture(job, page, events, time.time()))
+            if page is None and (job.get("status") or {}).get("phase") == "Running":
+                console.print(f"(learner by learner: not to be had: {pages.problem})", style="dim")
+    if as_json:
+        print(json.dumps(documents[0] if len(documents) == 1 else documents, indent=1))
+    return 0
+
+
+def status_document(job: Object, page: Object | None, events: Sequence[Object], context: str) -> Object:
+    """``--json``: the syncer's status document, where it could be read, as of a run on one machine; and the
+    job's object and events."""
+    resource = {**job, "metadata": {k: v for k, v in job["metadata"].items() if k != "managedFields"}}
+    head = {"running": page is not None, "job": job["metadata"]["name"], "context": context}
+    told = [
+        {"time": event_time(event), "type": event.get("type"), "reason": event.get("reason"),
+         "message": event.get("message"), "count": event_count(event)}
+        for event in sorted(events, key=event_time)
+    ]  # fmt: skip
+    return {**head, **(page or {}), "resource": resource, "resource_events": told}
+
+
+def _list(clusters: Sequence[Cluster], everywhere: bool, watch: bool, as_json: bool) -> int:
+    from rich.console import Console
+
+    console = Console(soft_wrap=True, highlight=False)
+    while True:
+        jobs: list[Object] = []
+        contexts: list[str] = []
+        for cluster in clusters:
+            found = cluster.jobs(everywhere)
+            jobs += found
+            contexts += [cluster.context] * len(found)
+        if as_json:
+            print(json.dumps({"items": jobs}, indent=1))
+        elif not jobs:
+            names = [f"{c.context}{'' if everywhere else f' (namespace {c.namespace})'}" for c in clusters]
+            console.print(f"there is no job in {', '.join(names)}")
+        else:
+            several = contexts if len(clusters) > 1 else ()
+            console.print(jobs_table(jobs, time.time(), several, everywhere))
+        if not watch:
+            return 0
+        time.sleep(POLL_SECONDS)
+
+
+def _watch(clusters: Sequence[Cluster], name: str) -> int:
+    """The picture, drawn again and again until the job ends; elsewhere than on a terminal, lines."""
+    from rich.console import Console, Group
+    from rich.live import Live
+
+    for cluster in clusters:
+        cluster.job(name)  # that it is not there is said at once
+    console = Console(highlight=False)
+    if not console.is_terminal or console.is_dumb_terminal:
+        follow(clusters, name, ended, None, lambda line: print(line, flush=True))
+        return 0
+    views = [_Watched(cluster, Pages(cluster, name)) for cluster in clusters]
+    try:
+        with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
+            while not all(view.over for view in views):
+                for view in views:
+                    view.look(name)
+                live.update(Group(*(part for view in views for part in view.parts)), refresh=True)
+                time.sleep(POLL_SECONDS)
+    finally:
+        for view in views:
+            view.pages.close()
+    return 0
+
+
+@dataclass(slots=True)
+class _Watched:
+    """One copy of a job on the screen: its last picture, and below it what keeps it from being newer."""
+
+    cluster: Cluster
+    pages: Pages
+    parts: list[Any] = field(default_factory=list)
+    over: bool = False
+
+    def look(self, name: str) -> None:
+        from rich.text import Text
+
+        try:
+            job = self.cluster.job(name)
+            events = job_events(self.cluster, name)
+        except ClusterError as error:
+            if not error.passing and error.reason != "NotFound":
+                raise
+            self.parts = [*self.parts[:1], Text(str(error), "yellow")]
+            self.over = error.reason == "NotFound"
+            return
+        self.parts = [job_picture(job, self.pages.read(job), events, time.time())]
+        self.over = ended(job) is not None
+
+
+# ------------------------------------------------------------------ events
+
+
+def show_events(where: Where, name: str, watch: bool, as_json: bool) -> int:
+    """``diloco events NAME``: of the job and its objects, oldest first; the exit code.
+    Raises ClusterError."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(soft_wrap=True, highlight=False)
+    clusters = where.open()
+    jobs = {cluster.context: cluster.job(name) for cluster in clusters}
+    told: dict[str, int] = {}
+    while True:
+        found: list[tuple[float, str, Object]] = []
+        for cluster in clusters:
+            regions = region_names(jobs[cluster.context])
+            try:
+                events = cluster.all_of(cluster.core_path("events"))
+            except ClusterError as error:
+                if not watch or not error.passing:
+                    raise
+                print(f"{error} (asking again)", file=sys.stderr)
+                continue
+            found += [(event_time(e), cluster.context, e) for e in events if concerns(e, name, regions)]
+        new: list[Any] = []
+        for _, context, event in sorted(found, key=lambda one: one[0]):
+            uid = str(event["metadata"].get("uid"))
+            if told.get(uid, 0) < event_count(event):
+                told[uid] = event_count(event)
+                new.append((context, event))
+        if as_json:
+            for _, event in new:
+                print(json.dumps(event))
+        else:
+            for context, event in new:
+                place = Text(f"{context}  ", "dim") if len(clusters) > 1 else Text("")
+                console.print(place + event_line(event, name, time.time()))
+        if not watch:
+            if not new and not as_json:
+                console.print(f"nothing was told of {name} within the time that the cluster keeps events")
+            return 0
+        time.sleep(POLL_SECONDS)

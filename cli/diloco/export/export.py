@@ -1,0 +1,145 @@
+"""``diloco export``: the merged model of a run as a directory that transformers loads.
+
+Reads the store beside whoever writes it, so a run may be going on: of every fragment it
+takes the newest durable version, as a restart of the syncer would, and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diloco.processes.workdir import Workdir
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from diloco_protocol.arrays.layout import Layout
+    from diloco_protocol.spec.job import DiLoCoJob
+    from diloco_syncer.store.base import Store
+
+TRIES = 5  # a running syncer may remove a version just as it is read
+
+
+class ExportFailed(Exception):
+    """Nothing was written; the message says why and the cure."""
+
+
+def export_run(workdir: Workdir, out: Path) -> list[int]:
+    """Write the run's merged model to ``out``; returns the fragments' versions. Raises ExportFailed."""
+    from diloco_protocol.common.files import FileError
+    from diloco_protocol.spec.load import JobError, read_job
+    from diloco_syncer.store.base import DirectoryStore
+    from diloco_syncer.store.records import Damaged, FormatRefused
+
+    try:
+        job = read_job(workdir.job)
+        if not (workdir.store / "initial.json").is_file():
+            raise ExportFailed(f"{workdir.path} holds no model yet: its run has not got to version 0")
+        store = DirectoryStore(workdir.store)
+        tensors, versions = read_model(store, job.metadata.name)
+    except FileNotFoundError as error:
+        raise ExportFailed(f"{workdir.path} is no run's directory: {error.filename} is missing") from error
+    except (Damaged, FormatRefused, FileError, JobError, OSError) as error:
+        raise ExportFailed(str(error)) from error
+    write_model(job, tensors, out, workdir.job_directory())
+    return versions
+
+
+def export_url(
+    url: str,
+    out: Path,
+    directory: Path | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[int]:
+    """The same from a syncer's export listener (remote_model.py). ``directory``: where the job's
+    relative paths start. Raises ExportFailed."""
+    from diloco.export.remote_model import RemoteModelError, fetch_model
+
+    try:
+        job, tensors, versions = fetch_model(url, progress)
+    except RemoteModelError as error:
+        raise ExportFailed(str(error)) from error
+    write_model(job, tensors, out, directory)
+    return versions
+
+
+def write_model(
+    job: DiLoCoJob, tensors: Mapping[str, NDArray[Any]], out: Path, directory: Path | None
+) -> None:
+    """Write a directory that transformers loads. Raises ExportFailed."""
+    from diloco_protocol.spec.load import JobError
+    from diloco_worker.training.export import ExportError, export
+
+    if job.spec.training.model is None:
+        raise ExportFailed(
+            "the job has no spec.training.model: only its own program (learners.command) can build it"
+        )
+    try:
+        export(job, tensors, out, directory=directory)
+    except (ExportError, JobError) as error:
+        raise ExportFailed(str(error)) from error
+
+
+def read_model(store: Store, job: str) -> tuple[dict[str, NDArray[Any]], list[int]]:
+    """Every parameter of the merged model by name, float32, and the fragments' versions: those that
+    a restart of the syncer would go on from.
+
+    Raises ExportFailed, and what the store raises for damaged objects.
+    """
+    from diloco_syncer.store.base import NotThere
+    from diloco_syncer.store.restore import Reader, StoreUnusable
+
+    for last in [False] * (TRIES - 1) + [True]:
+        reader = Reader(store, job)
+        try:
+            layout = reader.layout()
+            if layout is None or reader.initial is None:
+                raise ExportFailed("the store has no version 0 yet")
+            chains = reader.newest(layout).chains
+            if any(chain.unusable for chain in chains) and not last:
+                continue  # damaged, or removed by the syncer while we read
+            tensors = assemble(layout, [chain.newest.theta for chain in chains])
+            if reader.initial["frozen"]:
+                tensors |= _frozen(reader.blob(reader.initial["frozen"]))
+            return tensors, [chain.newest.version for chain in chains]
+        except StoreUnusable as error:
+            if last:
+                raise ExportFailed(str(error)) from error
+        except NotThere as error:
+            if last:
+                raise ExportFailed(f"the store lacks {error}: restore it from a copy") from error
+    raise AssertionError("unreachable")
+
+
+def assemble(layout: Layout, fragments: Sequence[NDArray[np.float32]]) -> dict[str, NDArray[Any]]:
+    """Tensors by name from the fragments' flat vectors. Raises ExportFailed if a size is off."""
+    import numpy as np
+
+    shapes = {tensor.name: tensor.shape for tensor in layout.tensors}
+    flat = {tensor.name: np.empty(tensor.elements, np.float32) for tensor in layout.tensors}
+    for index, (pieces, theta) in enumerate(zip(layout.fragments, fragments, strict=True)):
+        if theta.size != layout.elements(index):
+            raise ExportFailed(
+                f"fragment {index} has {theta.size} elements, the layout says {layout.elements(index)}"
+            )
+        for piece in pieces:
+            flat[piece.tensor][piece.start : piece.stop] = theta[piece.offset : piece.offset + piece.elements]
+    return {name: values.reshape(shapes[name]) for name, values in flat.items()}
+
+
+def _frozen(data: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
+    from diloco_syncer.server.pages.model_file import NotSafetensors, as_float32, frozen_entries
+
+    try:
+        entries, begin = frozen_entries(data)
+    except NotSafetensors as error:
+        raise ExportFailed(f"the store's frozen parameters cannot be read: {error}") from error
+    return {
+        entry.name: as_float32(data[begin + entry.start : begin + entry.stop].copy(), entry.dtype).reshape(
+            entry.shape
+        )
+        for entry in entries
+    }

@@ -1,0 +1,130 @@
+"""Carries out the faults of a ``--chaos`` schedule on a run's processes, and keeps book.
+
+A fault whose target is not running when it is due (it is being restarted) waits until
+it is; what never came about is said at the end. A fault on ``learner`` takes one that
+holds a slot, as long as any does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from diloco.local.chaos.fault_report import Injected
+from diloco.local.chaos.proxy import Proxy
+from diloco.local.chaos.schedule import Clockwork, Fault, choose
+from diloco.local.screen import Screen, View
+from diloco.processes.processes import Process
+from diloco.processes.worker_specs import Member
+
+SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "pause": signal.SIGSTOP}
+
+
+class Host(Protocol):
+    """What the injector needs of the runner."""
+
+    view: View
+    screen: Screen
+
+    @property
+    def running(self) -> Mapping[str, Process]: ...
+
+    @property
+    def proxies(self) -> Mapping[str, Proxy]: ...
+
+    @property
+    def learners(self) -> Sequence[Member]: ...
+
+    @property
+    def elapsed(self) -> float: ...
+
+    def slot_of(self, name: str) -> dict[str, Any] | None: ...
+
+
+class Injector:
+    """``step`` now and then; ``merged`` and ``ended`` when that happens. ``done`` is the book."""
+
+    def __init__(self, host: Host, schedule: Sequence[Fault], seed: int) -> None:
+        self._host = host
+        self._clockwork = Clockwork(schedule)
+        self._seed = seed
+        self._first_merge: float | None = None
+        self._held: list[tuple[int, Fault]] = []  # due, their target is not running
+        self._paused: dict[str, float] = {}  # process -> until (monotonic)
+        self._open: dict[str, int] = {}  # process -> its newest fault in `done`
+        self.cuts = any(fault.action == "cut" for fault in schedule)
+        self.done: list[Injected] = []
+
+    @property
+    def waiting(self) -> tuple[Fault, ...]:
+        """Faults that are still to come."""
+        return (*(fault for _, fault in self._held), *self._clockwork.waiting)
+
+    def paused(self, name: str) -> bool:
+        """Whether this process is stopped on purpose."""
+        return time.monotonic() < self._paused.get(name, 0.0)
+
+    def merged(self) -> None:
+        """There has been a merge in this run: times count from the first."""
+        if self._first_merge is None:
+            self._first_merge = time.monotonic()
+
+    def ended(self, name: str, at: float) -> None:
+        """A process ended at ``at`` (wall clock)."""
+        index = self._open.pop(name, None)
+        if index is not None and self.done[index].noticed is None:
+            self.done[index] = replace(self.done[index], noticed=at)
+
+    def step(self) -> None:
+        """Carry out what is due now."""
+        since = None if self._first_merge is None else time.monotonic() - self._first_merge
+        slots = self._host.view.status.get("slots") or []
+        greatest = max((int(slot.get("step") or 0) for slot in slots), default=0)
+        due = self._held + self._clockwork.due(since, greatest)
+        self._held = [(index, fault) for index, fault in due if not self._inject(index, fault)]
+
+    def _inject(self, index: int, fault: Fault) -> bool:
+        """False: the target is not there at the moment."""
+        if fault.syncer:
+            if "syncer" not in self._host.running:
+                return False
+            self._hit(fault, "syncer", None)
+            return True
+        by_index = {
+            m.learner: m
+            for m in self._host.learners
+            if m.learner is not None and m.name in self._host.running
+        }
+        seated = [i for i, member in by_index.items() if self._host.slot_of(member.name) is not None]
+        candidates = seated if fault.learner is None and seated else list(by_index)
+        chosen = choose(fault, index, candidates, self._seed)
+        if chosen is None:
+            return False
+        name = by_index[chosen].name
+        self._hit(fault, name, self._host.slot_of(name))
+        return True
+
+    def _hit(self, fault: Fault, name: str, slot: dict[str, Any] | None) -> None:
+        process, lasting = self._host.running[name], f" for {fault.duration:g} s" if fault.duration else ""
+        self._host.screen.event(f"chaos: {fault.action} {name}{lasting}", "bold red")
+        injected = Injected(
+            time.time(), self._host.elapsed, fault.action, name,
+            None if slot is None else int(slot["slot"]),
+            0 if slot is None else int(slot.get("incarnation") or 0), fault.duration,
+        )  # fmt: skip
+        if fault.action == "cut":
+            proxies = self._host.proxies
+            for proxy in proxies.values() if name == "syncer" else [proxies[name]]:
+                proxy.cut(fault.duration)
+        else:
+            process.signal(SIGNALS[fault.action])
+            if fault.action == "pause":
+                self._paused[name] = time.monotonic() + fault.duration
+                asyncio.get_running_loop().call_later(fault.duration, process.signal, signal.SIGCONT)
+            else:
+                self._open[name] = len(self.done)
+        self.done.append(injected)

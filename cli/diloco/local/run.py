@@ -1,0 +1,202 @@
+"""``diloco run``: from a job file to a finished run and its report."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diloco.local.chaos import schedule as chaos
+
+if TYPE_CHECKING:
+    from diloco.local.outcome import Result
+    from diloco.processes.workdir import Workdir
+    from diloco.processes.worker_specs import Serving
+    from diloco_protocol.spec.job import DiLoCoJob
+
+LOG_LINES = 12  # shown of the log of what made a run fail
+
+
+class UsageError(Exception):
+    """The arguments or the job file are wrong: exit code 2. The message says what and the cure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    job: Path
+    workdir: Path | None = None
+    report: Path | None = None
+    chaos: str = ""
+    seed: int | None = None
+    overrides: Sequence[str] = field(default_factory=tuple)
+    http: str = "127.0.0.1:0"
+    serving: Serving | None = None  # learners are other machines'
+
+
+def run(options: Options) -> int:
+    """Run the job; returns the exit code. Raises UsageError."""
+    from diloco.local.outcome import complete
+    from diloco.processes.workdir import WorkdirError, claim, locked
+    from diloco.processes.worker_specs import without_meaning
+    from diloco.validate import problems_text
+    from diloco_protocol.common.files import FileError, write_whole
+    from diloco_protocol.spec.load import JobError, job_warnings, load_job
+
+    overrides = [*options.overrides, *([] if options.seed is None else [f"seed={options.seed}"])]
+    try:
+        job = load_job(options.job, overrides)
+        schedule = chaos.parse(options.chaos)
+        chaos.check(schedule, job.spec.slots)
+    except JobError as error:
+        raise UsageError(problems_text(error)) from error
+    except chaos.ChaosError as error:
+        raise UsageError(str(error)) from error
+    _check_here(job, options)
+    try:
+        with locked(options.workdir or Path("runs") / job.metadata.name) as workdir:
+            again = claim(workdir, job, options.job.absolute().parent)
+            for warning in job_warnings(job):
+                print(f"warning: {warning}", file=sys.stderr)
+            if ignored := without_meaning(job):
+                print(f"without meaning on one machine, not used: {', '.join(ignored)}", flush=True)
+            result = _run_job(job, workdir, options, schedule, again)
+            # What is complete stays as it was reported: its time, its faults.
+            earlier = workdir.earlier_report() if result.complete_already else None
+            report = earlier or complete(result, job)
+            data = json.dumps(report, indent=1).encode() + b"\n"
+            for path in [workdir.report, *([options.report] if options.report else [])]:
+                try:
+                    path.absolute().parent.mkdir(parents=True, exist_ok=True)
+                    write_whole(path, data)
+                except (FileError, OSError) as error:
+                    print(f"error: the report cannot be written: {error.strerror or error}", file=sys.stderr)
+                    return result.verdict.exit_code or 1
+            _tell(result, report, workdir)
+            return result.verdict.exit_code
+    except WorkdirError as error:
+        raise UsageError(str(error)) from error
+
+
+def _check_here(job: DiLoCoJob, options: Options) -> None:
+    """What can be known to be wrong before anything is started."""
+    if job.spec.syncer.shards > 1:
+        raise UsageError(
+            f"spec.syncer.shards = {job.spec.syncer.shards}: a run on one machine has one syncer;"
+            " set it to 1, or give --set syncer.shards=1"
+        )
+    if options.report is not None:
+        # Its directory is made with the first write (it may be the workdir itself): the nearest
+        # one that exists has to be writable.
+        try:
+            parent = next(p for p in options.report.absolute().parents if p.exists())
+            unfit = options.report.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK)
+        except OSError:  # a name that is too long, a loop of links
+            unfit = True
+        if unfit:
+            raise UsageError(
+                f"--report {options.report}: it cannot be written; "
+                "name a file in a directory that can be written"
+            )
+    check_listen(options.http)
+    if options.serving is not None:
+        check_listen(options.serving.listen, "--listen")
+
+
+def check_listen(address: str, option: str = "--http") -> None:
+    """Raise UsageError unless this machine can listen on ``address`` (host:port, port 0: any)."""
+    import socket
+
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise UsageError(f"{option} {address}: write host:port, such as 127.0.0.1:8080")
+    try:
+        with socket.create_server(
+            (host.strip("[]"), int(port)), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        ):
+            pass
+    except OSError as error:
+        number = error.errno or 0
+        if number < 0:  # getaddrinfo's
+            raise UsageError(f"{option} {address}: there is no such host; write 127.0.0.1:0") from error
+        raise UsageError(
+            f"{option} {address}: cannot listen there ({os.strerror(number) if number else error});"
+            " choose another port, or leave it out"
+        ) from error
+
+
+def _run_job(
+    job: DiLoCoJob, workdir: Workdir, options: Options, schedule: Sequence[chaos.Fault], again: bool
+) -> Result:
+    from rich.console import Console
+
+    from diloco.local.runner import Runner
+    from diloco.local.screen import make
+    from diloco_protocol.security.credentials import CredentialsError
+    from diloco_protocol.wire.control_auth import make_key
+
+    try:
+        make_key(workdir.control_key)
+    except (CredentialsError, OSError) as error:
+        raise UsageError(f"workdir {workdir.path}: {error}") from error
+    # A person who pipes the output still wants whole lines, whatever the pipe's width.
+    console = Console(soft_wrap=True)
+    screen = make(console)
+    try:
+        learners = job.spec.slots
+        screen.event(
+            f"{'going on with' if again else 'starting'} {job.metadata.name}: {learners}"
+            f" learner{'s' * (learners != 1)} in {workdir.path}", "bold",
+        )  # fmt: skip
+        if options.serving is not None:
+            port = options.serving.listen.rpartition(":")[2]
+            screen.event(f"they join from other machines: diloco learner join ADDRESS:{port}, this machine's")
+            if job.spec.evaluated and not options.serving.evaluator:
+                screen.event("nobody scores the merged model (see --evaluator-credentials)", "yellow")
+        return asyncio.run(
+            Runner(
+                job, workdir, options.job.absolute().parent, schedule, screen, options.http, options.serving
+            ).run()
+        )
+    finally:
+        screen.close()
+
+
+def _tell(result: Result, report: dict[str, Any], workdir: Workdir) -> None:
+    from rich.console import Console
+
+    from diloco.local.screen import summary
+
+    verdict = result.verdict
+    console = Console(soft_wrap=True)
+    if not console.is_terminal:
+        console.width = 200  # nobody's window: lines stay whole
+    console.print()
+    console.print(summary(report))
+    console.print(f"report: {workdir.report}", highlight=False)
+    if verdict.outcome == "interrupted":
+        console.print(f"the same command goes on from {workdir.store}", highlight=False)
+    if verdict.outcome == "failed":
+        print(f"error: {verdict.message or 'the job failed'}", file=sys.stderr)
+        if verdict.log_of:
+            log = workdir.log(verdict.log_of)
+            print(f"the end of {log}:", file=sys.stderr)
+            for line in tail(log, LOG_LINES):
+                print(f"  {line}", file=sys.stderr)
+
+
+def tail(path: Path, lines: int) -> list[str]:
+    """The last lines of a file that may be large; none if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 65536))
+            return file.read().decode("utf-8", "replace").splitlines()[-lines:]
+    except OSError:
+        return []
+
+
+__all__ = ["Options", "UsageError", "check_listen", "run", "tail"]

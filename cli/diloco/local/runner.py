@@ -1,0 +1,480 @@
+"""Runs a job's processes on this machine from the first start to the report.
+
+One task per process keeps it running: start, wait, ask the supervisor what its end
+means, start again. One task reads the syncer's status twice a second; phases, chaos,
+metrics and the screen follow from it. Whatever decides how the run ends sets the
+verdict once; then all processes are ended, the report is completed and written.
+
+Ends. *Complete* and *failed* come from the syncer's phase, failed also from the
+supervisor. Ctrl-C (and SIGTERM, SIGHUP) asks the syncer to interrupt: learners offer
+their work and leave, the syncer makes its checkpoint, and the run ends with 130; a
+second one kills everything at once. If the runner itself is killed the kernel kills its
+processes (processes.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diloco.local.chaos.injector import Injector
+from diloco.local.chaos.proxy import Proxy
+from diloco.local.chaos.schedule import Fault
+from diloco.local.metrics_log import Journal
+from diloco.local.outcome import OUTCOMES, Result, Verdict
+from diloco.local.screen import Screen, View
+from diloco.local.watch import Watch
+from diloco.processes.processes import Child, Process, StartError, Zygote
+from diloco.processes.supervisor import Abandon, Exit, Fail, Finished, Kind, Restart, Supervisor
+from diloco.processes.watchdog import Vigil, progress
+from diloco.processes.workdir import Workdir
+from diloco.processes.worker_specs import (
+    Member,
+    Serving,
+    base_environment,
+    device_names,
+    gpus,
+    members,
+    served,
+    threads_each,
+    worker_environment,
+)
+from diloco.syncer_client import Hub, HubError
+
+if TYPE_CHECKING:
+    from diloco_protocol.spec.job import DiLoCoJob
+
+POLL_SECONDS = 0.5
+POLL_CHAOS_SECONDS = 0.1  # while faults are still to come
+JOURNAL_SECONDS = 1.0
+DRAIN_SECONDS = 10.0  # after Ctrl-C, for learners to offer their work and the syncer to end
+LEAVE_SECONDS = 10.0  # after the job's end, for processes to leave by themselves
+TERM_SECONDS = 3.0  # between SIGTERM and SIGKILL
+GONE_TRIES = 5  # process-gone calls while the syncer does not answer
+
+
+class Runner:
+    def __init__(
+        self, job: DiLoCoJob, workdir: Workdir, job_directory: Path, schedule: Sequence[Fault],
+        screen: Screen, http: str = "127.0.0.1:0", serving: Serving | None = None,
+    ) -> None:  # fmt: skip
+        """``serving``: learners are other machines' (`diloco syncer serve`)."""
+        self.job, self.workdir, self.screen = job, workdir, screen
+        self._job_directory = job_directory
+        self._serving = serving
+        self._members = members(job) if serving is None else served(job, serving)
+        learners = job.spec.slots + sum(region.spares for region in job.spec.regions)
+        threads = threads_each(len(os.sched_getaffinity(0)), learners)
+        self._env = base_environment(os.environ, threads)
+        self._gpus = gpus(os.environ, device_names())
+        self._zygote = Zygote(
+            {**self._env, "OPENBLAS_NUM_THREADS": "1", "DILOCO_JOB_FILE": str(workdir.job)},
+            job_directory, workdir.log("zygote"),
+        )  # fmt: skip
+        policy = job.spec.failure_policy
+        self.supervisor = Supervisor(
+            policy.max_replacements,
+            random.Random(),
+            [(frozenset(r.exit_codes), r.action) for r in policy.rules],
+        )
+        self.hub = Hub(workdir.address, workdir.control_key)
+        stop = job.spec.training.stop
+        self.view = View(job.metadata.name, (stop.kind, stop.limit))
+        self.running: dict[str, Process] = {}
+        self.proxies: dict[str, Proxy] = {}
+        self.injector = Injector(self, schedule, job.spec.seed)
+        self._http = http
+        self._sync_port = self._control_port = "127.0.0.1:0"
+        if serving is not None:
+            self._sync_port = serving.listen
+        self.watch = Watch(
+            self.hub, self.view, screen, self.supervisor, self._members, workdir.store, self.injector.merged
+        )
+        self._vigil = Vigil()
+        self._complete_already = False
+        self._begun = time.monotonic()
+        self._peak_rss = 0
+        self._stopping = False
+        self._interrupts = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._verdict: asyncio.Future[Verdict] | None = None
+
+    # -------------------------------------------------------------- the run
+
+    async def run(self) -> Result:
+        """From the first start to the last process's end."""
+        loop = asyncio.get_running_loop()
+        self._verdict = loop.create_future()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._on_signal, number)
+        journal = Journal(self.workdir.metrics_file, self.workdir.metrics, self.workdir.tensorboard)
+        try:
+            self._spawn(self._life(journal))
+            verdict = await self._verdict
+            await self._leave(verdict)
+            for fault in self.injector.waiting:
+                self.screen.event(f"chaos: it did not come to {fault.text}", "yellow")
+        finally:
+            self._stopping = True
+            await self._cancel_tasks()
+            await self._end_processes()
+            for proxy in self.proxies.values():
+                await proxy.close()
+            await self.hub.close()
+            with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
+                journal.close()
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                loop.remove_signal_handler(number)
+                signal.signal(number, signal.SIG_IGN)  # only the report is left to write
+        return Result(
+            verdict, self.watch.report, self.view.status, self.injector.done, self.watch.events,
+            self.supervisor.restarts.get("syncer", 0), self._peak_rss, time.monotonic() - self._begun,
+            self._complete_already,
+        )  # fmt: skip
+
+    async def _life(self, journal: Journal) -> None:
+        """Start everything, then follow the syncer's status until the end."""
+        with contextlib.suppress(FileNotFoundError):
+            self.workdir.address.unlink()  # an earlier run's
+        if self.injector.cuts:
+            for member in self._members:
+                self.proxies[member.name] = Proxy(self._sync_address)
+                await self.proxies[member.name].start()
+        own = self.job.spec.learners.command is None and self._serving is None
+        if own or any(m.kind is Kind.EVALUATOR for m in self._members):
+            self._spawn(self._preload())
+        self._spawn(self._keep_syncer())
+        while not await self._look():
+            why = self._given_up()
+            if why:
+                self._decide(Verdict("failed", 1, why, "syncer"))
+                return
+            await asyncio.sleep(0.05)
+        if self.watch.ended:
+            self._complete_already = self.watch.phase == "complete"
+            self.screen.event(
+                f"the job is {self.watch.phase} already; to train it further raise training.stop,"
+                " to begin anew give another --workdir", "bold",
+            )  # fmt: skip
+            return
+        for member in self._members:
+            self._spawn(self._keep(member))
+        next_journal = 0.0
+        while True:
+            self.injector.step()
+            if time.monotonic() >= next_journal:
+                next_journal = time.monotonic() + JOURNAL_SECONDS
+                try:
+                    journal.write(self.view.status if self.view.serving else None)
+                except OSError as error:  # a full disk: the job's own state has its own handling
+                    next_journal = float("inf")
+                    self.screen.event(f"metrics are not written any more: {error}", "red")
+            await asyncio.sleep(POLL_CHAOS_SECONDS if self.injector.waiting else POLL_SECONDS)
+            if not await self._look() and (why := self._given_up()):
+                self.screen.event(f"{why}: it is killed", "red")
+                self.running["syncer"].signal(signal.SIGKILL)
+                self._vigil.excused(time.monotonic())  # until it is gone
+
+    async def _preload(self) -> None:
+        try:
+            await self._zygote.load()
+        except (StartError, OSError) as error:
+            self._decide(Verdict("failed", 1, str(error), "zygote"))
+
+    async def _look(self) -> bool:
+        """Read the syncer's status, False if it does not answer; an ended phase ends the run."""
+        answered = await self.watch.look()
+        if answered:
+            self._vigil.answered(time.monotonic())
+        self._sample_rss()
+        if answered and self.watch.ended:
+            outcome, code = OUTCOMES.get(self.watch.phase, ("failed", 1))
+            message = str(self.view.status.get("message") or "") if code else ""
+            self._decide(Verdict(outcome, code, message))
+        return answered
+
+    def _given_up(self) -> str:
+        """Why the syncer that runs and does not answer is of no use any more; empty: it may be yet."""
+        process = self.running.get("syncer")
+        if process is None:
+            return ""
+        if self.injector.paused("syncer"):
+            self._vigil.excused(time.monotonic())
+        return self._vigil.check(time.monotonic(), progress(process.pid))
+
+    def _sample_rss(self) -> None:
+        """The syncer's peak resident memory, which the kernel forgets with the process."""
+        process = self.running.get("syncer")
+        if process is None:
+            return
+        try:
+            with open(f"/proc/{process.pid}/status", encoding="ascii", errors="replace") as file:
+                peak = next((line for line in file if line.startswith("VmHWM:")), "VmHWM: 0 kB")
+        except OSError:
+            return  # it has just ended
+        self._peak_rss = max(self._peak_rss, int(peak.split()[1]) * 1024)
+
+    def _sync_address(self) -> str | None:
+        address = self.hub.address()
+        return None if address is None else str(address["sync"])
+
+    # -------------------------------------------------------------- what the injector asks
+
+    @property
+    def learners(self) -> list[Member]:
+        return [member for member in self._members if member.learner is not None]
+
+    @property
+    def elapsed(self) -> float:
+        return self.watch.elapsed
+
+    def slot_of(self, name: str) -> dict[str, Any] | None:
+        return self.watch.slot_of(name)
+
+    # -------------------------------------------------------------- processes
+
+    async def _keep_syncer(self) -> None:
+        """Keep the syncer running; after a restart it listens where it did before."""
+        while not self._stopping:
+            self._recall_ports()
+            command = [
+                sys.executable, "-m", "diloco_syncer",
+                "--job", str(self.workdir.job), "--store", str(self.workdir.store),
+                "--listen", self._sync_port, "--control", self._control_port, "--http", self._http,
+                "--address-file", str(self.workdir.address),
+                "--control-key-file", str(self.workdir.control_key),
+            ]  # fmt: skip
+            if self._serving is not None and self._serving.credentials is not None:
+                command += ["--credentials", str(self._serving.credentials)]
+            try:
+                env = {k: v for k, v in self._env.items() if k != "NUMBA_NUM_THREADS" or k in os.environ}
+                process: Process = await Child.start("syncer", command, env, self.workdir.log("syncer"))
+            except StartError as error:
+                self._decide(Verdict("failed", 1, str(error)))
+                return
+            self._vigil.started(time.monotonic())
+            self.running["syncer"] = process
+            how = await process.wait()
+            self.running.pop("syncer", None)
+            self.injector.ended("syncer", time.time())
+            if how.code == 0 and (phase := self._last_phase()) is not None:
+                self._decide(Verdict(*OUTCOMES.get(phase, ("failed", 1))))
+                return
+            if how.code == 1 and self.watch.phase == "failed":
+                self._decide(Verdict("failed", 1, str(self.view.status.get("message") or ""), "syncer"))
+                return
+            if not await self._after(Member("syncer", Kind.SYNCER, "", 0), how):
+                return
+
+    def _last_phase(self) -> str | None:
+        """The phase in which a syncer with exit code 0 ended the job; None: it was only asked to stop."""
+        if self._interrupts:
+            return "suspended"
+        if self.watch.ended:
+            return self.watch.phase
+        address = self.hub.address()
+        return self.workdir.ended_in(int(address["epoch"])) if address is not None else None
+
+    def _recall_ports(self) -> None:
+        address = self.hub.address()
+        if address is None:
+            return
+        self._control_port, self._http = (free_or_any(str(address[name])) for name in ("control", "http"))
+        if self._serving is None:
+            self._sync_port = free_or_any(str(address["sync"]))
+        else:
+            self._sync_port = str(address["sync"])  # other machines know it: it does not move
+
+    async def _keep(self, member: Member) -> None:
+        """Keep one worker running."""
+        while not self._stopping:
+            how: Exit
+            try:
+                process = await self._start(member)
+            except (StartError, OSError) as error:
+                self.screen.event(str(error), "red")
+                how = Exit(code=1)
+            else:
+                self.running[member.name] = process
+                how = await process.wait()
+                self.running.pop(member.name, None)
+                self.injector.ended(member.name, time.time())
+                if member.kind is Kind.LEARNER and not self._stopping:
+                    self._spawn(self._report_gone(member, self.watch.process_ids[member.name], how))
+            if not await self._after(member, how):
+                return
+
+    async def _after(self, member: Member, how: Exit) -> bool:
+        """Do what the supervisor says about an end; True: start it again now."""
+        if how.code == 0 and member.kind is not Kind.SYNCER:
+            await self._look()  # it may have left because the job ends, which we have not heard yet
+        decision = self.supervisor.ended(
+            member.name, member.kind, how, time.monotonic(), wanted=self._wants(member, how)
+        )
+        if isinstance(decision, Restart):
+            delay = max(0.0, decision.at - time.monotonic())
+            again = f"again in {delay:.1f} s" if delay > 0 else "again at once"
+            self.screen.event(f"{member.name} ended ({how}), starting it {again}", "yellow")
+            self.view.notes[member.name] = "starting"
+            await asyncio.sleep(delay)
+            return not self._stopping
+        if isinstance(decision, Abandon):
+            self.screen.event(f"{decision.message}; see {self.workdir.log(member.name)}", "red")
+        elif isinstance(decision, Fail):
+            self._decide(Verdict("failed", decision.exit_code, decision.message, member.name))
+        elif isinstance(decision, Finished) and not self._stopping and (how.signal is not None or how.code):
+            self.screen.event(f"{member.name} ended ({how})", "yellow")
+        return False
+
+    def _wants(self, member: Member, how: Exit) -> bool:
+        """Whether the job still needs a process that ended so."""
+        if self._stopping or self._interrupts or self.watch.ended:
+            return False
+        if member.kind is Kind.LEARNER:
+            # In deterministic mode a learner leaves by itself when its share is done.
+            done = self.job.spec.sync.deterministic and how.code == 0
+            return not self.watch.closing and not done
+        return True
+
+    async def _start(self, member: Member) -> Process:
+        process_id = uuid.uuid4().hex
+        self.watch.process_ids[member.name] = process_id
+        proxy = self.proxies.get(member.name)
+        gpu = None
+        if len(self._gpus) > 1 and self.job.spec.training.device != "cpu":
+            gpu = self._gpus[self._members.index(member) % len(self._gpus)]
+        env = worker_environment(
+            member, process_id, self.workdir, self._job_directory, proxy.address if proxy else None, gpu
+        )
+        if self._serving is not None and self._serving.evaluator_credentials is not None:
+            env["DILOCO_CREDENTIALS"] = str(self._serving.evaluator_credentials)
+        log = self.workdir.log(member.name)
+        command = self.job.spec.learners.command
+        self.view.notes.pop(member.name, None)
+        if command is None or member.kind is Kind.EVALUATOR:
+            return await self._zygote.spawn(member.name, env, log)
+        program = [sys.executable if command[0] == "python" else command[0], *command[1:]]
+        return await Child.start(
+            member.name, program, {**self._env, **env}, log, cwd=self._job_directory, guard=True
+        )
+
+    async def _report_gone(self, member: Member, process_id: str, how: Exit) -> None:
+        """Tell the syncer at once; it would find out by silence, but later."""
+        body = {"region": member.region, "ordinal": member.ordinal, "process": process_id, "reason": str(how)}
+        for tries in range(GONE_TRIES):
+            try:
+                await self.hub.call("process-gone", body, seconds=2.0)
+                return
+            except HubError:
+                await asyncio.sleep(0.2 * 2**tries * random.uniform(0.5, 1.5))
+
+    # -------------------------------------------------------------- the end
+
+    def _decide(self, verdict: Verdict) -> None:
+        assert self._verdict is not None
+        if not self._verdict.done():
+            self._verdict.set_result(verdict)
+
+    def _on_signal(self, number: int) -> None:
+        self._interrupts += 1
+        if self._interrupts == 1:
+            self.screen.event(
+                "interrupted: learners offer their work, then a checkpoint (again: stop at once)", "bold"
+            )
+            self._spawn(self._interrupt())
+        else:
+            self.screen.event("stopping at once", "bold red")
+            self._stopping = True
+            self._kill_all()
+            self._decide(Verdict("interrupted", 130))
+
+    async def _interrupt(self) -> None:
+        started = self.view.status.get("phase") not in (None, "waiting")
+        try:
+            if not started:
+                raise HubError("nothing has been trained yet")
+            await self.hub.call("announce", {"phase": "interrupted", "message": "stopped by the user"})
+            await asyncio.sleep(DRAIN_SECONDS)
+            self.screen.event(
+                f"the job did not drain within {DRAIN_SECONDS:.0f} s; its last durable state is kept", "red"
+            )
+        except HubError:
+            pass  # there is nobody to drain to; what is durable stays
+        self._decide(Verdict("interrupted", 130))
+
+    async def _leave(self, verdict: Verdict) -> None:
+        """Let the processes go by themselves, where the syncer has told them to."""
+        if verdict.outcome == "failed" and verdict.log_of and self.view.serving and not self._stopping:
+            with contextlib.suppress(HubError):
+                await self.hub.call("announce", {"phase": "failed", "message": verdict.message}, seconds=2.0)
+        if self.watch.report is None and self.view.serving and not self._stopping:
+            await self.watch.fetch_report()
+        deadline = time.monotonic() + (LEAVE_SECONDS if self.watch.ended else 0.0)
+        while self.running and time.monotonic() < deadline and not self._stopping:
+            await asyncio.sleep(0.02)
+
+    async def _cancel_tasks(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=5.0)
+
+    async def _end_processes(self) -> None:
+        """SIGTERM, then SIGKILL; workers before the syncer."""
+        for names in ([name for name in self.running if name != "syncer"], ["syncer"]):
+            processes = [self.running[name] for name in names if name in self.running]
+            for process in processes:
+                process.signal(signal.SIGTERM)
+                process.signal(signal.SIGCONT)
+            await self._await_ends(processes, TERM_SECONDS)
+            for process in processes:
+                process.signal(signal.SIGKILL)
+            await self._await_ends(processes, TERM_SECONDS)
+        await self._zygote.close()
+
+    async def _await_ends(self, processes: Sequence[Process], seconds: float) -> None:
+        if processes:
+            waits = [asyncio.ensure_future(process.wait()) for process in processes]
+            _, late = await asyncio.wait(waits, timeout=seconds)
+            for wait in late:
+                wait.cancel()
+
+    def _kill_all(self) -> None:
+        for process in self.running.values():
+            process.signal(signal.SIGKILL)
+        self._zygote.kill()
+
+    def _spawn(self, coroutine: Any) -> None:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._decide(Verdict("failed", 1, f"the runner failed: {type(error).__name__}: {error}"))
+            asyncio.get_running_loop().call_exception_handler(
+                {"message": "runner task failed", "exception": error}
+            )
+
+
+def free_or_any(address: str) -> str:
+    """``address`` if this machine can listen there, else any port of the same host. Somebody may
+    have taken the port while the syncer was down; who reads the address file does not mind."""
+    host, _, port = address.rpartition(":")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.create_server((host.strip("[]"), int(port)), family=family):
+            return address
+    except OSError:
+        return f"{host}:0"

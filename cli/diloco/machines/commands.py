@@ -1,0 +1,193 @@
+"""The words of ``diloco syncer`` and ``diloco learner``: a job on machines without a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from diloco.console import WRONG, fail, interruptible
+
+syncer = typer.Typer(
+    name="syncer", no_args_is_help=True, rich_markup_mode="markdown",
+    help="""Serve a job from this machine; learners join from others.
+
+    diloco syncer serve job.yaml --workdir runs/job --listen 0.0.0.0:7700 --credentials pki/default/job/syncer
+""",
+)  # fmt: skip
+learner = typer.Typer(
+    name="learner", no_args_is_help=True, rich_markup_mode="markdown",
+    help="""Give this machine's compute to a job that is served elsewhere, as long as you like.
+
+    diloco learner join hub.example.org:7700 --credentials pki/default/job/learners
+""",
+)  # fmt: skip
+
+CredentialsFolder = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR", show_default=False,
+        help="tls.crt, tls.key, ca.crt, join-token, as `diloco certs issue` makes them.",
+    ),
+]  # fmt: skip
+Plaintext = Annotated[
+    bool,
+    typer.Option("--plaintext", help="Go without certificates: for a network in which you trust everybody."),
+]
+Overrides = Annotated[
+    list[str],
+    typer.Option(
+        "--set",
+        metavar="PATH=VALUE",
+        show_default=False,
+        help="Change one field below spec, as in `diloco run`.",
+    ),
+]
+
+
+@syncer.command()
+@interruptible
+def serve(
+    job: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.", show_default=False)],
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where learners join: a port that they can reach.")
+    ] = "127.0.0.1:7700",
+    workdir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            show_default=False,
+            help="Where everything is kept.  [default: runs/<the job's name>]",
+        ),
+    ] = None,
+    credentials: CredentialsFolder = None,
+    plaintext: Plaintext = False,
+    evaluator: Annotated[
+        bool, typer.Option("--evaluator/--no-evaluator", help="Score the merged model on this machine.")
+    ] = True,
+    evaluator_credentials: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            show_default=False,
+            help="A learner's, for the evaluator; with --credentials there is none without.",
+        ),
+    ] = None,
+    http: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Status page and metrics; port 0: any.")
+    ] = "127.0.0.1:0",
+    overrides: Overrides = [],  # noqa: B006
+) -> None:
+    """Run a job's syncer on this machine until the job is done.
+
+    Learners join, leave and are lost as they like; below the quorum the job holds. The same command on the
+    same workdir goes on from its store. Ctrl-C drains: learners offer their work, then a checkpoint. Exit
+    codes are those of `diloco run`.
+
+    Examples:
+
+        diloco syncer serve job.yaml --listen 0.0.0.0:7700 --credentials pki/default/job/syncer
+
+        diloco syncer serve examples/tiny-gpt.yaml --workdir runs/served --listen 127.0.0.1:7700
+    """
+    from diloco.local.run import Options, UsageError, run
+    from diloco.machines.join import here
+    from diloco.processes.worker_specs import Serving
+
+    if credentials is None and not plaintext and not here(listen.rpartition(":")[0]):
+        raise fail(
+            f"--credentials is missing: whoever reaches {listen} could join. Give the syncer's folder "
+            "(`diloco certs issue` makes it); --plaintext goes without, for a network in which you trust "
+            "everybody",
+            WRONG,
+        )
+    for option, folder in (
+        ("--credentials", credentials),
+        ("--evaluator-credentials", evaluator_credentials),
+    ):
+        if folder is not None and not folder.is_dir():
+            raise fail(f"{option} {folder}: there is no such folder", WRONG)
+    if credentials is not None and evaluator_credentials is None:
+        evaluator = False
+    serving = Serving(
+        listen,
+        None if credentials is None else credentials.absolute(),
+        evaluator,
+        None if evaluator_credentials is None else evaluator_credentials.absolute(),
+    )
+    try:
+        code = run(Options(job, workdir, overrides=overrides, http=http, serving=serving))
+    except UsageError as error:
+        raise fail(str(error), WRONG) from None
+    raise typer.Exit(code)
+
+
+@learner.command()
+@interruptible
+def join(
+    address: Annotated[
+        str, typer.Argument(metavar="ADDRESS", help="host:port of the job's syncer.", show_default=False)
+    ],
+    job: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="JOB.yaml",
+            show_default=False,
+            help="The job file, where the job runs code of its own.  [default: the hub's job]",
+        ),
+    ] = None,
+    credentials: CredentialsFolder = None,
+    plaintext: Plaintext = False,
+    region: Annotated[
+        str | None,
+        typer.Option(
+            metavar="R",
+            show_default=False,
+            help="One of the job's regions.  [default: the certificate's, or the only one]",
+        ),
+    ] = None,
+    workdir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            show_default=False,
+            help="This learner's, and only its.  [default: learners/JOB-REGION]",
+        ),
+    ] = None,
+    overrides: Overrides = [],  # noqa: B006
+) -> None:
+    """Train on this machine for a job that is served elsewhere, until the job is done or you say stop.
+
+    It dials out only: no port has to be open here. It takes a free slot, or stands by until there is one.
+    Ctrl-C or SIGTERM: it offers its work and leaves, and nothing is lost. Without JOB.yaml the hub says which
+    model and which data are used, so trust it with what you may read here; code is only run from a job file
+    of yours.
+
+    Exit codes: 0 the job is done, or it left in good order; 1 refused or failed; 2 wrong arguments or job.
+
+    Examples:
+
+        diloco learner join hub.example.org:7700 --credentials pki/default/job/learners
+
+        diloco learner join 127.0.0.1:7700 --workdir learners/second
+    """
+    from diloco.machines.join import JoinError, Options
+    from diloco.machines.join import join as join_job
+    from diloco.validate import problems_text
+    from diloco_protocol.spec.load import JobError
+
+    if overrides and job is None:
+        raise fail("--set changes a job file: give JOB.yaml too", WRONG)
+    try:
+        code = join_job(Options(address, job, credentials, plaintext, region, workdir, overrides))
+    except JobError as error:
+        raise fail(problems_text(error), WRONG) from None
+    except JoinError as error:
+        raise fail(str(error), error.code) from None
+    raise typer.Exit(code)
+
+
+def add_to(app: typer.Typer) -> None:
+    app.add_typer(syncer)
+    app.add_typer(learner)

@@ -1,0 +1,279 @@
+"""``diloco learner join``: this machine's compute for a job that is served elsewhere.
+
+Theory of operation. The job comes from the hub, over the very connection that a learner
+would make (credentials, identity, join token), unless a job file is given; code of the
+job's own is run only from a file that is here. Then one learner process runs in the
+foreground: the worker program with the environment that it has everywhere, its place
+(region and ordinal) this directory's. It dials out only. SIGTERM and Ctrl-C make it offer
+its work and leave; a second one ends it at once. One that fails is started again with
+backoff, until it fails too often before it has lived for long.
+
+A place's ordinal is drawn at random and kept in the directory: nobody deals them out, and
+two processes of one place would fence each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from diloco.console import COMPLETE, FAILED, INTERRUPTED, WRONG
+from diloco.processes.processes import TETHER
+from diloco.processes.workdir import Workdir, WorkdirError, locked
+from diloco.processes.worker_specs import base_environment, threads_each
+
+if TYPE_CHECKING:
+    from diloco_protocol.security.credentials import Credentials
+    from diloco_protocol.spec.job import DiLoCoJob
+
+_ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:\s/]+):([0-9]{1,5})")
+_LOOPBACK = re.compile(r"localhost|127\.[0-9.]+|\[::1\]")
+FETCH_SECONDS = 20.0
+MAX_JOB_BYTES = 16 << 20
+IN_VAIN = 5  # ends in a row before LIVED_SECONDS, after which it is given up
+LIVED_SECONDS = 60.0
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
+
+
+def here(host: str) -> bool:
+    """Whether only processes of this machine can be at the far end."""
+    return _LOOPBACK.fullmatch(host) is not None
+
+
+class JoinError(Exception):
+    """Nothing was started, or it came to nothing; the message says why and the cure."""
+
+    def __init__(self, message: str, code: int = WRONG) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    address: str
+    job: Path | None = None
+    credentials: Path | None = None
+    plaintext: bool = False
+    region: str | None = None
+    workdir: Path | None = None
+    overrides: Sequence[str] = ()
+
+
+def join(options: Options) -> int:
+    """Run this machine's learner until it leaves or the job ends; returns the exit code. Raises JoinError;
+    JobError for a wrong job file."""
+    from diloco_protocol.common.files import FileError, write_whole
+    from diloco_protocol.security.credentials import Credentials, CredentialsError
+    from diloco_protocol.spec.load import job_to_json, load_job
+
+    _check(options)
+    try:
+        credentials = Credentials.from_directory(options.credentials)
+        named = sorted(one.region for one in credentials.names() if one.role == "learner" and one.region)
+    except CredentialsError as error:
+        raise JoinError(str(error)) from error
+    if options.job is not None:
+        job = load_job(options.job, options.overrides)
+    else:
+        job = _without_code(asyncio.run(fetch_job(options.address, credentials)))
+    region = _region(job, options.region, named)
+    try:
+        with locked(options.workdir or Path("learners") / f"{job.metadata.name}-{region}") as workdir:
+            write_whole(workdir.job, job_to_json(job).encode())
+            place = _ordinal(workdir)
+            print(f"joining {job.metadata.name} at {options.address} as {region}-{place}, in {workdir.path}",
+                  flush=True)  # fmt: skip
+            return _Keeper(job, workdir, options, region, place).run()
+    except (WorkdirError, FileError, OSError) as error:
+        raise JoinError(str(error)) from error
+
+
+def _check(options: Options) -> None:
+    match = _ADDRESS.fullmatch(options.address)
+    if match is None or not 0 < int(match[2]) < 65536:
+        raise JoinError(f"{options.address}: write the syncer's host:port, such as hub.example.org:7700")
+    if options.credentials is None and not options.plaintext and not here(match[1]):
+        raise JoinError(
+            f"--credentials is missing: {match[1]} is another machine. Give the folder with tls.crt, "
+            "tls.key, ca.crt and join-token (`diloco certs issue` makes it); --plaintext goes without, for a "
+            "network in which you trust everybody"
+        )
+
+
+async def fetch_job(address: str, credentials: Credentials) -> DiLoCoJob:
+    """The job that the syncer at ``address`` serves. Raises JoinError."""
+    from diloco_protocol.security.credentials import CredentialsError
+    from diloco_protocol.spec.load import JobError, job_from_json
+    from diloco_protocol.wire import bulk, channels, limits, sync_pb2
+    from diloco_protocol.wire.verify_server import VouchError, vouched
+
+    request = sync_pb2.DownloadRequest(what=sync_pb2.DownloadRequest.JOB)
+    try:
+        believed = await vouched(credentials, address, credentials.names())
+        async with believed.aio_channel(address, channels.channel_options(bulk=True)) as channel:
+            found, data = await bulk.download(
+                channel, request, limit=MAX_JOB_BYTES, metadata=believed.metadata(), timeout=FETCH_SECONDS
+            )
+    except VouchError as error:
+        raise JoinError(str(error), FAILED) from error
+    except (bulk.TransferError, limits.WireError) as error:
+        raise JoinError(
+            f"the syncer at {address} gave no job: {error}; is it up, and are these its credentials?", FAILED
+        ) from error
+    except CredentialsError as error:
+        raise JoinError(str(error)) from error
+    if not found.found:
+        raise JoinError(f"the syncer at {address} hands out no job ({found.reason}): give JOB.yaml", FAILED)
+    try:
+        return job_from_json(data.tobytes())
+    except JobError as error:
+        raise JoinError(
+            f"the job of the syncer at {address} is not understood here ({error}): run the same release",
+            FAILED,
+        ) from error
+
+
+def _without_code(job: DiLoCoJob) -> DiLoCoJob:
+    """What comes from the hub may not choose which program runs here."""
+    data = job.spec.training.data
+    runs = "learners.command" if job.spec.learners.command is not None else ""
+    if data is not None and data.source == "python":
+        runs = "training.data.function"
+    if runs:
+        raise JoinError(
+            f"the job {job.metadata.name} runs code of its own (spec.{runs}), and that is only run from a "
+            "job file here: give JOB.yaml, with the code beside it"
+        )
+    return job
+
+
+def _region(job: DiLoCoJob, given: str | None, named: list[str]) -> str:
+    """The region to join: as given, the certificate's, or the job's only one."""
+    regions = [region.name for region in job.spec.regions]
+    fitting = [region for region in regions if region in named] if named else regions
+    if given is not None:
+        if given not in regions:
+            raise JoinError(f"--region {given}: the job has {', '.join(regions)}")
+        if named and given not in named:
+            raise JoinError(f"--region {given}: the certificate is for {', '.join(named)}")
+        return given
+    if len(fitting) != 1:
+        raise JoinError(
+            f"--region is missing: the job has {', '.join(regions)}"
+            + (f", the certificate is for {', '.join(named)}" if named else "")
+        )
+    return fitting[0]
+
+
+def _ordinal(workdir: Workdir) -> int:
+    """This directory's, drawn once."""
+    from diloco_protocol.common.files import write_whole
+
+    path = workdir.path / "place.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["ordinal"]
+        if isinstance(found, int) and 0 <= found < 2**31:
+            return found
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # a new directory
+    drawn = 100_000 + secrets.randbelow(900_000)
+    write_whole(path, json.dumps({"ordinal": drawn}).encode() + b"\n")
+    return drawn
+
+
+class _Keeper:
+    """Keeps one learner process running, in the foreground."""
+
+    def __init__(self, job: DiLoCoJob, workdir: Workdir, options: Options, region: str, place: int) -> None:
+        self._job, self._directory = job, (options.job or Path("job.yaml")).absolute().parent
+        env = base_environment(os.environ, threads_each(len(os.sched_getaffinity(0)), 1))
+        self._env = {
+            **env, "DILOCO_JOB_FILE": str(workdir.job), "DILOCO_JOB_DIRECTORY": str(self._directory),
+            "DILOCO_SYNCER": options.address, "DILOCO_ROLE": "learner", "DILOCO_REGION": region,
+            "DILOCO_ORDINAL": str(place), "DILOCO_WORKDIR": str(workdir.path), "DILOCO_IDLE_AT_END": "0",
+        }  # fmt: skip
+        if options.credentials is not None:
+            self._env["DILOCO_CREDENTIALS"] = str(options.credentials.absolute())
+        self._process: subprocess.Popen[bytes] | None = None
+        self._asked = 0  # how often somebody wanted it to end
+
+    def run(self) -> int:
+        before = {
+            n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        }
+        try:
+            return self._keep()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _keep(self) -> int:
+        vain = 0
+        while True:
+            began = time.monotonic()
+            code = self._once()
+            if self._leaving():
+                return COMPLETE if code == 0 else INTERRUPTED
+            if code == 0:
+                return COMPLETE  # the job has ended
+            if code == 2:
+                return WRONG
+            if code == 4:
+                print("error: the syncer has refused this machine for good: see above", file=sys.stderr)
+                return FAILED
+            vain = 0 if time.monotonic() - began >= LIVED_SECONDS else vain + 1
+            if vain >= IN_VAIN:
+                print(f"error: the learner ended {vain} times in a row: see above", file=sys.stderr)
+                return FAILED
+            pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** max(0, vain - 1)) * random.uniform(0.5, 1.0)
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            print(f"the learner ended ({how}): again in {pause:.1f} s", file=sys.stderr, flush=True)
+            self._sleep(pause)
+            if self._leaving():
+                return COMPLETE
+
+    def _leaving(self) -> bool:
+        return self._asked > 0
+
+    def _once(self) -> int:
+        command = self._job.spec.learners.command
+        program = [sys.executable, "-m", "diloco_worker"]
+        guard: list[str] = []
+        if command is not None:
+            program = [sys.executable if command[0] == "python" else command[0], *command[1:]]
+            guard = ["--guard"]
+        tether = [sys.executable, "-I", "-S", str(TETHER), *guard, str(os.getpid())]
+        self._process = subprocess.Popen(
+            [*tether, *program], env=self._env, stdin=subprocess.DEVNULL, process_group=0,
+            cwd=self._directory if command is not None else None,
+        )  # fmt: skip
+        if self._leaving():  # asked while it was being started
+            self._process.terminate()
+        return self._process.wait()
+
+    def _sleep(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while not self._leaving() and (left := end - time.monotonic()) > 0:
+            time.sleep(min(0.2, left))
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._asked += 1
+        process = self._process
+        if process is not None and process.poll() is None:
+            if self._asked == 1:
+                process.send_signal(signal.SIGTERM)
+            else:
+                os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,252 @@
+"""Processes of a run: started, signalled, awaited; none may outlive the runner.
+
+Workers of the built-in trainer are forked by the zygote (diloco_worker.forkserver); the
+syncer and a job's own ``learners.command`` are started through ``child_guard.py``. Both ways
+the kernel ends them when the runner dies, even by SIGKILL. All run outside of the
+terminal's foreground process group, so that Ctrl-C reaches the runner alone, which
+passes on what it means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from diloco.processes.supervisor import Exit
+
+TETHER = Path(__file__).with_name("child_guard.py")
+START_SECONDS = 30.0  # for the zygote to answer a spawn
+LOAD_SECONDS = 180.0  # for the zygote to load the libraries, on a cold disk
+MAX_EVENT_BYTES = 1 << 20
+
+
+class StartError(Exception):
+    """A process could not be started; the message says which and why."""
+
+
+class Process(Protocol):
+    """One started process."""
+
+    name: str
+    pid: int
+
+    async def wait(self) -> Exit: ...
+
+    def signal(self, number: int) -> None:
+        """Send it a signal; nothing happens if it has ended."""
+
+
+class Child:
+    """A program of its own, started through the tether."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, guard: bool) -> None:
+        self.name = name
+        self.pid = process.pid
+        self._process = process
+        self._guard = guard
+
+    @classmethod
+    async def start(
+        cls, name: str, command: Sequence[str], env: Mapping[str, str], log: Path,
+        *, cwd: Path | None = None, guard: bool = False,
+    ) -> Child:  # fmt: skip
+        """Raises StartError. ``guard``: the command may start processes of its own."""
+        tether = [sys.executable, "-I", "-S", str(TETHER), *(["--guard"] if guard else []), str(os.getpid())]
+        try:
+            output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *tether, *command, env=dict(env), cwd=cwd, process_group=0,
+                    stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
+                )  # fmt: skip
+            finally:
+                os.close(output)
+        except OSError as error:
+            raise StartError(f"{name} cannot be started: {error.strerror or error}") from error
+        return cls(name, process, guard)
+
+    async def wait(self) -> Exit:
+        code = await self._process.wait()
+        return Exit(signal=-code) if code < 0 else Exit(code=code)
+
+    def signal(self, number: int) -> None:
+        if self._process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            if self._guard and number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT):
+                os.killpg(self.pid, number)  # the guard leads the command's group
+            else:
+                self._process.send_signal(number)
+
+
+class Forked:
+    """A worker that the zygote forked."""
+
+    def __init__(
+        self, name: str, zygote: Zygote, identity: str, pid: int, ended: asyncio.Future[Exit]
+    ) -> None:
+        self.name = name
+        self.pid = pid
+        self._zygote = zygote
+        self._identity = identity
+        self._ended = ended
+
+    async def wait(self) -> Exit:
+        return await asyncio.shield(self._ended)
+
+    def signal(self, number: int) -> None:
+        if not self._ended.done():
+            self._zygote.signal(self._identity, number)
+
+
+class Zygote:
+    """The client of ``python -m diloco_worker.forkserver``.
+
+    If the zygote itself dies, so do its children, and each is reported as killed; the
+    next spawn starts another one.
+    """
+
+    def __init__(self, env: Mapping[str, str], cwd: Path, log: Path) -> None:
+        self._env = dict(env)
+        self._cwd = cwd
+        self._log = log
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._ready: asyncio.Future[None] | None = None
+        self._starting: dict[str, asyncio.Future[int]] = {}
+        self._ended: dict[str, asyncio.Future[Exit]] = {}
+        self._lock = asyncio.Lock()
+        self._count = 0
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    async def load(self) -> None:
+        """Start it and wait until the libraries are loaded. Raises StartError."""
+        async with self._lock:
+            if self._process is not None and self._process.returncode is None and self._ready is not None:
+                ready = self._ready
+            else:
+                ready = await self._start()
+        try:
+            await asyncio.wait_for(asyncio.shield(ready), LOAD_SECONDS)
+        except TimeoutError as error:
+            raise StartError(
+                f"the worker libraries did not load within {LOAD_SECONDS:.0f} s, see {self._log}"
+            ) from error
+
+    async def _start(self) -> asyncio.Future[None]:
+        output = os.open(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "diloco_worker.forkserver", env=self._env, cwd=self._cwd,
+                process_group=0, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+                stderr=output, limit=MAX_EVENT_BYTES,
+            )  # fmt: skip
+        finally:
+            os.close(output)
+        self._ready = asyncio.get_running_loop().create_future()
+        self._ready.add_done_callback(_retrieve)
+        self._reader = asyncio.create_task(self._read(self._process, self._ready))
+        return self._ready
+
+    async def spawn(self, name: str, env: Mapping[str, str], log: Path) -> Forked:
+        """Fork a worker with this environment on top of the zygote's. Raises StartError."""
+        await self.load()
+        self._count += 1
+        identity = f"{name}.{self._count}"
+        loop = asyncio.get_running_loop()
+        started: asyncio.Future[int] = loop.create_future()
+        started.add_done_callback(_retrieve)
+        ended: asyncio.Future[Exit] = loop.create_future()
+        self._starting[identity], self._ended[identity] = started, ended
+        try:
+            self._send({"op": "spawn", "id": identity, "env": dict(env), "log": str(log)})
+            pid = await asyncio.wait_for(asyncio.shield(started), START_SECONDS)
+        except TimeoutError as error:
+            self.signal(identity, signal.SIGKILL)
+            raise StartError(f"{name}: the zygote did not answer within {START_SECONDS:.0f} s") from error
+        finally:
+            self._starting.pop(identity, None)
+        return Forked(name, self, identity, pid, ended)
+
+    def signal(self, identity: str, number: int) -> None:
+        with contextlib.suppress(StartError):  # a zygote that is gone has taken its children with it
+            self._send({"op": "signal", "id": identity, "signal": int(number)})
+
+    async def close(self) -> None:
+        """End it: its children, if any are left, are killed."""
+        process, reader = self._process, self._reader
+        if process is None or reader is None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            await asyncio.wait_for(process.wait(), 10.0)
+        except TimeoutError:
+            self.kill()
+            await process.wait()
+        await asyncio.wait([reader], timeout=5.0)
+
+    def kill(self) -> None:
+        """SIGKILL the zygote and all that it forked, at once."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _send(self, request: dict[str, Any]) -> None:
+        if self._process is None or self._process.returncode is not None or self._process.stdin is None:
+            raise StartError("the zygote has ended")
+        self._process.stdin.write(json.dumps(request).encode() + b"\n")
+
+    async def _read(self, process: asyncio.subprocess.Process, ready: asyncio.Future[None]) -> None:
+        assert process.stdout is not None
+        try:
+            while line := await process.stdout.readline():
+                self._handle(json.loads(line), ready)
+        except (ValueError, KeyError) as error:  # a line that is too long is a ValueError too
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            self._gone(ready, f"it sent no event: {error}")
+        else:
+            self._gone(ready, f"it ended, see {self._log}")
+        await process.wait()
+
+    def _gone(self, ready: asyncio.Future[None], why: str) -> None:
+        failure = StartError(f"the zygote is gone: {why}")
+        if not ready.done():
+            ready.set_exception(failure)
+        for starting in self._starting.values():
+            if not starting.done():
+                starting.set_exception(failure)
+        for ended in self._ended.values():
+            if not ended.done():
+                ended.set_result(Exit(signal=signal.SIGKILL))
+        self._ended.clear()
+
+    def _handle(self, event: dict[str, Any], ready: asyncio.Future[None]) -> None:
+        kind, identity = event["event"], event.get("id", "")
+        if kind == "ready" and not ready.done():
+            ready.set_result(None)
+        elif kind == "started":
+            if (starting := self._starting.get(identity)) is not None and not starting.done():
+                starting.set_result(int(event["pid"]))
+        elif kind == "error":
+            if (starting := self._starting.get(identity)) is not None and not starting.done():
+                starting.set_exception(StartError(f"{identity}: {event.get('message')}"))
+        elif kind == "exited" and (ended := self._ended.pop(identity, None)) is not None and not ended.done():
+            ended.set_result(Exit(signal=event["signal"]) if "signal" in event else Exit(code=event["code"]))
+
+
+def _retrieve(future: asyncio.Future[Any]) -> None:
+    """Somebody may have stopped waiting for it; its error is not news then."""
+    if not future.cancelled():
+        future.exception()

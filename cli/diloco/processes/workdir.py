@@ -1,0 +1,259 @@
+"""The directory of one run: what lies where, who may use it, and for which job.
+
+One run at a time (``run.lock``, released by the kernel when the runner ends, however it
+ends), one job for its whole life (``job.json``): a second run goes on from the store, so
+what may not change after a job's start may not differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from diloco_protocol.spec.job import DiLoCoJob
+
+MAX_REPORT_BYTES = 64 << 20
+
+# What a store holds before version 0 is in it; deleting it loses nothing.
+_NOT_BEGUN = frozenset({"job.json", "epochs", "state", "manifests", "tape.jsonl", "report.json"})
+
+
+class WorkdirError(Exception):
+    """The directory cannot be used; the message names it and the cure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workdir:
+    """Names of what lies in a run's directory (docs/design.md, cli)."""
+
+    path: Path
+
+    @property
+    def job(self) -> Path:
+        return self.path / "job.json"
+
+    @property
+    def store(self) -> Path:
+        return self.path / "store"
+
+    @property
+    def address(self) -> Path:
+        return self.path / "address.json"
+
+    @property
+    def control_key(self) -> Path:
+        return self.path / "control.key"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.json"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "run.lock"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def origin(self) -> Path:
+        return self.path / "origin.json"
+
+    def job_directory(self) -> Path | None:
+        """Where the job file was, and so where the job's relative paths start; None if not known."""
+        try:
+            directory = json.loads(self.origin.read_text(encoding="utf-8"))["directory"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return Path(directory) if isinstance(directory, str) else None
+
+    def ended_in(self, epoch: int) -> str | None:
+        """The phase in which the syncer of this epoch ended the job, from the report that it leaves
+        in the store then; None: it has not."""
+        from diloco_protocol.common.files import read_bounded
+
+        try:
+            report = json.loads(read_bounded(self.store / "report.json", MAX_REPORT_BYTES))
+            ended = report["syncer"]["epoch"] == epoch
+            outcome = str(report["outcome"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return {"interrupted": "suspended"}.get(outcome, outcome) if ended else None
+
+    def earlier_report(self) -> dict[str, Any] | None:
+        """report.json of an earlier run that completed the job; None: there is none."""
+        from diloco_protocol.common.files import read_bounded
+
+        try:
+            report = json.loads(read_bounded(self.report, MAX_REPORT_BYTES))
+        except (OSError, ValueError):
+            return None
+        return report if isinstance(report, dict) and report.get("outcome") == "complete" else None
+
+    def log(self, process: str) -> Path:
+        return self.logs / f"{process}.log"
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[Workdir]:
+    """Make the directory if it is not there and hold it for this run.
+
+    Raises WorkdirError if it cannot be written or another run holds it.
+    """
+    workdir = Workdir(path.absolute())
+    try:
+        for directory in (workdir.path, workdir.logs, workdir.metrics, workdir.store):
+            directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(workdir.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise _unusable(path, error) from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise _unusable(path, error) from error
+            holder = os.pread(descriptor, 64, 0).decode("ascii", "replace").strip()
+            who = f" (pid {holder})" if holder.isdigit() else ""
+            raise WorkdirError(
+                f"workdir {path} is in use by another run{who}: wait for it, stop it,"
+                " or give another --workdir"
+            ) from error
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            raise _unusable(path, error) from error
+        yield workdir
+    finally:
+        os.close(descriptor)  # and with it the lock
+
+
+def claim(workdir: Workdir, job: DiLoCoJob, directory: Path) -> bool:
+    """Write the job's normal form, and ``directory``, where its file is; True if the
+    workdir already belonged to this job.
+
+    Raises WorkdirError if it belongs to another job, or to this one with something
+    changed that is fixed once a job has started. A run that failed before version 0 (a
+    mistake in the model, say) has started nothing: what is left of it is removed.
+    """
+    from diloco_protocol.common.files import FileError, write_whole
+    from diloco_protocol.spec.job import immutable_digests
+    from diloco_protocol.spec.load import JobError, job_to_json, read_job
+
+    before = None
+    try:
+        before = read_job(workdir.job)
+    except FileNotFoundError:
+        pass
+    except (JobError, FileError) as error:
+        raise WorkdirError(
+            f"workdir {workdir.path} has a job.json that cannot be read ({error}): give another --workdir"
+        ) from error
+    except OSError as error:
+        raise _unusable(workdir.path, error) from error
+    if before is not None:
+        changed = _changed(workdir.path, before, job, immutable_digests(before), immutable_digests(job))
+        if changed:
+            _empty_unbegun(workdir, job.metadata.name, changed)
+            before = None
+    elif any(workdir.store.iterdir()):
+        raise WorkdirError(f"workdir {workdir.path} has a store but no job.json: give another --workdir")
+    try:
+        write_whole(workdir.origin, json.dumps({"directory": str(directory)}).encode() + b"\n")
+        write_whole(workdir.job, job_to_json(job).encode())
+    except OSError as error:
+        raise _unusable(workdir.path, error) from error
+    return before is not None
+
+
+def _changed(
+    path: Path, before: DiLoCoJob, job: DiLoCoJob, digests_before: dict[str, str], digests: dict[str, str]
+) -> list[str]:
+    """The fields that are fixed once a job has started and differ. Raises WorkdirError for another job."""
+    if before.metadata.name != job.metadata.name:
+        raise WorkdirError(
+            f"workdir {path} belongs to the job {before.metadata.name!r}, this one is {job.metadata.name!r}:"
+            " give another --workdir"
+        )
+    return sorted(field for field in digests if digests[field] != digests_before.get(field))
+
+
+def _empty_unbegun(workdir: Workdir, name: str, changed: list[str]) -> None:
+    """Empty the store of a job that got to no version 0. Raises WorkdirError if it did."""
+    try:
+        entries = list(workdir.store.iterdir())
+        if any(entry.name not in _NOT_BEGUN for entry in entries):
+            raise WorkdirError(
+                f"workdir {workdir.path} holds a start of the job {name!r} with another"
+                f" {', '.join(changed)}: these are fixed once a job has started; restore them,"
+                " or give another --workdir"
+            )
+        for entry in entries:
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    except OSError as error:
+        raise _unusable(workdir.path, error) from error
+
+
+def _unusable(path: Path, error: OSError) -> WorkdirError:
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        return WorkdirError(f"workdir {path} is not a directory: give another --workdir")
+    return WorkdirError(
+        f"workdir {path} cannot be written ({error.strerror or error}): check its owner and free space,"
+        " or give another --workdir"
+    )
+
+
+def find(argument: str | None) -> Workdir:
+    """The run directory that the user means: the one named, else the newest below ./runs.
+
+    Raises WorkdirError if there is none.
+    """
+    if argument is not None:
+        path = Path(argument)
+        if not os.path.isfile(path / "job.json"):
+            raise WorkdirError(f"{argument} is no run's directory (it has no job.json)")
+        return Workdir(path.absolute())
+    found = [(job.stat().st_mtime, job.parent) for job in Path("runs").glob("*/job.json")]
+    if not found:
+        raise WorkdirError("there is no run below ./runs; name its directory, or the syncer's host:port")
+    return Workdir(max(found)[1].absolute())
+
+
+def read_address(path: Path) -> dict[str, str | int]:
+    """The syncer's address file, checked. Raises FileNotFoundError, or WorkdirError if it is none."""
+    from diloco_protocol.common.files import read_bounded
+
+    try:
+        document = json.loads(read_bounded(path, 65536))
+        wanted = {key: document[key] for key in ("sync", "control", "http", "pid", "epoch")}
+        ok = all(isinstance(wanted[key], str) for key in ("sync", "control", "http"))
+        if not ok or not isinstance(wanted["pid"], int) or not isinstance(wanted["epoch"], int):
+            raise ValueError("a field has the wrong type")
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise WorkdirError(f"{path} is no address file of a syncer: {error}") from error
+    return wanted

@@ -1,0 +1,168 @@
+"""Which processes a job is on this machine, with what environment; and what of the job
+has no meaning here. Plain code."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diloco.processes.supervisor import Kind
+from diloco.processes.workdir import Workdir
+
+if TYPE_CHECKING:
+    from diloco_protocol.spec.job import DiLoCoJob
+
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
+
+# Fields below spec that only a cluster reads, and metadata's.
+CLUSTER_ONLY = (
+    "suspend", "ttlSecondsAfterFinished", "syncer.cluster", "syncer.endpoint", "syncer.tls", "syncer.storage",
+    "syncer.podTemplate", "learners.credentials", "learners.podTemplate", "nodeLoss",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One worker process of the job. ``learner`` is its index over all of the job's
+    learners (chaos' learner-N); None for spares and the evaluator."""
+
+    name: str
+    kind: Kind
+    region: str
+    ordinal: int
+    learner: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A run whose learners are on other machines: here are the syncer and the evaluator.
+
+    ``listen``: host:port for learners. ``credentials``: the syncer's directory, None: plaintext.
+    ``evaluator``: whether there is one here; its credentials are a learner's.
+    """
+
+    listen: str
+    credentials: Path | None = None
+    evaluator: bool = True
+    evaluator_credentials: Path | None = None
+
+
+def served(job: DiLoCoJob, serving: Serving) -> list[Member]:
+    """The worker processes beside a syncer that serves other machines."""
+    return [m for m in members(job) if m.kind is Kind.EVALUATOR and serving.evaluator]
+
+
+def members(job: DiLoCoJob) -> list[Member]:
+    """Learners of all regions, in the job's order, then spares, then the evaluator.
+
+    Ordinals count within the region; spares come after its learners.
+    """
+    learners, spares = list[Member](), list[Member]()
+    for region in job.spec.regions:
+        for ordinal in range(region.learners):
+            index = len(learners)
+            learners.append(Member(f"learner-{index}", Kind.LEARNER, region.name, ordinal, index))
+        for ordinal in range(region.learners, region.learners + region.spares):
+            spares.append(Member(f"spare-{len(spares)}", Kind.LEARNER, region.name, ordinal))
+    evaluator = (
+        [Member("evaluator", Kind.EVALUATOR, job.spec.regions[0].name, 0)] if job.spec.evaluated else []
+    )
+    return [*learners, *spares, *evaluator]
+
+
+def threads_each(cores: int, learners: int) -> int:
+    """Compute threads of each worker process."""
+    return max(1, cores // max(1, learners))
+
+
+def base_environment(environ: Mapping[str, str], threads: int) -> dict[str, str]:
+    """The runner's own environment without another job's settings, with threads where
+    the user has not said how many."""
+    env = {key: value for key, value in environ.items() if not key.startswith("DILOCO_")}
+    if level := environ.get("DILOCO_LOG_LEVEL"):
+        env["DILOCO_LOG_LEVEL"] = level
+    return {**{name: str(threads) for name in THREADS}, **env}
+
+
+def worker_environment(
+    member: Member, process: str, workdir: Workdir, job_directory: Path, syncer: str | None, gpu: str | None
+) -> dict[str, str]:
+    """``DILOCO_*`` of one process (docs/design.md, worker). ``syncer``: host:port of its proxy,
+    None: it reads the address file. ``gpu``: the one device that it shall see."""
+    env = {
+        "DILOCO_JOB_FILE": str(workdir.job), "DILOCO_JOB_DIRECTORY": str(job_directory),
+        "DILOCO_ROLE": "evaluator" if member.kind is Kind.EVALUATOR else "learner",
+        "DILOCO_REGION": member.region, "DILOCO_ORDINAL": str(member.ordinal), "DILOCO_PROCESS": process,
+        "DILOCO_WORKDIR": str(workdir.path), "DILOCO_IDLE_AT_END": "0",
+        "DILOCO_SYNCER_FILE": str(workdir.address),
+    }  # fmt: skip
+    if syncer is not None:
+        env["DILOCO_SYNCER"] = syncer
+    if gpu is not None:
+        env["CUDA_VISIBLE_DEVICES"] = gpu
+    return env
+
+
+def gpus(environ: Mapping[str, str], device_names: list[str]) -> list[str]:
+    """The GPUs to share out, as CUDA_VISIBLE_DEVICES names them; found without CUDA, which
+    must not be initialised before the fork. ``device_names``: what is in /dev."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name.strip() for name in visible.split(",") if name.strip()]
+    return [
+        name
+        for name in sorted((n[6:] for n in device_names if n.startswith("nvidia")), key=_order)
+        if name.isdigit()
+    ]
+
+
+def _order(name: str) -> tuple[int, str]:
+    return (int(name) if name.isdigit() else 1 << 30, name)
+
+
+def device_names() -> list[str]:
+    return os.listdir("/dev")
+
+
+def without_meaning(job: DiLoCoJob) -> list[str]:
+    """Fields set away from their default that nothing reads on one machine."""
+    from diloco_protocol.spec.job import DiLoCoJob as Job
+
+    training = {"model": {"config": {"model_type": "llama"}}, "data": {"paths": ["python-stdlib"]}}
+    bare = {
+        "apiVersion": job.api_version, "kind": job.kind, "metadata": {"name": job.metadata.name},
+        # Any training will do: nothing in it is for a cluster only.
+        "spec": {"regions": [{"learners": 1}], "training": training},
+    }  # fmt: skip
+    default = Job.model_validate(bare).model_dump(mode="json")
+    given = job.model_dump(mode="json")
+    found = [
+        f"metadata.{key}" for key in ("namespace", "labels", "annotations")
+        if given["metadata"].get(key) != default["metadata"].get(key)
+    ]  # fmt: skip
+    found += [
+        path
+        for path in _leaves(default["spec"], CLUSTER_ONLY)
+        if _at(given["spec"], path) != _at(default["spec"], path)
+    ]
+    for index, region in enumerate(given["spec"]["regions"]):
+        found += [f"regions.{index}.{key}" for key in ("cluster", "podTemplate") if region.get(key)]
+    return found
+
+
+def _leaves(spec: dict[str, Any], paths: tuple[str, ...]) -> list[str]:
+    """Each path, or where it names a section that has fields, its fields."""
+    out = []
+    for path in paths:
+        value = _at(spec, path)
+        out += [f"{path}.{key}" for key in value] if isinstance(value, dict) and value else [path]
+    return out
+
+
+def _at(spec: Any, path: str) -> Any:
+    for key in path.split("."):
+        spec = spec.get(key) if isinstance(spec, dict) else None
+    return spec

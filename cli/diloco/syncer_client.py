@@ -1,0 +1,113 @@
+"""Talking to a job's syncer from outside: its status page, and signed control calls."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diloco.processes.workdir import WorkdirError, read_address
+
+if TYPE_CHECKING:
+    from diloco_protocol.wire.control_client import ControlClient
+
+MAX_PAGE_BYTES = 16 << 20
+PAGE_SECONDS = 2.0
+CALL_SECONDS = 5.0
+
+
+class HubError(Exception):
+    """The syncer did not answer, or refused; the message says which."""
+
+
+async def fetch_json(address: str, path: str, seconds: float = PAGE_SECONDS) -> dict[str, Any]:
+    """GET http://``address````path``: a JSON object of at most MAX_PAGE_BYTES. Raises HubError."""
+    try:
+        return await asyncio.wait_for(_fetch(address, path), seconds)
+    except TimeoutError as error:
+        raise HubError(f"no answer from http://{address}{path} within {seconds:g} s") from error
+    except (OSError, ValueError, EOFError) as error:
+        raise HubError(f"http://{address}{path}: {error}") from error
+
+
+async def _fetch(address: str, path: str) -> dict[str, Any]:
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), limit=1 << 20)
+    try:
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n".encode())
+        await writer.drain()
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        words = head[0].split(" ", 2)
+        if len(words) < 2 or not words[0].startswith("HTTP/"):
+            raise ValueError("what answers there does not speak HTTP")
+        headers = {k.strip().lower(): v.strip() for k, _, v in (line.partition(":") for line in head[1:])}
+        length = int(headers.get("content-length", "-1"))
+        if length > MAX_PAGE_BYTES:
+            raise ValueError(f"the answer has {length} bytes; at most {MAX_PAGE_BYTES} are read")
+        body = await reader.readexactly(length) if length >= 0 else await _rest(reader)
+        if words[1] != "200":
+            raise ValueError(f"status {words[1]}: {body[:200].decode('utf-8', 'replace')}")
+        document = json.loads(body)
+        if not isinstance(document, dict):
+            raise ValueError("the answer is no JSON object")
+        return document
+    finally:
+        writer.close()
+
+
+async def _rest(reader: asyncio.StreamReader) -> bytes:
+    body = b""
+    while chunk := await reader.read(1 << 16):
+        body += chunk
+        if len(body) > MAX_PAGE_BYTES:
+            raise ValueError(f"the answer has more than {MAX_PAGE_BYTES} bytes")
+    return body
+
+
+class Hub:
+    """The syncer whose addresses stand in ``address_file`` (read anew: a restart may move it)."""
+
+    def __init__(self, address_file: Path, control_key: Path) -> None:
+        self._address_file = address_file
+        self._control_key = control_key
+        self._client: ControlClient | None = None
+
+    def address(self) -> dict[str, str | int] | None:
+        """The address file's fields; None while there is none."""
+        try:
+            return read_address(self._address_file)
+        except (FileNotFoundError, WorkdirError):
+            return None
+
+    async def status(self) -> dict[str, Any]:
+        """The status document (docs/design.md, syncer). Raises HubError."""
+        return await fetch_json(self._where("http"), "/status")
+
+    async def call(self, method: str, body: dict[str, Any], seconds: float = CALL_SECONDS) -> dict[str, Any]:
+        """A signed control call; returns the reply's body. Raises HubError."""
+        from diloco_protocol.security.credentials import CredentialsError
+        from diloco_protocol.wire.control_auth import read_key
+        from diloco_protocol.wire.control_client import ControlClient, ControlError
+
+        address = self._where("control")
+        try:
+            if self._client is None or address != self._client.address:
+                await self.close()
+                self._client = ControlClient(address, read_key(self._control_key))
+            return await self._client.call(method, body, seconds)
+        except CredentialsError as error:
+            raise HubError(f"control call {method}: {error}") from error
+        except ControlError as error:
+            raise HubError(str(error)) from error
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
+
+    def _where(self, service: str) -> str:
+        address = self.address()
+        if address is None:
+            raise HubError("the syncer has not written its address yet")
+        return str(address[service])

@@ -1,0 +1,107 @@
+"""Whether the operator may do what it must: asked of the API server, so that what is missing has a name.
+
+A stream that is forbidden only says so to the watches, and a write only when it is due.
+Here every rule of ``kinds.needs`` is asked for at the start and when a stream is forbidden,
+and what is missing again every minute until it is granted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Set
+from typing import NamedTuple
+
+from diloco_operator.kube.client import Api, ApiError
+from diloco_operator.kube.kinds import BY_NAME, JOB, Need, needs
+from diloco_operator.model import Ref, Trouble
+from diloco_operator.settings import Settings
+
+log = logging.getLogger(__name__)
+
+AGAIN_SECONDS = 60.0
+
+
+class Lack(NamedTuple):
+    """One thing that the operator may not do. ``namespace`` None: in the whole cluster."""
+
+    need: Need
+    verb: str
+    namespace: str | None
+
+    def words(self) -> str:
+        where = "in the whole cluster" if self.namespace is None else f"in namespace {self.namespace}"
+        group = f".{self.need.group}" if self.need.group else ""
+        return f"{self.verb} {self.need.resource}{group} {where}"
+
+
+class Permissions:
+    """``lacking`` is what is missing, as asked last."""
+
+    def __init__(self, api: Api, settings: Settings) -> None:
+        self._api = api
+        self._namespaces: tuple[str | None, ...] = settings.watch_namespaces or (None,)
+        self._nodes = settings.watches_nodes
+        self.lacking: frozenset[Lack] = frozenset()
+        self._doubt = asyncio.Event()
+
+    def doubt(self) -> None:
+        """Something was forbidden that was not known to be: ask for everything again."""
+        self._doubt.set()
+
+    async def run(self) -> None:
+        """Ask until cancelled; only while something is missing, or after ``doubt``."""
+        every = {
+            Lack(need, verb, namespace)
+            for need in needs(self._nodes)
+            for verb in need.verbs
+            for namespace in self._namespaces
+        }
+        wanted = every
+        while True:
+            self._doubt.clear()
+            unknown = await self._ask(wanted)
+            try:
+                async with asyncio.timeout(AGAIN_SECONDS if unknown or self.lacking else None):
+                    await self._doubt.wait()
+                wanted = every
+            except TimeoutError:
+                wanted = unknown | self.lacking
+
+    async def _ask(self, wanted: Set[Lack]) -> set[Lack]:
+        """Ask for ``wanted``; what the API server did not answer, which is not known to be missing."""
+        lacking, unknown = set(self.lacking) - wanted, set()
+        for lack in sorted(wanted, key=Lack.words):
+            try:
+                if not await self._api.allowed(
+                    lack.need.group, lack.need.resource, lack.verb, lack.namespace
+                ):
+                    lacking.add(lack)
+            except ApiError as error:
+                log.debug("whether the operator may %s is not known: %s", lack.words(), error)
+                unknown.add(lack)
+        lacking |= self.lacking & unknown
+        for lack in sorted(lacking - self.lacking, key=Lack.words):
+            level = logging.INFO if lack.need.optional else logging.ERROR
+            log.log(level, "forbidden: the operator may not %s (for %s); grant it that: docs/operator.md, "
+                    "permissions", lack.words(), lack.need.why)  # fmt: skip
+        for lack in sorted(self.lacking - lacking, key=Lack.words):
+            log.info("the operator may %s now", lack.words())
+        self.lacking = frozenset(lacking)
+        return unknown
+
+    def troubles(self, namespace: str) -> list[Trouble]:
+        """What is missing for jobs of a namespace, one for each resource."""
+        verbs: dict[Need, list[str]] = {}
+        for lack in self.lacking:
+            if lack.namespace in (None, namespace) and not lack.need.optional:
+                verbs.setdefault(lack.need, []).append(lack.verb)
+        kinds = {kind.plural: kind.name for kind in BY_NAME.values()}
+        return [
+            Trouble(
+                Ref(kinds.get(need.resource, JOB.name), ""), "forbidden",
+                f"the operator may not {', '.join(sorted(missing))} {need.resource} (for {need.why}): "
+                "grant it that (docs/operator.md, permissions)",
+            )
+            for need, missing in sorted(verbs.items(), key=lambda item: item[0].resource)
+        ]  # fmt: skip

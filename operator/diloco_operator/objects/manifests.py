@@ -1,0 +1,313 @@
+"""The manifests of a job's objects.
+
+Everything here is for server-side apply: a manifest names the fields that the operator
+owns and no other. Objects that hold pods (the syncer's and the evaluator's Deployment, the
+regions' StatefulSets) are rendered anew only when the job's generation has changed; else
+what was rendered then, kept in the annotation RENDERED, is applied again. So what another
+version of the operator would render differently restarts nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco_operator import names
+from diloco_operator.job import Job, Place
+from diloco_operator.model import Object, PlanSettings, Ref, SecretWanted
+from diloco_operator.names import (
+    FINALIZER,
+    GENERATION,
+    LABEL_JOB,
+    LABEL_REGION,
+    LABEL_ROLE,
+    MANAGER,
+    RENDERED,
+    children,
+    is_ours,
+)
+from diloco_operator.objects import pods
+from diloco_protocol.spec.job import DiLoCoJob, RegionSpec
+from diloco_protocol.spec.load import job_to_json
+from diloco_protocol.spec.quantities import parse_quantity
+
+__all__ = [
+    "FINALIZER", "GENERATION", "LABEL_JOB", "LABEL_REGION", "LABEL_ROLE", "MANAGER", "RENDERED", "Images",
+    "Scale", "children", "claim_manifest", "fresh", "holders", "is_ours", "plain", "reachable_at",
+    "rendering", "secrets", "with_pods",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """Default images of a job: the operator's when the job started."""
+
+    syncer: str
+    worker: str
+
+
+@dataclass(slots=True)
+class Scale:
+    """How many pods there shall be."""
+
+    syncer: int = 0
+    evaluator: int = 0
+    learners: dict[str, int] = field(default_factory=dict)  # by region; absent: 0
+
+
+# ------------------------------------------------------------------ what holds no pods
+
+
+def plain(job: Job, here: Place, settings: PlanSettings) -> list[Object]:
+    """The manifests of what holds no pods, but for the claim."""
+    found = [_settings(job, here)]
+    if here.syncer:
+        found += [_syncer_policy(job, settings), _syncer_service(job)]
+    if here.regions or _evaluated(job, here):
+        found.append(_worker_policy(job, settings))
+    for region in here.regions:
+        found += [_region_service(job, region), _budget(job, region)]
+    return found
+
+
+def _evaluated(job: Job, here: Place) -> bool:
+    return here.syncer and job.spec.evaluated
+
+
+def reachable_at(job: Job, here: Place) -> str:
+    """host:port where this cluster's learners reach the syncer."""
+    if here.syncer:
+        # Without the cluster's domain, which is not everywhere cluster.local: the pods' resolver knows it.
+        return f"{names.syncer_service(job.name).name}.{job.namespace}.svc:{names.SYNC_PORT}"
+    endpoint = job.spec.syncer.endpoint
+    address = endpoint.address or ""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdigit() and not host.endswith(":"):
+        return address
+    return f"{address}:{endpoint.node_port or names.SYNC_PORT}"
+
+
+def _settings(job: Job, here: Place) -> Object:
+    document = job.document
+    assert document is not None
+    data = {
+        "job.json": job_to_json(document),
+        "address.json": json.dumps({"sync": reachable_at(job, here)}) + "\n",
+    }
+    if _evaluated(job, here) and job.spec.training.device == "cuda":
+        data["evaluator.json"] = job_to_json(_on_any_device(document))
+    return _object(job, names.settings_map(job.name), "syncer", {"data": data})
+
+
+def _on_any_device(document: DiLoCoJob) -> DiLoCoJob:
+    spec = document.spec
+    training = spec.training.model_copy(update={"device": "auto"})
+    return document.model_copy(update={"spec": spec.model_copy(update={"training": training})})
+
+
+def _syncer_policy(job: Job, settings: PlanSettings) -> Object:
+    anywhere = job.spec.syncer.endpoint.type != "ClusterIP"
+    sync: Object = {"ports": [_allow(names.SYNC_PORT)]}
+    if not anywhere:
+        sync["from"] = [{"podSelector": {"matchLabels": {names.LABEL_JOB: job.name}}}]
+    control = {"ports": [_allow(names.CONTROL_PORT)], "from": [_namespace(settings.namespace)]}
+    rules = [sync, control, _scraped(names.HTTP_PORT, settings)]
+    selector = {"matchLabels": {names.LABEL_JOB: job.name, names.LABEL_ROLE: "syncer"}}
+    return _policy(job, "syncer", selector, rules)
+
+
+def _worker_policy(job: Job, settings: PlanSettings) -> Object:
+    selector = {
+        "matchLabels": {names.LABEL_JOB: job.name},
+        "matchExpressions": [{"key": names.LABEL_ROLE, "operator": "In", "values": ["learner", "evaluator"]}],
+    }
+    return _policy(job, "learner", selector, [_scraped(names.WORKER_PORT, settings)])
+
+
+def _policy(job: Job, role: str, selector: Object, rules: list[Object]) -> Object:
+    ref = Ref("NetworkPolicy", f"{job.name}-{'syncer' if role == 'syncer' else 'learners'}")
+    spec = {"podSelector": selector, "policyTypes": ["Ingress"], "ingress": rules}
+    return _object(job, ref, role, {"spec": spec})
+
+
+def _scraped(port: int, settings: PlanSettings) -> Object:
+    """Status and metrics: for the operator, and for who may scrape."""
+    rule: Object = {"ports": [_allow(port)]}
+    if settings.metrics_namespace is not None:
+        allowed = dict.fromkeys((settings.namespace, settings.metrics_namespace))
+        rule["from"] = [_namespace(name) for name in allowed]
+    return rule
+
+
+def _allow(port: int) -> Object:
+    return {"protocol": "TCP", "port": port}
+
+
+def _namespace(name: str) -> Object:
+    return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
+
+
+def _syncer_service(job: Job) -> Object:
+    endpoint = job.spec.syncer.endpoint
+    port: Object = {"name": "sync", "port": names.SYNC_PORT, "targetPort": "sync", "protocol": "TCP"}
+    if endpoint.node_port is not None:
+        port["nodePort"] = endpoint.node_port
+    spec = {
+        "type": "ClusterIP" if endpoint.type == "External" else endpoint.type,
+        "selector": {names.LABEL_JOB: job.name, names.LABEL_ROLE: "syncer"},
+        "ports": [port],
+    }
+    return _object(job, names.syncer_service(job.name), "syncer", {"spec": spec})
+
+
+def _region_service(job: Job, region: RegionSpec) -> Object:
+    spec = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": _learners(job, region.name),
+        "ports": [{"name": "status", "port": names.WORKER_PORT, "targetPort": "status", "protocol": "TCP"}],
+    }
+    return _object(job, names.region_service(job.name, region.name), "learner", {"spec": spec}, region.name)
+
+
+def _budget(job: Job, region: RegionSpec) -> Object:
+    spec = {
+        "maxUnavailable": 1,
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        "selector": {"matchLabels": _learners(job, region.name)},
+    }
+    return _object(job, names.budget(job.name, region.name), "learner", {"spec": spec}, region.name)
+
+
+def _learners(job: Job, region: str) -> dict[str, str]:
+    return {names.LABEL_JOB: job.name, names.LABEL_ROLE: "learner", names.LABEL_REGION: region}
+
+
+# ------------------------------------------------------------------ the claim and the secrets
+
+
+def claim_manifest(job: Job, live: Mapping[str, Any] | None) -> Object | None:
+    """The claim of the syncer's volume; None where the job brings its own store. Of a claim that is there
+    (an earlier job's of this name, too) only the size can change, and only up."""
+    storage = job.spec.syncer.storage
+    if storage.uri is not None or storage.claim_name is not None:
+        return None
+    size, modes, storage_class = storage.size, ["ReadWriteOncePod"], storage.storage_class_name
+    if live is not None:
+        spec = live.get("spec") or {}
+        modes = spec.get("accessModes") or modes
+        storage_class = spec.get("storageClassName")
+        asked = ((spec.get("resources") or {}).get("requests") or {}).get("storage")
+        if isinstance(asked, str) and _bytes(asked) >= _bytes(size):
+            size = asked
+    spec = {"accessModes": modes, "resources": {"requests": {"storage": size}}}
+    if storage_class is not None:
+        spec["storageClassName"] = storage_class
+    manifest = _object(job, names.claim(job.name), "syncer", {"spec": spec})
+    del manifest["metadata"]["ownerReferences"]
+    return manifest
+
+
+def _bytes(quantity: str) -> int:
+    try:
+        return parse_quantity(quantity)
+    except ValueError:
+        return 0
+
+
+def secrets(job: Job, here: Place, missed: frozenset[str] = frozenset()) -> list[SecretWanted]:
+    """The Secrets that the operator makes. ``missed``: names of those that a pod waits for."""
+    spec, found = job.spec, []
+    secure = spec.syncer.tls.mode == "auto"
+
+    def wanted(role: Any, tls: bool, control_key: bool) -> SecretWanted:
+        name = names.secret_name(job.name, role, job.uid)
+        head = _object(job, Ref("Secret", name), role, {})
+        return SecretWanted(name, role, head, tls, control_key, name in missed)
+
+    if here.syncer:
+        found.append(wanted("syncer", secure and spec.syncer.tls.secret_name is None, True))
+    learners = bool(here.regions) or _evaluated(job, here)
+    if learners and secure and spec.learners.credentials.secret_name is None:
+        found.append(wanted("learner", True, False))
+    return found
+
+
+# ------------------------------------------------------------------ what holds pods
+
+
+def holders(job: Job, here: Place) -> list[Ref]:
+    """What holds pods: the syncer's Deployment, the regions' StatefulSets, the evaluator's Deployment."""
+    found = [names.syncer_deployment(job.name)] if here.syncer else []
+    found += [names.stateful_set(job.name, region.name) for region in here.regions]
+    return found + ([names.evaluator_deployment(job.name)] if _evaluated(job, here) else [])
+
+
+def fresh(job: Job, here: Place, ref: Ref, images: Images, settings: PlanSettings) -> Object:
+    """The spec of what holds pods, rendered from the job as it is now, without replicas."""
+    pull = settings.image_pull_policy
+    if ref == names.syncer_deployment(job.name):
+        return _deployment(job, "syncer", pods.syncer(job, images.syncer, pull))
+    if ref == names.evaluator_deployment(job.name):
+        return _deployment(job, "evaluator", pods.evaluator(job, images.worker, pull))
+    region = next(r for r in here.regions if names.stateful_set(job.name, r.name) == ref)
+    return {
+        "serviceName": names.region_service(job.name, region.name).name,
+        "podManagementPolicy": "Parallel",
+        "updateStrategy": {"type": "OnDelete"},
+        "revisionHistoryLimit": 2,
+        "selector": {"matchLabels": _learners(job, region.name)},
+        "template": pods.learner(job, region, images.worker, pull),
+    }
+
+
+def _deployment(job: Job, role: str, template: Object) -> Object:
+    return {
+        "strategy": {"type": "Recreate"},
+        "revisionHistoryLimit": 2,
+        "selector": {"matchLabels": {names.LABEL_JOB: job.name, names.LABEL_ROLE: role}},
+        "template": template,
+    }
+
+
+def rendering(live: Mapping[str, Any] | None) -> tuple[int, Object] | None:
+    """The generation that a live object was rendered for, and the rendering; None: not to be had."""
+    annotations = ((live or {}).get("metadata") or {}).get("annotations") or {}
+    try:
+        generation = int(annotations[GENERATION])
+        rendered = json.loads(annotations[RENDERED])
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return None
+    return (generation, rendered) if isinstance(rendered, dict) and "template" in rendered else None
+
+
+def with_pods(job: Job, ref: Ref, spec: Object, generation: int, replicas: int) -> Object:
+    """The manifest of an object that holds pods. ``spec``: rendered for that generation of the job."""
+    role, region = "learner", ref.name.removeprefix(f"{job.name}-")
+    if ref.kind == "Deployment":
+        role, region = region, ""
+    manifest = _object(job, ref, role, {"spec": {**spec, "replicas": replicas}}, region or None)
+    manifest["metadata"]["annotations"] = {
+        GENERATION: str(generation),
+        RENDERED: json.dumps(spec, sort_keys=True, separators=(",", ":")),
+    }
+    queue = job.labels.get(names.QUEUE)
+    if ref.kind == "StatefulSet" and queue is not None:
+        manifest["metadata"]["labels"][names.QUEUE] = queue
+    return manifest
+
+
+def _object(job: Job, ref: Ref, role: str, body: Object, region: str | None = None) -> Object:
+    return {
+        "apiVersion": names.API_VERSIONS[ref.kind],
+        "kind": ref.kind,
+        "metadata": {
+            "name": ref.name,
+            "namespace": job.namespace,
+            "labels": names.labels(job.name, role, region),
+            "ownerReferences": [names.owner_reference(job.name, job.uid)],
+        },
+        **body,
+    }

@@ -1,0 +1,376 @@
+"""The pod templates of syncer, learners and evaluator.
+
+A template holds what the job needs (names.py and docs/design.md have the contract), then
+the user's podTemplate is merged in (template_merge.py), then come the labels and the annotation
+that nobody may change. The evaluator runs where and as learners do, from
+``learners.podTemplate``: their image, pull secrets, volumes, environment, node selectors.
+It scores the merged model on processors, so it takes none of their resources and claims, and
+none of their probes.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from diloco_operator import names
+from diloco_operator.job import Job, digest
+from diloco_operator.model import Object
+from diloco_operator.objects.template_merge import Protected, Refusal, merge, refused
+from diloco_protocol.spec.job import JobSpec, RegionSpec
+
+USER = 65532
+GRACE_SECONDS = 30
+SPARED_SECONDS = 5
+"""Of the grace period, what a learner's drain leaves for the process to end."""
+TOLERATION_SECONDS = 20
+DRAIN = "DILOCO_DRAIN_SECONDS"
+START_SECONDS = 3600
+"""How long a program may take to open its port: reading a store, loading data, compiling."""
+
+_POD: Object = {"name": "DILOCO_POD", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}}
+_SECURITY: Object = {
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+    "readOnlyRootFilesystem": True,
+}
+_REQUESTS = {
+    "syncer": {"cpu": "250m", "memory": "256Mi"},
+    "learner": {"cpu": "250m", "memory": "512Mi"},
+    "evaluator": {"cpu": "100m", "memory": "512Mi"},
+}
+_LABELS = frozenset(
+    {
+        "app.kubernetes.io/name", "app.kubernetes.io/instance", "app.kubernetes.io/component",
+        "app.kubernetes.io/managed-by", names.LABEL_JOB, names.LABEL_ROLE, names.LABEL_REGION,
+        names.POD_INDEX, names.POD_REVISION, "statefulset.kubernetes.io/pod-name", "pod-template-hash",
+    }
+)  # fmt: skip
+
+
+# ------------------------------------------------------------------ what users give
+
+
+def refusals(spec: JobSpec) -> list[Refusal]:
+    """Where the job's podTemplates contradict what makes the job work."""
+    found = refused(spec.syncer.pod_template, "spec.syncer.podTemplate", _syncer_protected())
+    shared = _learner_protected(spec)
+    found += refused(spec.learners.pod_template, "spec.learners.podTemplate", shared)
+    for index, region in enumerate(spec.regions):
+        found += refused(region.pod_template, f"spec.regions[{index}].podTemplate", shared)
+    return found
+
+
+def _syncer_protected() -> Protected:
+    return Protected(
+        container="syncer",
+        labels=_LABELS,
+        env=("DILOCO_POD",),
+        mounts=(names.SETTINGS_PATH, names.CREDENTIALS_PATH, names.CONTROL_PATH, names.DATA_PATH, "/tmp"),
+        volumes=("settings", "credentials", "control", "data", "tmp"),
+        command="is the operator's: leave it out",
+    )
+
+
+def _learner_protected(spec: JobSpec) -> Protected:
+    return Protected(
+        container="learner",
+        labels=_LABELS,
+        env={DRAIN, *(item["name"] for item in _worker_env("learner", "x", True))},
+        # The work directory's volume (`work`) may be another one: it is scratch.
+        mounts=(names.SETTINGS_PATH, names.CREDENTIALS_PATH, names.DATA_PATH, "/tmp"),
+        volumes=("settings", "credentials", "tmp"),
+        command="is set by spec.learners.command: give your program there",
+    )
+
+
+# ------------------------------------------------------------------ templates
+
+
+def syncer(job: Job, image: str, pull: str) -> Object:
+    """The syncer's pod template."""
+    spec = job.spec
+    secret = names.secret_name(job.name, "syncer", job.uid)
+    storage = spec.syncer.storage
+    command = [
+        "python", "-m", "diloco_syncer",
+        "--job", f"{names.SETTINGS_PATH}/job.json",
+        "--store", storage.uri if storage.uri is not None else f"{names.DATA_PATH}/store",
+        "--listen", f"[::]:{names.SYNC_PORT}",
+        "--control", f"[::]:{names.CONTROL_PORT}",
+        "--http", f"[::]:{names.HTTP_PORT}",
+        "--export", f"127.0.0.1:{names.EXPORT_PORT}",
+        "--control-key-file", f"{names.CONTROL_PATH}/control-key",
+        "--stay",
+    ]  # fmt: skip
+    mounts = [
+        _mount("settings", names.SETTINGS_PATH, True),
+        _mount("control", names.CONTROL_PATH, True),
+        _mount("data", names.DATA_PATH),
+        _mount("tmp", "/tmp"),
+    ]
+    volumes = [
+        _settings_volume(job),
+        _secret_volume("control", secret, "control-key"),
+        {"name": "data", **_store(job)},
+        {"name": "tmp", "emptyDir": {}},
+    ]
+    if spec.syncer.tls.mode == "auto":
+        command += ["--credentials", names.CREDENTIALS_PATH]
+        mounts.append(_mount("credentials", names.CREDENTIALS_PATH, True))
+        volumes.append(_syncer_credentials(job))
+    container = _container("syncer", image, pull, command, mounts)
+    container["env"] = [_POD]
+    container["ports"] = [
+        _port("sync", names.SYNC_PORT), _port("control", names.CONTROL_PORT), _port("http", names.HTTP_PORT),
+    ]  # fmt: skip
+    # Not the sync port: it is bound before the store is read, and a kubelet has no certificate to show there.
+    ready: Object = {"httpGet": {"path": "/readyz", "port": "http"}}
+    container["startupProbe"] = ready | _probe(2, START_SECONDS // 2)
+    container["livenessProbe"] = {"httpGet": {"path": "/healthz", "port": "http"}} | _probe(10, 6)
+    container["readinessProbe"] = ready | _probe(2, 3)
+    return _template(job, "syncer", container, volumes, [spec.syncer.pod_template], syncer_inputs(spec))
+
+
+def learner(job: Job, region: RegionSpec, image: str, pull: str) -> Object:
+    """The pod template of a region's learners."""
+    spec = job.spec
+    container = _worker(job, "learner", image, pull, region.name)
+    patches = [spec.learners.pod_template, region.pod_template]
+    volumes = _worker_volumes(job)
+    template = _template(job, "learner", container, volumes, patches, learner_inputs(spec), region.name)
+    _drains_in_time(template["spec"])
+    return template
+
+
+def _drains_in_time(pod: Object) -> None:
+    """Bounds the drain by the grace period that the pod has, the user's or ours: a learner that is killed
+    while it still offers its work has not said which of it is nobody's."""
+    grace = pod.get("terminationGracePeriodSeconds")
+    seconds = max(1, (grace if isinstance(grace, int) else GRACE_SECONDS) - SPARED_SECONDS)
+    for container in pod["containers"]:
+        if container["name"] == "learner":
+            container["env"].append({"name": DRAIN, "value": str(seconds)})
+
+
+def evaluator(job: Job, image: str, pull: str) -> Object:
+    """The evaluator's pod template."""
+    spec = job.spec
+    container = _worker(job, "evaluator", image, pull)
+    patch = _for_evaluator(spec.learners.pod_template)
+    return _template(job, "evaluator", container, _worker_volumes(job), [patch], evaluator_inputs(spec))
+
+
+def _template(
+    job: Job, role: str, container: Object, volumes: list[Object], patches: list[Object], inputs: str,
+    region: str | None = None,
+) -> Object:  # fmt: skip
+    base: Object = {
+        "metadata": {},
+        "spec": {
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+            "terminationGracePeriodSeconds": GRACE_SECONDS,
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": USER,
+                "runAsGroup": USER,
+                "fsGroup": USER,
+                "fsGroupChangePolicy": "OnRootMismatch",
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            # Of these two Kubernetes' own default is 300 s, and a pod's end is when its successor begins.
+            "tolerations": [
+                {
+                    "key": f"node.kubernetes.io/{key}",
+                    "operator": "Exists",
+                    "effect": "NoExecute",
+                    "tolerationSeconds": TOLERATION_SECONDS,
+                }
+                for key in ("not-ready", "unreachable")
+            ],
+            "containers": [container],
+            "volumes": volumes,
+        },
+    }
+    for patch in patches:
+        base = merge(base, patch)
+    metadata = base["metadata"]
+    metadata["labels"] = {**(metadata.get("labels") or {}), **names.labels(job.name, role, region)}
+    metadata["annotations"] = {**(metadata.get("annotations") or {}), names.INPUTS: inputs}
+    return base
+
+
+def _for_evaluator(template: Object) -> Object:
+    """learners.podTemplate as the evaluator takes it."""
+    patch = copy.deepcopy(template)
+    for name in ("resources", "resourceClaims"):
+        (patch.get("spec") or {}).pop(name, None)
+    containers = (patch.get("spec") or {}).get("containers")
+    for container in containers if isinstance(containers, list) else []:
+        if container.get("name") != "learner":
+            continue
+        container["name"] = "evaluator"
+        container.pop("resources", None)
+        # Probes of a program of the user's own would not fit ours.
+        for name in ("startupProbe", "livenessProbe", "readinessProbe", "lifecycle"):
+            container.pop(name, None)
+    return patch
+
+
+# ------------------------------------------------------------------ digests of what programs read
+
+
+def learner_inputs(spec: JobSpec) -> str:
+    """Of what a learner reads when it starts. The rest of ``sync`` and ``training.stop`` come from the
+    syncer when it joins; a program of the user's own may read all of ``training``."""
+    training = spec.training.model_dump(mode="json", by_alias=True)
+    if spec.learners.command is None:
+        del training["stop"]
+        # Which part of the data is held out is a learner's business, when it is scored is not.
+        training["evaluation"] = training["evaluation"] and training["evaluation"]["fraction"]
+    return digest([training, spec.learners.command, *_layout(spec)])
+
+
+def evaluator_inputs(spec: JobSpec) -> str:
+    training = spec.training.model_dump(mode="json", by_alias=True)
+    del training["stop"]
+    return digest([training, *_layout(spec)])
+
+
+def _layout(spec: JobSpec) -> list[Any]:
+    return [spec.seed, spec.sync.fragments, spec.sync.merge.mean_tensors, spec.sync.deterministic]
+
+
+def syncer_inputs(spec: JobSpec) -> str:
+    """Of what the syncer reads when it starts."""
+    training = spec.training.model_dump(mode="json", by_alias=True)
+    return digest(
+        [
+            spec.sync.model_dump(mode="json", by_alias=True),
+            training["stop"], training["model"], training["data"], spec.evaluated, spec.seed,
+            [[region.name, region.learners] for region in spec.regions],
+            spec.syncer.checkpoint.model_dump(mode="json", by_alias=True),
+        ]
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------ parts
+
+
+def _worker(job: Job, role: str, image: str, pull: str, region: str | None = None) -> Object:
+    secure = job.spec.syncer.tls.mode == "auto"
+    command = job.spec.learners.command if role == "learner" else None
+    mounts = [
+        _mount("settings", names.SETTINGS_PATH, True), _mount("work", names.DATA_PATH), _mount("tmp", "/tmp"),
+    ]  # fmt: skip
+    if secure:
+        mounts.append(_mount("credentials", names.CREDENTIALS_PATH, True))
+    container = _container(role, image, pull, command or ["python", "-m", "diloco_worker"], mounts)
+    env = _worker_env(role, region, secure)
+    if role == "evaluator" and job.spec.training.device == "cuda":  # it has no GPU
+        env[0]["value"] = f"{names.SETTINGS_PATH}/evaluator.json"
+    container["env"] = env
+    container["ports"] = [_port("status", names.WORKER_PORT)]
+    live: Object = {"httpGet": {"path": "/healthz", "port": "status"}}
+    container["startupProbe"] = live | _probe(2, START_SECONDS // 2)
+    # Patient: a step that holds the interpreter for long is no reason to kill what trains.
+    container["livenessProbe"] = live | _probe(20, 9, 10)
+    container["readinessProbe"] = {"httpGet": {"path": "/readyz", "port": "status"}} | _probe(2, 3, 5)
+    return container
+
+
+def _worker_env(role: str, region: str | None, secure: bool) -> list[Object]:
+    env: list[Object] = [
+        {"name": "DILOCO_JOB_FILE", "value": f"{names.SETTINGS_PATH}/job.json"},
+        {"name": "DILOCO_SYNCER_FILE", "value": f"{names.SETTINGS_PATH}/address.json"},
+        {"name": "DILOCO_ROLE", "value": role},
+        _POD,
+        {"name": "DILOCO_WORKDIR", "value": names.DATA_PATH},
+        {"name": "DILOCO_IDLE_AT_END", "value": "1"},
+        {"name": "DILOCO_LOG_FORMAT", "value": "json"},
+        {"name": "DILOCO_STATUS", "value": f"[::]:{names.WORKER_PORT}"},
+    ]
+    if region is not None:
+        index = f"metadata.labels['{names.POD_INDEX}']"
+        env += [
+            {"name": "DILOCO_REGION", "value": region},
+            {"name": "DILOCO_ORDINAL", "valueFrom": {"fieldRef": {"fieldPath": index}}},
+        ]
+    if secure:
+        env.append({"name": "DILOCO_CREDENTIALS", "value": names.CREDENTIALS_PATH})
+    return env
+
+
+def _worker_volumes(job: Job) -> list[Object]:
+    volumes: list[Object] = [
+        _settings_volume(job), {"name": "work", "emptyDir": {}}, {"name": "tmp", "emptyDir": {}},
+    ]  # fmt: skip
+    if job.spec.syncer.tls.mode == "auto":
+        secret = job.spec.learners.credentials.secret_name
+        name = secret or names.secret_name(job.name, "learner", job.uid)
+        volumes.append(_secret_volume("credentials", name))
+    return volumes
+
+
+def _syncer_credentials(job: Job) -> Object:
+    """TLS files from the syncer's secret; the join token is in the learners', where users name them."""
+    own = job.spec.syncer.tls.secret_name
+    if own is None:
+        files = ("tls.crt", "tls.key", "ca.crt", "join-token")
+        return _secret_volume("credentials", names.secret_name(job.name, "syncer", job.uid), *files)
+    shared = job.spec.learners.credentials.secret_name
+    assert shared is not None, "job.unsupported refuses this"
+    return {
+        "name": "credentials",
+        "projected": {
+            "defaultMode": 0o440,
+            "sources": [
+                {"secret": {"name": own}},
+                {"secret": {"name": shared, "items": [{"key": "join-token", "path": "join-token"}]}},
+            ],
+        },
+    }
+
+
+def _store(job: Job) -> Object:
+    storage = job.spec.syncer.storage
+    if storage.uri is not None:
+        return {"emptyDir": {}}
+    return {"persistentVolumeClaim": {"claimName": storage.claim_name or names.claim(job.name).name}}
+
+
+def _settings_volume(job: Job) -> Object:
+    return {"name": "settings", "configMap": {"name": names.settings_map(job.name).name}}
+
+
+def _secret_volume(name: str, secret: str, *files: str) -> Object:
+    source: Object = {"secretName": secret, "defaultMode": 0o440}
+    if files:
+        source["items"] = [{"key": file, "path": file} for file in files]
+    return {"name": name, "secret": source}
+
+
+def _container(role: str, image: str, pull: str, command: list[str], mounts: list[Object]) -> Object:
+    return {
+        "name": role,
+        "image": image,
+        "imagePullPolicy": pull,
+        "command": list(command),
+        "securityContext": copy.deepcopy(_SECURITY),
+        "resources": {"requests": dict(_REQUESTS[role])},
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": mounts,
+    }
+
+
+def _mount(name: str, path: str, read_only: bool = False) -> Object:
+    return {"name": name, "mountPath": path} | ({"readOnly": True} if read_only else {})
+
+
+def _port(name: str, number: int) -> Object:
+    return {"name": name, "containerPort": number, "protocol": "TCP"}
+
+
+def _probe(period: int, failures: int, timeout: int = 3) -> Object:
+    return {"periodSeconds": period, "timeoutSeconds": timeout, "failureThreshold": failures}

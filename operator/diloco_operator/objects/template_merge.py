@@ -1,0 +1,278 @@
+"""podTemplate: what the user wants of a pod, merged into what the operator makes of it.
+
+Theory of operation. The merge is Kubernetes' strategic merge for the lists of a pod that
+people set: containers, volumes, environment and so on are merged item by item under their
+key, other lists are replaced, mappings are merged, null takes a field away. Four things
+differ, each because the plain rule makes a pod that no API server takes or nobody wants:
+
+* Of alternatives (a volume's source, a probe's handler, an environment variable's value or
+  source) the patch's replaces the base's.
+* null takes away no merged list (ours are in it) and none of a container's name, image, command.
+* Tolerations are added to; without ours for lost nodes Kubernetes would put in its own,
+  which wait five minutes.
+* A default request is left out for a resource that the user says anything about, or it
+  could exceed the user's limit.
+
+``refused`` says first where a podTemplate contradicts what makes the job work. Everything
+else, spelling included, is for the API server to judge when it is asked to take the result.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from diloco_operator.model import Object
+
+Path = tuple[str, ...]
+
+_POD = ("spec",)
+_CONTAINERS = ("containers", "initContainers")
+_PROBES = ("livenessProbe", "readinessProbe", "startupProbe")
+_HANDLERS = frozenset({"exec", "httpGet", "tcpSocket", "grpc"})
+
+# Lists that are merged: field -> the fields that name an item.
+_POD_LISTS: dict[str, Path] = {
+    "containers": ("name",),
+    "initContainers": ("name",),
+    "volumes": ("name",),
+    "imagePullSecrets": ("name",),
+    "hostAliases": ("ip",),
+    "topologySpreadConstraints": ("topologyKey", "whenUnsatisfiable"),
+    "resourceClaims": ("name",),
+    "schedulingGates": ("name",),
+}
+_CONTAINER_LISTS: dict[str, Path] = {
+    "env": ("name",),
+    "ports": ("containerPort", "protocol"),
+    "volumeMounts": ("mountPath",),
+    "volumeDevices": ("devicePath",),
+}
+_KEY_DEFAULTS = {"protocol": "TCP"}
+
+
+class Refusal(NamedTuple):
+    """Where a podTemplate cannot be taken: the path, and what is wrong with the cure."""
+
+    path: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class Protected:
+    """What a podTemplate may not touch. ``container``: the main container's name; names of labels,
+    environment variables, mount paths and volumes; ``command``: what to use instead of command and args."""
+
+    container: str
+    labels: Collection[str]
+    env: Collection[str]
+    mounts: Collection[str]
+    volumes: Collection[str]
+    command: str
+
+
+# ------------------------------------------------------------------ merge
+
+
+def merge(base: Object, patch: Mapping[str, Any]) -> Object:
+    """A pod template (metadata, spec) with the patch merged in; neither is changed."""
+    return _mapping(base, patch, ())
+
+
+def _mapping(base: Mapping[str, Any], patch: Mapping[str, Any], path: Path) -> Object:
+    result: Object = copy.deepcopy(dict(base))
+    _drop_alternatives(result, patch, path)
+    for key, value in patch.items():
+        where = (*path, key)
+        if value is None:
+            if not _needed(where):
+                result.pop(key, None)
+        elif isinstance(value, Mapping):
+            before = result.get(key)
+            result[key] = _mapping(before if isinstance(before, Mapping) else {}, value, where)
+        elif isinstance(value, list):
+            result[key] = _list(result.get(key), value, where)
+        else:
+            result[key] = value
+    return result
+
+
+def _list(base: Any, patch: list[Any], path: Path) -> list[Any]:
+    before = base if isinstance(base, list) else []
+    if path == (*_POD, "tolerations"):
+        return copy.deepcopy([*patch, *(t for t in before if not any(_covers(p, t) for p in patch))])
+    keys = _keys(path)
+    if keys is None or not all(isinstance(item, Mapping) for item in patch):
+        return copy.deepcopy(patch)
+    result = copy.deepcopy(before)
+    for item in patch:
+        at = next((i for i, have in enumerate(result) if _key(have, keys) == _key(item, keys)), None)
+        # Items are told apart by their key alone: the path of all items of a list is the same.
+        merged = _mapping(result[at] if at is not None else {}, item, path)
+        if at is None:
+            result.append(merged)
+        else:
+            result[at] = merged
+    return result
+
+
+def _needed(path: Path) -> bool:
+    """What null does not take away, because no pod could do without it."""
+    in_main = len(path) == 3 and path[1] in _CONTAINERS
+    return (
+        path in (_POD, ("metadata",))
+        or _keys(path) is not None
+        or (in_main and path[2] in ("name", "image", "command", "args"))
+    )
+
+
+def _keys(path: Path) -> Path | None:
+    if len(path) == 2 and path[:1] == _POD:
+        return _POD_LISTS.get(path[1])
+    if len(path) == 3 and path[:1] == _POD and path[1] in _CONTAINERS:
+        return _CONTAINER_LISTS.get(path[2])
+    return None
+
+
+def _key(item: Any, keys: Path) -> tuple[Any, ...] | None:
+    if not isinstance(item, Mapping):
+        return None
+    return tuple(item.get(key, _KEY_DEFAULTS.get(key)) for key in keys)
+
+
+def _covers(toleration: Any, other: Mapping[str, Any]) -> bool:
+    """Whether a toleration is about the same taint as the other."""
+    if not isinstance(toleration, Mapping):
+        return False
+    effect = toleration.get("effect")
+    key = toleration.get("key")
+    about = key == other.get("key") or (not key and toleration.get("operator") == "Exists")
+    return about and effect in (None, "", other.get("effect"))
+
+
+def _drop_alternatives(result: Object, patch: Mapping[str, Any], path: Path) -> None:
+    """Takes out of ``result`` what the patch chooses an alternative to."""
+    given = {key for key, value in patch.items() if value is not None}
+    if path == (*_POD, "volumes"):
+        if given - {"name"}:
+            for key in set(result) - {"name"}:
+                del result[key]
+    elif len(path) == 3 and path[1] in _CONTAINERS and path[2] == "env":
+        if given & {"value", "valueFrom"}:
+            for key in ("value", "valueFrom"):
+                result.pop(key, None)
+    elif len(path) == 3 and path[1] in _CONTAINERS and path[2] in _PROBES:
+        if given & _HANDLERS:
+            for key in _HANDLERS - given:
+                result.pop(key, None)
+    elif len(path) == 3 and path[1] in _CONTAINERS and path[2] == "resources":
+        spoken = {
+            name
+            for kind in ("requests", "limits")
+            for name in (patch.get(kind) if isinstance(patch.get(kind), Mapping) else None) or ()
+        }
+        requests = result.get("requests")
+        if isinstance(requests, dict):
+            for name in spoken:
+                requests.pop(name, None)
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+def refused(template: Mapping[str, Any], path: str, protected: Protected) -> list[Refusal]:
+    """What of a podTemplate at ``path`` (of the job's spec) cannot be taken; empty: nothing."""
+    found: list[Refusal] = []
+    _shapes(template, path, (), found)
+    if found:
+        return found
+    metadata, spec = template.get("metadata") or {}, template.get("spec") or {}
+    for kind in ("labels", "annotations"):
+        for name in metadata.get(kind) or {}:
+            if name in protected.labels or name.startswith("diloco.io/"):
+                found.append(
+                    Refusal(f"{path}.metadata.{kind}[{name}]", "is the operator's own: leave it out")
+                )
+    for name in ("name", "namespace", "ownerReferences", "finalizers"):
+        if name in metadata:
+            found.append(Refusal(f"{path}.metadata.{name}", "is not a pod template's to set: leave it out"))
+    if spec.get("restartPolicy", "Always") not in ("Always", None):
+        found.append(Refusal(f"{path}.spec.restartPolicy", "must be Always: leave it out"))
+    grace = spec.get("terminationGracePeriodSeconds")
+    if grace is not None and (not isinstance(grace, int) or grace < 1):
+        found.append(
+            Refusal(
+                f"{path}.spec.terminationGracePeriodSeconds",
+                "must be at least 1: a learner offers its work before it goes, a syncer makes it durable",
+            )
+        )
+    for volume in spec.get("volumes") or []:
+        if volume["name"] in protected.volumes:
+            found.append(
+                Refusal(
+                    f"{path}.spec.volumes[{volume['name']}]", "is the operator's own: choose another name"
+                )
+            )
+    for kind in _CONTAINERS:
+        for container in spec.get(kind) or []:
+            if container["name"] == protected.container:
+                where = f"{path}.spec.{kind}[{container['name']}]"
+                if kind != "containers":
+                    found.append(Refusal(where, "is the main container's name: choose another"))
+                else:
+                    found += _main(container, where, protected)
+    return found
+
+
+def _main(container: Mapping[str, Any], path: str, protected: Protected) -> list[Refusal]:
+    found = []
+    for name in ("command", "args"):
+        if container.get(name) is not None:
+            found.append(Refusal(f"{path}.{name}", protected.command))
+    for item in container.get("env") or []:
+        if item["name"] in protected.env:
+            found.append(Refusal(f"{path}.env[{item['name']}]", "is set by the operator: leave it out"))
+    for item in container.get("volumeMounts") or []:
+        if str(item["mountPath"]).rstrip("/") in protected.mounts:
+            found.append(
+                Refusal(f"{path}.volumeMounts[{item['mountPath']}]", "is the operator's own: mount elsewhere")
+            )
+    return found
+
+
+def _shapes(value: Any, at: str, path: Path, found: list[Refusal]) -> None:
+    """Whether everything that the merge looks into is of the kind that it expects."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if str(key).startswith("$"):
+                found.append(
+                    Refusal(f"{at}.{key}", "directives of patches are not taken: give the fields alone")
+                )
+                continue
+            where = (*path, key)
+            mapping = where in ((*_POD,), ("metadata",), ("metadata", "labels"), ("metadata", "annotations"))
+            listed = _keys(where) is not None or where == (*_POD, "tolerations")
+            if mapping and not isinstance(item, Mapping | None):
+                found.append(Refusal(f"{at}.{key}", "must be a mapping"))
+            elif listed and not isinstance(item, list | None):
+                found.append(Refusal(f"{at}.{key}", "must be a list"))
+            else:
+                _shapes(item, f"{at}.{key}", where, found)
+    elif isinstance(value, list):
+        keys = _keys(path)
+        seen: list[Any] = []
+        for index, item in enumerate(value):
+            if keys is not None:
+                if not isinstance(item, Mapping) or item.get(keys[0]) is None:
+                    found.append(Refusal(f"{at}[{index}]", f"must be a mapping with {keys[0]}"))
+                    continue
+                if _key(item, keys) in seen:
+                    found.append(Refusal(f"{at}[{item[keys[0]]}]", "is there twice: keep one"))
+                seen.append(_key(item, keys))
+            name = item[keys[0]] if keys is not None else index
+            _shapes(item, f"{at}[{name}]", path, found)

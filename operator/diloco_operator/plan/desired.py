@@ -1,0 +1,183 @@
+"""Which objects there shall be now, and which that are there shall not.
+
+See plan.py for the order in which a job's objects come to be, manifests.py for the manifests
+and for what "rendered for a generation" means.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco_operator import names
+from diloco_operator.model import Delete, Object, Ref, SecretWanted
+from diloco_operator.objects import manifests
+from diloco_operator.objects.manifests import Images
+from diloco_operator.plan.lifecycle import Course
+from diloco_operator.plan.pods.rollout import held_back
+from diloco_operator.plan.view import View
+
+NUDGE_SECONDS = 60.0
+"""A controller that could not make pods tries again after an ever longer time; a changed annotation of
+its object makes it try at once."""
+NUDGED = f"{names.DOMAIN}/nudged"
+
+
+@dataclass(slots=True)
+class Wanted:
+    """What was decided."""
+
+    images: Images
+    secrets: list[SecretWanted] = field(default_factory=list)
+    apply: list[Object] = field(default_factory=list)
+    deletes: list[Delete] = field(default_factory=list)
+    with_pods: bool = False  # something that holds pods is among it
+    more: bool = False  # there is more to come, as soon as the watches show what is applied now
+    held_back: bool = False  # the syncer's changed Deployment waits for the learners
+
+
+def want(view: View, course: Course, images: Images, refused: bool, starts: bool) -> Wanted:
+    """The objects of a job that is here. ``refused``: it is not taken as it stands, and keeps what it had."""
+    out = Wanted(images)
+    job, here, settings = view.job, view.here, view.settings
+    ended = course.stage in ("finishing", "complete", "failing", "failed")
+    if not refused:
+        out.secrets = manifests.secrets(job, here, _missed(view))
+        for manifest in manifests.plain(job, here, settings):
+            out.apply.append(_as_it_was(view, manifest) if ended else manifest)
+        if here.syncer:
+            claim = manifests.claim_manifest(job, view.live(names.claim(job.name)))
+            out.apply += [claim] if claim is not None else []
+    keep = {_ref(manifest) for manifest in out.apply}
+    holders = manifests.holders(job, here) if not refused else _rendered(view)
+    for ref in holders:
+        keep.add(ref)
+        if view.live(ref) is None and not _ready_for(view, ref):
+            out.more = True
+            continue
+        generation, spec = _rendering(view, course, ref, images, ended or refused, out)
+        replicas = _replicas(course, job.name, ref) if here.anything else view.replicas(ref) or 0
+        manifest = manifests.with_pods(job, ref, spec, generation, replicas)
+        if _nudge(view, ref):
+            manifest["metadata"]["annotations"][NUDGED] = str(int(view.now // NUDGE_SECONDS))
+        out.apply.append(manifest)
+        out.with_pods = True
+    if not refused:
+        _prune(view, course, keep, out)
+    return out
+
+
+def _ref(manifest: Object) -> Ref:
+    return Ref(manifest["kind"], manifest["metadata"]["name"])
+
+
+def _as_it_was(view: View, manifest: Object) -> Object:
+    """Settings stay after an end: a syncer that is restarted shall find the job that has ended."""
+    live = view.live(_ref(manifest))
+    if manifest["kind"] != "ConfigMap" or live is None or not isinstance(live.get("data"), dict):
+        return manifest
+    return {**manifest, "data": dict(live["data"])}
+
+
+def _ready_for(view: View, ref: Ref) -> bool:
+    """Whether what its pods would mount, or dial, is there and the job's own."""
+    job, storage = view.job.name, view.job.spec.syncer.storage
+    needs = [names.settings_map(job)]
+    if ref == names.syncer_deployment(job):
+        if storage.claim_name is None and storage.uri is None:
+            needs.append(names.claim(job))
+    elif view.here.syncer:
+        needs.append(names.syncer_service(job))
+    there = [view.live(need) for need in needs]
+    return all(live is not None and "deletionTimestamp" not in live["metadata"] for live in there)
+
+
+def _rendered(view: View) -> list[Ref]:
+    """What is live and says how it was rendered."""
+    return [ref for ref in view.observed.objects if manifests.rendering(view.live(ref)) is not None]
+
+
+def _rendering(
+    view: View, course: Course, ref: Ref, images: Images, frozen: bool, out: Wanted
+) -> tuple[int, Object]:
+    """The generation and the rendering to apply."""
+    before = manifests.rendering(view.live(ref))
+    if before is not None and (frozen or before[0] == view.job.generation):
+        return before
+    fresh = manifests.fresh(view.job, view.here, ref, images, view.settings)
+    if before is None or before[1] == fresh:
+        return view.job.generation, fresh
+    is_syncer = ref == names.syncer_deployment(view.job.name)
+    if is_syncer and course.stage == "suspending" and course.scale.syncer:
+        return before  # it is about to go, and learners drain to it
+    if is_syncer and course.training and held_back(view, ref, fresh):
+        out.held_back = True
+        return before
+    if ref.kind == "Deployment" and view.replicas(ref):
+        role = "syncer" if is_syncer else "evaluator"
+        view.memory.own_deletions |= {pod.uid for pod in view.pods if pod.role == role}
+        if is_syncer and course.training:
+            view.memory.followed.setdefault("syncer", (view.now, ""))
+    return view.job.generation, fresh
+
+
+def _replicas(course: Course, job: str, ref: Ref) -> int:
+    if ref == names.syncer_deployment(job):
+        return course.scale.syncer
+    if ref == names.evaluator_deployment(job):
+        return course.scale.evaluator
+    return course.scale.learners.get(ref.name.removeprefix(f"{job}-"), 0)
+
+
+def _nudge(view: View, ref: Ref) -> bool:
+    """Whether its controller has said that it could not make a pod, and one is still not there."""
+    there = [pod for pod in view.pods if _holder(view, pod.role, pod.region) == ref and not pod.over]
+    wanted = view.replicas(ref) or 0
+    if len(there) >= wanted:
+        return False
+    for note in view.observed.notes:
+        if note.reason != "FailedCreate":
+            continue
+        made_by_set = ref.kind == "Deployment" and note.kind == "ReplicaSet"
+        if (note.kind, note.name) == ref or (made_by_set and note.name.startswith(f"{ref.name}-")):
+            return True
+    return False
+
+
+def _holder(view: View, role: str, region: str) -> Ref:
+    if role == "learner":
+        return names.stateful_set(view.job.name, region)
+    return Ref("Deployment", f"{view.job.name}-{role}")
+
+
+def _missed(view: View) -> frozenset[str]:
+    """Secrets of which a pod's trouble says that they are not there."""
+    found = (pod.obstacle.secret for pod in view.pods if pod.obstacle is not None)
+    return frozenset(name for name in found if name)
+
+
+# ------------------------------------------------------------------ what is not wanted any more
+
+
+def _prune(view: View, course: Course, keep: set[Ref], out: Wanted) -> None:
+    """Objects of regions that the job does not have any more (their learners drain first), of an evaluator
+    that is not asked for, of a syncer that was placed elsewhere. Never the claim."""
+    for ref in view.observed.objects:
+        live = view.live(ref)
+        if live is None or ref in keep or ref.kind == "PersistentVolumeClaim":
+            continue
+        if "deletionTimestamp" in live["metadata"]:
+            continue
+        region = _label(live, names.LABEL_REGION)
+        left = [pod for pod in view.pods if region and pod.role == "learner" and pod.region == region]
+        rendering = manifests.rendering(live)
+        if ref.kind == "StatefulSet" and left and rendering is not None:
+            generation, spec = rendering
+            out.apply.append(manifests.with_pods(view.job, ref, spec, generation, 0))
+        elif not left or ref.kind == "StatefulSet":
+            out.deletes.append(Delete(ref, live["metadata"]["uid"], "the job does not ask for it any more"))
+
+
+def _label(live: Object, name: str) -> str:
+    labels: dict[str, Any] = live["metadata"].get("labels") or {}
+    return str(labels.get(name) or "")

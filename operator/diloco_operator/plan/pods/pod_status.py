@@ -1,0 +1,308 @@
+"""What a pod's status says: how it is, why it does not start, how its program ended.
+
+A pod object of the API server goes in, with the cluster's Events about it; a ``Pod`` comes
+out that the other files read. Sentences made here go into status and events, so they name
+what is wrong in the words of the cluster and, where there is one, the cure.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from diloco_operator import names
+from diloco_operator.job import seconds
+from diloco_operator.model import Note, Object
+from diloco_protocol.vocabulary import MAKES_ROOM
+
+_IMAGE = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull",
+                    "ImageInspectError", "RegistryUnavailable", "SignatureValidationFailed"})  # fmt: skip
+_CONFIG = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError",
+                     "PreCreateHookError", "PreStartHookError", "PostStartHookError"})  # fmt: skip
+_MOUNT_NOTES = ("FailedMount", "FailedAttachVolume", "FailedMapVolume")
+_START_NOTES = ("FailedCreatePodSandBox", "NetworkNotReady", "FailedPrepareDynamicResources")
+_ABSENT = re.compile(r'\b(secret|configmap)s? "([^"]+)" not found')
+_KINDS = {"secret": "Secret", "configmap": "ConfigMap"}
+WORDS = 300
+_MESSAGE = re.compile(r'"message": ?("(?:[^"\\]|\\.)*")\}$')
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a container ended."""
+
+    code: int
+    reason: str  # Error, OOMKilled, Completed, ...
+    words: str  # its last line, shortened; may be empty
+    at: float | None
+
+    @property
+    def makes_room(self) -> bool:
+        """Of a learner that was idle, for its successor, when a job that had been drained goes on."""
+        return self.code == 0 and self.words == MAKES_ROOM
+
+    def __str__(self) -> str:
+        if self.reason == "OOMKilled":
+            said = "it ran out of memory (OOMKilled): give it more with resources.limits.memory"
+        elif self.code == 0:
+            said = "its program ended by itself with exit code 0"
+        elif self.code > 128 and self.code < 160:
+            said = f"its program was ended by signal {self.code - 128}"
+        else:
+            said = f"its program ended with exit code {self.code}"
+        return f"{said}: {self.words}" if self.words else said
+
+
+@dataclass(frozen=True, slots=True)
+class Obstacle:
+    """Why a pod does not start. ``kind``: unschedulable, image, config, volume, crash or other."""
+
+    kind: str
+    message: str
+    # Names of Secrets of which the message says that they are not there.
+    secret: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """One pod. Times are unix seconds."""
+
+    name: str
+    uid: str
+    role: str
+    region: str
+    ordinal: int
+    revision: str
+    node: str
+    terminating: bool
+    leaves_at: float | None  # when its grace is over
+    ready: bool
+    running: bool  # its main container
+    running_since: float | None
+    started: bool  # its main container has run
+    ends: int  # how often it has ended
+    last_end: End | None
+    over: bool  # phase Failed or Succeeded: nothing of it runs any more
+    excused: str  # preempted, evicted by an API call, ...: no fault of the job's
+    obstacle: Obstacle | None
+    spec: Object
+
+    @property
+    def process(self) -> str:
+        """What the ids of its processes begin with."""
+        return self.uid.replace("-", "")
+
+    @property
+    def alive(self) -> bool:
+        """It is there to stay."""
+        return not self.terminating and not self.over
+
+
+def read(obj: Object, notes: Iterable[Note]) -> Pod | None:
+    """The facts; None for a pod that is none of a job's parts."""
+    metadata, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
+    labels = metadata.get("labels") or {}
+    role = labels.get(names.LABEL_ROLE, "")
+    if role not in ("syncer", "learner", "evaluator"):
+        return None
+    main = _main(status.get("containerStatuses"), role)
+    state = (main.get("state") or {}) if main else {}
+    running = state.get("running")
+    ends, last = _ends(main)
+    conditions = {c.get("type"): c for c in status.get("conditions") or []}
+    over = status.get("phase") in ("Failed", "Succeeded")
+    deleted = metadata.get("deletionTimestamp")
+    obstacle = None
+    if not over and running is None:
+        mine = [n for n in notes if n.kind == "Pod" and n.name == metadata["name"]]
+        obstacle = _obstacle(status, state, conditions, mine, last, ends)
+    return Pod(
+        name=metadata["name"],
+        uid=metadata["uid"],
+        role=role,
+        region=labels.get(names.LABEL_REGION, ""),
+        ordinal=_ordinal(metadata["name"], labels),
+        revision=labels.get(names.POD_REVISION, ""),
+        node=spec.get("nodeName", ""),
+        terminating=deleted is not None,
+        leaves_at=seconds(deleted) if deleted is not None else None,
+        ready=_true(conditions.get("Ready")),
+        running=running is not None,
+        running_since=_time(running, "startedAt"),
+        started=running is not None or ends > 0,
+        ends=ends,
+        last_end=last,
+        over=over,
+        excused=_excused(status, conditions),
+        obstacle=obstacle,
+        spec=spec,
+    )
+
+
+def _ordinal(name: str, labels: Mapping[str, str]) -> int:
+    text = labels.get(names.POD_INDEX) or name.rpartition("-")[2]
+    return int(text) if text.isdigit() else -1
+
+
+def _main(statuses: Any, role: str) -> Object | None:
+    return next((s for s in statuses or [] if s.get("name") == role), None)
+
+
+def _true(condition: Mapping[str, Any] | None) -> bool:
+    return condition is not None and condition.get("status") == "True"
+
+
+def _time(mapping: Mapping[str, Any] | None, key: str) -> float | None:
+    text = (mapping or {}).get(key)
+    return seconds(text) if isinstance(text, str) else None
+
+
+def _ends(main: Object | None) -> tuple[int, End | None]:
+    """How often the main container has ended, and how it did last."""
+    if main is None:
+        return 0, None
+    restarts = int(main.get("restartCount", 0))
+    now, before = (main.get("state") or {}), (main.get("lastState") or {}).get("terminated")
+    if "terminated" in now:
+        return restarts + 1, _end(now["terminated"])
+    if "waiting" in now and before is not None:
+        # The kubelet counts a restart when it has restarted.
+        return restarts + 1, _end(before)
+    return restarts, _end(before) if before is not None else None
+
+
+def _end(terminated: Mapping[str, Any]) -> End:
+    code = int(terminated.get("exitCode", 0))
+    signal = int(terminated.get("signal") or 0)
+    return End(
+        code=code or (128 + signal if signal else 0),
+        reason=str(terminated.get("reason", "")),
+        words=last_words(str(terminated.get("message") or "")),
+        at=_time(terminated, "finishedAt"),
+    )
+
+
+def last_words(text: str) -> str:
+    """The last line that says something, shortened; of a JSON log line its message."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return shortened(_message(lines[-1])) if lines else ""
+
+
+def _message(line: str) -> str:
+    """What a line of our programs' logs says. ``message`` is last in it (diloco_protocol.common.logs): of a
+    long line the kubelet keeps the end."""
+    found = _MESSAGE.search(line)
+    if found is None:
+        return line
+    try:
+        return str(json.loads(found[1]))
+    except ValueError:
+        return line
+
+
+def shortened(text: str, limit: int = WORDS) -> str:
+    """One line of at most ``limit`` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def _excused(status: Mapping[str, Any], conditions: Mapping[Any, Mapping[str, Any]]) -> str:
+    """Why the pod's going is no fault of the job's; empty: none is known."""
+    target = conditions.get("DisruptionTarget")
+    if _true(target):
+        assert target is not None
+        return {
+            "PreemptionByScheduler": "a pod of a higher priority took its place",
+            "EvictionByEvictionAPI": "it was evicted, as when a node is drained",
+            "DeletionByTaintManager": "its node was tainted or lost",
+            "DeletionByPodGC": "its node is gone",
+            "TerminationByKubelet": "its node ended it to save resources",
+        }.get(str(target.get("reason")), str(target.get("message") or "it was disrupted"))
+    if status.get("phase") == "Failed" and status.get("reason") in ("Preempting", "Shutdown", "NodeShutdown",
+                                                                    "Terminated"):  # fmt: skip
+        return "its node was shut down"
+    return ""
+
+
+# ------------------------------------------------------------------ why it does not start
+
+
+def _obstacle(
+    status: Mapping[str, Any], state: Mapping[str, Any], conditions: Mapping[Any, Mapping[str, Any]],
+    notes: list[Note], last: End | None, ends: int,
+) -> Obstacle | None:  # fmt: skip
+    scheduled = conditions.get("PodScheduled")
+    if scheduled is not None and scheduled.get("status") == "False":
+        message = scheduled.get("message") or _newest(notes, ("FailedScheduling",)) or "no node takes it"
+        if scheduled.get("reason") == "SchedulingGated":
+            return Obstacle("unschedulable", f"it waits for its scheduling gates: {shortened(message)}")
+        claim = "persistentvolumeclaim" in message.lower()
+        return Obstacle("volume" if claim else "unschedulable", f"no node takes it: {shortened(message)}")
+    for init in status.get("initContainerStatuses") or []:
+        found = _waiting(init, (init.get("state") or {}).get("waiting"), f"init container {init.get('name')}")
+        if found is not None:
+            return found
+    waiting = state.get("waiting") or {}
+    if waiting.get("reason") == "CrashLoopBackOff" or "terminated" in state:
+        return _crash(last, ends)
+    for one in status.get("containerStatuses") or []:
+        mine = (one.get("state") or {}).get("waiting")
+        found = _waiting(one, mine, "" if mine == state.get("waiting") else f"container {one.get('name')}")
+        if found is not None:
+            return found
+    for reasons, kind, said in (
+        (_MOUNT_NOTES, "volume", "its volumes cannot be mounted"),
+        (_START_NOTES, "other", "it cannot be set up"),
+        (("Failed", "BackOff"), "image", "its image cannot be pulled"),
+    ):
+        message = _newest(notes, reasons)
+        if message:
+            return Obstacle(kind, f"{said}: {shortened(message)}{_cure(message)}", _missing_secret(message))
+    return None
+
+
+def _crash(last: End | None, ends: int) -> Obstacle:
+    said = "its program ended" if last is None else str(last)
+    return Obstacle("crash", f"{said} ({ends} times)" if ends > 1 else said)
+
+
+def _waiting(container: Mapping[str, Any], waiting: Mapping[str, Any] | None, who: str) -> Obstacle | None:
+    reason = str((waiting or {}).get("reason", ""))
+    message = shortened(str((waiting or {}).get("message") or reason))
+    prefix = f"{who}: " if who else ""
+    if reason in _IMAGE:
+        image = container.get("image", "")
+        return Obstacle(
+            "image",
+            f"{prefix}image {image} cannot be had ({reason}): {message}; "
+            "check its name, and imagePullSecrets if its registry asks for them",
+        )
+    if reason in _CONFIG:
+        return Obstacle("config", f"{prefix}{message} ({reason}){_cure(message)}", _missing_secret(message))
+    if reason == "CrashLoopBackOff":
+        ended = (container.get("lastState") or {}).get("terminated")
+        said = str(_end(ended)) if ended is not None else message
+        return Obstacle("crash", f"{prefix}{said}")
+    return None
+
+
+def _newest(notes: list[Note], reasons: Iterable[str]) -> str:
+    fitting = [note for note in notes if note.reason in reasons]
+    return max(fitting, key=lambda note: note.time).message if fitting else ""
+
+
+def _cure(message: str) -> str:
+    found = _ABSENT.search(message)
+    if found is None:
+        return ""
+    return f"; create the {_KINDS[found[1]]} {found[2]}, or correct its name in the job"
+
+
+def _missing_secret(message: str) -> str:
+    """The name in `secret "NAME" not found`."""
+    _, found, tail = message.partition('secret "')
+    name = tail.partition('"')[0]
+    return name if found and "not found" in tail else ""

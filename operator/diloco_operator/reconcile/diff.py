@@ -1,0 +1,130 @@
+"""Whether a live object still is what was applied: then there is nothing to send.
+
+Theory of operation. A manifest that is applied carries an annotation with its own digest.
+If the live object has that digest, it was last applied by us from this very manifest, and
+no field that an earlier one had is left over. Then it is enough that every field of the
+manifest has its value in the live object; what else the live object has (defaults, status,
+fields of others) is not ours. So a restarted operator sends nothing for what is in order,
+and sees what somebody changed by hand in fields that are ours.
+
+Lists whose items have a key (containers, ports, ...) are matched by it, as server-side
+apply merges them; other lists are taken whole. The API server writes quantities in another
+way than they were given (1000m is 1), and leaves out what is empty.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from diloco_operator.model import Object
+from diloco_protocol.spec.quantities import parse_quantity
+
+APPLIED = "diloco.io/applied"
+"""Annotation: digest of the manifest that was applied last."""
+
+# Keys of list items, the first that all items of the wanted list have.
+_KEYS = (
+    ("containerPort", "protocol"), ("port", "protocol"), ("uid",), ("mountPath",), ("name",), ("type",),
+    ("topologyKey", "whenUnsatisfiable"), ("ip",),
+)  # fmt: skip
+_DEFAULTS = {"protocol": "TCP"}
+_QUANTITIES = ("limits", "requests", "capacity", "hard")
+
+
+def digest(manifest: Object) -> str:
+    """Of everything in the manifest."""
+    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def marked(manifest: Object) -> Object:
+    """The manifest with its digest as annotation; it is not changed itself."""
+    meta = dict(manifest["metadata"])
+    meta["annotations"] = {**(meta.get("annotations") or {}), APPLIED: digest(manifest)}
+    return {**manifest, "metadata": meta}
+
+
+def state(live: Object) -> str:
+    """Digest of what of a live object is not status: it changes when somebody changes the object."""
+    meta = {
+        key: value
+        for key, value in live["metadata"].items()
+        if key not in ("managedFields", "resourceVersion", "generation")
+    }
+    return digest({**{key: value for key, value in live.items() if key != "status"}, "metadata": meta})
+
+
+def differences(wanted: Object, live: Object) -> list[str]:
+    """Paths of the fields of ``wanted`` that ``live`` has not, or with another value; at most a few."""
+    found: list[str] = []
+    _compare(wanted, live, "", found, False)
+    return found
+
+
+def _empty(value: Any) -> bool:
+    return value is None or value == {} or value == [] or value == ""
+
+
+def _compare(wanted: Any, live: Any, path: str, found: list[str], quantities: bool) -> None:
+    if len(found) >= 5 or (_empty(wanted) and _empty(live)):
+        return
+    if isinstance(wanted, Mapping):
+        if not isinstance(live, Mapping):
+            if any(not _empty(value) for value in wanted.values()):
+                found.append(path)
+            return
+        for key, value in wanted.items():
+            below = quantities or key in _QUANTITIES
+            _compare(value, live.get(key), f"{path}.{key}" if path else key, found, below)
+    elif isinstance(wanted, list):
+        _compare_lists(wanted, live, path, found, quantities)
+    elif not _same(wanted, live, quantities):
+        found.append(path)
+
+
+def _compare_lists(wanted: Sequence[Any], live: Any, path: str, found: list[str], quantities: bool) -> None:
+    if not isinstance(live, list):
+        found.append(path)
+        return
+    keys = _keys(wanted)
+    if keys is None:
+        if len(wanted) != len(live):
+            found.append(path)
+            return
+        for i, (ours, theirs) in enumerate(zip(wanted, live, strict=True)):
+            _compare(ours, theirs, f"{path}[{i}]", found, quantities)
+        return
+    by_key = {_key(item, keys): item for item in live if isinstance(item, Mapping)}
+    for item in wanted:
+        key = _key(item, keys)
+        _compare(item, by_key.get(key), f"{path}[{key[0]}]", found, quantities)
+
+
+def _keys(items: Sequence[Any]) -> tuple[str, ...] | None:
+    """The key by which these items are told apart; None: the list is taken whole."""
+    if not items or not all(isinstance(item, Mapping) for item in items):
+        return None
+    for keys in _KEYS:
+        if all(key in item or key in _DEFAULTS for item in items for key in keys):
+            known = [_key(item, keys) for item in items]
+            if len(set(known)) == len(known):
+                return keys
+    return None
+
+
+def _key(item: Mapping[str, Any], keys: tuple[str, ...]) -> tuple[Any, ...]:
+    return tuple(json.dumps(item.get(key, _DEFAULTS.get(key))) for key in keys)
+
+
+def _same(wanted: Any, live: Any, quantities: bool) -> bool:
+    if wanted == live and isinstance(wanted, bool) == isinstance(live, bool):
+        return True
+    if quantities and isinstance(live, str | int) and isinstance(wanted, str | int | float):
+        try:
+            return bool(parse_quantity(str(wanted)) == parse_quantity(str(live)))
+        except ValueError:
+            return False
+    return False

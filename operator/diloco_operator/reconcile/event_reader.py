@@ -1,0 +1,145 @@
+"""Kubernetes Events about a job's objects: why a pod does not start.
+
+They are not watched, for there may be very many; they are listed when a job has something
+that waits for longer than ``PATIENCE_SECONDS``, at most every ``AGAIN_SECONDS`` for a
+namespace, whose jobs share the answer. Where a namespace has more than one page of them,
+the first few objects that wait are asked about by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import calendar
+import logging
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+
+from diloco_operator.kube.client import Api, ApiError
+from diloco_operator.model import Note, Object, Ref
+
+log = logging.getLogger(__name__)
+
+PATIENCE_SECONDS = 8.0
+AGAIN_SECONDS = 15.0
+FORGET_SECONDS = 600.0
+MAX_NOTES = 100  # of one job
+MOST = 3  # objects of a job that are asked about by name
+KEPT = 256  # answers
+MAX_MESSAGE = 1000
+
+
+def seconds(text: str | None) -> float | None:
+    """Wall-clock unix seconds of a time as the API server writes it; None if it is none."""
+    found = re.fullmatch(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(\.\d+)?Z", text or "")
+    if found is None:
+        return None
+    whole = calendar.timegm(time.strptime(found[1], "%Y-%m-%dT%H:%M:%S"))
+    return whole + float(found[2] or 0)
+
+
+def waiting(objects: Mapping[Ref, Object], pods: Iterable[Object], now: float) -> list[Ref]:
+    """What of a job is not started, or has not made its pods, that should have."""
+    count: dict[str, int] = {}
+    found: list[Ref] = []
+    for pod in pods:
+        meta, status = pod["metadata"], pod.get("status") or {}
+        for owner in meta.get("ownerReferences") or ():
+            count[str(owner.get("name"))] = count.get(str(owner.get("name")), 0) + 1
+        born = seconds(meta.get("creationTimestamp")) or now
+        starts = status.get("phase") == "Pending" and not meta.get("deletionTimestamp")
+        if starts and now - born > PATIENCE_SECONDS:
+            found.append(Ref("Pod", str(meta["name"])))
+    for ref, obj in objects.items():
+        spec, status = obj.get("spec") or {}, obj.get("status") or {}
+        born = seconds(obj["metadata"].get("creationTimestamp")) or now
+        if now - born < PATIENCE_SECONDS:
+            continue
+        wanted = spec.get("replicas", 1)
+        if (
+            (ref.kind == "StatefulSet" and count.get(ref.name, 0) < wanted)
+            or (ref.kind == "Deployment" and (status.get("replicas") or 0) < wanted)
+            or (ref.kind == "PersistentVolumeClaim" and status.get("phase") == "Pending")
+        ):
+            found.append(ref)
+    return found
+
+
+_Read = list[tuple[Note, str]]
+"""Notes, each with the UID of what it is about."""
+
+
+class Notes:
+    """Reads Events."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+        # what was asked for -> when (monotonic), notes, and whether that is all
+        self._read: OrderedDict[tuple[str, str], tuple[float, _Read, bool]] = OrderedDict()
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._silent_until = 0.0
+
+    async def about(
+        self, namespace: str, job: str, waits: Sequence[Ref], uids: Mapping[Ref, str], now: float
+    ) -> tuple[Note, ...]:
+        """The latest notes about a job's objects and pods (``uids``: their UIDs; those of an earlier pod of
+        the same name are nobody's), oldest first; none if they cannot be read. ``waits``: whose are wanted
+        most, where there are too many to read all."""
+        # A Deployment's pods are made by a ReplicaSet, which is not watched.
+        of_deployment = re.compile(re.escape(job) + r"-(syncer|evaluator)-[a-z0-9]+")
+        async with self._locks.setdefault(namespace, asyncio.Lock()):
+            read, whole = await self._ask(namespace, "")
+            if not whole:
+                for ref in waits[:MOST]:
+                    read = read + (await self._ask(namespace, _selector(ref)))[0]
+        found = {
+            note for note, uid in read
+            if now - note.time < FORGET_SECONDS
+            and (uids.get(Ref(note.kind, note.name)) == uid
+                 or (note.kind == "ReplicaSet" and of_deployment.fullmatch(note.name)))
+        }  # fmt: skip
+        return tuple(sorted(found, key=lambda note: (note.time, note.name, note.reason))[-MAX_NOTES:])
+
+    async def _ask(self, namespace: str, selector: str) -> tuple[_Read, bool]:
+        """The warnings that ``selector`` (of fields) takes, as of the last AGAIN_SECONDS, and whether all."""
+        key = (namespace, selector)
+        at, notes, whole = self._read.get(key, (-1e9, [], True))
+        if time.monotonic() - at < AGAIN_SECONDS:
+            return notes, whole
+        try:
+            items, whole = await self._api.warnings(namespace, selector)
+        except ApiError as error:
+            if not error.unreachable and time.monotonic() > self._silent_until:
+                log.warning("Kubernetes Events of namespace %s cannot be read: %s", namespace, error)
+                self._silent_until = time.monotonic() + 300.0
+            items, whole = [], True
+        notes = [note for item in items if (note := _note(item)) is not None]
+        self._read[key] = (time.monotonic(), notes, whole)
+        self._read.move_to_end(key)
+        while len(self._read) > KEPT:
+            self._read.popitem(last=False)
+        return notes, whole
+
+
+def _selector(ref: Ref) -> str:
+    """Of the Events about one object; of a Deployment, about any ReplicaSet."""
+    if ref.kind == "Deployment":
+        return "involvedObject.kind=ReplicaSet"
+    return f"involvedObject.kind={ref.kind},involvedObject.name={ref.name}"
+
+
+def _note(item: Object) -> tuple[Note, str] | None:
+    """The note in an Event, and the UID of what it is about; None: it is not about anything."""
+    about = item.get("involvedObject") or {}
+    series = item.get("series") or {}
+    times = (
+        item.get("lastTimestamp"), series.get("lastObservedTime"), item.get("eventTime"),
+        (item.get("metadata") or {}).get("creationTimestamp"),
+    )  # fmt: skip
+    when = next((at for text in times if (at := seconds(text)) is not None), None)
+    if when is None or not about.get("kind") or not about.get("name"):
+        return None
+    message = str(item.get("message") or "")[:MAX_MESSAGE]
+    note = Note(str(about["kind"]), str(about["name"]), str(item.get("reason") or ""), message, when)
+    return note, str(about.get("uid") or "")

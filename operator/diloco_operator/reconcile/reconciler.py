@@ -1,0 +1,283 @@
+"""One turn for one job: observe, plan, carry out.
+
+Theory of operation. A turn is by level: whatever woke it, it looks at all that is known
+(observe.py), asks the plan, and carries the plan out in its order. What cannot be carried
+out becomes a ``Trouble``, which the next plan hears of and the status shows; if the troubles
+changed there is another turn at once. An API server that does not answer ends the turn
+with an error, and the queue comes back with backoff.
+
+What the plan counts stands in the status, so a status that could not be written is kept
+and counts as the job's in the next turn; Events, which the plan says once, are kept until
+they are sent. Everything else may be lost at any time: a new operator begins with nothing
+and sends nothing for what is in order.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco_operator.informer.cache import Cache
+from diloco_operator.kube.client import Api, ApiError, failure
+from diloco_operator.kube.kinds import BY_NAME, JOB, POD, SECRET
+from diloco_operator.kube.permissions import Permissions
+from diloco_operator.logs import about
+from diloco_operator.metrics import Metrics
+from diloco_operator.model import (
+    Delete,
+    EventWanted,
+    Key,
+    Memory,
+    Note,
+    Object,
+    Observed,
+    Plan,
+    PlanSettings,
+    Ref,
+    Trouble,
+)
+from diloco_operator.names import FINALIZER
+from diloco_operator.plan import plan as planning
+from diloco_operator.reconcile.apply import Applied, Applier, explained
+from diloco_operator.reconcile.event_reader import Notes, waiting
+from diloco_operator.reconcile.event_recorder import EventWriter
+from diloco_operator.reconcile.job_secrets import manifest as secret_manifest
+from diloco_operator.reconcile.observe import (
+    Seen,
+    freeze,
+    learner_pods,
+    role_runs,
+    see,
+    syncer_is_here,
+    syncer_pod,
+)
+from diloco_operator.reconcile.root_key import KeyFinder
+from diloco_operator.reconcile.status_writer import Written, write_status
+from diloco_operator.reconcile.syncer_poller import Asker
+from diloco_operator.settings import Settings
+
+log = logging.getLogger(__name__)
+
+PlanFunction = Callable[[Observed, Memory, PlanSettings], Plan]
+
+AT_ONCE_SECONDS = 0.3
+CONFLICT_SECONDS = 0.5  # until the watch has brought what changed under a write
+SECRET_AGAIN_SECONDS = 30.0
+MAX_EVENTS = 100  # kept of one job while they cannot be sent
+
+
+@dataclass(slots=True)
+class Record:
+    """What is remembered of one job."""
+
+    uid: str
+    memory: Memory = field(default_factory=Memory)
+    applied: Applied = field(default_factory=Applied)
+    troubles: tuple[Trouble, ...] = ()
+    made: dict[str, float] = field(default_factory=dict)  # Secret -> when it was made (monotonic)
+    status: Written = field(default_factory=Written)
+    events: list[EventWanted] = field(default_factory=list)
+    phase: str = ""
+    replacements: int | None = None
+
+
+class Reconciler:
+    """Turns jobs. ``nodes_are_read``: whether nodes are in the cache, and all of them."""
+
+    def __init__(
+        self, settings: Settings, api: Api, cache: Cache, asker: Asker, keys: KeyFinder,
+        permissions: Permissions, events: EventWriter, metrics: Metrics,
+        nodes_are_read: Callable[[], bool], plan: PlanFunction = planning.plan,
+    ) -> None:  # fmt: skip
+        self._settings, self._api, self._cache, self._asker = settings, api, cache, asker
+        self._keys, self._permissions, self._events, self._metrics = keys, permissions, events, metrics
+        self._nodes_are_read, self._plan = nodes_are_read, plan
+        self._applier = Applier(api, cache)
+        self._notes = Notes(api)
+        self._records: dict[Key, Record] = {}
+
+    def phases(self) -> dict[str, int]:
+        """How many jobs are in which phase."""
+        found: dict[str, int] = {}
+        for record in self._records.values():
+            found[record.phase] = found.get(record.phase, 0) + 1
+        return found
+
+    async def turn(self, key: Key) -> float | None:
+        """Look at a job; seconds until the next look, None if there is no such job. Raises ApiError."""
+        began = time.monotonic()
+        try:
+            return await self._turn(key)
+        except ApiError as error:
+            if error.status == 409:
+                self._metrics.reconcile_errors.labels("conflict").inc()
+                log.debug("%s", error, extra=about(key))
+                return CONFLICT_SECONDS
+            raise
+        finally:
+            self._metrics.reconcile_seconds.observe(time.monotonic() - began)
+
+    async def _turn(self, key: Key) -> float | None:
+        seen = see(self._cache, key, self._nodes_are_read())
+        if seen is None:
+            self._records.pop(key, None)
+            self._asker.forget(key)
+            return None
+        uid = str(seen.job["metadata"]["uid"])
+        record = self._records.get(key)
+        if record is None or record.uid != uid:
+            self._asker.forget(key)
+            record = self._records[key] = Record(uid)
+        here = syncer_is_here(seen.job, self._settings.cluster)
+        target = syncer_pod(seen.pods) if here else None
+        asked, learners, report = self._asker.answers(key, target[0] if target else None)
+        now = time.time()
+        observed = freeze(
+            seen, now, status=record.status.unwritten, notes=await self._read_notes(key, seen, now),
+            troubles=(*record.troubles, *self._permissions.troubles(key[0])), syncer=asked,
+            learners=learners, report=report,
+        )  # fmt: skip
+        plan = self._plan(observed, record.memory, self._settings.plan())
+        record.events = [*record.events, *plan.events][-MAX_EVENTS:]
+        record.status.planned(plan.status)
+        self._count(record, plan.status)
+        troubles = await self._carry_out(key, record, seen, plan, target, now)
+        root = self._keys.key
+        self._asker.every(
+            key, plan.poll_syncer, target, root.control_key(uid) if root is not None else None,
+            {} if here else learner_pods(seen.pods), not (seen.job.get("status") or {}).get("report"),
+        )  # fmt: skip
+        changed = set(troubles) != set(record.troubles)
+        for trouble in set(troubles) - set(record.troubles):
+            self._metrics.troubles.labels(trouble.reason).inc()
+            log.warning("%s %s: %s", trouble.ref.kind, trouble.ref.name, trouble.message, extra=about(key))
+        record.troubles = troubles
+        return AT_ONCE_SECONDS if changed else min(plan.wake_in, self._settings.resync_seconds)
+
+    # ------------------------------------------------------------------ carrying out, in the plan's order
+
+    async def _carry_out(
+        self, key: Key, record: Record, seen: Seen, plan: Plan, target: tuple[str, str] | None, now: float
+    ) -> tuple[Trouble, ...]:
+        meta = seen.job["metadata"]
+        ending = bool(meta.get("deletionTimestamp"))
+        has = FINALIZER in (meta.get("finalizers") or ())
+        troubles: list[Trouble] = []
+        if plan.finalizer and not has and not ending:
+            await self._trying(troubles, JOB.name, key[1], self._finalizer(key, seen.job, True))
+        await self._make_secrets(key, record, seen, plan, troubles)
+        applied = await self._applier.apply(key, record.uid, plan.apply, seen.objects, record.applied)
+        troubles += applied.values()
+        root = self._keys.key
+        if target is not None and root is not None:
+            await self._asker.call(key, target[1], root.control_key(record.uid), plan.calls)
+        for delete in plan.deletes:
+            await self._trying(troubles, delete.ref.kind, delete.ref.name, self._delete(key, delete))
+        await self._trying(
+            troubles, JOB.name, key[1],
+            write_status(self._api, self._cache, key, record.uid, record.status, plan.urgent),
+        )  # fmt: skip
+        events, record.events = record.events, []
+        await self._events.write(key, seen.job, events, now)
+        if plan.delete_job:
+            log.info("deleting the job: its time to live is over", extra=about(key))
+            await self._trying(troubles, JOB.name, key[1], self._delete_job(key, record.uid))
+        if has and not plan.finalizer:
+            job = self._cache.get(JOB, *key)
+            if job is not None and job["metadata"]["uid"] == record.uid:
+                await self._trying(troubles, JOB.name, key[1], self._finalizer(key, job, False))
+        return tuple(troubles)
+
+    async def _trying(self, troubles: list[Trouble], kind: str, name: str, doing: Any) -> None:
+        """Await a write; what is refused becomes a trouble. Raises ApiError where trying again helps."""
+        try:
+            await doing
+        except ApiError as error:
+            if error.unreachable or error.status == 409:
+                raise
+            if error.status != 404:
+                troubles.append(Trouble(Ref(kind, name), failure(error), explained(error)))
+
+    async def _finalizer(self, key: Key, job: Object, wanted: bool) -> None:
+        meta = job["metadata"]
+        others = [name for name in meta.get("finalizers") or () if name != FINALIZER]
+        patch = {
+            "metadata": {
+                "finalizers": [*others, FINALIZER] if wanted else others,
+                "resourceVersion": meta["resourceVersion"],
+                "uid": meta["uid"],
+            }
+        }
+        made = await self._api.merge(JOB, key[0], key[1], patch)
+        if not wanted and meta.get("deletionTimestamp") and not others:
+            self._cache.drop(JOB, key[0], key[1], meta["uid"])
+            log.info("the job is let go", extra=about(key))
+        else:
+            self._cache.put(JOB, made)
+
+    async def _make_secrets(
+        self, key: Key, record: Record, seen: Seen, plan: Plan, troubles: list[Trouble]
+    ) -> None:
+        root = self._keys.key
+        now = time.monotonic()
+        for wanted in plan.secrets:
+            at = record.made.get(wanted.name)
+            if at is None and not wanted.missed and role_runs(seen.pods, wanted.role):
+                continue  # made by an earlier operator: a pod has it mounted
+            if at is not None and (not wanted.missed or now - at < SECRET_AGAIN_SECONDS):
+                continue
+            ref = Ref(SECRET.name, wanted.name)
+            if root is None:
+                troubles.append(Trouble(ref, "other", self._keys.problem))
+                continue
+            try:
+                await self._api.create(SECRET, key[0], secret_manifest(wanted, root))
+                log.info("Secret %s made", wanted.name, extra=about(key))
+            except ApiError as error:
+                if error.unreachable:
+                    raise
+                if error.status != 409:
+                    troubles.append(Trouble(ref, failure(error), explained(error)))
+                    continue
+            record.made[wanted.name] = now
+
+    async def _delete(self, key: Key, delete: Delete) -> None:
+        kind = BY_NAME[delete.ref.kind]
+        log.info(
+            "deleting %s %s%s: %s", delete.ref.kind, delete.ref.name, " by force" if delete.force else "",
+            delete.why, extra=about(key),
+        )  # fmt: skip
+        grace = 0 if delete.force else None
+        rest = await self._api.delete(kind, key[0], delete.ref.name, delete.uid, grace)
+        self._metrics.deletions.labels(kind.name, str(delete.force).lower()).inc()
+        if rest is None:
+            self._cache.drop(kind, key[0], delete.ref.name, delete.uid)
+        else:
+            self._cache.put(kind, rest)
+
+    async def _delete_job(self, key: Key, uid: str) -> None:
+        rest = await self._api.delete(JOB, key[0], key[1], uid)
+        if rest is not None:
+            self._cache.put(JOB, rest)
+
+    # ------------------------------------------------------------------ small things
+
+    async def _read_notes(self, key: Key, seen: Seen, now: float) -> tuple[Note, ...]:
+        waits = waiting(seen.objects, seen.pods, now)
+        if not waits:
+            return ()
+        uids = {ref: str(obj["metadata"]["uid"]) for ref, obj in seen.objects.items()}
+        uids |= {Ref(POD.name, pod["metadata"]["name"]): str(pod["metadata"]["uid"]) for pod in seen.pods}
+        return await self._notes.about(key[0], key[1], waits, uids, now)
+
+    def _count(self, record: Record, status: dict[str, Any] | None) -> None:
+        if status is None:
+            return
+        record.phase = str(status.get("phase") or "")
+        total = int((status.get("replacements") or {}).get("total") or 0)
+        if record.replacements is not None and total > record.replacements:
+            self._metrics.replacements.inc(total - record.replacements)
+        record.replacements = total

@@ -1,0 +1,129 @@
+"""Writing a job's status: when it differs, with its version as condition, and not too often.
+
+Theory of operation. Only the operator writes status, so a version that is not the newest
+(somebody changed the spec meanwhile) is no reason to plan anew: the patch is made again
+for the object as it is. What moves all the time (``VOLATILE``) is written at most every
+``PROGRESS_SECONDS``, anything else at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from diloco_operator.informer.cache import Cache
+from diloco_operator.kube.client import Api, ApiError
+from diloco_operator.kube.kinds import JOB
+from diloco_operator.model import Key, Object
+
+log = logging.getLogger(__name__)
+
+PROGRESS_SECONDS = 60.0
+VOLATILE = (("progress",), ("syncer", "step"))
+TRIES = 4
+
+
+@dataclass(slots=True)
+class Written:
+    """What is remembered of one job's status."""
+
+    at: float = -1e9  # monotonic, of the last write
+    wanted: dict[str, Any] | None = None
+    unwritten: dict[str, Any] | None = None  # planned, and not in the API server yet
+
+    def planned(self, status: dict[str, Any] | None) -> None:
+        """The plan's status; None: it leaves it as it is."""
+        self.wanted = without_nulls(status) if status is not None else None
+        if self.wanted is not None:
+            self.unwritten = self.wanted
+
+
+def without_nulls(value: Any) -> Any:
+    """Null in a status is the same as a field that is not there."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [without_nulls(item) for item in value]
+    return value
+
+
+def _empty(value: Any) -> bool:
+    return value is None or value == {} or value == [] or value == ""
+
+
+def merge_patch(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON merge patch that turns ``old`` into ``new``; empty: they are equal.
+
+    What is empty counts as absent: the API server fills in empty lists where the CRD has a default.
+    """
+    patch: dict[str, Any] = {key: None for key in old if key not in new and not _empty(old[key])}
+    for key, value in new.items():
+        before = old.get(key)
+        if before == value or (_empty(before) and _empty(value)):
+            continue
+        if isinstance(before, Mapping) and isinstance(value, Mapping):
+            patch[key] = merge_patch(before, value)
+        else:
+            patch[key] = value
+    return patch
+
+
+def steady(status: Mapping[str, Any]) -> dict[str, Any]:
+    """The status without what moves all the time."""
+    kept = dict(status)
+    for path in VOLATILE:
+        if len(path) == 1:
+            kept.pop(path[0], None)
+        elif isinstance(kept.get(path[0]), Mapping):
+            kept[path[0]] = {key: value for key, value in kept[path[0]].items() if key != path[1]}
+    return kept
+
+
+async def write_status(api: Api, cache: Cache, key: Key, uid: str, written: Written, urgent: bool) -> None:
+    """Write ``written.wanted`` if there is reason to. Raises ApiError."""
+    if written.wanted is None:
+        return
+    job = cache.get(JOB, *key)
+    for left in reversed(range(TRIES)):
+        if job is None or job["metadata"]["uid"] != uid:
+            written.unwritten = None
+            return
+        patch = _patch(job, written, urgent)
+        if patch is None:
+            written.unwritten = None
+            return
+        try:
+            made = await api.merge(JOB, key[0], key[1], patch, sub="status")
+        except ApiError as error:
+            if error.status == 404:
+                written.unwritten = None
+                return
+            if error.status != 409 or not left:
+                raise
+            job = await api.get(JOB, *key)
+            if job is not None:
+                cache.put(JOB, job)
+            continue
+        written.at, written.unwritten = time.monotonic(), None
+        cache.put(JOB, made)
+        return
+
+
+def _patch(job: Object, written: Written, urgent: bool) -> Object | None:
+    """The patch; None: there is nothing to write now."""
+    wanted = written.wanted or {}
+    there = job.get("status") or {}
+    patch = merge_patch(there, wanted)
+    if not patch:
+        return None
+    moved_only = not merge_patch(steady(there), steady(wanted))
+    if moved_only and not urgent and time.monotonic() - written.at < PROGRESS_SECONDS:
+        return None
+    meta = job["metadata"]
+    return {
+        "metadata": {"resourceVersion": meta["resourceVersion"], "uid": meta["uid"]},
+        "status": patch,
+    }

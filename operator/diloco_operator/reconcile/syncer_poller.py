@@ -1,0 +1,278 @@
+"""Talking to the programs of jobs: signed calls to a syncer's control port, and learners' status pages.
+
+Theory of operation. A job is asked beside its turns, on a timer, so that a syncer that does
+not answer holds up nothing: ``Asker.every`` says which pod is to be asked how often, the
+answer is kept (compressed: there are hundreds of documents) and the job is looked at; that
+look calls ``every`` again, and only then is there a next question, so that an operator with
+more to do than it can does not ask for answers that nobody reads. At most
+``syncer_calls`` are under way at once. A connection is closed after each answer: the
+next is seconds away, and hundreds of idle connections are memory in both programs.
+
+A learner is asked only where the job's syncer is in another cluster; its page is read, not
+signed, and decides over nothing but words in the status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import logging
+import random
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco_operator.logs import about
+from diloco_operator.metrics import Metrics
+from diloco_operator.model import Asked, Call, Key
+from diloco_operator.names import CONTROL_PORT, WORKER_PORT
+from diloco_protocol.wire.control_client import ControlClient, ControlError
+
+log = logging.getLogger(__name__)
+
+MIN_SECONDS = 1.0  # between two questions to one program
+MAX_PAGE = 1 << 20  # bytes of a learner's status page
+ENDS = ("complete", "failed")
+LEARNERS_SECONDS = 20.0
+NOT_ASKED = "this pod has not been asked yet"
+
+Report = dict[str, Any]
+
+
+def address(ip: str, port: int) -> str:
+    """host:port, also of an IPv6 address."""
+    return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
+
+
+class _Kept:
+    """An answer, small."""
+
+    __slots__ = ("asked", "blob", "pod")
+
+    def __init__(self, pod: str, asked: Asked) -> None:
+        self.pod = pod  # UID
+        document = asked.document
+        self.blob = None if document is None else zlib.compress(json.dumps(document).encode(), 1)
+        self.asked = Asked(None, asked.error, asked.at, asked.failing_since)
+
+    def load(self) -> Asked:
+        document = None if self.blob is None else json.loads(zlib.decompress(self.blob))
+        return Asked(document, self.asked.error, self.asked.at, self.asked.failing_since)
+
+
+@dataclass(slots=True)
+class _Job:
+    control_key: bytes = b""
+    target: tuple[str, str] | None = None  # the syncer pod's UID and IP
+    seconds: float = 10.0
+    timer: asyncio.TimerHandle | None = None
+    asking: bool = False
+    asked_at: float = -1e9  # monotonic
+    syncer: _Kept | None = None
+    learners: dict[str, _Kept] = field(default_factory=dict)  # by pod name
+    learner_targets: dict[str, tuple[str, str]] = field(default_factory=dict)
+    report: Report | None = None
+    report_wanted: bool = True
+    phase: str = ""
+
+
+class Asker:
+    """Asks programs; ``answered(key)`` is told when there is something new."""
+
+    def __init__(self, metrics: Metrics, calls: int, timeout: float, answered: Callable[[Key], None]) -> None:
+        self._metrics, self._timeout, self._answered = metrics, timeout, answered
+        self._jobs: dict[Key, _Job] = {}
+        self._free = asyncio.Semaphore(calls)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # ------------------------------------------------------------------ who is asked
+
+    def every(
+        self, key: Key, seconds: float, syncer: tuple[str, str] | None, control_key: bytes | None,
+        learners: Mapping[str, tuple[str, str]], report_wanted: bool,
+    ) -> None:  # fmt: skip
+        """Ask once, so many seconds after the last time: the syncer (its pod's UID and IP; None: there is
+        none), or learners by their pods' names. To be called after each look at the job, so that it is asked
+        ``every`` so many seconds. ``control_key`` None: not known yet, nobody is asked."""
+        job = self._jobs.setdefault(key, _Job())
+        if syncer is None or control_key is None:
+            job.target, job.syncer = None, None
+        else:
+            if job.target is not None and job.target[0] != syncer[0]:
+                job.asked_at = -1e9  # another pod: ask it at once
+            job.target, job.control_key = syncer, control_key
+        job.learner_targets = dict(learners)
+        job.learners = {name: kept for name, kept in job.learners.items() if name in learners}
+        job.seconds = max(MIN_SECONDS, seconds if job.target else max(seconds, LEARNERS_SECONDS))
+        job.report_wanted = report_wanted
+        self._schedule(key, job)
+
+    def forget(self, key: Key) -> None:
+        """The job is gone."""
+        job = self._jobs.pop(key, None)
+        if job is not None and job.timer is not None:
+            job.timer.cancel()
+
+    def answers(self, key: Key, pod: str | None) -> tuple[Asked | None, dict[str, Asked], Report | None]:
+        """The syncer's last answer (``pod``: UID of the pod that is the syncer now; None: there is none, and
+        so no answer), learners' by pod name, and the report."""
+        # That a pod was not asked yet (by an operator that has just begun) is not that there is none.
+        syncer = Asked(None, NOT_ASKED) if pod is not None else None
+        job = self._jobs.get(key)
+        if job is None:
+            return syncer, {}, None
+        if syncer is not None and job.syncer is not None:
+            syncer = job.syncer.load()
+            if job.syncer.pod != pod:
+                # An answer of its predecessor says nothing about it, but how long nobody answers goes on.
+                syncer = Asked(None, NOT_ASKED, syncer.at, syncer.failing_since)
+        learners = {
+            name: kept.load() for name, kept in job.learners.items()
+            if job.learner_targets.get(name, ("",))[0] == kept.pod
+        }  # fmt: skip
+        return syncer, learners, job.report
+
+    async def call(self, key: Key, syncer_ip: str, control_key: bytes, calls: Iterable[Call]) -> int:
+        """Control calls, one after another; how many came through. What did not is logged; after a first one
+        that nobody answers the rest is left for another turn."""
+        done = 0
+        for call in calls:
+            try:
+                await self._control(syncer_ip, control_key, call.method, call.body)
+            except ControlError as error:
+                log.info("%s", error, extra=about(key))
+                if error.kind == "unreachable":
+                    break
+            else:
+                done += 1
+                log.debug("told the syncer: %s %s", call.method, _words(call.body), extra=about(key))
+        return done
+
+    async def close(self) -> None:
+        """Stop asking."""
+        for key in list(self._jobs):
+            self.forget(key)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # ------------------------------------------------------------------ asking
+
+    def _schedule(self, key: Key, job: _Job) -> None:
+        if job.timer is not None:
+            job.timer.cancel()
+            job.timer = None
+        if job.asking or (job.target is None and not job.learner_targets):
+            return
+        wait = job.asked_at + job.seconds * random.uniform(0.95, 1.05) - time.monotonic()
+        job.timer = asyncio.get_running_loop().call_later(max(0.0, wait), self._begin, key, job)
+
+    def _begin(self, key: Key, job: _Job) -> None:
+        job.timer, job.asking = None, True
+        task = asyncio.create_task(self._ask(key, job), name=f"ask {key[0]}/{key[1]}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _ask(self, key: Key, job: _Job) -> None:
+        target = job.target
+        try:
+            if job.target is not None:
+                await self._ask_syncer(key, job, *job.target)
+            else:
+                await asyncio.gather(*(
+                    self._ask_learner(job, name, *target) for name, target in job.learner_targets.items()
+                ))  # fmt: skip
+        finally:
+            job.asking = False
+            job.asked_at = time.monotonic() if job.target == target else -1e9
+            if self._jobs.get(key) is job:
+                self._answered(key)
+
+    async def _ask_syncer(self, key: Key, job: _Job, pod: str, ip: str) -> None:
+        document: Report | None = None
+        error = ""
+        try:
+            document = await self._control(ip, job.control_key, "status", {})
+        except ControlError as failed:
+            error = str(failed)[:500]
+        now = time.time()
+        since: float | None = None
+        if document is None:
+            before = job.syncer.asked.failing_since if job.syncer is not None else None
+            since = before if before is not None else now
+            if before is None:
+                log.info("the syncer does not answer: %s", error, extra=about(key))
+        elif job.syncer is not None and job.syncer.asked.failing_since is not None:
+            log.info("the syncer answers again", extra=about(key))
+        job.syncer = _Kept(pod, Asked(document, error, now, since))
+        if document is None:
+            return
+        phase = str(document.get("phase"))
+        if phase not in ENDS:
+            job.report = None
+        elif job.report is None and job.report_wanted:
+            try:
+                job.report = await self._control(ip, job.control_key, "report", {})
+            except ControlError as failed:
+                log.info("the report cannot be had yet: %s", failed, extra=about(key))
+
+    async def _control(self, ip: str, key: bytes, method: str, body: Report) -> Report:
+        client = ControlClient(address(ip, CONTROL_PORT), key)
+        outcome = "failed"
+        async with self._free:
+            began = time.monotonic()
+            try:
+                answer = await client.call(method, body, self._timeout)
+                outcome = "ok"
+                return answer
+            except ControlError as error:
+                outcome = error.kind
+                raise
+            finally:
+                self._metrics.syncer_calls.labels(method, outcome).inc()
+                self._metrics.syncer_seconds.observe(time.monotonic() - began)
+                await client.close()
+
+    async def _ask_learner(self, job: _Job, name: str, pod: str, ip: str) -> None:
+        outcome, error = "ok", ""
+        document: Report | None = None
+        async with self._free:
+            began = time.monotonic()
+            try:
+                document = await asyncio.to_thread(_page, ip, WORKER_PORT, "/status", self._timeout)
+            except (OSError, http.client.HTTPException, ValueError) as failed:
+                outcome, error = "unreachable", f"{type(failed).__name__}: {failed}"[:300]
+            self._metrics.syncer_calls.labels("learner-status", outcome).inc()
+            self._metrics.syncer_seconds.observe(time.monotonic() - began)
+        now = time.time()
+        since: float | None = None
+        if document is None:
+            before = job.learners.get(name)
+            same = before is not None and before.pod == pod
+            since = before.asked.failing_since if before is not None and same else None
+            since = since if since is not None else now
+        job.learners[name] = _Kept(pod, Asked(document, error, now, since))
+
+
+def _words(body: Report) -> str:
+    return " ".join(f"{name}={value}" for name, value in body.items() if value not in ("", None))[:300]
+
+
+def _page(ip: str, port: int, path: str, timeout: float) -> Report:
+    """A JSON object over plain HTTP. Raises OSError, HTTPException, ValueError."""
+    connection = http.client.HTTPConnection(ip, port, timeout=timeout)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        text = answer.read(MAX_PAGE + 1)
+    finally:
+        connection.close()
+    if answer.status != 200 or len(text) > MAX_PAGE:
+        raise ValueError(f"status {answer.status}, {len(text)} bytes")
+    document = json.loads(text)
+    if not isinstance(document, dict):
+        raise ValueError("not a JSON object")
+    return document

@@ -1,0 +1,183 @@
+"""The work queue: which job is looked at next.
+
+Theory of operation. A key (a job) is in the queue once, with the time at which it is due.
+``add`` brings that forward, never back. A key is turned by one worker at a time; what is
+added while it is turned counts for the next turn. The turn says in how many seconds the
+next one is due if nothing happens, so every job comes round again whether or not a watch
+told anything. A turn that fails, or takes longer than ``TURN_SECONDS``, comes again after
+a backoff that doubles, with jitter; news about the job shortens that, but not below
+``NEWS_SECONDS``. Between two turns of one key lies ``PAUSE_SECONDS``, so that the burst of
+news about ten pods is one turn.
+
+There are never more keys than jobs: a turn that finds no job takes the key out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from diloco_operator.model import Key
+
+log = logging.getLogger(__name__)
+
+PAUSE_SECONDS = 0.2
+NEWS_SECONDS = 2.0
+FIRST_BACKOFF, LAST_BACKOFF = 0.5, 60.0
+TURN_SECONDS = 180.0
+
+Turn = Callable[[Key], Awaitable[float | None]]
+"""Looks at a job; the seconds until the next look, or None: the job is gone."""
+
+
+@dataclass(slots=True)
+class _State:
+    due: float | None = None  # when it is due; None: not waiting
+    ticket: int = 0  # of its valid place in the heap
+    began: float | None = None  # of the turn that is under way
+    ended: float = -1e9  # of the last turn
+    failures: int = 0  # in a row
+
+
+class WorkQueue:
+    """``turn`` is called for each key when it is due, at most ``workers`` side by side.
+
+    ``failed``: told of each turn that failed (key, error). ``clock``: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        turn: Turn,
+        workers: int,
+        failed: Callable[[Key, Exception], None] = lambda key, error: None,
+        clock: Callable[[], float] = time.monotonic,
+        pause: float = PAUSE_SECONDS,
+    ) -> None:
+        self._turn, self._failed, self._clock, self._pause = turn, failed, clock, pause
+        self._states: dict[Key, _State] = {}
+        self._heap: list[tuple[float, int, Key]] = []
+        self._tickets = itertools.count(1)
+        self._changed = asyncio.Event()
+        self._free = asyncio.Semaphore(workers)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._running_since: float | None = None
+        self._moved_at = -1e9  # when a turn ended last
+
+    def add(self, key: Key, delay: float = 0.0) -> None:
+        """Look at ``key`` in ``delay`` seconds at the latest."""
+        state = self._states.setdefault(key, _State())
+        self._place(key, state, max(self._clock() + delay, self._earliest(state)))
+
+    def depth(self) -> int:
+        """Keys that are due and wait for a worker."""
+        now = self._clock()
+        return sum(1 for state in self._states.values() if state.due is not None and state.due <= now)
+
+    def lag(self) -> float:
+        """Seconds that the most overdue key has waited, or the longest turn has taken, whichever is more; 0
+        before ``run``."""
+        if self._running_since is None:
+            return 0.0
+        now, began = self._clock(), self._running_since
+        waits = [now - max(state.due, began) for state in self._states.values() if state.due is not None]
+        turns = [now - state.began for state in self._states.values() if state.began is not None]
+        return max([0.0, *waits, *turns])
+
+    def standstill(self) -> float:
+        """Seconds for which keys have been due and no turn has ended, or that the longest turn has taken,
+        whichever is more; 0 before ``run``. However long a queue is that moves, it does not stand still."""
+        if self._running_since is None:
+            return 0.0
+        now, moved = self._clock(), max(self._running_since, self._moved_at)
+        waits = [now - max(state.due, moved) for state in self._states.values() if state.due is not None]
+        turns = [now - state.began for state in self._states.values() if state.began is not None]
+        return max([0.0, *waits, *turns])
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        self._running_since = self._clock()
+        try:
+            while True:
+                await self._free.acquire()
+                key = await self._next()
+                task = asyncio.create_task(self._work(key), name=f"turn {key[0]}/{key[1]}")
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # ------------------------------------------------------------------ inside
+
+    def _place(self, key: Key, state: _State, due: float) -> None:
+        if state.due is not None and state.due <= due:
+            return
+        state.due, state.ticket = due, next(self._tickets)
+        if state.began is None:
+            heapq.heappush(self._heap, (due, state.ticket, key))
+            self._changed.set()
+
+    def _earliest(self, state: _State) -> float:
+        return state.ended + max(self._pause, min(NEWS_SECONDS, _longest(state.failures)))
+
+    async def _next(self) -> Key:
+        while True:
+            self._changed.clear()
+            wait: float | None = None
+            while self._heap:
+                due, ticket, key = self._heap[0]
+                state = self._states.get(key)
+                if state is None or state.ticket != ticket or state.due is None or state.began is not None:
+                    heapq.heappop(self._heap)  # an earlier place of a key that was moved
+                    continue
+                wait = due - self._clock()
+                if wait > 0:
+                    break
+                heapq.heappop(self._heap)
+                state.due, state.began = None, self._clock()
+                return key
+            try:
+                async with asyncio.timeout(wait):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+
+    async def _work(self, key: Key) -> None:
+        state = self._states[key]
+        again: float | None
+        try:
+            async with asyncio.timeout(TURN_SECONDS):
+                again = await self._turn(key)
+            state.failures = 0
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            state.failures += 1
+            longest = _longest(state.failures)
+            again = longest * random.uniform(0.5, 1.0)
+            self._failed(key, error)
+        finally:
+            state.began, state.ended = None, self._clock()
+            self._moved_at = state.ended
+            self._free.release()
+        if again is None and state.due is None:
+            del self._states[key]
+            return
+        if again is not None:
+            self._place(key, state, state.ended + max(again, self._pause))
+        if state.due is not None:  # what came while it was turned has no place in the heap yet
+            state.due, state.ticket = max(state.due, self._earliest(state)), next(self._tickets)
+            heapq.heappush(self._heap, (state.due, state.ticket, key))
+            self._changed.set()
+
+
+def _longest(failures: int) -> float:
+    """The backoff after so many failures in a row, before jitter, in seconds."""
+    return min(LAST_BACKOFF, FIRST_BACKOFF * 2.0 ** min(failures - 1, 10)) if failures else 0.0

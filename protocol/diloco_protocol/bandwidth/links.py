@@ -1,0 +1,210 @@
+"""What a job's links carry, what they need, and whether a link that was measured is thin.
+
+Theory of operation. ``Traffic`` counts bytes as they are sent: values by the codec, each
+push's header and report, announcements, receipts. ``needs`` divides them by the seconds that
+``bandwidth`` allows. What links really do is measured by the transfers that happen anyway
+(``meter``). A link is *thin* when what is measured is below what the job's own pace needs (``judge``).
+Nothing breaks then: pushes take longer, so rounds stay open longer, fewer are opened, and
+merges become rarer.
+
+Plain code: the time comes in as an argument. Rates are bytes per second here, as transfers
+are counted, and bits per second in ``Need``, as links are sold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from diloco_protocol.arrays import codec
+from diloco_protocol.bandwidth import model
+from diloco_protocol.bandwidth.model import Turn
+from diloco_protocol.common.format_units import rate_text, seconds_text, size_text
+from diloco_protocol.spec.sync import SyncSpec
+from diloco_protocol.wire import limits, sync_pb2
+
+FRAMING = 1.05  # bytes on an Ethernet link per byte of ours: TCP/IP and Ethernet 66 of 1448, TLS, HTTP/2
+ROUND_TRIPS = 2.5  # per exchange: pull and push, announcement, request and broadcast
+REPORT_SECONDS = 0.02  # reports are at least so far apart
+UP = ("float32", "bfloat16", "int8", "int4", "int2")
+DOWN = ("float32", "bfloat16", "delta-int8", "delta-int4")
+LEAST_TRANSFERS = 4  # before a link is judged
+NOISE_SECONDS = 0.05  # an exchange shorter than this says more of busy processors than of the link
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes on one learner's link. A merge is that of the largest fragment."""
+
+    up: int
+    down: int
+    up_per_turn: int  # all fragments once
+    down_per_turn: int
+    report: int  # up, after each step
+
+
+def payload_bytes(encoding: str, elements: int) -> int:
+    """Of one fragment, in an encoding as the job file names it (``delta-int4`` too)."""
+    return codec.encoded_bytes(encoding.removeprefix("delta-"), elements)
+
+
+def even_sizes(parameters: int, fragments: int) -> list[int]:
+    """Elements of each fragment where only the number of parameters is known."""
+    return [parameters * (i + 1) // fragments - parameters * i // fragments for i in range(fragments)]
+
+
+def traffic(sizes: Sequence[int], up: str, down: str, learners: int) -> Traffic:
+    """Of fragments with so many elements, pushed as ``up`` and broadcast as ``down``."""
+    report = _report(len(sizes))
+    number = 1 << 40  # counters of a long run
+    push = sync_pb2.Push(
+        fragment=1, sequence=number, round=number, epoch=1, base_version=number, oldest_version=number,
+        first_step=number, last_step=number, steps=999, tokens=number, compute_seconds=1.0, encoding=up,
+        layout_digest="0" * 64, report=report,
+    )  # fmt: skip
+    header = sync_pb2.UploadHeader(
+        format=1, job="j" * 30, slot=1, incarnation=1000, process="0" * 32, push=push, total_bytes=number,
+        offset=1, bytes=number, checksum=1 << 63,
+    )  # fmt: skip
+    payload = sync_pb2.Payload(encoding=down, bytes=number, checksum=1 << 63)
+    announced = sync_pb2.SyncerMessage(
+        announcement=sync_pb2.Announcement(
+            fragment=1, epoch=1, version=number, merged_sequence=number, merged_version=number, full=payload,
+            delta=payload if down.startswith("delta-") else None, job_tokens=number, settled=1,
+        )
+    )  # fmt: skip
+    row = sync_pb2.SlotReceipt(
+        slot=1, tenure=1 << 63, merged_tokens=number, tenure_tokens=number, sequence=number, version=number,
+        last_step=number, compute_seconds=1.0,
+    )  # fmt: skip
+    receipt = learners * (row.ByteSize() + 2)
+    told = sync_pb2.DownloadHeader(found=True, total_bytes=number, bytes=number, checksum=1 << 63)
+    beside = announced.ByteSize() + told.ByteSize() + (receipt if receipt <= limits.MAX_RECEIPT_BYTES else 0)
+    ups = [payload_bytes(up, size) + header.ByteSize() for size in sizes]
+    downs = [payload_bytes(down, size) + beside for size in sizes]
+    return Traffic(max(ups), max(downs), sum(ups), sum(downs), report.ByteSize())
+
+
+def _report(fragments: int) -> sync_pb2.Report:
+    """A report as long as those of a long run."""
+    number = 1 << 40
+    row = sync_pb2.FragmentReport(
+        epoch=1, base_version=1 << 20, steps=999, tokens=1 << 27, confirmed_tokens=number
+    )
+    return sync_pb2.Report(
+        slot_step=number, trained_steps=number, trained_tokens=number, compute_seconds=1.0,
+        stalled_seconds=1.0, loss=1.0, step_seconds=1.0, fragments=[row] * fragments,
+    )  # fmt: skip
+
+
+def turn(sync: SyncSpec, fragments: int, step_seconds: float, round_trip_seconds: float = 0.0) -> Turn:
+    """The job's exchanges in time; ``fragments`` is the layout's P."""
+    return Turn(fragments, sync.every, sync.overlap, step_seconds, ROUND_TRIPS * round_trip_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bits per second of one learner's link, framing included; infinite: no bandwidth is enough.
+
+    ``up`` and ``down`` go together, and give each direction half of an exchange's time.
+    ``same`` is enough in either direction where a link is as fast up as down.
+    """
+
+    up: float
+    down: float
+    same: float
+
+
+def need_by_formula(carried: Traffic, turn: Turn, utilisation: float = model.UTILISATION) -> Need:
+    """By the paper's formula, with a push and a broadcast in place of the all-reduce."""
+    seconds = model.formula_seconds(turn, utilisation)
+    return _need(carried, turn, seconds / 2, seconds)
+
+
+def need_by_queue(carried: Traffic, turn: Turn, utilisation: float = model.UTILISATION) -> Need:
+    """By the queued model: what a link is to be sized by."""
+    both = carried.up + carried.down
+    half = model.queued_seconds(turn, utilisation, 0.5, 0.5) / 2
+    same = model.queued_seconds(turn, utilisation, carried.up / both, carried.down / both)
+    return _need(carried, turn, half, same)
+
+
+def _need(carried: Traffic, turn: Turn, half: float, whole: float) -> Need:
+    def bits(amount: float, seconds: float) -> float:
+        return 8 * FRAMING * model.rate(amount, seconds)
+
+    reports = 8 * FRAMING * carried.report / max(turn.step_seconds, REPORT_SECONDS)
+    return Need(
+        up=bits(carried.up, half) + reports,
+        down=bits(carried.down, half),
+        same=bits(carried.up + carried.down, whole) + reports,
+    )
+
+
+# ------------------------------------------------------------------ measured
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What is known of a link: bytes per second, seconds; None: not measured (yet)."""
+
+    up: float | None = None
+    down: float | None = None
+    round_trip: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """``up`` and ``down``: bytes per second of payload that the job's pace needs; None: not known.
+    ``thin``: what was measured is below. ``message``: for people, with numbers; empty where all is well."""
+
+    up: float | None = None
+    down: float | None = None
+    thin: bool = False
+    message: str = ""
+
+
+def judge(
+    carried: Traffic, sync: SyncSpec, fragments: int, step_seconds: float, measured: Measured
+) -> Verdict:
+    """Whether a learner's link keeps up with its job, whose steps take ``step_seconds``.
+
+    By the long run's limits of the queued model at its usual utilisation, for both
+    directions as they were measured: time that one does not use is the other's.
+    """
+    if step_seconds <= 0:
+        return Verdict()
+    of_turn = turn(sync, fragments, step_seconds, measured.round_trip or 0.0)
+    wanted = model.UTILISATION
+    half = of_turn.steady(wanted)
+    # Needs are told without the round trip too, where that alone takes all the time there is.
+    seconds = half or turn(sync, fragments, step_seconds).steady(wanted)
+    if seconds <= 0:
+        return Verdict()
+    verdict = Verdict(carried.up / seconds, carried.down / seconds)
+    up = carried.up / measured.up if measured.up else 0.0
+    down = carried.down / measured.down if measured.down else 0.0
+    each = of_turn.period * step_seconds / wanted
+    left = of_turn.window(wanted) - of_turn.between_seconds
+    far = of_turn.between_seconds > up + down  # the way is long rather than thin
+    if up + down < NOISE_SECONDS or (max(up, down) <= each and (up + down <= left or far)):
+        return verdict
+    share = of_turn.period * step_seconds / max(up, down, 1e-9)
+    effect = (
+        f"merges come at about {share:.0%} of their pace"
+        if share < 1
+        else f"the exchange is longer than the {sync.overlap} steps that it overlaps: merges come late"
+    )
+    parts = [f"up {rate_text(measured.up)}"] if measured.up else []
+    parts += [f"down {rate_text(measured.down)}"] if measured.down else []
+    distance = f", round trip {seconds_text(measured.round_trip)}" if measured.round_trip else ""
+    return Verdict(
+        verdict.up,
+        verdict.down,
+        True,
+        f"the link is thinner than the job needs: measured {', '.join(parts)}{distance}; a merge's exchange "
+        f"({size_text(carried.up)} up, {size_text(carried.down)} down) takes {seconds_text(up + down)}, and "
+        f"needs up {rate_text(verdict.up)}, down {rate_text(verdict.down)} at {seconds_text(step_seconds)} a "
+        f"step; {effect}. Cure: a smaller sync.compression, a larger "
+        "sync.every or sync.overlap, or a faster link",
+    )

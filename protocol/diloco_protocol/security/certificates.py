@@ -1,0 +1,232 @@
+"""Makes certificates: an authority, and leaves that name a job and a role.
+
+Nothing here touches a file or a clock; times and keys are handed in. Keys are ECDSA on
+P-256: fast to verify, and understood everywhere. A syncer's certificate is good for a
+server only and a learner's for a client only (extended key usage), so that one can never
+stand in for the other, whatever names it carries.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from diloco_protocol.security.credentials import SERVER_NAME
+from diloco_protocol.security.identity import IdentityError, Name, Names, Role, names_in
+
+BACKDATED = datetime.timedelta(days=1)  # clocks differ
+LEAF_DAYS, AUTHORITY_DAYS = 90, 3650
+T = TypeVar("T", bound=x509.ExtensionType)
+
+
+class CertificateError(ValueError):
+    """A certificate or key cannot be used, or not be made so; the message says which and the cure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """A certificate and its private key, PEM."""
+
+    certificate: bytes
+    key: bytes
+
+    def __repr__(self) -> str:
+        return "Issued(…)"
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What stands in a certificate."""
+
+    names: Names
+    hosts: tuple[str, ...]  # DNS names and addresses
+    not_before: datetime.datetime
+    not_after: datetime.datetime
+    issuer: str
+    roles: tuple[Role, ...]  # what its extended key usage lets it be
+
+    def days_left(self, now: datetime.datetime) -> int:
+        """Days until it expires, rounded; negative: it has."""
+        return round((self.not_after - now) / datetime.timedelta(days=1))
+
+
+def new_authority(title: str, now: datetime.datetime, days: int = AUTHORITY_DAYS) -> Issued:
+    """A self-signed authority. Raises ``CertificateError``."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    return Issued(_pem(authority_of(key, title, now, now + _days(days))), _key_pem(key))
+
+
+def issue(
+    authority: Issued, names: Sequence[Name], hosts: Iterable[str], now: datetime.datetime,
+    days: int = LEAF_DAYS,
+) -> Issued:  # fmt: skip
+    """A leaf with a new key. ``hosts``: more DNS names of a syncer. It never outlives its authority.
+
+    Raises ``CertificateError``.
+    """
+    signer, key_of_signer = load_authority(authority)
+    if len({one.role for one in names}) != 1:
+        raise CertificateError("a certificate names one role: a syncer's or a learner's")
+    if signer.not_valid_after_utc <= now:
+        raise CertificateError("the authority has expired: make a new one with `diloco certs init`")
+    until = min(now + _days(days), signer.not_valid_after_utc)
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = f"{names[0].role} {names[0].namespace}/{names[0].job}"
+    signed = leaf_of(key, subject, names, hosts, signer.subject, key_of_signer, now, until)
+    return Issued(_pem(signed), _key_pem(key))
+
+
+def authority_of(
+    key: ec.EllipticCurvePrivateKey, title: str, now: datetime.datetime, until: datetime.datetime
+) -> x509.Certificate:
+    """The self-signed certificate of an authority that has this key."""
+    return (
+        _begun(title, common_name(title), key.public_key(), now, until)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(True), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+
+
+def leaf_of(
+    key: ec.EllipticCurvePrivateKey, subject: str, names: Sequence[Name], hosts: Iterable[str],
+    issuer: x509.Name, key_of_issuer: ec.EllipticCurvePrivateKey, now: datetime.datetime,
+    until: datetime.datetime,
+) -> x509.Certificate:  # fmt: skip
+    """The certificate of a party that has this key. ``names``: of one role; ``hosts``: more DNS names
+    of a syncer. Raises ``CertificateError``."""
+    alternatives: list[x509.GeneralName] = [x509.UniformResourceIdentifier(one.uri) for one in sorted(names)]
+    alternatives += [x509.DNSName(host) for host in dict.fromkeys(_hosts(names, hosts))]
+    syncer = names[0].role == "syncer"
+    usage = ExtendedKeyUsageOID.SERVER_AUTH if syncer else ExtendedKeyUsageOID.CLIENT_AUTH
+    return (
+        _begun(subject, issuer, key.public_key(), now, until)
+        .add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(key_of_issuer.public_key()), critical=False
+        )
+        .sign(key_of_issuer, hashes.SHA256())
+    )
+
+
+def load_authority(authority: Issued) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    """The authority's certificate and key. Raises ``CertificateError`` if they are not such a pair."""
+    try:
+        certificate = x509.load_pem_x509_certificate(authority.certificate)
+        key = serialization.load_pem_private_key(authority.key, None)
+    except (ValueError, TypeError) as error:
+        raise CertificateError("the authority's ca.crt or ca.key is not PEM, or has a password") from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
+        raise CertificateError("ca.key is not the (elliptic curve) key of ca.crt")
+    return certificate, key
+
+
+def describe(certificate: bytes) -> Described:
+    """What the first certificate of a PEM text says. Raises ``CertificateError``."""
+    try:
+        found = x509.load_pem_x509_certificate(certificate)
+        alternatives = _extension(found, x509.SubjectAlternativeName)
+        uris = alternatives.get_values_for_type(x509.UniformResourceIdentifier) if alternatives else []
+        hosts = alternatives.get_values_for_type(x509.DNSName) if alternatives else []
+        addresses = alternatives.get_values_for_type(x509.IPAddress) if alternatives else []
+        usage = _extension(found, x509.ExtendedKeyUsage)
+        names = names_in(uris)
+    except IdentityError as error:
+        raise CertificateError(str(error)) from error
+    except ValueError as error:
+        raise CertificateError("it is no certificate in PEM") from error
+    roles: list[Role] = []
+    if usage is None or ExtendedKeyUsageOID.SERVER_AUTH in usage:
+        roles.append("syncer")
+    if usage is None or ExtendedKeyUsageOID.CLIENT_AUTH in usage:
+        roles.append("learner")
+    return Described(
+        names,
+        (*hosts, *map(str, addresses)),
+        found.not_valid_before_utc,
+        found.not_valid_after_utc,
+        found.issuer.rfc4514_string(),
+        tuple(roles),
+    )
+
+
+def server_hosts(namespace: str, job: str) -> tuple[str, ...]:
+    """The DNS names of every syncer: the one that learners check, and those of its Service."""
+    service = f"{job}-syncer"
+    return (SERVER_NAME, service, f"{service}.{namespace}", f"{service}.{namespace}.svc")
+
+
+def _hosts(names: Sequence[Name], more: Iterable[str]) -> list[str]:
+    hosts = list(more)
+    if names[0].role == "learner":
+        if hosts:
+            raise CertificateError("a learner's certificate has no DNS names: it is nobody's server")
+        return []
+    for one in names:
+        hosts = [*server_hosts(one.namespace, one.job), *hosts]
+    for host in hosts:
+        if not host.isascii() or not 0 < len(host) <= 253 or any(c in host for c in " /:@"):
+            raise CertificateError(f"DNS name {host[:80]!r}: expected a host's name, without port or scheme")
+    return hosts
+
+
+def _extension(certificate: x509.Certificate, kind: type[T]) -> T | None:
+    try:
+        return certificate.extensions.get_extension_for_class(kind).value
+    except x509.ExtensionNotFound:
+        return None
+
+
+def _days(days: int) -> datetime.timedelta:
+    if not 1 <= days <= 36500:
+        raise CertificateError(f"days is {days}: expected 1 to 36500")
+    return datetime.timedelta(days=days)
+
+
+def common_name(text: str) -> x509.Name:
+    """Of a subject or an issuer; cut at the 64 characters that a common name may have."""
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
+
+
+def _begun(
+    subject: str, issuer: x509.Name, key: ec.EllipticCurvePublicKey, now: datetime.datetime,
+    until: datetime.datetime,
+) -> x509.CertificateBuilder:  # fmt: skip
+    return (
+        x509.CertificateBuilder()
+        .subject_name(common_name(subject))
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - BACKDATED)
+        .not_valid_after(until)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+    )
+
+
+def _usage(signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates, key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates, content_commitment=False, key_encipherment=False,
+        data_encipherment=False, key_agreement=False, encipher_only=False, decipher_only=False,
+    )  # fmt: skip
+
+
+def _pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )

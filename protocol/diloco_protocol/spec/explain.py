@@ -1,0 +1,226 @@
+"""Words for fields and mistakes: what a field takes, and what is wrong with a value.
+
+One description serves the error messages and the field reference, so that they
+say the same.
+"""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from typing import Annotated, Any, Literal
+
+from pydantic.fields import FieldInfo
+
+from diloco_protocol.spec.base import (
+    ADDRESS_PATTERN,
+    FUNCTION_PATTERN,
+    NAME_PATTERN,
+    NAMESPACE_PATTERN,
+    OBJECT_PATTERN,
+    Spec,
+    fields_by_alias,
+    nested_model,
+    unwrap,
+)
+
+_PATTERNS = {
+    NAME_PATTERN: "lower-case letters, digits and dashes, from a letter to a letter or digit",
+    OBJECT_PATTERN: "lower-case letters, digits and dashes between letters or digits, parts joined by dots",
+    NAMESPACE_PATTERN: "lower-case letters, digits and dashes between letters or digits",
+    FUNCTION_PATTERN: "module:function",
+    ADDRESS_PATTERN: "host or host:port (an IPv6 host in brackets)",
+}
+
+
+def _own_constraints(metadata: typing.Iterable[Any]) -> dict[str, Any]:
+    """The bounds in a field's metadata by name: ge, gt, le, lt, min_length, max_length, pattern."""
+    found: dict[str, Any] = {}
+    for item in metadata:
+        if isinstance(item, FieldInfo):
+            found.update(_own_constraints(item.metadata))
+            continue
+        for name in ("ge", "gt", "le", "lt", "min_length", "max_length", "pattern"):
+            value = getattr(item, name, None)
+            if value is not None:
+                found[name] = value
+    return found
+
+
+def constraints(annotation: Any, metadata: typing.Iterable[Any]) -> dict[str, Any]:
+    """Bounds of the annotation (also inside ``| None``) and of the field around it."""
+    found: dict[str, Any] = {}
+    if typing.get_origin(annotation) is Annotated:
+        inner, *extra = typing.get_args(annotation)
+        found.update(constraints(inner, extra))
+    elif typing.get_args(annotation) and typing.get_origin(annotation) not in (list, dict, Literal):
+        for kind in typing.get_args(annotation):
+            found.update(constraints(kind, ()))
+    found.update(_own_constraints(metadata))
+    return found
+
+
+def _number(value: float) -> str:
+    return f"{value:,}".replace(",", " ") if isinstance(value, int) and value >= 10_000 else f"{value:g}"
+
+
+def _range(bounds: dict[str, Any]) -> str:
+    low = (
+        f"at least {_number(bounds['ge'])}"
+        if "ge" in bounds
+        else f"more than {_number(bounds['gt'])}"
+        if "gt" in bounds
+        else ""
+    )
+    high = (
+        f"at most {_number(bounds['le'])}"
+        if "le" in bounds
+        else f"below {_number(bounds['lt'])}"
+        if "lt" in bounds
+        else ""
+    )
+    return " and ".join(part for part in (low, high) if part)
+
+
+def words(annotation: Any, metadata: typing.Iterable[Any] = ()) -> str:
+    """What a field takes: "a whole number, at least 1 and at most 4096"."""
+    kind, nullable = unwrap(annotation)
+    bounds = constraints(annotation, metadata)
+    tail = ", or null" if nullable else ""
+    origin = typing.get_origin(kind)
+    if origin is Literal:
+        choices = [str(choice) for choice in typing.get_args(kind)]
+        return (choices[0] if len(choices) == 1 else "one of " + ", ".join(choices)) + tail
+    if kind is bool:
+        return "true or false" + tail
+    if kind in (int, float):
+        said, span = ("a whole number" if kind is int else "a number"), _range(bounds)
+        return (f"{said}, {span}" if span else said) + tail
+    if kind is str:
+        parts = ["text"]
+        if pattern := bounds.get("pattern"):
+            parts.append(_PATTERNS.get(pattern, f"matching {pattern}"))
+        elif bounds.get("min_length"):
+            parts.append("not empty")
+        if "max_length" in bounds:
+            parts.append(f"at most {bounds['max_length']} characters")
+        return ", ".join(parts) + tail
+    if origin is list:
+        (item,) = typing.get_args(kind)
+        low, high = bounds.get("min_length", 0), bounds.get("max_length")
+        count = f"exactly {low}" if low == high else f"{low} to {high}" if high else f"{low} or more"
+        inner, _ = nested_model(kind)
+        if inner is not None:
+            return f"a list of {count} mappings{tail}"
+        return f"a list of {count} items, each {words(item)}{tail}"
+    if origin is dict:
+        _, value = typing.get_args(kind)
+        return ("a mapping of text to text" if value is str else "a mapping") + tail
+    if isinstance(kind, type) and issubclass(kind, Spec):
+        return "a mapping" + tail
+    raise TypeError(f"no words for {annotation!r}")
+
+
+def locate(model: type[Spec], path: tuple[str | int, ...]) -> tuple[type[Spec] | None, Any, list[Any]]:
+    """What lies at ``path``: the innermost model whose field it is, the annotation, its metadata.
+
+    The model is None where the path leaves the models (inside a free mapping, or an unknown field).
+    """
+    owner: type[Spec] | None = model
+    annotation: Any = model
+    metadata: list[Any] = []
+    here: type[Spec] | None = model
+    for step in path:
+        kind, _ = unwrap(annotation)
+        if here is not None:
+            field = fields_by_alias(here).get(str(step))
+            if field is None:
+                return None, None, []
+            owner, annotation, metadata = here, field.annotation, list(field.metadata)
+            inner, many = nested_model(annotation)
+            here = None if many else inner
+        elif typing.get_origin(kind) is list:
+            (annotation,) = typing.get_args(kind)
+            metadata = []
+            inner, _ = nested_model(annotation)
+            here = inner
+        elif typing.get_origin(kind) is dict and typing.get_args(kind)[1] is not Any:
+            annotation, metadata = typing.get_args(kind)[1], []
+        else:
+            return None, None, []
+    return owner, annotation, metadata
+
+
+def _container(model: type[Spec], path: tuple[str | int, ...]) -> type[Spec] | None:
+    """The model that a mapping at ``path`` is read as."""
+    if not path:
+        return model
+    _, annotation, _ = locate(model, path)
+    return nested_model(annotation)[0] if annotation is not None else None
+
+
+def suggestion(model: type[Spec], path: tuple[str | int, ...]) -> str | None:
+    """The known field nearest to the unknown one at ``path``, at its level."""
+    container = _container(model, path[:-1])
+    if container is None:
+        return None
+    known = list(fields_by_alias(container))
+    plain = {name.lower().replace("_", "").replace("-", ""): name for name in known}
+    written = str(path[-1]).lower().replace("_", "").replace("-", "")
+    if written in plain:
+        return plain[written]
+    near = difflib.get_close_matches(written, plain, n=1, cutoff=0.6)
+    return plain[near[0]] if near else None
+
+
+def _elsewhere(model: type[Spec], name: str, path: tuple[str, ...] = ()) -> list[str]:
+    """Paths of the fields of that name, anywhere below the model (not inside lists)."""
+    found = []
+    for alias, field in fields_by_alias(model).items():
+        here = (*path, alias)
+        if alias == name:
+            found.append(".".join(here))
+        inner, many = nested_model(field.annotation)
+        if inner is not None and not many:
+            found += _elsewhere(inner, name, here)
+    return found
+
+
+def explain(model: type[Spec], error: Any) -> str:
+    """A pydantic error as a sentence with the cure. ``error`` is an item of ValidationError.errors()."""
+    path, kind = tuple(error["loc"]), error["type"]
+    if kind == "extra_forbidden":
+        meant = suggestion(model, path)
+        if meant is not None:
+            return f"is not a known field: did you mean {meant}?"
+        places = _elsewhere(model, str(path[-1]))
+        if len(places) == 1:
+            return f"is not a known field here: did you mean {places[0]}?"
+        container = _container(model, path[:-1])
+        return f"is not a known field: known are {', '.join(fields_by_alias(container or model))}"
+    _, annotation, metadata = locate(model, path)
+    if annotation is None:
+        return str(error["msg"])
+    if kind == "missing":
+        field = fields_by_alias(_container(model, path[:-1]) or model)[str(path[-1])]
+        example = f", such as {_yaml(field.examples[0])}" if field.examples else ""
+        return f"is required: {words(annotation, metadata)}{example}"
+    if kind == "value_error":
+        return str(error["ctx"]["error"])
+    said = f"must be {words(annotation, metadata)}"
+    choices = typing.get_args(unwrap(annotation)[0]) if kind == "literal_error" else ()
+    if isinstance(error["input"], str):
+        near = difflib.get_close_matches(error["input"].lower(), [str(choice) for choice in choices], n=1)
+        near = near or [str(c) for c in choices if str(c).lower() == error["input"].lower()]
+        if near and len(choices) > 1:
+            said += f" (did you mean {near[0]}?)"
+    return said
+
+
+def _yaml(value: Any) -> str:
+    """A small value in YAML's flow style."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_yaml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_yaml, value)) + "]"
+    return str(value)

@@ -1,0 +1,172 @@
+"""The DiLoCoJob: the one definition that the command line, the workers, the syncer and the operator read.
+
+The models check types, ranges and unknown fields; ``spec_rules`` checks what
+holds between fields and is run by ``DiLoCoJob`` itself, so that no job that
+breaks a rule exists as an object. ``load.load_job`` reads a file and reports
+all problems at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, ValidationInfo, model_validator
+
+from diloco_protocol.spec.base import NAME_PATTERN, NAMESPACE_PATTERN, Annotations, Labels, Spec
+from diloco_protocol.spec.cluster import (
+    CheckpointSpec,
+    CredentialsSpec,
+    EndpointSpec,
+    FailurePolicySpec,
+    FailureRule,
+    LearnersSpec,
+    NodeLossSpec,
+    RegionSpec,
+    StorageSpec,
+    SyncerSpec,
+    TlsSpec,
+)
+from diloco_protocol.spec.sync import (
+    AdoptionSpec,
+    CompressionSpec,
+    GraceSpec,
+    HeartbeatSpec,
+    MergeSpec,
+    NormGateSpec,
+    OuterSpec,
+    StalenessSpec,
+    SyncSpec,
+)
+from diloco_protocol.spec.training import (
+    BatchSpec,
+    DataSpec,
+    EvaluationSpec,
+    LoraSpec,
+    ModelSpec,
+    OptimizerSpec,
+    StopSpec,
+    TrainingSpec,
+)
+
+API_VERSION = "diloco.io/v1alpha1"
+
+__all__ = [
+    "API_VERSION", "AdoptionSpec", "BatchSpec", "CheckpointSpec", "CompressionSpec", "CredentialsSpec",
+    "DataSpec", "DiLoCoJob", "EndpointSpec", "EvaluationSpec", "FailurePolicySpec", "FailureRule",
+    "GraceSpec", "HeartbeatSpec", "JobSpec", "LearnersSpec", "LoraSpec", "MergeSpec", "MetadataSpec",
+    "ModelSpec", "NodeLossSpec", "NormGateSpec", "OptimizerSpec", "OuterSpec", "RegionSpec",
+    "StalenessSpec", "StopSpec", "StorageSpec", "SyncSpec", "SyncerSpec", "TlsSpec", "TrainingSpec",
+    "immutable_digests", "spec_digest",
+]  # fmt: skip
+
+
+class MetadataSpec(Spec):
+    """What Kubernetes keeps about the object."""
+
+    name: str = Field(
+        ..., pattern=NAME_PATTERN, max_length=30, examples=["tiny-gpt"],
+        description="The job's name: lower-case letters, digits and dashes.",
+    )  # fmt: skip
+    namespace: Annotated[str, Field(pattern=NAMESPACE_PATTERN, max_length=63)] | None = Field(
+        None, description="Kubernetes namespace; without meaning for `diloco run`."
+    )
+    labels: Labels = Field({}, description="Kubernetes labels.")
+    annotations: Annotations = Field({}, description="Kubernetes annotations.")
+
+
+class JobSpec(Spec):
+    """What the job is."""
+
+    suspend: bool = Field(False, description="Drain, checkpoint and stop until it is false again.")
+    seed: int = Field(
+        0, ge=0, le=2**32 - 1, description="Of initial weights, data order and everything random."
+    )
+    ttl_seconds_after_finished: int | None = Field(
+        None, ge=0, le=2**31 - 1, description="Delete the job so long after its end; null: keep it."
+    )
+    training: TrainingSpec = Field(
+        default_factory=TrainingSpec, description="What is trained, and until when."
+    )
+    sync: SyncSpec = Field(default_factory=SyncSpec, description="How learners exchange and merge.")
+    syncer: SyncerSpec = Field(
+        default_factory=SyncerSpec, description="The service that holds the parameters."
+    )
+    learners: LearnersSpec = Field(default_factory=LearnersSpec, description="What all learners share.")
+    regions: list[RegionSpec] = Field(
+        ..., min_length=1, max_length=64, examples=[[{"learners": 3}]],
+        description="Where learners run and how many, each region under its own name.",
+    )  # fmt: skip
+    failure_policy: FailurePolicySpec = Field(
+        default_factory=FailurePolicySpec, description="How much failure is taken."
+    )
+    node_loss: NodeLossSpec = Field(default_factory=NodeLossSpec, description="Pods on lost nodes.")
+
+    @property
+    def slots(self) -> int:
+        """M: learners of all regions together."""
+        return sum(region.learners for region in self.regions)
+
+    @property
+    def quorum(self) -> int:
+        """K that holds: all slots in deterministic mode, else sync.quorum."""
+        return self.slots if self.sync.deterministic else self.sync.quorum
+
+    @property
+    def max_steps_alone(self) -> int:
+        """sync.staleness.maxSteps with its default, 4·H."""
+        return self.sync.staleness.max_steps or 4 * self.sync.every
+
+    @property
+    def evaluated(self) -> bool:
+        """Whether an evaluator runs: asked for, and there is a model and data to do it with."""
+        training = self.training
+        return training.evaluation is not None and training.model is not None and training.data is not None
+
+
+class DiLoCoJob(Spec):
+    """One training job."""
+
+    api_version: Literal["diloco.io/v1alpha1"] = Field(
+        ..., description="Version of this format.", examples=[API_VERSION]
+    )
+    kind: Literal["DiLoCoJob"] = Field(..., description="Always DiLoCoJob.", examples=["DiLoCoJob"])
+    metadata: MetadataSpec = Field(
+        ..., description="What Kubernetes keeps about the object.", examples=[{"name": "job"}]
+    )
+    spec: JobSpec = Field(..., description="What the job is.", examples=[{"regions": [{"learners": 1}]}])
+
+    @model_validator(mode="after")
+    def _rules(self, info: ValidationInfo) -> Self:
+        from diloco_protocol.spec.rules import violations
+
+        if not (info.context or {}).get("skip_rules"):
+            broken = [f"{'.'.join(map(str, v.path))}: {v.message}" for v in violations(self)]
+            if broken:
+                raise ValueError("; ".join(broken))
+        return self
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def spec_digest(job: DiLoCoJob) -> str:
+    """SHA-256 (hex) of the job's spec with all defaults filled in, independent of the order of keys."""
+    return _digest(job.spec.model_dump(mode="json"))
+
+
+def immutable_digests(job: DiLoCoJob) -> dict[str, str]:
+    """Field path below spec → SHA-256 (hex), for what may not change once the job has started.
+
+    A learner sends them when it joins; one that differs is kept out (algorithm.md, Drift).
+    """
+    spec = job.spec.model_dump(mode="json")
+    return {
+        "training.model": _digest(spec["training"]["model"]),
+        "training.data": _digest(spec["training"]["data"]),
+        "seed": _digest(spec["seed"]),
+        "sync.fragments": _digest(spec["sync"]["fragments"]),
+    }

@@ -1,0 +1,418 @@
+"""Reading a job: a file, overrides, all problems at once; and the normal form.
+
+The order: the file's bytes (bounded), YAML as kubectl reads it (``spec_yaml``),
+overrides, the models' own checks, then the rules between fields. The rules also
+run when some field has been refused: that field is put back to its default,
+and what a rule says about it is left out. So one run shows every problem and
+no consequence of another.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import stat
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import Any
+
+from pydantic import ValidationError
+
+from diloco_protocol.common.files import read_bounded
+from diloco_protocol.spec.api_server import dropped_nulls, without_server_fields
+from diloco_protocol.spec.base import Spec, fields_by_alias, nested_model, unwrap
+from diloco_protocol.spec.explain import explain, suggestion
+from diloco_protocol.spec.job import DiLoCoJob, immutable_digests, spec_digest
+from diloco_protocol.spec.kubectl_yaml import MAX_BYTES, Document, Path, YamlProblem, parse
+from diloco_protocol.spec.rules import violations, warnings
+
+__all__ = [
+    "JobError", "Problem", "immutable_digests", "job_from_json", "job_from_object", "job_to_json",
+    "job_warnings", "load_job", "load_manifest", "parse_job", "read_job", "spec_digest",
+]  # fmt: skip
+
+log = logging.getLogger(__name__)
+
+MAX_JOB_BYTES = 4 * MAX_BYTES  # of the normal form, which has every default in it
+_SKIP_RULES = {"skip_rules": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong: the field's path (empty: the file), its value, what is wrong with the cure,
+    and the line in the file (None: not in the file)."""
+
+    path: str
+    value: Any
+    message: str
+    line: int | None = None
+
+    def __str__(self) -> str:
+        where = f" (line {self.line})" if self.line is not None else ""
+        if not self.path:
+            return f"{self.message}{where}"
+        shown = "" if self.value is None else f" = {show(self.value)}"
+        return f"{self.path}{shown}: {self.message}{where}"
+
+
+class JobError(ValueError):
+    """The job is wrong; ``problems`` has all of it, ``source`` says which file (empty: not from a file)."""
+
+    def __init__(self, problems: Sequence[Problem], source: str = "") -> None:
+        super().__init__(problems, source)
+        self.problems, self.source = list(problems), source
+
+    def __str__(self) -> str:
+        if not self.source:
+            return "\n".join(map(str, self.problems))
+        return "\n".join([f"{self.source}:", *(f"  {problem}" for problem in self.problems)])
+
+
+def show(value: Any, limit: int = 80) -> str:
+    """A value as a person would write it in the file, shortened."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def dotted(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def load_job(
+    path: str | os.PathLike[str], overrides: Iterable[str] = (), notes: list[Problem] | None = None
+) -> DiLoCoJob:
+    """The job in the file at ``path``, with ``overrides`` (``path=value`` below spec, value in YAML) applied.
+
+    What the API server writes into an object (``status``, ``metadata.uid`` ...) is left out. ``notes``, if
+    given, is filled with what is taken and its author should know. Raises JobError with every problem that
+    can be found.
+    """
+    return parse_job(_read(FilePath(path)), overrides, str(path), notes)
+
+
+def load_manifest(
+    path: str | os.PathLike[str], overrides: Iterable[str] = (), notes: list[Problem] | None = None
+) -> tuple[DiLoCoJob, dict[str, Any]]:
+    """As load_job, with the document as it is written: overrides applied, no defaults filled in, nothing of
+    the API server's. It is what a client of the API server applies, and so owns those fields alone."""
+    return _parse(_read(FilePath(path)), overrides, str(path), notes)
+
+
+def parse_job(
+    text: str, overrides: Iterable[str] = (), source: str = "job", notes: list[Problem] | None = None
+) -> DiLoCoJob:
+    """As load_job, from text."""
+    return _parse(text, overrides, source, notes)[0]
+
+
+def job_from_object(item: dict[str, Any]) -> DiLoCoJob:
+    """The job that an API server's object is; ``item`` stays as it is. Raises JobError."""
+    job, problems = _validate(Document(without_server_fields(item)[0], {}, True))
+    if job is None:
+        raise JobError(problems, f"job {(item.get('metadata') or {}).get('name', '')}".rstrip())
+    return job
+
+
+def _parse(
+    text: str, overrides: Iterable[str], source: str, notes: list[Problem] | None = None
+) -> tuple[DiLoCoJob, dict[str, Any]]:
+    try:
+        document = parse(text)
+    except YamlProblem as problem:
+        raise JobError([Problem(dotted(problem.path), None, problem.message, problem.line)], source) from None
+    if not document.found:
+        raise JobError(
+            [Problem("", None, "it is empty: a job has apiVersion, kind, metadata and spec")], source
+        )
+    if not isinstance(document.value, dict):
+        kind = "a list" if isinstance(document.value, list) else "a single value"
+        message = f"it holds {kind}: a job is a mapping with apiVersion, kind, metadata and spec"
+        raise JobError([Problem("", None, message)], source)
+    document.value, server = without_server_fields(document.value)
+    overridden, problems = _override(document, overrides)
+    job, wrong = _validate(document, overridden)
+    problems += wrong
+    if problems or job is None:
+        raise JobError(problems, source)
+    if notes is not None:
+        found = [*server, *dropped_nulls(document.value)]
+        notes += [Problem(dotted(at), None, said, document.lines.get(at)) for at, said in found]
+    return job, document.value
+
+
+def job_warnings(job: DiLoCoJob) -> list[Problem]:
+    """What the job allows and its author probably did not mean."""
+    return [Problem(dotted(w.path), w.value, w.message) for w in warnings(job)]
+
+
+def job_to_json(job: DiLoCoJob) -> str:
+    """The normal form: every field, defaults filled in, in the models' order. Inverse of job_from_json."""
+    return json.dumps(job.model_dump(mode="json"), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def job_from_json(text: str | bytes) -> DiLoCoJob:
+    """The job whose normal form is ``text``. Raises JobError."""
+    source = "job (normal form)"
+    try:
+        if len(text) > MAX_JOB_BYTES:
+            raise ValueError(f"more than {MAX_JOB_BYTES} bytes")
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise JobError([Problem("", None, f"not JSON: {error}")], source) from None
+    if not isinstance(data, dict):
+        raise JobError([Problem("", None, "not a JSON object")], source)
+    job, problems = _validate(Document(data, {}, True))
+    if job is None:
+        raise JobError(problems, source)
+    return job
+
+
+def read_job(path: str | os.PathLike[str]) -> DiLoCoJob:
+    """The job whose normal form is in the file, as runner and operator hand it to processes.
+
+    A job keeps the images with which it started, and an operator that was upgraded meanwhile writes every
+    field that it knows itself: what this version does not know is left out, and said in the log.
+    Raises JobError; OSError where the file is not to be read, ``files.TooLarge`` among them."""
+    text = read_bounded(path, MAX_JOB_BYTES)
+    try:
+        return job_from_json(text)
+    except JobError as error:
+        unknown: list[str] = []
+        try:
+            known = _known(DiLoCoJob, json.loads(text), (), unknown)
+        except (ValueError, RecursionError):
+            raise error from None
+        if not unknown:
+            raise
+        job = job_from_json(json.dumps(known))
+        log.warning(
+            "%s: this version does not know %s, which a newer one wrote: left out", path, ", ".join(unknown)
+        )
+        return job
+
+
+def _known(model: type[Spec], data: Any, path: Path, unknown: list[str]) -> Any:
+    """``data`` without the fields that the model does not have; their paths go into ``unknown``."""
+    if not isinstance(data, dict):
+        return data
+    fields, result = fields_by_alias(model), {}
+    for key, value in data.items():
+        field, here = fields.get(key), (*path, key)
+        if field is None:
+            unknown.append(dotted(here))
+            continue
+        inner, many = nested_model(field.annotation)
+        if inner is not None and many and isinstance(value, list):
+            value = [_known(inner, item, (*here, index), unknown) for index, item in enumerate(value)]
+        elif inner is not None and not many:
+            value = _known(inner, value, here, unknown)
+        result[key] = value
+    return result
+
+
+def _read(path: FilePath) -> str:
+    """The file's text, at most MAX_BYTES: a large file is refused by its size, unread."""
+
+    def refuse(message: str) -> JobError:
+        return JobError([Problem("", None, message)], str(path))
+
+    try:
+        # Opened without blocking, so that a pipe that nobody writes to is refused rather than waited for.
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise refuse("there is no such file") from None
+    except (OSError, ValueError) as error:
+        raise refuse(f"it cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    try:
+        status = os.fstat(handle)
+        if stat.S_ISDIR(status.st_mode):
+            raise refuse("it is a directory: name the job file in it")
+        if not stat.S_ISREG(status.st_mode):
+            raise refuse("it is not a regular file")
+        if status.st_size > MAX_BYTES:
+            size = f"{status.st_size / 1e6:.1f} MB"
+            raise refuse(f"it is too large for a job file ({size}; at most {MAX_BYTES // 1024} KiB)")
+        with open(handle, "rb", closefd=False) as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise refuse(f"it cannot be read: {error.strerror or error}") from None
+    finally:
+        os.close(handle)
+    if len(data) > MAX_BYTES:
+        raise refuse(f"it is too large for a job file (at most {MAX_BYTES // 1024} KiB)")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise refuse(f"it is not UTF-8 text (byte {error.start})") from None
+
+
+# ------------------------------------------------------------------ overrides
+
+
+def _override(document: Document, overrides: Iterable[str]) -> tuple[list[Path], list[Problem]]:
+    """Applies overrides to the document in place; returns the paths set, and what is wrong with the rest."""
+    overridden: list[Path] = []
+    problems = []
+    for text in overrides:
+        try:
+            _set(document, text, overridden)
+        except ValueError as error:
+            problems.append(Problem(f"--set {text}", None, str(error)))
+    return overridden, problems
+
+
+def _set(document: Document, text: str, overridden: list[Path]) -> None:
+    left, equals, right = text.partition("=")
+    parts = left.strip().split(".")
+    if not equals or not all(parts):
+        raise ValueError("must read path=value, such as sync.every=12 or regions.0.learners=2")
+    if parts[0] in ("apiVersion", "kind", "metadata", "spec"):
+        cure = f"write {'.'.join(parts[1:])}={right}" if parts[0] == "spec" and parts[1:] else "edit the file"
+        raise ValueError(f"{parts[0]} is not a known field below spec, where these paths start: {cure}")
+    try:
+        value = parse(right).value
+    except YamlProblem as problem:
+        raise ValueError(f"the value cannot be read: {problem.message}") from None
+    path: Path = ("spec",)
+    holder, key = document.value, "spec"
+    place: Any = holder.get("spec")
+    for part in parts:
+        if place is None:
+            place = [] if part.isdigit() else {}
+            holder[key] = place
+        if isinstance(place, list):
+            if not part.isdigit() or int(part) > len(place):
+                raise ValueError(
+                    f"{dotted(path)} is a list of {len(place)}: name an item by its index, from 0"
+                )
+            step: Any = int(part)
+            if step == len(place):
+                place.append(None)
+        elif isinstance(place, dict):
+            step = part
+            place.setdefault(step, None)
+        else:
+            raise ValueError(f"{dotted(path)} is {show(place)}, which has no fields")
+        path = (*path, step)
+        holder, key, place = place, step, place[step]
+    holder[key] = value
+    overridden.append(path)
+
+
+# ------------------------------------------------------------------ validation
+
+
+def _validate(document: Document, overridden: Sequence[Path] = ()) -> tuple[DiLoCoJob | None, list[Problem]]:
+    """The job, or (None, all problems). What ``overridden`` paths have set has no line in the file."""
+    data = _without_nulls(DiLoCoJob, document.value)
+    problems: list[Problem] = []
+    refused: list[Path] = []
+
+    def report(path: Path, value: Any, message: str) -> None:
+        line = None
+        written = path in document.lines
+        if not any(
+            path[: len(one)] == one or (not written and one[: len(path)] == path) for one in overridden
+        ):
+            heads = (path[:n] for n in range(len(path), 0, -1))
+            line = next((document.lines[head] for head in heads if head in document.lines), None)
+        problems.append(Problem(dotted(path), value, message, line))
+
+    job, errors = _attempt(data)
+    for error in errors:
+        path: Path = tuple(error["loc"])
+        value = None if error["type"] == "missing" else error["input"]
+        report(path, value, explain(DiLoCoJob, error))
+        refused.append(path)
+        if error["type"] == "extra_forbidden" and (meant := suggestion(DiLoCoJob, path)) is not None:
+            refused.append((*path[:-1], meant))
+    if job is None:
+        job = _repaired(data, errors)
+    if job is not None:
+        for broken in violations(job):
+            if not any(_overlap(read, path) for read in broken.reads for path in refused):
+                report(broken.path, broken.value, broken.message)
+    problems.sort(key=lambda problem: problem.line if problem.line is not None else 1 << 31)
+    return (None if problems else job), problems
+
+
+def _attempt(data: Any) -> tuple[DiLoCoJob | None, list[Any]]:
+    """The job without the rules between fields, or (None, the fields' errors)."""
+    try:
+        return DiLoCoJob.model_validate(data, by_alias=True, by_name=False, context=_SKIP_RULES), []
+    except ValidationError as error:
+        return None, error.errors(include_url=False)
+
+
+def _repaired(data: Any, errors: list[Any]) -> DiLoCoJob | None:
+    """The job with each refused field at its default (or its example, where it has no default)."""
+    data = copy.deepcopy(data)
+    for _ in range(100):
+        for error in errors:
+            _repair(data, tuple(error["loc"]))
+        job, errors = _attempt(data)
+        if job is not None:
+            return job
+    return None
+
+
+def _repair(data: Any, loc: Path) -> None:
+    """Takes the innermost field on the way to ``loc`` out of ``data``; a required one gets its example."""
+    model: type[Spec] | None = DiLoCoJob
+    place: Any = data
+    holder: dict[str, Any] = {}
+    key, field = "", None
+    steps = iter(loc)
+    for step in steps:
+        if model is None or not isinstance(place, dict):
+            break
+        holder, key = place, str(step)
+        field = fields_by_alias(model).get(key)
+        if field is None or key not in place:
+            break
+        model, many = nested_model(field.annotation)
+        place = place[key]
+        if model is not None and many:
+            index = next(steps, None)
+            if not isinstance(index, int) or not isinstance(place, list):
+                break
+            if not isinstance(place[index], dict):
+                place[index] = {}
+                return
+            place = place[index]
+    holder.pop(key, None)
+    if field is not None and field.is_required():
+        holder[key] = copy.deepcopy((field.examples or [None])[0])
+
+
+def _without_nulls(model: type[Spec], data: Any) -> Any:
+    """``data`` with null taken for absent where a field has a default and cannot be null.
+
+    The API server does so before it fills in defaults.
+    """
+    if not isinstance(data, dict):
+        return data
+    fields, result = fields_by_alias(model), {}
+    for key, value in data.items():
+        field = fields.get(key)
+        if field is None:
+            result[key] = value
+            continue
+        if value is None and not field.is_required() and not unwrap(field.annotation)[1]:
+            continue
+        inner, many = nested_model(field.annotation)
+        if inner is not None and many and isinstance(value, list):
+            value = [_without_nulls(inner, item) for item in value]
+        elif inner is not None and not many:
+            value = _without_nulls(inner, value)
+        result[key] = value
+    return result
+
+
+def _overlap(one: Path, other: Path) -> bool:
+    """Whether one path is the other or lies above it."""
+    shorter = min(len(one), len(other))
+    return one[:shorter] == other[:shorter]

@@ -1,0 +1,112 @@
+"""The field reference, docs/job.md, written from the models: ``python -m diloco_protocol.spec.reference``.
+
+Without arguments it prints the page; ``--write FILE`` writes it, ``--check FILE``
+exits 1 if the file differs. A test keeps docs/job.md current.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from diloco_protocol.common.files import write_whole
+from diloco_protocol.spec.base import Spec, fields_by_alias, nested_model
+from diloco_protocol.spec.explain import words
+from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.spec.kubectl_yaml import MAX_BYTES
+from diloco_protocol.spec.rules import RULES
+
+_OPENING = f"""\
+# The job file
+
+<!-- Written by `make docs` from the models (diloco_protocol.spec.reference). Don't edit. -->
+
+A job is one YAML (or JSON) file, the same for `diloco run` on one machine and for `kubectl apply`.
+`diloco validate JOB.yaml` checks it and shows all that is wrong at once. [examples/](../examples) has
+jobs to start from; `minimal.yaml` is the shortest.
+
+- Values are read as kubectl reads them: `1e-3` is a number, `2e6` is a whole number, `yes` and `on` are
+  true. Text that looks like one of these needs quotes. A field set to null is the same as one left out,
+  unless null is one of its values. `kubectl apply` drops null from what it creates, unless it is called
+  with `--server-side`: `clipNorm: 0` and `evaluation: {{fraction: 0}}` say the same and stay.
+- Unknown fields, keys given twice, several documents in one file and files above
+  {MAX_BYTES // 1024} KiB are refused.
+- What `kubectl get -o yaml` shows of the API server's own (`status`, `metadata.uid` and the like) is not
+  used; `diloco validate` names it.
+- Durations are in seconds and end in `Seconds`; sizes are Kubernetes quantities (`10Gi`); shares are
+  from 0 to 1.
+- Relative paths, modules and the program of `learners.command` start at the job file's own directory.
+- `--set path=value` changes a field for one run: a path below `spec`, list items by index, the value in
+  YAML, such as `--set sync.every=48 --set regions.0.learners=2 --set training.stop='{{steps: 100}}'`.
+"""
+
+
+def page() -> str:
+    """The whole reference as Markdown."""
+    parts = [_OPENING]
+    _section(DiLoCoJob, (), parts)
+    parts.append("## What must hold between fields\n")
+    for rule in RULES:
+        parts.append(f"- {' '.join((inspect.getdoc(rule) or '').split())}")
+    return "\n".join(parts).rstrip("\n") + "\n"
+
+
+def _section(model: type[Spec], path: tuple[str, ...], parts: list[str]) -> None:
+    """Appends a model's heading and table, then those of the models inside it."""
+    parts.append(f"## {'`' + '.'.join(path) + '`' if path else 'Top level'}\n")
+    parts.append(f"{inspect.getdoc(model)}\n")
+    parts.append("| field | takes | default | |\n| --- | --- | --- | --- |")
+    fields = fields_by_alias(model)
+    for alias, field in fields.items():
+        parts.append(f"| `{alias}` | {_cell(words(field.annotation, field.metadata))} | {_default(field)} "
+                     f"| {_cell(field.description or '')} |")  # fmt: skip
+    parts.append("")
+    for alias, field in fields.items():
+        inner, many = nested_model(field.annotation)
+        if inner is not None:
+            _section(inner, (*path, alias + ("[]" if many else "")), parts)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "**required**"
+    value: Any = field.get_default(call_default_factory=True, validated_data={})
+    inner, _ = nested_model(field.annotation)
+    if isinstance(value, Spec):
+        value = value.model_dump(mode="json", exclude_defaults=True)
+        if not value:
+            return "its fields' defaults"
+    elif inner is not None and value is None:
+        return "`null`"
+    return f"`{json.dumps(value, ensure_ascii=False)}`"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m diloco_protocol.spec.reference", description=__doc__)
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the page there")
+    parser.add_argument("--check", type=Path, metavar="FILE", help="exit 1 if that file is not the page")
+    chosen = parser.parse_args(arguments)
+    text = page()
+    if chosen.write is not None:
+        write_whole(chosen.write, text.encode("utf-8"))
+    elif chosen.check is not None:
+        if not chosen.check.is_file() or chosen.check.read_text(encoding="utf-8") != text:
+            print(f"{chosen.check} is not current: run make docs")
+            return 1
+    else:
+        sys.stdout.write(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

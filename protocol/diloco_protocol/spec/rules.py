@@ -1,0 +1,408 @@
+"""What must hold between the fields of a job.
+
+Each rule is a function of the whole job that yields violations. A violation
+names every field that the rule read, so that a loader which has already refused
+some of these fields can leave the rule's word out instead of reporting a
+consequence of the first mistake. ``warnings`` lists what is allowed and
+probably not meant.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from diloco_protocol.spec.warnings import link_warnings
+
+if TYPE_CHECKING:
+    from diloco_protocol.spec.job import DiLoCoJob, JobSpec
+
+Path = tuple[str | int, ...]
+
+RESERVED_REGIONS = ("syncer", "evaluator")
+
+
+class Violation(NamedTuple):
+    """A broken rule: the field to change (path below the job), its value, what is wrong with the cure,
+    and all fields that were read to find it."""
+
+    path: Path
+    value: Any
+    message: str
+    reads: tuple[Path, ...]
+
+
+def _at(dotted: str) -> Path:
+    return ("spec", *(int(part) if part.isdigit() else part for part in dotted.split(".")))
+
+
+def _broken(path: str, value: Any, message: str, *also: str) -> Violation:
+    return Violation(_at(path), value, message, (_at(path), *map(_at, also)))
+
+
+def _stop(spec: JobSpec) -> Iterator[Violation]:
+    """Exactly one of training.stop.steps, .tokens and .seconds is given. stop.seconds is not for a
+    deterministic job, nor for the built-in trainer's cosine schedule, which decays towards a known last
+    step."""
+    stop, path = spec.training.stop, "training.stop"
+    given = [name for name in ("steps", "tokens", "seconds") if getattr(stop, name) is not None]
+    if len(given) != 1:
+        said = f"{' and '.join(given)} are given" if given else "none is given"
+        value = {name: getattr(stop, name) for name in given}
+        yield _broken(
+            path, value, f"needs exactly one of steps, tokens, seconds ({said}); set the others to null"
+        )
+    if stop.seconds is not None:
+        if spec.sync.deterministic:
+            yield _broken(
+                "training.stop.seconds",
+                stop.seconds,
+                "a deterministic job cannot stop by the clock: stop by steps or tokens",
+                "sync.deterministic",
+            )
+        if spec.training.optimizer.schedule == "cosine" and spec.learners.command is None:
+            yield _broken(
+                "training.optimizer.schedule",
+                "cosine",
+                "cosine decays towards a known last step, and stop.seconds names none: "
+                "use schedule constant, or stop by steps or tokens",
+                "training.stop.seconds",
+                "learners.command",
+            )
+
+
+def _model(spec: JobSpec) -> Iterator[Violation]:
+    """training.model is given unless learners.command is; it has config, from, or both. config names its
+    model_type unless from does. With the tokenizer bytes, config.vocab_size is at least 256 or left out.
+    freeze and lora are not given together."""
+    training, path = spec.training, "training.model"
+    model, builtin = training.model, spec.learners.command is None
+    if model is None:
+        if builtin:
+            yield _broken(
+                path,
+                None,
+                "is required by the built-in trainer: give config or from "
+                "(or learners.command for a program of your own)",
+                "learners.command",
+            )
+        return
+    if model.config is None and model.from_ is None:
+        yield _broken(path, {}, "needs config (a transformers configuration) or from (weights to start from)")
+    if model.config is not None:
+        kind = model.config.get("model_type")
+        if model.from_ is None and (not isinstance(kind, str) or not kind):
+            yield _broken(
+                f"{path}.config.model_type",
+                kind,
+                "is required: the kind of transformers model, such as llama, mixtral or vit",
+                f"{path}.config",
+                f"{path}.from",
+            )
+        size = model.config.get("vocab_size")
+        data = training.data
+        if size is not None and data is not None and data.source != "python" and data.tokenizer == "bytes":
+            whole = isinstance(size, int) and not isinstance(size, bool)
+            if not whole or size < 256:
+                yield _broken(
+                    f"{path}.config.vocab_size",
+                    size,
+                    "must be a whole number, at least 256, with the tokenizer bytes; or leave it out",
+                    f"{path}.config",
+                    "training.data.tokenizer",
+                    "training.data.source",
+                )
+    if model.lora is not None and model.freeze:
+        yield _broken(
+            f"{path}.freeze",
+            model.freeze,
+            "has no meaning with lora, which freezes everything but the adapters: leave one of them out",
+            f"{path}.lora",
+        )
+
+
+def _data(spec: JobSpec) -> Iterator[Violation]:
+    """training.data is given unless learners.command is. Source text needs paths, datasets needs name,
+    python needs function; what belongs to another source is left out."""
+    data, path = spec.training.data, "training.data"
+    if data is None:
+        if spec.learners.command is None:
+            yield _broken(
+                path,
+                None,
+                "is required by the built-in trainer, such as {paths: [python-stdlib]} "
+                "(or learners.command for a program of your own)",
+                "learners.command",
+            )
+        return
+    needs = {"text": "paths", "datasets": "name", "python": "function"}
+    examples = {
+        "paths": "paths: [python-stdlib]",
+        "name": "name: wikitext",
+        "function": "function: my_data:load",
+    }
+    for source, name in needs.items():
+        value = getattr(data, name)
+        if source == data.source and not value:
+            yield _broken(
+                f"{path}.{name}",
+                value,
+                f"is required with source {source}, such as {examples[name]}",
+                f"{path}.source",
+            )
+        if source != data.source and value:
+            yield _broken(
+                f"{path}.{name}",
+                value,
+                f"belongs to source {source}, and source is {data.source}: "
+                f"leave it out or set source: {source}",
+                f"{path}.source",
+            )
+    if data.subset is not None and data.source != "datasets":
+        yield _broken(
+            f"{path}.subset",
+            data.subset,
+            f"belongs to source datasets, and source is {data.source}: leave it out",
+            f"{path}.source",
+        )
+
+
+def _sync(spec: JobSpec) -> Iterator[Violation]:
+    """sync.fragments is at most sync.every, sync.overlap is below it, sync.staleness.maxSteps (if given) at
+    least it. sync.quorum is at most the number of learners in all regions. sync.heartbeat.timeoutSeconds is
+    more than intervalSeconds. compression.errorFeedback is not for float32."""
+    sync = spec.sync
+    if sync.fragments > sync.every:
+        yield _broken(
+            "sync.fragments",
+            sync.fragments,
+            f"must be at most sync.every ({sync.every}): every fragment is merged once in that many steps",
+            "sync.every",
+        )
+    if sync.overlap >= sync.every:
+        yield _broken("sync.overlap", sync.overlap, f"must be below sync.every ({sync.every})", "sync.every")
+    if sync.quorum > spec.slots:
+        yield _broken(
+            "sync.quorum",
+            sync.quorum,
+            f"must be at most the number of learners in all "
+            f"regions ({spec.slots}), or nothing is ever merged",
+            "regions",
+        )
+    alone = sync.staleness.max_steps
+    if alone is not None and alone < sync.every:
+        yield _broken(
+            "sync.staleness.maxSteps",
+            alone,
+            f"must be at least sync.every ({sync.every}), or learners pause before each merge",
+            "sync.every",
+        )
+    beat = sync.heartbeat
+    if beat.timeout_seconds <= beat.interval_seconds:
+        yield _broken(
+            "sync.heartbeat.timeoutSeconds",
+            beat.timeout_seconds,
+            "must be more than sync.heartbeat."
+            f"intervalSeconds ({beat.interval_seconds:g}), or every learner is lost at once",
+            "sync.heartbeat.intervalSeconds",
+        )
+    if sync.compression.error_feedback and sync.compression.up == "float32":
+        yield _broken(
+            "sync.compression.errorFeedback",
+            True,
+            "has no meaning with up float32, which drops nothing: "
+            "set it to false or choose a smaller encoding",
+            "sync.compression.up",
+        )
+
+
+def _regions(spec: JobSpec) -> Iterator[Violation]:
+    """Regions have different names, none is called syncer or evaluator, and hold at most 4096 learners in
+    all."""
+    first: dict[str, int] = {}
+    for index, region in enumerate(spec.regions):
+        path = f"regions.{index}.name"
+        if region.name in first:
+            yield _broken(
+                path,
+                region.name,
+                f"is the name of regions.{first[region.name]} too: give each region its own",
+                f"regions.{first[region.name]}.name",
+            )
+        first.setdefault(region.name, index)
+        if region.name in RESERVED_REGIONS:
+            yield _broken(path, region.name, "is taken by a part of the job itself: choose another name")
+    if spec.slots > 4096:
+        yield _broken("regions", spec.slots, "hold more than 4096 learners in all: ask for fewer")
+
+
+def _clusters(spec: JobSpec) -> Iterator[Violation]:
+    """A cluster is named everywhere or nowhere. A job that spans clusters has an endpoint that is not
+    ClusterIP, its address, syncer.tls.secretName and learners.credentials.secretName, and TLS. Type
+    External has an address."""
+    places = [("syncer.cluster", spec.syncer.cluster)]
+    places += [(f"regions.{i}.cluster", region.cluster) for i, region in enumerate(spec.regions)]
+    paths = [path for path, _ in places]
+    named = {name for _, name in places if name is not None}
+    endpoint = spec.syncer.endpoint
+    if endpoint.type == "External" and endpoint.address is None:
+        yield _broken(
+            "syncer.endpoint.address",
+            None,
+            "is required with type External: host or host:port that leads to the syncer",
+            "syncer.endpoint.type",
+        )
+    if not named:
+        return
+    for path, name in places:
+        if name is None:
+            yield _broken(
+                path,
+                None,
+                f"is required where the job names clusters ({', '.join(sorted(named))}): "
+                "name it everywhere, or nowhere in a job of one cluster",
+                *paths,
+            )
+    if len(named) < 2:
+        return
+    said = f"this job spans clusters ({', '.join(sorted(named))})"
+    if endpoint.type == "ClusterIP":
+        yield _broken(
+            "syncer.endpoint.type",
+            "ClusterIP",
+            f"is reachable from its own cluster only, and {said}: use NodePort, LoadBalancer or External",
+            *paths,
+        )
+    if endpoint.address is None and endpoint.type != "External":
+        yield _broken(
+            "syncer.endpoint.address",
+            None,
+            f"is required: {said}, and learners must know whom to dial (host or host:port)",
+            *paths,
+        )
+    for path, secret in (
+        ("syncer.tls.secretName", spec.syncer.tls.secret_name),
+        ("learners.credentials.secretName", spec.learners.credentials.secret_name),
+    ):
+        if secret is None:
+            yield _broken(
+                path,
+                None,
+                f"is required: {said}, and a made secret does not leave its cluster: create one and name it",
+                *paths,
+            )
+    if spec.syncer.tls.mode == "off":
+        yield _broken("syncer.tls.mode", "off", f"sends weights in the clear, and {said}: use auto", *paths)
+
+
+def _syncer(spec: JobSpec) -> Iterator[Violation]:
+    """syncer.shards is at most sync.fragments. endpoint.nodePort belongs to type NodePort and leaves room
+    for all shards. tls.mode off has no secretName. storage.claimName and storage.uri exclude each other and
+    what is about a volume that is made (storageClassName, onDelete Delete)."""
+    syncer, storage, endpoint = spec.syncer, spec.syncer.storage, spec.syncer.endpoint
+    if syncer.shards > spec.sync.fragments:
+        yield _broken(
+            "syncer.shards",
+            syncer.shards,
+            f"must be at most sync.fragments ({spec.sync.fragments}): each shard owns some fragments",
+            "sync.fragments",
+        )
+    if endpoint.node_port is not None:
+        if endpoint.type != "NodePort":
+            yield _broken(
+                "syncer.endpoint.nodePort",
+                endpoint.node_port,
+                f"belongs to type NodePort, and type is {endpoint.type}: leave it out",
+                "syncer.endpoint.type",
+            )
+        elif endpoint.node_port + syncer.shards - 1 > 32767:
+            yield _broken(
+                "syncer.endpoint.nodePort",
+                endpoint.node_port,
+                f"leaves no room for {syncer.shards} shards below 32768: use at most {32768 - syncer.shards}",
+                "syncer.shards",
+                "syncer.endpoint.type",
+            )
+    if syncer.tls.mode == "off" and syncer.tls.secret_name is not None:
+        yield _broken(
+            "syncer.tls.mode",
+            "off",
+            "contradicts syncer.tls.secretName: leave one of them out",
+            "syncer.tls.secretName",
+        )
+    if storage.claim_name is not None and storage.uri is not None:
+        yield _broken(
+            "syncer.storage.uri",
+            storage.uri,
+            "contradicts syncer.storage.claimName: the state lies in one place",
+            "syncer.storage.claimName",
+        )
+    own = "claimName" if storage.claim_name is not None else "uri" if storage.uri is not None else None
+    if own is not None:
+        if storage.storage_class_name is not None:
+            yield _broken(
+                "syncer.storage.storageClassName",
+                storage.storage_class_name,
+                f"is for a volume that is made, and {own} names one of yours: leave it out",
+                f"syncer.storage.{own}",
+            )
+        if storage.on_delete == "Delete":
+            yield _broken(
+                "syncer.storage.onDelete",
+                "Delete",
+                f"is for a volume that is made, and {own} names yours, which is never deleted: leave it out",
+                f"syncer.storage.{own}",
+            )
+
+
+RULES: tuple[Callable[[JobSpec], Iterator[Violation]], ...] = (
+    _stop,
+    _model,
+    _data,
+    _sync,
+    _regions,
+    _clusters,
+    _syncer,
+)
+
+
+def violations(job: DiLoCoJob) -> list[Violation]:
+    """All broken rules of a job whose fields are valid each on its own."""
+    return [violation for rule in RULES for violation in rule(job.spec)]
+
+
+def warnings(job: DiLoCoJob) -> list[Violation]:
+    """What is allowed and probably not meant."""
+    return [*_unlikely(job.spec), *(_broken(*found) for found in link_warnings(job.spec))]
+
+
+def _unlikely(spec: JobSpec) -> Iterator[Violation]:
+    training, outer = spec.training, spec.sync.outer
+    warmup, steps = training.optimizer.warmup_steps, training.stop.steps
+    if steps is not None and warmup >= steps and spec.learners.command is None:
+        yield _broken(
+            "training.optimizer.warmupSteps",
+            warmup,
+            f"the warm-up is not over when the job stops (training.stop.steps is {steps})",
+        )
+    if outer.optimizer in ("adamw", "cosine-gated") and outer.lr > 0.1:
+        yield _broken(
+            "sync.outer.lr",
+            outer.lr,
+            f"{outer.optimizer} moves every parameter by about lr at each merge; "
+            "0.7 is meant for nesterov: try 0.001",
+        )
+    endpoint = spec.syncer.endpoint
+    asked = re.fullmatch(r"(?:[^:]*|\[.*\]):(\d+)", endpoint.address or "")
+    if endpoint.node_port is not None and asked and int(asked[1]) != endpoint.node_port:
+        yield _broken(
+            "syncer.endpoint.address",
+            endpoint.address,
+            f"learners dial port {asked[1]}, and syncer.endpoint.nodePort is {endpoint.node_port}: right "
+            "only if something between leads from one to the other",
+        )
+    if spec.sync.deterministic and spec.sync.quorum not in (1, spec.slots):
+        yield _broken(
+            "sync.quorum", spec.sync.quorum, f"a deterministic job waits for all {spec.slots} learners"
+        )

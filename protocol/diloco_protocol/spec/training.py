@@ -1,0 +1,179 @@
+"""``spec.training``: what is trained, on what, how, and until when."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from diloco_protocol.spec.base import FUNCTION_PATTERN, Free, Pattern, Seconds, Spec, Text
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Betas = Annotated[list[Beta], Field(min_length=2, max_length=2)]
+
+# `kubectl apply` without --server-side drops nulls from what it creates, and the default would come
+# in their place. So what null says here can be said with a zero too, and both become None.
+
+
+def _none_for_zero(value: float) -> float | None:
+    return value or None
+
+
+def _none_without_fraction(value: EvaluationSpec | None) -> EvaluationSpec | None:
+    return value if value is not None and value.fraction else None
+
+
+class LoraSpec(Spec):
+    """Low-rank adapters on linear layers; everything else is frozen."""
+
+    rank: int = Field(8, ge=1, le=4096, description="Rank of each adapter.")
+    alpha: float = Field(16.0, gt=0, le=65536, description="Scale of the adapters' output: alpha / rank.")
+    targets: list[Pattern] = Field(
+        ["*q_proj", "*v_proj"], min_length=1, max_length=64,
+        description="Patterns (fnmatch) over the names of the linear modules that get an adapter.",
+    )  # fmt: skip
+
+
+class ModelSpec(Spec):
+    """The model: a transformers configuration, weights to start from, and what of it is trained."""
+
+    config: Free | None = Field(
+        None,
+        description="A transformers configuration: model_type and that configuration's own fields. "
+        "The model is built from it and initialised from the seed. "
+        "vocab_size follows the tokenizer if left out.",
+        examples=[{"model_type": "llama", "hidden_size": 128}],
+    )
+    from_: Text | None = Field(
+        None, alias="from",
+        description="Weights to start from: a directory, a URI or a hub name. "
+        "Without config, the configuration comes from there too.",
+    )  # fmt: skip
+    freeze: list[Pattern] = Field(
+        [], max_length=64,
+        description="Patterns (fnmatch) over parameter names: these are not trained, "
+        "and travel once, with version 0.",
+    )  # fmt: skip
+    lora: LoraSpec | None = Field(
+        None, description="Train low-rank adapters and freeze everything else; null: train the model itself."
+    )
+
+
+class DataSpec(Spec):
+    """The training data."""
+
+    source: Literal["text", "datasets", "python"] = Field(
+        "text",
+        description="text: files read as they are; datasets: a Hugging Face data set; "
+        "python: a function of yours.",
+    )
+    paths: list[Text] = Field(
+        [], max_length=256,
+        description="Of source text: files, directories, globs or fsspec URIs. "
+        "`python-stdlib` is the built-in corpus: the Python standard library's own source.",
+    )  # fmt: skip
+    name: Text | None = Field(
+        None, description="Of source datasets: a hub name, or a directory written by save_to_disk."
+    )
+    subset: Text | None = Field(
+        None, description="Of source datasets: the data set's configuration, where it has several."
+    )
+    split: Text = Field("train", description="Of source datasets: the split to train on.")
+    text_field: Text = Field("text", description="Of source datasets: the column that holds the text.")
+    function: Annotated[str, Field(pattern=FUNCTION_PATTERN, max_length=256)] | None = Field(
+        None,
+        description="Of source python: `module:function`, called with this section and held_out (bool); "
+        "it returns a map-style data set. The module is found in the job file's directory first.",
+    )
+    tokenizer: Text = Field(
+        "bytes",
+        description="bytes: one token a byte, 256 of them; or a transformers tokenizer, "
+        "by directory or hub name.",
+    )
+    sequence_length: int = Field(
+        128, ge=2, le=1_048_576, description="Tokens per training sequence; for text and datasets."
+    )
+
+
+class BatchSpec(Spec):
+    """One learner's batch."""
+
+    sequences: int = Field(16, ge=1, le=65_536, description="Sequences per learner and forward pass.")
+    accumulation: int = Field(1, ge=1, le=4096, description="Forward passes per optimizer step.")
+
+
+class OptimizerSpec(Spec):
+    """The inner optimizer, one per learner."""
+
+    name: Literal["adamw"] = Field("adamw", description="The algorithm.")
+    lr: float = Field(0.001, gt=0, le=10, description="Peak learning rate.")
+    betas: Betas = Field([0.9, 0.95], description="Decay of the first and second moment.")
+    eps: float = Field(1e-8, gt=0, le=1, description="Added to the denominator.")
+    weight_decay: float = Field(0.1, ge=0, le=10, description="Decoupled weight decay, of matrices.")
+    warmup_steps: int = Field(100, ge=0, le=10_000_000, description="Steps of linear warm-up.")
+    schedule: Literal["cosine", "constant"] = Field(
+        "cosine",
+        description="After the warm-up: cosine decay to 2 % of the peak at the stop, or the peak kept.",
+    )
+    clip_norm: Annotated[float, Field(ge=0, le=1e6), AfterValidator(_none_for_zero)] | None = Field(
+        1.0, description="Greatest norm of the gradient; 0 or null: not clipped."
+    )
+
+
+class StopSpec(Spec):
+    """When the job is done; exactly one of them."""
+
+    steps: Annotated[int, Field(ge=1, le=10**12)] | None = Field(
+        None, description="Inner steps per learner: done when the greatest slot step reaches it."
+    )
+    tokens: Annotated[int, Field(ge=1, le=2**53)] | None = Field(
+        None, description="Tokens trained by all learners together."
+    )
+    seconds: Seconds | None = Field(None, description="Seconds from the first step.")
+
+    @property
+    def kind(self) -> Literal["steps", "tokens", "seconds"]:
+        """Which of them is given."""
+        return "steps" if self.steps is not None else "tokens" if self.tokens is not None else "seconds"
+
+    @property
+    def limit(self) -> float:
+        """Its value: steps of a slot, tokens of all learners, or seconds."""
+        return next((v for v in (self.steps, self.tokens, self.seconds) if v is not None), 0.0)
+
+
+class EvaluationSpec(Spec):
+    """Evaluation of the merged model on held-out data."""
+
+    fraction: float = Field(
+        0.01, ge=0, le=0.5, description="Share of the data held out of training; 0: no evaluation."
+    )
+    every_tokens: int = Field(
+        200_000, ge=1, le=2**53, description="Trained tokens (all learners) between evaluations."
+    )
+    batches: int = Field(8, ge=1, le=100_000, description="Batches per evaluation.")
+
+
+class TrainingSpec(Spec):
+    """The built-in trainer. With learners.command, what your own program takes of it."""
+
+    model: ModelSpec | None = Field(None, description="The model. Required unless learners.command is given.")
+    data: DataSpec | None = Field(None, description="The data. Required unless learners.command is given.")
+    batch: BatchSpec = Field(default_factory=BatchSpec, description="One learner's batch.")
+    optimizer: OptimizerSpec = Field(default_factory=OptimizerSpec, description="The inner optimizer.")
+    precision: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="Arithmetic of the forward and backward pass; weights stay float32. "
+        "auto: bfloat16 where the device has it in hardware, else float32.",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: cuda if there is one, else cpu."
+    )
+    stop: StopSpec = Field(
+        default_factory=lambda: StopSpec(tokens=2_000_000),
+        description="When the job is done: exactly one of steps, tokens, seconds.",
+    )
+    evaluation: Annotated[EvaluationSpec | None, AfterValidator(_none_without_fraction)] = Field(
+        default_factory=EvaluationSpec,
+        description="Evaluation of the merged model; needs model and data. null or fraction 0: none.",
+    )

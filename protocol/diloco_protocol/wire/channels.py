@@ -1,0 +1,72 @@
+"""Options of gRPC channels and servers.
+
+Keepalive: an idle connection is pinged every ``KEEPALIVE_SECONDS``: less than the
+shortest idle timeout of common load balancers (60 s), and not so often that a
+server or a firewall takes it for abuse; a dead peer is noticed ``KEEPALIVE_ANSWER_SECONDS``
+later. Proxies of the environment are never used: a learner's proxy settings are
+for the web, and gRPC through an HTTP proxy loses its long streams.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diloco_protocol.wire import limits
+
+Option = tuple[str, Any]
+
+
+def channel_options(bulk: bool = False) -> list[Option]:
+    """Options of a client's channel; ``bulk`` for channels that carry Bulk calls.
+
+    Each channel has a connection of its own (no shared subchannels).
+    """
+    largest = limits.MAX_CHUNK_BYTES if bulk else limits.MAX_CONTROL_BYTES
+    return [
+        *_common(largest),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.initial_reconnect_backoff_ms", 200),
+        ("grpc.min_reconnect_backoff_ms", limits.CONNECT_SECONDS * 1000),  # how long one try may take
+        ("grpc.max_reconnect_backoff_ms", limits.CONNECT_SECONDS * 1000),
+    ]
+
+
+def control_options() -> list[Option]:
+    """Options of a control client's channel: replies may be large, and a connection that is not
+    used is given up, for an operator talks to many syncers."""
+    return [
+        *_common(limits.MAX_REPLY_BYTES),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.initial_reconnect_backoff_ms", 200),
+        ("grpc.min_reconnect_backoff_ms", limits.CONNECT_SECONDS * 1000),
+        ("grpc.max_reconnect_backoff_ms", limits.CONNECT_SECONDS * 1000),
+        ("grpc.client_idle_timeout_ms", 15_000),
+    ]
+
+
+def server_options(reply_bytes: int = limits.MAX_CHUNK_BYTES, connections: int | None = None) -> list[Option]:
+    """Options of the syncer's servers; ``reply_bytes``: the largest message down; ``connections``: the
+    most at once, None: any number. A port in use is an error (no SO_REUSEPORT)."""
+    return [
+        *([("grpc.max_allowed_incoming_connections", connections)] if connections is not None else []),
+        *_common(limits.MAX_CHUNK_BYTES, reply_bytes),
+        ("grpc.so_reuseport", 0),
+        ("grpc.server_handshake_timeout_ms", int(limits.JOIN_SECONDS * 1000)),  # until HTTP/2 has begun
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", limits.KEEPALIVE_SECONDS * 1000 // 3),
+        ("grpc.http2.max_ping_strikes", 5),
+        ("grpc.max_concurrent_streams", 1024),
+    ]
+
+
+def _common(largest: int, sent: int = limits.MAX_CHUNK_BYTES) -> list[Option]:
+    return [
+        ("grpc.max_send_message_length", sent),
+        ("grpc.max_receive_message_length", largest),
+        ("grpc.max_metadata_size", 16 << 10),
+        ("grpc.http2.max_frame_size", 1 << 20),  # the default of 16 KiB halves the throughput
+        ("grpc.keepalive_time_ms", limits.KEEPALIVE_SECONDS * 1000),
+        ("grpc.keepalive_timeout_ms", limits.KEEPALIVE_ANSWER_SECONDS * 1000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.enable_http_proxy", 0),
+    ]

@@ -1,0 +1,63 @@
+"""The methods of the sync port, and how a server offers them: as raw bytes, unparsed.
+
+Control messages are protobuf and small. Bulk bytes never are protobuf: the two methods of the
+Bulk service carry one header message and then raw chunks, with identity serialisers, so that a
+chunk is copied once on its way in and once on its way out and is never parsed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+
+from diloco_protocol.wire import limits
+
+SERVICE = "diloco.v1.Bulk"
+UPLOAD = f"/{SERVICE}/Upload"
+DOWNLOAD = f"/{SERVICE}/Download"
+SESSION_SERVICE = "diloco.v1.Sync"
+SESSION = f"/{SESSION_SERVICE}/Session"
+
+PARTIAL = "partial"  # UploadReply.reason of a part that does not complete its payload
+BUSY = "busy"  # UploadReply.reason: too many uploads at once; try again after a pause
+
+Context = Any  # grpc.aio.ServicerContext; its stubs are generic and the class is not
+UploadHandler = Callable[[AsyncIterator[bytes], Context], Any]
+DownloadHandler = Callable[[bytes, Context], AsyncIterator[bytes]]
+SessionHandler = Callable[[AsyncIterator[bytes], Context], Any]  # a coroutine that uses context.write
+
+
+def bulk_handlers(upload: UploadHandler, download: DownloadHandler) -> Any:
+    """The Bulk service. ``upload(stream, context) -> bytes`` (UploadReply) gets the raw messages,
+    header first; ``download(request, context)`` yields DownloadHeader and then chunks.
+
+    An upload may be answered before its bytes were read (a refusal): the reply is sent at once,
+    and the call ends when the client has seen it and stops, or after ``STALL_SECONDS``.
+    Ending the call at once would make gRPC report an internal error instead of the reply.
+    """
+
+    async def answered(stream: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
+        yield await upload(stream, context)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limits.STALL_SECONDS):
+                async for _ in stream:
+                    pass  # what was on its way when the refusal was sent
+
+    return grpc.method_handlers_generic_handler(
+        SERVICE,
+        {
+            "Upload": grpc.stream_stream_rpc_method_handler(answered),
+            "Download": grpc.unary_stream_rpc_method_handler(download),
+        },
+    )
+
+
+def session_handler(session: SessionHandler) -> Any:
+    """The Sync service with unparsed messages, so that their sizes are checked first (``parse``)."""
+    return grpc.method_handlers_generic_handler(
+        SESSION_SERVICE, {"Session": grpc.stream_stream_rpc_method_handler(session)}
+    )

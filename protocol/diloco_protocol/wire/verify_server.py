@@ -1,0 +1,127 @@
+"""Before a learner speaks to a syncer: is it the job's, and does it take us?
+
+Theory of operation
+-------------------
+gRPC compares a server's certificate with one host name, and shows its caller neither the
+certificate nor TLS's alerts. So a party whose own certificate names its job first makes a
+TLS handshake of its own: chain, time, purpose and host name are checked as gRPC checks them,
+and then the URIs (``identity``). The certificate seen is *pinned*: the channels made
+afterwards believe no other, so nobody can be somebody else on the next connection. A
+syncer that has got a new certificate meanwhile is unreachable for such a channel; whoever
+made it connects anew and looks again.
+
+The handshake ends with the server's first bytes or its alert. So a refusal is told in
+words: ``certificate expired`` and the like, where gRPC says ``unavailable``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+
+from diloco_protocol.security.credentials import Credentials
+from diloco_protocol.security.identity import IdentityError, Names, names_in, objection_to_syncer
+from diloco_protocol.wire.limits import CONNECT_SECONDS
+
+_SECONDS = 2.0 * CONNECT_SECONDS  # for the handshake, and again for the first bytes
+
+
+UNTRUSTED = "untrusted-syncer"
+REFUSED = "certificate-refused"
+UNUSABLE = "credentials-unusable"
+
+
+class VouchError(Exception):
+    """The server is not to be spoken to, or does not take us; the message says why and the cure.
+
+    ``reason``: ``UNTRUSTED``, ``REFUSED``, ``UNUSABLE`` (the own files), or empty where there was
+    nothing to judge (it is away, or no TLS), which is nobody's mistake.
+    """
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+async def vouched(credentials: Credentials, address: str, mine: Names) -> Credentials:
+    """``credentials`` that believe the syncer at ``address`` (host:port) alone, after a look at it.
+
+    ``mine``: what the own certificate says of the job; nothing: gRPC's own checks are all there
+    are, and ``credentials`` come back as they are. Raises ``VouchError``.
+    """
+    if not credentials.secure or not mine or credentials.directory is None:
+        return credentials
+    host, _, port = address.rpartition(":")
+    context = _context(credentials)
+    try:
+        async with asyncio.timeout(_SECONDS):
+            reader, writer = await asyncio.open_connection(
+                host.strip("[]"), int(port), ssl=context, server_hostname=credentials.server_name
+            )
+    except TimeoutError as error:
+        raise VouchError(f"no TLS handshake with {address} within {_SECONDS:.0f} s") from error
+    except ssl.SSLCertVerificationError as error:
+        raise VouchError(
+            f"the certificate that {address} shows is not believed: {error.verify_message.rstrip('.')}",
+            UNTRUSTED,
+        ) from error
+    except ssl.SSLError as error:
+        raise VouchError(f"no TLS with {address}: {_words(error)}") from error
+    except (OSError, ValueError) as error:
+        raise VouchError(f"cannot connect to {address}: {error}") from error
+    try:
+        server = _judged(writer, mine)
+        try:
+            async with asyncio.timeout(_SECONDS):
+                first = await reader.read(1)
+        except TimeoutError as error:
+            raise VouchError(f"{address} took the handshake and says nothing") from error
+        except ssl.SSLError as error:
+            raise VouchError(f"{address} refuses our certificate: {_words(error)}", REFUSED) from error
+        except OSError as error:
+            raise VouchError(f"the connection to {address} broke: {error}") from error
+        if not first:
+            raise VouchError(f"{address} hung up after the handshake: the syncer's log says why", REFUSED)
+    finally:
+        writer.transport.abort()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+    return credentials.pinned(ssl.DER_cert_to_PEM_cert(server).encode())
+
+
+def _context(credentials: Credentials) -> ssl.SSLContext:
+    folder = credentials.directory
+    assert folder is not None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.set_alpn_protocols(["h2"])
+    try:
+        context.load_verify_locations(cadata=credentials.authority.decode("ascii"))
+        context.load_cert_chain(folder / "tls.crt", folder / "tls.key", password=lambda: "")
+    except (OSError, ValueError) as error:  # SSLError is an OSError, UnicodeDecodeError a ValueError
+        raise VouchError(
+            f"{folder}: ca.crt, tls.crt and tls.key are not an authority, a certificate and its key in PEM",
+            UNUSABLE,
+        ) from error
+    return context
+
+
+def _judged(writer: asyncio.StreamWriter, mine: Names) -> bytes:
+    """The server's certificate (DER), if it is the job's syncer's. Raises ``VouchError``."""
+    shown = writer.get_extra_info("peercert") or {}
+    try:
+        theirs = names_in(str(value) for kind, value in shown.get("subjectAltName", ()) if kind == "URI")
+    except IdentityError as error:
+        raise VouchError(f"the server's certificate: {error}", UNTRUSTED) from error
+    objection = objection_to_syncer(mine, theirs)
+    if objection is not None:
+        raise VouchError(objection.message, UNTRUSTED)
+    return bytes(writer.get_extra_info("ssl_object").getpeercert(binary_form=True))
+
+
+def _words(error: ssl.SSLError) -> str:
+    """OpenSSL's reason in lower case, without its marks: ``certificate expired``."""
+    reason = (error.reason or str(error)).lower().replace("_", " ")
+    for mark in ("tlsv13 alert ", "tlsv1 alert ", "sslv3 alert "):
+        reason = reason.removeprefix(mark)
+    return reason

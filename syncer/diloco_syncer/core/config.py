@@ -1,0 +1,64 @@
+"""What the core needs of a job, read from the spec once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from diloco_protocol.spec.job import DiLoCoJob, immutable_digests
+from diloco_syncer.core.merging.rounds import RoundRules
+
+
+@dataclass(frozen=True, slots=True)
+class CoreConfig:
+    """Numbers and names that the core's decisions depend on (steps, tokens, seconds)."""
+
+    places: tuple[tuple[str, int], ...]  # (region, ordinal) of every slot, in job order
+    rules: RoundRules
+    encoding: str  # of pushes
+    weights: str = "tokens-quality"
+    max_versions: int = 16
+    heartbeat_timeout: float = 10.0
+    stop: tuple[Literal["steps", "tokens", "seconds"], float] = ("steps", 1)
+    norm_gate: float | None = None
+    on_region_lost: Literal["Continue", "Hold", "Fail"] = "Continue"
+    region_lost_seconds: float = 120.0
+    evaluated: bool = False
+    seed: int = 0
+    digests: dict[str, str] = field(default_factory=dict)
+    drain_seconds: float = 120.0  # at the end: the longest wait for another offer
+    evaluation_seconds: float = 120.0  # the longest wait for the final evaluation
+    evaluator_seconds: float = 20.0  # of these, the wait for an evaluator that is not connected
+    peer_seconds: float = 30.0  # the longest wait for a peer's optimizer state
+    checkpoint_seconds: float = 20.0  # and for the one that goes into the checkpoint
+
+    @classmethod
+    def from_job(cls, job: DiLoCoJob) -> CoreConfig:
+        spec = job.spec
+        sync, stop = spec.sync, spec.training.stop
+        places = tuple(
+            (region.name, ordinal) for region in spec.regions for ordinal in range(region.learners)
+        )
+        return cls(
+            places=places,
+            rules=RoundRules(
+                every=sync.every,
+                overlap=sync.overlap,
+                quorum=spec.quorum,
+                grace_factor=sync.grace.factor,
+                grace_cap=sync.grace.cap_seconds,
+                deterministic=sync.deterministic,
+                slots=len(places),
+            ),
+            encoding=sync.compression.up,
+            weights=sync.merge.weights,
+            max_versions=sync.staleness.max_versions,
+            heartbeat_timeout=sync.heartbeat.timeout_seconds,
+            stop=(stop.kind, stop.limit),
+            norm_gate=sync.norm_gate.factor,
+            on_region_lost=spec.failure_policy.on_region_lost,
+            region_lost_seconds=spec.failure_policy.region_lost_seconds,
+            evaluated=spec.evaluated,
+            seed=spec.seed,
+            digests=immutable_digests(job),
+        )

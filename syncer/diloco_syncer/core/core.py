@@ -1,0 +1,310 @@
+"""The syncer's state machine. Everything that decides anything is here or in the
+plain modules that it holds together; nothing here touches a socket, a thread, a
+clock or a file.
+
+Theory of operation. The walls turn what happens into an event (events.py) and
+call ``handle(event, now)``. Each event first changes what is known: a member
+joined, a report told more steps, a push is here, a record is durable. Then
+``_advance`` runs, which looks at what is known and does whatever is due: give up
+on silent members, seat standbys, move the phase, open rounds, take rounds that
+have waited long enough. It is level-triggered: it does not matter which event
+woke it, a lost wake-up is made good by the next, and running it twice changes
+nothing. What is to be done outside comes back as a list of actions, to be
+carried out in order.
+
+The parts: ``job`` is what is known. ``reception`` seats and gives up members,
+``merging`` takes pushes and opens and closes rounds, ``phases`` starts, holds,
+drains and ends, ``peers`` finds a newcomer's optimizer state, ``lost`` takes from
+learners what the store has lost. Below them are the rules: ``membership`` (slots,
+incarnations), ``receipts`` (what a lost version says of them), ``rounds`` (when a fragment is merged),
+``intake`` (which pushes count), ``ledger`` (what became of every token), ``leases``
+(who trains which data), ``clock`` (elapsed, uptime, holds).
+
+Durability. A merge counts when its record is durable: the wall says ``Merged``,
+and only then does the version rise here. ``Persist`` asks for the state document
+before the actions behind it are carried out; what happened after the last one is
+told again by records (``recover``), by spooled offers (``restore_offer``) and by
+the learners' cumulative reports. ``start`` is called once after these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from diloco_syncer.core import events as ev
+from diloco_syncer.core.config import CoreConfig
+from diloco_syncer.core.events import ENDED, Action, PhaseName, PushHeader, Reason
+from diloco_syncer.core.members.admission import Reception
+from diloco_syncer.core.members.slots import Membership, SlotState
+from diloco_syncer.core.members.state_donors import PeerBook
+from diloco_syncer.core.merging.aggregation import Merging
+from diloco_syncer.core.merging.ledger import Ledger
+from diloco_syncer.core.merging.rounds import RoundBook
+from diloco_syncer.core.phases import Phases
+from diloco_syncer.core.recovery.lost_versions import Lost
+from diloco_syncer.core.recovery.receipts import Rows, balance, foresee, receipt, take_over
+from diloco_syncer.core.state import Job
+from diloco_syncer.core.status import core_report, core_status
+
+
+class Core:
+    """One job's (shard's) decisions. ``state``: a document from ``state()``, or None
+    for a new job; ``epoch``: the one that this process claimed; ``now``: monotonic
+    seconds; ``wall``: seconds since 1970, only compared with the state's own."""
+
+    def __init__(
+        self, config: CoreConfig, state: dict[str, Any] | None, epoch: int, now: float, wall: float = 0.0
+    ) -> None:
+        self.config = config
+        self.epoch = epoch
+        self.job = Job(config, epoch)
+        self.peers = PeerBook(config.peer_seconds, config.checkpoint_seconds)
+        self.lost = Lost(self.job)
+        self.reception = Reception(self.job, self.peers, self.lost)
+        self.merging = Merging(self.job)
+        self.phases = Phases(self.job, self.merging, self.peers, self.lost)
+        self._next_check = now
+        if state is not None:
+            self.job.load(state["job"], now, wall)
+            self.phases.load(state["phases"])
+
+    # ================================================================ what the walls read
+
+    @property
+    def phase(self) -> PhaseName:
+        return self.job.phase
+
+    @property
+    def phase_message(self) -> str:
+        return self.job.phase_message
+
+    @property
+    def versions(self) -> list[int]:
+        return self.job.versions
+
+    @property
+    def initialised(self) -> bool:
+        return self.job.initialised
+
+    @property
+    def initialiser(self) -> int | None:
+        """The connection that uploads version 0."""
+        return self.job.initialiser
+
+    @property
+    def members(self) -> Membership:
+        return self.job.members
+
+    @property
+    def rounds(self) -> RoundBook | None:
+        return self.job.rounds
+
+    @property
+    def ledger(self) -> Ledger | None:
+        return self.job.ledger
+
+    @property
+    def wake_at(self) -> float:
+        """When a Tick is due at the latest (monotonic seconds)."""
+        # Where no round is taken because of its grace window, none needs waking for.
+        waits = self.job.phase in (PhaseName.WAITING, PhaseName.TRAINING, PhaseName.HOLDING)
+        grace = self.job.rounds.wake_at() if self.job.rounds and waits else None
+        return self._next_check if grace is None else min(grace, self._next_check)
+
+    def admit_push(self, header: PushHeader, process: str = "") -> tuple[Reason, str] | None:
+        """The verdict on a header before its bytes are read; None: send them. ``process``:
+        who sends it, where that is known."""
+        return self.merging.admit_push(header, process)
+
+    @property
+    def settled(self) -> int:
+        """What announcements say of the store's history (lineage.py)."""
+        return self.job.history.settled
+
+    @property
+    def settling(self) -> bool:
+        """Whether no push is taken until it is settled what the store has lost."""
+        return self.lost.settling
+
+    def receipt(self, fragment: int) -> Rows:
+        """What goes with the bytes of the fragment's present version (receipts.py)."""
+        return receipt(self.job, fragment)
+
+    def admit_base(self, connection: int, fragment: int, epoch: int, version: int, rows: Rows) -> str:
+        """Whether this base may come now, before its bytes are read: empty, or why not."""
+        return self.lost.admit(connection, fragment, epoch, version, rows)
+
+    def status(self, now: float) -> dict[str, Any]:
+        """The core's part of the status document (docs/design.md)."""
+        return core_status(self.job, now)
+
+    def report(self, now: float) -> dict[str, Any]:
+        """The core's part of report.json."""
+        return core_report(self.job, now)
+
+    def state(self, now: float, wall: float = 0.0) -> dict[str, Any]:
+        """The durable document (JSON). Accepted pushes that are not offers are not
+        in it: their learners still have the work."""
+        return {"job": self.job.to_json(now, wall), "phases": self.phases.to_json()}
+
+    # ================================================================ start
+
+    def foresee(self, headers: Iterable[PushHeader], receipts: Iterable[Rows]) -> None:
+        """First: headers of all records and offers that are newer than the state, and the receipts
+        of versions that came from learners."""
+        foresee(self.job, headers, receipts)
+
+    def take_over(self, fragment: int, version: int, origin: int, rows: Rows, epoch: int) -> None:
+        """A record of ``epoch``, newer than the state, that came from a learner, which held it in epoch
+        ``origin``; call in the order of the records."""
+        take_over(self.job, fragment, version, origin, rows, epoch)
+        self.job.note("recovered", None, f"fragment {fragment} goes on from version {version}, a learner's")
+
+    def recover(self, fragment: int, version: int, headers: Iterable[PushHeader], epoch: int) -> None:
+        """A merge record of ``epoch``, newer than the state; call in version order."""
+        self.merging.recover(fragment, version, headers, epoch)
+
+    def restore_offer(self, header: PushHeader, handle: int, norm: float) -> bool:
+        """A spooled offer found in the store; False: it was merged (or makes no sense) and may go."""
+        return self.merging.restore_offer(header, handle, norm)
+
+    def start(self, now: float, made: Sequence[int] = (), behind: bool = False) -> list[Action]:
+        """Recovery is over: settle what did not survive, and begin this epoch. ``made``: the epoch of
+        each fragment's newest version (of one from a learner: the epoch in which it held it);
+        ``behind``: whether the tape tells of merges that the store has not."""
+        job = self.job
+        if job.ledger:
+            job.ledger.write_off_held(job.held_offers())
+            balance(job.ledger)
+            if job.epochs[-1][0] != self.epoch:
+                job.epochs.append((self.epoch, list(job.versions)))
+        self.phases.restart(now)
+        self.lost.start(made, behind)
+        job.out.append(ev.Persist())
+        self._advance(now)
+        return self._take_out()
+
+    # ================================================================ events
+
+    def handle(self, event: ev.Event, now: float) -> list[Action]:
+        """One event in, the actions that follow out, in order."""
+        match event:
+            case ev.Join():
+                self.reception.join(event, now)
+            case ev.ConnectionLost():
+                self.reception.connection_lost(event.connection, now)
+            case ev.Reported():
+                self._reported(event.connection, event.report, now)
+            case ev.PushReceived():
+                self.merging.push(event, now)
+                self.phases.moved_at = now
+            case ev.InitialStored():
+                self._initial_stored(event)
+            case ev.InitialFailed():
+                self.reception.initial_failed(event.connection)
+            case ev.Merged():
+                self.merging.merged(event, now)
+            case ev.LeaseRequested():
+                self._lease(event.connection)
+            case ev.DrainRequested():
+                slot = self.job.members.by_connection(event.connection)
+                if slot is not None and slot.occupied:
+                    slot.state = SlotState.DRAINING
+            case ev.DrainedEvent():
+                self.reception.drained(event.connection)
+                self.phases.moved_at = now
+            case ev.ProcessGone():
+                self.reception.process_gone(event)
+            case ev.Evaluated():
+                self._evaluated(event)
+            case ev.EndRequested():
+                self.phases.request_end(event.phase, event.message)
+            case ev.PeerStateWanted():
+                self.peers.want(event.connection, now)
+            case ev.PeerStateArrived():
+                self.job.out += self.peers.arrived(event.transfer)
+            case ev.PeerStateFailed():
+                self.peers.failed(event.transfer)
+            case ev.BaseStored():
+                self.lost.stored(event.fragment)
+            case ev.BaseFailed():
+                self.lost.failed(event.connection, event.fragment)
+            case ev.Tick():
+                pass
+        self._advance(now)
+        return self._take_out()
+
+    def _take_out(self) -> list[Action]:
+        out = list(self.job.out)
+        self.job.out.clear()
+        return out
+
+    def _reported(self, connection: int, report: ev.ReportCounts, now: float) -> None:
+        job = self.job
+        slot = job.members.by_connection(connection)
+        if slot is None:
+            return
+        slot.heard_at = now
+        if slot.state is SlotState.SUSPECT:
+            slot.state = SlotState.ACTIVE
+        if job.tell(slot, report, now) and not slot.ready:
+            slot.ready = True
+            self.merging.pull_open_rounds(slot)
+
+    def _lease(self, connection: int) -> None:
+        job = self.job
+        slot = job.members.by_connection(connection)
+        if slot is None or job.leases is None or job.closing or job.phase in ENDED:
+            return
+        lost = [s.index for s in job.members.slots if s.state is SlotState.LOST]
+        grant = job.leases.grant(slot.index, lost)
+        job.out += [ev.Persist(), ev.GrantLease(connection, grant)]
+
+    def _initial_stored(self, event: ev.InitialStored) -> None:
+        job = self.job
+        if job.initialised:
+            return
+        job.make_books(event.layout_digest, event.fragment_elements)
+        assert job.ledger and job.rounds
+        for slot in job.members.slots:
+            if slot.occupied:
+                job.ledger.open_tenure(slot.index, slot.tenure or slot.incarnation)
+                job.rounds.seat(slot.index, slot.step)
+        job.initialiser = None
+        job.out.append(ev.Persist())
+        for fragment in range(job.rounds.fragments):
+            job.out.append(ev.Announce(fragment, 0, {}, 0))
+        job.note("initialised", None, f"version 0 is durable: {job.rounds.fragments} fragments")
+
+    def _evaluated(self, event: ev.Evaluated) -> None:
+        job = self.job
+        if event.connection not in job.members.evaluators:
+            return
+        if event.sum_versions == 0 and job.initial_loss is None:
+            job.initial_loss = event.loss
+        # One row per measured version, though an evaluator that begins again or scores the end
+        # measures one that it had measured.
+        newest = job.eval_loss[-1][0] if job.eval_loss else 0
+        if event.tokens >= newest:
+            if job.eval_loss and (event.tokens, event.sum_versions) == (newest, job.scored_merges):
+                job.eval_loss.pop()
+            job.eval_loss.append((event.tokens, event.loss))
+            job.scored_merges = event.sum_versions
+        if event.final and job.phase is PhaseName.EVALUATING:
+            job.final_loss = event.loss
+
+    def _advance(self, now: float) -> None:
+        """Whatever is due, from what is known. Idempotent."""
+        job = self.job
+        self.reception.lose_silent(now)
+        self.reception.seat_standbys(now)
+        self.reception.ask_initial(now)
+        job.out += self.lost.advance(now)
+        job.out += self.peers.advance(job.members, job.closing, now)
+        job.out += self.phases.advance(now)
+        if job.rounds and job.phase in (PhaseName.TRAINING, PhaseName.HOLDING):
+            self.merging.open_rounds(now)
+        if job.rounds and job.phase not in ENDED:
+            self.merging.take_ready_rounds(now)
+        self._next_check = now + min(1.0, self.config.heartbeat_timeout / 4)

@@ -1,0 +1,505 @@
+"""The syncer core's vocabulary: events go in, actions come out.
+
+Everything here is plain data. The walls (server, store, clock) turn what
+happens into an event, hand it to ``core.Core.handle(event, now)`` and carry out
+the actions that it returns, in order. ``now`` is a monotonic time in seconds;
+the core never asks for it. Ids are those of sync.proto.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class PhaseName(StrEnum):
+    """The job's phase; the names of sync.proto without their prefix."""
+
+    WAITING = "waiting"
+    TRAINING = "training"
+    HOLDING = "holding"
+    DRAINING = "draining"
+    EVALUATING = "evaluating"
+    COMPLETE = "complete"
+    FAILED = "failed"
+    SUSPENDED = "suspended"
+    DELETED = "deleted"
+
+
+ENDED = frozenset({PhaseName.COMPLETE, PhaseName.FAILED, PhaseName.SUSPENDED, PhaseName.DELETED})
+
+
+class Reason(StrEnum):
+    """Why a push is refused; one counter each in metrics (algorithm.md section 4.5)."""
+
+    FENCED = "fenced"  # an older incarnation
+    NO_SLOT = "no-slot"
+    OTHER_JOB = "other-job"
+    OTHER_LAYOUT = "other-layout"
+    OTHER_EPOCH = "other-epoch"  # base of a history that this store does not have
+    OTHER_ROUND = "other-round"  # late, or never opened
+    REPEATED = "repeated"  # the id was seen
+    ALREADY_MERGED = "already-merged"  # base older than the slot's last merged version
+    FUTURE_BASE = "future-base"
+    TOO_OLD = "too-old"
+    WRONG_SIZE = "wrong-size"
+    WRONG_ENCODING = "wrong-encoding"
+    NOT_FINITE = "not-finite"
+    NORM_GATE = "norm-gate"
+    NO_STEPS = "no-steps"
+    INCONSISTENT = "inconsistent"  # the header contradicts itself
+    BAD_CHECKSUM = "bad-checksum"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentCounts:
+    """One fragment's row of a report; tokens and steps, cumulative per tenure."""
+
+    epoch: int
+    base_version: int
+    steps: int
+    tokens: int
+    confirmed_tokens: int = 0
+    dropped_overlap: int = 0
+    dropped_stale: int = 0
+    dropped_rolled_back: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReportCounts:
+    """What a learner says after a step (sync.proto Report)."""
+
+    slot_step: int
+    trained_steps: int
+    trained_tokens: int
+    fragments: tuple[FragmentCounts, ...]
+    compute_seconds: float = 0.0
+    stalled_seconds: float = 0.0
+    loss: float = float("nan")
+    step_seconds: float = 0.0
+    cursors: tuple[tuple[int, int], ...] = ()  # (lease, position)
+    paused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PushHeader:
+    """A push (round > 0) or an offer (round 0), without its bytes."""
+
+    slot: int
+    incarnation: int
+    fragment: int
+    sequence: int
+    round: int
+    epoch: int
+    base_version: int
+    oldest_version: int
+    first_step: int
+    last_step: int
+    steps: int
+    tokens: int
+    compute_seconds: float
+    encoding: str
+    layout_digest: str
+    report: ReportCounts
+
+    @property
+    def id(self) -> tuple[int, int, int, int]:
+        return (self.slot, self.incarnation, self.fragment, self.sequence)
+
+
+# ------------------------------------------------------------------ events
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A process opened a session. ``connection`` is the wall's handle for it."""
+
+    connection: int
+    process: str
+    region: str
+    ordinal: int
+    evaluator: bool
+    layout_digest: str
+    digests: dict[str, str]
+    sequences: int
+    held: tuple[tuple[int, int], ...]  # (epoch, version) per fragment; empty: nothing
+    previous_incarnation: int = 0  # 0: this program holds no slot's work, whatever its process id
+    idle: bool = False  # a learner that is done: it takes no slot and only hears the phase
+    pod: str = ""  # UID of its pod (hex); empty: it runs in none
+    tenure: int = 0  # the incarnation under which its newest tenure began; 0: it had none
+    settled: tuple[int, ...] = ()  # per fragment, what the announcement of ``held`` said (lineage.py)
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLost:
+    connection: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    connection: int
+    report: ReportCounts
+
+
+@dataclass(frozen=True, slots=True)
+class PushReceived:
+    """All bytes of a push are here, decoded; ``norm`` is the L2 norm of the whole fragment."""
+
+    header: PushHeader
+    norm: float
+    finite: bool
+    handle: int  # the wall's name for the decoded bytes (and an offer's spool file)
+
+
+@dataclass(frozen=True, slots=True)
+class InitialStored:
+    """Version 0 of all fragments is durable."""
+
+    layout_digest: str
+    fragment_elements: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class InitialFailed:
+    """The upload of version 0 broke; somebody else must be asked."""
+
+    connection: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """The wall merged, and the record of (fragment, version) is durable."""
+
+    fragment: int
+    version: int
+    merge_seconds: float  # merge, outer step, durability
+    norms: tuple[float, ...]  # per push, in the order of the Merge action
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRequested:
+    connection: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrainRequested:
+    """A learner got SIGTERM: it goes on being a member until Drained."""
+
+    connection: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrainedEvent:
+    """Every fragment offered or given up."""
+
+    connection: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessGone:
+    """The operator or the local runner saw the process end."""
+
+    region: str
+    ordinal: int
+    process: str  # empty: whichever runs there
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """The evaluator's loss (mean nats per token); from anybody else it is ignored."""
+
+    connection: int
+    tokens: int
+    loss: float
+    sum_versions: int
+    final: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EndRequested:
+    """Suspend, delete, fail or interrupt: drain first, then that phase."""
+
+    phase: PhaseName
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerStateWanted:
+    connection: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerStateArrived:
+    transfer: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerStateFailed:
+    transfer: int
+
+
+@dataclass(frozen=True, slots=True)
+class BaseStored:
+    """A base that a learner held is durable as the fragment's newest record."""
+
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True)
+class BaseFailed:
+    """That process cannot give this base, or what it gave cannot be used."""
+
+    connection: int
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed; send one at ``core.wake_at`` at the latest."""
+
+
+Event = (
+    Join
+    | ConnectionLost
+    | Reported
+    | PushReceived
+    | InitialStored
+    | InitialFailed
+    | Merged
+    | LeaseRequested
+    | DrainRequested
+    | DrainedEvent
+    | ProcessGone
+    | Evaluated
+    | EndRequested
+    | PeerStateWanted
+    | PeerStateArrived
+    | PeerStateFailed
+    | BaseStored
+    | BaseFailed
+    | Tick
+)
+
+
+# ------------------------------------------------------------------ actions
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseGrant:
+    lease: int
+    data_epoch: int
+    block: int
+    start: int
+    end: int
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    slot: int
+    incarnation: int
+    continuing: bool
+    slot_step: int
+    slot_tokens: int
+    leases: tuple[LeaseGrant, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MergedPush:
+    """A learner's newest merged push of one fragment: (sequence, version); (0, 0): none."""
+
+    sequence: int = 0
+    version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Answer a join with Welcome. ``seat`` None: standby or observer."""
+
+    connection: int
+    observer: bool
+    seat: Seat | None
+    initialise: bool
+    phase: PhaseName
+    message: str
+    merged: tuple[MergedPush, ...]  # per fragment, for the announcements inside Welcome
+    withheld: frozenset[int] = frozenset()  # fragments that are not announced: it holds newer ones
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Answer a join with Refusal, or end a session with one."""
+
+    connection: int
+    reason: str
+    message: str
+    fatal: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Promote:
+    connection: int
+    seat: Seat
+    merged: tuple[MergedPush, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AskInitial:
+    """This connection shall upload version 0."""
+
+    connection: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    connection: int
+    round: int
+    fragment: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class PushVerdict:
+    """The answer to PushReceived; reason None: accepted. An accepted offer is
+    spooled durably by the wall before it answers."""
+
+    handle: int
+    reason: Reason | None
+    message: str
+    offer: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DropPayload:
+    """The bytes behind the handle are not needed any more."""
+
+    handle: int
+
+
+@dataclass(frozen=True, slots=True)
+class Responder:
+    """One push in a merge; ``weight`` is normalised (section 5)."""
+
+    header: PushHeader
+    handle: int
+    weight: float
+    age: int
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """Merge these into ``version`` = v_p + 1, make it durable, then say Merged.
+    Responders are in slot order. ``waited_seconds``: from opening to now;
+    ``quorum_seconds``: from opening to the quorum."""
+
+    fragment: int
+    version: int
+    round: int
+    responders: tuple[Responder, ...]
+    quorum_seconds: float
+    waited_seconds: float
+    job_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Tell every connection about the version; ``merged`` maps connections to
+    their newest merged push, all others get none."""
+
+    fragment: int
+    version: int
+    merged: dict[int, MergedPush]
+    job_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class GrantLease:
+    connection: int
+    lease: LeaseGrant
+
+
+@dataclass(frozen=True, slots=True)
+class SetPhase:
+    """Tell every connection the phase."""
+
+    phase: PhaseName
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskPeerState:
+    """Ask this learner to upload its inner optimizer state under ``transfer``.
+    ``checkpoint``: it goes into the job's checkpoint rather than to a newcomer."""
+
+    connection: int
+    transfer: int
+    checkpoint: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PeerStateAnswer:
+    """Tell the newcomer: download this transfer; 0: there is none."""
+
+    connection: int
+    transfer: int
+
+
+@dataclass(frozen=True, slots=True)
+class AskBase:
+    """Ask this process for the version of a fragment that it holds and the store has lost."""
+
+    connection: int
+    fragment: int
+    epoch: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class BeginAgain:
+    """Stop, and begin again from the store, under an epoch above ``above``."""
+
+    reason: str
+    above: int
+
+
+@dataclass(frozen=True, slots=True)
+class Persist:
+    """Membership, leases or phase changed: write the state document durably now,
+    before the actions that follow are carried out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """One transition, for log, status page and the runner's fault accounting."""
+
+    # joined first-step first-merge suspect lost gone dropped drained spare phase hold
+    # resume starved initialised lost-data recovered
+    kind: str
+    slot: int
+    incarnation: int
+    message: str
+    details: dict[str, object] = field(default_factory=dict)
+
+
+Action = (
+    Admit
+    | Refuse
+    | Promote
+    | AskInitial
+    | Pull
+    | PushVerdict
+    | DropPayload
+    | Merge
+    | Announce
+    | GrantLease
+    | SetPhase
+    | AskPeerState
+    | PeerStateAnswer
+    | AskBase
+    | BeginAgain
+    | Persist
+    | Note
+)

@@ -1,0 +1,166 @@
+"""Data leases: who trains which part of the corpus.
+
+Theory of operation. The corpus of N sequences is cut into B blocks. In each data
+epoch the blocks are put in an order that depends on the seed and the epoch
+alone, and leased to slots one by one: within an epoch the leases are disjoint
+and, together, cover everything, whoever joins, leaves or is slow. A slot that
+is taken by a newcomer keeps its leases from their cursors on; a slot that is
+given up returns what is left, which is leased first. When an epoch's last block
+is out, what lost slots hold is leased on before the next epoch starts. Data of
+steps that were trained and then dropped are not trained again: the cursor has
+moved on.
+
+In deterministic mode blocks are leased by index, not by who asks first: the
+n-th lease of slot m is the block n*M + m of the endless order.
+
+No I/O, no clock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from diloco_syncer.core.events import LeaseGrant
+
+BLOCKS_PER_SLOT = 64
+MAX_BLOCK = 4096  # sequences
+
+
+@dataclass(slots=True)
+class Held:
+    """A lease that is out."""
+
+    slot: int
+    data_epoch: int
+    block: int
+    position: int
+    end: int
+
+
+def block_order(seed: int, data_epoch: int, blocks: int) -> list[int]:
+    """The blocks of one epoch in the order in which they are leased."""
+
+    def key(block: int) -> bytes:
+        return hashlib.sha256(f"{seed}:{data_epoch}:{block}".encode()).digest()
+
+    return sorted(range(blocks), key=key)
+
+
+class LeaseBook:
+    """The leases of one job. ``sequences``: N; ``slots``: M when the job started."""
+
+    def __init__(self, seed: int, sequences: int, slots: int, deterministic: bool = False) -> None:
+        if sequences < 1:
+            raise ValueError("a data set has at least one sequence")
+        self.seed = seed
+        self.sequences = sequences
+        self.slots = slots
+        self.deterministic = deterministic
+        self.block_size = min(MAX_BLOCK, max(1, sequences // (BLOCKS_PER_SLOT * max(1, slots))))
+        self.blocks = -(-sequences // self.block_size)
+        self.issued = 0  # index of the next block in the endless order
+        self.given = [0] * slots  # leases per slot, deterministic mode
+        self.next_lease = 1
+        self.held: dict[int, Held] = {}
+        self.returned: deque[Held] = deque()
+        self._order: tuple[int, list[int]] | None = None
+
+    def _block_at(self, index: int) -> tuple[int, int]:
+        data_epoch, place = divmod(index, self.blocks)
+        if self._order is None or self._order[0] != data_epoch:
+            self._order = (data_epoch, block_order(self.seed, data_epoch, self.blocks))
+        return data_epoch, self._order[1][place]
+
+    def _block_end(self, block: int) -> int:
+        """Sequences in the block; the last one may be short."""
+        return min(self.block_size, self.sequences - block * self.block_size)
+
+    def _grant(self, held: Held) -> LeaseGrant:
+        lease = self.next_lease
+        self.next_lease += 1
+        self.held[lease] = held
+        return self._as_grant(lease, held)
+
+    def _as_grant(self, lease: int, held: Held) -> LeaseGrant:
+        return LeaseGrant(lease, held.data_epoch, held.block, held.position, held.end, self.block_size)
+
+    def grant(self, slot: int, lost: Collection[int] = ()) -> LeaseGrant:
+        """One more block for the slot. ``lost``: slots without a process."""
+        while slot >= len(self.given):
+            self.given.append(0)
+        if self.deterministic:
+            # A newcomer first goes on with what its slot returned.
+            for held in list(self.returned):
+                if held.slot == slot:
+                    self.returned.remove(held)
+                    return self._grant(held)
+            data_epoch, block = self._block_at(self.given[slot] * self.slots + slot)
+            self.given[slot] += 1
+            return self._grant(Held(slot, data_epoch, block, 0, self._block_end(block)))
+        if not self.returned and self.issued and self.issued % self.blocks == 0:
+            for other in lost:
+                self.give_back(other)
+        if self.returned:
+            held = self.returned.popleft()
+            held.slot = slot
+            return self._grant(held)
+        data_epoch, block = self._block_at(self.issued)
+        self.issued += 1
+        return self._grant(Held(slot, data_epoch, block, 0, self._block_end(block)))
+
+    def move(self, slot: int, cursors: Collection[tuple[int, int]]) -> None:
+        """Cursors as the slot reports them; a lease that is not its own, or a step back, is ignored."""
+        for lease, position in cursors:
+            held = self.held.get(lease)
+            if held is None or held.slot != slot or position <= held.position:
+                continue
+            held.position = min(position, held.end)
+            if held.position == held.end:
+                del self.held[lease]
+
+    def out(self, slot: int) -> int:
+        """How many leases the slot holds."""
+        return sum(held.slot == slot for held in self.held.values())
+
+    def of(self, slot: int) -> tuple[LeaseGrant, ...]:
+        """The slot's leases from their cursors on, oldest first."""
+        return tuple(self._as_grant(i, h) for i, h in sorted(self.held.items()) if h.slot == slot)
+
+    def give_back(self, slot: int) -> None:
+        """The slot was given up: what is left of its leases is leased first."""
+        for lease in sorted(i for i, h in self.held.items() if h.slot == slot):
+            held = self.held.pop(lease)
+            if held.position < held.end:
+                self.returned.append(held)
+
+    def skip(self) -> None:
+        """Leases may have been given that this book has lost: use none of their numbers again."""
+        self.next_lease += 1 << 16
+
+    def to_json(self) -> dict[str, Any]:
+        def row(held: Held) -> list[int]:
+            return [held.slot, held.data_epoch, held.block, held.position, held.end]
+
+        return {
+            "sequences": self.sequences,
+            "slots": self.slots,
+            "issued": self.issued,
+            "given": self.given,
+            "next_lease": self.next_lease,
+            "held": {str(lease): row(held) for lease, held in self.held.items()},
+            "returned": [row(held) for held in self.returned],
+        }
+
+    @classmethod
+    def from_json(cls, seed: int, deterministic: bool, row: dict[str, Any]) -> LeaseBook:
+        book = cls(seed, row["sequences"], row["slots"], deterministic)
+        book.issued = row["issued"]
+        book.given = list(row["given"])
+        book.next_lease = row["next_lease"]
+        book.held = {int(lease): Held(*values) for lease, values in row["held"].items()}
+        book.returned = deque(Held(*values) for values in row["returned"])
+        return book

@@ -1,0 +1,374 @@
+"""The ledger of token parts: what became of every trained token in every fragment.
+
+Theory of operation. A token part is one token in one fragment. Per slot and
+fragment four columns are kept in integers, each on its own:
+
+    trained  what reports said was trained (the same for all fragments)
+    merged   what merges carried, counted here when a merge is durable
+    dropped  what will never be merged, by reason: overlap, stale and
+             rolled-back as the learner reports them, died and drain as decided
+             here when a tenure ends
+    pending  the learner's counters above its base, less what has been merged
+             here and the learner has not confirmed yet
+
+A learner's own books obey trained = confirmed + above base + dropped, so the
+four columns here must obey trained = merged + pending + dropped. ``check``
+compares them: a push merged twice, or steps that vanished, break the equation.
+
+A *tenure* is one process's unbroken use of a slot. While it runs, its reports
+are cumulative and the newest replaces the older. When it ends it is folded into
+the slot's closed columns: what is above the base is dropped, except for a push
+that was accepted and not merged yet, which is *held* until it is.
+
+No I/O, no clock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco_syncer.core.events import FragmentCounts, PushHeader, ReportCounts
+
+PushId = tuple[int, int, int, int]
+
+LEARNER_REASONS = ("overlap", "stale", "rolled-back")
+REASONS = (*LEARNER_REASONS, "died", "drain")
+
+
+def _dropped_by_learner(counts: FragmentCounts) -> int:
+    return counts.dropped_overlap + counts.dropped_stale + counts.dropped_rolled_back
+
+
+@dataclass(slots=True)
+class Cell:
+    """One slot's row for one fragment: closed tenures, and the open one's merged."""
+
+    merged: int = 0  # tokens, all tenures
+    tenure_merged: int = 0  # tokens, of the open tenure only
+    compute_seconds: float = 0.0  # of merged steps
+    dropped: Counter[str] = field(default_factory=Counter)  # closed tenures
+    held: dict[PushId, int] = field(default_factory=dict)  # closed tenures' accepted pushes
+
+
+@dataclass(slots=True)
+class SlotBook:
+    """A slot's books. ``first_incarnation`` 0: no tenure is open."""
+
+    fragments: int
+    first_incarnation: int = 0
+    trained: int = 0  # tokens, closed tenures
+    trained_steps: int = 0
+    compute_seconds: float = 0.0
+    stalled_seconds: float = 0.0
+    report: ReportCounts | None = None  # the open tenure's newest
+    cells: list[Cell] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.cells:
+            self.cells = [Cell() for _ in range(self.fragments)]
+
+
+class Ledger:
+    """Books of all slots. Fragment and slot are indices; tokens are integers."""
+
+    def __init__(self, fragments: int, slots: int) -> None:
+        self.fragments = fragments
+        self.books = [SlotBook(fragments) for _ in range(slots)]
+
+    def grow(self, slots: int) -> None:
+        """More slots; never fewer: a slot's history stays."""
+        while len(self.books) < slots:
+            self.books.append(SlotBook(self.fragments))
+
+    # ------------------------------------------------------------- events
+
+    def open_tenure(self, slot: int, incarnation: int) -> None:
+        """A process took the slot under ``incarnation``; the last tenure must be closed."""
+        book = self.books[slot]
+        if book.first_incarnation:
+            raise ValueError(f"slot {slot} has an open tenure")
+        book.first_incarnation = incarnation
+        book.report = None
+
+    def tell(self, slot: int, report: ReportCounts) -> bool:
+        """Take a report of the open tenure; True if it is newer than the last.
+
+        Reports and pushes travel on different connections, so an older one may
+        come later; everything in it is cumulative, so it is simply ignored.
+        """
+        book = self.books[slot]
+        if not book.first_incarnation or len(report.fragments) != self.fragments:
+            return False
+        if book.report is not None and _age(report) < _age(book.report):
+            return False
+        book.report = report
+        return True
+
+    def merge(self, header: PushHeader) -> None:
+        """A push is in a durable merge."""
+        book = self.books[header.slot]
+        cell = book.cells[header.fragment]
+        cell.merged += header.tokens
+        cell.compute_seconds += header.compute_seconds
+        if self.of_open_tenure(header):
+            cell.tenure_merged += header.tokens
+        else:
+            held = cell.held.pop(header.id, None)
+            if held is None:  # it was written off; the record says that it counted
+                cell.dropped["died"] -= header.tokens
+
+    def of_open_tenure(self, header: PushHeader) -> bool:
+        first = self.books[header.slot].first_incarnation
+        return bool(first) and header.incarnation >= first
+
+    def close_tenure(self, slot: int, reason: str, accepted: Iterable[PushHeader]) -> int:
+        """The open tenure ends: drop what is pending for ``reason`` ("died" or
+        "drain"), but hold the slot's accepted pushes that are not merged yet.
+        Returns the tokens dropped, summed over fragments."""
+        book = self.books[slot]
+        if not book.first_incarnation:
+            return 0
+        holding: dict[int, list[PushHeader]] = {}
+        for header in accepted:
+            if header.slot == slot and self.of_open_tenure(header):
+                holding.setdefault(header.fragment, []).append(header)
+        lost = 0
+        report = book.report
+        for fragment, cell in enumerate(book.cells):
+            pending = self.pending_open(slot, fragment)
+            if report is not None:
+                for name, tokens in _by_reason(report.fragments[fragment]).items():
+                    cell.dropped[name] += tokens
+            for header in holding.get(fragment, ()):
+                cell.held[header.id] = header.tokens
+                pending -= header.tokens
+            cell.dropped[reason] += pending
+            lost += pending
+            cell.tenure_merged = 0
+        if report is not None:
+            book.trained += report.trained_tokens
+            book.trained_steps += report.trained_steps
+            book.compute_seconds += report.compute_seconds
+            book.stalled_seconds += report.stalled_seconds
+        book.first_incarnation = 0
+        book.report = None
+        return lost
+
+    def write_off_held(self, keep: set[PushId]) -> None:
+        """After a restart: held pushes whose bytes are gone were lost with their learner."""
+        for book in self.books:
+            for cell in book.cells:
+                for push_id in [i for i in cell.held if i not in keep]:
+                    cell.dropped["died"] += cell.held.pop(push_id)
+
+    # ------------------------------------------------------------- after a store lost data
+
+    def roll_back(self, slot: int, epoch: int) -> None:
+        """A learner whose base is of this epoch knows of merges that this ledger does not:
+        they are in no version any more, and their tokens are dropped."""
+        book = self.books[slot]
+        for counts, cell in zip(book.report.fragments if book.report else (), book.cells, strict=False):
+            beyond = counts.confirmed_tokens - cell.tenure_merged
+            if beyond > 0 and counts.epoch == epoch:
+                cell.tenure_merged += beyond
+                cell.dropped["rolled-back"] += beyond
+
+    # ------------------------------------------------------------- columns
+
+    def trained(self, slot: int) -> int:
+        """Tokens the slot trained, over all its tenures."""
+        book = self.books[slot]
+        return book.trained + (book.report.trained_tokens if book.report else 0)
+
+    def pending_open(self, slot: int, fragment: int) -> int:
+        """Token parts above the base in the open tenure and not merged."""
+        book = self.books[slot]
+        if book.report is None:
+            return 0
+        counts = book.report.fragments[fragment]
+        return counts.tokens - (book.cells[fragment].tenure_merged - counts.confirmed_tokens)
+
+    def pending(self, slot: int, fragment: int) -> int:
+        return self.pending_open(slot, fragment) + sum(self.books[slot].cells[fragment].held.values())
+
+    def merged(self, slot: int, fragment: int) -> int:
+        return self.books[slot].cells[fragment].merged
+
+    def dropped(self, slot: int, fragment: int) -> dict[str, int]:
+        """Token parts dropped, by reason; zero reasons are left out."""
+        book = self.books[slot]
+        result = Counter(book.cells[fragment].dropped)
+        if book.report is not None:
+            for name, tokens in _by_reason(book.report.fragments[fragment]).items():
+                result[name] += tokens
+        return {name: tokens for name, tokens in sorted(result.items()) if tokens}
+
+    def total_trained(self) -> int:
+        return sum(self.trained(slot) for slot in range(len(self.books)))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per fragment, over all slots (report.json ``ledger``); tokens."""
+        slots = range(len(self.books))
+        rows: list[dict[str, Any]] = []
+        for fragment in range(self.fragments):
+            reasons: Counter[str] = Counter()
+            for slot in slots:
+                reasons.update(self.dropped(slot, fragment))
+            rows.append(
+                {
+                    "fragment": fragment,
+                    "merged": sum(self.merged(slot, fragment) for slot in slots),
+                    "pending": sum(self.pending(slot, fragment) for slot in slots),
+                    "dropped": sum(reasons.values()),
+                    "reasons": {name: tokens for name, tokens in sorted(reasons.items()) if tokens},
+                }
+            )
+        return rows
+
+    def totals(self) -> dict[str, int]:
+        """Whole tokens: merged and dropped rounded down, the rest pending."""
+        rows = self.rows()
+        trained = self.total_trained()
+        parts = max(1, self.fragments)
+        merged = sum(row["merged"] for row in rows) // parts
+        dropped = sum(row["dropped"] for row in rows) // parts
+        return {
+            "trained": trained,
+            "merged": merged,
+            "pending": trained - merged - dropped,
+            "dropped": dropped,
+        }
+
+    def merged_compute_seconds(self) -> float:
+        """Compute seconds of merged steps, summed over slots and fragments (goodput's numerator)."""
+        return sum(cell.compute_seconds for book in self.books for cell in book.cells)
+
+    def steps(self, slot: int) -> int:
+        book = self.books[slot]
+        return book.trained_steps + (book.report.trained_steps if book.report else 0)
+
+    def compute_seconds(self, slot: int) -> float:
+        book = self.books[slot]
+        return book.compute_seconds + (book.report.compute_seconds if book.report else 0.0)
+
+    def stalled_seconds(self, slot: int) -> float:
+        book = self.books[slot]
+        return book.stalled_seconds + (book.report.stalled_seconds if book.report else 0.0)
+
+    def check(self) -> list[str]:
+        """Every (slot, fragment) whose columns do not add up, in words; empty: exact."""
+        wrong = []
+        for slot in range(len(self.books)):
+            trained = self.trained(slot)
+            for fragment in range(self.fragments):
+                merged, pending = self.merged(slot, fragment), self.pending(slot, fragment)
+                dropped = self.dropped(slot, fragment)
+                if (
+                    trained != merged + pending + sum(dropped.values())
+                    or min([merged, pending, *dropped.values()], default=0) < 0
+                ):
+                    wrong.append(
+                        f"slot {slot} fragment {fragment}: trained {trained}, merged {merged}, "
+                        f"pending {pending}, dropped {dropped}"
+                    )
+        return wrong
+
+    # ------------------------------------------------------------- durable
+
+    def to_json(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "first_incarnation": book.first_incarnation,
+                "trained": book.trained,
+                "trained_steps": book.trained_steps,
+                "compute_seconds": book.compute_seconds,
+                "stalled_seconds": book.stalled_seconds,
+                "report": None if book.report is None else report_to_json(book.report),
+                "cells": [
+                    {
+                        "merged": cell.merged,
+                        "tenure_merged": cell.tenure_merged,
+                        "compute_seconds": cell.compute_seconds,
+                        "dropped": dict(cell.dropped),
+                        "held": [[*push_id, tokens] for push_id, tokens in cell.held.items()],
+                    }
+                    for cell in book.cells
+                ],
+            }
+            for book in self.books
+        ]
+
+    @classmethod
+    def from_json(cls, fragments: int, rows: list[dict[str, Any]]) -> Ledger:
+        ledger = cls(fragments, len(rows))
+        for book, row in zip(ledger.books, rows, strict=True):
+            book.first_incarnation = row["first_incarnation"]
+            book.trained = row["trained"]
+            book.trained_steps = row["trained_steps"]
+            book.compute_seconds = row["compute_seconds"]
+            book.stalled_seconds = row["stalled_seconds"]
+            book.report = None if row["report"] is None else report_from_json(row["report"])
+            for cell, saved in zip(book.cells, row["cells"], strict=True):
+                cell.merged = saved["merged"]
+                cell.tenure_merged = saved["tenure_merged"]
+                cell.compute_seconds = saved["compute_seconds"]
+                cell.dropped = Counter(saved["dropped"])
+                cell.held = {(a, b, c, d): tokens for a, b, c, d, tokens in saved["held"]}
+        return ledger
+
+
+def _age(report: ReportCounts) -> tuple[int, int, int]:
+    """Sorts a tenure's reports by time: every part only ever rises."""
+    settled = sum(f.confirmed_tokens + _dropped_by_learner(f) for f in report.fragments)
+    bases = sum(f.epoch + f.base_version for f in report.fragments)
+    return (report.trained_steps, settled, bases)
+
+
+def _by_reason(counts: FragmentCounts) -> dict[str, int]:
+    return {
+        "overlap": counts.dropped_overlap,
+        "stale": counts.dropped_stale,
+        "rolled-back": counts.dropped_rolled_back,
+    }
+
+
+def report_to_json(report: ReportCounts) -> dict[str, Any]:
+    """JSON form; the loss may be NaN and is left out (nothing durable needs it)."""
+    return {
+        "slot_step": report.slot_step,
+        "trained_steps": report.trained_steps,
+        "trained_tokens": report.trained_tokens,
+        "compute_seconds": report.compute_seconds,
+        "stalled_seconds": report.stalled_seconds,
+        "step_seconds": report.step_seconds,
+        "cursors": [list(cursor) for cursor in report.cursors],
+        "fragments": [
+            [getattr(f, name) for name in FragmentCounts.__dataclass_fields__] for f in report.fragments
+        ],
+    }
+
+
+def report_from_json(row: dict[str, Any]) -> ReportCounts:
+    return ReportCounts(
+        slot_step=row["slot_step"],
+        trained_steps=row["trained_steps"],
+        trained_tokens=row["trained_tokens"],
+        fragments=tuple(FragmentCounts(*values) for values in row["fragments"]),
+        compute_seconds=row["compute_seconds"],
+        stalled_seconds=row["stalled_seconds"],
+        step_seconds=row["step_seconds"],
+        cursors=tuple((lease, position) for lease, position in row["cursors"]),
+    )
+
+
+def header_to_json(header: PushHeader) -> dict[str, Any]:
+    """JSON form of a push header (merge records, spooled offers)."""
+    row = {name: getattr(header, name) for name in PushHeader.__dataclass_fields__ if name != "report"}
+    return {**row, "report": report_to_json(header.report)}
+
+
+def header_from_json(row: dict[str, Any]) -> PushHeader:
+    return PushHeader(**{**row, "report": report_from_json(row["report"])})

@@ -1,0 +1,59 @@
+"""Which places were refused for good lately, and why: the status document's ``refusals``.
+
+A learner that is refused ends, and with it all that could be asked there. Whoever looks at
+the job from the syncer's side would only see that nobody comes; so the last refusal of each
+place is kept, until somebody of that place is let in. Plain code; not durable: who is refused
+comes again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from diloco_syncer.core import events as ev
+
+MOST = 64
+"""Places that are remembered: those heard of last."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    reason: str
+    message: str
+    fields: tuple[str, ...]
+    at: float  # the core's clock
+
+
+class Refusals:
+    """The last refusal of each place."""
+
+    def __init__(self) -> None:
+        self._by_place: OrderedDict[tuple[str, str, int], _Refused] = OrderedDict()
+
+    def note(self, join: ev.Join, reason: str, message: str, fields: tuple[str, ...], now: float) -> None:
+        """A Join was refused for good. ``fields``: in which the jobs differ, where that is why."""
+        place = _place(join)
+        self._by_place[place] = _Refused(reason, message, fields, now)
+        self._by_place.move_to_end(place)
+        if len(self._by_place) > MOST:
+            self._by_place.popitem(last=False)
+
+    def admitted(self, join: ev.Join) -> None:
+        """Somebody of that place was let in."""
+        self._by_place.pop(_place(join), None)
+
+    def rows(self, now: float) -> list[dict[str, Any]]:
+        """For the status document, the oldest first."""
+        return [
+            {
+                "role": role, "region": region, "ordinal": ordinal, "reason": one.reason,
+                "message": one.message, "fields": list(one.fields), "seconds_ago": now - one.at,
+            }
+            for (role, region, ordinal), one in self._by_place.items()
+        ]  # fmt: skip
+
+
+def _place(join: ev.Join) -> tuple[str, str, int]:
+    return ("evaluator" if join.evaluator else "learner", join.region, join.ordinal)

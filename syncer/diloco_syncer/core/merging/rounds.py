@@ -1,0 +1,279 @@
+"""Rounds: when a fragment's merge opens, whom it waits for, and when it is taken.
+
+Theory of operation (algorithm.md section 4; paper section on the syncer).
+
+*Progress.* Every slot has a mark per fragment: the slot step from which its steps
+toward the fragment's next merge count. It is the snapshot that the last merge
+took from it, or, for a slot that the last merge left out, its step when that
+round opened; the period H is thus counted from snapshot to snapshot, not from
+adoption to adoption. A slot counts only while its base is the current version.
+
+*Opening.* A round for p opens when K active learners have made H steps since
+their marks (in the first turn (p+1)·H/P, which staggers the fragments), p has
+no round open, fewer than max(1, ⌈τ·P/H⌉) rounds are open, and the K-th fastest
+learner has made H/P steps since the last opening of any round. The longest due
+opens first; ties by index. K is never lowered.
+
+*Waiting.* A round waits for pushes of K different slots, however long. From then
+on it waits for the other pulled learners, but at most the grace window. Offers
+(pushes of learners that left) count in the next round of their fragment.
+
+*Taking.* When it is taken the round is merging until the wall says that the
+record is durable. Nothing may join it any more.
+
+In deterministic mode there is no opening rule: the first push for version v+1
+opens the round, and it waits for all slots.
+
+Plain code: time comes in as an argument, decisions go out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from diloco_syncer.core.events import PushHeader
+from diloco_syncer.core.merging.averages import MovingAverage, grace_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRules:
+    """The job's numbers that rounds obey; steps, seconds, slots."""
+
+    every: int  # H
+    overlap: int  # τ
+    quorum: int  # K
+    grace_factor: float
+    grace_cap: float
+    deterministic: bool = False
+    slots: int = 1  # M, deterministic mode waits for all
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What the opening rule knows of one active learner."""
+
+    slot: int
+    step: int  # slot step
+    bases: tuple[int, ...]  # version of its base, per fragment
+
+
+@dataclass(slots=True)
+class Accepted:
+    """A push or offer that waits in a round."""
+
+    header: PushHeader
+    handle: int
+    norm: float
+
+
+@dataclass(slots=True)
+class Round:
+    """One attempt to merge one fragment."""
+
+    id: int
+    fragment: int
+    version: int  # v_p when it opened; the merge makes version + 1
+    opened_at: float
+    pulled: set[int] = field(default_factory=set)
+    pushes: list[Accepted] = field(default_factory=list)
+    steps_at_opening: dict[int, int] = field(default_factory=dict)
+    quorum_at: float | None = None
+    deadline: float | None = None
+    merging: bool = False
+
+    def slots(self) -> set[int]:
+        return {push.header.slot for push in self.pushes}
+
+
+def superseded(waiting: Iterable[Accepted], header: PushHeader) -> list[Accepted]:
+    """Waiting pushes whose steps the new one carries too: of the same slot, and
+    overlapping. A tenure's pushes all begin at its base, so the newer is a superset
+    (perhaps under a newer incarnation); another tenure's steps never overlap."""
+    return [p for p in waiting if p.header.slot == header.slot and header.first_step <= p.header.last_step]
+
+
+class RoundBook:
+    """All rounds of a job's P fragments."""
+
+    def __init__(self, fragments: int, rules: RoundRules) -> None:
+        self.rules = rules
+        self.versions = [0] * fragments
+        self.open: dict[int, Round] = {}  # by fragment
+        self.marks: list[dict[int, int]] = [{} for _ in range(fragments)]
+        self.first_marks: dict[int, int] = {}  # slot -> step at which it began
+        self.steps_at_last_opening: dict[int, int] = {}
+        self.next_round = 1
+        self.step_seconds = MovingAverage()
+        self.quorum_seconds = MovingAverage()
+        self.sync_seconds = MovingAverage()
+
+    @property
+    def fragments(self) -> int:
+        return len(self.versions)
+
+    @property
+    def open_limit(self) -> int:
+        return max(1, math.ceil(self.rules.overlap * self.fragments / self.rules.every))
+
+    def seat(self, slot: int, step: int) -> None:
+        """A process begins on the slot at this step: its progress counts from here."""
+        self.first_marks[slot] = step
+        for marks in self.marks:
+            marks[slot] = step
+        self.steps_at_last_opening[slot] = step
+
+    # ------------------------------------------------------------- opening
+
+    def steps_toward(self, learner: Progress, fragment: int) -> int | None:
+        """Steps of this learner toward the fragment's next round; None: its base is not v_p."""
+        if learner.bases[fragment] != self.versions[fragment]:
+            return None
+        mark = self.marks[fragment].get(learner.slot, self.first_marks.get(learner.slot, 0))
+        return learner.step - mark
+
+    def steps_needed(self, fragment: int) -> float:
+        if self.versions[fragment] == 0:
+            return (fragment + 1) * self.rules.every / self.fragments
+        return float(self.rules.every)
+
+    def due(self, active: Iterable[Progress]) -> int | None:
+        """The fragment whose round should open now, or None."""
+        rules, learners = self.rules, list(active)
+        if rules.deterministic or len(learners) < rules.quorum or len(self.open) >= self.open_limit:
+            return None
+        since = sorted(
+            (learner.step - self.steps_at_last_opening.get(learner.slot, 0) for learner in learners),
+            reverse=True,
+        )
+        if since[rules.quorum - 1] < rules.every / self.fragments:
+            return None
+        best: tuple[float, int] | None = None
+        for fragment in range(self.fragments):
+            if fragment in self.open:
+                continue
+            done = sorted(
+                (
+                    steps
+                    for learner in learners
+                    if (steps := self.steps_toward(learner, fragment)) is not None
+                ),
+                reverse=True,
+            )
+            if len(done) < rules.quorum:
+                continue
+            overdue = done[rules.quorum - 1] - self.steps_needed(fragment)
+            if overdue >= 0 and (best is None or overdue > best[0]):
+                best = (overdue, fragment)
+        return None if best is None else best[1]
+
+    def open_round(self, fragment: int, now: float, active: Iterable[Progress]) -> Round:
+        """Open the fragment's round; the caller pulls ``pulled`` and adds waiting offers."""
+        if fragment in self.open:
+            raise ValueError(f"fragment {fragment} has an open round")
+        version = self.versions[fragment]
+        number = version + 1 if self.rules.deterministic else self.next_round
+        self.next_round += 1
+        opened = Round(number, fragment, version, now)
+        for learner in active:
+            opened.pulled.add(learner.slot)
+            opened.steps_at_opening[learner.slot] = learner.step
+            self.steps_at_last_opening[learner.slot] = learner.step
+        self.open[fragment] = opened
+        return opened
+
+    # ------------------------------------------------------------- waiting
+
+    def accept(self, opened: Round, push: Accepted, now: float) -> list[Accepted]:
+        """Put a push into the round; returns what it replaces."""
+        replaced = superseded(opened.pushes, push.header)
+        opened.pushes = [p for p in opened.pushes if p not in replaced] + [push]
+        if opened.quorum_at is None and len(opened.slots()) >= self.rules.quorum:
+            opened.quorum_at = now
+            opened.deadline = now + grace_seconds(
+                self.rules.grace_factor,
+                self.rules.grace_cap,
+                self.rules.overlap,
+                self.step_seconds.value,
+                self.quorum_seconds.value,
+                self.sync_seconds.value,
+            )
+        return replaced
+
+    def ready(self, opened: Round, now: float, reachable: set[int]) -> bool:
+        """May the round be merged now? ``reachable``: slots that can still push."""
+        if opened.merging or opened.quorum_at is None:
+            return False
+        if self.rules.deterministic:
+            return len(opened.slots()) >= self.rules.slots
+        waiting = (opened.pulled & reachable) - opened.slots()
+        return not waiting or (opened.deadline is not None and now >= opened.deadline)
+
+    def wake_at(self) -> float | None:
+        """When a grace window ends next (seconds), or None."""
+        if self.rules.deterministic:
+            return None
+        ends = [r.deadline for r in self.open.values() if r.deadline is not None and not r.merging]
+        return min(ends, default=None)
+
+    # ------------------------------------------------------------- merging
+
+    def take(self, opened: Round, median_step: float | None) -> list[Accepted]:
+        """The round is merged now: its pushes in slot order."""
+        opened.merging = True
+        if median_step is not None:
+            self.step_seconds.add(median_step)
+        if opened.quorum_at is not None:
+            self.quorum_seconds.add(opened.quorum_at - opened.opened_at)
+        opened.pushes.sort(key=lambda p: (p.header.slot, p.header.incarnation, p.header.sequence))
+        return opened.pushes
+
+    def merged(self, fragment: int, version: int, merge_seconds: float) -> Round:
+        """The record is durable: the round is closed and the marks move."""
+        closed = self.open.pop(fragment)
+        self.sync_seconds.add(merge_seconds)
+        for slot, step in closed.steps_at_opening.items():
+            self._mark(fragment, slot, step)
+        self._advance(fragment, version, (push.header for push in closed.pushes))
+        return closed
+
+    def recovered(self, fragment: int, version: int, headers: Iterable[PushHeader]) -> None:
+        """A record newer than the state was found in the store."""
+        self._advance(fragment, version, headers)
+
+    def took_over(self, fragment: int, version: int, last_steps: Mapping[int, int]) -> None:
+        """A version is from a learner; ``last_steps``: per slot, the last step that is in it."""
+        self.versions[fragment] = version
+        for slot, step in last_steps.items():
+            self._mark(fragment, slot, step)
+
+    def _advance(self, fragment: int, version: int, headers: Iterable[PushHeader]) -> None:
+        self.versions[fragment] = version
+        for header in headers:
+            self._mark(fragment, header.slot, header.last_step)
+
+    def _mark(self, fragment: int, slot: int, step: int) -> None:
+        # A newcomer may have begun on the slot since: its mark never moves back.
+        self.marks[fragment][slot] = max(step, self.marks[fragment].get(slot, 0))
+
+    # ------------------------------------------------------------- durable
+
+    def to_json(self) -> Mapping[str, object]:
+        return {
+            "versions": list(self.versions),
+            "marks": [{str(slot): step for slot, step in marks.items()} for marks in self.marks],
+            "first_marks": {str(slot): step for slot, step in self.first_marks.items()},
+            "next_round": self.next_round,
+        }
+
+    def load(self, row: Mapping[str, object]) -> None:
+        """Open rounds do not survive: their pushes are sent again."""
+        versions, marks = row["versions"], row["marks"]
+        first, number = row["first_marks"], row["next_round"]
+        assert isinstance(versions, list) and isinstance(marks, list)
+        assert isinstance(first, dict) and isinstance(number, int)
+        self.versions = list(versions)
+        self.marks = [{int(slot): step for slot, step in per.items()} for per in marks]
+        self.first_marks = {int(slot): step for slot, step in first.items()}
+        self.next_round = number

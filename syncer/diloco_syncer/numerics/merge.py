@@ -1,0 +1,336 @@
+"""The merge: the outer gradients of one round become one.
+
+Theory of operation
+-------------------
+(arXiv 2604.21428, merging.) The pushes Δ_m of a fragment carry weights w_m that sum
+to 1 (weights.py). Each piece of the fragment is merged by itself:
+
+* *Radial-directional averaging* (RDA): R · φ(u) with R = Σ w_m·‖Δ_m‖ the mean norm,
+  u = Σ w_m·φ(Δ_m) the mean direction, φ(x) = x/‖x‖ and φ(0) = 0. A plain mean of M
+  nearly orthogonal vectors is √M times shorter than they are, so that its outer
+  learning rate would have to follow M; the RDA keeps the norm. A Δ of zero still
+  counts in R. If the directions cancel (‖u‖ < 1e-3), u is mostly rounding error
+  and must not be blown up to length R: the weighted mean is taken instead.
+* *Weighted mean* Σ w_m·Δ_m, for pieces marked ``mean`` (embeddings, whose rows are
+  touched by few learners) and everywhere if the method is ``mean``.
+
+A push of weight 0 takes no part. With a single one that does, Δ is passed on bit
+for bit.
+
+Three passes over a piece: the pushes' norms; Σ (w_m·R/‖Δ_m‖)·Δ_m, which is R·u, and
+its norm; and the scaling to length R. Sums over pushes are float32 in the given
+order, one rounding per operation; norms are float64 over fixed blocks. The work is
+cut into chunks whose output stays in the cache and which threads share; the result
+has the same bits for any number of threads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from diloco_protocol.arrays import kernels
+from diloco_protocol.arrays.kernels import F32_IN, F32_OUT, RANGE, Float32s, Float64s, kernel
+from diloco_protocol.arrays.layout import Piece
+
+METHODS = ("rda", "mean")
+CANCELLED = 1e-3  # a mean direction shorter than this is rounding error
+
+_CHUNK = 32 * kernels.BLOCK  # elements
+_LARGE = 8 * _CHUNK  # from here on threads share a piece; smaller ones go to one thread each
+
+
+@dataclass(frozen=True, slots=True)
+class MergeResult:
+    """``delta``: float32, the fragment's merged outer gradient. ``norms``: L2 of each push,
+    in the given order, those of weight 0 included. ``norm``: L2 of ``delta``. ``cancelled``:
+    pieces whose directions cancelled, so that they were merged by mean."""
+
+    delta: Float32s
+    norms: tuple[float, ...]
+    norm: float
+    cancelled: int
+
+
+def merge(
+    pieces: Sequence[Piece],
+    deltas: Sequence[Float32s],
+    weights: Sequence[float],
+    method: str,
+    out: Float32s | None = None,
+    *,
+    squares: Sequence[Float64s] | None = None,
+    threads: int = 1,
+) -> MergeResult:
+    """Merge one fragment's pushes.
+
+    ``pieces`` of the fragment, which cover it; ``deltas``: float32[elements] each,
+    contiguous; ``weights``: not negative, sum 1; ``method``: rda or mean. ``out``:
+    written and returned as ``delta``, and none of the inputs. ``squares``: of each push
+    what ``piece_squares`` gives; the merge then skips its first pass, a third of its
+    time. Raises ValueError if these do not fit together or a push holds a value that is
+    not finite.
+    """
+    elements = _check(pieces, deltas, weights, method)
+    if out is None:
+        out = np.empty(elements, np.float32)
+    if out.dtype != np.float32 or out.shape != (elements,) or not out.flags.carray:
+        raise ValueError(f"out: not a flat, contiguous, writable float32 array of {elements} elements")
+    if any(np.may_share_memory(out, delta) for delta in deltas):
+        raise ValueError("out: shares memory with a push")
+
+    table = np.zeros((len(pieces), len(deltas) + 1), np.float64)
+    if squares is not None:
+        if len(squares) != len(deltas) or any(known.shape != (len(pieces),) for known in squares):
+            raise ValueError(f"squares: not one array per push, of {len(pieces)} pieces each")
+        table[:, :-1] = np.stack(squares, axis=1)
+    cancelled = [False] * len(pieces)
+
+    def one(index: int, threads: int) -> None:
+        piece = pieces[index]
+        span = slice(piece.offset, piece.offset + piece.elements)
+        radial = method == "rda" and not piece.mean
+        cancelled[index] = _piece(
+            [delta[span] for delta in deltas],
+            weights,
+            radial,
+            out[span],
+            table[index],
+            squares is not None,
+            threads,
+        )
+
+    def ones(first: int, last: int) -> None:
+        for index in small[first:last]:
+            one(index, 1)
+
+    small = [index for index, piece in enumerate(pieces) if piece.elements < _LARGE]
+    for index, piece in enumerate(pieces):
+        if piece.elements >= _LARGE:
+            one(index, threads)
+    kernels.share(ones, len(small), 1 if threads > 1 else max(1, len(small)), threads)
+
+    *norms, norm = [math.sqrt(math.fsum(column)) for column in table.T]
+    for m, value in enumerate(norms):
+        if not math.isfinite(value):
+            raise ValueError(f"push {m}: holds a value that is not finite")
+    return MergeResult(out, tuple(norms), norm, sum(cancelled))
+
+
+def piece_squares(pieces: Sequence[Piece], delta: Float32s, *, threads: int = 1) -> Float64s:
+    """float64[pieces]: the squared L2 norm of each piece of one push. All are finite exactly if
+    the push is, and the root of their sum is its norm: so the syncer takes them once, when a
+    push arrives."""
+    spans = (slice(piece.offset, piece.offset + piece.elements) for piece in pieces)
+    return np.array([kernels.square_sum(delta[span], threads) for span in spans], np.float64)
+
+
+def _piece(
+    parts: Sequence[Float32s],
+    weights: Sequence[float],
+    radial: bool,
+    out: Float32s,
+    squares: Float64s,
+    known: bool,
+    threads: int,
+) -> bool:
+    """Merge one piece into ``out``. ``squares``: the squared norms of the parts, filled in
+    unless they are ``known``, then that of ``out``. Returns whether the directions cancelled."""
+    counted = [m for m, weight in enumerate(weights) if weight > 0]
+    radial = radial and len(counted) > 1
+    if not known:
+        # A weighted mean takes the norms along, in its one pass over the memory.
+        for m in range(len(parts)):
+            if radial or m not in counted:
+                squares[m] = kernels.square_sum(parts[m], threads)
+    vectors = [parts[m] for m in counted]
+    shares = [weights[m] for m in counted] if len(counted) > 1 else [1.0]
+    if radial:
+        square = _radial(vectors, shares, np.sqrt(squares[counted]), out, threads)
+        if square is not None:
+            squares[-1] = square
+            return False
+    rows = [] if known or radial else counted
+    found = _mean(vectors, shares, out, len(rows), threads)
+    squares[[*rows, -1]] = found
+    return radial
+
+
+def _radial(
+    parts: Sequence[Float32s], shares: Sequence[float], norms: Float64s, out: Float32s, threads: int
+) -> float | None:
+    """RDA of one piece into ``out``; its squared norm, or None where the directions cancel."""
+    radius = math.fsum(share * float(norm) for share, norm in zip(shares, norms, strict=True))
+    if radius == 0:
+        out[:] = 0
+        return 0.0
+    factors = [_factor(share * radius, float(norm)) for share, norm in zip(shares, norms, strict=True)]
+    # radius may be infinite or NaN here: then so are the norms, and merge refuses the push.
+    length = math.sqrt(_combine(parts, factors, out, threads))
+    if length < CANCELLED * radius:
+        return None
+    factor = np.float32(radius / length)
+    kernels.share(lambda start, stop: _scale(factor, out, start, stop), out.size, _CHUNK, threads)
+    return radius * radius
+
+
+def _factor(numerator: float, norm: float) -> np.float32:
+    """w·R/‖Δ‖ for a direction; 0 for a Δ of zero, or one so short beside the others
+    (1e-38) that float32 has no factor for it."""
+    factor = numerator / norm if norm > 0 else 0.0
+    return np.float32(factor) if factor < 1e38 or not math.isfinite(factor) else np.float32(0)
+
+
+def _mean(
+    parts: Sequence[Float32s], shares: Sequence[float], out: Float32s, measured: int, threads: int
+) -> Float64s:
+    """Weighted mean into ``out``; the squared norms of the first ``measured`` parts, then of ``out``."""
+    sums = np.empty((measured + 1, kernels.blocks_of(out.size)), np.float64)
+    factors = [np.float32(share) for share in shares]
+
+    def chunk(start: int, stop: int) -> None:
+        window = slice(start // kernels.BLOCK, kernels.blocks_of(stop))
+        views, target = [part[start:stop] for part in parts], out[start:stop]
+        for view, row in zip(views[:measured], sums[:measured], strict=True):
+            kernels.square_sums(view, row[window], 0, kernels.blocks_of(stop - start))
+        _add(views, factors, target)
+        kernels.square_sums(target, sums[-1][window], 0, kernels.blocks_of(stop - start))
+
+    kernels.share(chunk, out.size, _CHUNK, threads)
+    return np.array([kernels.ordered_sum(row) for row in sums])
+
+
+def _combine(parts: Sequence[Float32s], factors: Sequence[np.float32], out: Float32s, threads: int) -> float:
+    """``out`` = Σ factor·part in float32 and in order; the squared norm of ``out``."""
+    sums = np.empty(kernels.blocks_of(out.size), np.float64)
+
+    def chunk(start: int, stop: int) -> None:
+        _add([part[start:stop] for part in parts], factors, out[start:stop])
+        window = sums[start // kernels.BLOCK : kernels.blocks_of(stop)]
+        kernels.square_sums(out[start:stop], window, 0, window.size)
+
+    kernels.share(chunk, out.size, _CHUNK, threads, backwards=True)
+    return float(kernels.ordered_sum(sums))
+
+
+def _add(parts: Sequence[Float32s], factors: Sequence[np.float32], out: Float32s) -> None:
+    """``out`` = ((f0·x0 + f1·x1) + f2·x2) + …: eight pushes, four, two or one at a time,
+    which does not change the order of the sum."""
+    if len(parts) == 1 and factors[0] == 1:
+        out[:] = parts[0]
+        return
+    done = 0
+    while done < len(parts):
+        left = len(parts) - done
+        width = 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
+        _ADD[width](out, done > 0, *factors[done : done + width], *parts[done : done + width], 0, out.size)
+        done += width
+
+
+def _check(pieces: Sequence[Piece], deltas: Sequence[Float32s], weights: Sequence[float], method: str) -> int:
+    if method not in METHODS:
+        raise ValueError(f"sync.merge.method: {method!r} is none of {', '.join(METHODS)}")
+    if not deltas or len(deltas) != len(weights):
+        raise ValueError(f"{len(deltas)} pushes and {len(weights)} weights")
+    elements = 0
+    for piece in pieces:
+        if piece.offset != elements:
+            raise ValueError(
+                f"piece of {piece.tensor} begins at {piece.offset}, and {elements} come before it"
+            )
+        elements += piece.elements
+    for m, delta in enumerate(deltas):
+        if delta.dtype != np.float32 or delta.shape != (elements,) or not delta.flags.c_contiguous:
+            raise ValueError(f"push {m}: {delta.dtype} of shape {delta.shape}, fragment: {elements} float32")
+    if any(not 0 <= weight <= 1 for weight in weights) or abs(math.fsum(weights) - 1) > 1e-6:
+        raise ValueError(f"weights {list(weights)} are not shares that sum to 1")
+    return elements
+
+
+# ---------------------------------------------------------------- kernels
+
+
+@kernel("float32", F32_OUT, RANGE)
+def _scale(factor: np.float32, out: Float32s, first: int, last: int) -> None:
+    for i in range(np.uint64(first), np.uint64(last)):
+        out[i] *= factor
+
+
+@kernel(F32_OUT, "boolean", "float32", F32_IN, RANGE)
+def _add1(out: Float32s, more: bool, f0: np.float32, x0: Float32s, first: int, last: int) -> None:
+    for i in range(np.uint64(first), np.uint64(last)):
+        term = f0 * x0[i]
+        out[i] = out[i] + term if more else term
+
+
+@kernel(F32_OUT, "boolean", *["float32"] * 2, *[F32_IN] * 2, RANGE)
+def _add2(
+    out: Float32s,
+    more: bool,
+    f0: np.float32,
+    f1: np.float32,
+    x0: Float32s,
+    x1: Float32s,
+    first: int,
+    last: int,
+) -> None:
+    for i in range(np.uint64(first), np.uint64(last)):
+        term = f0 * x0[i]
+        out[i] = (out[i] + term if more else term) + f1 * x1[i]
+
+
+@kernel(F32_OUT, "boolean", *["float32"] * 4, *[F32_IN] * 4, RANGE)
+def _add4(
+    out: Float32s,
+    more: bool,
+    f0: np.float32,
+    f1: np.float32,
+    f2: np.float32,
+    f3: np.float32,
+    x0: Float32s,
+    x1: Float32s,
+    x2: Float32s,
+    x3: Float32s,
+    first: int,
+    last: int,
+) -> None:
+    for i in range(np.uint64(first), np.uint64(last)):
+        term = f0 * x0[i]
+        head = out[i] + term if more else term
+        out[i] = ((head + f1 * x1[i]) + f2 * x2[i]) + f3 * x3[i]
+
+
+@kernel(F32_OUT, "boolean", *["float32"] * 8, *[F32_IN] * 8, RANGE)
+def _add8(
+    out: Float32s,
+    more: bool,
+    f0: np.float32,
+    f1: np.float32,
+    f2: np.float32,
+    f3: np.float32,
+    f4: np.float32,
+    f5: np.float32,
+    f6: np.float32,
+    f7: np.float32,
+    x0: Float32s,
+    x1: Float32s,
+    x2: Float32s,
+    x3: Float32s,
+    x4: Float32s,
+    x5: Float32s,
+    x6: Float32s,
+    x7: Float32s,
+    first: int,
+    last: int,
+) -> None:
+    for i in range(np.uint64(first), np.uint64(last)):
+        term = f0 * x0[i]
+        head = out[i] + term if more else term
+        head = ((head + f1 * x1[i]) + f2 * x2[i]) + f3 * x3[i]
+        out[i] = (((head + f4 * x4[i]) + f5 * x5[i]) + f6 * x6[i]) + f7 * x7[i]
+
+
+_ADD = {1: _add1, 2: _add2, 4: _add4, 8: _add8}

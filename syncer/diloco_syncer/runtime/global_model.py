@@ -1,0 +1,234 @@
+"""The global parameters: Θ, the outer optimizer's state, and what is broadcast of them.
+
+One merge is three steps, none of which changes what is in force: ``merge`` computes
+the record of the next version from the pushes; the caller makes the record
+durable; ``adopt`` puts it in force. So a merge whose record cannot be written is
+repeated or dropped without a trace.
+
+Broadcasts (``compression.down``). float32 and bfloat16 send Θ_p itself. With
+``delta-int8`` and ``delta-int4`` the update u = Θ' - Θ plus what earlier
+quantisations dropped (r) is quantised, and the *dequantised* update is applied
+here too: everybody who holds the version before then holds the same bits as the
+syncer; r becomes what was dropped, and is part of the record. Who
+lacks the version before takes Θ_p whole, in float32. All arithmetic is float32.
+
+Of each fragment the newest two broadcasts can be had, and those older ones that
+somebody has begun to download and not finished (downloads.py), at most ``MAX_OVERTAKEN``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from diloco_protocol.arrays import codec
+from diloco_protocol.arrays.kernels import Float64s
+from diloco_protocol.arrays.layout import Layout
+from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.wire import bulk, sync_pb2
+from diloco_syncer.core import events as ev
+from diloco_syncer.messages import payload_to
+from diloco_syncer.numerics import merge, outer
+from diloco_syncer.runtime.downloads import Readers
+from diloco_syncer.store.records import Array, Floats, MergeRecord, responders_of, theta_digest
+
+MAX_OVERTAKEN = 4  # versions of one fragment kept for slow readers, beside the newest two
+
+
+class Diverged(Exception):
+    """A merge would make Θ infinite or NaN; the job cannot go on from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast:
+    """One version of a fragment as it is sent. ``delta`` None: only the whole is to be had."""
+
+    fragment: int
+    version: int
+    full: Array  # the encoded bytes
+    full_payload: sync_pb2.Payload
+    delta: Array | None = None
+    delta_payload: sync_pb2.Payload | None = None
+    receipt: bytes = b""  # of an overtaken version (that of the newest is made when it is asked for)
+
+
+class Parameters:
+    """Θ and outer state of all fragments, at their newest durable versions.
+
+    ``previous`` keeps the broadcast before the newest, ``overtaken`` those before it that are
+    still being downloaded. ``begun_anew``: the records' outer state was another optimizer's.
+    Raises ``outer.OuterError`` if a record's state does not fit its fragment.
+    """
+
+    def __init__(self, job: DiLoCoJob, layout: Layout, newest: Sequence[MergeRecord], threads: int) -> None:
+        sync = job.spec.sync
+        self._job = job.metadata.name
+        self._layout = layout
+        self._method = sync.merge.method
+        self._threads = threads
+        self._outer = outer.make(sync.outer, max_versions=sync.staleness.max_versions)
+        self._down = sync.compression.down
+        self.begun_anew = any(not self._outer.owns(record.outer) for record in newest)
+        self.newest = [
+            record if self._outer.owns(record.outer) else replace(record, outer={}) for record in newest
+        ]
+        for record in self.newest:
+            self._outer.check(record.outer, layout.elements(record.fragment))
+        self.broadcasts = [self.encode(record, None) for record in self.newest]
+        self.previous: list[Broadcast | None] = [None] * len(self.newest)
+        self.overtaken: list[list[Broadcast]] = [[] for _ in self.newest]
+        self.readers = Readers()
+
+    @property
+    def versions(self) -> list[int]:
+        return [record.version for record in self.newest]
+
+    @property
+    def delta_encoding(self) -> str | None:
+        """int8 or int4 where updates are broadcast, else None."""
+        return self._down.removeprefix("delta-") if self._down.startswith("delta-") else None
+
+    @property
+    def full_encoding(self) -> str:
+        """How a whole fragment is broadcast."""
+        return "float32" if self.delta_encoding is not None else self._down
+
+    def merge(
+        self,
+        action: ev.Merge,
+        deltas: Sequence[Floats],
+        epoch: int,
+        number: int,
+        squares: Sequence[Float64s] | None = None,
+    ) -> tuple[MergeRecord, Broadcast]:
+        """Merge the pushes (float32[elements], in the action's order; ``squares``: of each what
+        ``merge.piece_squares`` gives, if known) into the next version.
+
+        Raises ``Diverged``. Takes long; call it in a thread.
+        """
+        began = time.perf_counter()
+        old = self.newest[action.fragment]
+        if action.version != old.version + 1:
+            raise ValueError(f"fragment {action.fragment}: {action.version} does not follow {old.version}")
+        pieces = self._layout.fragments[action.fragment]
+        weights = [r.weight for r in action.responders]
+        merged = merge.merge(pieces, deltas, weights, self._method, squares=squares, threads=self._threads)
+        theta, state = old.theta.copy(), {name: array.copy() for name, array in old.outer.items()}
+        state = self._outer.step(
+            theta,
+            merged.delta,
+            state,
+            ages=[r.age for r in action.responders],
+            weights=weights,
+            threads=self._threads,
+        )
+        # Where whole values are broadcast nothing is dropped, and what was dropped once is out of date.
+        feedback: Floats | None = None
+        delta: Array | None = None
+        if self.delta_encoding is not None:
+            theta, feedback, delta = self._quantised(old, theta, self.delta_encoding)
+        norm, finite = codec.norm_and_finite(theta, threads=self._threads)
+        if not finite:
+            raise Diverged(
+                f"fragment {action.fragment} would become infinite in version {action.version} "
+                f"(norm {norm}): the training diverged; lower the learning rates, or set sync.normGate.factor"
+            )
+        record = MergeRecord(
+            job=self._job,
+            epoch=epoch,
+            fragment=action.fragment,
+            version=action.version,
+            theta=theta,
+            outer=state,
+            feedback=feedback,
+            responders=responders_of(action.responders, merged.norms),
+            number=number,
+            round=action.round,
+            time=time.time(),
+            quorum_seconds=action.quorum_seconds,
+            waited_seconds=action.waited_seconds,
+            merge_seconds=time.perf_counter() - began,
+            job_tokens=action.job_tokens,
+            digest=theta_digest(theta),
+        )
+        return record, self.encode(record, delta)
+
+    def _quantised(self, old: MergeRecord, theta: Floats, encoding: str) -> tuple[Floats, Floats, Array]:
+        update = np.subtract(theta, old.theta)
+        encoded, dropped = codec.encode_with_feedback(update, old.feedback, encoding, threads=self._threads)
+        return codec.apply_delta(old.theta, encoded, encoding), dropped, encoded
+
+    def encode(self, record: MergeRecord, delta: Array | None) -> Broadcast:
+        """What is sent of a version, with checksums."""
+        encoding = self.full_encoding
+        full = codec.encode(record.theta, encoding, threads=self._threads)
+        made = None
+        if delta is not None and self.delta_encoding is not None:
+            made = payload_to(self.delta_encoding, delta, bulk.checksum(delta))
+        payload = payload_to(encoding, full, bulk.checksum(full))
+        return Broadcast(record.fragment, record.version, full, payload, delta, made)
+
+    def adopt(self, record: MergeRecord, broadcast: Broadcast, now: float, receipt: bytes = b"") -> None:
+        """Put a durable version in force. ``now``: monotonic seconds; ``receipt``: that of the version
+        before."""
+        fragment = record.fragment
+        self.newest[fragment] = record
+        overtaken = self.previous[fragment]
+        if overtaken is not None:
+            self.overtaken[fragment].append(overtaken)
+        self.previous[fragment] = replace(self.broadcasts[fragment], receipt=receipt)
+        self.broadcasts[fragment] = broadcast
+        self._keep_read(fragment, now)
+
+    def _keep_read(self, fragment: int, now: float) -> None:
+        """Of the overtaken versions keep those that are being read; of too many the ones read last."""
+        kept = [b for b in self.overtaken[fragment] if self.readers.reading(fragment, b.version, now)]
+        kept.sort(key=lambda b: self.readers.touched(fragment, b.version))
+        self.overtaken[fragment] = kept[-MAX_OVERTAKEN:]
+
+    def forget(self, now: float) -> None:
+        """Let go of overtaken versions that nobody reads any more. ``now``: monotonic seconds."""
+        for fragment in range(len(self.newest)):
+            self._keep_read(fragment, now)
+        there = (*self.broadcasts, *self.previous, *(b for kept in self.overtaken for b in kept))
+        self.readers.forget(now, {(b.fragment, b.version) for b in there if b is not None})
+
+    def broadcast(self, fragment: int, version: int) -> Broadcast | None:
+        """A version that can still be downloaded: the newest, the one before, or one being read."""
+        if not 0 <= fragment < len(self.newest):
+            return None
+        for found in (self.broadcasts[fragment], self.previous[fragment], *self.overtaken[fragment]):
+            if found is not None and found.version == version:
+                return found
+        return None
+
+
+def first_records(job: str, epoch: int, fragments: Mapping[int, Floats]) -> list[MergeRecord]:
+    """The records of version 0, by fragment, from the parameters that a learner uploaded."""
+    return [
+        MergeRecord(job=job, epoch=epoch, fragment=p, version=0, theta=theta, time=time.time())
+        for p, theta in sorted(fragments.items())
+    ]
+
+
+def announcement(
+    broadcast: Broadcast, epoch: int, merged: ev.MergedPush, job_tokens: int, **fields: Any
+) -> sync_pb2.Announcement:
+    """A version as one learner is told of it."""
+    message = sync_pb2.Announcement(
+        fragment=broadcast.fragment,
+        epoch=epoch,
+        version=broadcast.version,
+        merged_sequence=merged.sequence,
+        merged_version=merged.version,
+        full=broadcast.full_payload,
+        job_tokens=job_tokens,
+        **fields,
+    )
+    if broadcast.delta_payload is not None:
+        message.delta.CopyFrom(broadcast.delta_payload)
+    return message

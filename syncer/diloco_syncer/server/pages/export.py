@@ -1,0 +1,82 @@
+"""The export listener: the merged model and its job, for who may reach this machine's loopback.
+
+``GET /model.safetensors`` (model_file.py) and ``GET /job.json`` (normal form). It knows no
+credentials: it listens on a loopback address only, which in a cluster is reached by
+port-forward, so that who may forward ports to this pod may have the model.
+
+The answer names its exact length and, in ``Diloco-Checksum``, the xxh3-64 of its bytes;
+one model is sent at a time, for each holds on to the parameters of its moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections.abc import AsyncGenerator, Mapping
+from typing import TYPE_CHECKING
+
+from diloco_protocol.common.http_server import AddressError, Answer, Page, Stream, split_address
+from diloco_protocol.spec.load import job_to_json
+from diloco_syncer.server.pages.model_file import ModelFile
+
+if TYPE_CHECKING:
+    from diloco_syncer.runtime.driver import Engine
+
+CHECKSUM = "Diloco-Checksum"
+
+
+def check_loopback(address: str, name: str) -> None:
+    """Raise AddressError unless ``address`` (host:port) is on this machine's loopback."""
+    host, _ = split_address(address, name)
+    try:
+        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback:
+        raise AddressError(
+            f"{name} {address}: the model is served without credentials, so only to a loopback address, "
+            "such as 127.0.0.1:7703"
+        )
+
+
+def export_pages(engine: Engine) -> Mapping[str, Page]:
+    """The listener's pages."""
+    busy = False
+
+    async def model() -> Answer:
+        nonlocal busy
+        if busy:
+            return 503, "text/plain", b"the model is being sent to somebody else: try again\n"
+        if engine.parameters is None or engine.layout is None:
+            return 404, "text/plain", b"there is no model yet: the job has not got to version 0\n"
+        busy = True
+        try:
+            newest = list(engine.parameters.newest)
+            file = ModelFile(
+                engine.job.metadata.name,
+                engine.epoch,
+                engine.layout,
+                [record.theta for record in newest],
+                [record.version for record in newest],
+                await engine.blob(engine.frozen) if engine.frozen else None,
+            )
+            checksum = await asyncio.to_thread(file.checksum)
+        except BaseException:
+            busy = False
+            raise
+        headers = {CHECKSUM: f"xxh3-64={checksum:016x}"}
+        return 200, "application/octet-stream", Stream(file.length, send(file), headers)
+
+    async def send(file: ModelFile) -> AsyncGenerator[bytes, None]:
+        nonlocal busy
+        try:
+            for chunk in file.chunks():
+                yield bytes(chunk)
+                await asyncio.sleep(0)  # a fast reader must not keep the loop to itself
+        finally:
+            busy = False
+
+    def job() -> Answer:
+        return 200, "application/json", job_to_json(engine.job).encode()
+
+    return {"/model.safetensors": model, "/job.json": job}

@@ -1,0 +1,298 @@
+"""One TLS connection of the gate: the handshake, then bytes between it and the gRPC server inside.
+
+No transports and no tasks: two sockets, an ``ssl.SSLObject`` over memory, and callbacks of
+the loop. Buffers for reading are shared by all links of a gate, because a callback
+leaves nothing in them. Each link counts the bytes of its outer socket, once a call.
+Back-pressure: while one side does not take what the other sent, the other is not read; so
+a link holds at most a buffer's worth in each direction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import ssl
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from diloco_syncer.server.tls.listener import Gate
+
+log = logging.getLogger(__name__)
+
+BUFFER = 256 << 10
+_LINGER_SECONDS = 5.0  # for what is still to be sent when one side has ended
+_TLS_HANDSHAKE = 22  # the first byte of everything that begins as TLS
+# OpenSSL's numbers for why a certificate was not believed.
+_EXPIRED, _NOT_YET, _PURPOSE = 10, 9, 26
+_STRANGER = frozenset({2, 18, 19, 20, 21, 24})  # no chain to our authority; 24: issued by no authority
+
+
+class Refused(Exception):
+    """The handshake failed, or its outcome is not to be let in; a fixed word and a sentence."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Buffers:
+    """For reading, shared by all links of a loop."""
+
+    def __init__(self) -> None:
+        self.wire = memoryview(bytearray(BUFFER))
+        self.plain = memoryview(bytearray(BUFFER))
+
+
+class Link:
+    """One accepted connection until it ends."""
+
+    def __init__(self, gate: Gate, front: socket.socket, context: ssl.SSLContext, address: str) -> None:
+        self._gate, self._front, self.address = gate, front, address
+        self._loop = asyncio.get_running_loop()
+        self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._in, self._out, server_side=True)
+        self._back: socket.socket | None = None
+        self._up = b""  # not taken by the server inside yet
+        self._down = b""  # not taken by the peer yet
+        self._heard = self._ending = self._closed = False
+        self.key = ""  # the server's name for this connection, once it is let in
+        self.received = self.sent = 0  # bytes at the outer socket, as TLS has them
+        self.place = ""  # whose they are (traffic.py)
+        self.counted = (0, 0)  # of them, those that were another's before
+        self._loop.add_reader(front, self._safely, self._shake)
+
+    def _safely(self, what: Callable[[], None]) -> None:
+        """A fault of ours costs this connection, and no other."""
+        try:
+            what()
+        except Exception:
+            log.exception("a fault of this program, at the connection of %s", self.address)
+            self.close()
+
+    # ------------------------------------------------------------- the handshake
+
+    def _shake(self) -> None:
+        wire = self._gate.buffers.wire
+        try:
+            count = self._front.recv_into(wire)
+        except BlockingIOError:
+            return
+        except OSError:
+            count = 0
+        if not count:
+            # A probe that only connects is no refusal; whoever began and left may have refused us.
+            self._give_up(Refused("broken-off", "the peer left in the handshake") if self._heard else None)
+            return
+        try:
+            if not self._heard and wire[0] != _TLS_HANDSHAKE:
+                raise Refused("not-tls", "what came is not TLS")
+            self._heard = True
+            self.received += count
+            self._in.write(wire[:count])
+            try:
+                self._tls.do_handshake()
+            except ssl.SSLWantReadError:
+                self._flush_out()
+                return
+            except ssl.SSLError as error:
+                raise _explained(error) from error
+            self._flush_out()
+            self.key, self._back = self._gate.admit(self, self._tls)
+        except Refused as refused:
+            self._give_up(refused)
+            return
+        self._loop.remove_reader(self._front)
+        self._loop.add_reader(self._front, self._safely, self._front_readable)
+        self._loop.add_reader(self._back, self._safely, self._back_readable)
+        self._decrypt()
+
+    def _give_up(self, refused: Refused | None) -> None:
+        self._flush_out()  # the alert, which tells the peer why
+        self._gate.left(self, refused)
+        self.close()
+
+    # ------------------------------------------------------------- the peer's bytes, in
+
+    def _front_readable(self) -> None:
+        try:
+            count = self._front.recv_into(self._gate.buffers.wire)
+        except BlockingIOError:
+            return
+        except OSError:
+            count = 0
+        if not count:
+            self._end()
+            return
+        self.received += count
+        self._in.write(self._gate.buffers.wire[:count])
+        self._decrypt()
+
+    def _decrypt(self) -> None:
+        """Hand on what can be decrypted; stops at what the server inside does not take."""
+        plain, ended = self._gate.buffers.plain, False
+        while not (self._up or ended or self._closed):
+            filled = 0
+            try:
+                while filled < BUFFER:
+                    count = self._tls.read(BUFFER - filled, plain[filled:])  # type: ignore[arg-type]
+                    if not count:
+                        ended = True
+                        break
+                    filled += int(count)
+            except ssl.SSLWantReadError:
+                if not filled:
+                    break
+            except ssl.SSLError:  # the peer said good-bye, or what came is no TLS
+                ended = True
+            if filled:
+                self._send_up(plain[:filled])
+        if self._closed:
+            return
+        if self._out.pending:  # an answer of TLS itself
+            self._send_down(b"")
+        if ended:
+            self._end()
+
+    def _send_up(self, data: memoryview | bytes) -> None:
+        assert self._back is not None
+        try:
+            sent = self._back.send(data)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            self.close()
+            return
+        waited, self._up = bool(self._up), bytes(data[sent:])
+        if self._up and not waited:
+            self._loop.remove_reader(self._front)
+            self._loop.add_writer(self._back, self._safely, self._back_writable)
+
+    def _back_writable(self) -> None:
+        self._send_up(self._up)
+        if self._up or self._closed:
+            return
+        assert self._back is not None
+        self._loop.remove_writer(self._back)
+        if self._ending:
+            self.close()
+            return
+        self._loop.add_reader(self._front, self._safely, self._front_readable)
+        self._decrypt()
+
+    # ------------------------------------------------------------- the server's bytes, out
+
+    def _back_readable(self) -> None:
+        assert self._back is not None
+        wire = self._gate.buffers.wire
+        try:
+            count = self._back.recv_into(wire)
+        except BlockingIOError:
+            return
+        except OSError:
+            count = 0
+        if not count:
+            with contextlib.suppress(ssl.SSLError):
+                self._tls.unwrap()  # says good-bye; nobody waits for the answer
+            self._send_down(b"")
+            self._end()
+            return
+        self._send_down(wire[:count])
+
+    def _send_down(self, data: memoryview | bytes) -> None:
+        try:
+            position = 0
+            while position < len(data):
+                position += self._tls.write(data[position:])
+        except ssl.SSLError:
+            self.close()
+            return
+        waited = bool(self._down)
+        if len(self._down) > 4 * BUFFER:  # TLS's own answers to a peer that asks and does not read
+            self.close()
+            return
+        self._flush(self._down + self._out.read())
+        if self._closed or self._back is None:
+            return
+        if self._down and not waited:
+            self._loop.remove_reader(self._back)
+            self._loop.add_writer(self._front, self._safely, self._front_writable)
+
+    def _front_writable(self) -> None:
+        self._flush(self._down)
+        if self._down or self._closed:
+            return
+        self._loop.remove_writer(self._front)
+        if self._ending:
+            self.close()
+        elif self._back is not None:
+            self._loop.add_reader(self._back, self._safely, self._back_readable)
+
+    def _flush(self, data: bytes) -> None:
+        try:
+            sent = self._front.send(data) if data else 0
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            self.close()
+            return
+        self.sent += sent
+        self._down = data[sent:]
+
+    def _flush_out(self) -> None:
+        """Of the handshake: small, so a peer that does not take it at once is left."""
+        with contextlib.suppress(OSError):
+            while self._out.pending:
+                self.sent += self._front.send(self._out.read())
+
+    # ------------------------------------------------------------- the end
+
+    def _end(self) -> None:
+        """One side has ended: what the other has not taken yet is still sent to it, for a while."""
+        if self._ending or self._closed:
+            return
+        self._ending = True
+        for each in (self._front, self._back):
+            if each is not None:
+                self._loop.remove_reader(each)
+        if self._up or self._down:
+            self._loop.call_later(_LINGER_SECONDS, self.close)
+        else:
+            self.close()
+
+    def close(self) -> None:
+        """Drop both connections."""
+        if self._closed:
+            return
+        self._closed = True
+        for each in (self._front, self._back):
+            if each is not None:
+                self._loop.remove_reader(each)
+                self._loop.remove_writer(each)
+                each.close()
+        self._gate.gone(self)
+
+
+def _explained(error: ssl.SSLError) -> Refused:
+    """What OpenSSL says of a failed handshake, as a word."""
+    reason = (error.reason or "").upper()
+    if isinstance(error, ssl.SSLCertVerificationError):
+        words = error.verify_message
+        if error.verify_code == _EXPIRED:
+            return Refused("expired", "the certificate has expired: renew it")
+        if error.verify_code == _NOT_YET:
+            return Refused("not-yet-valid", "the certificate is not valid yet: look at both clocks")
+        if error.verify_code == _PURPOSE:
+            return Refused("wrong-role", "the certificate is not for a client (extended key usage)")
+        if error.verify_code in _STRANGER:
+            return Refused("stranger", f"the certificate is of another authority: {words}")
+        return Refused("bad-certificate", f"the certificate is not believed: {words}")
+    if "PEER_DID_NOT_RETURN_A_CERTIFICATE" in reason:
+        return Refused("no-certificate", "a client without a certificate")
+    if "ALERT" in reason:
+        return Refused("distrusted", f"the peer does not believe this syncer's certificate: {reason.lower()}")
+    if reason in ("UNSUPPORTED_PROTOCOL", "NO_SHARED_CIPHER", "NO_APPLICATION_PROTOCOL", "VERSION_TOO_LOW"):
+        return Refused("other-tls", f"TLS 1.3 with HTTP/2 is spoken here: {reason.lower()}")
+    return Refused("not-tls", f"what came is not a TLS handshake: {(reason or str(error)).lower()[:120]}")

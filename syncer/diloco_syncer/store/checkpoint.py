@@ -1,0 +1,320 @@
+"""What the syncer keeps in its store, how it is written and how it is found again.
+
+Names in the store::
+
+    job.json                        which job this is, and digests of what may not change
+    epochs/<n>                      one per syncer that ran (store.Epoch)
+    initial/e<epoch>-a<attempt>-... version 0, staged: layout, one record per fragment, frozen blob
+    initial.json                    created once, exclusively: version 0 is these objects
+    records/f<p>-v<version>.rec     one merge (records.MergeRecord), created exclusively
+    state/e<epoch>-n<n>.json        the core's state document, each written once
+    manifests/e<epoch>-n<n>.json    a checkpoint: a state and the record of every fragment that goes with it
+    offers/s<slot>-i<..>-f<..>-q<..>.rec   spooled offers that no merge has taken yet
+    optimizer/e<epoch>-n<n>.rec     a learner's inner optimizer state
+    discarded/...                   what a restart could not use, kept for people
+    tape.jsonl                      the event tape (tape.py)
+
+A restart (restore.py) takes the newest state that is valid, and on top of it, per
+fragment, the records after it without a gap. If the newest state is damaged the one before it
+serves, and the checkpoints' after that; records are kept from the older of the
+two newest states on, so that nothing is lost by one damaged state. If a newest
+record is damaged its fragment goes back one version, loudly. A store in which
+nothing fits is refused: never is a job begun anew over what could not be read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from diloco_protocol.arrays.layout import Layout
+from diloco_protocol.common.files import Buffer
+from diloco_syncer.core.events import PushHeader
+from diloco_syncer.core.merging.ledger import header_from_json, header_to_json
+from diloco_syncer.store import records
+from diloco_syncer.store.base import AlreadyThere, Epoch, HigherEpoch, NotThere, Store
+from diloco_syncer.store.documents import pack_document, read_document
+from diloco_syncer.store.records import Array, Damaged, MergeRecord, parse_record_name, record_name
+from diloco_syncer.store.restore import Reader, StoreUnusable
+
+STATES_KEPT = 2
+
+
+class TakeOver(Exception):
+    """A record that we wanted to make was made by a predecessor meanwhile; start over from the store."""
+
+
+# ------------------------------------------------------------------ what is restored
+
+
+@dataclass(slots=True)
+class SpooledOffer:
+    """An offer as it came: its header, encoded bytes and the norm of what they decode to."""
+
+    header: PushHeader
+    encoded: Array
+    norm: float
+
+    @property
+    def name(self) -> str:
+        return offer_name(self.header)
+
+
+@dataclass(slots=True)
+class Restored:
+    """A store's content at start. ``core`` None: no state yet; ``layout`` None: no version 0 yet.
+
+    ``newest``: per fragment the record to go on from. ``newer``: records after the
+    state, without arrays, in the order of their merges.
+    """
+
+    core: dict[str, Any] | None = None
+    layout: Layout | None = None
+    newest: list[MergeRecord] = field(default_factory=list)
+    newer: list[MergeRecord] = field(default_factory=list)
+    offers: list[SpooledOffer] = field(default_factory=list)
+    frozen: str = ""
+    optimizer: str = ""
+    number: int = 0  # merges of the job
+    problems: list[str] = field(default_factory=list)
+    discarded: list[tuple[int, int, str]] = field(default_factory=list)  # fragment, version gone on from, why
+    behind: bool = False  # the tape tells of merges that are not here
+
+
+def offer_name(header: PushHeader) -> str:
+    slot, incarnation, fragment, sequence = header.id
+    return f"offers/s{slot:05d}-i{incarnation:010d}-f{fragment:05d}-q{sequence:010d}.rec"
+
+
+class Checkpoints:
+    """Reads and writes one job's objects under one epoch. All methods block."""
+
+    def __init__(self, store: Store, epoch: Epoch, job: str, keep: int) -> None:
+        self.store = store
+        self.reader = Reader(store, job)
+        self.epoch = epoch
+        self.job = job
+        self.keep = max(1, keep)
+        self._number = 0
+        self._states: list[tuple[str, list[int]]] = []  # newest last
+
+    # ------------------------------------------------------------- identity
+
+    def identify(self, digests: Mapping[str, str]) -> None:
+        """Write job.json at the job's first start, compare it at every other.
+
+        Raises ``StoreUnusable`` if this is another job's store, or a field changed that may not.
+        """
+        body = {"job": self.job, "digests": dict(digests)}
+        try:
+            self.store.create("job.json", *pack_document(body))
+            return
+        except AlreadyThere:
+            found = read_document(self.store, "job.json")
+        if found["job"] != self.job:
+            raise StoreUnusable(
+                f"this store holds the job {found['job']!r}, not {self.job!r}: use another store"
+            )
+        changed = sorted(k for k, v in found["digests"].items() if digests.get(k, v) != v)
+        if changed:
+            raise StoreUnusable(
+                f"{', '.join(changed)} may not change once a job has begun, and differs from what this store "
+                "was begun with: undo the change, or use another store"
+            )
+
+    # ------------------------------------------------------------- version 0
+
+    def stage(self, attempt: int, part: str, *data: Buffer) -> str:
+        """Keep a part of version 0 durably, not yet in force; returns its name."""
+        name = f"initial/e{self.epoch.number:010d}-a{attempt:04d}-{part}"
+        self.store.replace(name, *data)
+        return name
+
+    def commit_initial(self, layout: str, fragments: Sequence[str], frozen: str) -> None:
+        """Put the staged version 0 in force. Raises ``HigherEpoch`` if another syncer did."""
+        self.epoch.check()
+        body = {"job": self.job, "layout": layout, "fragments": list(fragments), "frozen": frozen}
+        try:
+            self.store.create("initial.json", *pack_document(body))
+        except AlreadyThere as error:
+            if read_document(self.store, "initial.json") != body:
+                raise HigherEpoch("another syncer has stored version 0 meanwhile; this one stops") from error
+        self.reader.initial = body
+
+    # ------------------------------------------------------------- records
+
+    def write_record(self, record: MergeRecord) -> None:
+        """Make a merge durable, exclusively. Raises ``HigherEpoch``, ``TakeOver``, OSError."""
+        self.epoch.check()
+        name = record_name(record.fragment, record.version)
+        parts = record.pack()
+        for _ in range(2):
+            try:
+                self.store.create(name, *parts)
+                break
+            except AlreadyThere:
+                try:
+                    found = MergeRecord.unpack(self.store.read(name, records.MAX_FILE), name)
+                except Damaged:
+                    self._set_aside(name)
+                    continue
+                if found.epoch > record.epoch:
+                    raise HigherEpoch(f"{name} was made in epoch {found.epoch}; this syncer stops") from None
+                if found.epoch < record.epoch:
+                    raise TakeOver(f"{name} was made in epoch {found.epoch} meanwhile") from None
+                if found.digest != record.digest:
+                    raise StoreUnusable(
+                        f"{name} was made twice in epoch {record.epoch}, differently"
+                    ) from None
+                break  # a put whose answer was lost
+        self.epoch.check()
+
+    def _set_aside(self, name: str) -> None:
+        """Move what cannot be used out of the way, but keep it for people."""
+        try:
+            data = self.store.read(name, records.MAX_FILE)
+        except NotThere:
+            return
+        self.store.replace(f"discarded/e{self.epoch.number:010d}-{name.replace('/', '-')}", data)
+        self.store.delete(name)
+
+    # ------------------------------------------------------------- states
+
+    def write_state(self, core: Mapping[str, Any], versions: Sequence[int]) -> str:
+        """Make the core's state durable; returns the object's name."""
+        self.epoch.check()
+        self._number += 1
+        name = f"state/e{self.epoch.number:010d}-n{self._number:010d}.json"
+        body = {"job": self.job, "epoch": self.epoch.number, "versions": list(versions), "core": core}
+        self.store.replace(name, *pack_document(body))
+        self._states.append((name, list(versions)))
+        return name
+
+    def write_manifest(self, core: Mapping[str, Any], versions: Sequence[int], optimizer: str) -> str:
+        """A checkpoint: a state, and the records that go with it; returns the manifest's name."""
+        state = self.write_state(core, versions)
+        name = f"manifests/e{self.epoch.number:010d}-n{self._number:010d}.json"
+        body = {
+            "job": self.job,
+            "time": time.time(),
+            "epoch": self.epoch.number,
+            "state": state,
+            "versions": list(versions),
+            "records": [self.reader.name_of(fragment, version) for fragment, version in enumerate(versions)],
+            "initial": self.reader.initial,
+            "optimizer": optimizer,
+            "offers": self.store.names("offers"),
+        }
+        self.store.replace(name, *pack_document(body))
+        return name
+
+    # ------------------------------------------------------------- blobs and offers
+
+    def spool_offer(self, offer: SpooledOffer) -> None:
+        """Make an offer durable, before it is acknowledged."""
+        body = {"header": header_to_json(offer.header), "norm": offer.norm}
+        self.store.replace(offer.name, *records.pack("offer", body, {"encoded": offer.encoded}))
+
+    def write_blob(self, kind: str, blob: Array, info: Mapping[str, Any] | None = None) -> str:
+        """Keep bytes (uint8) as they are, e.g. an optimizer state; returns the name."""
+        self._number += 1
+        name = f"{kind}/e{self.epoch.number:010d}-n{self._number:010d}.rec"
+        self.store.replace(name, *records.pack("blob", dict(info or {}), {"blob": blob}))
+        return name
+
+    def read_blob(self, name: str) -> Array:
+        """A blob's bytes, verified; mapped from the disk where the store has files."""
+        path = self.store.local_path(name)
+        if path is None:
+            return self.reader.blob(name)
+        if not path.is_file():
+            raise NotThere(name)
+        mapped = np.memmap(path, np.uint8, "r")
+        return records.unpack(memoryview(mapped), "blob", name)[1]["blob"]  # type: ignore[arg-type]
+
+    # ------------------------------------------------------------- garbage
+
+    def collect(self, optimizer: str) -> int:
+        """Remove what no restart needs any more; returns how many objects. Flush the tape before."""
+        manifests = self.store.names("manifests")
+        kept_manifests: list[dict[str, Any]] = []
+        doomed = manifests[: -self.keep] if len(manifests) > self.keep else []
+        for name in manifests[-self.keep :]:
+            try:
+                kept_manifests.append(read_document(self.store, name))
+            except Damaged:
+                doomed.append(name)
+        newest = self._states[-STATES_KEPT:]
+        states = {name for name, _ in newest} | {m["state"] for m in kept_manifests}
+        self._states = [s for s in self._states if s[0] in states]
+        if len(newest) == STATES_KEPT:
+            doomed += [name for name in self.store.names("state") if name not in states]
+            floor = [min(versions) for versions in zip(*(v for _, v in newest), strict=False)]
+            named = {name for m in kept_manifests for name in m["records"]}
+            for name in self.store.names("records"):
+                parsed = parse_record_name(name)
+                if parsed and name not in named and parsed[0] < len(floor) and parsed[1] < floor[parsed[0]]:
+                    doomed.append(name)
+            doomed += self._doomed_initial(floor, named)
+        optimizers = {optimizer, *(m["optimizer"] for m in kept_manifests)}
+        doomed += [name for name in self.store.names("optimizer") if name not in optimizers]
+        for name in doomed:
+            self.store.delete(name)
+        return len(doomed)
+
+    def _doomed_initial(self, floor: Sequence[int], named: set[str]) -> list[str]:
+        initial = self.reader.initial
+        if initial is None:
+            return []
+        keep = {initial["layout"], initial["frozen"]} | named
+        keep |= {n for n, least in zip(initial["fragments"], floor, strict=False) if least == 0}
+        return [name for name in self.store.names("initial") if name not in keep]
+
+    # ------------------------------------------------------------- restart
+
+    def load(self) -> Restored:
+        """Everything that a start needs. Raises ``StoreUnusable``, ``FormatRefused``, OSError."""
+        restored = Restored(layout=self.reader.layout())
+        if self.reader.initial is not None:
+            restored.frozen = self.reader.initial["frozen"]
+        found = self.reader.newest(restored.layout)
+        restored.core, restored.problems = found.core, found.problems
+        if found.name:
+            self._states = [(found.name, found.versions)]
+        restored.newest = [chain.newest for chain in found.chains]
+        restored.newer = sorted((r for chain in found.chains for r in chain.newer), key=lambda r: r.number)
+        restored.number = max((record.number for record in restored.newest), default=0)
+        for fragment, chain in enumerate(found.chains):
+            if chain.unusable:
+                version = chain.newest.version
+                restored.problems.append(f"fragment {fragment} goes on from version {version}: {chain.why}")
+                restored.discarded.append((fragment, version, chain.why))
+                for above in chain.unusable:
+                    self._set_aside(record_name(fragment, above))
+        self._load_offers(restored)
+        optimizers = self.store.names("optimizer")
+        restored.optimizer = optimizers[-1] if optimizers else ""
+        return restored
+
+    def newer_than(self, versions: Mapping[int, int], upto: Sequence[int]) -> list[MergeRecord]:
+        """Records without arrays that are still there, above ``versions`` and up to ``upto``, by fragment."""
+        return [
+            self.reader.header(fragment, version)
+            for fragment, version in self.reader.merges()
+            if fragment < len(upto) and versions.get(fragment, 0) < version <= upto[fragment]
+        ]
+
+    def _load_offers(self, restored: Restored) -> None:
+        for name in self.store.names("offers"):
+            try:
+                body, arrays = records.unpack(self.store.read(name, records.MAX_FILE), "offer", name)
+                header = header_from_json(body["header"])
+            except (Damaged, KeyError, TypeError) as error:
+                restored.problems.append(f"{error}; the offer is lost")
+                self._set_aside(name)
+                continue
+            restored.offers.append(SpooledOffer(header, arrays["encoded"].copy(), float(body["norm"])))

@@ -1,0 +1,280 @@
+"""Binary files of the store: a JSON header and arrays behind it, all with checksums.
+
+Layout of a file, little endian::
+
+    8 bytes   magic
+    4         length of the header in bytes
+    8         xxh3-64 of the header
+              header: JSON {"format", "kind", "body", "arrays": [[name, dtype, elements, offset, xxh3-64]]}
+              zeros to a multiple of 64
+              the arrays, each starting at a multiple of 64 (``offset`` counts from the first)
+
+Kinds: ``merge`` (the record of one merge: Θ_p, outer optimizer state, responders),
+``offer`` (a spooled offer), ``blob`` (frozen parameters, optimizer state). What a
+checksum does not confirm is ``Damaged``; a format number that this release does
+not read is ``FormatRefused``. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diloco_protocol.common.files import Buffer
+from diloco_protocol.wire.bulk import checksum, flat
+from diloco_syncer.core.events import PushHeader, Responder
+from diloco_syncer.core.merging.ledger import header_from_json, header_to_json
+from diloco_syncer.core.recovery.receipts import Rows, SlotRow
+from diloco_syncer.store.base import Store
+
+FORMAT = 1
+READABLE = (1,)  # the present and, once there is one, the previous
+MAGIC = b"\x89DILOCO\n"
+MAX_HEADER = 64 << 20
+MAX_FILE = 1 << 37
+_ALIGN = 64
+_PREFIX = struct.Struct("<8sIQ")
+_DTYPES = frozenset({"float32", "float64", "uint8", "int64"})
+
+Array = NDArray[Any]
+Floats = NDArray[np.float32]
+
+
+class Damaged(Exception):
+    """A stored object is not what was written; the message names it."""
+
+
+class FormatRefused(Exception):
+    """A stored object has a format number that this release does not read."""
+
+
+def check_format(found: object, name: str) -> None:
+    """``FormatRefused`` unless ``found`` is a format number that is read here."""
+    if found not in READABLE:
+        raise FormatRefused(
+            f"{name} has format {found!r}; this release reads {', '.join(map(str, READABLE))}: "
+            "use the release that wrote it, or one release later"
+        )
+
+
+def pack(kind: str, body: Mapping[str, Any], arrays: Mapping[str, Array]) -> list[Buffer]:
+    """The file's bytes as buffers to be written one after the other (the arrays are not copied)."""
+    rows: list[list[Any]] = []
+    parts: list[Buffer] = []
+    offset = 0
+    for name, array in arrays.items():
+        if str(array.dtype) not in _DTYPES or array.ndim != 1 or not array.flags.c_contiguous:
+            raise ValueError(f"array {name}: {array.dtype}, {array.ndim} dimensions cannot be stored")
+        rows.append([name, str(array.dtype), int(array.size), offset, checksum(array)])
+        padding = -array.nbytes % _ALIGN
+        parts += [flat(array), bytes(padding)]
+        offset += array.nbytes + padding
+    header = json.dumps(
+        {"format": FORMAT, "kind": kind, "body": body, "arrays": rows}, separators=(",", ":"), allow_nan=False
+    ).encode()
+    if len(header) > MAX_HEADER:
+        raise ValueError(f"a header of {len(header)} bytes cannot be stored")
+    start = _PREFIX.pack(MAGIC, len(header), checksum(header)) + header
+    return [start + bytes(-len(start) % _ALIGN), *parts]
+
+
+def _header(data: bytes, kind: str, name: str) -> tuple[dict[str, Any], int]:
+    """The parsed header and the position of the first array."""
+    if len(data) < _PREFIX.size:
+        raise Damaged(f"{name} is cut off: {len(data)} bytes")
+    magic, length, digest = _PREFIX.unpack_from(data)
+    if magic != MAGIC or length > MAX_HEADER:
+        raise Damaged(f"{name} is not a record of this program")
+    raw = bytes(data[_PREFIX.size : _PREFIX.size + length])
+    if len(raw) != length or checksum(raw) != digest:
+        raise Damaged(f"{name}: its header is cut off or changed")
+    try:
+        header = json.loads(raw)
+        check_format(header["format"], name)
+        if header["kind"] != kind:
+            raise Damaged(f"{name} is a {header['kind']!r}, not a {kind!r}")
+    except (ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"{name}: its header is not understood") from error
+    end = _PREFIX.size + length
+    return header, end + -end % _ALIGN
+
+
+def unpack(data: bytes, kind: str, name: str) -> tuple[dict[str, Any], dict[str, Array]]:
+    """Body and arrays (read-only views of ``data``) of a file of this kind, all checksums verified."""
+    header, start = _header(data, kind, name)
+    arrays: dict[str, Array] = {}
+    for array_name, dtype, elements, offset, digest in header["arrays"]:
+        if dtype not in _DTYPES or not all(type(n) is int and n >= 0 for n in (elements, offset)):
+            raise Damaged(f"{name}: array {array_name!r} is not understood")
+        if start + offset + elements * np.dtype(dtype).itemsize > len(data):
+            raise Damaged(f"{name} is cut off in array {array_name!r}")
+        array = np.frombuffer(data, dtype, elements, start + offset)
+        if checksum(array) != digest:
+            raise Damaged(f"{name}: array {array_name!r} does not match its checksum")
+        arrays[array_name] = array
+    return header["body"], arrays
+
+
+def read_body(store: Store, name: str, kind: str) -> dict[str, Any]:
+    """The body of a stored file without its arrays (which are not verified)."""
+    start = store.read_start(name, 64 << 10)
+    if len(start) >= _PREFIX.size:
+        wanted = _PREFIX.size + min(_PREFIX.unpack_from(start)[1], MAX_HEADER)
+        if wanted > len(start):
+            start = store.read_start(name, wanted)
+    body: dict[str, Any] = _header(start, kind, name)[0]["body"]
+    return body
+
+
+# ------------------------------------------------------------------ merge records
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """What a record says of one responder: its push, normalised weight, age, L2 norm of its Δ."""
+
+    header: PushHeader
+    weight: float
+    age: int
+    norm: float
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """Of a version that came from a learner: the version that was the store's newest, the epoch
+    in which the learner held it, and its receipt (receipts.py)."""
+
+    follows: int
+    epoch: int
+    receipt: Rows
+
+    def to_json(self) -> list[Any]:
+        return [self.follows, self.epoch, [list(astuple(row)) for row in self.receipt]]
+
+    @classmethod
+    def from_json(cls, row: list[Any]) -> Recovered:
+        follows, epoch, rows = row
+        return cls(follows, epoch, tuple(SlotRow(*values) for values in rows))
+
+
+@dataclass(slots=True)
+class MergeRecord:
+    """One durable merge of one fragment, or (``recovered``) a version taken from a learner.
+
+    ``theta``: Θ_p after it, float32[elements]. ``outer``: the outer optimizer's
+    state after it. ``feedback``: what the down codec dropped so far (float32[elements], only
+    with compression.down delta-*). ``digest``: SHA-256 of theta's bytes.
+    ``number``: merges of the job up to this one. Version 0 has no responders.
+    """
+
+    job: str
+    epoch: int
+    fragment: int
+    version: int
+    theta: Floats
+    outer: dict[str, Array] = field(default_factory=dict)
+    feedback: Floats | None = None
+    responders: tuple[Merged, ...] = ()
+    number: int = 0
+    round: int = 0
+    time: float = 0.0  # seconds since 1970
+    quorum_seconds: float = 0.0
+    waited_seconds: float = 0.0
+    merge_seconds: float = 0.0
+    job_tokens: int = 0
+    digest: str = ""
+    recovered: Recovered | None = None
+
+    @property
+    def follows(self) -> int:
+        """The version before it in the store."""
+        return self.version - 1 if self.recovered is None else self.recovered.follows
+
+    @property
+    def made_in(self) -> int:
+        """The epoch in which this version was made, as far as that is known."""
+        return self.epoch if self.recovered is None else self.recovered.epoch
+
+    def body(self) -> dict[str, Any]:
+        """Everything but the arrays, as JSON."""
+        more = {} if self.recovered is None else {"recovered": self.recovered.to_json()}
+        return more | {
+            "job": self.job,
+            "epoch": self.epoch,
+            "fragment": self.fragment,
+            "version": self.version,
+            "number": self.number,
+            "round": self.round,
+            "time": self.time,
+            "quorum_seconds": self.quorum_seconds,
+            "waited_seconds": self.waited_seconds,
+            "merge_seconds": self.merge_seconds,
+            "job_tokens": self.job_tokens,
+            "digest": self.digest,
+            "responders": [
+                {"header": header_to_json(r.header), "weight": r.weight, "age": r.age, "norm": r.norm}
+                for r in self.responders
+            ],
+        }
+
+    def pack(self) -> list[Buffer]:
+        """The record's file."""
+        self.digest = self.digest or theta_digest(self.theta)
+        arrays: dict[str, Array] = {"theta": self.theta}
+        if self.feedback is not None:
+            arrays["feedback"] = self.feedback
+        arrays |= {f"outer.{name}": array for name, array in self.outer.items()}
+        return pack("merge", self.body(), arrays)
+
+    @classmethod
+    def unpack(cls, data: bytes, name: str) -> MergeRecord:
+        """Read a record's file. Its arrays are copies. Raises ``Damaged``, ``FormatRefused``."""
+        body, arrays = unpack(data, "merge", name)
+        try:
+            record = cls.from_body(body, arrays["theta"].copy())
+        except (KeyError, TypeError, ValueError) as error:
+            raise Damaged(f"{name}: its header is not understood") from error
+        if "feedback" in arrays:
+            record.feedback = arrays["feedback"].copy()
+        record.outer = {n[6:]: a.copy() for n, a in arrays.items() if n.startswith("outer.")}
+        return record
+
+    @classmethod
+    def from_body(cls, body: dict[str, Any], theta: Floats) -> MergeRecord:
+        """A record without its optimizer state, from the JSON part."""
+        responders = tuple(
+            Merged(header_from_json(row["header"]), row["weight"], row["age"], row["norm"])
+            for row in body["responders"]
+        )
+        recovered = Recovered.from_json(body["recovered"]) if "recovered" in body else None
+        return cls(**{**body, "responders": responders, "recovered": recovered}, theta=theta)
+
+
+def responders_of(merge: Iterable[Responder], norms: Iterable[float]) -> tuple[Merged, ...]:
+    """A merge's responders with their norms, as a record keeps them."""
+    return tuple(Merged(r.header, r.weight, r.age, float(n)) for r, n in zip(merge, norms, strict=True))
+
+
+def theta_digest(theta: Floats) -> str:
+    """SHA-256 of the fragment's float32 bytes (little endian), in hex."""
+    return hashlib.sha256(flat(theta.astype("<f4", copy=False))).hexdigest()
+
+
+def record_name(fragment: int, version: int) -> str:
+    return f"records/f{fragment:05d}-v{version:012d}.rec"
+
+
+def parse_record_name(name: str) -> tuple[int, int] | None:
+    """(fragment, version) of a record's name, or None for another name."""
+    stem = name.removeprefix("records/f").removesuffix(".rec")
+    fragment, dash, version = stem.partition("-v")
+    if dash and fragment.isdigit() and version.isdigit() and name == record_name(int(fragment), int(version)):
+        return int(fragment), int(version)
+    return None

@@ -1,0 +1,181 @@
+"""Reading a store: what is newest in it and fits together. Nothing here writes.
+
+The one way for all who read: a restart (checkpoint.py), which goes on from what is
+found here, and who only wants the model (``diloco export``), beside a syncer that may be
+running. The names are those of checkpoint.py.
+
+The newest valid state says where each fragment was; the records after it say where it
+is. A gap ends them, unless a version from a learner has bridged it. A damaged newest
+record takes its fragment back one version, and a damaged state (or one whose records
+are gone) gives way to the one before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from diloco_protocol.arrays.layout import Layout, LayoutError
+from diloco_syncer.store import records
+from diloco_syncer.store.base import NotThere, Store
+from diloco_syncer.store.documents import read_document
+from diloco_syncer.store.records import Array, Damaged, MergeRecord, parse_record_name, record_name
+
+
+class StoreUnusable(Exception):
+    """The store is of another job, or nothing in it fits together; the message says what to do."""
+
+
+@dataclass(slots=True)
+class Chain:
+    """One fragment: its newest usable record, and the records from the state's version to it,
+    without arrays. ``unusable``: versions above, which ``why`` explains."""
+
+    newest: MergeRecord
+    newer: list[MergeRecord]
+    unusable: list[int] = field(default_factory=list)
+    why: str = ""
+
+
+@dataclass(slots=True)
+class Found:
+    """A store's newest state: its name, the core's document, the versions at it, and each fragment's
+    chain. ``name`` empty: there is version 0 (or nothing) and no state yet."""
+
+    name: str = ""
+    core: dict[str, Any] | None = None
+    versions: list[int] = field(default_factory=list)
+    chains: list[Chain] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+class Reader:
+    """Reads one job's store. All methods block."""
+
+    def __init__(self, store: Store, job: str) -> None:
+        self.store = store
+        self.job = job
+        self.initial: dict[str, Any] | None = None  # initial.json: version 0's objects
+
+    def layout(self) -> Layout | None:
+        """The layout of version 0; None: there is none yet. Raises ``StoreUnusable``."""
+        if not self.store.exists("initial.json"):
+            return None
+        try:
+            self.initial = read_document(self.store, "initial.json")
+            return Layout.from_json(self.blob(self.initial["layout"]).tobytes())
+        except (Damaged, NotThere, LayoutError) as error:
+            raise StoreUnusable(f"version 0's layout cannot be read: {error}; restore the store") from error
+
+    def blob(self, name: str) -> Array:
+        """A stored blob's bytes, verified. Raises ``NotThere``, ``Damaged``."""
+        return records.unpack(self.store.read(name, records.MAX_FILE), "blob", name)[1]["blob"]
+
+    def name_of(self, fragment: int, version: int) -> str:
+        """The object that holds a fragment's version."""
+        if version == 0 and self.initial is not None:
+            return str(self.initial["fragments"][fragment])
+        return record_name(fragment, version)
+
+    def record(self, fragment: int, version: int) -> MergeRecord:
+        """One version of a fragment, verified. Raises ``NotThere``, ``Damaged``."""
+        name = self.name_of(fragment, version)
+        record = MergeRecord.unpack(self.store.read(name, records.MAX_FILE), name)
+        if (record.job, record.fragment, record.version) != (self.job, fragment, version):
+            raise Damaged(f"{name} holds {record.job!r} fragment {record.fragment} version {record.version}")
+        return record
+
+    def header(self, fragment: int, version: int) -> MergeRecord:
+        """The same without arrays, which are not verified."""
+        body = records.read_body(self.store, record_name(fragment, version), "merge")
+        return MergeRecord.from_body(body, np.empty(0, np.float32))
+
+    def merges(self) -> Iterator[tuple[int, int]]:
+        """(fragment, version) of every record that is there."""
+        for name in self.store.names("records"):
+            parsed = parse_record_name(name)
+            if parsed:
+                yield parsed
+
+    def newest(self, layout: Layout | None) -> Found:
+        """What is to be gone on from. Raises ``StoreUnusable`` if there are states and none can be used."""
+        found = Found()
+        names = list(reversed(self.store.names("state")))
+        for name in names:
+            try:
+                body = read_document(self.store, name)
+                if body["job"] != self.job:
+                    raise StoreUnusable(
+                        f"{name} is of the job {body['job']!r}, not {self.job!r}: use another store"
+                    )
+                versions: list[int] = body["versions"]
+                if layout is not None:
+                    versions = versions or [0] * len(layout)
+                    found.chains = self.chains(versions)
+                elif versions:
+                    raise StoreUnusable(
+                        "there are merges but no initial.json in the store: restore it from a copy"
+                    )
+            except (Damaged, NotThere) as error:
+                found.problems.append(f"{error}; going back to an older state")
+                continue
+            found.name, found.core, found.versions = name, body["core"], versions
+            return found
+        if names:
+            raise StoreUnusable(
+                "no state in the store can be used: " + "; ".join(found.problems[-3:])
+                + ": restore the store from a copy, or use another"
+            )  # fmt: skip
+        if layout is not None:  # stopped between version 0 and the first state
+            found.chains = [Chain(self.record(fragment, 0), []) for fragment in range(len(layout))]
+        return found
+
+    def chains(self, versions: Sequence[int]) -> list[Chain]:
+        """Per fragment what follows these versions. Raises ``NotThere`` or ``Damaged`` if one of
+        ``versions`` itself cannot be read."""
+        there: dict[int, set[int]] = {}
+        for fragment, version in self.merges():
+            there.setdefault(fragment, set()).add(version)
+        return [self._chain(f, begun, there.get(f, set())) for f, begun in enumerate(versions)]
+
+    def _chain(self, fragment: int, begun: int, there: set[int]) -> Chain:
+        problems: list[str] = []
+        newer = self._newer(fragment, begun, there, problems)
+        while True:
+            version = newer[-1].version if newer else begun
+            try:
+                newest = self.record(fragment, version)
+                break
+            except (Damaged, NotThere) as error:
+                if version == begun:
+                    raise
+                problems.append(str(error))
+                newer.pop()
+        above = sorted(v for v in there if v > version)
+        why = ""
+        if above:
+            why = f"versions {above[0]} to {above[-1]} cannot be used: {'; '.join(problems) or 'a gap'}"
+        return Chain(newest, newer, above, why)
+
+    def _newer(self, fragment: int, begun: int, there: set[int], problems: list[str]) -> list[MergeRecord]:
+        """The records that follow version ``begun``, without arrays; what ends them goes to ``problems``."""
+        newer: list[MergeRecord] = []
+        version, bridges = begun, dict[int, MergeRecord]()
+        for start in (v for v in sorted(there) if v > begun + 1 and v - 1 not in there):
+            try:
+                after_gap = self.header(fragment, start)
+            except (Damaged, NotThere) as error:
+                problems.append(str(error))
+                continue
+            if after_gap.recovered is not None:
+                bridges[after_gap.follows] = after_gap
+        try:
+            while version in bridges or version + 1 in there:
+                newer.append(bridges.get(version) or self.header(fragment, version + 1))
+                version = newer[-1].version
+        except (Damaged, NotThere) as error:
+            problems.append(str(error))
+        return newer

@@ -1,0 +1,216 @@
+"""The command line's requests against a server of this test: what an API server may answer, or not."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.cluster.client import Cluster, ClusterError, open_cluster
+from diloco.cluster.follow import ended, follow, gone_within, seen
+from diloco.cluster.port_forward import forwarded
+
+Reply = tuple[int, Any]
+Answer = Callable[[str, str], Reply]  # of method and path with query
+
+JOBS = "/apis/diloco.io/v1alpha1/namespaces/lab/dilocojobs"
+
+
+def a_status(reason: str, message: str, **details: Any) -> dict[str, Any]:
+    return {"kind": "Status", "reason": reason, "message": message, "details": details}
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[[Answer], Cluster]]:
+    """``serve(answer)``: a cluster whose API server answers so."""
+    servers: list[http.server.ThreadingHTTPServer] = []
+
+    def begin(answer: Answer) -> Cluster:
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                code, document = answer(self.command, self.path)
+                body = document if isinstance(document, bytes) else json.dumps(document).encode()
+                self.send_response(code)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            do_PATCH = do_DELETE = do_GET
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        return connect(tmp_path, server.server_address[1])
+
+    yield begin
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def connect(directory: Path, port: int) -> Cluster:
+    path = directory / "config"
+    context = {"cluster": "c", "user": "u", "namespace": "lab"}
+    path.write_text(
+        json.dumps(
+            {
+                "apiVersion": "v1", "kind": "Config", "current-context": "here",
+                "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{port}"}}],
+                "users": [{"name": "u", "user": {"token": "secret-token"}}],
+                "contexts": [{"name": "here", "context": context}],
+            }
+        )
+    )  # fmt: skip
+    return open_cluster(None, None, path)
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason", "code", "words"),
+    [
+        ((401, a_status("Unauthorized", "Unauthorized")), "Unauthorized", 2, "log in again"),
+        ((403, a_status("Forbidden", 'x is forbidden: User "u" cannot get resource "dilocojobs" in API group'
+                                     ' "diloco.io" in the namespace "lab"')), "Forbidden", 1,
+         'may not get dilocojobs.diloco.io in the namespace "lab"'),
+        ((403, a_status("Forbidden", "exceeded quota: small")), "Forbidden", 1, "exceeded quota: small"),
+        ((404, b"404 page not found\n"), "NoCRD", 1, "helm install diloco charts/diloco"),
+        ((404, a_status("NotFound", 'namespaces "lab" not found', kind="namespaces", name="lab")),
+         "NoNamespace", 2, "create namespace lab"),
+        ((409, a_status("Conflict", "was changed", name="tiny")), "Conflict", 1, "was changed"),
+        ((422, a_status("Invalid", "is invalid", name="tiny")), "Invalid", 1, "is invalid"),
+        ((429, a_status("TooManyRequests", "slow down")), "Busy", 1, "try again"),
+        ((503, a_status("ServiceUnavailable", "starting")), "Busy", 1, "starting"),
+        ((502, b"<html>Bad Gateway</html>"), "Busy", 1, "Bad Gateway"),
+        ((200, b"<html>log in</html>"), "", 1, "no JSON object"),
+        ((200, b"[1]"), "", 1, "no JSON object"),
+    ],
+)  # fmt: skip
+def test_what_an_api_server_answers(
+    serve: Callable[[Answer], Cluster], reply: Reply, reason: str, code: int, words: str
+) -> None:
+    cluster = serve(lambda method, path: reply)
+    with pytest.raises(ClusterError) as error:
+        cluster.get(cluster.job_path("tiny"))
+    assert (error.value.reason, error.value.code) == (reason, code)
+    assert words in str(error.value) and "here" in str(error.value)
+    assert "secret-token" not in str(error.value)
+    assert error.value.passing is (reason == "Busy")
+
+
+def test_nobody_answers(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        cluster = connect(tmp_path, port)
+        begin = time.monotonic()
+        with pytest.raises(ClusterError, match=r"does not answer within 0\.3 s") as error:
+            cluster.request("GET", "/version", seconds=0.3)
+        assert time.monotonic() - begin < 3 and error.value.reason == "Unreachable"
+        with (
+            pytest.raises(ClusterError, match=r"opens no connection to the pod p within 0\.3 s"),
+            forwarded(cluster, "p", 7702, 0.3),
+        ):
+            pass
+    with pytest.raises(ClusterError, match=r"cannot be reached \(Connection refused\)") as error:
+        cluster.get("/version")
+    assert error.value.passing
+    with (
+        pytest.raises(ClusterError, match=r"opens no connection to the pod p: .*refused"),
+        forwarded(cluster, "p", 1),
+    ):
+        pass
+
+
+def test_a_job_that_is_not_there_names_those_that_are(serve: Callable[[Answer], Cluster]) -> None:
+    def answer(method: str, path: str) -> Reply:
+        if path.startswith(f"{JOBS}?"):
+            return 200, {"items": [{"metadata": {"name": name}} for name in ("tiny", "other")]}
+        return 404, a_status("NotFound", "not found", name="tny", kind="dilocojobs")
+
+    with pytest.raises(ClusterError, match=r"no job tny in the namespace lab.*did you mean tiny\?") as error:
+        serve(answer).job("tny")
+    assert error.value.code == 2
+
+
+def test_long_lists_come_in_pages(serve: Callable[[Answer], Cluster]) -> None:
+    def answer(method: str, path: str) -> Reply:
+        if "continue=next" in path:
+            return 200, {"items": [{"n": 2}], "metadata": {}}
+        return 200, {"items": [{"n": 1}], "metadata": {"continue": "next"}}
+
+    assert serve(answer).jobs() == [{"n": 1}, {"n": 2}]
+
+
+# ------------------------------------------------------------------ following
+
+
+def a_job(*conditions: str, phase: str = "Running") -> dict[str, Any]:
+    made = [
+        {"type": kind, "status": "True", "observedGeneration": 1, "message": "so it is"}
+        for kind in conditions
+    ]
+    return {"metadata": {"name": "tiny", "uid": "u", "generation": 1}, "spec": {"regions": [{"learners": 1}]},
+            "status": {"observedGeneration": 1, "phase": phase, "conditions": made}}  # fmt: skip
+
+
+def in_turn(*replies: Reply) -> Answer:
+    left = list(replies)
+
+    def answer(method: str, path: str) -> Reply:
+        if "/events" in path or "/pods" in path:
+            return 200, {"items": []}
+        return left.pop(0) if len(left) > 1 else left[0]
+
+    return answer
+
+
+def test_waiting_outlives_an_api_server_that_is_away(serve: Callable[[Answer], Cluster]) -> None:
+    busy = (503, a_status("ServiceUnavailable", "starting"))
+    cluster = serve(in_turn((200, a_job()), busy, busy, busy, (200, a_job("Complete"))))
+    said: list[str] = []
+    pauses: list[float] = []
+    ((_, outcome, _),) = follow([cluster], "tiny", ended, 60, said.append, sleep=pauses.append)
+    assert outcome == (0, "is complete")
+    assert len([line for line in said if "asking again" in line]) == 1  # said once
+    assert said[-1] == "Complete: so it is"
+    assert len(pauses) == 4 and max(pauses[1:]) > max(pauses[:1]) and max(pauses) <= 15 * 1.2
+
+
+def test_waiting_ends_with_the_time(serve: Callable[[Answer], Cluster]) -> None:
+    cluster = serve(in_turn((200, a_job())))
+    begin = time.monotonic()
+    ((_, outcome, job),) = follow([cluster], "tiny", ended, 0.3, lambda line: None)
+    assert outcome is None and job is not None and time.monotonic() - begin < 3
+
+
+def test_waiting_for_every_copy(serve: Callable[[Answer], Cluster]) -> None:
+    first, second = (
+        serve(in_turn((200, a_job("Complete")))),
+        serve(in_turn((200, a_job()), (200, a_job("Failed")))),
+    )
+    found = follow([first, second], "tiny", ended, 60, lambda line: None, sleep=lambda seconds: None)
+    assert [outcome and outcome[0] for _, outcome, _ in found] == [0, 1]
+
+
+def test_waiting_where_asking_is_forbidden_ends_at_once(serve: Callable[[Answer], Cluster]) -> None:
+    cluster = serve(in_turn((403, a_status("Forbidden", "no"))))
+    with pytest.raises(ClusterError, match="no"):
+        follow([cluster], "tiny", seen, 60, lambda line: None)
+
+
+def test_a_job_that_is_gone_or_another_by_now(serve: Callable[[Answer], Cluster]) -> None:
+    other = {**a_job(), "metadata": {**a_job()["metadata"], "uid": "new"}}
+    missing = (404, a_status("NotFound", "not found", name="tiny"))
+    for last in ((200, other), missing):
+        cluster = serve(in_turn((200, a_job()), last))
+        judge = gone_within({"u"})
+        ((_, outcome, _),) = follow([cluster], "tiny", judge, 60, lambda line: None, sleep=lambda s: None)
+        assert outcome == (0, "is deleted")

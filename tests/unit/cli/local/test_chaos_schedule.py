@@ -1,0 +1,110 @@
+"""The --chaos grammar and the choice of victims."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.local.chaos.schedule import ChaosError, Clockwork, Fault, check, choose, parse
+
+
+def test_every_form() -> None:
+    got = parse("20s:kill:learner-2, step=150:term:learner,1.5m:pause:syncer:500ms,0s:cut:learner-0:2s")
+    assert got == (
+        Fault("20s:kill:learner-2", "kill", after_seconds=20.0, learner=2),
+        Fault("step=150:term:learner", "term", at_step=150),
+        Fault("1.5m:pause:syncer:500ms", "pause", after_seconds=90.0, syncer=True, duration=0.5),
+        Fault("0s:cut:learner-0:2s", "cut", after_seconds=0.0, learner=0, duration=2.0),
+    )
+    assert [fault.target for fault in got] == ["learner-2", "learner", "syncer", "learner-0"]
+    assert parse("  ") == ()
+
+
+@pytest.mark.parametrize(
+    ("spec", "item", "cure"),
+    [
+        ("20s:kill", "item 1 ('20s:kill')", "TIME:ACTION:TARGET"),
+        ("20s:kill:learner:5s", "item 1", "kill takes no duration; write 20s:kill:learner"),
+        ("20s:pause:learner", "item 1", "pause needs a duration; write 20s:pause:learner:5s"),
+        ("20s:cut:learner:0s", "item 1", "no duration above zero"),
+        ("20s:cut:learner:soon", "item 1", "'soon' is no duration"),
+        ("20s:kill:learner,20:kill:learner", "item 2", "'20' is no time; write a duration"),
+        ("step=x:kill:learner", "item 1", "such as step=150"),
+        ("20s:explode:learner", "item 1", "write one of kill, term, pause, cut"),
+        ("20s:kill:worker", "item 1", "write learner-N, learner or syncer"),
+        ("20s:kill:learner-", "item 1", "no target 'learner-'"),
+        ("20s:kill:learner,", "item 2 ('')", "remove the spare comma"),
+        (f"step={'9' * 5000}:kill:learner", "item 1", "such as step=150"),
+        (f"1s:kill:learner-{'9' * 5000}", "item 1", "write learner-N, learner or syncer"),
+        (f"1s:pause:learner:{'9' * 400}h", "item 1", "is no duration above zero"),
+        (
+            "random(seed=1,every=10s):kill:learner",
+            "item 1 ('random(seed=1,every=10s):kill:learner')",
+            "is no time",
+        ),
+    ],
+)
+def test_errors_name_the_item_and_the_cure(spec: str, item: str, cure: str) -> None:
+    with pytest.raises(ChaosError) as error:
+        parse(spec)
+    assert item in str(error.value) and cure in str(error.value)
+
+
+def test_too_many_items_are_refused() -> None:
+    with pytest.raises(ChaosError, match="10001 items"):
+        parse(",".join(["1s:kill:syncer"] * 10_001))
+
+
+def test_check_names_the_learners_that_there_are() -> None:
+    check(parse("1s:kill:learner-2,1s:kill:learner"), learners=3)
+    with pytest.raises(ChaosError, match="no learner-3; it has learner-0 to learner-2"):
+        check(parse("1s:kill:learner-3"), learners=3)
+    with pytest.raises(ChaosError, match="only learner-0"):
+        check(parse("1s:kill:learner-1"), learners=1)
+
+
+_times = st.integers(0, 10_000).map(lambda n: f"{n}s") | st.integers(0, 10_000).map(lambda n: f"step={n}")
+_targets = st.sampled_from(["syncer", "learner"]) | st.integers(0, 99).map(lambda n: f"learner-{n}")
+_items = st.tuples(_times, st.sampled_from(["kill", "term"]), _targets).map(":".join) | st.tuples(
+    _times, st.sampled_from(["pause", "cut"]), _targets, st.integers(1, 99).map(lambda n: f"{n}s")
+).map(":".join)
+
+
+@given(st.lists(_items, max_size=8))
+def test_what_is_written_is_what_is_read(items: list[str]) -> None:
+    got = parse(",".join(items))
+    assert [fault.text for fault in got] == items
+    assert [fault.target for fault in got] == [item.split(":")[2] for item in items]
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_read_or_refused_clearly(text: str) -> None:
+    try:
+        parse(text)
+    except ChaosError as error:
+        assert "--chaos" in str(error)
+
+
+def test_clockwork_gives_each_fault_once() -> None:
+    clockwork = Clockwork(parse("3s:kill:learner-0,1s:kill:learner-1,step=10:kill:learner-2"))
+    assert clockwork.due(None, 9) == []
+    assert [index for index, _ in clockwork.due(None, 10)] == [2]
+    assert clockwork.due(0.5, 10) == []
+    assert [index for index, _ in clockwork.due(5.0, 10)] == [1, 0]
+    assert clockwork.due(1e9, 10**9) == [] and clockwork.waiting == ()
+
+
+@given(st.sets(st.integers(0, 20)), st.integers(0, 2**31), st.integers(0, 50))
+def test_choice_is_by_the_seed_and_among_the_running(running: set[int], seed: int, index: int) -> None:
+    fault = parse("1s:kill:learner")[0]
+    got = choose(fault, index, sorted(running), seed)
+    assert got == choose(fault, index, sorted(running, reverse=True), seed)
+    assert (got in running) if running else got is None
+
+
+def test_choice_depends_on_the_seed() -> None:
+    fault = parse("1s:kill:learner")[0]
+    assert len({choose(fault, 0, range(8), seed) for seed in range(50)}) > 4
+    named = parse("1s:kill:learner-5")[0]
+    assert choose(named, 0, range(8), 0) == 5 and choose(named, 0, range(3), 0) is None

@@ -1,0 +1,67 @@
+"""metrics.jsonl and TensorBoard events, gathered from files as workers write them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from diloco.local.metrics_log import Journal
+
+STATUS: dict[str, Any] = {
+    "phase": "training", "merges": 7, "tokens": {"trained": 1000}, "tokens_per_second": 10.5,
+    "versions": [2, 1],
+    "quorum": {"active": 2, "required": 1}, "eval_loss": [[0, 5.5], [900, 4.5]], "goodput": 0.5,
+}  # fmt: skip
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_both_sources_in_one_file(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics"
+    metrics.mkdir()
+    old = metrics / "learner-local-0.jsonl"
+    old.write_text('{"step": 1, "loss": 9.0}\n')  # an earlier run's
+    journal = Journal(tmp_path / "metrics.jsonl", metrics, None)
+    with old.open("a") as file:
+        file.write('{"step": 2, "loss": 5.0}\n{"step": 3, "lo')
+    journal.follow()
+    journal.sample(STATUS)
+    with old.open("a") as file:
+        file.write('ss": 4.0}\n{"torn\n[]\n')
+    (metrics / "evaluator-local-0.jsonl").write_text('{"loss": 4.5}\n')
+    journal.close()
+    found = rows(tmp_path / "metrics.jsonl")
+    assert [(row["source"], row.get("step"), row.get("loss")) for row in found] == [
+        ("learner-local-0", 2, 5.0),
+        ("status", None, None),
+        ("evaluator-local-0", None, 4.5),
+        ("learner-local-0", 3, 4.0),
+    ]
+    assert found[1]["versions"] == [1, 2] and found[1]["active"] == 2 and found[1]["eval_loss"] == [900, 4.5]
+
+
+def test_a_status_that_says_nothing_yet(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "metrics.jsonl", tmp_path / "absent", None)
+    journal.sample({"phase": "waiting", "versions": []})
+    journal.close()
+    assert rows(tmp_path / "metrics.jsonl")[0]["versions"] == [0, 0]
+
+
+def test_tensorboard_reads_the_events(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    metrics = tmp_path / "metrics"
+    metrics.mkdir()
+    journal = Journal(tmp_path / "metrics.jsonl", metrics, tmp_path / "tensorboard")
+    (metrics / "learner-local-0.jsonl").write_text('{"step": 2, "loss": 5.0}\n{"step": 3, "loss": NaN}\n')
+    journal.sample(STATUS)
+    journal.sample(STATUS)
+    journal.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("merged/loss")] == [(0, 5.5), (900, 4.5)]
+    assert [(e.step, e.value) for e in events.Scalars("learner-local-0/loss")] == [(2, 5.0)]
+    assert [e.step for e in events.Scalars("job/merges")] == [1000, 1000]

@@ -1,0 +1,144 @@
+"""What a person sees: figures, the live picture and plain lines."""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import Any
+
+from rich.console import Console
+
+from diloco.local.screen import Lines, Live, View, fault_text, progress, progress_line, summary, version_strip
+
+STATUS: dict[str, Any] = {
+    "job": "tiny", "phase": "training", "elapsed_seconds": 12.5, "quorum": {"active": 1, "required": 1},
+    "standby": 1, "versions": [4, 3, 5], "tokens": {"trained": 245760}, "tokens_per_second": 10200.4,
+    "merges": 7,
+    "eval_loss": [[0, 5.6], [2000, 2.45]],
+    "rounds": [{"fragment": 1, "round": 17, "responders": [0], "waiting": [1]}],
+    "slots": [
+        {"slot": 0, "region": "local", "ordinal": 0, "state": "active", "step": 120, "tokens": 1000,
+         "loss": 2.41, "step_seconds": 0.05, "compute_seconds": 9.0, "stalled_seconds": 1.0,
+         "merged_pushes": 40},
+        {"slot": 1, "region": "local", "ordinal": 1, "state": "lost", "step": 80, "tokens": 900, "loss": 3.0},
+    ],
+}  # fmt: skip
+
+
+def view(**changes: Any) -> View:
+    names = {("local", 0): "learner-0", ("local", 1): "learner-1"}
+    return View("tiny", ("tokens", 2_000_000), {**STATUS, **changes}, names, {"learner-1": "starting"}, True)
+
+
+def test_the_strip_shows_who_is_ahead() -> None:
+    assert version_strip([4, 3, 5]) == "▂▁▃  3 to 5"
+    assert version_strip([7, 7]) == "▁▁  7"
+    assert version_strip([]) == "none yet"
+    assert version_strip([0, 1000])[1] == "█"
+    assert len(version_strip(list(range(300))).split()[0]) == 64
+
+
+def test_the_run_on_one_line() -> None:
+    assert progress_line(view()) == (
+        "   12.5 s  training  245,760 of 2,000,000 tokens (10,200/s)"
+        "  loss 2.410 -  merged 2.450  versions 3..5  quorum 1/1"
+    )
+    silent = view(eval_loss=[], slots=[], versions=[], tokens_per_second=None)
+    silent.serving = False
+    assert "merged -" in progress_line(silent) and "does not answer" in progress_line(silent)
+
+
+def test_progress_is_told_in_the_unit_of_the_stop() -> None:
+    shown = view()
+    shown.stop = ("steps", 300)
+    assert progress(shown) == "120 of 300 steps, 245,760 tokens"
+    shown.stop = ("seconds", 60.0)
+    assert progress(shown) == "12 of 60 seconds, 245,760 tokens"
+    shown.stop = None
+    assert progress(shown) == "step 120, 245,760 tokens"
+
+
+def test_an_ended_job_needs_no_syncer() -> None:
+    ended = view(phase="complete")
+    ended.serving = False
+    assert "does not answer" not in progress_line(ended)
+
+
+def test_lines_are_few_and_events_come_at_once() -> None:
+    out = io.StringIO()
+    lines = Lines(out)
+    for _ in range(100):
+        lines.update(view())
+    lines.event("chaos: kill learner-1", "red")
+    assert out.getvalue().splitlines() == [progress_line(view()), "chaos: kill learner-1"]
+
+
+def test_a_reader_that_leaves_does_not_end_the_run() -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    lines = Lines(Gone())
+    lines.event("one")
+    lines.event("two")
+
+
+def test_the_picture_has_everything() -> None:
+    out = io.StringIO()
+    live = Live(Console(file=out, force_terminal=True, width=140))
+    live.update(view())
+    live.event("gone: slot 1: its process is gone (SIGKILL)", "red")
+    live.close()
+    for words in ("training", "245,760", "10,200 tokens/s", "2.450", "learner-0", "active", "2.410", "10.0 %",
+                  "learner-1", "lost", "starting", "▂▁▃  3 to 5", "1 active, 1 needed, 1 standing by",
+                  "fragment 1: 1 in, 1 awaited", "its process is gone"):  # fmt: skip
+        assert words in out.getvalue(), words
+
+
+def test_on_a_small_terminal_the_newest_events_are_seen() -> None:
+    out = io.StringIO()
+    live = Live(Console(file=out, force_terminal=True, width=80, height=24))
+    live.update(view())
+    for number in range(20):
+        out.truncate(0)
+        live.event(f"event {number} " + 70 * "x" + " end")  # two lines
+    shown = out.getvalue()  # one picture
+    live.close()
+    assert shown.count("\n") < 24 and shown.count(" end") >= 5
+    assert "training" in shown and " end" in shown.split("event 19")[1] and "event 10 " not in shown
+
+
+def test_the_picture_before_anything_is_known() -> None:
+    out = io.StringIO()
+    live = Live(Console(file=out, force_terminal=True, width=120))
+    live.event("starting tiny")
+    live.update(View("tiny", ("steps", 10)))
+    live.close()
+    assert "starting" in out.getvalue() and "none yet" in out.getvalue()
+
+
+def test_the_summary_of_full_and_of_empty_reports() -> None:
+    fault = {"at_seconds": 20.0, "action": "kill", "target": "learner-1", "detected_seconds": 0.05,
+             "joined_seconds": 1.0, "first_step_seconds": 2.0, "recovered_seconds": None}  # fmt: skip
+    assert fault_text(fault) == (
+        "kill learner-1 at 20.0 s: detected 0.05 s, joined 1.00 s, first step 2.00 s, recovered -"
+    )
+    full = {"outcome": "complete", "initial_loss": 5.5, "final_loss": 2.0, "goodput": 0.9,
+            "uptime": 1.0,
+            "tokens": {"trained": 10, "merged": 9, "pending": 1, "dropped": 0},
+            "faults": [fault],
+            "regions": [
+                {"name": "eu", "bytes_up": 7, "bytes_down": 8, "wire_bytes_up": 9, "wire_bytes_down": 11},
+                {"name": "", "bytes_up": 0, "bytes_down": 5, "wire_bytes_up": None, "wire_bytes_down": None},
+            ]}  # fmt: skip
+    console = Console(file=io.StringIO(), width=140)
+    console.print(summary(full))
+    console.print(summary({}))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert (
+        "5.500 at the start, 2.000 at the end" in text
+        and "10 trained, 9 merged" in text
+        and "recovered -" in text
+    )
+    assert "wire eu" in text and "7 bytes up, 8 down; with all beside it and TLS 9 up, 11 down" in text
+    assert re.search(r"wire others +0 bytes up, 5 down +\n", text)

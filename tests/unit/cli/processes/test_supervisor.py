@@ -1,0 +1,136 @@
+"""The restart policy, with time and jitter given."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.processes.supervisor import (
+    EVALUATOR_RESTARTS,
+    MAX_BACKOFF_SECONDS,
+    Abandon,
+    Exit,
+    Fail,
+    Finished,
+    Kind,
+    Restart,
+    Supervisor,
+)
+
+KILLED = Exit(signal=9)
+
+
+def make(limit: int = 50) -> Supervisor:
+    return Supervisor(limit, random.Random(0))
+
+
+def test_the_first_replacement_comes_at_once_and_later_ones_back_off() -> None:
+    supervisor = make()
+    delays = []
+    for _ in range(12):
+        decision = supervisor.ended("learner-0", Kind.LEARNER, KILLED, 100.0, wanted=True)
+        assert isinstance(decision, Restart)
+        delays.append(decision.at - 100.0)
+    assert delays[0] == 0.0
+    for tries, delay in enumerate(delays[1:]):
+        nominal = min(MAX_BACKOFF_SECONDS, 0.5 * 2**tries)
+        assert 0.5 * nominal <= delay <= 1.5 * nominal
+    assert supervisor.restarts == {"learner-0": 12}
+
+
+def test_a_process_that_was_in_a_merge_is_replaced_at_once_again() -> None:
+    supervisor = make()
+    for _ in range(5):
+        supervisor.ended("learner-0", Kind.LEARNER, KILLED, 0.0, wanted=True)
+    supervisor.healthy("learner-0")
+    assert supervisor.ended("learner-0", Kind.LEARNER, KILLED, 7.0, wanted=True) == Restart(7.0)
+
+
+def test_jitter_differs_between_runs_that_are_not_seeded_alike() -> None:
+    def second_delay(seed: int) -> Restart:
+        supervisor = Supervisor(50, random.Random(seed))
+        supervisor.ended("learner-0", Kind.LEARNER, KILLED, 0.0, wanted=True)
+        decision = supervisor.ended("learner-0", Kind.LEARNER, KILLED, 0.0, wanted=True)
+        assert isinstance(decision, Restart)
+        return decision
+
+    assert len({second_delay(seed).at for seed in range(10)}) == 10
+
+
+@given(st.integers(0, 20), st.lists(st.sampled_from(["a", "b", "syncer", "merge"]), max_size=80))
+def test_the_limit_counts_replacements_since_the_last_merge(limit: int, story: list[str]) -> None:
+    supervisor, count = make(limit), 0
+    for who in story:
+        if who == "merge":
+            supervisor.merged()
+            count = 0
+            continue
+        kind = Kind.SYNCER if who == "syncer" else Kind.LEARNER
+        decision = supervisor.ended(who, kind, KILLED, 0.0, wanted=True)
+        if count >= limit:
+            assert isinstance(decision, Fail) and decision.exit_code == 1
+            assert "failurePolicy.maxReplacements" in decision.message
+        else:
+            assert isinstance(decision, Restart)
+            count += 1
+
+
+def test_exits_that_another_start_does_not_cure() -> None:
+    for kind, code, expected in [
+        (Kind.LEARNER, 2, 2), (Kind.LEARNER, 4, 1), (Kind.SYNCER, 2, 2), (Kind.SYNCER, 3, 1),
+        (Kind.SYNCER, 4, 1),
+    ]:  # fmt: skip
+        decision = make().ended("x", kind, Exit(code=code), 0.0, wanted=True)
+        assert isinstance(decision, Fail) and decision.exit_code == expected, (kind, code)
+    for code in (0, 1, 137):  # drained by somebody else's SIGTERM, crashed
+        assert isinstance(make().ended("x", Kind.LEARNER, Exit(code=code), 0.0, wanted=True), Restart)
+
+
+def test_a_syncer_whose_credentials_cannot_be_used_is_a_mistake_as_a_wrong_file_is() -> None:
+    decision = make().ended("syncer", Kind.SYNCER, Exit(code=5), 0.0, wanted=True)
+    assert isinstance(decision, Fail) and decision.exit_code == 2 and "credentials" in decision.message
+
+
+def test_an_end_that_was_wanted_needs_nothing() -> None:
+    assert make().ended("x", Kind.LEARNER, Exit(code=0), 0.0, wanted=False) == Finished()
+
+
+def test_the_evaluator_never_fails_the_job() -> None:
+    supervisor = make(limit=0)
+    for _ in range(EVALUATOR_RESTARTS):
+        assert isinstance(
+            supervisor.ended("evaluator", Kind.EVALUATOR, Exit(code=1), 0.0, wanted=True), Restart
+        )
+    decision = supervisor.ended("evaluator", Kind.EVALUATOR, Exit(code=1), 0.0, wanted=True)
+    assert isinstance(decision, Abandon) and "goes on without" in decision.message
+    assert isinstance(make().ended("evaluator", Kind.EVALUATOR, Exit(code=2), 0.0, wanted=True), Abandon)
+    assert supervisor.since_merge == 0
+
+
+def test_exits_read_well() -> None:
+    assert (
+        str(Exit(signal=9)) == "SIGKILL" and str(Exit(code=3)) == "exit code 3" and str(Exit(signal=63)) != ""
+    )
+
+
+def test_rules_by_exit_code_come_first_for_learners() -> None:
+    rules = [(frozenset({2, 7}), "Ignore"), (frozenset({3}), "Fail"), (frozenset({4}), "Replace")]
+    supervisor = Supervisor(1, random.Random(0), rules)
+    for _ in range(5):
+        assert isinstance(supervisor.ended("a", Kind.LEARNER, Exit(code=7), 0.0, wanted=True), Restart)
+    assert supervisor.since_merge == 0
+    assert isinstance(supervisor.ended("a", Kind.LEARNER, Exit(code=2), 0.0, wanted=True), Restart)
+    failed = supervisor.ended("a", Kind.LEARNER, Exit(code=3), 0.0, wanted=True)
+    assert isinstance(failed, Fail) and "failurePolicy.rules" in failed.message
+    assert isinstance(supervisor.ended("a", Kind.LEARNER, Exit(code=4), 0.0, wanted=True), Restart)
+    assert supervisor.since_merge == 1
+    assert isinstance(supervisor.ended("syncer", Kind.SYNCER, Exit(code=3), 0.0, wanted=True), Fail)
+
+
+def test_a_member_that_was_superseded_may_stand_by() -> None:
+    supervisor = make()
+    supervisor.healthy("learner-0")
+    assert isinstance(supervisor.ended("learner-0", Kind.LEARNER, Exit(code=4), 0.0, wanted=True), Restart)
+    assert isinstance(supervisor.ended("learner-0", Kind.LEARNER, Exit(code=4), 0.0, wanted=True), Fail)

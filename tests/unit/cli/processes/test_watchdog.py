@@ -1,0 +1,73 @@
+"""When a syncer that lives is given up, and what a finished one leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diloco.processes.watchdog import SILENT_SECONDS, START_SECONDS, Vigil, progress
+from diloco.processes.workdir import Workdir
+
+
+def begun() -> Vigil:
+    vigil = Vigil()
+    vigil.started(1000.0)
+    return vigil
+
+
+def test_a_start_that_works_is_waited_for_and_one_that_stands_still_is_not() -> None:
+    vigil, now = begun(), 1000.0
+    for ticks in range(20):  # a large store is read, for twenty minutes
+        now += SILENT_SECONDS - 1
+        assert not vigil.check(now, ticks)
+    assert "has done nothing" in vigil.check(now + SILENT_SECONDS + 1, 19)
+    assert "did not serve within" in vigil.check(1000.0 + START_SECONDS + 1, 20)
+
+
+def test_one_that_has_answered_must_go_on_answering_however_busy_it_is() -> None:
+    vigil = begun()
+    vigil.check(1200.0, 5)
+    vigil.answered(1201.0)
+    assert not vigil.check(1201.0 + SILENT_SECONDS, 6)
+    assert "has not answered" in vigil.check(1202.0 + SILENT_SECONDS, 7)
+    vigil.excused(1300.0)
+    assert not vigil.check(1300.0 + SILENT_SECONDS, 7)
+    vigil.started(2000.0)  # the next one may take its time again
+    assert not vigil.check(2000.0 + SILENT_SECONDS - 1, 0)
+
+
+def test_progress_rises_with_work_and_stands_with_none() -> None:
+    work = "import sys\nfor _ in sys.stdin: sum(range(3_000_000)); print(1, flush=True)"
+    child = subprocess.Popen([sys.executable, "-c", work], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdin is not None and child.stdout is not None
+    with child:
+        child.stdin.write(b"\n")
+        child.stdin.flush()
+        assert child.stdout.readline()
+        before = progress(child.pid)
+        child.stdin.write(b"\n\n\n")
+        child.stdin.flush()
+        for _ in range(3):
+            assert child.stdout.readline()
+        assert progress(child.pid) > before > 0
+        child.stdin.close()
+    assert progress(child.pid) == -1 and progress(os.getpid()) > 0
+
+
+@pytest.mark.parametrize(("outcome", "phase"), [("complete", "complete"), ("interrupted", "suspended")])
+def test_the_report_in_the_store_says_that_its_syncer_ended_the_job(
+    tmp_path: Path, outcome: str, phase: str
+) -> None:
+    workdir = Workdir(tmp_path)
+    workdir.store.mkdir()
+    assert workdir.ended_in(1) is None
+    (workdir.store / "report.json").write_text(json.dumps({"outcome": outcome, "syncer": {"epoch": 2}}))
+    assert workdir.ended_in(2) == phase
+    assert workdir.ended_in(3) is None  # an earlier life's: this one was only asked to stop
+    (workdir.store / "report.json").write_text("{")
+    assert workdir.ended_in(2) is None

@@ -1,0 +1,530 @@
+"""The manifests of a job's objects: names, labels, ports, what they hold and what they do not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from diloco_operator import names
+from diloco_operator.job import Job, place, read
+from diloco_operator.model import PlanSettings, Ref
+from diloco_operator.objects import manifests, pods
+from diloco_operator.objects.manifests import Images
+from diloco_protocol.spec.load import job_from_json
+from operator_world import job_object
+
+SETTINGS = PlanSettings(None, "diloco-system", "syncer:1", "worker:1")
+IMAGES = Images("syncer:1", "worker:1")
+EVALUATED = {"evaluation": {"fraction": 0.1}}
+
+
+def job(**spec: Any) -> Job:
+    found = read(job_object(**spec))
+    assert found.document is not None, found.problems
+    return found
+
+
+def everything(given: Job, settings: PlanSettings = SETTINGS) -> dict[Ref, dict[str, Any]]:
+    here = place(given.spec, settings.cluster)
+    found = [*manifests.plain(given, here, settings)]
+    claim = manifests.claim_manifest(given, None)
+    found += [claim] if claim is not None and here.syncer else []
+    for ref in manifests.holders(given, here):
+        spec = manifests.fresh(given, here, ref, IMAGES, settings)
+        found.append(manifests.with_pods(given, ref, spec, 1, 1))
+    return {Ref(m["kind"], m["metadata"]["name"]): m for m in found}
+
+
+def container(template: dict[str, Any]) -> dict[str, Any]:
+    return dict(template["spec"]["containers"][0])
+
+
+def environment(template: dict[str, Any]) -> dict[str, Any]:
+    return {e["name"]: e.get("value", e.get("valueFrom")) for e in container(template)["env"]}
+
+
+def walk(value: Any) -> Iterator[Any]:
+    yield value
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from walk(item)
+
+
+def test_the_objects_of_a_job_have_the_names_of_the_contract() -> None:
+    made = everything(job(training=EVALUATED))
+    assert sorted(map(tuple, made)) == sorted(
+        [
+            ("ConfigMap", "job-settings"), ("NetworkPolicy", "job-syncer"), ("NetworkPolicy", "job-learners"),
+            ("Service", "job-syncer"), ("Service", "job-local"), ("PodDisruptionBudget", "job-local"),
+            ("PersistentVolumeClaim", "job-syncer"), ("Deployment", "job-syncer"),
+            ("StatefulSet", "job-local"), ("Deployment", "job-evaluator"),
+        ]
+    )  # fmt: skip
+    assert set(made) == set(manifests.children("job", job(training=EVALUATED).raw_spec))
+
+
+def test_labels_and_owners() -> None:
+    for ref, manifest in everything(job(training=EVALUATED)).items():
+        labels = manifest["metadata"]["labels"]
+        assert (
+            labels["diloco.io/job"] == "job" and labels["app.kubernetes.io/managed-by"] == "diloco-operator"
+        )
+        assert labels["diloco.io/role"] in ("syncer", "learner", "evaluator")
+        owners = manifest["metadata"].get("ownerReferences", [])
+        assert bool(owners) == (ref.kind != "PersistentVolumeClaim"), "the claim outlives the job"
+        live = {**manifest, "kind": ref.kind}
+        assert manifests.is_ours(ref, live, "job", job().uid)
+        assert manifests.is_ours(ref, live, "job", "another") == (ref.kind == "PersistentVolumeClaim")
+        assert not manifests.is_ours(ref, {"metadata": {"name": ref.name}}, "job", job().uid)
+        template = manifest.get("spec", {}).get("template")
+        if template:
+            for key, value in manifest["spec"]["selector"]["matchLabels"].items():
+                assert template["metadata"]["labels"][key] == value
+            assert {k: v for k, v in template["metadata"]["labels"].items() if k in labels} == labels
+
+
+def test_children_of_specs_that_cannot_be_read() -> None:
+    for spec in ({}, {"regions": None}, {"regions": ["x", {"name": 3}, {}]}, {"regions": {"a": 1}}):
+        found = manifests.children("job", spec)
+        assert names.claim("job") in found and len(found) == len(set(found))
+
+
+def test_settings_are_what_programs_read() -> None:
+    data = everything(job())[names.settings_map("job")]["data"]
+    assert job_from_json(data["job.json"]).metadata.name == "job"
+    assert json.loads(data["address.json"]) == {"sync": "job-syncer.ns.svc:7700"} and len(data) == 2
+    cuda = everything(job(training={**EVALUATED, "device": "cuda"}))
+    settings = cuda[names.settings_map("job")]["data"]
+    assert job_from_json(settings["job.json"]).spec.training.device == "cuda"
+    assert job_from_json(settings["evaluator.json"]).spec.training.device == "auto", "it has no GPU"
+    template = cuda[names.evaluator_deployment("job")]["spec"]["template"]
+    assert environment(template)["DILOCO_JOB_FILE"] == "/etc/diloco/settings/evaluator.json"
+    learner = cuda[names.stateful_set("job", "local")]["spec"]["template"]
+    assert environment(learner)["DILOCO_JOB_FILE"] == "/etc/diloco/settings/job.json"
+
+
+def test_every_pod_is_restricted() -> None:
+    made = everything(job(training=EVALUATED))
+    templates = [m["spec"]["template"] for m in made.values() if "template" in m.get("spec", {})]
+    assert len(templates) == 3
+    for template in templates:
+        spec, main = template["spec"], container(template)
+        assert spec["automountServiceAccountToken"] is False and spec["enableServiceLinks"] is False
+        assert spec["terminationGracePeriodSeconds"] == 30
+        assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["runAsUser"] == 65532
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert main["securityContext"] == {
+            "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        }  # fmt: skip
+        assert main["terminationMessagePolicy"] == "FallbackToLogsOnError"
+        assert {t["tolerationSeconds"] for t in spec["tolerations"]} == {20} and len(spec["tolerations"]) == 2
+        assert main["resources"]["requests"] and "limits" not in main["resources"]
+        assert "lifecycle" not in main
+        for mount in main["volumeMounts"]:
+            assert mount["name"] in {v["name"] for v in spec["volumes"]}
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+            assert main[probe]
+        start = main["startupProbe"]
+        assert start["periodSeconds"] * start["failureThreshold"] >= 3600
+
+
+def test_the_syncer() -> None:
+    deployment = everything(job())[names.syncer_deployment("job")]
+    assert deployment["spec"]["strategy"] == {"type": "Recreate"} and deployment["spec"]["replicas"] == 1
+    command = container(deployment["spec"]["template"])["command"]
+    options = dict(zip(command[3::2], command[4::2], strict=False))
+    assert command[:3] == ["python", "-m", "diloco_syncer"] and "--stay" in command
+    assert options["--store"] == "/var/lib/diloco/store" and options["--listen"] == "[::]:7700"
+    assert options["--control"] == "[::]:7701" and options["--export"].startswith("127.0.0.1:")
+    assert options["--control-key-file"] == "/etc/diloco/control/control-key"
+    assert "--credentials" in command
+    # Every option is one that the program has.
+    from diloco_syncer.__main__ import _parser
+
+    _parser().parse_args(command[3:])
+    pod_uid = {"fieldRef": {"fieldPath": "metadata.uid"}}
+    assert environment(deployment["spec"]["template"]) == {"DILOCO_POD": pod_uid}
+    # The sync port is bound before the store is read, and under TLS no kubelet could ask there.
+    main = container(deployment["spec"]["template"])
+    probed = {p: main[p]["httpGet"] for p in ("startupProbe", "readinessProbe", "livenessProbe")}
+    assert {p: page["path"] for p, page in probed.items()} == {
+        "startupProbe": "/readyz", "readinessProbe": "/readyz", "livenessProbe": "/healthz",
+    }  # fmt: skip
+    ports = {port["name"]: port["containerPort"] for port in main["ports"]}
+    assert {ports[page["port"]] for page in probed.values()} == {7702}
+
+
+def test_the_environment_of_workers_is_one_that_they_read(tmp_path: Any, monkeypatch: Any) -> None:
+    from diloco_worker.settings import WorkerSettings
+
+    made = everything(job(training=EVALUATED, syncer={"tls": {"mode": "off"}}))
+    path = tmp_path / "job.json"
+    path.write_text(made[names.settings_map("job")]["data"]["job.json"])
+    values = {"metadata.uid": "9dd40b1d-a071-fc6c-86cb-a85f37bee35c",
+              "metadata.labels['apps.kubernetes.io/pod-index']": "2"}  # fmt: skip
+    for ref, role in ((names.stateful_set("job", "local"), "learner"),
+                      (names.evaluator_deployment("job"), "evaluator")):  # fmt: skip
+        env = environment(made[ref]["spec"]["template"])
+        said = {k: v if isinstance(v, str) else values[v["fieldRef"]["fieldPath"]] for k, v in env.items()}
+        assert said["DILOCO_JOB_FILE"] == "/etc/diloco/settings/job.json"
+        settings = WorkerSettings.from_environment({**said, "DILOCO_JOB_FILE": str(path)})
+        assert settings.role == role and settings.idle_at_end and settings.syncer_file
+        assert settings.process.startswith("9dd40b1da071fc6c86cba85f37bee35c")
+        assert settings.drain_seconds == (25 if role == "learner" else None)
+        if role == "learner":
+            assert (settings.region, settings.ordinal) == ("local", 2)
+
+
+@pytest.mark.parametrize(("grace", "seconds"), [(None, 25), (120, 115), (3, 1)])
+def test_a_learner_drains_within_its_grace_period(grace: int | None, seconds: int) -> None:
+    """Also a program of the user's own, and where a region's template has the last word."""
+    template = {"spec": {"terminationGracePeriodSeconds": grace}} if grace is not None else {}
+    region = {"name": "local", "learners": 1, "podTemplate": template}
+    learners = {
+        "command": ["mine"],
+        "podTemplate": {"spec": {"containers": [{"name": "side", "image": "i"}]}},
+    }
+    made = everything(job(learners=learners, regions=[region]))
+    pod = made[names.stateful_set("job", "local")]["spec"]["template"]
+    assert environment(pod)["DILOCO_DRAIN_SECONDS"] == str(seconds)
+    assert pod["spec"]["terminationGracePeriodSeconds"] == (grace or 30) > seconds
+    assert "env" not in pod["spec"]["containers"][1]
+
+
+def test_learners_command_is_the_containers() -> None:
+    command = ["python", "train.py", "--fast"]
+    made = everything(job(learners={"command": command}, training=EVALUATED))
+    assert container(made[names.stateful_set("job", "local")]["spec"]["template"])["command"] == command
+    evaluator = container(made[names.evaluator_deployment("job")]["spec"]["template"])
+    assert evaluator["command"] == ["python", "-m", "diloco_worker"]
+
+
+def test_a_regions_template_goes_over_the_shared_one_and_the_evaluator_takes_no_gpu() -> None:
+    shared = {"spec": {
+        "imagePullSecrets": [{"name": "pull"}], "nodeSelector": {"pool": "gpu"}, "priorityClassName": "high",
+        "resourceClaims": [{"name": "gpu", "resourceClaimName": "x"}],
+        "volumes": [{"name": "corpus", "nfs": {"server": "s", "path": "/"}}],
+        "containers": [{"name": "learner", "image": "mine:1", "resources": {"limits": {"nvidia.com/gpu": 1}},
+                        "readinessProbe": {"exec": {"command": ["true"]}},
+                        "volumeMounts": [{"name": "corpus", "mountPath": "/corpus"}]},
+                       {"name": "side", "image": "side:1"}]}}  # fmt: skip
+    own = {"spec": {"containers": [{"name": "learner", "image": "mine:2"}]}}
+    made = everything(
+        job(training=EVALUATED, learners={"podTemplate": shared},
+            regions=[{"name": "local", "learners": 1}, {"name": "far", "learners": 1, "podTemplate": own}])
+    )  # fmt: skip
+    near = made[names.stateful_set("job", "local")]["spec"]["template"]["spec"]
+    far = made[names.stateful_set("job", "far")]["spec"]["template"]["spec"]
+    assert near["containers"][0]["image"] == "mine:1" and far["containers"][0]["image"] == "mine:2"
+    assert far["nodeSelector"] == {"pool": "gpu"} and far["containers"][1]["name"] == "side"
+    assert far["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 1}
+    evaluator = made[names.evaluator_deployment("job")]["spec"]["template"]["spec"]
+    assert evaluator["containers"][0]["image"] == "mine:1" and evaluator["imagePullSecrets"] == [
+        {"name": "pull"}
+    ]
+    assert "nvidia.com/gpu" not in json.dumps(evaluator) and "resourceClaims" not in evaluator
+    assert evaluator["containers"][0]["readinessProbe"]["httpGet"]
+    assert {"name": "corpus", "mountPath": "/corpus"} in evaluator["containers"][0]["volumeMounts"]
+
+
+def test_the_kueue_label_is_copied_to_the_stateful_sets() -> None:
+    document = job_object(training=EVALUATED)
+    document["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "gpus", "mine": "x"}
+    for ref, manifest in everything(read(document)).items():
+        queue = manifest["metadata"]["labels"].get("kueue.x-k8s.io/queue-name")
+        assert (queue == "gpus") == (ref.kind == "StatefulSet")
+
+
+def test_stateful_sets() -> None:
+    spec = everything(job())[names.stateful_set("job", "local")]["spec"]
+    assert spec["podManagementPolicy"] == "Parallel" and spec["updateStrategy"] == {"type": "OnDelete"}
+    assert spec["serviceName"] == "job-local" and "minReadySeconds" not in spec
+    service = everything(job())[names.region_service("job", "local")]["spec"]
+    assert service["clusterIP"] == "None" and service["publishNotReadyAddresses"] is True
+    budget = everything(job())[names.budget("job", "local")]["spec"]
+    assert budget["maxUnavailable"] == 1 and budget["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "kind", "anywhere"),
+    [
+        ({}, "ClusterIP", False),
+        ({"type": "NodePort", "nodePort": 30700}, "NodePort", True),
+        ({"type": "LoadBalancer"}, "LoadBalancer", True),
+        ({"type": "External", "address": "hub.example.com:443"}, "ClusterIP", True),
+    ],
+)
+def test_what_reaches_the_syncer(endpoint: dict[str, Any], kind: str, anywhere: bool) -> None:
+    made = everything(job(syncer={"endpoint": endpoint}))
+    service = made[names.syncer_service("job")]["spec"]
+    assert service["type"] == kind and [p["port"] for p in service["ports"]] == [7700], (
+        "never the control port"
+    )
+    assert service["ports"][0].get("nodePort") == endpoint.get("nodePort")
+    rules = {r["ports"][0]["port"]: r for r in made[Ref("NetworkPolicy", "job-syncer")]["spec"]["ingress"]}
+    assert set(rules) == {7700, 7701, 7702}
+    assert ("from" not in rules[7700]) == anywhere
+    assert rules[7701]["from"] == [
+        {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "diloco-system"}}}
+    ]
+    if not anywhere:
+        assert rules[7700]["from"] == [{"podSelector": {"matchLabels": {"diloco.io/job": "job"}}}]
+
+
+def test_who_may_scrape() -> None:
+    settings = PlanSettings(None, "diloco-system", "s", "w", metrics_namespace="monitoring")
+    made = everything(job(), settings)
+    for name in ("job-syncer", "job-learners"):
+        rule = made[Ref("NetworkPolicy", name)]["spec"]["ingress"][-1]
+        allowed = [v for v in walk(rule["from"]) if isinstance(v, str)]
+        assert allowed == ["diloco-system", "monitoring"]
+    assert "from" not in everything(job())[Ref("NetworkPolicy", "job-syncer")]["spec"]["ingress"][-1]
+
+
+# ------------------------------------------------------------------ volume and secrets
+
+
+@pytest.mark.parametrize(
+    ("storage", "volume", "made"),
+    [
+        ({}, {"persistentVolumeClaim": {"claimName": "job-syncer"}}, True),
+        ({"claimName": "mine"}, {"persistentVolumeClaim": {"claimName": "mine"}}, False),
+        ({"uri": "s3://bucket/x"}, {"emptyDir": {}}, False),
+    ],
+)
+def test_the_store(storage: dict[str, Any], volume: dict[str, Any], made: bool) -> None:
+    found = everything(job(syncer={"storage": storage}))
+    assert (names.claim("job") in found) == made
+    template = found[names.syncer_deployment("job")]["spec"]["template"]
+    data = next(v for v in template["spec"]["volumes"] if v["name"] == "data")
+    assert data == {"name": "data", **volume}
+    command = container(template)["command"]
+    assert command[command.index("--store") + 1] == storage.get("uri", "/var/lib/diloco/store")
+
+
+BUCKET = """
+spec:
+  serviceAccountName: train-bucket
+  containers:
+  - name: syncer
+    env:
+    - {name: AWS_ENDPOINT_URL, value: "https://s3.example.org"}
+    - name: AWS_ACCESS_KEY_ID
+      valueFrom: {secretKeyRef: {name: train-bucket, key: AWS_ACCESS_KEY_ID}}
+    envFrom:
+    - secretRef: {name: train-bucket}
+"""
+
+
+def test_credentials_of_a_bucket_come_with_the_pod_template() -> None:
+    syncer = {"storage": {"uri": "s3://bucket/x"}, "podTemplate": yaml.safe_load(BUCKET)}
+    assert not pods.refusals(job(syncer=syncer).spec)
+    spec = everything(job(syncer=syncer))[names.syncer_deployment("job")]["spec"]["template"]["spec"]
+    assert spec["serviceAccountName"] == "train-bucket" and spec["automountServiceAccountToken"] is False
+    main = next(one for one in spec["containers"] if one["name"] == "syncer")
+    assert [e["name"] for e in main["env"]] == ["DILOCO_POD", "AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID"]
+    assert main["envFrom"] == [{"secretRef": {"name": "train-bucket"}}]
+    assert main["securityContext"]["readOnlyRootFilesystem"] is True
+
+
+def test_a_claim_that_is_there_is_only_made_larger() -> None:
+    live = {"metadata": {}, "spec": {"accessModes": ["ReadWriteOnce"], "storageClassName": "slow",
+                                     "resources": {"requests": {"storage": "20Gi"}}}}  # fmt: skip
+
+    def spec(**storage: Any) -> Any:
+        found = manifests.claim_manifest(job(syncer={"storage": storage}), live)
+        assert found is not None
+        return found["spec"]
+
+    assert spec(size="10Gi", storageClassName="fast") == live["spec"]
+    assert spec(size="30Gi")["resources"]["requests"]["storage"] == "30Gi"
+    fresh = manifests.claim_manifest(job(syncer={"storage": {"storageClassName": "fast"}}), None)
+    assert fresh is not None and fresh["spec"] == {
+        "accessModes": ["ReadWriteOncePod"], "storageClassName": "fast",
+        "resources": {"requests": {"storage": "10Gi"}},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("spec", "wanted"),
+    [
+        ({}, {"job-syncer-aaaaaaaa": (True, True), "job-learner-aaaaaaaa": (True, False)}),
+        ({"syncer": {"tls": {"mode": "off"}}}, {"job-syncer-aaaaaaaa": (False, True)}),
+        ({"syncer": {"tls": {"secretName": "s"}}, "learners": {"credentials": {"secretName": "l"}}},
+         {"job-syncer-aaaaaaaa": (False, True)}),
+    ],
+)  # fmt: skip
+def test_secrets(spec: dict[str, Any], wanted: dict[str, tuple[bool, bool]]) -> None:
+    given = job(**spec)
+    found = manifests.secrets(given, place(given.spec, None))
+    assert {s.name: (s.tls, s.control_key) for s in found} == wanted
+    assert all(s.manifest_head["metadata"]["ownerReferences"] for s in found)
+    made = everything(given)
+    syncer = made[names.syncer_deployment("job")]["spec"]["template"]["spec"]
+    learner = made[names.stateful_set("job", "local")]["spec"]["template"]["spec"]
+    secure = spec.get("syncer", {}).get("tls", {}).get("mode") != "off"
+    for template in (syncer, learner):
+        assert any(v["name"] == "credentials" for v in template["volumes"]) == secure
+    assert ("--credentials" in syncer["containers"][0]["command"]) == secure
+    control = next(v for v in syncer["volumes"] if v["name"] == "control")
+    assert control["secret"]["secretName"] == "job-syncer-aaaaaaaa"
+    assert "control" not in {v["name"] for v in learner["volumes"]}, "learners have no control key"
+    if wanted.keys() == {"job-syncer-aaaaaaaa"} and secure:
+        text = json.dumps(next(v for v in syncer["volumes"] if v["name"] == "credentials"))
+        assert '"s"' in text and '"l"' in text and "join-token" in text
+
+
+def test_only_what_a_pod_waits_for_is_missed() -> None:
+    given = job()
+    found = manifests.secrets(
+        given, place(given.spec, None), frozenset({"job-learner-aaaaaaaa", "users-own"})
+    )
+    assert {s.name: s.missed for s in found} == {"job-syncer-aaaaaaaa": False, "job-learner-aaaaaaaa": True}
+
+
+# ------------------------------------------------------------------ several clusters
+
+SPREAD = {
+    "syncer": {"cluster": "hub", "endpoint": {"type": "NodePort", "nodePort": 30700, "address": "10.0.0.1"},
+               "tls": {"secretName": "s"}},
+    "learners": {"credentials": {"secretName": "l"}},
+    "regions": [{"name": "a", "cluster": "hub", "learners": 1},
+                {"name": "b", "cluster": "far", "learners": 2}],
+}  # fmt: skip
+
+
+def test_each_cluster_has_its_part() -> None:
+    given = job(**SPREAD)
+    hub = everything(given, PlanSettings("hub", "o", "s", "w"))
+    far = everything(given, PlanSettings("far", "o", "s", "w"))
+    assert names.syncer_deployment("job") in hub and names.stateful_set("job", "b") not in hub
+    assert {tuple(r) for r in far} == {
+        ("ConfigMap", "job-settings"), ("NetworkPolicy", "job-learners"), ("Service", "job-b"),
+        ("PodDisruptionBudget", "job-b"), ("StatefulSet", "job-b"),
+    }  # fmt: skip
+    assert json.loads(far[names.settings_map("job")]["data"]["address.json"]) == {"sync": "10.0.0.1:30700"}
+    assert json.loads(hub[names.settings_map("job")]["data"]["address.json"])["sync"].endswith(".svc:7700")
+    assert manifests.secrets(given, place(given.spec, "far")) == []
+
+
+@pytest.mark.parametrize(
+    ("cluster", "syncer", "regions", "said"),
+    [
+        ("hub", True, ["a"], ""),
+        ("far", False, ["b"], ""),
+        ("other", False, [], "this one is called other"),
+        (None, False, [], "cluster.name"),
+    ],
+)
+def test_placement(cluster: str | None, syncer: bool, regions: list[str], said: str) -> None:
+    here = place(job(**SPREAD).spec, cluster)
+    assert here.syncer == syncer and [r.name for r in here.regions] == regions and said in here.elsewhere
+    assert bool(here.elsewhere) == (not here.anything)
+    unnamed = place(job().spec, cluster)
+    assert unnamed.syncer and unnamed.regions, "a job that names no cluster is where it was applied"
+
+
+@pytest.mark.parametrize(
+    ("address", "wanted"),
+    [
+        ("h", "h:30700"),
+        ("h:9", "h:9"),
+        ("[2001:db8::1]", "[2001:db8::1]:30700"),
+        ("[2001:db8::1]:9", "[2001:db8::1]:9"),
+    ],
+)
+def test_addresses(address: str, wanted: str) -> None:
+    spec = {
+        **SPREAD,
+        "syncer": {**SPREAD["syncer"], "endpoint": {**SPREAD["syncer"]["endpoint"], "address": address}},
+    }  # type: ignore[dict-item]
+    given = job(**spec)
+    assert manifests.reachable_at(given, place(given.spec, "far")) == wanted
+
+
+# ------------------------------------------------------------------ renderings and what programs read
+
+
+def test_what_was_rendered_can_be_read_back() -> None:
+    given = job()
+    ref = names.stateful_set("job", "local")
+    spec = manifests.fresh(given, place(given.spec, None), ref, IMAGES, SETTINGS)
+    manifest = manifests.with_pods(given, ref, spec, 7, 3)
+    assert manifests.rendering(manifest) == (7, spec) and manifest["spec"]["replicas"] == 3
+    assert "replicas" not in spec
+    for broken in ("", "[]", "{", '{"a": 1}'):
+        manifest["metadata"]["annotations"][names.RENDERED] = broken
+        assert manifests.rendering(manifest) is None
+    assert manifests.rendering(None) is None and manifests.rendering({"metadata": {}}) is None
+
+
+def inputs(**spec: Any) -> tuple[str, str, str]:
+    given = job(**spec).spec
+    return pods.syncer_inputs(given), pods.learner_inputs(given), pods.evaluator_inputs(given)
+
+
+@pytest.mark.parametrize(
+    ("change", "syncer", "learner", "evaluator"),
+    [
+        ({"suspend": True}, False, False, False),
+        ({"failurePolicy": {"maxReplacements": 1}}, False, False, False),
+        ({"nodeLoss": {"policy": "ForceDelete"}}, False, False, False),
+        ({"syncer": {"storage": {"onDelete": "Delete"}}}, False, False, False),
+        ({"syncer": {"checkpoint": {"everySeconds": 5}}}, True, False, False),
+        ({"sync": {"every": 48}}, True, False, False),
+        ({"sync": {"merge": {"meanTensors": ["x*"]}}}, True, True, True),
+        ({"sync": {"deterministic": True}}, True, True, True),
+        ({"seed": 4}, True, True, True),
+        ({"regions": [{"name": "local", "learners": 4}]}, True, False, False),
+        ({"regions": [{"name": "local", "learners": 3, "spares": 2}]}, False, False, False),
+        ({"training": {"stop": {"tokens": 5}}}, True, False, False),
+        ({"training": {"batch": {"sequences": 3}}}, False, True, True),
+        ({"training": {"optimizer": {"lr": 0.5}}}, False, True, True),
+        ({"training": {"model": {"config": {"model_type": "gpt2"}}}}, True, True, True),
+        ({"training": {"evaluation": {"everyTokens": 5}}}, True, True, True),
+        ({"learners": {"command": ["x"]}}, False, True, False),
+    ],
+)
+def test_who_is_restarted_by_what(
+    change: dict[str, Any], syncer: bool, learner: bool, evaluator: bool
+) -> None:
+    before, after = inputs(), inputs(**change)
+    changed = tuple(a != b for a, b in zip(before, after, strict=True))
+    assert changed == (syncer, learner, evaluator)
+
+
+def test_of_an_evaluation_a_learner_reads_what_is_held_out() -> None:
+    one, two = (
+        inputs(training=EVALUATED),
+        inputs(training={"evaluation": {"fraction": 0.1, "everyTokens": 7}}),
+    )
+    assert one[1] == two[1] and one[2] != two[2] and one[0] == two[0]
+
+
+def test_an_own_program_may_read_all_of_training() -> None:
+    command = {"command": ["x"]}
+    one, two = inputs(learners=command), inputs(learners=command, training={"stop": {"tokens": 5}})
+    assert one[1] != two[1]
+
+
+def test_whole_numbers_that_came_as_floats() -> None:
+    document = job_object()
+    document["spec"]["training"]["stop"] = {"tokens": 2e6}
+    document["spec"]["training"]["model"]["config"]["rope_theta"] = 10000.0
+    found = read(document)
+    assert found.document is not None and found.spec.training.stop.tokens == 2_000_000
+
+
+def test_a_wrong_spec_is_told_whole() -> None:
+    document = job_object()
+    document["spec"]["sync"] = {"quorum": 9, "everyy": 3}
+    document["spec"]["regions"][0]["learners"] = "3"
+    found = read(document)
+    assert found.document is None
+    said = "\n".join(found.problems)
+    assert "everyy" in said and "learners" in said
+    assert read({"metadata": {"name": "x", "uid": "u"}}).problems

@@ -1,0 +1,355 @@
+"""The plan against a small cluster (operator_world.py): a job's life. All converges, and is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from diloco_operator import names
+from diloco_operator.model import Asked, PlanSettings
+from operator_world import World, idle, job_object, started, template
+
+# ------------------------------------------------------------------ start and steady state
+
+
+def test_a_job_starts_and_then_nothing_is_done() -> None:
+    world = started()
+    assert [e.reason for _, e in world.events] == ["Started", "QuorumMet"]
+    assert world.status["startTime"] and world.status["image"] == {
+        "syncer": "diloco-syncer:1", "worker": "diloco-worker:1",
+    }  # fmt: skip
+    idle(world)
+    assert world.plans[-1].wake_in == 20 and world.plans[-1].poll_syncer == 10
+    before = len(world.plans)
+    world.run(120)
+    assert len(world.plans) - before <= 7
+    assert len(world.events) == 2
+
+
+def test_settings_and_claim_come_before_what_holds_pods() -> None:
+    world = World(job_object())
+    first = world.turn()
+    assert {m["kind"] for m in first.apply} == {
+        "ConfigMap", "NetworkPolicy", "Service", "PodDisruptionBudget", "PersistentVolumeClaim",
+    }  # fmt: skip
+    assert first.wake_in < 1 and first.finalizer and not world.status.get("startTime")
+    assert world.status["phase"] == "Pending"
+    second = world.turn()
+    assert [m["kind"] for m in second.apply if "template" in m.get("spec", {})] == [
+        "Deployment",
+        "StatefulSet",
+    ]
+    assert world.status["startTime"]
+
+
+def test_conditions_say_of_which_generation_they_are_and_since_when() -> None:
+    world = started()
+
+    def times() -> dict[str, str]:
+        rows = world.status["conditions"]
+        generation = world.job["metadata"]["generation"]
+        assert {row["observedGeneration"] for row in rows} == {generation}, rows
+        assert all(row["reason"] for row in rows)
+        return {row["type"]: row["lastTransitionTime"] for row in rows}
+
+    first = times()
+    world.run(60)
+    world.edit(failurePolicy={"maxReplacements": 77})
+    world.until(World.whole)
+    assert times() == first, "what holds has held since then"
+    world.edit(suspend=True)
+    world.until(lambda w: w.truth("Suspended") == "True", 60)
+    then = times()
+    changed = {kind for kind in then if then[kind] != first[kind]}
+    assert changed == {"Ready", "QuorumMet", "SyncerReady", "Suspended"}
+    assert all(then[kind] > first[kind] for kind in changed)
+
+
+def test_a_spare_takes_over_and_the_successor_stands_by() -> None:
+    world = started(2, regions=[{"name": "local", "learners": 2, "spares": 1}])
+    assert world.region()["desired"] == 3 and world.status["learners"] == "2/2"
+    world.delete_pod("job-local-0")
+    world.run(40)
+    assert world.whole() and world.told("LearnerReplaced") == 1
+    idle(world)
+
+
+def test_an_operator_that_starts_anew_changes_and_tells_nothing() -> None:
+    world = started()
+    world.run(20)
+    from diloco_operator.model import Memory
+
+    events, uids = len(world.events), set(world.pods)
+    world.memory = Memory()
+    world.settings = PlanSettings(None, "diloco-system", "diloco-syncer:2", "diloco-worker:2")
+    # Its first look is before the syncer has been asked.
+    world.asked, before = Asked(None, "this pod has not been asked yet"), world.status
+    first = world.turn()
+    assert first.status == before and not first.urgent and not first.events
+    idle(world)
+    assert len(world.events) == events and set(world.pods) == uids
+    # Not even when the templates are rendered anew: the images are those that the job started with.
+    world.edit(failurePolicy={"maxReplacements": 77})
+    world.until(World.whole)
+    idle(world)
+    assert set(world.pods) == uids and world.status["image"]["worker"] == "diloco-worker:1"
+
+
+def test_another_rendering_by_a_new_operator_waits_for_a_new_generation(monkeypatch: Any) -> None:
+    from diloco_operator.objects import pods
+
+    world = started()
+    uids = set(world.pods)
+    monkeypatch.setattr(pods, "TOLERATION_SECONDS", 25)
+    world.run(60)
+    assert set(world.pods) == uids
+    kept = world.objects[names.stateful_set("job", "local")]["spec"]["template"]["spec"]["tolerations"]
+    assert kept[0]["tolerationSeconds"] == 20
+    world.edit(failurePolicy={"maxReplacements": 77})
+    world.until(lambda w: not uids & set(w.pods))
+    world.until(World.whole)
+
+
+# ------------------------------------------------------------------ suspend, resume, ends
+
+
+def test_suspended_from_its_creation_nothing_is_started() -> None:
+    world = World(job_object(suspend=True))
+    world.run(60)
+    assert not world.objects and not world.pods and not world.secrets
+    assert world.status["phase"] == "Suspended" and world.truth("Suspended") == "True"
+    assert "startTime" not in world.status and "image" not in world.status
+    # A job that was never started uses the defaults of the operator that starts it.
+    world.settings = PlanSettings(None, "diloco-system", "diloco-syncer:9", "diloco-worker:9")
+    world.edit(suspend=False)
+    world.until(World.whole)
+    assert world.status["image"]["worker"] == "diloco-worker:9"
+    assert world.truth("Suspended") == "False"
+    assert [e.reason for _, e in world.events] == ["Suspended", "Started", "QuorumMet"]
+
+
+def test_suspend_and_resume() -> None:
+    world = started()
+    world.edit(suspend=True)
+    world.until(lambda w: w.truth("Suspended") == "True", 60)
+    assert not world.pods and world.status["phase"] == "Suspended"
+    assert world.syncer.phase == "suspended" and world.status["progress"]["tokens"] > 0
+    idle(world)
+    tokens = world.syncer.tokens
+    world.edit(suspend=False)
+    world.until(World.whole)
+    assert world.syncer.epoch == 2 and world.syncer.tokens >= tokens
+    reasons = [e.reason for _, e in world.events]
+    assert reasons == ["Started", "QuorumMet", "Suspending", "Suspended", "Resumed", "QuorumMet"]
+    assert not world.status.get("replacements")
+    idle(world)
+
+
+def test_pods_stay_until_the_syncer_says_that_all_is_saved() -> None:
+    world = started()
+    world.edit(suspend=True)
+    world.run(1)
+    assert world.syncer.phase == "draining" and len(world.pods) == 4
+    assert not any(p.terminating for p in world.pods.values())
+    assert world.status["phase"] == "Suspending"
+
+
+@pytest.mark.parametrize("delay", [0.5, 1.5, 2.5, 3.5, 5.0, 8.0])
+def test_a_suspension_that_is_taken_back(delay: float) -> None:
+    world = started()
+    world.edit(suspend=True)
+    world.run(delay)
+    world.edit(suspend=False)
+    world.until(World.whole, 200)
+    world.until(lambda w: w.syncer.phase == "training")
+    idle(world)
+
+
+def test_a_syncer_that_does_not_answer_cannot_hold_up_a_suspension() -> None:
+    world = started()
+    world.syncer_silent = True
+    world.run(20)
+    world.edit(suspend=True)
+    world.run(50)
+    assert len(world.pods) == 4, "patience first"
+    world.until(lambda w: w.truth("Suspended") == "True", 60)
+
+
+def test_suspension_with_a_changed_spec_restarts_nothing_before() -> None:
+    world = started()
+    epoch = world.syncer.epoch
+    world.edit(suspend=True, sync={"quorum": 2, "every": 48}, learners=template("other:1"))
+    world.until(lambda w: w.truth("Suspended") == "True", 100)
+    assert world.syncer.epoch == epoch and world.told("RollingOut") == 0
+    world.edit(suspend=False)
+    world.until(World.whole)
+    assert world.syncer.required == 2 and all(p.image == "other:1" for p in world.of("learner"))
+
+
+def test_complete() -> None:
+    world = started(training={"stop": {"tokens": 4000}, "evaluation": {"fraction": 0.1}})
+    assert len(world.of("evaluator")) == 1
+    world.until(lambda w: w.truth("Complete") == "True", 200)
+    assert world.status["report"] == {"outcome": "complete", "goodput": 0.9,
+                                      "tokens": {"trained": world.syncer.tokens}}  # fmt: skip
+    assert world.status["phase"] == "Complete" and world.status["completionTime"]
+    world.until(lambda w: not w.of("learner") and not w.of("evaluator"))
+    idle(world)
+    assert len(world.of("syncer")) == 1, "it serves status and export"
+    assert world.told("Complete") == 1 and world.told("QuorumLost") == 0
+    # An end is final: an edit restarts nothing, and a syncer that is lost comes back to the same end.
+    uid = world.of("syncer")[0].uid
+    world.edit(training={**world.job["spec"]["training"], "stop": {"tokens": 10**9}})
+    world.run(30)
+    assert world.of("syncer")[0].uid == uid and world.truth("Complete") == "True"
+    world.delete_pod(world.of("syncer")[0].name)
+    world.run(30)
+    assert world.syncer.phase == "complete" and world.truth("Complete") == "True"
+    # A suspension frees what is left.
+    world.edit(suspend=True)
+    world.run(20)
+    assert not world.pods and world.status["phase"] == "Complete"
+
+
+def test_an_end_does_not_wait_for_its_report_for_ever() -> None:
+    world = started(training={"stop": {"tokens": 2000}})
+    world.until(lambda w: w.syncer.phase == "draining")
+    world.report = None
+    ask, world._ask = world._ask, lambda: None  # type: ignore[method-assign]
+
+    def without_report() -> None:
+        ask()
+        world.report = None
+
+    world._ask = without_report  # type: ignore[method-assign]
+    world.until(lambda w: w.syncer.phase == "complete")
+    world.run(20)
+    assert world.truth("Complete") == "False" and world.status["phase"] == "Finishing"
+    world.until(lambda w: w.truth("Complete") == "True", 80)
+
+
+def test_time_to_live() -> None:
+    world = started(training={"stop": {"tokens": 2000}}, ttlSecondsAfterFinished=40)
+    world.until(lambda w: w.truth("Complete") == "True", 100)
+    ended = world.now
+    world.until(lambda w: w.gone, 100)
+    assert 39 <= world.now - ended <= 75
+
+
+def test_the_syncer_says_that_the_job_has_failed() -> None:
+    world = started()
+    world.syncer.phase = "failed"
+    world.until(lambda w: w.truth("Failed") == "True", 30)
+    world.until(lambda w: not w.of("learner"))
+    assert world.status["phase"] == "Failed" and world.condition("Failed")["reason"] == "SyncerFailed"
+    assert world.status["report"]["outcome"] == "failed" and len(world.of("syncer")) == 1
+    idle(world)
+
+
+# ------------------------------------------------------------------ deletion
+
+
+def test_a_job_that_has_ended_is_deleted_without_waiting() -> None:
+    world = started(training={"stop": {"tokens": 3000}})
+    world.until(lambda w: w.truth("Complete") == "True" and not w.of("learner"), 100)
+    world.delete_job()
+    world.until(lambda w: w.gone, 3)
+
+
+def test_a_claim_that_is_on_its_way_out_is_not_mounted() -> None:
+    world = World(job_object())
+    world.turn()
+    world.objects[names.claim("job")]["metadata"]["deletionTimestamp"] = "2023-11-14T22:13:21Z"
+    world.run(10)
+    assert not world.of("syncer")
+
+
+@pytest.mark.parametrize("on_delete", ["Retain", "Delete"])
+def test_deletion_tells_learners_first(on_delete: str) -> None:
+    world = started(syncer={"storage": {"onDelete": on_delete}})
+    world.delete_job()
+    world.until(lambda w: w.gone, 30)
+    assert world.syncer.phase == "deleted"
+    assert (names.claim("job") in world.objects) == (on_delete == "Retain")
+    assert world.told("Deleting") == 1
+
+
+def test_deletion_waits_thirty_seconds_at_most() -> None:
+    world = started()
+    world.syncer_silent = True
+    world.delete_job()
+    began = world.now
+    world.until(lambda w: w.gone, 60)
+    assert 29 <= world.now - began <= 33
+
+
+def test_deletion_without_a_syncer_does_not_wait() -> None:
+    world = World(job_object())
+    world.bad_images = {"diloco-syncer:1"}
+    world.run(20)
+    world.delete_job()
+    began = world.now
+    world.until(lambda w: w.gone, 30)
+    assert world.now - began <= 3
+
+
+def test_a_job_whose_spec_cannot_be_read_can_be_deleted() -> None:
+    world = started(syncer={"storage": {"onDelete": "Delete"}})
+    world.edit(regions=[{"name": "local", "learners": 0}])
+    world.run(5)
+    assert world.status["phase"] == "Invalid"
+    world.delete_job()
+    world.until(lambda w: w.gone, 60)
+    assert names.claim("job") not in world.objects
+
+
+# ------------------------------------------------------------------ scaling and regions
+
+
+def test_scaling_up_and_down() -> None:
+    world = started()
+    first = {p.name: p.uid for p in world.of("learner")}
+    world.edit(regions=[{"name": "local", "learners": 5}])
+    world.until(World.whole)
+    assert world.status["learners"] == "5/5"
+    now = {p.name: p.uid for p in world.of("learner")}
+    assert {n: now[n] for n in first} == first, "a learner restarted"
+    epoch = world.syncer.epoch
+    assert epoch == 2, "the syncer reads the regions when it starts"
+    world.edit(regions=[{"name": "local", "learners": 2}])
+    world.until(lambda w: len(w.of("learner")) < 5)
+    assert world.syncer.epoch == epoch, "who leaves drains to a syncer that knows it"
+    world.until(lambda w: w.syncer.epoch == epoch + 1)
+    world.until(World.whole)
+    assert world.status["learners"] == "2/2"
+    assert {p.name: p.uid for p in world.of("learner")} == {n: first[n] for n in sorted(first)[:2]}
+    assert world.told("Scaled") == 2 and world.told("LearnerLost") == 0
+    assert not world.status.get("replacements")
+    idle(world)
+
+
+def test_a_region_comes_and_another_goes() -> None:
+    world = started(2)
+    world.edit(regions=[{"name": "local", "learners": 2}, {"name": "far", "learners": 1}])
+    world.until(World.whole)
+    assert world.status["learners"] == "3/3" and world.region("far")["state"] == "Running"
+    world.edit(regions=[{"name": "far", "learners": 1}])
+    world.run(1.5)
+    gone = [p for p in world.of("learner") if p.region == "local"]
+    assert gone and all(p.terminating for p in gone), "they drain, by the StatefulSet's own scaling"
+    assert names.stateful_set("job", "local") in world.objects
+    world.until(World.whole)
+    world.run(5)
+    left = {ref for ref in world.objects if ref.name == "job-local"}
+    assert not left, "StatefulSet, Service and budget are gone when the learners are"
+    assert world.status["learners"] == "1/1"
+    idle(world)
+
+
+def test_evaluation_is_switched_off() -> None:
+    world = started(training={"evaluation": {"fraction": 0.1}})
+    assert world.of("evaluator")
+    world.edit(training={**world.job["spec"]["training"], "evaluation": None})
+    world.until(lambda w: not w.of("evaluator") and names.evaluator_deployment("job") not in w.objects)
+    world.until(World.whole)

@@ -1,0 +1,144 @@
+"""The plan against a small cluster: lost nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from operator_world import World, job_object, lost_learner
+
+
+def spread() -> dict[str, Any]:
+    return {"nodeLoss": {"policy": "ForceDelete", "afterSeconds": 30}}
+
+
+def test_force_delete_moves_a_learner_to_another_node() -> None:
+    world = World(job_object(**spread()), seed=3)
+    world.until(World.whole, 120)
+    victim = lost_learner(world)
+    node, name = victim.obj["spec"]["nodeName"], victim.name
+    world.lose(node)
+    began = world.now
+    world.until(lambda w: victim.uid not in w.pods, 120)
+    assert world.now - began >= 50, "tainted after 20 s, then its grace of 30 s"
+    world.until(World.whole)
+    successor = world.named(name)
+    assert successor is not None and successor.obj["spec"]["nodeName"] != node
+    forced = [d for p in world.plans for d in p.deletes if d.force]
+    assert forced and all(d.uid for d in forced)
+    assert world.told("PodForceDeleted") == len(world.memory.force_deletions)
+    assert not world.status.get("replacements")
+
+
+def test_a_node_is_given_the_time_that_the_job_says() -> None:
+    world = World(job_object(nodeLoss={"policy": "ForceDelete", "afterSeconds": 150}), seed=3)
+    world.until(World.whole, 120)
+    victim = lost_learner(world)
+    node = victim.obj["spec"]["nodeName"]
+    world.lose(node)
+    world.run(140)  # its grace is long over
+    assert victim.terminating and victim.uid in world.pods
+    assert "force-deleted at" in world.region()["cause"]
+    world.run(15)
+    assert victim.uid not in world.pods
+    # One that comes back in time keeps what it can keep.
+    world.back(node)
+    world.until(World.whole)
+    other = lost_learner(world)
+    world.lose(other.obj["spec"]["nodeName"])
+    world.run(140)
+    assert other.uid in world.pods
+    forced = len(world.memory.force_deletions)
+    world.back(other.obj["spec"]["nodeName"])
+    world.until(World.whole)
+    assert len(world.memory.force_deletions) <= forced
+
+
+def test_under_wait_the_node_and_the_cures_are_named() -> None:
+    world = World(job_object(nodeLoss={"policy": "Wait", "afterSeconds": 10}), seed=3)
+    world.until(World.whole, 120)
+    victim = lost_learner(world)
+    node = victim.obj["spec"]["nodeName"]
+    world.lose(node)
+    world.run(120)
+    assert victim.uid in world.pods and not any(d.force for p in world.plans for d in p.deletes)
+    cause = world.region()["cause"]
+    assert node in cause and "out-of-service" in cause and "ForceDelete" in cause
+    assert world.truth("Degraded") == "True" and world.told("NodeLost") >= 1
+    told = world.told("NodeLost")
+    world.run(60)
+    assert world.told("NodeLost") == told
+    world.back(node)
+    world.until(World.whole)
+    assert world.truth("Degraded") == "False"
+
+
+def test_one_that_is_stuck_does_not_keep_others_from_being_replaced() -> None:
+    """Under Wait the region has a pod on its way out for as long as the node is lost."""
+    world = World(job_object(nodeLoss={"policy": "Wait", "afterSeconds": 10}), seed=3)
+    world.until(World.whole, 120)
+    victim = lost_learner(world)
+    node = victim.obj["spec"]["nodeName"]
+    world.lose(node)
+    world.run(70)
+    assert victim.terminating and victim.uid in world.pods
+    silent = next(p for p in world.of("learner") if p.obj["spec"]["nodeName"] != node)
+    world.deaf = {silent.uid}
+    world.run(120)
+    assert [name for _, name in world.taken] == [silent.name] and victim.uid in world.pods
+    world.until(lambda w: w.status["learners"] == f"{w.active()}/3" and w.active() >= 1, 60)
+    world.back(node)
+    world.until(World.whole)
+
+
+@pytest.mark.parametrize("policy", ["Wait", "ForceDelete"])
+def test_the_syncers_node(policy: str) -> None:
+    world = World(job_object(nodeLoss={"policy": policy, "afterSeconds": 10}), seed=5)
+    world.until(World.whole, 120)
+    node = world.of("syncer")[0].obj["spec"]["nodeName"]
+    world.lose(node)
+    if policy == "Wait":
+        world.run(100)
+        condition = world.condition("SyncerReady")
+        assert condition["status"] == "False" and condition["reason"] == "NodeLost"
+        assert node in condition["message"] and "out-of-service" in condition["message"]
+        assert world.told("SyncerNodeLost") == 1
+        world.back(node)
+    world.until(lambda w: w.syncer.epoch == 2, 200)
+    world.until(World.whole, 200)
+
+
+def test_nodes_that_may_not_be_read_are_not_judged() -> None:
+    world = World(job_object(**spread()), seed=3)
+    world.blind = True
+    world.until(World.whole, 120)
+    victim = lost_learner(world)
+    world.lose(victim.obj["spec"]["nodeName"])
+    world.run(120)
+    assert victim.uid in world.pods and "may not read nodes" in world.region()["cause"]
+
+
+def test_a_learner_with_a_volume_of_one_node_is_not_force_deleted() -> None:
+    volumes = [{"name": "scratch", "ephemeral": {"volumeClaimTemplate": {
+        "spec": {"accessModes": ["ReadWriteOnce"]}}}}]  # fmt: skip
+    world = World(job_object(learners={"podTemplate": {"spec": {"volumes": volumes}}}, **spread()), seed=3)
+    world.until(World.whole, 120)
+    victim = lost_learner(world)
+    world.lose(victim.obj["spec"]["nodeName"])
+    world.run(120)
+    assert victim.uid in world.pods and "scratch" in world.region()["cause"]
+
+
+def test_the_budget_of_force_deletions() -> None:
+    from diloco_operator.plan.pods import node_loss
+
+    world = World(job_object(count=16, **spread()), seed=1)
+    world.until(World.whole, 120)
+    for node in list(world.nodes)[1:]:
+        world.lose(node)
+    world.run(100)
+    forced = [d for p in world.plans for d in p.deletes if d.force]
+    assert len(forced) <= node_loss.BUDGET
+    world.run(400)
+    assert len([d for p in world.plans for d in p.deletes if d.force]) > node_loss.BUDGET

@@ -1,0 +1,212 @@
+"""What a pod's status says: a table of what kubelets and controllers write."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from diloco_operator.model import Note
+from diloco_operator.plan.pods import pod_status
+from diloco_operator.plan.pods.pod_status import End
+from diloco_protocol.common import logs
+from diloco_protocol.vocabulary import MAKES_ROOM
+
+
+def pod(container: dict[str, Any] | None = None, **status: Any) -> dict[str, Any]:
+    statuses = [] if container is None else [{"name": "learner", "image": "worker:1", **container}]
+    return {
+        "metadata": {
+            "name": "job-local-2", "uid": "9dd40b1d-a071-fc6c-86cb-a85f37bee35c",
+            "labels": {"diloco.io/role": "learner", "diloco.io/region": "local",
+                       "apps.kubernetes.io/pod-index": "2", "controller-revision-hash": "job-local-1"},
+        },
+        "spec": {"nodeName": "n"},
+        "status": {"phase": "Pending", "containerStatuses": statuses, "conditions": [], **status},
+    }  # fmt: skip
+
+
+def facts(container: dict[str, Any] | None = None, notes: list[Note] | None = None, **status: Any) -> Any:
+    found = pod_status.read(pod(container, **status), notes or [])
+    assert found is not None
+    return found
+
+
+def waiting(reason: str, message: str = "") -> dict[str, Any]:
+    return {"state": {"waiting": {"reason": reason, "message": message}}, "restartCount": 0}
+
+
+def ended(code: int, reason: str = "Error", message: str = "", **more: Any) -> dict[str, Any]:
+    return {"terminated": {"exitCode": code, "reason": reason, "message": message, **more}}
+
+
+def note(reason: str, message: str, name: str = "job-local-2") -> Note:
+    return Note("Pod", name, reason, message, 1.0)
+
+
+UNSCHEDULED = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
+
+
+@pytest.mark.parametrize(
+    ("container", "status", "notes", "kind", "words"),
+    [
+        (None, {"conditions": [{**UNSCHEDULED, "message": "0/2 nodes: 2 Insufficient cpu."}]}, [],
+         "unschedulable", ["Insufficient cpu"]),
+        (None, {"conditions": [UNSCHEDULED]}, [note("FailedScheduling", "0/1 nodes: taint x")],
+         "unschedulable", ["taint x"]),
+        (None, {"conditions": [{**UNSCHEDULED, "message": 'persistentvolumeclaim "absent" not found'}]}, [],
+         "volume", ["absent"]),
+        (None, {"conditions": [{**UNSCHEDULED, "reason": "SchedulingGated", "message": "gate x"}]}, [],
+         "unschedulable", ["scheduling gates", "gate x"]),
+        (waiting("ImagePullBackOff", "Back-off pulling image"), {}, [], "image",
+         ["worker:1", "ImagePullBackOff", "imagePullSecrets"]),
+        (waiting("ErrImageNeverPull", "not present"), {}, [], "image", ["worker:1"]),
+        (waiting("CreateContainerConfigError", 'secret "s3-keys" not found'), {}, [], "config",
+         ["create the Secret s3-keys"]),
+        (waiting("CreateContainerConfigError", "couldn't find key a in Secret ns/b"), {}, [], "config",
+         ["couldn't find key a in Secret ns/b (CreateContainerConfigError)"]),
+        (waiting("ContainerCreating"), {},
+         [note("FailedMount", 'MountVolume.SetUp failed for volume "c" : secret "job-learner-1" not found')],
+         "volume", ["create the Secret job-learner-1"]),
+        (waiting("ContainerCreating"), {},
+         [note("FailedMount", 'MountVolume.SetUp failed for volume "c" : configmap "corpus" not found')],
+         "volume", ["create the ConfigMap corpus"]),
+        (waiting("ContainerCreating"), {}, [note("FailedMount", "x", name="another")], None, []),
+        (waiting("ContainerCreating"), {}, [note("FailedCreatePodSandBox", "no address left")], "other",
+         ["no address left"]),
+        (waiting("ContainerCreating"), {}, [], None, []),
+        ({**waiting("CrashLoopBackOff", "back-off"), "restartCount": 4,
+          "lastState": ended(1, message="Traceback\n  ...\nOSError: the disk is on fire\n")}, {}, [], "crash",
+         ["exit code 1", "the disk is on fire", "5 times"]),
+        ({**waiting("CrashLoopBackOff"), "restartCount": 1, "lastState": ended(137, "OOMKilled")}, {}, [],
+         "crash", ["out of memory", "resources.limits.memory"]),
+        (None, {"initContainerStatuses": [{"name": "fetch", "image": "f:1", **waiting("ErrImagePull")}]}, [],
+         "image", ["init container fetch", "f:1"]),
+        (None, {"initContainerStatuses": [{"name": "fetch", **waiting("CrashLoopBackOff"),
+                                           "lastState": ended(3, message="no route")}]}, [],
+         "crash", ["init container fetch", "exit code 3", "no route"]),
+        ({"state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}}, "restartCount": 0}, {}, [], None, []),
+    ],
+)  # fmt: skip
+def test_why_a_pod_does_not_start(
+    container: Any, status: dict[str, Any], notes: list[Note], kind: str | None, words: list[str]
+) -> None:
+    found = facts(container, notes, **status).obstacle
+    assert (found.kind if found is not None else None) == kind
+    for word in words:
+        assert word in found.message
+
+
+def test_a_secret_that_is_not_there_is_named() -> None:
+    message = 'MountVolume.SetUp failed for volume "credentials" : secret "job-learner-1" not found'
+    assert (
+        facts(waiting("ContainerCreating"), [note("FailedMount", message)]).obstacle.secret == "job-learner-1"
+    )
+    assert facts(waiting("CreateContainerConfigError", 'secret "a" not found')).obstacle.secret == "a"
+    assert facts(waiting("CreateContainerConfigError", "couldn't find key a")).obstacle.secret == ""
+
+
+@pytest.mark.parametrize(
+    ("container", "ends", "started"),
+    [
+        (None, 0, False),
+        (waiting("ContainerCreating"), 0, False),
+        ({"state": {"running": {}}, "restartCount": 0}, 0, True),
+        ({"state": ended(1), "restartCount": 0}, 1, True),
+        # The kubelet counts a restart when it has restarted, so the number stays the same over the three.
+        ({"state": ended(1), "restartCount": 2, "lastState": ended(1)}, 3, True),
+        ({**waiting("CrashLoopBackOff"), "restartCount": 2, "lastState": ended(1)}, 3, True),
+        ({"state": {"running": {}}, "restartCount": 3, "lastState": ended(1)}, 3, True),
+    ],
+)
+def test_how_often_a_container_has_ended(container: Any, ends: int, started: bool) -> None:
+    found = facts(container)
+    assert (found.ends, found.started) == (ends, started)
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        (End(1, "Error", "no", None), "its program ended with exit code 1: no"),
+        (End(0, "Completed", "", None), "by itself with exit code 0"),
+        (End(137, "OOMKilled", "", None), "out of memory"),
+        (End(143, "Error", "", None), "signal 15"),
+        (End(255, "Error", "", None), "exit code 255"),
+    ],
+)
+def test_an_end_in_words(end: End, words: str) -> None:
+    assert words in str(end)
+
+
+def test_a_signal_without_an_exit_code() -> None:
+    found = facts({"state": {"terminated": {"signal": 9}}, "restartCount": 0})
+    assert found.last_end.code == 137
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        ({"conditions": [{"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}]},
+         "higher priority"),
+        ({"conditions": [{"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}]},
+         "drained"),
+        ({"conditions": [{"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager"}]},
+         "tainted"),
+        ({"conditions": [{"type": "DisruptionTarget", "status": "True", "reason": "New", "message": "so"}]},
+         "so"),
+        ({"conditions": [{"type": "DisruptionTarget", "status": "False", "reason": "x"}]}, ""),
+        ({"phase": "Failed", "reason": "NodeShutdown"}, "shut down"),
+        ({"phase": "Failed", "reason": "Evicted"}, ""),
+    ],
+)  # fmt: skip
+def test_whose_fault_it_is_not(status: dict[str, Any], words: str) -> None:
+    excused = facts(None, **status).excused
+    assert words in excused and bool(excused) == bool(words)
+
+
+def test_the_plain_facts() -> None:
+    found = facts(
+        {"state": {"running": {"startedAt": "2026-01-01T00:00:10Z"}}, "restartCount": 0},
+        phase="Running", conditions=[{"type": "Ready", "status": "True"}],
+    )  # fmt: skip
+    assert (found.region, found.ordinal, found.revision, found.node) == ("local", 2, "job-local-1", "n")
+    assert found.process == "9dd40b1da071fc6c86cba85f37bee35c"
+    assert found.ready and found.running and found.alive and found.running_since == 1767225610.0
+    going = pod(None)
+    going["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    read = pod_status.read(going, [])
+    assert read is not None and read.terminating and not read.alive and read.leaves_at == 1767225600.0
+    over = facts(None, phase="Failed")
+    assert over.over and not over.alive and over.obstacle is None
+    stranger = pod(None)
+    stranger["metadata"]["labels"] = {}
+    assert pod_status.read(stranger, []) is None
+
+
+def test_last_words_are_one_short_line() -> None:
+    assert pod_status.last_words("a\n\n  b  \n") == "b" and pod_status.last_words("\n") == ""
+    assert len(pod_status.last_words("x" * 5000)) == pod_status.WORDS
+
+
+def test_last_words_of_a_json_log_are_its_message() -> None:
+    """As our programs log in a cluster. The head of a long line is not there: the kubelet keeps the end."""
+    said = 'training.model "x\\y" differ: äpply the same job\neverywhere'
+    formatter = logs.JsonLines({"job": "tiny", "region": "local", "ordinal": 1})
+    record = logging.LogRecord("a", logging.ERROR, "f", 1, "%s", (said,), None)
+    line = formatter.format(record)
+    assert line.startswith("{") and pod_status.last_words(f"before\n{line}\n") == " ".join(said.split())
+    assert pod_status.last_words(line[-100:]) == " ".join(said.split())
+    for other in ('{"message": 3}', '{"message": "a", "b": 1}', '"message": "\\q"}', "no message"):
+        assert pod_status.last_words(other) == other
+
+
+def test_a_learner_that_makes_room_has_not_crashed() -> None:
+    """What the kubelet reads of its termination log is what the worker leaves there."""
+    made = facts(
+        {"state": {"running": {}}, "restartCount": 1, "lastState": ended(0, "Completed", MAKES_ROOM)}
+    )
+    assert made.last_end.makes_room
+    for code, message in ((0, ""), (1, MAKES_ROOM)):
+        other = facts({"state": {"running": {}}, "restartCount": 1, "lastState": ended(code, "x", message)})
+        assert not other.last_end.makes_room

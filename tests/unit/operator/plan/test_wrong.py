@@ -1,0 +1,205 @@
+"""The plan against a small cluster: wrong specs and foreign objects, and lost regions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from diloco_operator import names
+from diloco_operator.model import Note, Ref
+from diloco_operator.plan.plan import plan
+from operator_world import SETTINGS, World, job_object, started
+
+# ------------------------------------------------------------------ wrong things
+
+
+def test_a_foreign_object_stops_the_job_and_is_never_touched() -> None:
+    world = World(job_object())
+    ref = names.settings_map("job")
+    foreign = {"metadata": {"name": ref.name, "uid": "f", "labels": {}}, "data": {"mine": "yes"}}
+    world.foreign[ref] = foreign
+    world.run(30)
+    assert world.truth("NameConflict") == "True" and ref.name in world.condition("NameConflict")["message"]
+    assert not world.pods and world.foreign[ref] is foreign and world.told("NameConflict") == 1
+    assert world.truth("Ready") == "False"
+    del world.foreign[ref]
+    world.until(World.whole)
+    assert world.truth("NameConflict") == "False" and world.told("NameConflictOver") == 1
+
+
+def test_an_object_with_our_label_and_another_owner_is_foreign() -> None:
+    world = started()
+    ref = Ref("ConfigMap", "stray")
+    world.foreign[ref] = {
+        "kind": "ConfigMap",
+        "metadata": {"name": "stray", "uid": "f", "labels": {names.LABEL_JOB: "job"},
+                     "ownerReferences": [{"controller": True, "uid": "somebody else"}]},
+    }  # fmt: skip
+    world.run(60)  # _check holds each plan to it
+
+
+def test_an_invalid_spec_touches_nothing() -> None:
+    world = started()
+    objects, uids = dict(world.objects), set(world.pods)
+    world.edit(sync={"quorum": 9, "overlap": 500})
+    world.run(30)
+    ready = world.condition("Ready")
+    assert ready["reason"] == "InvalidSpec" and "sync.quorum" in ready["message"]
+    assert "sync.overlap" in ready["message"] and world.status["phase"] == "Invalid"
+    assert world.status["observedGeneration"] == 2 and world.status["startTime"]
+    assert not world.plans[-1].apply and set(world.pods) == uids and world.told("InvalidSpec") == 1
+    assert {r: o["metadata"]["generation"] for r, o in world.objects.items()} == {
+        r: o["metadata"]["generation"] for r, o in objects.items()
+    }
+    world.edit(sync={"quorum": 1})
+    world.until(World.whole)
+    assert set(world.pods) == uids
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason", "words"),
+    [
+        ({"syncer": {"shards": 2}}, "Unsupported", ["syncer.shards", "set it to 1"]),
+        ({"syncer": {"tls": {"secretName": "mine"}}}, "Unsupported", ["learners.credentials.secretName"]),
+        ({"syncer": {"cluster": "a"}, "regions": [{"name": "local", "cluster": "a", "learners": 3}]},
+         "NotPlaced", ["cluster a", "cluster.name"]),
+        ({"learners": {"podTemplate": {"spec": {"restartPolicy": "Never"}}}}, "PodTemplate",
+         ["spec.learners.podTemplate.spec.restartPolicy"]),
+    ],
+)  # fmt: skip
+def test_a_job_that_is_not_taken_keeps_what_it_has(
+    spec: dict[str, Any], reason: str, words: list[str]
+) -> None:
+    fresh = World(job_object(**spec))
+    fresh.run(20)
+    assert fresh.condition("Ready")["reason"] == reason and not fresh.objects
+    assert all(word in fresh.condition("Ready")["message"] for word in words)
+    assert fresh.told(reason) == 1 and fresh.status["phase"] == "Pending"
+
+    world = started()
+    before = world.job["spec"]
+    uids = set(world.pods)
+    world.edit(**spec)
+    world.run(30)
+    assert world.condition("Ready")["reason"] == reason and set(world.pods) == uids
+    world.job["spec"] = {}
+    world.edit(**before)
+    world.until(World.whole)
+    assert set(world.pods) == uids
+
+
+def test_a_fault_that_the_dry_run_finds_is_told_and_heals() -> None:
+    world = World(job_object(count=1))
+    world.run(5)
+    from diloco_operator.model import Trouble
+
+    fault = Trouble(
+        names.stateful_set("job", "local"), "invalid", "containers[0].ports[0].containerPort: wrong"
+    )
+    real = world._apply
+
+    def refusing(made: Any) -> None:
+        real(made)
+        world.troubles = (*world.troubles, fault)
+        world.next_turn = world.now
+
+    world._apply = refusing  # type: ignore[method-assign]
+    world.run(20)
+    ready = world.condition("Ready")
+    assert ready["reason"] == "Refused" and "containerPort" in ready["message"]
+    assert world.told("Refused") == 1
+    world._apply = real  # type: ignore[method-assign]
+    world.troubles = ()
+    world.until(World.whole)
+
+
+def test_what_is_good_to_have_does_not_stop_training() -> None:
+    from diloco_operator.model import Trouble
+
+    world = started(1)
+    fault = Trouble(Ref("PodDisruptionBudget", "job-local"), "forbidden", "poddisruptionbudgets is forbidden")
+    world._apply, real = (lambda made: None), world._apply  # type: ignore[method-assign, assignment]
+    world.troubles, world.next_turn = (fault,), world.now
+    world.run(20)
+    assert world.truth("Ready") == "True" and world.truth("Degraded") == "True"
+    assert "poddisruptionbudgets" in world.condition("Degraded")["message"] and world.told("ApplyFailed") == 1
+    world._apply = real  # type: ignore[method-assign]
+    world.until(lambda w: w.truth("Degraded") == "False", 30)
+
+
+def test_a_missing_secret_is_made_again() -> None:
+    world = started(1)
+    name = names.secret_name("job", "learner", world.job["metadata"]["uid"])
+    assert name in world.secrets and not any(s.missed for s in world.plans[-1].secrets)
+    world.delete_pod("job-local-0", force=True)
+    world.run(0.5)
+    world.notes.append(Note("Pod", "job-local-0", "FailedMount",
+                            f'MountVolume.SetUp failed for volume "credentials" : secret "{name}" not found',
+                            world.now))  # fmt: skip
+    made = world.turn()
+    assert [s.name for s in made.secrets if s.missed] == [name]
+
+
+# ------------------------------------------------------------------ lost regions
+
+
+def test_a_lost_region_is_told_and_comes_back() -> None:
+    regions = [{"name": "near", "learners": 2}, {"name": "far", "learners": 1}]
+    world = started(regions=regions, failurePolicy={"regionLostSeconds": 60, "onRegionLost": "Continue"})
+    world.unschedulable = {"job-far-0"}
+    world.delete_pod("job-far-0", force=True)
+    world.run(40)
+    assert world.truth("RegionLost") == "False" and world.region("far")["lostSince"]
+    since = world.region("far")["lostSince"]
+    from diloco_operator.model import Memory
+
+    world.memory = Memory()  # the operator restarts: the time goes on
+    world.run(40)
+    assert world.truth("RegionLost") == "True" and "far" in world.condition("RegionLost")["message"]
+    assert world.region("far")["lostSince"] == since and world.told("RegionLost") == 1
+    assert world.truth("Ready") == "True", "two go on"
+    world.unschedulable = set()
+    world.until(World.whole)
+    assert world.truth("RegionLost") == "False" and world.told("RegionBack") == 1
+    assert "lostSince" not in world.region("far")
+
+
+def test_a_region_that_the_syncer_counts_as_lost_is_lost_here() -> None:
+    """It acts by its own time, which may be over sooner than this one's."""
+    regions = [{"name": "near", "learners": 2}, {"name": "far", "learners": 1}]
+    world = started(regions=regions, failurePolicy={"regionLostSeconds": 600})
+    world.unschedulable = {"job-far-0"}
+    world.delete_pod("job-far-0", force=True)
+    world.run(60)
+    assert world.truth("RegionLost") == "False" and world.region("far")["lostSince"]
+    world.syncer.lost = ["far"]
+    world.run(20)
+    assert world.truth("RegionLost") == "True" and "far" in world.condition("RegionLost")["message"]
+
+
+def test_a_job_that_holds_for_a_lost_region_is_not_ready() -> None:
+    """With a quorum: of K learners all are there, and yet nothing is merged."""
+    world = started(regions=[{"name": "near", "learners": 2}, {"name": "far", "learners": 1}])
+    world.syncer.misses = "nobody of region far was heard for 15 s, and failurePolicy.onRegionLost is Hold"
+    world.run(40)
+    assert world.status["phase"] == "Holding" and world.truth("QuorumMet") == "True"
+    assert world.truth("Ready") == "False" and world.condition("Ready")["reason"] == "Holding"
+    assert world.syncer.misses in world.condition("Ready")["message"]
+    world.syncer.misses = ""
+    world.run(40)
+    assert world.status["phase"] == "Running" and world.truth("Ready") == "True"
+
+
+def test_the_plan_raises_nothing_whatever_the_status_says() -> None:
+    """A status that an older or a foreign hand wrote is no reason to stop."""
+    world = started()
+    observed = world.observed()
+    for status in (
+        {},
+        {"conditions": None, "regions": None, "replacements": None, "image": None},
+        {"progress": {"tokens": "many", "pace": 3}, "syncer": {"mood": "good"}, "replacements": {"total": 2}},
+        {"phase": "Sleeping", "conditions": [{}], "startTime": "2023-11-14T22:13:21Z"},
+    ):
+        observed.job["status"] = status
+        plan(observed, world.memory, SETTINGS)

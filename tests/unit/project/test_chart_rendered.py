@@ -1,0 +1,358 @@
+"""The chart as `helm template` renders it: rights, security, settings, hooks. Needs helm, not a cluster."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from diloco_operator import names, settings, uninstall
+from diloco_operator.kube.kinds import needs
+from diloco_operator.objects import pods
+from diloco_operator.reconcile import root_key
+
+from .test_chart import CHART, ROOT, chart
+
+HELM = chart.program("helm")
+pytestmark = pytest.mark.skipif(HELM is None, reason="helm is neither on PATH nor where $LOCALKUBE env says")
+
+CI = sorted((CHART / "ci").glob("*.yaml"))
+Object = dict[str, Any]
+
+
+@functools.cache
+def render(*words: str, release: str = "diloco", namespace: str = "diloco-system") -> tuple[Object, ...]:
+    """The objects, hooks included."""
+    return tuple(chart.documents(chart.template(*words, release=release, namespace=namespace)))
+
+
+def of_kind(objects: tuple[Object, ...], kind: str, name: str | None = None) -> list[Object]:
+    return [o for o in objects if o["kind"] == kind and name in (None, o["metadata"]["name"])]
+
+
+def hooked(one: Object) -> bool:
+    return "helm.sh/hook" in one["metadata"].get("annotations", {})
+
+
+def pod_specs(objects: tuple[Object, ...]) -> Iterator[tuple[str, Object]]:
+    for one in objects:
+        if one["kind"] == "Pod":
+            yield one["metadata"]["name"], one["spec"]
+        elif one["kind"] in ("Deployment", "Job"):
+            yield one["metadata"]["name"], one["spec"]["template"]["spec"]
+
+
+def granted(roles: list[Object]) -> set[tuple[str, str, str]]:
+    """(group, resource, verb), those that hold for named objects alone left out."""
+    return {
+        (group, resource, verb)
+        for role in roles
+        for rule in role["rules"]
+        if "resourceNames" not in rule
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+
+
+def needed(nodes: bool) -> set[tuple[str, str, str]]:
+    return {(need.group, need.resource, verb) for need in needs(nodes) for verb in need.verbs}
+
+
+# ---------------------------------------------------------------- rights
+
+
+def test_the_operator_may_do_what_it_needs_and_nothing_else() -> None:
+    objects = tuple(one for one in render() if not hooked(one))
+    assert not of_kind(objects, "Role")
+    assert granted(of_kind(objects, "ClusterRole")) == needed(nodes=True)
+
+
+def test_with_namespaces_there_are_roles_in_them_and_no_cluster_role() -> None:
+    objects = tuple(one for one in render("--set", "watch.namespaces={a,b}") if not hooked(one))
+    assert not of_kind(objects, "ClusterRole") and not of_kind(objects, "ClusterRoleBinding")
+    for namespace in ("a", "b"):
+        roles = [r for r in of_kind(objects, "Role") if r["metadata"]["namespace"] == namespace]
+        assert granted(roles) == needed(nodes=False)
+        (binding,) = [b for b in of_kind(objects, "RoleBinding") if b["metadata"]["namespace"] == namespace]
+        assert binding["subjects"][0]["namespace"] == "diloco-system"
+        assert binding["roleRef"]["name"] == roles[0]["metadata"]["name"]
+    own = [r for r in of_kind(objects, "Role") if r["metadata"]["namespace"] == "diloco-system"]
+    assert granted(own) == {("", "secrets", "create")}, "for the root key"
+
+
+def test_an_operator_that_watches_its_own_namespace_has_one_role_there() -> None:
+    objects = tuple(one for one in render("--set", "watch.namespaces={diloco-system}") if not hooked(one))
+    (role,) = of_kind(objects, "Role")
+    assert granted([role]) == needed(nodes=False)
+
+
+@pytest.mark.parametrize("values", CI, ids=lambda path: path.stem)
+def test_no_role_has_a_wildcard_or_reads_secrets(values: Path) -> None:
+    objects = render("--values", str(values))
+    roles = of_kind(objects, "ClusterRole") + of_kind(objects, "Role")
+    assert roles
+    for role in roles:
+        for rule in role["rules"]:
+            assert "*" not in json.dumps(rule)
+            if "secrets" in rule["resources"]:
+                assert rule["verbs"] == ["create"]
+    bound = {(b["kind"], b["roleRef"]["name"]) for b in objects if b["kind"].endswith("RoleBinding")}
+    assert bound == {(f"{role['kind']}Binding", role["metadata"]["name"]) for role in roles}
+
+
+def test_the_uninstall_hook_may_stop_the_operator_and_patch_jobs() -> None:
+    for words, kind in (((), "ClusterRole"), (("--set", "watch.namespaces={a,b}"), "Role")):
+        objects = tuple(one for one in render(*words) if hooked(one))
+        jobs = [r for r in of_kind(objects, kind) if "dilocojobs" in json.dumps(r)]
+        assert len(jobs) == (1 if kind == "ClusterRole" else 2)
+        for role in jobs:
+            assert granted([role]) == {
+                ("diloco.io", "dilocojobs", "list"),
+                ("diloco.io", "dilocojobs", "patch"),
+            }
+        (own,) = [r for r in of_kind(objects, "Role") if r["metadata"]["namespace"] == "diloco-system"]
+        assert granted([own]) == {("", "pods", "list")}
+        for rule in own["rules"]:
+            assert rule.get("resourceNames", ["diloco-operator"]) == ["diloco-operator"]
+
+
+# ---------------------------------------------------------------- pods
+
+
+@pytest.mark.parametrize("values", CI, ids=lambda path: path.stem)
+def test_pods_are_restricted(values: Path) -> None:
+    """As the restricted pod security standard has it, and the root file system read-only besides."""
+    seen = dict(pod_specs(render("--values", str(values))))
+    assert len(seen) == 3  # operator, uninstall hook, test
+    for name, spec in seen.items():
+        assert spec["securityContext"]["runAsNonRoot"] is True, name
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
+        assert {kind for volume in spec.get("volumes", []) for kind in volume} <= {
+            "name",
+            "secret",
+            "emptyDir",
+        }
+        for container in spec["containers"]:
+            security = container["securityContext"]
+            assert (
+                security["readOnlyRootFilesystem"] is True and security["allowPrivilegeEscalation"] is False
+            )
+            assert security["capabilities"] == {"drop": ["ALL"]}
+            assert container["resources"]["limits"]["memory"]
+
+
+def operator(objects: tuple[Object, ...]) -> Object:
+    (deployment,) = of_kind(objects, "Deployment")
+    return dict(deployment["spec"]["template"]["spec"])
+
+
+def environment(objects: tuple[Object, ...]) -> dict[str, str]:
+    """As the container has it; what refers to something else is left out, but for the namespace."""
+    found = {}
+    for item in operator(objects)["containers"][0]["env"]:
+        if item.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath") == "metadata.namespace":
+            found[item["name"]] = "diloco-system"
+        elif "value" in item:
+            found[item["name"]] = item["value"]
+    return found
+
+
+def test_the_defaults_are_the_operators_own() -> None:
+    made = settings.load([], environment(render()))
+    assert made == settings.Settings()
+
+
+def test_every_value_reaches_the_operator() -> None:
+    made = settings.load([], environment(render("--values", str(CHART / "ci" / "everything.yaml"))))
+    assert made.cluster == "east-1" and made.namespace == "diloco-system"
+    assert made.syncer_image == "registry.example.com/team/diloco-syncer:latest"
+    assert made.worker_image == "registry.example.com/team/diloco-worker:0.2.0@sha256:" + 64 * "a"
+    assert made.image_pull_policy == "Always" and made.resync_seconds == 12.5
+    assert (made.log_level, made.log_format) == ("DEBUG", "text")
+    assert made.metrics_namespace == "kube-public" and made.workers == 16
+    namespaced = settings.load([], environment(render("--values", str(CHART / "ci" / "namespaced.yaml"))))
+    assert namespaced.watch_namespaces == ("default", "kube-public")
+
+
+def test_variables_that_the_chart_sets_cannot_be_set_again() -> None:
+    """extraEnv refuses those that are values of their own, or that probes and volumes rely on."""
+    refused = json.loads((CHART / "values.schema.json").read_text())
+    refused = refused["properties"]["extraEnv"]["items"]["properties"]["name"]["not"]["enum"]
+    everything = environment(render("--values", str(CHART / "ci" / "everything.yaml")))
+    namespaced = environment(render("--values", str(CHART / "ci" / "namespaced.yaml")))
+    sets = {name for name in everything | namespaced if name.startswith(settings.PREFIX)}
+    sets -= {"DILOCO_OPERATOR_WORKERS"}  # everything.yaml's own extraEnv
+    assert set(refused) == sets | {settings.variable("http"), settings.variable("key_file")}
+    assert set(refused) <= {settings.variable(field.name) for field in settings.fields()}
+
+
+def test_the_pod_fits_the_program() -> None:
+    spec = operator(render())
+    container = spec["containers"][0]
+    defaults = settings.Settings()
+    (port,) = container["ports"]
+    assert str(port["containerPort"]) == defaults.http.rpartition(":")[2]
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert container[probe]["httpGet"]["port"] == port["name"]
+    (mount,) = [m for m in container["volumeMounts"] if m["name"] == "key"]
+    assert defaults.key_file == f"{mount['mountPath']}/key"
+    (volume,) = [v for v in spec["volumes"] if v["name"] == "key"]
+    assert volume["secret"]["secretName"] == root_key.NAME and volume["secret"]["optional"] is True
+    (deployment,) = of_kind(render(), "Deployment")
+    assert deployment["spec"]["replicas"] == 1 and deployment["spec"]["strategy"] == {"type": "Recreate"}
+    assert not of_kind(render(), "Secret")
+
+
+# ---------------------------------------------------------------- hooks, CRD, names
+
+
+def test_the_hooks_program_takes_its_arguments() -> None:
+    for words, scope in (((), ""), (("--set", "watch.namespaces={a,b}"), "a,b")):
+        (job,) = of_kind(render(*words), "Job")
+        command = job["spec"]["template"]["spec"]["containers"][0]["command"]
+        assert command[:3] == ["python", "-m", uninstall.__name__]
+        given = uninstall.parser().parse_args(command[3:])
+        assert (given.stop, given.namespace, given.watch_namespaces) == (
+            "diloco-operator",
+            "diloco-system",
+            scope,
+        )
+        assert given.seconds < job["spec"]["activeDeadlineSeconds"] < 300, "Helm waits 300 s"
+
+
+def test_hooks_are_not_taken_for_the_operator() -> None:
+    objects = render()
+    (deployment,) = of_kind(objects, "Deployment")
+    selector = deployment["spec"]["selector"]["matchLabels"]
+    for one in objects:
+        if hooked(one) and one["kind"] in ("Job", "Pod"):
+            template = one["spec"].get("template", one)
+            assert not selector.items() <= template["metadata"]["labels"].items()
+
+
+def test_the_definition_is_the_generated_one_and_is_kept() -> None:
+    (made,) = of_kind(render(), "CustomResourceDefinition")
+    assert made["metadata"].pop("annotations") == {"helm.sh/resource-policy": "keep"}
+    assert made == yaml.safe_load((ROOT / "manifests" / "crd.yaml").read_text())
+    assert not of_kind(render("--set", "crds.install=false"), "CustomResourceDefinition")
+
+
+@pytest.mark.parametrize("values", CI, ids=lambda path: path.stem)
+def test_a_release_never_holds_a_job(values: Path) -> None:
+    assert not of_kind(render("--values", str(values)), "DiLoCoJob")
+
+
+@pytest.mark.parametrize(
+    ("release", "name"),
+    [
+        ("diloco", "diloco-operator"), ("training", "training-diloco-operator"),
+        ("diloco-operator", "diloco-operator"), ("a" * 53, "a" * 32 + "-diloco-operator"),
+    ],
+)  # fmt: skip
+def test_names(release: str, name: str) -> None:
+    objects = render(release=release)
+    assert of_kind(objects, "Deployment")[0]["metadata"]["name"] == name
+    for one in objects:
+        found = one["metadata"]["name"]
+        assert len(found) <= 63 and found.startswith((name, "dilocojobs.diloco.io")), found
+
+
+def test_monitors_find_the_pods_and_ports_that_there_are() -> None:
+    objects = render("--values", str(CHART / "ci" / "everything.yaml"))
+    monitors = of_kind(objects, "PodMonitor")
+    assert len(monitors) == 3
+    own = next(m for m in monitors if "matchExpressions" not in m["spec"]["selector"])
+    (deployment,) = of_kind(objects, "Deployment")
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert own["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    ports = {
+        "syncer": {names.HTTP_PORT: "http"},
+        "learner": {names.WORKER_PORT: "status"},
+        "evaluator": {names.WORKER_PORT: "status"},
+    }
+    source = Path(pods.__file__).read_text()
+    for role, expected in ports.items():
+        (found,) = [
+            m for m in monitors
+            if role in (m["spec"]["selector"].get("matchExpressions") or [{"values": []}])[0]["values"]
+        ]  # fmt: skip
+        job_labels = names.labels("j", role)
+        assert found["spec"]["selector"]["matchLabels"].items() <= job_labels.items()
+        assert found["spec"]["selector"]["matchExpressions"][0]["key"] in job_labels
+        (endpoint,) = found["spec"]["podMetricsEndpoints"]
+        assert endpoint["port"] in expected.values() and endpoint["honorLabels"] is True
+        assert f'_port("{endpoint["port"]}", names.' in source, "pods.py names its ports"
+
+
+def notes(values: str) -> str:
+    """What `helm install` prints at its end; no cluster is asked."""
+    words = ("--dry-run=client", "--values", str(CHART / "ci" / f"{values}.yaml"))
+    assert HELM is not None
+    said = chart.run(HELM, "install", "diloco", str(CHART), "--namespace", "diloco-system", *words)
+    return str(said).partition("NOTES:")[2]
+
+
+def test_the_notes_name_what_there_is() -> None:
+    everywhere, inside, second = notes("default"), notes("namespaced"), notes("second")
+    assert "kubectl apply -f manifests/examples/tiny-gpt.yaml" in everywhere
+    assert "kubectl apply -n default -f" in inside, "elsewhere nobody would look at the job"
+    assert "--take-ownership" in everywhere and "--take-ownership" in inside
+    assert "holds no CRD" in second and "--take-ownership" not in second
+    for said, deployment in ((everywhere, "diloco-operator"), (notes("everything"), "trainers")):
+        assert f"deploy/{deployment}\n" in said and "<no value>" not in said
+
+
+# ---------------------------------------------------------------- the schema
+
+
+@pytest.mark.parametrize(
+    ("setting", "field"),
+    [
+        ("watch.namespace=a", "namespace"),
+        ("watch.namespaces={A_B}", "watch/namespaces"),
+        ("watch.namespaces={a,a}", "watch/namespaces"),
+        ("replicas=2", "replicas"),
+        ("images.worker.image=x", "images/worker"),
+        ("images.pullPolicy=Sometimes", "images/pullPolicy"),
+        ("images.syncer.tag=not a tag", "images/syncer/tag"),
+        ("images.operator.repository=", "images/operator/repository"),
+        ("crds.install=please", "crds/install"),
+        ("resyncSeconds=1", "resyncSeconds"),
+        ("resyncSeconds=soon", "resyncSeconds"),
+        ("logs.level=LOUD", "logs/level"),
+        ("logs.format=xml", "logs/format"),
+        ("cluster.name=East", "cluster/name"),
+        ("cluster=east", "cluster"),
+        ("podMonitor.interval=often", "podMonitor/interval"),
+        ("resources.request.cpu=1", "resources"),
+        ("extraEnv[0].name=DILOCO_OPERATOR_LOG_LEVEL", "extraEnv/0/name"),
+        ("extraEnv[0].value=x", "extraEnv/0"),
+        ("tolerations[0].tolerationSeconds=soon", "tolerations/0/tolerationSeconds"),
+        ("imagePullSecrets={registry}", "imagePullSecrets/0"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(setting: str, field: str) -> None:
+    assert HELM is not None
+    command = [HELM, "template", "diloco", str(CHART), "--set", setting]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    said = done.stderr.replace(".", "/")
+    assert "values don't meet the specifications of the schema" in done.stderr and field in said, done.stderr
+
+
+def test_the_manifest_without_helm_is_the_charts() -> None:
+    assert (ROOT / "manifests" / "install.yaml").read_text() == chart.install_manifest(), "run make manifests"
+    objects = chart.documents(chart.install_manifest())
+    assert objects[0]["kind"] == "Namespace" and "helm" not in json.dumps(objects).lower()
+    kept = [one for one in render() if not hooked(one)]
+    assert [(o["kind"], o["metadata"]["name"]) for o in objects[1:]] == [
+        (o["kind"], o["metadata"]["name"]) for o in kept
+    ]

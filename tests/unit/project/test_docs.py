@@ -1,0 +1,162 @@
+"""docs/protocol.md says what the code says: every message, reason, limit and test vector."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+import numpy as np
+import pytest
+
+from diloco import main
+from diloco_protocol.arrays import codec
+from diloco_protocol.arrays.layout import Layout, Tensor
+from diloco_protocol.security.identity import name as certificate_name
+from diloco_protocol.spec.load import parse_job
+from diloco_protocol.wire import bulk, control_auth, limits, services, sync_pb2
+from diloco_syncer.core.events import Reason
+from diloco_syncer.server.tls import connection_limits
+from diloco_worker.core.leases import block_order
+from repository import ROOT
+
+DOCS = ROOT / "docs"
+PROTOCOL = (DOCS / "protocol.md").read_text(encoding="utf-8")
+NAMES = [
+    certificate_name("ns", "tiny", "syncer"),
+    certificate_name("ns", "tiny", "learner"),
+    certificate_name("ns", "tiny", "learner", "eu-1"),
+]
+UNITS = {"": 1, "s": 1, "characters": 1, "KiB": 1 << 10, "KiB/s": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+@pytest.mark.parametrize("name", sorted(sync_pb2.DESCRIPTOR.message_types_by_name))
+def test_every_message_is_described(name: str) -> None:
+    assert re.search(rf"`{name}(`| )", PROTOCOL), f"docs/protocol.md does not mention {name}"
+
+
+@pytest.mark.parametrize("reason", [*(r.value for r in Reason), services.PARTIAL, services.BUSY])
+def test_every_reason_is_described(reason: str) -> None:
+    assert f"| `{reason}` |" in PROTOCOL or f"`{reason}`" in PROTOCOL.split("And of transfers")[1][:200]
+
+
+@pytest.mark.parametrize("uri", [name.uri for name in NAMES])
+def test_the_names_in_certificates(uri: str) -> None:
+    assert f"| `{uri}` |" in PROTOCOL.replace("NAMESPACE/NAME", "ns/tiny").replace("REGION", "eu-1")
+
+
+def test_every_refusal_of_a_connection_is_described() -> None:
+    table = PROTOCOL.split("**Refusals** of connections")[1].split("A Join that is refused")[0]
+    rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
+    described = {word for row in rows for word in re.findall(r"`([a-z-]+)`", row)}
+    source = "".join(
+        (DOCS.parent / "syncer/diloco_syncer/server/tls" / part).read_text(encoding="utf-8")
+        for part in ("listener.py", "connection.py")
+    ) + (DOCS.parent / "protocol/diloco_protocol/security/identity.py").read_text(encoding="utf-8")
+    said = set(re.findall(r"(?:Refused|Objection)\(\s*\"([a-z-]+)\"", source))
+    said |= {
+        value for key, value in vars(connection_limits).items() if key.isupper() and isinstance(value, str)
+    }
+    assert described == said and len(said) > 20
+
+
+def test_reasons_that_are_gone_are_not_described() -> None:
+    table = PROTOCOL.split("## Why a push is refused")[1].split("And of transfers")[0]
+    assert set(re.findall(r"^\| `([a-z-]+)` \|", table, re.M)) == {r.value for r in Reason}
+
+
+def test_the_limits_are_those_of_the_code() -> None:
+    rows = re.findall(r"^\| .* \| ([\d.]+) ?([A-Za-z/]*) \| `([A-Z_]+)` \|$", PROTOCOL, re.M)
+    assert len(rows) >= 14
+    for number, unit, constant in rows:
+        assert int(number) * UNITS[unit] == getattr(limits, constant), constant
+
+
+def test_the_encoding_vectors() -> None:
+    small = np.array([1.0, -0.5, 0.25, 0.0, -1.0], np.float32)
+    i = np.arange(1000)
+    large = (((37 * i) % 101 - 50) / 64).astype(np.float32)
+    for name in codec.ENCODINGS:
+        hexes = re.search(rf"^\| `{name}` \| `([0-9a-f ]+)` \|$", PROTOCOL, re.M)
+        assert hexes is not None
+        assert codec.encode(small, name).tobytes() == bytes.fromhex(hexes.group(1))
+        payload = codec.encode(large, name)
+        decoded = codec.decode(payload, name, 1000)
+        sums = f"`{bulk.checksum(payload):016x}` | `{bulk.checksum(decoded):016x}`"
+        assert f"| `{name}` | {payload.size} | {sums} |" in PROTOCOL
+
+
+def test_the_layout_example() -> None:
+    tensors = [
+        Tensor("head.bias", (10,), "float32"),
+        Tensor("embed.weight", (20, 6), "float32", True),
+        Tensor("body.weight", (9, 8), "bfloat16"),
+    ]
+    layout = Layout.build(tensors, 4)
+    assert f"{layout.to_json()}\n{layout.digest}\n" in PROTOCOL
+
+
+def test_the_signature_example() -> None:
+    nonce = bytes(range(16))
+    call = sync_pb2.SignedCall(method="checkpoint", body=b"{}", time_ms=1760000000000, nonce=nonce)
+    (text,) = re.findall(r"the signature is `([0-9a-f]{64})`", PROTOCOL)
+    call.signature = bytes.fromhex(text)
+    control_auth.verify_call(b"0123456789abcdef", call, control_auth.NonceCache(), now_ms=1760000000000)
+
+
+def test_the_data_order_example_by_another_generator() -> None:
+    """numpy's legacy generator, seeded as the page says, is the second implementation."""
+    pattern = r"For seed (\d+), data epoch (\d+), block (\d+) and ten sequences the order is ([\d, ]+)"
+    found = re.search(pattern, PROTOCOL)
+    assert found is not None
+    seed, data_epoch, block = (int(found.group(n)) for n in (1, 2, 3))
+    number = int.from_bytes(hashlib.sha256(f"{seed}:{data_epoch}:{block}".encode()).digest(), "big")
+    words = [number >> shift & 0xFFFFFFFF for shift in range(0, number.bit_length(), 32)]
+    uniform = np.random.RandomState(words).random_sample
+    order = list(range(10))
+    for last in range(9, 0, -1):
+        other = int(uniform() * (last + 1))
+        order[last], order[other] = order[other], order[last]
+    assert order == [int(n) for n in found.group(4).split(",") if n.strip()]
+    assert order == block_order(seed, data_epoch, block, 10)
+
+
+def test_the_job_in_the_readme_is_one() -> None:
+    text = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    (job,) = re.findall(r"```yaml\n(.*?)```", text, re.S)
+    assert parse_job(job).spec.slots == 3
+
+
+def test_commands_and_targets_in_the_readme_exist() -> None:
+    text = (DOCS.parent / "README.md").read_text(encoding="utf-8") + (DOCS / "operations.md").read_text()
+    makefile = (DOCS.parent / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"(?:`|^)make ([a-z][a-z-]*)", text, re.M))
+    assert {"demo", "test", "setup"} <= targets
+    for target in targets:
+        assert re.search(rf"^{target}:", makefile, re.M), f"make {target}"
+    commands = {c.name or c.callback.__name__ for c in main.app.registered_commands if c.callback}
+    commands |= {
+        group.typer_instance.info.name for group in main.app.registered_groups if group.typer_instance
+    }
+    assert {word for word in re.findall(r"`diloco ([a-z]+)", text)} <= commands
+
+
+def test_metrics_that_operations_names_exist() -> None:
+    text = (DOCS / "operations.md").read_text(encoding="utf-8") + PROTOCOL
+    parts = ("syncer/diloco_syncer/server/pages/metrics.py", "worker/diloco_worker/status_page.py")
+    source = "".join((DOCS.parent / part).read_text(encoding="utf-8") for part in parts)
+    names = set(re.findall(r"`(?:increase\()?diloco_([a-z_]+)[`{\[]", text)) - {"syncer", "worker"}
+    assert len(names) >= 8
+    for name in names:
+        short = name.removesuffix("_total")
+        of_worker = short.removeprefix("worker_")
+        known = (short, f"diloco_{short}", short.removeprefix("slot_"), of_worker)
+        assert any(f'"{candidate}"' in source for candidate in known), f"diloco_{name}"
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    pages = [*DOCS.glob("*.md"), DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md"]
+    for page in pages:
+        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"

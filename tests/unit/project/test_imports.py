@@ -1,0 +1,73 @@
+"""The doors between rooms, as a process meets them: what an import really loads.
+
+The linter reads source; this runs it. Each package, and every module of the
+rooms that must stay without torch, is imported in a fresh interpreter, and
+sys.modules says what came along.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from repository import ROOT
+
+HEAVY = ("torch", "transformers", "datasets", "tensorboard")
+
+# Imports every module of a package except programs (`__main__`), then prints what is loaded.
+PROBE = """
+import importlib, json, pkgutil, sys
+package = importlib.import_module(sys.argv[1])
+names = [m.name for m in pkgutil.walk_packages(package.__path__, package.__name__ + ".")]
+for name in names:
+    if not name.endswith(".__main__"):
+        importlib.import_module(name)
+print(json.dumps({"modules": names, "loaded": sorted({name.partition(".")[0] for name in sys.modules})}))
+"""
+
+
+def probe(package: str) -> tuple[list[str], set[str]]:
+    """(modules of the package, top-level names in sys.modules once all of them are imported)."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, package], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    return found["modules"], set(found["loaded"])
+
+
+@pytest.mark.parametrize(
+    ("package", "closed"),
+    [
+        ("diloco_protocol", ("diloco_syncer", "diloco_worker", "diloco")),
+        ("diloco_syncer", ("diloco_worker", "diloco")),
+        ("diloco_operator", ("diloco_syncer", "diloco_worker", "diloco")),
+        ("diloco", ()),
+    ],
+)
+def test_importing_every_module_of_the_room_loads_no_torch(package: str, closed: tuple[str, ...]) -> None:
+    modules, loaded = probe(package)
+    assert modules, f"{package} has no modules: the probe looked at nothing"
+    assert package in loaded
+    assert not loaded & set(HEAVY)
+    assert not loaded & set(closed)
+
+
+def test_the_worker_knows_neither_syncer_nor_command_line() -> None:
+    modules, loaded = probe("diloco_worker")
+    assert modules
+    assert "torch" in loaded, "the probe would not see torch elsewhere if it does not see it here"
+    assert not loaded & {"diloco_syncer", "diloco"}
+
+
+def test_the_linter_finds_the_doors_closed() -> None:
+    """The same contracts that `make lint` checks (pyproject.toml, tool.importlinter)."""
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"],
+        cwd=ROOT, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr

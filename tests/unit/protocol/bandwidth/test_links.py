@@ -1,0 +1,109 @@
+"""What both sides measure of a link, and how people see it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from diloco.local.screen import View, links_text, picture, slot_note, thin_links
+from diloco_protocol.bandwidth.links import LEAST_TRANSFERS, Measured
+from diloco_protocol.wire import sync_pb2
+from diloco_syncer.server.pages.links import LinkMeasures
+from diloco_worker.net.link_probe import Probe
+
+
+def stamped(probe: Probe, now: float, every: float = 1.0) -> sync_pb2.Report:
+    report = sync_pb2.Report()
+    probe.stamp(report, now, every)
+    return report
+
+
+def test_an_echo_is_asked_for_once_a_heartbeat_and_the_shortest_counts() -> None:
+    probe = Probe()
+    first = stamped(probe, 10.0)
+    assert first.echo and not first.HasField("link")
+    assert not stamped(probe, 10.5).echo  # one at a time
+    probe.heard(first.echo, 10.25)
+    assert probe.round_trip == pytest.approx(0.25)
+    assert not stamped(probe, 10.9).echo  # not before the next heartbeat
+    second = stamped(probe, 11.0)
+    assert second.echo and second.echo != first.echo
+    assert second.link.round_trip_seconds == pytest.approx(0.25)
+    probe.heard(second.echo, 11.75)
+    assert probe.round_trip == pytest.approx(0.25)
+    for n in range(16):  # what is long ago is forgotten
+        probe.heard(stamped(probe, 20.0 + n).echo, 20.5 + n)
+    assert probe.round_trip == pytest.approx(0.5)
+
+
+def test_echoes_of_others_say_nothing_and_a_lost_one_is_asked_for_again() -> None:
+    probe = Probe()
+    asked = stamped(probe, 0.0).echo
+    probe.heard(asked + 1, 0.1)
+    probe.heard(0, 0.1)
+    assert probe.round_trip is None
+    assert not stamped(probe, 59.0).echo
+    again = stamped(probe, 61.0).echo
+    assert again > asked
+    probe.heard(asked, 61.1)  # the lost one, after all: of no use
+    assert probe.round_trip is None
+    probe.begin()  # a new session
+    assert stamped(probe, 61.2).echo > again
+    probe.heard(again, 61.3)
+    assert probe.round_trip is None
+
+
+def test_a_report_tells_the_speed_once_enough_was_carried() -> None:
+    probe = Probe()
+    for n in range(LEAST_TRANSFERS):
+        assert not stamped(probe, 2.0 * n).link.down_bytes_per_second
+        probe.down.begin(2.0 * n)
+        probe.down.end(2.0 * n + 0.5, 1000)
+    assert stamped(probe, 99.0).link.down_bytes_per_second == pytest.approx(2000)
+    assert probe.figures() == {"link_up": None, "link_down": pytest.approx(2000), "round_trip_seconds": None}
+
+
+def test_the_syncer_believes_numbers_that_make_sense() -> None:
+    link = LinkMeasures()
+    assert link.known == Measured(None, None, None)
+    link.heard(sync_pb2.Report(link=sync_pb2.Link(down_bytes_per_second=5e6, round_trip_seconds=0.03)))
+    assert link.known == Measured(None, 5e6, 0.03)
+    link.heard(sync_pb2.Report())  # says nothing of the link: what was known stays
+    assert link.known == Measured(None, 5e6, 0.03)
+    for number in (float("nan"), float("inf"), -1.0, 1e30):
+        link.heard(
+            sync_pb2.Report(link=sync_pb2.Link(down_bytes_per_second=number, round_trip_seconds=number))
+        )
+        assert link.known == Measured(None, None, None)
+    for n in range(LEAST_TRANSFERS):
+        assert link.known.up is None
+        link.up.begin(float(n))
+        link.up.end(n + 0.1, 100)
+    assert link.known.up == pytest.approx(1000)
+
+
+def slot(number: int, **link: Any) -> dict[str, Any]:
+    measured = {"up_bytes_per_second": None, "down_bytes_per_second": None, "round_trip_seconds": None,
+                "thin": False, "message": ""} | link  # fmt: skip
+    return {"slot": number, "region": "eu", "ordinal": number, "state": "active", "link": measured}
+
+
+def test_the_picture_shows_the_slowest_link_and_why_it_is_thin() -> None:
+    status = {
+        "slots": [
+            slot(0, up_bytes_per_second=1e9, down_bytes_per_second=2e9, round_trip_seconds=0.0004),
+            slot(1, up_bytes_per_second=1e6, round_trip_seconds=0.08, thin=True, message="needs 12 Mbit/s"),
+            {"slot": 2, "region": "eu", "ordinal": 2, "state": "lost", "link": None},
+            {"slot": 3, "region": "eu", "ordinal": 3, "state": "active"},  # an older syncer's
+        ]
+    }
+    assert links_text(status) == "slowest measured: up 8 Mbit/s, down 16 Gbit/s, round trip 80 ms"
+    assert thin_links(status) == [("eu-1", "needs 12 Mbit/s")]
+    assert [slot_note(row) for row in status["slots"]] == ["", "thin link", "", ""]
+    console = Console(width=160)
+    with console.capture() as captured:
+        console.print(picture(View("j", None, status, {}, serving=True), []))
+    assert "thin link" in captured.get() and "eu-1: needs 12 Mbit/s" in captured.get()
+    assert links_text({"slots": [slot(0)]}) == "" == links_text({})

@@ -1,0 +1,70 @@
+"""Whole files or none."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from diloco_protocol.common import files
+
+
+def test_written_whole_and_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    files.write_whole(path, b"one", bytearray(b"two"), memoryview(b""), mode=0o600)
+    assert path.read_bytes() == b"onetwo" and stat.S_IMODE(path.stat().st_mode) == 0o600
+    files.write_whole(path, b"three")
+    assert path.read_bytes() == b"three"
+    files.write_whole(path)
+    assert path.read_bytes() == b"" and os.listdir(tmp_path) == ["a"]
+
+
+def test_created_once(tmp_path: Path) -> None:
+    files.create_whole(tmp_path / "a", b"one")
+    with pytest.raises(FileExistsError):
+        files.create_whole(tmp_path / "a", b"two")
+    assert (tmp_path / "a").read_bytes() == b"one" and os.listdir(tmp_path) == ["a"]
+
+
+def test_a_large_buffer_is_written_whole(tmp_path: Path) -> None:
+    data = bytes(range(256)) * (1 << 12) * 100
+    files.write_whole(tmp_path / "a", data)
+    assert (tmp_path / "a").read_bytes() == data
+
+
+def test_a_missing_directory_is_named(tmp_path: Path) -> None:
+    for write in (files.write_whole, files.create_whole):
+        with pytest.raises(
+            files.NotWritable, match=f"cannot write {tmp_path}/no/a: its directory does not exist"
+        ):
+            write(tmp_path / "no" / "a", b"x")
+
+
+def test_something_in_the_way_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    with pytest.raises(OSError):
+        files.write_whole(tmp_path / "a", b"x")
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_too_large_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    with open(tmp_path / "a", "wb") as file:
+        file.truncate(1 << 40)  # a hole: reading it would not fit in memory
+    with pytest.raises(files.TooLarge, match="1099511627776 bytes; at most 10"):
+        files.read_bounded(tmp_path / "a", 10)
+    files.write_whole(tmp_path / "b", b"0123456789")
+    assert files.read_bounded(tmp_path / "b", 10) == b"0123456789"
+
+
+def test_leftovers_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    for name in (".a.1234.tmp", "b.tmp", ".c"):
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / ".d.tmp").mkdir()
+    assert files.remove_leftovers(tmp_path) == 1
+    assert sorted(os.listdir(tmp_path)) == [".c", ".d.tmp", "b.tmp"]
+
+
+def test_free_bytes_of_a_path_that_does_not_exist_yet(tmp_path: Path) -> None:
+    assert files.free_bytes(tmp_path / "x" / "y") > 0

@@ -1,0 +1,191 @@
+"""The status page's server, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import urllib.request
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from diloco_protocol.common import http_server
+from diloco_protocol.common.http_server import (
+    AddressError,
+    Answer,
+    HttpServer,
+    Stream,
+    ThreadedPages,
+    json_page,
+    split_address,
+    text_page,
+)
+from diloco_syncer.server.pages.status import finite
+
+
+def served(test: Callable[[int], Awaitable[None]]) -> None:
+    async def run() -> None:
+        server = HttpServer(
+            {
+                "/status": json_page(lambda: {"a": 1}),
+                "/healthz": text_page(lambda: (503, b"disk full\n"), "text/plain"),
+            }
+        )
+        port = await server.start("127.0.0.1", 0)
+        try:
+            async with asyncio.timeout(20):
+                await test(port)
+        finally:
+            await server.stop()
+
+    asyncio.run(run())
+
+
+async def ask(port: int, request: bytes) -> tuple[int, bytes]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request)
+    answer = await reader.read()
+    writer.close()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split(b" ")[1]), body
+
+
+@pytest.mark.parametrize(
+    ("request_text", "status"),
+    [
+        (b"GET /status HTTP/1.1\r\nHost: x\r\n\r\n", 200),
+        (b"GET /status?x=1 HTTP/1.1\r\n\r\n", 200),
+        (b"GET /healthz HTTP/1.1\r\n\r\n", 503),
+        (b"GET /etc/passwd HTTP/1.1\r\n\r\n", 404),
+        (b"POST /status HTTP/1.1\r\n\r\n", 405),
+        (b"nonsense\r\n\r\n", 400),
+        (b"\xff\xfe /\r\n\r\n", 400),
+        (b"GET /" + b"x" * (2 * http_server.MAX_REQUEST) + b" HTTP/1.1\r\n\r\n", 400),
+    ],
+)
+def test_requests(request_text: bytes, status: int) -> None:
+    async def test(port: int) -> None:
+        found, body = await ask(port, request_text)
+        assert found == status
+        if status == 200:
+            assert json.loads(body) == {"a": 1}
+
+    served(test)
+
+
+def test_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "REQUEST_SECONDS", 0.2)
+
+    async def test(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        assert await reader.read() == b""
+        writer.close()
+
+    served(test)
+
+
+def test_too_many_connections_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 2)
+
+    async def test(port: int) -> None:
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        assert (await ask(port, b"GET /status HTTP/1.1\r\n\r\n"))[0] == 503
+        for _, writer in idle:
+            writer.close()
+
+    served(test)
+
+
+def test_numbers_that_json_has_not_become_null() -> None:
+    document = {"a": float("nan"), "b": [1.5, float("inf")], "c": {"d": (-float("inf"), "x", None, 3)}}
+    assert finite(document) == {"a": None, "b": [1.5, None], "c": {"d": [None, "x", None, 3]}}
+
+
+# ------------------------------------------------------------------ streams, threads, addresses
+
+
+async def stream_of(parts: list[bytes], closed: list[bool]) -> AsyncGenerator[bytes, None]:
+    try:
+        for part in parts:
+            yield part
+    finally:
+        closed.append(True)
+
+
+def test_a_stream_is_sent_as_it_is_made_and_closed_when_its_reader_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_server, "STALL_SECONDS", 0.3)
+    parts, closed = [bytes([i]) * 300_000 for i in range(40)], list[bool]()
+
+    async def big() -> Answer:
+        return 200, "x/y", Stream(sum(map(len, parts)), stream_of(parts, closed), {"Check": "sum"})
+
+    async def run() -> None:
+        server = HttpServer({"/big": big})
+        port = await server.start("127.0.0.1", 0)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 16)
+        writer.write(b"GET /big HTTP/1.1\r\n\r\n")
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        assert b"Check: sum" in head and f"Content-Length: {len(body)}".encode() in head
+        assert body == b"".join(parts) and closed == [True]
+        # Who takes nothing is hung up on, and what was made for him is let go.
+        _, deaf = await asyncio.open_connection("127.0.0.1", port, limit=1 << 10)
+        deaf.transport.pause_reading()  # type: ignore[attr-defined]
+        deaf.write(b"GET /big HTTP/1.1\r\n\r\n")
+        async with asyncio.timeout(10):
+            while len(closed) < 2:
+                await asyncio.sleep(0.01)
+        deaf.close()
+        await server.stop()
+
+    asyncio.run(run())
+
+
+def test_a_page_that_fails_says_so_and_the_next_is_served() -> None:
+    def broken() -> Answer:
+        raise RuntimeError("secret detail")
+
+    async def run() -> None:
+        server = HttpServer({"/broken": broken, "/fine": text_page(lambda: (200, b"ok"))})
+        port = await server.start("127.0.0.1", 0)
+        assert await ask(port, b"GET /broken HTTP/1.1\r\n\r\n") == (500, b"RuntimeError\n")
+        assert await ask(port, b"GET /fine HTTP/1.1\r\n\r\n") == (200, b"ok")
+        await server.stop()
+
+    asyncio.run(run())
+
+
+def test_pages_of_a_thread_are_served_whatever_the_caller_does() -> None:
+    count = itertools.count()
+    pages = ThreadedPages({"/n": json_page(lambda: next(count))}, "127.0.0.1:0")
+    try:
+        for expected in range(3):
+            with urllib.request.urlopen(f"http://127.0.0.1:{pages.port}/n", timeout=5) as reply:
+                assert json.load(reply) == expected
+        with pytest.raises(AddressError, match=r"DILOCO_STATUS 127\.0\.0\.1:\d+: .*choose another"):
+            ThreadedPages({}, f"127.0.0.1:{pages.port}", "DILOCO_STATUS")
+    finally:
+        pages.stop()
+    with pytest.raises(OSError):
+        urllib.request.urlopen(f"http://127.0.0.1:{pages.port}/n", timeout=5)
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
+def test_all_addresses_means_of_both_kinds() -> None:
+    """asyncio's own server on [::] would refuse IPv4, and so a kubelet's probes in most clusters."""
+    pages = ThreadedPages({"/": text_page(lambda: (200, b"ok"))}, "[::]:0")
+    try:
+        for host in ("127.0.0.1", "[::1]"):
+            with urllib.request.urlopen(f"http://{host}:{pages.port}/", timeout=5) as reply:
+                assert reply.read() == b"ok"
+    finally:
+        pages.stop()
+
+
+@pytest.mark.parametrize("address", ["", "7710", ":7710", "127.0.0.1:", "127.0.0.1:x", "a:65536", "a:\u0663"])
+def test_what_is_no_address(address: str) -> None:
+    with pytest.raises(AddressError, match=r"--http .*expected HOST:PORT"):
+        split_address(address, "--http")

@@ -1,0 +1,251 @@
+"""Bulk transfers over a real gRPC connection on loopback, and the rules for messages."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from grpc import aio
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco_protocol.security.credentials import Credentials, CredentialsError
+from diloco_protocol.wire import bulk, limits, services, sync_pb2
+from diloco_protocol.wire import channels as wire_channels
+
+
+class Receiver:
+    """Assembles one payload, as a syncer does, and serves ``stored``."""
+
+    def __init__(self) -> None:
+        self.buffer: np.ndarray[Any, Any] | None = None
+        self.got = 0
+        self.parts = 0
+        self.refuse = ""
+        self.stored: Any = b""
+        self.lie = 0
+
+    async def upload(self, stream: AsyncIterator[bytes], context: Any) -> bytes:
+        header = limits.parse(sync_pb2.UploadHeader, await anext(stream), limits.MAX_HEADER_BYTES)
+        if self.refuse:
+            return sync_pb2.UploadReply(accepted=False, reason=self.refuse).SerializeToString()
+        if self.buffer is None:
+            self.buffer = np.zeros(header.total_bytes, np.uint8)
+        target = memoryview(self.buffer)[header.offset : header.offset + header.bytes]
+        try:
+            digest = await bulk.receive_into(stream, target)
+        except limits.WireError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        assert digest == header.checksum
+        self.got += header.bytes
+        self.parts += 1
+        done = self.got == header.total_bytes
+        return sync_pb2.UploadReply(
+            accepted=True, reason="" if done else services.PARTIAL
+        ).SerializeToString()
+
+    async def download(self, raw: bytes, context: Any) -> AsyncIterator[bytes]:
+        request = limits.parse(sync_pb2.DownloadRequest, raw, limits.MAX_HEADER_BYTES)
+        if request.what == sync_pb2.DownloadRequest.FROZEN:
+            async for message in bulk.not_found("superseded"):
+                yield message
+            return
+        first = True
+        async for message in bulk.send_part(self.stored, request.offset, request.bytes):
+            if first and self.lie:
+                header = sync_pb2.DownloadHeader.FromString(message)
+                header.checksum ^= self.lie
+                message = header.SerializeToString()
+            first = False
+            yield message
+
+
+def served(test: Callable[[Receiver, list[aio.Channel]], Awaitable[None]], channels: int = 3) -> None:
+    async def run() -> None:
+        receiver = Receiver()
+        server = aio.server(options=wire_channels.server_options())
+        server.add_generic_rpc_handlers([services.bulk_handlers(receiver.upload, receiver.download)])
+        credentials = Credentials()
+        port = credentials.bind(server, "127.0.0.1:0")
+        await server.start()
+        options = wire_channels.channel_options(bulk=True)
+        made = [credentials.aio_channel(f"127.0.0.1:{port}", options) for _ in range(channels)]
+        try:
+            async with asyncio.timeout(20):
+                await test(receiver, made)
+        finally:
+            for channel in made:
+                await channel.close()
+            await server.stop(0)
+
+    asyncio.run(run())
+
+
+def random_bytes(size: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(7).integers(0, 256, size, np.uint8)
+
+
+@pytest.mark.parametrize(("size", "parts"), [(0, 1), (5, 1), (3 * limits.MIN_PART_BYTES + 17, 3)])
+def test_upload_arrives_whole_and_in_parts(size: int, parts: int) -> None:
+    async def test(receiver: Receiver, channels: list[aio.Channel]) -> None:
+        payload = random_bytes(size)
+        reply = await bulk.upload(channels, sync_pb2.UploadHeader(job="j"), payload)
+        assert reply.accepted and reply.reason == ""
+        assert receiver.parts == parts
+        assert receiver.buffer is not None and np.array_equal(receiver.buffer, payload)
+
+    served(test)
+
+
+def test_refusal_is_a_reply_even_before_the_bytes_are_read() -> None:
+    async def test(receiver: Receiver, channels: list[aio.Channel]) -> None:
+        receiver.refuse = "fenced"
+        reply = await bulk.upload(channels, sync_pb2.UploadHeader(job="j"), random_bytes(24 << 20))
+        assert not reply.accepted and reply.reason == "fenced"
+
+    served(test)
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("size", [0, 100, 3 * limits.MIN_PART_BYTES + 3])
+def test_download(known: bool, size: int) -> None:
+    async def test(receiver: Receiver, channels: list[aio.Channel]) -> None:
+        receiver.stored = random_bytes(size)
+        header, data = await bulk.download(
+            channels, sync_pb2.DownloadRequest(job="j"), size=size if known else None
+        )
+        assert header.found and header.total_bytes == size
+        assert np.array_equal(data, receiver.stored)
+
+    served(test)
+
+
+def test_download_beyond_one_part_of_unknown_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_PART_BYTES", 1 << 20)
+
+    async def test(receiver: Receiver, channels: list[aio.Channel]) -> None:
+        receiver.stored = random_bytes((5 << 20) + 1)
+        into = np.empty((5 << 20) + 1, np.uint8)
+        _, data = await bulk.download(channels, sync_pb2.DownloadRequest(job="j"), into=into)
+        assert np.array_equal(data, receiver.stored) and np.shares_memory(data, into)
+
+    served(test)
+
+
+def test_download_that_is_not_there_or_not_right() -> None:
+    async def test(receiver: Receiver, channels: list[aio.Channel]) -> None:
+        frozen = sync_pb2.DownloadRequest(job="j", what=sync_pb2.DownloadRequest.FROZEN)
+        header, data = await bulk.download(channels, frozen)
+        assert not header.found and header.reason == "superseded" and data.size == 0
+        receiver.stored = random_bytes(1000)
+        request = sync_pb2.DownloadRequest(job="j")
+        with pytest.raises(limits.WireError, match="1000 bytes are offered, 999 were announced"):
+            await bulk.download(channels, request, size=999)
+        with pytest.raises(limits.WireError, match="at most 10 are allowed"):
+            await bulk.download(channels, request, limit=10)
+        receiver.lie = 1
+        with pytest.raises(limits.WireError, match="checksum"):
+            await bulk.download(channels, request)
+
+    served(test)
+
+
+@pytest.mark.parametrize(("sent", "message"), [(9, "9 bytes came, 10"), (11, "more than the 10 bytes")])
+def test_an_upload_of_another_length_than_announced_is_refused(sent: int, message: str) -> None:
+    async def test(receiver: Receiver, channels: list[aio.Channel]) -> None:
+        call = channels[0].stream_unary(services.UPLOAD)()
+        header = sync_pb2.UploadHeader(format=1, total_bytes=10, bytes=10)
+        await call.write(header.SerializeToString())
+        await call.write(bytes(sent))
+        await call.done_writing()
+        with pytest.raises(aio.AioRpcError, match=message):
+            await call
+
+    served(test)
+
+
+def test_nobody_there_is_an_error_that_may_be_retried() -> None:
+    async def test() -> None:
+        async with aio.insecure_channel(
+            "127.0.0.1:1", options=wire_channels.channel_options(bulk=True)
+        ) as channel:
+            with pytest.raises(bulk.TransferError) as caught:
+                await bulk.upload(channel, sync_pb2.UploadHeader(), b"x", timeout=5)
+            assert caught.value.retry
+
+    asyncio.run(test())
+
+
+def test_a_port_in_use_is_an_error() -> None:
+    async def test() -> None:
+        first, second = (aio.server(options=wire_channels.server_options()) for _ in range(2))
+        port = Credentials().bind(first, "127.0.0.1:0")
+        await first.start()
+        try:
+            with pytest.raises(CredentialsError, match=f"cannot listen on 127.0.0.1:{port}"):
+                Credentials().bind(second, f"127.0.0.1:{port}")
+        finally:
+            await first.stop(0)
+
+    asyncio.run(test())
+
+
+@given(st.integers(0, 1 << 33), st.integers(1, 16))
+@settings(max_examples=100, deadline=None)
+def test_parts_cover_the_payload_once_and_are_bounded(total: int, channels: int) -> None:
+    parts = bulk.split(total, channels)
+    position = 0
+    for offset, size in parts:
+        assert offset == position and size <= limits.MAX_PART_BYTES
+        position += size
+    assert position == total
+    if total >= channels * limits.MIN_PART_BYTES:
+        assert len(parts) >= channels
+    if len(parts) > 1 and total < limits.MAX_PART_BYTES:
+        assert min(size for _, size in parts) >= limits.MIN_PART_BYTES
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=200, deadline=None)
+def test_garbage_is_an_error_of_the_wire_and_of_nothing_else(data: bytes) -> None:
+    for kind in (sync_pb2.LearnerMessage, sync_pb2.UploadHeader, sync_pb2.DownloadRequest):
+        try:
+            limits.parse(kind, data)
+        except limits.WireError as error:
+            assert kind.__name__ in str(error)
+
+
+def test_limits() -> None:
+    with pytest.raises(limits.WireError, match="LearnerMessage has 1048577 bytes; at most 1048576"):
+        limits.parse(sync_pb2.LearnerMessage, bytes(limits.MAX_CONTROL_BYTES + 1))
+    for wrong in (0, limits.FORMAT + 1):
+        with pytest.raises(limits.WireError, match=f"format {wrong} is not understood"):
+            limits.check_format(wrong)
+    limits.check_format(limits.FORMAT)
+
+
+def test_the_largest_report_fits_a_header() -> None:
+    most = (1 << 64) - 1
+    row = sync_pb2.FragmentReport(
+        epoch=most, base_version=most, steps=most, tokens=most, confirmed_tokens=most,
+        dropped_overlap=most, dropped_stale=most, dropped_rolled_back=most,
+    )  # fmt: skip
+    report = sync_pb2.Report(
+        slot_step=most, trained_steps=most, trained_tokens=most, loss=1.0, compute_seconds=1.0,
+        fragments=[row] * limits.MAX_FRAGMENTS,
+        cursors=[sync_pb2.LeaseCursor(lease=most, position=most)] * limits.MAX_CURSORS,
+    )  # fmt: skip
+    push = sync_pb2.Push(
+        fragment=511, sequence=most, round=most, epoch=most, base_version=most, oldest_version=most,
+        first_step=most, last_step=most, steps=most, tokens=most, compute_seconds=1.0,
+        encoding="bfloat16", layout_digest="f" * 64, report=report,
+    )  # fmt: skip
+    header = sync_pb2.UploadHeader(
+        format=1, job="j" * 30, slot=(1 << 32) - 1, incarnation=most, process="f" * 64,
+        total_bytes=most, offset=most, bytes=most, checksum=most, push=push,
+    )  # fmt: skip
+    assert header.ByteSize() <= limits.MAX_HEADER_BYTES

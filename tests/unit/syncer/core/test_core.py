@@ -1,0 +1,716 @@
+"""The core's decisions, one situation each; the simulation has their combinations."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TypeVar
+
+import pytest
+
+from diloco_syncer.core import events as ev
+from diloco_syncer.core.config import CoreConfig
+from diloco_syncer.core.core import Core
+from diloco_syncer.core.events import PhaseName, Reason
+from diloco_syncer.core.merging import recent_refusals
+from diloco_syncer.core.merging.rounds import RoundRules
+
+A = TypeVar("A")
+
+
+def config(slots: int = 2, quorum: int = 1, **changes: object) -> CoreConfig:
+    base = CoreConfig(
+        places=tuple(("r", i) for i in range(slots)),
+        rules=RoundRules(every=4, overlap=1, quorum=quorum, grace_factor=0.9, grace_cap=5.0, slots=slots),
+        encoding="float32",
+        stop=("steps", 1000),
+        max_versions=4,
+    )
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+class Desk:
+    """A core with a hand on every lever; time stands still unless told."""
+
+    def __init__(self, config: CoreConfig, state: dict | None = None, epoch: int = 1) -> None:
+        self.core = Core(config, state, epoch, 0.0, 0.0)
+        self.now = 0.0
+        self.log: list[ev.Action] = list(self.core.start(0.0))
+
+    def do(self, event: ev.Event) -> list[ev.Action]:
+        actions = self.core.handle(event, self.now)
+        self.log += actions
+        return actions
+
+    def later(self, seconds: float) -> list[ev.Action]:
+        self.now += seconds
+        return self.do(ev.Tick())
+
+    def join(self, connection: int, ordinal: int, process: str = "", **changes: object) -> list[ev.Action]:
+        join = ev.Join(connection, process or f"p{connection}", "r", ordinal, False, "L", {}, 0, ())
+        return self.do(replace(join, **changes))  # type: ignore[arg-type]
+
+    def begin(self, learners: int, fragments: int = 1) -> None:
+        """Learners on connections 1.., version 0, everybody reported."""
+        for i in range(learners):
+            self.join(i + 1, i)
+        self.do(ev.InitialStored("L", (8,) * fragments))
+        for i in range(learners):
+            self.report(i + 1, 0)
+
+    def report(
+        self, connection: int, step: int, base: int = 0, confirmed: int = 0, epoch: int = 1
+    ) -> list[ev.Action]:
+        return self.do(ev.Reported(connection, report(step, base, confirmed, epoch, len(self.core.versions))))
+
+    def header(self, slot_index: int, last: int, **changes: object) -> ev.PushHeader:
+        opened = self.core.rounds.open.get(0) if self.core.rounds else None
+        header = ev.PushHeader(
+            slot_index,
+            self.core.members.slots[slot_index].incarnation,
+            0,
+            1,
+            opened.id if opened else 0,
+            1,
+            0,
+            0,
+            1,
+            last,
+            last,
+            last * 10,
+            1.0,
+            "float32",
+            "L",
+            report(last, fragments=len(self.core.versions)),
+        )
+        return replace(header, **changes)  # type: ignore[arg-type]
+
+    def push(
+        self, slot: int, last: int, norm: float = 1.0, finite: bool = True, **changes: object
+    ) -> list[ev.Action]:
+        return self.do(ev.PushReceived(self.header(slot, last, **changes), norm, finite, handle=100 + slot))
+
+
+def report(
+    step: int, base: int = 0, confirmed: int = 0, epoch: int = 1, fragments: int = 1
+) -> ev.ReportCounts:
+    counts = ev.FragmentCounts(epoch, base, step, step * 10 - confirmed, confirmed)
+    return ev.ReportCounts(step, step, step * 10, (counts,) * fragments, step_seconds=0.1)
+
+
+def of(actions: list[ev.Action], kind: type[A]) -> list[A]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def reason(actions: list[ev.Action]) -> Reason | None:
+    (verdict,) = of(actions, ev.PushVerdict)
+    return verdict.reason
+
+
+# ------------------------------------------------------------------ a round
+
+
+def test_one_round_from_pull_to_announcement() -> None:
+    desk = Desk(config())
+    desk.begin(2)
+    assert desk.core.phase is PhaseName.TRAINING
+    assert not of(desk.report(1, 3), ev.Pull)
+    pulls = of(desk.report(1, 4), ev.Pull)
+    assert [(p.connection, p.fragment, p.version) for p in pulls] == [(1, 0, 0), (2, 0, 0)]
+    assert reason(desk.push(0, 4)) is None
+    (merge,) = of(desk.push(1, 2), ev.Merge)
+    assert [r.header.slot for r in merge.responders] == [0, 1]
+    assert [r.weight for r in merge.responders] == pytest.approx([2 / 3, 1 / 3])
+    (announced,) = of(desk.do(ev.Merged(0, 1, 0.1, (1.0, 1.0))), ev.Announce)
+    assert announced.merged == {1: ev.MergedPush(1, 1), 2: ev.MergedPush(1, 1)}
+    assert desk.core.versions == [1]
+
+
+def test_grace_ends_and_the_late_push_is_refused_but_stays_pending() -> None:
+    desk = Desk(config())
+    desk.begin(2)
+    desk.report(1, 4)
+    late = desk.header(1, 3)
+    assert not of(desk.push(0, 4), ev.Merge)
+    assert desk.core.wake_at <= 5.0
+    assert of(desk.later(5.0), ev.Merge)
+    assert desk.core.admit_push(late) is not None
+    assert reason(desk.do(ev.PushReceived(late, 1.0, True, 7))) is Reason.OTHER_ROUND
+    desk.report(2, 3)
+    assert desk.core.ledger and desk.core.ledger.pending(1, 0) == 30
+
+
+def test_k_is_never_lowered() -> None:
+    desk = Desk(config(slots=2, quorum=2))
+    desk.begin(2)
+    desk.report(1, 4)
+    desk.report(2, 4)
+    desk.push(0, 4)
+    holding = desk.do(ev.ProcessGone("r", 1, "", "killed"))
+    assert desk.core.phase is PhaseName.HOLDING
+    assert "1 of 2" in of(holding, ev.SetPhase)[0].message
+    assert not of(desk.later(3600.0), ev.Merge)
+    assert desk.core.status(desk.now)["hold_since_seconds"] is not None
+
+
+# ------------------------------------------------------------------ a whole region is lost
+
+TWO_REGIONS = (("r", 0), ("r", 1), ("far", 0))
+
+
+def two_regions(policy: str, state: dict | None = None, epoch: int = 1) -> Desk:
+    return Desk(
+        config(slots=3, places=TWO_REGIONS, on_region_lost=policy, region_lost_seconds=60.0), state, epoch
+    )
+
+
+def train_in_both(desk: Desk) -> None:
+    desk.join(1, 0)
+    desk.join(2, 1)
+    desk.join(3, 0, region="far")
+    desk.do(ev.InitialStored("L", (8,)))
+    for connection in (1, 2, 3):
+        desk.report(connection, 0)
+    assert desk.core.phase is PhaseName.TRAINING
+    for connection in (1, 2, 3):
+        desk.report(connection, 1)  # the job's time begins
+
+
+def stay(desk: Desk, seconds: float) -> None:
+    """So long, with the region that is there heard all the time."""
+    for _ in range(round(seconds / 5)):
+        desk.later(5.0)
+        for connection in (1, 2):
+            desk.report(connection, 1)
+
+
+def full_round(desk: Desk) -> list[ev.Action]:
+    desk.report(1, 4)
+    desk.report(2, 4)
+    return desk.push(0, 4) + desk.push(1, 4)
+
+
+@pytest.mark.parametrize("policy", ["Continue", "Hold", "Fail"])
+def test_a_region_is_lost(policy: str) -> None:
+    desk = two_regions(policy)
+    train_in_both(desk)
+    desk.do(ev.ProcessGone("far", 0, "", "cut off"))
+    stay(desk, 55)
+    assert desk.core.phase is PhaseName.TRAINING, "not yet"
+    stay(desk, 5)
+    expected = {"Continue": PhaseName.TRAINING, "Hold": PhaseName.HOLDING, "Fail": PhaseName.FAILED}
+    assert desk.core.phase is expected[policy]
+    if policy != "Continue":
+        assert "region far was heard for 60 s" in desk.core.phase_message
+    if policy == "Fail":
+        return
+    told = [note.kind for note in of(desk.log, ev.Note)]
+    assert told.count("region-lost") == 1 and "region-back" not in told
+    assert desk.core.status(desk.now)["regions_lost"] == ["far"]
+    assert bool(of(full_round(desk), ev.Merge)) == (policy == "Continue")
+    if policy == "Hold":
+        assert desk.core.status(desk.now)["hold_since_seconds"] is not None
+    assert of(desk.join(4, 0, region="far"), ev.Note)
+    assert [note.kind for note in of(desk.log, ev.Note)].count("region-back") == 1
+    assert desk.core.status(desk.now)["regions_lost"] == []
+    (row,) = desk.core.report(desk.now)["regions_lost"]
+    assert row["region"] == "far" and 60 <= row["to_seconds"] - row["from_seconds"] < 70
+    if policy == "Hold":
+        assert desk.core.phase is PhaseName.TRAINING
+        assert of(desk.log, ev.Merge), "what waited is merged"
+
+
+def test_a_hold_for_a_region_outlives_the_syncer() -> None:
+    desk = two_regions("Hold")
+    train_in_both(desk)
+    desk.do(ev.ProcessGone("far", 0, "", "cut off"))
+    stay(desk, 60)
+    assert desk.core.phase is PhaseName.HOLDING
+    again = two_regions("Hold", json.loads(json.dumps(desk.core.state(desk.now))), 2)
+    for connection in (1, 2):
+        again.join(connection, connection - 1)
+        again.report(connection, 0)
+    assert again.core.phase is PhaseName.HOLDING
+    again.join(3, 0, region="far")
+    assert again.core.phase is PhaseName.TRAINING
+    (row,) = again.core.report(again.now)["regions_lost"]  # one, not another for each syncer
+    assert row["region"] == "far" and row["to_seconds"] - row["from_seconds"] >= 60
+
+
+def test_a_region_that_was_never_there_is_not_lost() -> None:
+    desk = two_regions("Fail")
+    desk.join(1, 0)
+    desk.join(2, 1)
+    desk.do(ev.InitialStored("L", (8,)))
+    for connection in (1, 2):
+        desk.report(connection, 0)
+    stay(desk, 100)
+    assert desk.core.phase is PhaseName.TRAINING
+
+
+# ------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"slot": 9}, Reason.NO_SLOT),
+        ({"incarnation": 99}, Reason.FENCED),
+        ({"layout_digest": "other"}, Reason.OTHER_LAYOUT),
+        ({"encoding": "int4"}, Reason.WRONG_ENCODING),
+        ({"epoch": 2}, Reason.OTHER_EPOCH),
+        ({"base_version": 5, "oldest_version": 5}, Reason.FUTURE_BASE),
+        ({"round": 77}, Reason.OTHER_ROUND),
+        ({"steps": 3}, Reason.INCONSISTENT),
+        ({"tokens": 10**9}, Reason.INCONSISTENT),
+        ({"oldest_version": 3}, Reason.INCONSISTENT),
+        ({"steps": 0, "first_step": 5, "last_step": 4, "tokens": 0}, Reason.NO_STEPS),
+        ({"fragment": 3}, Reason.INCONSISTENT),
+        ({"compute_seconds": float("nan")}, Reason.INCONSISTENT),
+    ],
+)
+def test_a_wrong_header_is_refused_by_name(changes: dict[str, object], expected: Reason) -> None:
+    desk = Desk(config())
+    desk.begin(2)
+    desk.report(1, 4)
+    refused = desk.core.admit_push(desk.header(0, 4, **changes))
+    assert refused is not None and refused[0] is expected
+    assert desk.core.admit_push(desk.header(0, 4)) is None
+
+
+def test_not_finite_and_repeated() -> None:
+    desk = Desk(config())
+    desk.begin(2)
+    desk.report(1, 4)
+    assert reason(desk.push(0, 4, finite=False)) is Reason.NOT_FINITE
+    assert reason(desk.push(0, 4)) is None
+    assert reason(desk.push(0, 4)) is Reason.REPEATED
+
+
+def test_steps_merged_once_stay_merged() -> None:
+    """A push from the old base after the merge that its learner has not heard of."""
+    desk = Desk(config(slots=1))
+    desk.begin(1)
+    desk.report(1, 4)
+    desk.push(0, 4)
+    desk.do(ev.Merged(0, 1, 0.1, (1.0,)))
+    again = desk.header(0, 6, sequence=2, round=0)
+    refused = desk.core.admit_push(again)
+    assert refused is not None and refused[0] is Reason.ALREADY_MERGED
+
+
+def test_norm_gate_judges_by_the_running_median() -> None:
+    desk = Desk(config(slots=1, norm_gate=3.0))
+    desk.begin(1)
+    for version in range(6):
+        step = 4 * (version + 1)
+        desk.report(1, step, version, version * 40)
+        first = version * 4 + 1
+        changes = {
+            "sequence": version + 1,
+            "base_version": version,
+            "oldest_version": version,
+            "first_step": first,
+            "steps": 4,
+            "tokens": 40,
+            "report": report(step, version, version * 40),
+        }
+        if version == 5:
+            assert reason(desk.push(0, step, norm=3.7, **changes)) is Reason.NORM_GATE
+            changes["sequence"] = 99
+        assert reason(desk.push(0, step, norm=1.0 + version / 10, **changes)) is None
+        desk.do(ev.Merged(0, version + 1, 0.1, (1.0 + version / 10,)))
+
+
+# ------------------------------------------------------------------ membership
+
+
+def test_an_older_pod_does_not_take_its_place_back() -> None:
+    desk = Desk(config())
+    desk.do(ev.InitialStored("L", (8,)))
+    desk.join(1, 0, "a1", pod="aa")
+    desk.join(2, 1, "b1", pod="bb")
+    desk.join(3, 0, "c1", pod="cc")  # the node of pod aa was given up; its successor
+    again = [
+        desk.join(4, 0, "a1", pod="aa", previous_incarnation=1),  # its process is alive
+        desk.join(5, 0, "a2", pod="aa"),  # its container was started once more
+    ]
+    for actions in again:
+        (refused,) = of(actions, ev.Refuse)
+        assert (refused.reason, refused.fatal) == ("superseded", True)
+    state = desk.core.state(0.0)
+    assert desk.core.members.slots[0].process == "c1"
+    # The same after a restart of the syncer; a container of the newest pod is welcome.
+    desk.core.members.load(state["job"]["members"], 0.0)
+    (refused,) = of(desk.join(6, 0, "a3", pod="aa"), ev.Refuse)
+    assert refused.reason == "superseded"
+    assert not [r for r in of(desk.join(7, 0, "c2", pod="cc"), ev.Refuse) if r.connection == 7]
+    assert desk.core.members.slots[0].process == "c2"
+
+
+def test_a_process_whose_place_went_to_a_newer_one_does_not_take_it_back() -> None:
+    desk = Desk(config())
+    desk.do(ev.InitialStored("L", (8,)))
+    desk.join(1, 0, "a1")
+    desk.join(2, 0, "a2")
+    (refused,) = of(desk.join(3, 0, "a1", previous_incarnation=1), ev.Refuse)
+    assert (refused.connection, refused.reason, refused.fatal) == (3, "superseded", True)
+    desk.do(ev.ProcessGone("r", 0, "a2", "killed"))
+    assert not of(desk.join(4, 0, "a1", previous_incarnation=1), ev.Refuse), "nobody holds it now"
+
+
+def test_a_newcomer_in_the_same_place_supersedes_at_once() -> None:
+    desk = Desk(config())
+    desk.begin(2)
+    desk.report(2, 3)
+    old = desk.header(1, 3)
+    actions = desk.join(9, 1)
+    (refused,) = of(actions, ev.Refuse)
+    assert (refused.connection, refused.reason, refused.fatal) == (2, "superseded", True)
+    (admitted,) = of(actions, ev.Admit)
+    assert admitted.seat is not None and admitted.seat.slot == 1 and not admitted.seat.continuing
+    assert admitted.seat.slot_step == 3
+    fenced = desk.core.admit_push(old)
+    assert fenced is not None and fenced[0] is Reason.FENCED
+    assert desk.core.ledger and desk.core.ledger.dropped(1, 0) == {"died": 30}
+
+
+def test_the_same_process_comes_back_with_its_work() -> None:
+    desk = Desk(config())
+    desk.begin(2)
+    desk.report(2, 3)
+    desk.do(ev.ConnectionLost(2))
+    desk.later(11.0)
+    assert desk.core.members.slots[1].state == "lost"
+    (admitted,) = of(desk.join(9, 1, process="p2", previous_incarnation=2), ev.Admit)
+    assert admitted.seat is not None and admitted.seat.continuing
+    assert admitted.seat.incarnation == 3
+    assert desk.core.ledger and desk.core.ledger.pending(1, 0) == 30
+
+
+def test_who_came_back_has_a_first_step_and_a_first_merge_again() -> None:
+    desk = Desk(config())
+
+    def told(actions: list[ev.Action]) -> list[tuple[str, int]]:
+        return [(n.kind, n.incarnation) for n in of(actions, ev.Note) if n.kind.startswith("first-")]
+
+    desk.begin(1)
+    assert told(desk.report(1, 4)) == [("first-step", 1)]
+    desk.push(0, 4)
+    assert told(desk.do(ev.Merged(0, 1, 0.1, (1.0,)))) == [("first-merge", 1)]
+    assert told(desk.report(1, 5, base=1, confirmed=40)) == []
+    desk.do(ev.ConnectionLost(1))
+    desk.later(11.0)
+    desk.join(9, 0, process="p1", previous_incarnation=1)
+    assert told(desk.report(9, 5, base=1, confirmed=40)) == []  # what was known is no step since
+    assert told(desk.report(9, 8, base=1, confirmed=40)) == [("first-step", 2)]
+    changes = {"base_version": 1, "first_step": 5, "steps": 4, "tokens": 40, "sequence": 2}
+    assert reason(desk.push(0, 8, **changes, report=report(8, 1, 40))) is None
+    assert told(desk.do(ev.Merged(0, 2, 0.1, (1.0,)))) == [("first-merge", 2)]
+
+
+def test_a_program_started_again_under_the_same_id_begins_a_new_tenure() -> None:
+    desk = Desk(config())
+    desk.begin(2)
+    desk.report(2, 3)
+    (admitted,) = of(desk.join(9, 1, process="p2"), ev.Admit)
+    assert admitted.seat is not None and not admitted.seat.continuing
+    assert desk.core.ledger and desk.core.ledger.dropped(1, 0) == {"died": 30}
+
+
+def test_a_push_of_another_process_and_an_evaluation_of_a_learner_do_not_count() -> None:
+    desk = Desk(config())
+    desk.begin(2)
+    desk.report(1, 4)
+    refused = desk.core.admit_push(desk.header(0, 4), process="p2")
+    assert refused is not None and refused[0] is Reason.FENCED
+    assert desk.core.admit_push(desk.header(0, 4), process="p1") is None
+    desk.do(ev.Evaluated(1, 100, 0.1, 0, False))
+    assert desk.core.report(0.0)["eval_loss"] == []
+
+
+def test_a_draining_core_does_not_ask_to_be_woken_in_the_past() -> None:
+    desk = Desk(config(stop=("steps", 5)))
+    desk.begin(2)
+    desk.report(1, 4)
+    desk.push(0, 4)
+    desk.report(1, 5)
+    assert desk.core.phase is PhaseName.DRAINING
+    desk.later(6.0)
+    assert desk.core.wake_at > desk.now
+
+
+def test_uptime_counts_what_learners_computed_unheard() -> None:
+    desk = Desk(config(slots=1))
+    desk.begin(1)
+    desk.now = 100.0
+    desk.report(1, 1)
+    desk.now = 130.0
+    desk.report(1, 2)
+    assert desk.core.status(desk.now)["uptime"] == pytest.approx(2 / 30)
+    desk.now = 160.0
+    told = replace(report(3), compute_seconds=29.0)
+    desk.do(ev.Reported(1, told))
+    assert desk.core.status(desk.now)["uptime"] == pytest.approx((2 + 29) / 60)
+
+
+def test_a_spare_takes_a_lost_slot_at_once_and_the_old_process_becomes_a_spare() -> None:
+    desk = Desk(config())
+    desk.begin(2)
+    (waiting,) = of(desk.join(5, 2), ev.Admit)
+    assert waiting.seat is None
+    (promoted,) = of(desk.do(ev.ProcessGone("r", 1, "p2", "killed")), ev.Promote)
+    assert (promoted.connection, promoted.seat.slot) == (5, 1)
+    (late,) = of(desk.join(6, 1, process="p2", previous_incarnation=2), ev.Admit)
+    assert late.seat is None
+
+
+def test_a_broken_stream_makes_suspect_and_silence_makes_lost() -> None:
+    desk = Desk(config(heartbeat_timeout=10.0))
+    desk.begin(2)
+    desk.do(ev.ConnectionLost(2))
+    assert desk.core.members.slots[1].state == "suspect"
+    desk.later(9.0)
+    assert desk.core.members.slots[1].state == "suspect"
+    desk.report(1, 1)
+    desk.later(2.0)
+    assert [slot.state.value for slot in desk.core.members.slots] == ["active", "lost"]
+
+
+def test_a_slot_first_taken_later_starts_at_the_greatest_step() -> None:
+    desk = Desk(config())
+    desk.begin(1)
+    desk.now = 1.0
+    desk.report(1, 3)
+    desk.now = 2.0
+    (admitted,) = of(desk.join(9, 1), ev.Admit)
+    assert admitted.seat is not None and admitted.seat.slot_step == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"layout_digest": "M"}, "other-layout"),
+        ({"digests": {"seed": "x"}}, "spec-drift"),
+        ({"digests": {"seed": "x"}, "layout_digest": "M"}, "spec-drift"),  # whose fields say more
+        ({"sequences": 11}, "other-data"),
+    ],
+)
+def test_a_learner_of_another_job_is_refused_and_told_why(changes: dict[str, object], expected: str) -> None:
+    desk = Desk(config(digests={"seed": "y"}))
+    desk.join(1, 0, sequences=10)
+    desk.do(ev.InitialStored("L", (8,)))
+    (refused,) = of(desk.join(2, 1, **changes), ev.Refuse)
+    assert (refused.reason, refused.fatal) == (expected, True)
+
+
+def test_the_status_names_whom_it_refused_until_somebody_of_that_place_is_let_in() -> None:
+    desk = Desk(config(digests={"seed": "y", "training.model": "m"}))
+    desk.join(1, 0)
+    desk.do(ev.InitialStored("L", (8,)))
+    assert desk.core.status(desk.now)["refusals"] == []
+    desk.join(2, 1, digests={"seed": "x", "training.model": "other", "unknown": "z"})
+    desk.now = 5.0
+    (row,) = desk.core.status(desk.now)["refusals"]
+    assert (row["role"], row["ordinal"], row["reason"]) == ("learner", 1, "spec-drift")
+    assert row["fields"] == ["seed", "training.model"] and row["seconds_ago"] == 5.0
+    assert "seed, training.model differ" in row["message"]
+    desk.join(3, 1, digests={"seed": "x", "training.model": "m"})
+    (row,) = desk.core.status(desk.now)["refusals"]
+    assert row["fields"] == ["seed"] and row["seconds_ago"] == 0.0
+    desk.join(4, 1)
+    assert desk.core.status(desk.now)["refusals"] == []
+
+
+def test_so_many_refusals_are_remembered_and_no_more() -> None:
+    desk = Desk(config(digests={"seed": "y"}))
+    desk.join(1, 0)
+    for ordinal in range(1, 200):
+        desk.join(1 + ordinal, ordinal, digests={"seed": "x"})
+    rows = desk.core.status(desk.now)["refusals"]
+    assert [row["ordinal"] for row in rows] == list(range(200 - recent_refusals.MOST, 200))
+
+
+def test_the_next_one_is_asked_when_the_initialiser_fails() -> None:
+    desk = Desk(config())
+    assert of(desk.join(1, 0), ev.Admit)[0].initialise
+    assert not of(desk.join(2, 1), ev.Admit)[0].initialise
+    assert of(desk.do(ev.ConnectionLost(1)), ev.AskInitial) == [ev.AskInitial(2)]
+
+
+def test_whoever_failed_to_initialise_is_asked_after_the_others() -> None:
+    desk = Desk(config(slots=3))
+    for ordinal in range(3):
+        desk.join(ordinal + 1, ordinal)
+    asked = of(desk.do(ev.InitialFailed(1, "refused")), ev.AskInitial)
+    assert asked == [ev.AskInitial(2)]
+    # Its session ends, for only a Welcome can ask; that is no reason to ask the others meanwhile.
+    assert of(desk.do(ev.ConnectionLost(2)), ev.AskInitial) == []
+    assert not of(desk.join(4, 0, "p1"), ev.Admit)[0].initialise, "it failed, and another one is expected"
+    assert of(desk.join(5, 1, "p2", previous_incarnation=2), ev.Admit)[0].initialise
+    # It fails too: now the third, who does not come back; then the first again.
+    assert of(desk.do(ev.InitialFailed(5, "refused")), ev.AskInitial) == [ev.AskInitial(3)]
+    desk.do(ev.ConnectionLost(3))
+    desk.now += 9.0
+    for connection in (4, 5):
+        desk.do(ev.Reported(connection, report(0)))
+    assert of(desk.later(1.5), ev.AskInitial) == [ev.AskInitial(4)]
+
+
+def test_a_newcomer_initialises_rather_than_who_failed() -> None:
+    desk = Desk(config())
+    desk.join(1, 0)
+    assert of(desk.do(ev.InitialFailed(1, "refused")), ev.AskInitial) == [ev.AskInitial(1)], "it is alone"
+    assert of(desk.join(2, 1), ev.Admit)[0].initialise
+
+
+# ------------------------------------------------------------------ the end
+
+
+def test_stop_drains_merges_evaluates_and_completes() -> None:
+    desk = Desk(config(slots=2, stop=("tokens", 100), evaluated=True))
+    desk.begin(2)
+    desk.do(ev.Join(8, "e", "r", 0, True, "L", {}, 0, ()))
+    desk.report(1, 4)
+    actions = desk.report(2, 6)
+    assert desk.core.phase is PhaseName.DRAINING and of(actions, ev.SetPhase)
+    for slot, last in ((0, 4), (1, 6)):
+        assert reason(desk.push(slot, last, round=0)) is None
+        actions = desk.do(ev.DrainedEvent(slot + 1))
+    (merge,) = of(actions, ev.Merge)
+    assert len(merge.responders) == 2
+    desk.do(ev.Merged(0, 1, 0.1, (1.0, 1.0)))
+    assert desk.core.phase is PhaseName.EVALUATING
+    desk.do(ev.Evaluated(8, 100, 2.5, 1, True))
+    assert desk.core.phase is PhaseName.COMPLETE
+    told = desk.core.report(desk.now)
+    assert told["final_loss"] == 2.5
+    assert told["tokens"] == {"trained": 100, "merged": 100, "pending": 0, "dropped": 0}
+
+    saved = json.loads(json.dumps(desk.core.state(desk.now)))
+    same = Desk(config(slots=2, stop=("tokens", 100), evaluated=True), saved, 2)
+    assert same.core.phase is PhaseName.COMPLETE and same.core.report(0.0)["final_loss"] == 2.5
+    further = Desk(config(slots=2, stop=("tokens", 200), evaluated=True), saved, 2)
+    assert further.core.phase is PhaseName.WAITING
+    assert further.core.report(0.0)["final_loss"] is None  # the next end is scored anew
+
+
+def test_one_row_per_version_that_was_scored() -> None:
+    desk = Desk(config(slots=2, evaluated=True))
+    evaluator = ev.Join(8, "e", "r", 0, True, "L", {}, 0, ())
+    desk.do(evaluator)
+
+    def score(desk: Desk, tokens: int, loss: float, merges: int) -> list[list[float]]:
+        desk.do(ev.Evaluated(8, tokens, loss, merges, False))
+        return desk.core.report(0.0)["eval_loss"]
+
+    assert score(desk, 0, 5.5, 0) == [[0, 5.5]]
+    assert score(desk, 0, 5.5, 0) == [[0, 5.5]]  # said again in the next session
+    assert score(desk, 40, 4.0, 1) == [[0, 5.5], [40, 4.0]]
+    assert score(desk, 0, 5.5, 0) == [[0, 5.5], [40, 4.0]]
+    assert score(desk, 40, 3.5, 2) == [[0, 5.5], [40, 4.0], [40, 3.5]]  # merged, not trained meanwhile
+    saved = json.loads(json.dumps(desk.core.state(0.0)))
+    again = Desk(config(slots=2, evaluated=True), saved, 2)
+    again.do(evaluator)
+    assert score(again, 40, 3.5, 2) == [[0, 5.5], [40, 4.0], [40, 3.5]]
+    assert score(again, 80, 3.0, 3)[2:] == [[40, 3.5], [80, 3.0]]
+
+
+def test_suspend_keeps_offers_short_of_k_and_resume_merges_them() -> None:
+    desk = Desk(config(slots=2, quorum=2))
+    desk.begin(2)
+    desk.report(1, 4)
+    desk.do(ev.EndRequested(PhaseName.SUSPENDED, "interrupted"))
+    for transfer in range(1, 3):
+        desk.do(ev.PeerStateFailed(transfer))
+    offer = desk.header(0, 4, round=0)
+    assert reason(desk.do(ev.PushReceived(offer, 1.0, True, 50))) is None
+    desk.do(ev.DrainedEvent(1))
+    desk.do(ev.DrainedEvent(2))
+    assert desk.core.phase is PhaseName.SUSPENDED
+    assert desk.core.ledger and desk.core.ledger.pending(0, 0) == 40
+
+    saved = json.loads(json.dumps(desk.core.state(desk.now)))
+    core = Core(config(slots=2, quorum=2), saved, 2, 0.0)
+    assert core.restore_offer(offer, 51, 1.0)
+    core.start(0.0)
+    assert core.phase is PhaseName.WAITING
+    assert core.ledger and core.ledger.check() == [] and core.ledger.pending(0, 0) == 40
+
+
+@pytest.mark.parametrize("end", [PhaseName.DELETED, PhaseName.FAILED])
+def test_a_job_that_is_applied_again_after_its_end_goes_on_from_its_store(end: PhaseName) -> None:
+    desk = Desk(config(slots=1, stop=("steps", 100)))
+    desk.begin(1)
+    desk.report(1, 4)
+    desk.do(ev.EndRequested(end, "x"))
+    assert desk.core.phase is end
+    core = Core(config(slots=1), json.loads(json.dumps(desk.core.state(desk.now))), 2, 0.0)
+    core.start(0.0)
+    assert core.phase is PhaseName.WAITING
+    assert core.ledger and core.ledger.check() == []
+
+
+def test_what_does_not_drain_in_time_is_given_up() -> None:
+    desk = Desk(config(slots=1, stop=("steps", 4), drain_seconds=30.0))
+    desk.begin(1)
+    desk.report(1, 4)
+    assert desk.core.phase is PhaseName.DRAINING
+    for _ in range(31):
+        desk.later(1.0)
+        desk.report(1, 4)
+    assert desk.core.phase is PhaseName.COMPLETE
+
+
+def test_a_crashed_syncers_downtime_counts_and_suspension_does_not() -> None:
+    desk = Desk(config(slots=1))
+    desk.begin(1)
+    desk.report(1, 1)
+    desk.now = 10.0
+    running = desk.core.state(10.0, wall=1000.0)
+    assert Core(config(slots=1), running, 2, 0.0, wall=1005.0).job.clock.elapsed(0.0) == pytest.approx(15.0)
+    desk.do(ev.EndRequested(PhaseName.FAILED, "x"))
+    ended = desk.core.state(10.0, wall=1000.0)
+    assert Core(config(slots=1), ended, 2, 0.0, wall=1005.0).job.clock.elapsed(0.0) == pytest.approx(10.0)
+
+
+def test_deterministic_slots_are_places_and_rounds_open_by_themselves() -> None:
+    rules = RoundRules(
+        every=4, overlap=1, quorum=2, grace_factor=0.9, grace_cap=5.0, deterministic=True, slots=2
+    )
+    desk = Desk(config(rules=rules))
+    (second,) = of(desk.join(2, 1), ev.Admit)
+    assert second.seat is not None and second.seat.slot == 1 and not second.initialise
+    assert of(desk.join(1, 0), ev.Admit)[0].initialise
+    desk.do(ev.InitialStored("L", (8,)))
+    desk.report(1, 0)
+    assert desk.core.phase is PhaseName.WAITING
+    desk.report(2, 0)
+    assert not of(desk.report(1, 4), ev.Pull)
+    assert not of(desk.push(1, 4, round=1), ev.Merge)
+    (merge,) = of(desk.push(0, 4, round=1), ev.Merge)
+    assert [r.header.slot for r in merge.responders] == [0, 1]
+
+
+# ------------------------------------------------------------------ a newcomer's optimizer state
+
+
+def test_the_longest_tenure_gives_its_state_and_the_next_is_asked_on_failure() -> None:
+    desk = Desk(config(slots=3))
+    desk.begin(2)
+    desk.report(1, 5)
+    desk.report(2, 9)
+    desk.join(3, 2)
+    (ask,) = of(desk.do(ev.PeerStateWanted(3)), ev.AskPeerState)
+    assert ask.connection == 2
+    (again,) = of(desk.do(ev.PeerStateFailed(ask.transfer)), ev.AskPeerState)
+    assert again.connection == 1
+    assert of(desk.do(ev.PeerStateArrived(again.transfer)), ev.PeerStateAnswer) == [
+        ev.PeerStateAnswer(3, again.transfer)
+    ]
+
+
+def test_without_a_healthy_peer_the_answer_is_none() -> None:
+    desk = Desk(config())
+    desk.begin(1)
+    assert of(desk.do(ev.PeerStateWanted(1)), ev.PeerStateAnswer) == [ev.PeerStateAnswer(1, 0)]

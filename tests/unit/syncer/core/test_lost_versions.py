@@ -1,0 +1,445 @@
+"""What the core does when its store has lost data, one situation each; the simulation combines them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import pytest
+
+from diloco_protocol.wire import limits
+from diloco_syncer.core import events as ev
+from diloco_syncer.core.config import CoreConfig
+from diloco_syncer.core.core import Core
+from diloco_syncer.core.events import PhaseName
+from diloco_syncer.core.merging.rounds import RoundRules
+from diloco_syncer.core.recovery.receipts import Rows, SlotRow
+from diloco_syncer.messages import receipt_from, receipt_to
+
+A = TypeVar("A")
+CONFIG = CoreConfig(
+    places=(("r", 0), ("r", 1)),
+    rules=RoundRules(every=4, overlap=1, quorum=1, grace_factor=0.9, grace_cap=5.0, slots=2),
+    encoding="float32",
+    stop=("steps", 1000),
+)
+
+
+def counts(epoch: int, base: int, tokens: int, confirmed: int = 0) -> ev.FragmentCounts:
+    return ev.FragmentCounts(epoch, base, tokens // 10, tokens, confirmed)
+
+
+def report(*fragments: ev.FragmentCounts) -> ev.ReportCounts:
+    told = {f.tokens + f.confirmed_tokens + f.dropped_rolled_back for f in fragments}
+    (tokens,) = told
+    return ev.ReportCounts(tokens // 10, tokens // 10, tokens, fragments, step_seconds=0.1)
+
+
+def a_join(connection: int, ordinal: int, **changes: Any) -> ev.Join:
+    base = ev.Join(connection, f"p{ordinal}", "r", ordinal, False, "L", {}, 0, (), previous_incarnation=1)
+    join = replace(base, **changes)
+    return replace(join, settled=changes.get("settled", (1,) * len(join.held)))
+
+
+class Life:
+    """A syncer's core from one of its starts on; two fragments, two slots."""
+
+    def __init__(
+        self, state: dict[str, Any] | None, epoch: int, made: tuple[int, ...] = (), behind: bool = False
+    ):
+        self.core = Core(CONFIG, None if state is None else json.loads(json.dumps(state)), epoch, 0.0, 0.0)
+        self.now = 0.0
+        self.log = self.core.start(0.0, made, behind)
+
+    def do(self, event: ev.Event) -> list[ev.Action]:
+        actions = self.core.handle(event, self.now)
+        self.log += actions
+        return actions
+
+    def join(self, connection: int, ordinal: int, **changes: Any) -> list[ev.Action]:
+        return self.do(a_join(connection, ordinal, **changes))
+
+    def later(self, seconds: float) -> list[ev.Action]:
+        self.now += seconds
+        return self.do(ev.Tick())
+
+    def merge(self, fragment: int, version: int, slot: int, last: int, told: ev.ReportCounts) -> None:
+        """The slot's push of its steps up to ``last`` is merged alone."""
+        first = 1
+        incarnation = self.core.members.slots[slot].incarnation
+        rounds = self.core.rounds
+        assert rounds is not None
+        opened = rounds.open.get(fragment) or rounds.open_round(fragment, self.now, ())
+        header = ev.PushHeader(
+            slot, incarnation, fragment, version, opened.id, self.core.epoch, version - 1, version - 1,
+            first, last, last - first + 1, 10 * (last - first + 1), 1.0, "float32", "L", told,
+        )  # fmt: skip
+        (verdict, *_) = of(self.do(ev.PushReceived(header, 1.0, True, 7)), ev.PushVerdict)
+        assert verdict.reason is None
+        if not opened.merging:
+            self.later(10.0)
+        self.do(ev.Merged(fragment, version, 0.01, (1.0,)))
+
+
+def of(actions: list[ev.Action], kind: type[A]) -> list[A]:
+    return [a for a in actions if isinstance(a, kind)]
+
+
+def trained() -> tuple[dict[str, Any], dict[int, Rows]]:
+    """A state before the first merge, and the receipts after one merge of each fragment:
+    slot 0's ten steps, of which it had told seven."""
+    life = Life(None, 1)
+    life.join(1, 0, previous_incarnation=0)
+    life.join(2, 1, previous_incarnation=0)
+    life.do(ev.InitialStored("L", (8, 8)))
+    for connection in (1, 2):
+        life.do(ev.Reported(connection, report(counts(1, 0, 0), counts(1, 0, 0))))
+    life.do(ev.Reported(1, report(counts(1, 0, 70), counts(1, 0, 70))))
+    life.do(ev.Reported(2, report(counts(1, 0, 30), counts(1, 0, 30))))
+    state = life.core.state(life.now)
+    for fragment in (0, 1):
+        life.merge(fragment, 1, 0, 10, report(counts(1, 0, 100), counts(1, 0, 100)))
+    assert life.core.versions == [1, 1] and life.core.ledger is not None and not life.core.ledger.check()
+    return state, {fragment: life.core.receipt(fragment) for fragment in (0, 1)}
+
+
+def restarted(behind: bool = False) -> Life:
+    return Life(trained()[0], 2, (1, 1), behind)
+
+
+HELD = ((1, 1), (1, 0))
+
+
+def test_if_nobody_has_newer_nothing_happens() -> None:
+    life = restarted()
+    actions = life.join(11, 0, held=((1, 0), (1, 0)))
+    (admit,) = of(actions, ev.Admit)
+    assert admit.withheld == frozenset() and not life.core.settling
+    life.do(ev.Reported(11, report(counts(2, 0, 70), counts(2, 0, 70))))
+    assert life.core.phase is PhaseName.TRAINING
+    assert not of(life.log, ev.AskBase) and not of(life.log, ev.BeginAgain)
+
+
+def test_the_newest_is_asked_for_when_everybody_is_back_and_the_rest_follows_a_restart() -> None:
+    state, receipts = trained()
+    life = Life(state, 2, (1, 1))
+    (admit,) = of(life.join(11, 0, held=HELD), ev.Admit)
+    assert admit.withheld == {0} and life.core.settling
+    life.do(ev.Reported(11, report(counts(1, 1, 0, 100), counts(1, 0, 100))))
+    assert life.core.phase is PhaseName.WAITING, "training waits until it is settled"
+    assert not of(life.log, ev.AskBase), "slot 1 may hold something newer"
+    (ask,) = of(life.join(12, 1, held=((1, 0), (1, 0))), ev.AskBase)
+    assert (ask.connection, ask.fragment, ask.epoch, ask.version) == (11, 0, 1, 1)
+    for wrong in ((12, 0, 1, 1), (11, 1, 1, 1), (11, 0, 2, 1), (11, 0, 1, 2)):
+        assert "nobody asked" in life.core.admit_base(*wrong, receipts[0])
+    assert life.core.admit_base(11, 0, 1, 1, receipts[0]) == ""
+    (begin,) = of(life.do(ev.BaseStored(0)), ev.BeginAgain)
+    assert begin.above == 0
+
+    again = Core(CONFIG, life.core.state(0.0), 3, 0.0, 0.0)
+    again.foresee([], [receipts[0]])
+    again.take_over(0, 1, 1, receipts[0], 2)
+    again.start(0.0, (1, 1))
+    assert again.versions == [1, 0] and again.ledger is not None
+    assert again.ledger.check() == []
+    assert [again.ledger.merged(0, p) for p in (0, 1)] == [100, 0]
+    assert [again.ledger.pending(0, p) for p in (0, 1)] == [0, 100]
+    # Who was behind hears what was merged, as if nothing had been lost.
+    (admit,) = of(again.handle(a_join(21, 0, held=((1, 0), (1, 0))), 0.0), ev.Admit)
+    assert admit.merged[0] == ev.MergedPush(1, 1) and admit.merged[1] == ev.MergedPush()
+    assert admit.seat is not None and admit.seat.continuing and admit.withheld == frozenset()
+
+
+def test_a_receipt_tells_of_more_than_was_told() -> None:
+    """The state knows of 70 trained tokens; 100 were merged: at least so many were trained."""
+    state, receipts = trained()
+    core = Core(CONFIG, state, 2, 0.0, 0.0)
+    core.foresee([], [receipts[0]])
+    core.take_over(0, 1, 1, receipts[0], 2)
+    core.start(0.0, (1, 1))
+    assert core.ledger is not None and core.ledger.check() == []
+    assert (core.ledger.trained(0), core.ledger.merged(0, 0), core.ledger.pending(0, 1)) == (100, 100, 100)
+
+
+def test_a_tenure_that_the_state_has_not_heard_of() -> None:
+    """Its merged tokens count as merged and trained, to the token, and its process begins anew."""
+    state, receipts = trained()
+    rows = tuple(replace(row, tenure=77) if row.slot == 0 else row for row in receipts[0])
+    core = Core(CONFIG, state, 2, 0.0, 0.0)
+    core.foresee([], [rows])
+    core.take_over(0, 1, 1, rows, 2)
+    core.start(0.0, (1, 1))
+    assert core.ledger is not None and core.ledger.check() == []
+    assert core.ledger.merged(0, 0) == 100 and core.ledger.trained(0) == 100
+    assert core.ledger.dropped(0, 1) == {"died": 100}
+    (admit,) = of(core.handle(a_join(21, 0), 0.0), ev.Admit)
+    assert admit.seat is not None and not admit.seat.continuing and admit.seat.slot_step == 10
+
+
+def test_the_next_is_asked_and_what_is_not_to_be_had_is_rolled_back() -> None:
+    life = restarted()
+    life.join(11, 0, held=HELD)
+    (first,) = of(life.join(12, 1, held=HELD), ev.AskBase)
+    (second,) = of(life.do(ev.BaseFailed(first.connection, 0)), ev.AskBase)
+    assert {first.connection, second.connection} == {11, 12}
+    actions = life.later(1000.0) if second.connection == 12 else life.do(ev.ConnectionLost(11))
+    assert not of(actions, ev.BeginAgain)
+    life = restarted()
+    life.join(12, 1)
+    life.join(11, 0, held=HELD)
+    actions = life.do(ev.BaseFailed(11, 0))
+    assert [(a.fragment, a.version) for a in of(actions, ev.Announce)] == [(0, 0)]
+    assert not life.core.settling
+    # Its 100 confirmed tokens are in no version any more.
+    life.do(ev.Reported(11, report(counts(2, 0, 0, 100), counts(2, 0, 100))))
+    assert life.core.ledger is not None and life.core.ledger.check() == []
+    assert life.core.ledger.dropped(0, 0) == {"rolled-back": 100}
+    assert life.core.ledger.pending(0, 0) == 0
+    # And nobody can bring them back later: this is another history now.
+    again = Life(life.core.state(0.0), 3, (1, 1))
+    (admit,) = of(again.join(31, 1, held=HELD), ev.Admit)
+    assert admit.withheld == frozenset() and not again.core.settling
+
+
+def test_somebody_who_is_silent_is_waited_for_no_longer_than_any_other() -> None:
+    life = restarted()
+    life.join(11, 0, held=HELD)
+    assert not of(life.later(CONFIG.heartbeat_timeout - 1), ev.AskBase)
+    life.do(ev.Reported(11, report(counts(1, 1, 0, 100), counts(1, 0, 100))))
+    assert of(life.later(2.0), ev.AskBase), "slot 1 was given up"
+
+
+def test_a_tape_that_tells_of_more_makes_the_first_wait_for_the_others() -> None:
+    life = restarted(behind=True)
+    life.join(11, 0, held=((1, 0), (1, 0)))
+    life.do(ev.Reported(11, report(counts(2, 0, 70), counts(2, 0, 70))))
+    assert life.core.phase is PhaseName.WAITING and life.core.settling
+    (ask,) = of(life.join(12, 1, held=HELD), ev.AskBase)
+    assert ask.connection == 12
+
+
+def test_nothing_newer_anywhere_and_the_job_goes_on() -> None:
+    life = restarted(behind=True)
+    for connection, ordinal in ((11, 0), (12, 1)):
+        life.join(connection, ordinal, held=((1, 0), (1, 0)))
+        life.do(ev.Reported(connection, report(counts(2, 0, 70), counts(2, 0, 70))))
+    assert life.core.phase is PhaseName.TRAINING and not of(life.log, ev.BeginAgain)
+
+
+@pytest.mark.parametrize("epoch", [2, 5])
+def test_an_epoch_that_this_syncer_has_not_told(epoch: int) -> None:
+    """The store went back with its epochs: one (epoch, version) would have two meanings."""
+    life = restarted()
+    actions = life.join(11, 0, held=((epoch, 1), (1, 0)))
+    (again,) = of(actions, ev.BeginAgain)
+    assert again.above == epoch and not of(actions, ev.Admit)
+    assert isinstance(actions[0], ev.Persist), "a syncer that was succeeded finds out first"
+    life = restarted()
+    life.join(12, 1)
+    life.do(ev.Reported(12, report(counts(2, 0, 30), counts(2, 0, 30))))
+    assert life.core.phase is PhaseName.TRAINING
+    (refused,) = of(life.join(11, 0, held=((epoch, 1), (1, 0))), ev.Refuse)
+    assert (refused.reason, refused.fatal) == ("other-history", True)
+    (admit,) = of(life.join(13, 1, held=((2, 0), (2, 0))), ev.Admit)
+    assert admit.seat is not None, "who heard it from this syncer may come back"
+
+
+def test_an_empty_store_does_not_begin_anew_under_those_who_are_ahead() -> None:
+    life = Life(None, 1)
+    (refused,) = of(life.join(11, 0, held=HELD), ev.Refuse)
+    assert (refused.reason, refused.fatal) == ("empty-store", False)
+    assert "give it its store back" in refused.message
+    assert of(life.join(12, 1, held=((1, 0), (1, 0))), ev.Admit)[0].initialise, "version 0 is made again"
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"slot": 4096}, "slot 4096"),
+        ({"version": 2}, "contradicts itself"),
+        ({"merged_tokens": 50}, "fewer merged tokens"),
+    ],
+)
+def test_a_receipt_that_cannot_be(changes: dict[str, int], word: str) -> None:
+    state, receipts = trained()
+    core = Core(CONFIG, state, 2, 0.0, 0.0)
+    core.foresee([], [receipts[0]])
+    core.take_over(0, 1, 1, receipts[0], 2)
+    core.start(0.0, (1, 1))
+    for ordinal in (0, 1):
+        core.handle(a_join(11 + ordinal, ordinal, held=((1, 2), (1, 0))), 0.0)
+    core.handle(ev.BaseFailed(12, 0), 0.0)
+    newer = tuple(replace(row, version=2 if row.slot else row.version) for row in receipts[0])
+    assert core.admit_base(11, 0, 1, 2, newer) == ""
+    assert "no receipt" in core.admit_base(11, 0, 1, 2, ())
+    wrong = (replace(newer[0], **{**changes, "version": changes.get("version", 1) + 1}), newer[1])
+    assert word in core.admit_base(11, 0, 1, 2, wrong)
+
+
+def test_a_receipt_tells_of_slots_that_the_state_has_not_heard_of() -> None:
+    """Slot 1's process came after the state, and is in a record: its merges are in the version."""
+    life = Life(None, 1)
+    life.join(1, 0, previous_incarnation=0)
+    life.do(ev.InitialStored("L", (8, 8)))
+    state = life.core.state(life.now)
+    told = report(counts(1, 0, 40), counts(1, 0, 40))
+    header = ev.PushHeader(1, 2, 0, 1, 1, 1, 0, 0, 1, 4, 4, 40, 1.0, "float32", "L", told)
+    core = Core(CONFIG, state, 2, 0.0, 0.0)
+    core.foresee([header], [])
+    core.recover(0, 1, [header], 1)
+    core.start(0.0, (1, 1))
+    assert core.ledger is not None and core.ledger.check() == []
+    assert {row.slot: row.merged_tokens for row in core.receipt(0)} == {0: 0, 1: 40}
+
+
+def test_slots_that_a_lost_state_had() -> None:
+    """The job was scaled up and down again after the state: what slot 3 gave is in the records."""
+    state, receipts = trained()
+    told = report(counts(1, 0, 40), counts(1, 0, 40))
+    header = ev.PushHeader(3, 9, 0, 1, 1, 1, 0, 0, 1, 4, 4, 40, 1.0, "float32", "L", told)
+    more = replace(receipts[1][0], slot=4, tenure=7, merged_tokens=50, tenure_tokens=50)
+    core = Core(CONFIG, state, 2, 0.0, 0.0)
+    core.foresee([header], [(*receipts[1], more)])
+    core.recover(0, 1, [header], 1)
+    core.take_over(1, 1, 1, (*receipts[1], more), 1)
+    core.start(0.0, (1, 1))
+    assert core.ledger is not None and core.ledger.check() == []
+    assert [row["merged"] for row in core.ledger.rows()] == [40, 150]
+    assert [slot.retired for slot in core.members.slots] == [False, False, True, True, True]
+    assert [row.slot for row in core.receipt(1)] == [0, 1, 4]
+
+
+def settled_without_it() -> dict[str, Any]:
+    """The state of a syncer (epoch 2) that gave up version 1 of fragment 0, before it did."""
+    life = restarted()
+    state = life.core.state(0.0)
+    life.join(12, 1)
+    life.join(11, 0, held=HELD)
+    life.do(ev.BaseFailed(11, 0))
+    assert life.core.settled == 2 and not life.core.settling
+    assert state["job"]["history"]["epochs"] == [1], "it has forgotten that"
+    return state
+
+
+@pytest.mark.parametrize("began", [True, False])
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_was_given_up_is_not_taken_though_the_store_has_forgotten(first: int, began: bool) -> None:
+    """A learner gave up its work on version 1 with the syncer; another comes with it from before."""
+    # Whether the state is of epoch 2, and so tells from which versions that one began.
+    life = Life(settled_without_it() if began else trained()[0], 3, (1, 1), behind=True)
+    joins = [
+        lambda: life.join(11, 0, held=((2, 0), (2, 0)), settled=(2, 2)),
+        lambda: life.join(12, 1, held=HELD),
+    ]
+    joins[first]()
+    joins[1 - first]()
+    assert life.core.settled == 3, "given up once more"
+    assert not of(life.log, ev.AskBase) and not of(life.log, ev.BeginAgain)
+    told = {a.connection: a for a in of(life.log, ev.Admit)}
+    # If it is not known whether version 1 was in that history, its holder waits for the decision.
+    waits = first == 1 or not began
+    assert told[12].withheld == ({0} if waits else frozenset()) and told[11].withheld == frozenset()
+    assert told[11].seat is not None and told[11].seat.continuing
+    assert [a.fragment for a in of(life.log, ev.Announce)] == [0] * waits
+
+
+def test_who_gave_up_what_was_taken_meanwhile_begins_anew() -> None:
+    """Its pushes and confirmations are of a history in which version 1 never was."""
+    _, receipts = trained()
+    life = Life(settled_without_it(), 3, (1, 1))
+    life.join(12, 1, held=HELD)
+    life.later(CONFIG.heartbeat_timeout - 1)
+    life.do(ev.Reported(12, report(counts(1, 1, 0), counts(1, 0, 0))))
+    life.later(2.0)
+    (ask,) = of(life.log, ev.AskBase)
+    assert life.core.admit_base(12, 0, ask.epoch, ask.version, receipts[0]) == ""
+    assert of(life.do(ev.BaseStored(0)), ev.BeginAgain)
+    (late,) = of(life.join(11, 0, held=((2, 0), (2, 0)), settled=(2, 2)), ev.Admit)
+    assert late.seat is not None and not late.seat.continuing
+
+    for settled, continuing in (((2, 2), False), ((1, 1), True)):
+        again = Core(CONFIG, json.loads(json.dumps(life.core.state(0.0))), 4, 0.0, 0.0)
+        again.foresee([], [receipts[0]])
+        again.take_over(0, 1, 1, receipts[0], 3)
+        again.start(0.0, (1, 1))
+        back = a_join(21, 1, held=((2, 0), (2, 0)), settled=settled, previous_incarnation=9)
+        (admit,) = of(again.handle(back, 0.0), ev.Admit)
+        assert admit.seat is not None and admit.seat.continuing == continuing
+        assert again.ledger is not None and again.ledger.check() == []
+
+
+def test_merges_in_the_store_tell_which_epochs_settled() -> None:
+    """The state is of epoch 1, fragment 1 has a record of epoch 2: what epoch 1 had is history."""
+    state, _ = trained()
+    core = Core(CONFIG, state, 3, 0.0, 0.0)
+    told = report(counts(2, 0, 80), counts(2, 0, 80))
+    header = ev.PushHeader(0, 1, 1, 1, 1, 2, 0, 0, 1, 8, 8, 80, 1.0, "float32", "L", told)
+    core.foresee([header], [])
+    core.recover(1, 1, [header], 2)
+    core.start(0.0, (1, 2))
+    core.handle(a_join(11, 1, held=HELD), 0.0)
+    actions = core.handle(a_join(12, 0, held=((2, 0), (2, 0)), settled=(1, 1)), 0.0)
+    assert core.settled == 3 and not of(actions, ev.AskBase), "given up"
+
+
+def test_a_version_of_an_epoch_that_did_not_know_what_had_settled_is_not_taken() -> None:
+    """Epoch 3 began from a store that had forgotten that epoch 2 went on without version 1."""
+    life = Life(trained()[0], 4, (1, 1))
+    life.join(11, 0, held=((3, 1), (3, 0)), settled=(1, 1))
+    assert life.core.settling
+    actions = life.join(12, 1, held=((2, 0), (2, 0)), settled=(2, 2))
+    assert life.core.settled == 4 and not of(actions, ev.AskBase), "given up"
+    life = Life(trained()[0], 4, (1, 1))
+    life.join(11, 0, held=((3, 1), (3, 0)), settled=(2, 2))
+    actions = life.join(12, 1, held=((2, 0), (2, 0)), settled=(2, 2))
+    assert [ask.epoch for ask in of(actions, ev.AskBase)] == [3]
+
+
+@pytest.mark.parametrize(("tenure", "continuing"), [(0, True), (1, True), (3, False)])
+def test_a_tenure_that_a_lost_state_began_is_not_taken_for_the_one_before(
+    tenure: int, continuing: bool
+) -> None:
+    """Its process is the same, but counts from its new tenure's start."""
+    state, _ = trained()
+    core = Core(CONFIG, state, 2, 0.0, 0.0)
+    core.start(0.0, (1, 1))
+    (admit,) = of(core.handle(a_join(11, 0, tenure=tenure, previous_incarnation=3), 0.0), ev.Admit)
+    assert admit.seat is not None and admit.seat.continuing == continuing
+    assert core.ledger is not None and core.ledger.check() == []
+    assert core.ledger.dropped(0, 0) == ({} if continuing else {"died": 70})
+
+
+def test_an_incarnation_is_not_given_to_its_process_again() -> None:
+    """Not even if that tenure is over: receipts tell one process's tenures apart by it."""
+    state, _ = trained()
+    core = Core(CONFIG, state, 2, 0.0, 0.0)
+    core.start(0.0, (1, 1))
+    newest = core.members.next_incarnation
+    back = a_join(11, 0, tenure=newest, previous_incarnation=0)
+    (admit,) = of(core.handle(back, 0.0), ev.Admit)
+    assert admit.seat is not None and admit.seat.incarnation == newest + 1
+
+
+def test_a_tenure_from_before_version_0_goes_on() -> None:
+    """It began under its first incarnation, though it was seated again before there were books."""
+    life = Life(None, 1)
+    life.join(1, 0, previous_incarnation=0)
+    life.do(ev.ConnectionLost(1))
+    life.join(2, 0, previous_incarnation=1, tenure=1)
+    life.do(ev.InitialStored("L", (8, 8)))
+    (admit,) = of(life.join(3, 0, previous_incarnation=2, tenure=1), ev.Admit)
+    assert admit.seat is not None and admit.seat.continuing
+
+
+def test_receipts_on_the_wire() -> None:
+    rows = tuple(
+        SlotRow(slot, (1 << 64) - 1 - slot, 1 << 40, 1 << 39, 1 << 20, 1 << 20, 1 << 30, 1e9)
+        for slot in range(500)
+    )
+    assert receipt_from(receipt_to(rows)) == rows
+    assert receipt_to(rows * 3) == b"", "larger than a header has room for"
+    with pytest.raises(limits.WireError):
+        receipt_from(b"\xff" * 20)
+    with pytest.raises(limits.WireError, match="last_step"):
+        receipt_from(receipt_to((replace(rows[0], last_step=(1 << 62) + 1),)))

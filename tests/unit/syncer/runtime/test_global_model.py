@@ -1,0 +1,185 @@
+"""Θ through merges, records and broadcasts, for every encoding down."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from diloco_protocol.arrays import codec
+from diloco_protocol.arrays.layout import Layout, Tensor
+from diloco_protocol.spec.load import parse_job
+from diloco_protocol.wire import bulk
+from diloco_syncer.core import events as ev
+from diloco_syncer.core.events import PushHeader, ReportCounts
+from diloco_syncer.numerics.outer import OuterError
+from diloco_syncer.runtime.global_model import Diverged, Parameters, first_records
+from diloco_syncer.store.records import Floats, MergeRecord
+
+LAYOUT = Layout.build(
+    [Tensor("embed", (40, 30), "float32", True), Tensor("w", (50, 31), "float32", False)], fragments=2
+)
+DOWN = ("float32", "bfloat16", "delta-int8", "delta-int4")
+JOB = """
+apiVersion: diloco.io/v1alpha1
+kind: DiLoCoJob
+metadata: {name: j}
+spec:
+  training: {model: null, data: null, stop: {steps: 10}, evaluation: null}
+  learners: {command: [python, x.py]}
+  regions: [{name: local, learners: 3}]
+"""
+
+
+def values(fragment: int, seed: int, scale: float = 1.0) -> Floats:
+    rng = np.random.default_rng([fragment, seed])
+    return (scale * rng.standard_normal(LAYOUT.elements(fragment))).astype(np.float32)
+
+
+def parameters(*overrides: str, newest: list[MergeRecord] | None = None) -> Parameters:
+    records = first_records("j", 1, {p: values(p, 0) for p in range(2)}) if newest is None else newest
+    return Parameters(parse_job(JOB, overrides), LAYOUT, records, threads=1)
+
+
+def action(fragment: int, version: int, pushes: int = 2) -> ev.Merge:
+    report = ReportCounts(1, 1, 10, ())
+    headers = [
+        PushHeader(
+            m, 1, fragment, version, 1, 1, version - 1, version - 1, 1, 1, 1, 10, 0.1, "int4", "", report
+        )
+        for m in range(pushes)
+    ]
+    responders = tuple(ev.Responder(h, i, 1 / pushes, 0) for i, h in enumerate(headers))
+    return ev.Merge(fragment, version, 1, responders, 0.1, 0.2, 20)
+
+
+def merge(made: Parameters, fragment: int, seed: int) -> MergeRecord:
+    version = made.versions[fragment] + 1
+    deltas = [values(fragment, 100 * seed + m, 0.01) for m in range(2)]
+    record, broadcast = made.merge(action(fragment, version), deltas, epoch=1, number=seed)
+    made.adopt(record, broadcast, 0.0)
+    return record
+
+
+@pytest.mark.parametrize("down", DOWN)
+def test_whoever_takes_the_whole_and_whoever_takes_the_update_hold_the_same_bits(down: str) -> None:
+    made = parameters(f"sync.compression.down={down}")
+    full = made.broadcasts[0]
+    held = codec.decode(full.full, full.full_payload.encoding, LAYOUT.elements(0))
+    for seed in range(1, 6):
+        record = merge(made, 0, seed)
+        new = made.broadcasts[0]
+        assert new.full_payload.bytes == new.full.nbytes
+        assert new.full_payload.checksum == bulk.checksum(new.full)
+        whole = codec.decode(new.full, new.full_payload.encoding, LAYOUT.elements(0))
+        if down.startswith("delta-"):
+            assert new.delta is not None and new.delta_payload is not None
+            assert new.delta_payload.checksum == bulk.checksum(new.delta)
+            assert new.delta.nbytes < new.full.nbytes / 3
+            held = codec.apply_delta(held, new.delta, new.delta_payload.encoding)
+            assert np.array_equal(held, whole) and np.array_equal(whole, record.theta)
+        else:
+            assert new.delta is None
+        if down == "float32":
+            assert np.array_equal(whole, record.theta)
+    assert made.broadcast(0, 5) is made.broadcasts[0]
+    previous = made.broadcast(0, 4)
+    assert previous is not None and previous.version == 4
+    assert made.broadcast(0, 3) is None and made.broadcast(7, 0) is None
+
+
+@pytest.mark.parametrize("down", ["delta-int8", "delta-int4"])
+def test_what_quantisation_drops_is_not_lost(down: str) -> None:
+    quantised, exact = (
+        parameters(f"sync.compression.down={down}"),
+        parameters("sync.compression.down=float32"),
+    )
+    for made in (quantised, exact):
+        for seed in range(1, 30):
+            merge(made, 1, seed)
+    record = quantised.newest[1]
+    assert record.feedback is not None
+    # Θ + what is still owed = Θ without quantisation, to rounding: errors do not add up over merges.
+    owed = record.theta + record.feedback - exact.newest[1].theta
+    assert np.abs(owed).max() < 1e-4
+    assert np.abs(record.feedback).max() > 1e-4
+
+
+@pytest.mark.parametrize("down", DOWN)
+@pytest.mark.parametrize("optimizer", ["nesterov", "sgd", "adamw", "cosine-gated"])
+def test_a_restart_from_the_records_goes_on_bit_for_bit(down: str, optimizer: str) -> None:
+    overrides = (f"sync.compression.down={down}", f"sync.outer.optimizer={optimizer}")
+    made = parameters(*overrides)
+    for seed in range(1, 4):
+        merge(made, 0, seed)
+    newest = [MergeRecord.unpack(b"".join(record.pack()), "x") for record in made.newest]
+    again = parameters(*overrides, newest=newest)
+    for seed in range(4, 7):
+        one, other = merge(made, 0, seed), merge(again, 0, seed)
+        assert one.digest == other.digest
+        assert np.array_equal(made.broadcasts[0].full, again.broadcasts[0].full)
+
+
+def test_a_merge_that_is_not_adopted_changes_nothing() -> None:
+    made = parameters()
+    merge(made, 0, 1)
+    before = MergeRecord.unpack(b"".join(made.newest[0].pack()), "x")
+    deltas = [values(0, 7), values(0, 8)]
+    first, _ = made.merge(action(0, 2), deltas, 1, 2)
+    again, _ = made.merge(action(0, 2), deltas, 1, 2)
+    assert first.digest == again.digest
+    assert made.versions == [1, 0] and np.array_equal(made.newest[0].theta, before.theta)
+    assert all(np.array_equal(made.newest[0].outer[k], v) for k, v in before.outer.items())
+    with pytest.raises(ValueError, match="3 does not follow 1"):
+        made.merge(action(0, 3), deltas, 1, 2)
+
+
+def test_sign_and_size_of_a_step() -> None:
+    made = parameters("sync.outer.optimizer=sgd", "sync.outer.lr=0.5")
+    delta = values(0, 3, 0.1)
+    record, _ = made.merge(action(0, 1, pushes=1), [delta], 1, 1)
+    assert np.allclose(record.theta, values(0, 0) - 0.5 * delta, atol=1e-7)
+    assert record.responders[0].norm == pytest.approx(float(np.linalg.norm(delta)), rel=1e-6)
+
+
+def test_a_merge_that_would_be_infinite_is_not_made() -> None:
+    made = parameters()
+    huge = np.full(LAYOUT.elements(0), 3e38, np.float32)
+    with pytest.raises(
+        Diverged, match=r"fragment 0 would become infinite in version 1 .* lower the learning"
+    ):
+        made.merge(action(0, 1, pushes=1), [huge], 1, 1)
+
+
+def test_another_outer_optimizer_begins_anew_where_the_parameters_are() -> None:
+    made = parameters()
+    merge(made, 0, 1)
+    before = made.newest[0].theta.copy()
+    again = parameters("sync.outer.optimizer=adamw", newest=made.newest)
+    assert again.begun_anew and not made.begun_anew
+    assert np.array_equal(again.newest[0].theta, before) and again.newest[0].version == 1
+    assert not parameters("sync.outer.lr=0.1", newest=made.newest).begun_anew
+    # Its second merge is that of an optimizer which has had none, from these parameters.
+    merge(again, 0, 2)
+    fresh = parameters("sync.outer.optimizer=adamw", newest=[replace(r, outer={}) for r in made.newest])
+    merge(fresh, 0, 2)
+    assert np.array_equal(again.newest[0].theta, fresh.newest[0].theta)
+    assert again.newest[0].outer["merges"][0] == 1
+    # What the store holds is not changed by it, and a state of the right name and a wrong size is refused.
+    assert set(made.newest[0].outer) == {"merges", "momentum"}
+    broken = replace(made.newest[0], outer={**made.newest[0].outer, "momentum": np.zeros(3, np.float32)})
+    with pytest.raises(OuterError, match="momentum"):
+        parameters(newest=[broken, *made.newest[1:]])
+
+
+def test_a_codec_for_broadcasts_that_changes_brings_no_old_remainder_back() -> None:
+    made = parameters("sync.compression.down=delta-int8")
+    merge(made, 0, 1)
+    assert made.newest[0].feedback is not None
+    whole = parameters("sync.compression.down=bfloat16", newest=made.newest)
+    merge(whole, 0, 2)
+    assert whole.newest[0].feedback is None
+    again = parameters("sync.compression.down=delta-int4", newest=whole.newest)
+    merge(again, 0, 3)
+    assert again.newest[0].feedback is not None

@@ -1,0 +1,148 @@
+"""Parts in any order, from any number of calls; what is wrong takes only its own payload with it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco_protocol.wire import bulk, limits, sync_pb2
+from diloco_protocol.wire.limits import WireError
+from diloco_syncer.runtime import multipart
+from diloco_syncer.runtime.driver import SteadyClock
+from diloco_syncer.runtime.multipart import Assemblies, Busy
+from diloco_syncer.store.records import Array
+
+
+def header(data: bytes, offset: int, size: int, process: str = "p") -> sync_pb2.UploadHeader:
+    digest = bulk.checksum(data[offset : offset + size])
+    return sync_pb2.UploadHeader(
+        process=process, total_bytes=len(data), offset=offset, bytes=size, checksum=digest
+    )
+
+
+async def stream(data: bytes, gate: asyncio.Event | None = None) -> AsyncIterator[bytes]:
+    for start in range(0, len(data), 7):
+        if gate is not None:
+            await gate.wait()
+        yield data[start : start + 7]
+
+
+async def part(
+    made: Assemblies,
+    key: str,
+    data: bytes,
+    offset: int,
+    size: int,
+    process: str = "p",
+    sent: bytes | None = None,
+) -> bytes | None:
+    def make() -> tuple[Array, memoryview]:
+        array: Array = np.zeros(len(data), np.uint8)
+        return array, bulk.flat(array)
+
+    chunks = stream(data[offset : offset + size] if sent is None else sent)
+    done = await made.receive(key, header(data, offset, size, process), chunks, len(data), make)
+    return None if done is None else done.tobytes()
+
+
+@given(st.binary(max_size=300), st.lists(st.integers(0, 300), max_size=5), st.randoms(use_true_random=False))
+@settings(max_examples=80, deadline=None)
+def test_parts_in_any_order_and_at_once(data: bytes, cuts: list[int], random: object) -> None:
+    edges = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
+    ranges = [(a, b - a) for a, b in itertools.pairwise(edges)] or [(0, 0)]
+    random.shuffle(ranges)  # type: ignore[attr-defined]
+
+    async def run() -> None:
+        made = Assemblies()
+        results = await asyncio.gather(*(part(made, "k", data, a, n) for a, n in ranges))
+        assert [r for r in results if r is not None] == [data]
+        assert len(made) == 0
+
+    asyncio.run(run())
+
+
+def test_a_wrong_part_takes_its_payload_with_it_and_no_other() -> None:
+    async def run() -> None:
+        made, data = Assemblies(), bytes(range(100))
+        assert await part(made, "good", data, 0, 50) is None
+        assert await part(made, "bad", data, 0, 50) is None
+        with pytest.raises(bulk.ChecksumError):
+            await part(made, "bad", data, 50, 50, sent=bytes(50))
+        assert await part(made, "good", data, 50, 50) == data
+        assert await part(made, "bad", data, 50, 50) is None  # it starts over
+        assert await part(made, "bad", data, 0, 50) == data
+
+    asyncio.run(run())
+
+
+def test_starting_over_replaces_what_is_there() -> None:
+    async def run() -> None:
+        made, old, new = Assemblies(), bytes(100), bytes(range(100))
+        assert await part(made, "k", old, 0, 50) is None
+        assert await part(made, "k", new, 0, 50) is None  # the same range again
+        assert await part(made, "k", new, 50, 50) == new
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"total_bytes": 99}, "total_bytes is 99; this payload has 100"),
+        ({"offset": 60}, "a part of bytes 60 to 110 of 100"),
+        ({"bytes": 0}, "an empty part"),
+        ({"bytes": limits.MAX_PART_BYTES + 1}, "a part of bytes"),
+    ],
+)
+def test_ranges_are_checked_before_a_byte_is_read(change: dict[str, int], message: str) -> None:
+    async def unread() -> AsyncIterator[bytes]:
+        raise AssertionError("read")
+        yield b""
+
+    async def run() -> None:
+        made, data = Assemblies(), bytes(100)
+        head = header(data, 0, 50)
+        for name, value in change.items():
+            setattr(head, name, value)
+        with pytest.raises(WireError, match=message):
+            await made.receive("k", head, unread(), 100, lambda: pytest.fail("allocated"))
+        assert len(made) == 0
+
+    asyncio.run(run())
+
+
+def test_bounds() -> None:
+    async def run() -> None:
+        made, data = Assemblies(), bytes(100)
+        for number in range(multipart.MAX_PER_PROCESS):
+            await part(made, f"k{number}", data, 0, 50)
+        with pytest.raises(Busy):
+            await part(made, "more", data, 0, 50)
+        assert await part(made, "other", data, 0, 50, process="q") is None
+        assert await part(made, "k0", data, 50, 50) == data  # room for one
+        assert await part(made, "more", data, 0, 50) is None
+
+    asyncio.run(run())
+
+
+def test_idle_assemblies_are_dropped() -> None:
+    async def run() -> None:
+        made, data = Assemblies(), bytes(100)
+        await part(made, "k", data, 0, 50)
+        held = made._open["k"]
+        assert made.sweep(held.touched + multipart.IDLE_SECONDS) == 0
+        assert made.sweep(held.touched + multipart.IDLE_SECONDS + 1) == 1 and len(made) == 0
+
+    asyncio.run(run())
+
+
+def test_a_clock_that_skips_our_own_standstill() -> None:
+    times = iter([10.0, 10.5, 12.0, 100.0, 101.0])
+    clock = SteadyClock(limit=3.0, raw=lambda: next(times))
+    assert [clock() for _ in range(4)] == [10.5, 12.0, 15.0, 16.0]

@@ -1,0 +1,440 @@
+"""The syncer's walls in one process, without its servers: what is told to whom, and when it is durable."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diloco_protocol.arrays import codec
+from diloco_protocol.arrays.layout import Layout, Tensor
+from diloco_protocol.security.credentials import Credentials
+from diloco_protocol.spec.load import parse_job
+from diloco_protocol.wire import bulk, limits, sync_pb2
+from diloco_syncer import service
+from diloco_syncer.core import events as ev
+from diloco_syncer.core.events import PhaseName
+from diloco_syncer.core.members.slots import SlotState
+from diloco_syncer.runtime import initial_model
+from diloco_syncer.runtime.driver import Engine
+from diloco_syncer.server.bulk import Bulk
+from diloco_syncer.server.pages import status as report
+from diloco_syncer.server.sessions import Connection
+
+pytestmark = pytest.mark.timeout(30)
+LAYOUT = Layout.build([Tensor("w", (64, 8), "float32", False)], fragments=2)
+JOB = """
+apiVersion: diloco.io/v1alpha1
+kind: DiLoCoJob
+metadata: {name: walls}
+spec:
+  training: {model: null, data: null, stop: {steps: 1000}, evaluation: null}
+  sync:
+    fragments: 2
+    every: 2
+    overlap: 1
+    compression: {up: float32, down: float32}
+    outer: {optimizer: sgd, lr: 1.0}
+    heartbeat: {intervalSeconds: 1, timeoutSeconds: 30}
+  syncer: {checkpoint: {everySeconds: 3600}}
+  learners: {command: [python, x.py]}
+  regions: [{name: local, learners: 2}]
+"""
+
+
+class Context:
+    """What a handler asks of a call."""
+
+    def invocation_metadata(self) -> tuple[Any, ...]:
+        return ()
+
+    async def abort(self, code: Any, details: str) -> None:
+        raise AssertionError(f"{code}: {details}")
+
+
+class Bench:
+    """A running engine on a directory, and messages to it by hand."""
+
+    def __init__(self, store: Path, *overrides: str) -> None:
+        self.options = service.Options(
+            job=parse_job(JOB, overrides), store=str(store), listen="", control="", http="",
+            address_file=None, control_key=b"k" * 32, credentials=Credentials(), threads=1,
+        )  # fmt: skip
+        self.store = store
+        self.engine: Engine
+
+    async def __aenter__(self) -> Bench:
+        self.engine = await asyncio.to_thread(service._restore, self.options, asyncio.get_running_loop())
+        service._recover(self.engine)
+        self.engine.start()
+        self.bulk = Bulk(self.engine)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.engine.close(checkpoint=False)
+
+    def connect(self, number: int, ordinal: int, process: str, evaluator: bool = False) -> Connection:
+        connection = Connection(number)
+        connection.process = process
+        self.engine.sessions._connections[number] = connection
+        self.engine.handle(
+            ev.Join(
+                connection=number, process=process, region="local", ordinal=ordinal, evaluator=evaluator,
+                layout_digest=LAYOUT.digest, digests={}, sequences=0 if evaluator else 100_000, held=(),
+            )
+        )  # fmt: skip
+        return connection
+
+    async def upload(self, process: str, payload: Any, **what: Any) -> sync_pb2.UploadReply:
+        data = bytes(bulk.flat(payload))
+        header = sync_pb2.UploadHeader(
+            format=limits.FORMAT, job="walls", process=process, total_bytes=len(data), bytes=len(data),
+            checksum=bulk.checksum(data), **what,
+        )  # fmt: skip
+
+        async def stream() -> AsyncIterator[bytes]:
+            yield header.SerializeToString()
+            if data:
+                yield data
+
+        return sync_pb2.UploadReply.FromString(await self.bulk.upload(stream(), Context()))
+
+    async def initialise(self, process: str) -> None:
+        part = sync_pb2.Initial
+        rows: list[tuple[Any, Any]] = [(part(part=part.LAYOUT), LAYOUT.to_json().encode())]
+        rows += [
+            (part(part=part.FRAGMENT, fragment=p), np.zeros(LAYOUT.elements(p), np.float32)) for p in (0, 1)
+        ]
+        rows += [(part(part=part.DONE), b"")]
+        for what, payload in rows:
+            assert (await self.upload(process, payload, initial=what)).accepted
+
+    def report(self, connection: int, step: int = 0, **changes: Any) -> sync_pb2.Report:
+        rows = [sync_pb2.FragmentReport(epoch=1, base_version=0, steps=step, tokens=10 * step)] * 2
+        told = sync_pb2.Report(
+            slot_step=step, trained_steps=step, trained_tokens=10 * step, fragments=rows, **changes
+        )
+        self.engine.sessions._heard(
+            self.engine.sessions._connections[connection], sync_pb2.LearnerMessage(report=told)
+        )
+        return told
+
+    def offer(self, connection: int, fragment: int = 0) -> dict[str, Any]:
+        """The header fields of an offer of one step."""
+        slot = self.engine.core.members.by_connection(connection)
+        assert slot is not None
+        push = sync_pb2.Push(
+            fragment=fragment, sequence=1, round=0, epoch=1, first_step=1, last_step=1, steps=1, tokens=10,
+            compute_seconds=0.1, encoding="float32", layout_digest=LAYOUT.digest,
+            report=self.report(connection, 1),
+        )  # fmt: skip
+        return {"slot": slot.index, "incarnation": slot.incarnation, "push": push}
+
+
+async def until(condition: Callable[[], Any], seconds: float = 10) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@contextlib.contextmanager
+def held_up(engine: Engine) -> Any:
+    """The store's thread does nothing meanwhile."""
+    gate, begun = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        assert gate.wait(20)
+
+    engine._store_thread.submit(wait)
+    try:
+        yield
+    finally:
+        gate.set()
+
+
+# ------------------------------------------------------------------ offers
+
+
+async def test_a_retry_of_an_offer_hears_repeated_only_when_the_offer_is_durable(tmp_path: Path) -> None:
+    async with Bench(tmp_path) as bench:
+        bench.connect(1, 0, "a")
+        await bench.initialise("a")
+        fields, delta = bench.offer(1), np.ones(LAYOUT.elements(0), np.float32)
+        await until(lambda: not bench.engine._actions)
+        with held_up(bench.engine):
+            # A Persist that waits for the store holds up the verdict behind it.
+            bench.connect(2, 1, "b")
+            await until(lambda: not bench.engine._actions or bench.engine._actions[0])
+            first = asyncio.create_task(bench.upload("a", delta, **fields))
+            await until(lambda: bench.engine.core.admit_push(_header(fields)) is not None)
+            again = asyncio.create_task(bench.upload("a", delta, **fields))
+            done, _ = await asyncio.wait((first, again), timeout=0.3)
+            assert not done and not list(tmp_path.glob("offers/*"))
+        assert (await first).accepted
+        assert (await again).reason == "repeated"
+        assert len(list(tmp_path.glob("offers/*"))) == 1
+
+
+async def test_a_refused_offer_keeps_nobody_waiting(tmp_path: Path) -> None:
+    async with Bench(tmp_path) as bench:
+        bench.connect(1, 0, "a")
+        await bench.initialise("a")
+        fields = bench.offer(1)
+        bad = np.full(LAYOUT.elements(0), np.nan, np.float32)
+        assert (await bench.upload("a", bad, **fields)).reason == "not-finite"
+        await asyncio.wait_for(bench.engine.payloads.settle(5), 1)
+        assert (await bench.upload("a", np.ones_like(bad), **fields)).accepted
+
+
+@pytest.mark.parametrize("encoding", ["float32", "int8"])
+async def test_pushes_that_wait_are_not_touched_by_those_that_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    """Large enough for pooled memory: what is refused must not come up in a merge."""
+    large = Layout.build([Tensor("w", (1024, 64), "float32", False)], fragments=2)
+    monkeypatch.setattr(sys.modules[__name__], "LAYOUT", large)
+    async with Bench(tmp_path, f"sync.compression.up={encoding}", "sync.quorum=2") as bench:
+        replies = []
+        for number, process in enumerate("ab"):
+            bench.connect(number + 1, number, process)
+        await bench.initialise("a")
+        for connection, process, value in ((1, "a", 1.0), (2, "b", np.nan)):
+            fields = bench.offer(connection)
+            fields["push"].encoding = encoding
+            delta = codec.encode(np.full(large.elements(0), value, np.float32), encoding)
+            replies.append((await bench.upload(process, delta, **fields)).reason)
+        assert replies == ["", "not-finite"]
+        (waiting,) = bench.engine.payloads._held.values()
+        np.testing.assert_allclose(waiting.delta, 1.0, rtol=0.01)
+
+
+def _header(fields: dict[str, Any]) -> ev.PushHeader:
+    from diloco_syncer.messages import push_from
+
+    return push_from(sync_pb2.UploadHeader(**fields))
+
+
+async def test_bytes_by_region_and_slot_are_the_totals_and_outlive_the_syncer(tmp_path: Path) -> None:
+    def counted(engine: Engine) -> tuple[Any, ...]:
+        shown = report.status(engine)
+        assert sum(row["bytes_up"] for row in shown["regions"]) == shown["bytes_up"]
+        return shown["bytes_up"], shown["regions"], [row["bytes_up"] for row in shown["slots"]]
+
+    async with Bench(tmp_path) as bench:
+        bench.connect(1, 0, "a").place = bench.engine.traffic.place("local", False)
+        await bench.initialise("a")
+        delta = np.ones(LAYOUT.elements(0), np.float32)
+        before = counted(bench.engine)
+        assert (await bench.upload("a", delta, **bench.offer(1))).accepted
+        total, regions, slots = counted(bench.engine)
+        assert total == before[0] + delta.nbytes and regions[0]["name"] == "local"
+        assert slots[0] - before[2][0] == delta.nbytes and sum(slots) <= total == regions[0]["bytes_up"]
+        await bench.engine.checkpoint()
+    async with Bench(tmp_path) as bench:
+        assert counted(bench.engine) == (total, regions, slots)
+
+
+# ------------------------------------------------------------------ version 0
+
+
+async def test_version_0_that_is_refused_is_asked_of_somebody_else(tmp_path: Path) -> None:
+    async with Bench(tmp_path) as bench:
+        heard: list[ev.InitialFailed] = []
+        handle = bench.engine.handle
+
+        def watched(event: ev.Event) -> None:
+            heard.extend([event] if isinstance(event, ev.InitialFailed) else [])
+            handle(event)
+
+        bench.engine.handle = watched  # type: ignore[method-assign]
+        bench.connect(1, 0, "a")
+        bench.connect(2, 1, "b")
+        part = sync_pb2.Initial
+        layout = part(part=part.LAYOUT)
+        # Who was not asked is refused, and the one that was asked is still asked.
+        refused = await bench.upload("b", LAYOUT.to_json().encode(), initial=layout)
+        assert refused.reason == "initial" and not heard
+        assert (await bench.upload("a", LAYOUT.to_json().encode(), initial=layout)).accepted
+        nan = np.full(LAYOUT.elements(0), np.nan, np.float32)
+        what = part(part=part.FRAGMENT, fragment=0)
+        assert "not finite" in (await bench.upload("a", nan, initial=what)).message
+        assert [e.connection for e in heard] == [1] and "not finite" in heard[0].message
+
+
+async def test_a_learner_that_was_asked_and_sends_nothing_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(initial_model, "PATIENCE", 0.3)
+    monkeypatch.setattr(initial_model, "WATCH_SECONDS", 0.02)
+    async with Bench(tmp_path) as bench:
+        asked = bench.connect(1, 0, "a")
+        await until(lambda: bench.engine.core.initialiser == 1)
+        # It is told so; its session ends.
+        await until(lambda: asked.closing)
+        bench.engine.handle(ev.ConnectionLost(1))
+        bench.connect(2, 1, "b")
+        assert bench.engine.core.initialiser == 2
+        await bench.initialise("b")
+        assert bench.engine.core.initialised
+
+
+async def test_bytes_of_an_attempt_that_was_given_up_do_not_get_into_the_next(tmp_path: Path) -> None:
+    async with Bench(tmp_path) as bench:
+        bench.connect(1, 0, "a")
+        part, upload = sync_pb2.Initial, bench.engine.initial
+        layout = LAYOUT.to_json().encode()
+        assert (await bench.upload("a", layout, initial=part(part=part.LAYOUT))).accepted
+        upload.admit(1, part.FRAGMENT, 0, 4 * LAYOUT.elements(0))
+        admitted = upload.attempt
+        assert (await bench.upload("a", layout, initial=part(part=part.LAYOUT))).accepted
+        with pytest.raises(initial_model.InitialRefused, match="has begun since"):
+            await upload.take(1, admitted, part.FRAGMENT, 0, np.zeros(4 * LAYOUT.elements(0), np.uint8))
+
+
+# ------------------------------------------------------------------ the end
+
+
+async def test_a_syncer_of_a_job_that_has_ended_ends(tmp_path: Path) -> None:
+    async with Bench(tmp_path, "training.stop={steps: 5}") as bench:
+        bench.connect(1, 0, "a")
+        await bench.initialise("a")
+        bench.engine.core.members.slots[0].step = 5
+        bench.engine.handle(ev.EndRequested(PhaseName.COMPLETE, "the stop is reached"))
+        bench.engine.sessions._connections.clear()
+        await until(lambda: (tmp_path / "report.json").exists())
+    before = (tmp_path / "report.json").read_bytes()
+    for lost in (False, True):
+        if lost:
+            (tmp_path / "report.json").unlink()
+        async with Bench(tmp_path, "training.stop={steps: 5}") as bench:
+            assert bench.engine.core.phase is PhaseName.COMPLETE
+            bench.engine.report_fetched = True
+            assert await asyncio.wait_for(asyncio.shield(bench.engine.outcome), 5) == 0
+        assert json.loads((tmp_path / "report.json").read_text())["outcome"] == "complete"
+        assert lost or (tmp_path / "report.json").read_bytes() == before
+
+
+# ------------------------------------------------------------------ the optimizer's state
+
+
+async def test_a_checkpoint_that_waits_does_not_remove_a_new_optimizer_state(tmp_path: Path) -> None:
+    async with Bench(tmp_path) as bench:
+        bench.connect(1, 0, "a")
+        await bench.initialise("a")
+        with held_up(bench.engine):
+            keeping = asyncio.create_task(bench.engine.keep_optimizer(np.arange(100, dtype=np.uint8)))
+            await asyncio.sleep(0)  # both wait in the store's thread, one after the other
+            checkpoint = asyncio.create_task(bench.engine.checkpoint())
+            await asyncio.sleep(0.05)
+        # No turn of the loop between the two: the store's thread does them in one go.
+        bench.engine._store_thread.submit(int).result(10)
+        await asyncio.gather(keeping, checkpoint)
+        assert np.array_equal(await bench.engine.blob(bench.engine.optimizer), np.arange(100, dtype=np.uint8))
+
+
+# ------------------------------------------------------------------ evaluations, leases
+
+
+async def test_an_evaluation_is_its_sessions_and_in_range(tmp_path: Path) -> None:
+    async with Bench(tmp_path) as bench:
+        learner, evaluator = bench.connect(1, 0, "a"), bench.connect(2, 0, "b", evaluator=True)
+        await bench.initialise("a")
+        heard = bench.engine.sessions._heard
+
+        def told(tokens: int = 5, **fields: Any) -> sync_pb2.LearnerMessage:
+            return sync_pb2.LearnerMessage(evaluation=sync_pb2.Evaluation(tokens=tokens, loss=1.5, **fields))
+
+        heard(learner, told())
+        assert not bench.engine.core.job.eval_loss
+        for message in (told(1 << 63), told(sum_versions=1 << 63)):
+            with pytest.raises(limits.WireError, match="out of range"):
+                heard(evaluator, message)
+        heard(evaluator, told())
+        assert bench.engine.core.job.eval_loss == [(5, 1.5)]
+
+
+async def test_a_slot_holds_a_bounded_number_of_leases_and_gets_more_when_it_moves(tmp_path: Path) -> None:
+    async with Bench(tmp_path) as bench:
+        connection = bench.connect(1, 0, "a")
+        await bench.initialise("a")
+        leases = bench.engine.core.job.leases
+        assert leases is not None
+        for _ in range(limits.MAX_CURSORS + 40):
+            bench.engine.sessions._heard(
+                connection, sync_pb2.LearnerMessage(lease_request=sync_pb2.LeaseRequest())
+            )
+        assert leases.out(0) == limits.MAX_CURSORS
+        done = [sync_pb2.LeaseCursor(lease=g.lease, position=g.end) for g in leases.of(0)[:10]]
+        last = leases.next_lease
+        bench.report(1, cursors=done)
+        assert leases.out(0) == limits.MAX_CURSORS and leases.next_lease == last + 10
+        slot = bench.engine.core.members.slots[0]
+        assert slot.state is SlotState.ACTIVE
+
+
+# ------------------------------------------------------------------ slow readers
+
+
+async def test_a_download_that_is_overtaken_goes_on_to_its_end(tmp_path: Path) -> None:
+    async with Bench(tmp_path) as bench:
+        bench.connect(1, 0, "a")
+        await bench.initialise("a")
+        parameters = bench.engine.parameters
+        assert parameters is not None
+        size = 4 * LAYOUT.elements(0)
+
+        async def part(offset: int, version: int = 0, process: str = "a") -> bytes | None:
+            request = sync_pb2.DownloadRequest(
+                format=limits.FORMAT, job="walls", process=process, what=sync_pb2.DownloadRequest.FULL,
+                fragment=0, epoch=1, version=version, offset=offset, bytes=size // 4,
+            )  # fmt: skip
+            sent = [piece async for piece in bench.bulk.download(request.SerializeToString(), Context())]
+            found = sync_pb2.DownloadHeader.FromString(sent[0]).found
+            return b"".join(sent[1:]) if found else None
+
+        def overtake() -> None:
+            old = parameters.newest[0]
+            record = type(old)(
+                job="walls", epoch=1, fragment=0, version=old.version + 1, theta=old.theta + 1, outer={}
+            )
+            parameters.adopt(record, parameters.encode(record, None), asyncio.get_running_loop().time())
+
+        pieces = [await part(0)]
+        for offset in (1, 2, 3):
+            for _ in range(3):
+                overtake()
+            pieces.append(await part(offset * size // 4))
+        assert b"".join(piece or b"" for piece in pieces) == bytes(size)
+        # Through with it: the next merge lets it go. A version that nobody was reading is gone as well.
+        overtake()
+        assert await part(0) is None and await part(0, version=3) is None
+        # However many read, few old versions are kept.
+        for reader in range(20):
+            assert await part(0, version=parameters.versions[0], process=f"{reader}")
+            overtake()
+        assert 0 < len(parameters.overtaken[0]) <= 4
+        parameters.forget(asyncio.get_running_loop().time() + 60)
+        assert not parameters.overtaken[0] and not len(parameters.readers)
+
+
+async def test_a_wrong_checksum_is_told_from_other_faults_by_its_kind(tmp_path: Path) -> None:
+    async with Bench(tmp_path) as bench:
+        for error, word in (
+            (bulk.ChecksumError("altered"), "bad-checksum"),
+            (limits.WireError("a checksum"), "bad-transfer"),
+        ):
+
+            async def broken(*_: Any, raised: Exception = error) -> Any:
+                raise raised
+
+            bench.bulk._route = broken  # type: ignore[method-assign]
+            assert (await bench.upload("a", b"x")).reason == word

@@ -1,0 +1,550 @@
+"""The gate before a gRPC server: real certificates, real sockets, and everything that may knock."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import socket
+import ssl
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc import aio
+
+from diloco_operator.reconcile.job_secrets import RootKey, certificates
+from diloco_protocol.security.credentials import Credentials, CredentialsError
+from diloco_protocol.wire import channels, limits
+from diloco_protocol.wire.verify_server import VouchError, vouched
+from diloco_syncer.server.tls import connection_limits
+from diloco_syncer.server.tls import listener as gates
+from diloco_syncer.server.tls.listener import Gate
+from parties import DAY, Parties
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.asyncio(loop_scope="module")]
+
+
+async def until(condition: Callable[[], Any], what: str = "", seconds: float = 15) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"waited {seconds} s for {what or condition}"
+        await asyncio.sleep(0.01)
+
+
+class Place:
+    """A gate, and behind it a server that says who called, and echoes."""
+
+    def __init__(self, parties: Parties, credentials: Path, regions: dict[str, int] | None = None) -> None:
+        self.parties = parties
+        self.gate = Gate(Credentials.from_directory(credentials), parties.job, regions or {"local": 2})
+        self.server = aio.server(options=channels.server_options())
+        self.held = asyncio.Event()  # until it is set `Hold` does not read
+
+    async def start(self, port: int = 0) -> Place:
+        self.port = self.gate.bind(f"127.0.0.1:{port}")
+        self.server.add_insecure_port(self.gate.inside)
+
+        async def who(raw: bytes, context: Any) -> bytes:
+            peer = self.gate.peer(context.peer())
+            return str(peer).encode()
+
+        async def echo(stream: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+            async for chunk in stream:
+                yield chunk
+
+        async def hold(stream: AsyncIterator[bytes], context: Any) -> bytes:
+            await self.held.wait()
+            digest = hashlib.sha256()
+            async for chunk in stream:
+                digest.update(chunk)
+            return digest.digest()
+
+        methods = {
+            "Who": grpc.unary_unary_rpc_method_handler(who),
+            "Echo": grpc.stream_stream_rpc_method_handler(echo),
+            "Hold": grpc.stream_unary_rpc_method_handler(hold),
+        }
+        self.server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("T", methods)])
+        await self.server.start()
+        self.gate.start()
+        return self
+
+    async def stop(self) -> None:
+        await self.server.stop(0)
+        await asyncio.to_thread(self.gate.stop)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def refused(self) -> dict[str, int]:
+        return dict(self.gate.refusals.counts)
+
+    def tcp(self) -> socket.socket:
+        made = socket.create_connection(("127.0.0.1", self.port), timeout=10)
+        made.settimeout(10)
+        return made
+
+    async def call(self, credentials: Path | Credentials) -> str:
+        """What ``Who`` answers, through a plain channel: gRPC's own checks and nothing more."""
+        made = (
+            credentials if isinstance(credentials, Credentials) else Credentials.from_directory(credentials)
+        )
+        async with made.aio_channel(self.address, channels.channel_options()) as channel:
+            try:
+                return (await channel.unary_unary("/T/Who")(b"", timeout=5)).decode()
+            except aio.AioRpcError as error:
+                return error.code().name
+
+    async def vouch(self, credentials: Path) -> str:
+        """How a learner looks at it first: ``ok``, or what it says."""
+        made = Credentials.from_directory(credentials)
+        try:
+            await vouched(made, self.address, made.names())
+        except VouchError as error:
+            return str(error)
+        return "ok"
+
+    async def refuses(self, credentials: Path, reason: str) -> str:
+        """Assert that this certificate is refused for that reason, also over gRPC; what its holder hears."""
+        before = self.refused.get(reason, 0)
+        said = await self.vouch(credentials)
+        assert said != "ok"
+        assert await self.call(credentials) == "UNAVAILABLE"
+        await until(lambda: self.refused.get(reason, 0) >= before + 2, f"{reason}: {self.refused}")
+        assert self.gate.connections == 0
+        return said
+
+
+@pytest.fixture
+async def parties(tmp_path: Path) -> Parties:
+    return Parties(tmp_path / "pki", "tiny")
+
+
+@contextlib.asynccontextmanager
+async def place(parties: Parties, **more: Any) -> AsyncIterator[Place]:
+    made = await Place(parties, parties.syncer(), **more).start()
+    try:
+        yield made
+    finally:
+        await made.stop()
+
+
+async def test_who_calls_is_known(parties: Parties) -> None:
+    async with place(parties) as there:
+        learner = parties.learner()
+        assert await there.vouch(learner) == "ok"
+        said = await there.call(learner)
+        assert said.startswith("the learner of region local of job ns/tiny (") and "127.0.0.1:" in said
+        # cert-manager's: no usages but the URI.
+        made = parties.other("manager", ["diloco://job/ns/tiny/learner"])
+        assert (await there.call(made)).startswith("the learner of job ns/tiny (")
+        assert there.refused == {} and there.gate.peer("unix-abstract:diloco-guessed") is None
+        await until(lambda: there.gate.connections == 0, "closed connections to be forgotten")
+        assert not there.gate._links and not there.gate._by_certificate
+        folder = Path(there.gate.inside.removeprefix("unix:")).parent
+        assert folder.stat().st_mode & 0o077 == 0
+    assert not folder.exists()
+
+
+async def test_secrets_that_the_operator_makes_are_good_for_all_regions(
+    parties: Parties, tmp_path: Path
+) -> None:
+    root = RootKey(b"0123456789abcdef0123456789abcdef")
+    folders = {}
+    for role in ("syncer", "learner"):
+        folders[role] = tmp_path / role
+        folders[role].mkdir()
+        for file, content in certificates(root, "ns", "tiny", "0b0a7f3e", role).items():
+            (folders[role] / file).write_bytes(content)
+    there = await Place(parties, folders["syncer"]).start()
+    assert await there.vouch(folders["learner"]) == "ok"
+    assert (await there.call(folders["learner"])).startswith("the learner of job ns/tiny (")
+    await there.refuses(folders["syncer"], "wrong-role")
+    await there.stop()
+
+
+async def test_strangers_and_others_are_refused_with_the_reason(parties: Parties, tmp_path: Path) -> None:
+    foreign = Parties(tmp_path / "foreign", "tiny", title="theirs")
+    stranger = foreign.learner("stranger")
+    (stranger / "ca.crt").write_bytes(parties.authority.certificate)  # it trusts us; we do not trust it
+    server_only, client_only = ["1.3.6.1.5.5.7.3.1"], ["1.3.6.1.5.5.7.3.2"]
+    learner = ["diloco://job/ns/tiny/learner"]
+    async with place(parties) as there:
+        assert "unknown ca" in await there.refuses(stranger, "stranger")
+        expired = parties.learner("expired", since=-30 * DAY, days=10)
+        assert "refuses our certificate: certificate expired" in await there.refuses(expired, "expired")
+        early = parties.learner("early", since=30 * DAY)
+        await there.refuses(early, "not-yet-valid")
+        # What TLS lets in and its names do not.
+        for folder, reason in (
+            (parties.learner("other-job", job="other"), "wrong-job"),
+            (parties.learner("other-space", namespace="else"), "wrong-job"),
+            (parties.other("syncers", ["diloco://job/ns/tiny/syncer"]), "wrong-role"),
+            (parties.other("both", [*learner, "diloco://job/ns/tiny/syncer"]), "bad-certificate"),
+            (parties.other("odd", ["diloco://job/ns/tiny/king"]), "bad-certificate"),
+            (parties.other("nobody", [], ["learner"]), "unnamed"),
+            (parties.other("servers", learner, usages=server_only), "wrong-role"),
+            (parties.syncer("a-syncer"), "wrong-role"),
+        ):
+            before = there.refused.get(reason, 0)
+            assert await there.call(folder) == "UNAVAILABLE", folder
+            await until(lambda r=reason, b=before: there.refused.get(r, 0) > b, f"{folder}: {there.refused}")
+        assert (await there.call(parties.other("clients", learner, usages=client_only))).startswith(
+            "the learner"
+        )
+        # Without a certificate, and without TLS.
+        context = ssl.create_default_context(cadata=parties.authority.certificate.decode())
+        context.set_alpn_protocols(["h2"])
+        with (
+            there.tcp() as raw,
+            context.wrap_socket(raw, server_hostname="diloco-syncer") as tls,
+            pytest.raises(ssl.SSLError, match=r"(?i)certificate_required|certificate required"),
+        ):
+            tls.read(1)
+        await until(lambda: there.refused.get("no-certificate") == 1, "no-certificate")
+        assert await there.call(Credentials()) == "UNAVAILABLE"
+        await until(lambda: there.refused.get("not-tls", 0) >= 1, "not-tls")
+        # Old TLS, and TLS for something else than HTTP/2.
+        made = Credentials.from_directory(parties.learner())
+        for spoil in ("version", "protocol"):
+            context = ssl.create_default_context(cadata=parties.authority.certificate.decode())
+            context.load_cert_chain(parties.folder / "learner/tls.crt", parties.folder / "learner/tls.key")
+            if spoil == "version":
+                context.maximum_version = ssl.TLSVersion.TLSv1_2
+            before = there.refused.get("other-tls", 0)
+            with (
+                there.tcp() as raw,
+                contextlib.suppress(OSError),  # ssl.SSLError is one
+                context.wrap_socket(raw, server_hostname="diloco-syncer") as tls,
+            ):
+                assert tls.recv(1) == b""
+            await until(lambda b=before: there.refused.get("other-tls", 0) == b + 1, spoil)
+        assert (await there.call(made)).startswith("the learner")
+
+
+async def test_a_learner_is_no_server(parties: Parties) -> None:
+    """Whatever its certificate can do: the DNS name, an authority that set no usages."""
+    learner = parties.learner()
+    names = Credentials.from_directory(learner).names()
+    for who, uris, usages, said in (
+        ("with usages", ["diloco://job/ns/tiny/learner/local"], ["1.3.6.1.5.5.7.3.2"], "unsuitable"),
+        ("without", ["diloco://job/ns/tiny/learner/local"], [], "it is no syncer"),
+        ("unnamed", [], [], "names no job"),
+        ("another's", ["diloco://job/ns/other/syncer"], [], "not of job ns/"),
+    ):
+        posing = Credentials.from_directory(parties.other(who, uris, ["diloco-syncer"], usages))
+        server = aio.server()
+        port = posing.bind(server, "127.0.0.1:0")
+        await server.start()
+        try:
+            with pytest.raises(VouchError, match=said) as caught:
+                await vouched(Credentials.from_directory(learner), f"127.0.0.1:{port}", names)
+            assert caught.value.reason == "untrusted-syncer"
+        finally:
+            await server.stop(0)
+
+
+async def test_whom_a_learner_looked_at_nobody_else_can_be(parties: Parties) -> None:
+    """Another server, with a certificate as good, takes the address over: the channels do not believe it."""
+    made = Credentials.from_directory(parties.learner())
+    async with place(parties) as there:
+        pinned = await vouched(made, there.address, made.names())
+        assert (await there.call(pinned)).startswith("the learner")
+        another = await Place(parties, parties.syncer("another")).start()
+        assert (await another.call(made)).startswith("the learner")
+        assert await another.call(pinned) == "UNAVAILABLE"
+        await another.stop()
+
+
+async def test_certificates_are_replaced_while_it_serves(
+    parties: Parties, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(gates, "_LOOK_SECONDS", 0.0)
+    learner = parties.learner()
+    made = Credentials.from_directory(learner)
+    async with place(parties) as there:
+        first = await vouched(made, there.address, made.names())
+        async with first.aio_channel(there.address, channels.channel_options()) as channel:
+            call = channel.stream_stream("/T/Echo")()
+            await call.write(b"before")
+            assert await call.read() == b"before"
+            # Half of a change: the new key, the old certificate. And garbage. The old ones stay.
+            folder = parties.folder / "syncer"
+            kept = {each: (folder / each).read_bytes() for each in ("tls.crt", "tls.key", "ca.crt")}
+            fresh = parties.syncer("fresh")
+            for file, content in (
+                ("tls.key", (fresh / "tls.key").read_bytes()), ("tls.crt", b"garbage"), ("ca.crt", b"\xff"),
+            ):  # fmt: skip
+                (folder / file).write_bytes(content)
+                assert (await there.call(first)).startswith("the learner"), file
+                (folder / file).write_bytes(kept[file])
+            (folder / "ca.crt").unlink()
+            assert (await there.call(first)).startswith("the learner")
+            (folder / "ca.crt").write_bytes(kept["ca.crt"])
+            assert any("the old ones stay" in line for line in caplog.messages)
+            assert not any("PRIVATE" in line for line in caplog.messages)
+            # The whole of it.
+            parties.syncer()
+            await until(lambda: True)
+            second = await vouched(made, there.address, made.names())
+            assert second.authority != first.authority
+            assert await there.call(first) == "UNAVAILABLE"  # pinned to what is there no more
+            assert (await there.call(second)).startswith("the learner")
+            await call.write(b"after")  # who was in stays
+            assert await call.read() == b"after"
+            await call.done_writing()
+        # A learner's side: the folder is read anew at each try.
+        parties.learner(since=-30 * DAY, days=10)
+        assert "certificate expired" in await there.vouch(learner)
+        parties.learner()
+        assert await there.vouch(learner) == "ok"
+        # Another authority: strangers of yesterday are let in, and those of before no longer.
+        old, parties.authority = learner, Parties(parties.folder / "next", "tiny").authority
+        parties.syncer()
+        assert await there.call(parties.learner("newcomer")) != "UNAVAILABLE"
+        assert await there.call(old) == "UNAVAILABLE"
+
+
+async def test_a_gate_begins_again_on_the_same_port(parties: Parties) -> None:
+    """As a syncer does that begins again from its store; a learner's channel finds it by itself."""
+    learner = parties.learner()
+    first = await Place(parties, parties.syncer()).start()
+    made = Credentials.from_directory(learner)
+    async with made.aio_channel(first.address, channels.channel_options()) as channel:
+        assert (await channel.unary_unary("/T/Who")(b"", timeout=5)).startswith(b"the learner")
+        idle = first.tcp()
+        with pytest.raises(CredentialsError, match="Address already in use"):
+            Gate(Credentials.from_directory(parties.syncer()), "tiny", {}).bind(first.address)
+        await first.stop()
+        assert idle.recv(1) == b""
+        second = await Place(parties, parties.folder / "syncer").start(first.port)
+        call = channel.unary_unary("/T/Who")(b"", timeout=10, wait_for_ready=True)
+        assert (await call).startswith(b"the learner")
+        await second.stop()
+
+
+async def test_a_join_token_is_replaced_with_time_to_follow(
+    parties: Parties, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gates, "_LOOK_SECONDS", 0.0)
+    keeper = gates.Keeper(Credentials.from_directory(parties.syncer()), "tiny")
+
+    def admits(token: str) -> bool:
+        return keeper.admits([("diloco-join-token", token)])
+
+    old = "5e" * 32
+    assert admits(old) and not admits("new") and not keeper.admits(None)
+    (parties.folder / "syncer" / "join-token").write_text("new")
+    keeper.look(time.monotonic())
+    assert admits("new") and admits(old) and not admits("older")
+    monkeypatch.setattr(gates, "TOKEN_SECONDS", 0.0)
+    (parties.folder / "syncer" / "join-token").write_text("newest")
+    keeper.look(time.monotonic())
+    assert admits("newest") and not admits("new") and not admits(old)
+
+
+async def test_a_syncers_own_certificate_must_be_its_jobs(parties: Parties, tmp_path: Path) -> None:
+    for folder in (parties.learner(), parties.other("x", ["diloco://job/ns/other/syncer"])):
+        with pytest.raises(CredentialsError, match="the certificate is for"):
+            Gate(Credentials.from_directory(folder), "tiny", {})
+    spoilt = parties.syncer("spoilt")
+    (spoilt / "tls.key").write_bytes((parties.syncer("whole") / "tls.key").read_bytes())
+    with pytest.raises(CredentialsError, match="are not a certificate and its key"):
+        Gate(Credentials.from_directory(spoilt), "tiny", {})
+
+
+async def test_bytes_come_through_whole_and_a_slow_reader_holds_little(parties: Parties) -> None:
+    async with place(parties) as there:
+        made = Credentials.from_directory(parties.learner())
+        async with made.aio_channel(there.address, channels.channel_options(bulk=True)) as channel:
+            call = channel.stream_stream("/T/Echo")()
+            sent, heard = hashlib.sha256(), hashlib.sha256()
+            chunks = [
+                os.urandom(size) for size in (1, 16383, 16385, limits.CHUNK_BYTES, 3, 262144, 262145)
+            ] * 3
+
+            async def speak() -> None:
+                for chunk in chunks:
+                    sent.update(chunk)
+                    await call.write(chunk)
+                await call.done_writing()
+
+            speaking = asyncio.create_task(speak())
+            count = 0
+            while (chunk := await call.read()) is not aio.EOF:
+                heard.update(chunk)
+                count += 1
+            await speaking
+            assert count == len(chunks) and sent.digest() == heard.digest()
+            # A server that does not read: what is under way is bounded, and comes whole afterwards.
+            blob = os.urandom(limits.CHUNK_BYTES)
+            written = 0
+
+            async def flood() -> AsyncIterator[bytes]:
+                nonlocal written
+                for _ in range(24):
+                    yield blob
+                    written += 1
+
+            call = channel.stream_unary("/T/Hold")(flood())
+            await until(lambda: written > 0)
+            before = -1
+            while written != before:
+                before = written
+                await asyncio.sleep(0.2)
+            assert written < 12, "24 chunks of 2 MiB were taken though nobody reads"
+            held = max(len(link._up) + len(link._down) for link in there.gate._open)
+            assert held <= 2 * (256 << 10)
+            there.held.set()
+            assert await call == hashlib.sha256(blob * 24).digest()
+
+
+async def test_a_peer_that_does_not_read_holds_little_and_gets_all_of_it(parties: Parties) -> None:
+    """Below HTTP/2, which has windows of its own: a server inside that pours, and a client that waits."""
+    folder, blob = parties.learner(), os.urandom(32 << 20)
+    gate = Gate(Credentials.from_directory(parties.syncer()), "tiny", {"local": 2})
+    poured = 0
+
+    def pour() -> None:
+        nonlocal poured
+        with socket.socket(socket.AF_UNIX) as inside:
+            inside.bind(gate.inside.removeprefix("unix:"))
+            inside.listen()
+            gate.start()
+            with inside.accept()[0] as one:
+                while poured < len(blob):
+                    poured += one.send(blob[poured : poured + (1 << 18)])
+
+    port = gate.bind("127.0.0.1:0")
+    pouring = threading.Thread(target=pour, daemon=True)
+    pouring.start()
+    context = ssl.create_default_context(cadata=parties.authority.certificate.decode())
+    context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
+    context.set_alpn_protocols(["h2"])
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=10) as raw,
+        context.wrap_socket(raw, server_hostname="diloco-syncer") as tls,
+    ):
+        before = -1
+        while poured != before:
+            before = poured
+            await asyncio.sleep(0.3)
+        assert 0 < poured < len(blob)
+        (link,) = gate._open
+        assert 0 < len(link._down) <= 2 * (256 << 10)
+        read = bytearray()
+        while chunk := tls.recv(1 << 18):
+            read += chunk
+    assert read == blob
+    pouring.join(10)
+    await until(lambda: gate.connections == 0)
+    await asyncio.to_thread(gate.stop)
+
+
+async def test_a_flood_of_silent_connections_keeps_nobody_out(
+    parties: Parties, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than the bound, all from one address: the oldest go, and an honest learner comes in."""
+    monkeypatch.setattr(gates, "MAX_HANDSHAKES", 20)
+    learner = parties.learner()
+    async with place(parties) as there:
+        silent = [there.tcp() for _ in range(50)]
+        # Both: the oldest is refused just before the newest is counted.
+        await until(
+            lambda: there.refused.get("handshake-flood") == 30 and there.gate.handshakes == 20,
+            "the oldest 30 to go",
+        )
+        assert (await there.call(learner)).startswith("the learner")
+        assert there.refused["handshake-flood"] == 31
+        gone = sum(each.recv(1) == b"" for each in silent[:30])
+        assert gone == 30
+        for each in silent:
+            each.close()
+        await until(lambda: there.gate.handshakes == 0, "those who left to be forgotten")
+
+
+async def test_slow_loris_garbage_and_probes(parties: Parties, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gates, "HANDSHAKE_SECONDS", 1.0)
+    learner = parties.learner()
+    hello = ssl.MemoryBIO()
+    client = ssl.create_default_context(cadata=parties.authority.certificate.decode())
+    half = client.wrap_bio(ssl.MemoryBIO(), hello, server_hostname="diloco-syncer")
+    with contextlib.suppress(ssl.SSLWantReadError):
+        half.do_handshake()
+    first = hello.read()
+    async with place(parties) as there:
+        # A byte now and then: the time is for the whole handshake, not for each byte.
+        slow = there.tcp()
+        began = time.monotonic()
+        with contextlib.suppress(OSError):
+            for byte in first:
+                slow.send(bytes([byte]))
+                await asyncio.sleep(0.05)
+                if time.monotonic() - began > 5:
+                    break
+        assert time.monotonic() - began < 4
+        assert there.refused == {"handshake-timeout": 1}
+        # Garbage: at once, and with no time of anybody's.
+        for garbage in (
+            b"GET / HTTP/1.1\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", os.urandom(5000), b"\x00",
+            b"\x16\x03\x01\xff\xff" + os.urandom(20000), b"\x16" + bytes(600), first[:50] + os.urandom(2000),
+        ):  # fmt: skip
+            with there.tcp() as raw, contextlib.suppress(OSError):
+                raw.sendall(garbage)
+                while raw.recv(1000):
+                    pass
+        refused = there.refused
+        assert refused["not-tls"] >= 5 and sum(refused.values()) == 8, refused
+        # A kubelet's probe: connects and leaves. No refusal, no line in the log.
+        for _ in range(10):
+            there.tcp().close()
+        await until(lambda: there.gate.handshakes == 0)
+        assert there.refused == refused
+        # In the middle of a handshake somebody leaves.
+        with there.tcp() as raw:
+            raw.sendall(first)
+            raw.recv(10)
+        await until(lambda: there.refused.get("broken-off") == 1, "broken-off")
+        assert (await there.call(learner)).startswith("the learner")
+
+
+async def test_one_certificate_has_its_share_of_connections(
+    parties: Parties, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_limits, "SPARE_CONNECTIONS", -20)
+    async with place(parties, regions={"eu-1": 1, "us-2": 3}) as there:
+        europe, america = parties.learner("eu", "eu-1"), parties.learner("us", "us-2")
+        most = connection_limits.limits(
+            {"eu-1": 1, "us-2": 3}, Credentials.from_directory(europe).names()
+        ).connections
+        assert most == 0
+        assert await there.call(europe) == "UNAVAILABLE" and there.refused["too-many-connections"] >= 1
+        assert (await there.call(america)).startswith("the learner of region us-2")
+
+
+async def test_after_tls_a_silent_peer_is_left_too(parties: Parties, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A certificate and then nothing: gRPC wants HTTP/2 to begin in time."""
+    monkeypatch.setattr(limits, "JOIN_SECONDS", 1.0)
+    folder = parties.learner()
+    async with place(parties) as there:
+        context = ssl.create_default_context(cadata=parties.authority.certificate.decode())
+        context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
+        context.set_alpn_protocols(["h2"])
+        with there.tcp() as raw, context.wrap_socket(raw, server_hostname="diloco-syncer") as tls:
+
+            def hung_up() -> bool:
+                while tls.recv(1000):
+                    pass
+                return True
+
+            async with asyncio.timeout(8):
+                assert await asyncio.to_thread(hung_up)
+        await until(lambda: there.gate.connections == 0)

@@ -1,0 +1,424 @@
+"""Records, documents, checkpoints: what is written is read, damage is found, restarts lose nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco.export.export import read_model
+from diloco_protocol.arrays.layout import Layout, Tensor
+from diloco_syncer.core.events import FragmentCounts, PushHeader, ReportCounts
+from diloco_syncer.core.recovery.receipts import SlotRow
+from diloco_syncer.store import records
+from diloco_syncer.store.base import DirectoryStore, Epoch, HigherEpoch, Store, open_store
+from diloco_syncer.store.checkpoint import Checkpoints, SpooledOffer, StoreUnusable, TakeOver
+from diloco_syncer.store.documents import pack_document, unpack_document
+from diloco_syncer.store.records import Damaged, FormatRefused, Merged, MergeRecord, Recovered, record_name
+from diloco_syncer.store.restore import Reader
+
+LAYOUT = Layout.build([Tensor("w", (100,), "float32", False)], 2)
+FROZEN = safetensors.numpy.save({"embed": np.ones(3, np.float32)})
+
+
+def header(fragment: int = 0, sequence: int = 1) -> PushHeader:
+    counts = tuple(FragmentCounts(1, 0, 2, 200, 0, 0, 0, 0) for _ in range(2))
+    report = ReportCounts(2, 2, 200, counts, 0.5, 0.1, 2.5, 0.2, ((1, 7),))
+    return PushHeader(0, 3, fragment, sequence, 4, 1, 0, 0, 1, 2, 2, 200, 0.5, "int4", "f" * 64, report)
+
+
+def record(fragment: int, version: int, epoch: int = 1, number: int = 0) -> MergeRecord:
+    rng = np.random.default_rng(100 * fragment + version)
+    n = LAYOUT.elements(fragment)
+    theta = rng.standard_normal(n).astype(np.float32)
+    return MergeRecord(
+        job="j",
+        epoch=epoch,
+        fragment=fragment,
+        version=version,
+        theta=theta,
+        digest=records.theta_digest(theta),
+        outer={
+            "momentum": rng.standard_normal(n).astype(np.float32),
+            "merges": np.array([version], np.int64),
+        },
+        feedback=rng.standard_normal(n).astype(np.float32),
+        responders=(Merged(header(fragment, version), 1.0, 2, 0.25),),
+        number=number or 2 * version - 1 + fragment,
+        round=4,
+        time=1.5e9,
+        quorum_seconds=0.1,
+        waited_seconds=0.2,
+        merge_seconds=0.3,
+        job_tokens=200,
+    )
+
+
+def data_of(made: MergeRecord) -> bytes:
+    return b"".join(made.pack())
+
+
+def same(one: MergeRecord, other: MergeRecord) -> bool:
+    return (
+        one.body() == other.body()
+        and np.array_equal(one.theta, other.theta)
+        and one.outer.keys() == other.outer.keys()
+        and all(np.array_equal(one.outer[k], other.outer[k]) for k in one.outer)
+        and (one.feedback is None) == (other.feedback is None)
+    )
+
+
+def test_a_record_is_read_as_it_was_written() -> None:
+    made = record(1, 3)
+    read = MergeRecord.unpack(data_of(made), "x")
+    assert same(made, read)
+    # The loss is not durable; everything else of a responder is.
+    assert dataclasses.replace(read.responders[0].header.report, loss=2.5) == header().report
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_changed_byte_is_found(data: st.DataObject) -> None:
+    raw = bytearray(data_of(record(0, 1)))
+    at = data.draw(st.integers(0, len(raw) - 1))
+    raw[at] ^= data.draw(st.integers(1, 255))
+    try:
+        read = MergeRecord.unpack(bytes(raw), "x")
+    except (Damaged, FormatRefused):
+        return
+    assert same(read, record(0, 1))  # it was one of the zeros between the arrays
+
+
+@given(st.integers(0, 4000))
+@settings(max_examples=60, deadline=None)
+def test_a_cut_off_record_is_found(length: int) -> None:
+    raw = data_of(record(0, 1))
+    # Behind the last array there are up to 63 zeros, which nothing needs.
+    if length < len(raw) - 64:
+        with pytest.raises(Damaged):
+            MergeRecord.unpack(raw[:length], "x")
+
+
+def with_header(raw: bytes, **changes: Any) -> bytes:
+    length = records._PREFIX.unpack_from(raw)[1]
+    start = records._PREFIX.size
+    made = {**json.loads(raw[start : start + length]), **changes}
+    text = json.dumps(made).encode()
+    head = records._PREFIX.pack(records.MAGIC, len(text), records.checksum(text)) + text
+    return head + bytes(-len(head) % 64) + raw[start + length + -(start + length) % 64 :]
+
+
+@pytest.mark.parametrize("number", [0, 2, 99, "1", None])
+def test_another_format_number_is_refused_by_name(number: Any) -> None:
+    with pytest.raises(FormatRefused, match=r"here has format .*; this release reads 1"):
+        MergeRecord.unpack(with_header(data_of(record(0, 1)), format=number), "here")
+    body = b"".join(pack_document({"a": 1})).replace(
+        b'"format":1', b'"format":' + json.dumps(number).encode()
+    )
+    with pytest.raises(FormatRefused, match="here has format"):
+        unpack_document(body, "here")
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [[["theta", "float32", 10**9, 0, 0]], [["theta", "object", 1, 0, 0]], [["theta", "float32", -1, 0, 0]]],
+)
+def test_a_header_that_lies_about_its_arrays_is_damage(arrays: Any) -> None:
+    with pytest.raises(Damaged):
+        MergeRecord.unpack(with_header(data_of(record(0, 1)), arrays=arrays), "x")
+
+
+def test_documents() -> None:
+    body = {"a": [1, None, "ü"], "b": {"c": 1.5}}
+    raw = b"".join(pack_document(body))
+    assert unpack_document(raw, "x") == body
+    for wrong in (raw[:-2], raw.replace(b"1.5", b"1.6"), b"", b"{}\n", b"\xff\n"):
+        with pytest.raises(Damaged):
+            unpack_document(wrong, "x")
+
+
+def test_names_of_records() -> None:
+    for fragment, version in ((0, 1), (511, 10**11)):
+        assert records.parse_record_name(record_name(fragment, version)) == (fragment, version)
+    for other in (
+        "records/x",
+        "records/f1-v2.rec",
+        "state/f00001-v000000000002.rec",
+        "records/f00001-vx.rec",
+    ):
+        assert records.parse_record_name(other) is None
+
+
+# ------------------------------------------------------------------ checkpoints
+
+
+@pytest.fixture(params=["directory", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    return open_store(
+        str(tmp_path / "store") if request.param == "directory" else f"memory://{uuid.uuid4().hex}/s"
+    )
+
+
+def opened(store: Store, keep: int = 2) -> Checkpoints:
+    made = Checkpoints(store, Epoch.claim(store), "j", keep)
+    made.identify({"seed": "a"})
+    return made
+
+
+def begun(store: Store) -> Checkpoints:
+    """A store with version 0 in force and a first state."""
+    made = opened(store)
+    made.load()
+    layout = made.stage(
+        1, "layout.rec", *records.pack("blob", {}, {"blob": array(LAYOUT.to_json().encode())})
+    )
+    names = [made.stage(1, f"f{p:05d}.rec", *record(p, 0, made.epoch.number).pack()) for p in range(2)]
+    frozen = made.stage(1, "frozen.rec", *records.pack("blob", {}, {"blob": array(FROZEN)}))
+    made.commit_initial(layout, names, frozen)
+    made.write_state({"n": 0}, [0, 0])
+    return made
+
+
+def array(data: bytes) -> Any:
+    return np.frombuffer(data, np.uint8)
+
+
+def merge(made: Checkpoints, versions: list[int], upto: int) -> None:
+    """Write records of both fragments until both are at ``upto``."""
+    for version in range(min(versions) + 1, upto + 1):
+        for fragment in range(2):
+            made.write_record(record(fragment, version, made.epoch.number))
+            versions[fragment] = version
+
+
+def test_an_empty_store_restores_nothing(store: Store) -> None:
+    restored = opened(store).load()
+    assert restored.core is None and restored.layout is None and restored.newest == []
+
+
+def test_another_job_or_a_changed_field_is_refused(store: Store) -> None:
+    opened(store)
+    other = Checkpoints(store, Epoch.claim(store), "other", 1)
+    with pytest.raises(StoreUnusable, match="holds the job 'j', not 'other'"):
+        other.identify({})
+    with pytest.raises(StoreUnusable, match="seed may not change"):
+        Checkpoints(store, Epoch.claim(store), "j", 1).identify({"seed": "b"})
+
+
+def test_version_0_is_in_force_only_when_it_was_committed(store: Store) -> None:
+    made = opened(store)
+    made.stage(1, "layout.rec", *records.pack("blob", {}, {"blob": array(LAYOUT.to_json().encode())}))
+    assert opened(store).load().layout is None
+    begun(store)
+    restored = opened(store).load()
+    assert restored.layout == LAYOUT and restored.frozen
+    assert opened(store).read_blob(restored.frozen).tobytes() == FROZEN
+    assert [r.version for r in restored.newest] == [0, 0]
+    assert same(restored.newest[1], record(1, 0, restored.newest[1].epoch))
+
+
+def test_records_newer_than_the_state_are_found_in_order(store: Store) -> None:
+    made, versions = begun(store), [0, 0]
+    merge(made, versions, 3)
+    made.write_state({"n": 1}, [1, 2])
+    restored = opened(store).load()
+    assert restored.core == {"n": 1} and not restored.problems
+    assert [(r.fragment, r.version) for r in restored.newer] == [(0, 2), (0, 3), (1, 3)]
+    assert restored.newer[0].responders[0].header.sequence == 2
+    assert [same(r, record(p, 3, made.epoch.number)) for p, r in enumerate(restored.newest)] == [True, True]
+
+
+def damage(store: Store, name: str) -> None:
+    raw = bytearray(store.read(name, 1 << 20))
+    raw[-700 if name.endswith(".rec") else -3] ^= 1
+    store.replace(name, bytes(raw))
+
+
+def test_a_damaged_newest_state_falls_back_to_the_one_before_and_loses_nothing(store: Store) -> None:
+    made, versions = begun(store), [0, 0]
+    merge(made, versions, 2)
+    made.write_manifest({"n": 1}, versions, "")
+    merge(made, versions, 4)
+    made.write_manifest({"n": 2}, versions, "")
+    made.collect("")
+    damage(store, store.names("state")[-1])
+    restored = opened(store).load()
+    assert restored.core == {"n": 1} and "SHA-256" in restored.problems[0]
+    assert [r.version for r in restored.newest] == [4, 4]
+    assert [(r.fragment, r.version) for r in restored.newer] == [(0, 3), (1, 3), (0, 4), (1, 4)]
+
+
+def test_a_damaged_newest_record_goes_back_one_version_loudly(store: Store) -> None:
+    made, versions = begun(store), [0, 0]
+    merge(made, versions, 3)
+    damage(store, record_name(1, 3))
+    restored = opened(store).load()
+    assert [r.version for r in restored.newest] == [3, 2]
+    assert [(r.fragment, r.version) for r in restored.newer] == [(0, 1), (1, 1), (0, 2), (1, 2), (0, 3)]
+    assert "fragment 1 goes on from version 2" in restored.problems[0]
+    assert restored.discarded[0][:2] == (1, 2)
+    assert len(store.names("discarded")) == 1
+    # The version can be made again.
+    made = opened(store)
+    made.load()
+    made.write_record(record(1, 3, made.epoch.number))
+    assert [r.version for r in opened(store).load().newest] == [3, 3]
+
+
+@pytest.mark.parametrize("harm", ["nothing", "newest record", "newest state", "a gap"])
+def test_an_export_is_what_a_restart_goes_on_from_and_changes_nothing(store: Store, harm: str) -> None:
+    made, versions = begun(store), [0, 0]
+    merge(made, versions, 2)
+    made.write_state({"n": 2}, versions)
+    merge(made, versions, 4)
+    if harm == "newest record":
+        damage(store, record_name(1, 4))
+    elif harm == "newest state":
+        damage(store, store.names("state")[-1])
+    elif harm == "a gap":
+        store.delete(record_name(0, 4))
+    folders = ("records", "state", "discarded", "initial")
+    before = {name: store.read(name, 1 << 20) for folder in folders for name in store.names(folder)}
+    exported = Reader(store, "j").newest(LAYOUT)
+    assert before == {name: store.read(name, 1 << 20) for folder in folders for name in store.names(folder)}
+    tensors, found = read_model(store, "j")
+    restored = opened(store).load()
+    assert found == [r.version for r in restored.newest] == [c.newest.version for c in exported.chains]
+    for fragment, pieces in enumerate(LAYOUT.fragments):
+        for piece in pieces:
+            values = tensors["w"][piece.start : piece.stop]
+            assert np.array_equal(values, restored.newest[fragment].theta[piece.offset :][: values.size])
+
+
+def test_a_gap_is_never_jumped(store: Store) -> None:
+    made, versions = begun(store), [0, 0]
+    merge(made, versions, 4)
+    store.delete(record_name(0, 2))
+    restored = opened(store).load()
+    assert [r.version for r in restored.newest] == [1, 4]
+    assert "versions 3 to 4 cannot be used" in restored.problems[0]
+
+
+def taken(version: int, follows: int, epoch: int) -> MergeRecord:
+    """Fragment 0's version as a learner had it in epoch 1."""
+    rows = (SlotRow(0, (1 << 64) - 1, 100, 50, 3, version, 10, 1.5),)
+    recovered = Recovered(follows, 1, rows)
+    return dataclasses.replace(record(0, version, epoch), responders=(), recovered=recovered)
+
+
+def test_a_version_from_a_learner_bridges_the_gap_before_it(store: Store) -> None:
+    made, versions = begun(store), [0, 0]
+    merge(made, versions, 4)
+    for version in (2, 3, 4):
+        store.delete(record_name(0, version))
+    again = opened(store)
+    assert [r.version for r in again.load().newest] == [1, 4]
+    written = taken(7, 1, again.epoch.number)
+    again.write_record(written)
+    last = opened(store)
+    restored = last.load()
+    assert not restored.problems
+    assert [r.version for r in restored.newest] == [7, 4]
+    assert [(r.version, r.follows) for r in restored.newer if r.fragment == 0] == [(1, 0), (7, 1)]
+    assert restored.newest[0].recovered == written.recovered and restored.newest[0].made_in == 1
+    last.write_record(record(0, 8, last.epoch.number))
+    last.write_record(taken(20, 8, last.epoch.number))
+    restored = opened(store).load()
+    assert [(r.version, r.follows) for r in restored.newer if r.fragment == 0] == [
+        (1, 0), (7, 1), (8, 7), (20, 8)
+    ]  # fmt: skip
+    # A damaged one takes its fragment back to what it follows.
+    damage(store, record_name(0, 20))
+    restored = opened(store).load()
+    assert [r.version for r in restored.newest] == [8, 4]
+    assert "versions 20 to 20 cannot be used" in restored.problems[0]
+
+
+def test_a_store_in_which_nothing_fits_is_refused(store: Store) -> None:
+    made, versions = begun(store), [0, 0]
+    merge(made, versions, 1)
+    for name in store.names("state"):
+        damage(store, name)
+    with pytest.raises(StoreUnusable, match="no state in the store can be used"):
+        opened(store).load()
+
+
+def test_garbage_goes_and_nothing_that_is_needed(store: Store) -> None:
+    made, versions = begun(store), [0, 0]
+    for upto in (5, 9, 14, 20):
+        merge(made, versions, upto)
+        made.write_manifest({"n": upto}, versions, "")
+        made.collect("")
+    left = {records.parse_record_name(name) for name in store.names("records")}
+    # Two manifests are kept (versions 14 and 20), and everything from the older newest state on.
+    assert left == {(f, v) for f in range(2) for v in range(14, 21)}
+    assert len(store.names("state")) == 2 and len(store.names("manifests")) == 2
+    assert len(store.names("initial")) == 2  # layout and frozen parameters
+    # A restart from the older one of both still works.
+    damage(store, store.names("state")[-1])
+    assert [r.version for r in opened(store).load().newest] == [20, 20]
+
+
+def test_the_record_of_a_predecessor_is_taken_over_and_of_a_successor_obeyed(store: Store) -> None:
+    old = begun(store)
+    new = opened(store)
+    new.load()
+    name = record_name(0, 1)
+    store.create(name, data_of(record(0, 1, old.epoch.number)))  # the old one's, at the last moment
+    with pytest.raises(TakeOver, match=f"{name} was made in epoch {old.epoch.number} meanwhile"):
+        new.write_record(record(0, 1, new.epoch.number))
+    with pytest.raises(HigherEpoch, match="claimed epoch 2"):
+        old.write_record(record(1, 1, old.epoch.number))
+    assert not store.exists(record_name(1, 1))
+    again = opened(store)
+    assert [r.version for r in again.load().newest] == [1, 0]
+
+
+def test_a_put_whose_answer_was_lost_may_be_repeated(store: Store) -> None:
+    made = begun(store)
+    made.write_record(record(0, 1))
+    made.write_record(record(0, 1))
+    different = dataclasses.replace(record(0, 1), theta=record(0, 2).theta, digest=record(0, 2).digest)
+    with pytest.raises(StoreUnusable, match="made twice in epoch 1, differently"):
+        made.write_record(different)
+
+
+def test_a_torn_record_in_the_way_is_set_aside(store: Store) -> None:
+    made = begun(store)
+    store.create(record_name(0, 1), data_of(record(0, 1))[:300])
+    made.write_record(record(0, 1))
+    assert same(made.load().newest[0], record(0, 1)) and len(store.names("discarded")) == 1
+
+
+def test_offers_and_optimizer_state(store: Store) -> None:
+    made = begun(store)
+    offer = SpooledOffer(header(1, 5), np.arange(50, dtype=np.uint8), 0.75)
+    made.spool_offer(offer)
+    made.spool_offer(SpooledOffer(header(0, 6), np.arange(3, dtype=np.uint8), 0.5))
+    damage_name = store.names("offers")[0]
+    raw = bytearray(store.read(damage_name, 1 << 20))
+    raw[-64] ^= 1
+    store.replace(damage_name, bytes(raw))
+    name = made.write_blob("optimizer", np.arange(100, dtype=np.uint8))
+    restored = opened(store).load()
+    assert restored.optimizer == name
+    assert made.read_blob(name).tobytes() == bytes(range(100))
+    assert [o.header.id for o in restored.offers] == [header(1, 5).id]
+    assert restored.offers[0].norm == 0.75 and restored.offers[0].encoded.tobytes() == bytes(range(50))
+    assert "the offer is lost" in restored.problems[0]
+
+
+def test_a_directory_keeps_nothing_half(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path / "s")
+    made = begun(store)
+    merge(made, [0, 0], 2)
+    names = [path.name for path in (tmp_path / "s").rglob("*")]
+    assert not [name for name in names if name.endswith(".tmp")]

@@ -1,0 +1,227 @@
+"""All stores against the same rules; epochs; a disk that is full."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from diloco_protocol.common import files
+from diloco_syncer.store.base import (
+    AlreadyThere,
+    DirectoryStore,
+    Epoch,
+    HigherEpoch,
+    NotThere,
+    ObjectStore,
+    Store,
+    open_store,
+    successor,
+)
+from s3_service import S3Service, environment, given
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Service]:
+    service = S3Service(tmp_path_factory.mktemp("s3"))
+    try:
+        service.make_bucket("bucket")
+        with given(environment(service.url)):
+            yield service
+    finally:
+        service.stop()
+
+
+@pytest.fixture(params=["directory", "memory", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    if request.param == "directory":
+        return open_store(str(tmp_path / "store"))
+    if request.param == "s3":
+        request.getfixturevalue("s3")
+        return open_store(f"s3://bucket/{uuid.uuid4().hex}/store")
+    return open_store(f"memory://{uuid.uuid4().hex}/store")
+
+
+def test_objects(store: Store) -> None:
+    assert store.names("records") == []
+    assert not store.exists("records/a")
+    with pytest.raises(NotThere):
+        store.read("records/a", 10)
+    with pytest.raises(NotThere):
+        store.read_start("records/a", 10)
+    store.create("records/a", b"ab", memoryview(b"cd"), b"")
+    with pytest.raises(AlreadyThere):
+        store.create("records/a", b"other")
+    assert store.read("records/a", 4) == b"abcd"
+    assert store.read_start("records/a", 2) == b"ab"
+    assert store.read_start("records/a", 99) == b"abcd"
+    with pytest.raises(files.TooLarge, match="4 bytes; at most 3"):
+        store.read("records/a", 3)
+    store.replace("records/a", b"new")
+    store.replace("records/b", b"")
+    assert store.read("records/a", 10) == b"new"
+    assert store.names("records") == ["records/a", "records/b"]
+    store.delete("records/a")
+    store.delete("records/a")
+    assert store.names("records") == ["records/b"]
+
+
+@pytest.mark.parametrize("name", ["", "/etc/passwd", "a/../b", "..", "A", "a//b", "a/", ".hidden", "a b"])
+def test_names_stay_inside(store: Store, name: str) -> None:
+    with pytest.raises(ValueError, match="not a name"):
+        store.create(name, b"x")
+
+
+def test_of_many_that_create_exactly_one_succeeds(store: Store) -> None:
+    won: list[int] = []
+    start = threading.Barrier(8)
+
+    def work(number: int) -> None:
+        start.wait(5)
+        try:
+            store.create("records/x", bytes([number]) * 1000)
+            won.append(number)
+        except AlreadyThere:
+            pass
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(won) == 1
+    assert store.read("records/x", 1000) == bytes(won) * 1000
+
+
+def test_epochs_rise_and_the_older_notices(store: Store) -> None:
+    first = Epoch.claim(store, b"me")
+    first.check()
+    second = Epoch.claim(store)
+    assert (first.number, second.number) == (1, 2)
+    second.check()
+    with pytest.raises(HigherEpoch, match="claimed epoch 2"):
+        first.check()
+
+
+def test_a_pod_leaves_the_store_to_one_that_came_after_it(store: Store) -> None:
+    def claim(pod: str | None, at: float) -> int:
+        named = {} if pod is None else {"pod": pod}
+        return Epoch.claim(store, json.dumps({"pid": 1, "time": at, **named}).encode()).number
+
+    claim(None, 0.0)  # of a process in no pod, and of one that wrote something else
+    Epoch.claim(store, b"me")
+    assert successor(store, "a", 5.0) == ""
+    claim("a", 10.0)
+    assert successor(store, "a", 11.0) == "" and successor(store, "b", 11.0) == "", (
+        "one that is new may claim"
+    )
+    claim("b", 20.0)
+    assert "pod b" in successor(store, "a", 21.0) and "epoch 4" in successor(store, "a", 21.0)
+    assert successor(store, "b", 21.0) == "" and successor(store, "", 21.0) == ""
+    # It had begun to claim before it could know: its successor is none of its successors.
+    claim("a", 22.0)
+    assert successor(store, "b", 23.0) == "" and successor(store, "a", 23.0)
+    claim("b", 400.0)
+    assert "epoch 6" in successor(store, "a", 900.0)
+    # Not for ever: the one that came later may be the one that is gone.
+    assert successor(store, "a", 1001.0) == ""
+    claim(None, 1002.0)
+    assert successor(store, "b", 1003.0) == "" and successor(store, "a", 1003.0) == ""
+
+
+def test_an_epoch_above_those_that_others_have_heard_of_leaves_no_gap(store: Store) -> None:
+    first = Epoch.claim(store, b"me")
+    assert Epoch.claim(store, b"me", above=5).number == 6
+    with pytest.raises(HigherEpoch):
+        first.check()
+    assert Epoch.claim(store, above=3).number == 7
+
+
+def test_a_killed_writer_leaves_a_temporary_file_that_is_no_object(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path / "s")
+    store.create("records/a", b"x")
+    leftover = tmp_path / "s" / "records" / ".b.0123456789ab.tmp"
+    leftover.write_bytes(b"half")
+    assert store.names("records") == ["records/a"]
+    assert store.remove_leftovers() == 1 and not leftover.exists()
+
+
+def test_a_store_that_cannot_be_had_says_why(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(files.NotWritable, match="not a directory"):
+        DirectoryStore(tmp_path / "file")
+    with pytest.raises(OSError, match="store nosuch://x"):
+        open_store("nosuch://x")
+
+
+class NoCondition:
+    """A file system as some are: it ignores what it does not know."""
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite") -> None:
+        pass
+
+    def exists(self, path: str) -> bool:
+        return False
+
+
+def test_an_object_store_without_conditional_put_is_refused() -> None:
+    with pytest.raises(files.NotWritable, match="does not refuse to overwrite"):
+        ObjectStore(NoCondition(), "bucket")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    mount = tmp_path / "small"
+    mount.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", mount], capture_output=True, timeout=10
+    )
+    if made.returncode:
+        pytest.skip("mounting a tmpfs is not permitted here")
+    try:
+        yield mount
+    finally:
+        subprocess.run(["umount", mount], check=True, timeout=10)
+
+
+def test_a_full_disk_leaves_what_was_there_and_no_halves(small_disk: Path) -> None:
+    store = DirectoryStore(small_disk / "s")
+    store.create("records/a", b"old")
+    for write in (store.replace, store.create):
+        name = "records/a" if write == store.replace else "records/b"
+        with pytest.raises(files.DiskFull, match=r"disk full: 1000000 bytes are needed .* bytes are free"):
+            write(name, bytes(1_000_000))
+    assert store.read("records/a", 10) == b"old"
+    assert os.listdir(small_disk / "s" / "records") == ["a"]
+    store.replace("records/a", b"new")
+    assert store.read("records/a", 10) == b"new"
+
+
+def test_a_syncer_in_a_pod_that_was_succeeded_ends_and_claims_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a node that is cut off, where a kubelet that nobody reaches starts it again and again."""
+    from diloco_protocol.spec.load import job_to_json, parse_job
+    from diloco_syncer.__main__ import main
+    from operator_world import job_object
+
+    document = job_object() | {"metadata": {"name": "job"}}
+    (tmp_path / "job.json").write_text(job_to_json(parse_job(json.dumps(document))))
+    (tmp_path / "key").write_text("00" * 32 + "\n")
+    store = open_store(str(tmp_path / "store"))
+    for pod in ("old", "new"):
+        Epoch.claim(store, json.dumps({"pod": pod, "time": time.time()}).encode())
+    monkeypatch.setenv("DILOCO_POD", "old")
+    words = ["--job", "job.json", "--store", "store", "--control-key-file", "key"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("diloco_syncer.__main__._log", lambda *_: None)
+    assert main(words) == 3
+    assert "pod new, which came after this one, has claimed epoch 2" in caplog.text
+    assert len(store.names("epochs")) == 2

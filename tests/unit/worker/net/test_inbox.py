@@ -1,0 +1,68 @@
+"""The box between the two threads: in order, and bounded however long nobody looks."""
+
+from __future__ import annotations
+
+from diloco_worker.core.adoption import Broadcast
+from diloco_worker.fragments import Vector
+from diloco_worker.net import inbox
+
+VECTOR = Vector.__new__(Vector)
+
+
+def arrived(fragment: int, version: int) -> inbox.Arrived:
+    return inbox.Arrived(broadcast(fragment, version), VECTOR, 0)
+
+
+def broadcast(fragment: int, version: int) -> Broadcast:
+    return Broadcast(fragment, 1, version, ("float32", 4, version))
+
+
+def seated(incarnation: int, continuing: bool) -> inbox.Seated:
+    return inbox.Seated(0, incarnation, continuing, 0, 0, ())
+
+
+def test_a_learner_that_does_not_look_gets_the_newest_of_each() -> None:
+    box = inbox.Inbox()
+    for version in range(1000):
+        for fragment in range(3):
+            box.put(inbox.Heard(broadcast(fragment, version)))
+            box.put(arrived(fragment, version))
+            box.put(inbox.Pulled(fragment, version, 1, version))
+        box.put(inbox.PhaseChanged("holding" if version % 2 else "training", ""))
+        box.put(inbox.Disconnected())
+        box.put(inbox.Welcomed(True, 0))
+        box.put(seated(version + 1, continuing=version > 0))
+    items = box.take()
+    assert len(items) == 3 * 3 + 4
+    assert {item.news.version for item in items if isinstance(item, inbox.Arrived | inbox.Heard)} == {999}
+    assert {item.round for item in items if isinstance(item, inbox.Pulled)} == {999}
+    assert box.take() == []
+
+
+def test_what_is_no_state_is_kept_in_order() -> None:
+    box = inbox.Inbox()
+    put = [inbox.Verdict(0, 1, True, "", ""), inbox.StateWanted(1), inbox.Verdict(0, 2, None, "", "")]
+    for item in put:
+        box.put(item)
+    assert box.take() == put
+
+
+def test_a_tenure_that_began_unnoticed_does_not_go_on() -> None:
+    box = inbox.Inbox()
+    box.put(seated(4, continuing=False))
+    box.put(inbox.Disconnected())
+    box.put(seated(5, continuing=True))
+    assert box.take() == [inbox.Disconnected(), seated(5, continuing=False)]
+    box.put(inbox.Unseated())
+    box.put(seated(6, continuing=True))
+    assert box.take() == [seated(6, continuing=False)]
+    box.put(seated(7, continuing=True))
+    assert box.take() == [seated(7, continuing=True)]
+
+
+def test_the_first_failure_is_the_cause() -> None:
+    box = inbox.Inbox()
+    first = inbox.Failure(ValueError("first"))
+    box.put(first)
+    box.put(inbox.Failure(ValueError("second")))
+    assert box.take() == [first]

@@ -1,0 +1,146 @@
+"""The slot's own checkpoint: written whole beside the training, refused unless it is this job's."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from diloco_protocol.common.files import TEMPORARY
+from diloco_worker.sync.optimizer_state import Origin, most_bytes, origin_of, restore, snapshot
+from diloco_worker.sync.slot_checkpoint import SlotCheckpoint
+
+VERSIONS = ((2, 5), (2, 4))
+
+
+def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def place(folder: Path, job: str = "a", layout: str = "d" * 64, limit: int | None = None) -> SlotCheckpoint:
+    path = folder / "state" / "local-0.safetensors"
+    return SlotCheckpoint(path, job, layout, 1e-6, limit or most_bytes(trained()[0]))
+
+
+def written(checkpoint: SlotCheckpoint, step: int = 7) -> None:
+    model, optimizer = trained()
+    encode = snapshot(model, optimizer, checkpoint.origin(step, VERSIONS))
+    assert encode is not None
+    keep(checkpoint, encode)
+
+
+def keep(checkpoint: SlotCheckpoint, encode: Callable[[], bytes]) -> None:
+    end = time.monotonic() + 5
+    while not checkpoint.due:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    checkpoint.keep(encode, 0.0)
+    checkpoint.close()
+
+
+def test_a_replacement_finds_what_its_predecessor_left(tmp_path: Path) -> None:
+    assert place(tmp_path).load() is None
+    checkpoint = place(tmp_path)
+    written(checkpoint, step=7)
+    leftover = tmp_path / "state" / f".local-0.safetensors.00{TEMPORARY}"
+    leftover.write_bytes(b"half")  # of a process that was killed while it wrote
+    written(checkpoint, step=8)
+    assert [path.name for path in (tmp_path / "state").iterdir()] == ["local-0.safetensors"]
+    found = place(tmp_path).load()
+    assert found is not None and found[1] == Origin("a", "d" * 64, 8, VERSIONS)
+    model, optimizer = trained()
+    fresh = torch.optim.AdamW(model.parameters(), lr=0.1)
+    restore(found[0], model, fresh)
+    for parameter in model.parameters():
+        for key, value in optimizer.state[parameter].items():
+            assert torch.equal(fresh.state[parameter][key], value)
+
+
+@pytest.mark.parametrize("other", [{"job": "b"}, {"layout": "e" * 64}, {"limit": 100}])
+def test_another_jobs_or_too_large_a_file_is_not_used(
+    tmp_path: Path, other: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    written(place(tmp_path))
+    assert place(tmp_path, **other).load() is None  # type: ignore[arg-type]
+    assert "is not used" in caplog.text
+
+
+@pytest.mark.parametrize("origin", ["[1]", "[", '["a", "d", 1, [[1]]]', '["a", "d", 1, [["x", 1]]]', "null"])
+def test_garbage_is_not_used(tmp_path: Path, origin: str, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint = place(tmp_path)
+    path = tmp_path / "state" / "local-0.safetensors"
+    path.parent.mkdir()
+    for data in (b"", b"\xff" * 64, header(f'{{"__metadata__":{{"origin":{quoted(origin)}}}}}')):
+        path.write_bytes(data)
+        assert checkpoint.load() is None
+    assert caplog.text.count("is not used") == 3
+
+
+def quoted(text: str) -> str:
+    return '"' + text.replace('"', '\\"') + '"'
+
+
+def header(text: str) -> bytes:
+    return len(text).to_bytes(8, "little") + text.encode()
+
+
+def test_a_disk_that_takes_nothing_costs_the_file_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "state").write_text("a file where the directory should be")
+    checkpoint = place(tmp_path)
+    for _ in range(5):
+        written(checkpoint)
+    keep(checkpoint, lambda: bytes(10**6))  # more than would be read back
+    assert len(caplog.records) == 1, "said once a minute"
+    assert "training goes on" in caplog.text
+    (tmp_path / "state").unlink()
+    written(checkpoint)
+    assert checkpoint.load() is not None
+
+
+def test_one_write_at_a_time_and_a_hundredth_of_the_time(tmp_path: Path) -> None:
+    checkpoint = place(tmp_path)
+    hold = threading.Event()
+
+    def encode() -> bytes:
+        assert hold.wait(5)
+        return b"x"
+
+    time.sleep(0.001)
+    assert checkpoint.due
+    checkpoint.keep(encode, 0.0)
+    time.sleep(0.01)
+    assert not checkpoint.due, "it is being written"
+    hold.set()
+    checkpoint.close()
+    assert not checkpoint.due, "it took 10 ms, so the next one is a second away"
+
+
+def test_nothing_is_kept_without_a_working_directory() -> None:
+    checkpoint = SlotCheckpoint(None, "a", "d", 1e-6, 1000)
+    time.sleep(0.001)
+    assert not checkpoint.due
+    assert checkpoint.load() is None
+
+
+def test_the_newer_of_two_states() -> None:
+    def age(step: int, *versions: tuple[int, int]) -> tuple[int, int, int]:
+        return Origin("a", "d", step, versions).age
+
+    assert age(9, (1, 5), (1, 5)) < age(1, (2, 4), (2, 0)), "a higher epoch"
+    assert age(9, (1, 5), (1, 4)) < age(1, (1, 5), (1, 5)), "more merges"
+    assert age(1, (1, 5)) < age(2, (1, 5)), "more steps"
+    assert age(1) > (0, 0, 0)
+    model, optimizer = trained()
+    encode = snapshot(model, optimizer)
+    assert encode is not None and origin_of(encode()) is None

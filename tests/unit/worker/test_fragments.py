@@ -1,0 +1,176 @@
+"""Fragments of real torch models: snapshots, moves, layouts, frozen parameters."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from diloco_protocol.arrays.layout import Layout
+from diloco_worker.core.adoption import Kind
+from diloco_worker.fragments import (
+    ModelFragments,
+    Vector,
+    build_layout,
+    frozen_bytes,
+    load_frozen,
+    model_tensors,
+)
+from diloco_worker.settings import ConfigurationError
+
+
+class Tied(torch.nn.Module):
+    """Embedding and output share one weight; a norm; a frozen adapter base."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(20, 8)
+        self.base = torch.nn.Linear(8, 8)
+        self.norm = torch.nn.LayerNorm(8)
+        self.positions = torch.nn.Embedding(6, 8)
+        self.head = torch.nn.Linear(8, 20, bias=False)
+        self.head.weight = self.embedding.weight
+        for parameter in self.base.parameters():
+            parameter.requires_grad_(False)
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.head
+
+
+class Untied(Tied):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = torch.nn.Parameter(torch.randn(20, 8))
+
+
+def by_hand(model: torch.nn.Module, layout: Layout, fragment: int) -> np.ndarray:
+    """The fragment's vector, straight from the layout."""
+    tensors = {name: p.detach().float().numpy().ravel() for name, p in model.named_parameters()}
+    out = np.full(layout.elements(fragment), np.nan, np.float32)
+    for piece in layout.fragments[fragment]:
+        out[piece.offset : piece.offset + piece.stop - piece.start] = tensors[piece.tensor][
+            piece.start : piece.stop
+        ]
+    return out
+
+
+def test_tied_tensors_appear_once_and_frozen_ones_do_not() -> None:
+    layout = build_layout(Tied(), 3)
+    assert {t.name: t.mean for t in layout.tensors} == {
+        "embedding.weight": True, "norm.weight": False, "norm.bias": False, "positions.weight": True,
+    }  # fmt: skip
+    untied = build_layout(Untied(), 3, mean_patterns=("norm.*",))
+    assert {t.name: t.mean for t in untied.tensors} == {
+        "embedding.weight": True, "norm.weight": True, "norm.bias": True, "positions.weight": True,
+        "head.weight": True,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_snapshot_is_a_copy_of_the_pieces(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = Tied().to(dtype)
+    layout = build_layout(model, 4)
+    fragments = ModelFragments(model, layout)
+    assert len(fragments) == len(layout) == 4
+    taken = [fragments.snapshot(p) for p in range(4)]
+    expected = [by_hand(model, layout, p) for p in range(4)]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    for vector, values in zip(taken, expected, strict=True):
+        assert vector.array.dtype == np.float32
+        np.testing.assert_array_equal(vector.array, values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [Kind.OVERWRITE, Kind.KEEP, Kind.REBASE, Kind.MIX])
+def test_moves(kind: Kind, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = Tied().to(dtype)
+    layout = build_layout(model, 3)
+    fragments = ModelFragments(model, layout)
+    rng = np.random.default_rng(0)
+    before = [by_hand(model, layout, p) for p in range(3)]
+    new = rng.normal(size=layout.elements(1)).astype(np.float32)
+    reference = rng.normal(size=layout.elements(1)).astype(np.float32)
+    fragments.move(1, kind, Vector.from_array(new), Vector.from_array(reference), alpha=0.25)
+    theta = before[1]
+    expected = {
+        Kind.OVERWRITE: new,
+        Kind.KEEP: new + (theta - reference),
+        Kind.REBASE: new + (theta - reference),
+        Kind.MIX: np.float32(0.75) * new + np.float32(0.25) * theta,
+    }[kind]
+    after = by_hand(model, layout, 1)
+    if dtype == torch.bfloat16:
+        np.testing.assert_allclose(after, expected, rtol=2**-8, atol=1e-6)
+    else:
+        np.testing.assert_allclose(after, expected, rtol=1e-6, atol=1e-7)
+    for p in (0, 2):
+        np.testing.assert_array_equal(by_hand(model, layout, p), before[p], err_msg="only one fragment moves")
+
+
+def test_moving_without_work_since_the_snapshot_gives_the_broadcasts_bytes() -> None:
+    """θ - snapshot is exactly zero then, so keep and overwrite agree bit for bit."""
+    model = Tied()
+    layout = build_layout(model, 2)
+    fragments = ModelFragments(model, layout)
+    new = np.random.default_rng(1).normal(size=layout.elements(0)).astype(np.float32)
+    fragments.move(0, Kind.KEEP, Vector.from_array(new), fragments.snapshot(0))
+    np.testing.assert_array_equal(by_hand(model, layout, 0), new)
+
+
+def test_moves_leave_training_intact() -> None:
+    """Parameters keep their identity, gradients and memory: the optimizer goes on with them."""
+    model = Tied()
+    layout = build_layout(model, 2)
+    fragments = ModelFragments(model, layout)
+    places = {name: p.data_ptr() for name, p in model_tensors(model).items()}
+    optimizer = torch.optim.AdamW(list(model_tensors(model).values()), lr=0.1)
+    model.head(model.embedding(torch.arange(4))).sum().backward()
+    new = np.zeros(layout.elements(0), np.float32)
+    fragments.move(0, Kind.OVERWRITE, Vector.from_array(new))
+    optimizer.step()
+    assert {name: p.data_ptr() for name, p in model_tensors(model).items()} == places
+    assert np.abs(by_hand(model, layout, 0)).max() > 0
+    with pytest.raises(ValueError, match="subtracted"):
+        fragments.move(0, Kind.KEEP, Vector.from_array(new))
+
+
+def test_what_cannot_be_merged_is_refused_by_name() -> None:
+    model = Tied()
+    model.norm.weight = torch.nn.Parameter(torch.ones(8, dtype=torch.complex64))
+    with pytest.raises(ConfigurationError, match=r"norm\.weight is torch\.complex64"):
+        build_layout(model, 2)
+    model = Tied()
+    model.positions.weight = torch.nn.Parameter(torch.randn(8, 6).t())
+    with pytest.raises(ConfigurationError, match=r"positions\.weight is not contiguous"):
+        build_layout(model, 2)
+    model = Tied()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(ConfigurationError, match="no trainable elements"):
+        build_layout(model, 2)
+
+
+def test_frozen_parameters_travel_whole_or_not_at_all() -> None:
+    torch.manual_seed(1)
+    source, target = Tied(), Tied()
+    data = frozen_bytes(source)
+    load_frozen(target, data)
+    assert torch.equal(target.base.weight, source.base.weight)
+    assert not torch.equal(target.positions.weight, source.positions.weight)
+    other = Tied()
+    other.base = torch.nn.Linear(8, 9)
+    for parameter in other.base.parameters():
+        parameter.requires_grad_(False)
+    kept = other.base.bias.clone()
+    with pytest.raises(ConfigurationError, match=r"base\.(weight|bias)"):
+        load_frozen(other, data)
+    assert torch.equal(other.base.bias, kept)
+    with pytest.raises(ConfigurationError, match="not safetensors"):
+        load_frozen(target, data[:20])
+    with pytest.raises(ConfigurationError, match="differ"):
+        load_frozen(target, frozen_bytes(torch.nn.Linear(2, 2).requires_grad_(False)))
+    assert frozen_bytes(torch.nn.Linear(2, 2)) == b""

@@ -1,0 +1,145 @@
+"""The inner optimizer, its learning rate on the slot's step, and the trainer's step around it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from diloco_protocol.spec.job import (
+    DataSpec,
+    JobSpec,
+    ModelSpec,
+    OptimizerSpec,
+    RegionSpec,
+    StopSpec,
+    TrainingSpec,
+)
+from diloco_worker.training import models, trainer
+from diloco_worker.training import optimizer as schedule
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+
+
+def job(learners: int = 3, **stop: Any) -> JobSpec:
+    data = DataSpec(paths=["python-stdlib"], sequence_length=8)
+    training = TrainingSpec(model=ModelSpec(config=LLAMA), data=data, stop=StopSpec(**stop))
+    return JobSpec(training=training, regions=[RegionSpec(learners=learners)])
+
+
+def test_total_steps() -> None:
+    assert schedule.total_steps(job(steps=77).training.stop, 3, 2048) == 77
+    assert schedule.total_steps(job(tokens=2_000_000).training.stop, 3, 2048) == math.ceil(
+        2_000_000 / (3 * 2048)
+    )
+    assert schedule.total_steps(job(tokens=10).training.stop, 3, 2048) == 1
+    assert schedule.total_steps(job(seconds=10.0).training.stop, 3, 2048) is None
+
+
+def test_warm_up_then_cosine_to_the_last_step() -> None:
+    spec = OptimizerSpec(lr=0.1, warmup_steps=10)
+    rates = [schedule.learning_rate(spec, step, 110) for step in range(110)]
+    assert rates[0] == pytest.approx(0.01) and rates[9] == pytest.approx(0.1)
+    assert rates[10] == pytest.approx(0.1) and rates[60] == pytest.approx(0.05)
+    assert 0 < rates[-1] <= schedule.FLOOR * 0.1 + 1e-12
+    assert schedule.learning_rate(spec, 10_000, 110) == pytest.approx(schedule.FLOOR * 0.1)
+
+
+@given(
+    st.integers(0, 200),
+    st.integers(1, 2000) | st.none(),
+    st.integers(0, 4000),
+    st.sampled_from(["cosine", "constant"]),
+)
+@settings(max_examples=100, deadline=None)
+def test_rate_is_positive_bounded_and_falls_after_the_warm_up(
+    warmup: int, total: int | None, step: int, kind: str
+) -> None:
+    spec = OptimizerSpec(lr=0.3, warmup_steps=warmup, schedule=kind)
+    now, after = (schedule.learning_rate(spec, s, total) for s in (step, step + 1))
+    assert 0 < now <= 0.3
+    if step >= warmup:
+        assert after <= now
+    if kind == "constant" and step >= warmup:
+        assert now == 0.3
+
+
+def test_matrices_decay_and_vectors_do_not() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    model[0].bias.requires_grad_(False)
+    optimizer = schedule.build_optimizer(model, OptimizerSpec(lr=0.1, weight_decay=0.5, eps=1e-6))
+    decay = {id(p): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
+    assert decay == {id(model[0].weight): 0.5, id(model[1].weight): 0.0, id(model[1].bias): 0.0}
+    before = model[0].weight.detach().clone()
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    torch.testing.assert_close(model[0].weight.detach(), before * (1 - 0.1 * 0.5))
+    assert torch.equal(model[1].weight, torch.ones(4))
+
+
+def test_clip() -> None:
+    p = nn.Parameter(torch.zeros(3))
+    p.grad = torch.tensor([3.0, 0.0, 4.0])
+    assert schedule.clip([p], None) is None
+    assert p.grad.norm() == 5
+    assert schedule.clip([p], 1.0) == pytest.approx(5.0)
+    assert float(p.grad.norm()) == pytest.approx(1.0, rel=1e-5)
+
+
+def batch(rows: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 256, (rows, 8), generator=torch.Generator().manual_seed(2))
+    labels = ids.clone()
+    labels[0, :6] = -100  # parts of the batch differ in predictions
+    return {"input_ids": ids, "labels": labels}
+
+
+@pytest.mark.parametrize("accumulation", [2, 3, 6])
+def test_accumulation_is_the_step_of_the_whole_batch(accumulation: int) -> None:
+    results = []
+    for passes in (1, accumulation):
+        model = models.build(job(steps=1), 0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        loss = trainer.step(model, optimizer, batch(6), passes, 1.0, torch.float32)
+        results.append((loss, dict(model.named_parameters())))
+    (loss, one), (other_loss, other) = results
+    torch.testing.assert_close(loss, other_loss)
+    for name, p in one.items():
+        torch.testing.assert_close(p, other[name], rtol=1e-4, atol=1e-6)
+
+
+def test_bfloat16_keeps_weights_and_loss_in_float32() -> None:
+    model = models.build(job(steps=1), 0)
+    optimizer = schedule.build_optimizer(model, OptimizerSpec())
+    exact = trainer.step(models.build(job(steps=1), 0), torch.optim.SGD([nn.Parameter(torch.zeros(1))]),
+                         batch(4), 1, None, torch.float32)  # fmt: skip
+    loss = trainer.step(model, optimizer, batch(4), 1, None, torch.bfloat16)
+    assert loss.dtype == torch.float32 and float(loss) == pytest.approx(float(exact), rel=0.02)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+
+
+def test_a_few_steps_learn_a_batch_by_heart() -> None:
+    model = models.build(job(steps=1), 0)
+    optimizer = schedule.build_optimizer(model, OptimizerSpec(lr=0.02))
+    losses = [float(trainer.step(model, optimizer, batch(4), 1, 1.0, torch.float32)) for _ in range(30)]
+    assert losses[-1] < losses[0] / 2
+
+
+@given(st.tuples(*[st.integers(0, 2**32 - 1)] * 3), st.tuples(*[st.integers(0, 2**32 - 1)] * 3))
+@settings(max_examples=200, deadline=None)
+def test_dropout_seeds_differ(one: tuple[int, int, int], other: tuple[int, int, int]) -> None:
+    seed, same = trainer.dropout_seed(*one), trainer.dropout_seed(*one)
+    assert seed == same and 0 <= seed < 2**63
+    assert (seed == trainer.dropout_seed(*other)) == (one == other)

@@ -1,0 +1,168 @@
+"""Which sequence a learner trains next: leases, cursors, and the order within a block.
+
+Theory of operation
+-------------------
+The syncer leases blocks of the corpus; block b holds the sequences b·size ...
+(algorithm.md section 8, Data). Within a block the order is a permutation that
+depends on the seed, the data epoch and the block alone, so a block can be leased
+on from its cursor by a process that never saw its first half. A *position* counts
+in that order.
+
+``Leases`` hands out sequences in the order of the leases (``draw``), ahead of the
+training, and moves a lease's cursor only when a step that used them was made
+(``commit``): what was drawn and never trained is trained by whoever holds the
+lease next. A lease at its end stays in the report until the syncer can no longer
+have missed it, because reports are cumulative and some are lost.
+
+Plain code: no threads, no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from diloco_worker.settings import WorkerError
+
+# Finished leases still reported. No fewer than may be held (feed), so that all that were
+# finished while the syncer was away are told; wire.MAX_CURSORS bounds both together.
+_KEPT_FINISHED = 128
+
+
+def block_order(seed: int, data_epoch: int, block: int, size: int) -> list[int]:
+    """A permutation of 0..size-1: Fisher-Yates on a generator seeded by SHA-256 of the three
+    numbers; the same on every platform and Python version."""
+    digest = hashlib.sha256(f"{seed}:{data_epoch}:{block}".encode()).digest()
+    uniform = random.Random(int.from_bytes(digest, "big")).random
+    order = list(range(size))
+    for last in range(size - 1, 0, -1):
+        other = int(uniform() * (last + 1))
+        order[last], order[other] = order[other], order[last]
+    return order
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """One lease (sync.proto Lease): positions ``start`` to ``end`` of ``block``."""
+
+    lease: int
+    data_epoch: int
+    block: int
+    start: int
+    end: int
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Sequences for one batch, and where the cursors stand once it was trained."""
+
+    sequences: tuple[int, ...]
+    cursors: tuple[tuple[int, int], ...]  # (lease, position after)
+
+
+@dataclass(slots=True)
+class _Held:
+    grant: Grant
+    order: list[int]
+    drawn: int  # next position to draw
+    trained: int  # the cursor
+
+
+class Leases:
+    """The leases of one slot, oldest first. ``sequences``: how many the data set has."""
+
+    def __init__(self, seed: int, sequences: int) -> None:
+        self.seed = seed
+        self.sequences = sequences
+        self._held: OrderedDict[int, _Held] = OrderedDict()
+        self._finished: OrderedDict[int, int] = OrderedDict()
+
+    @property
+    def remaining(self) -> int:
+        """Sequences leased and not drawn yet."""
+        return sum(held.grant.end - held.drawn for held in self._held.values())
+
+    @property
+    def held(self) -> int:
+        """Leases that are not finished."""
+        return len(self._held)
+
+    @property
+    def block_size(self) -> int:
+        """Of the newest lease; 0: there was none."""
+        return next(reversed(self._held.values())).grant.block_size if self._held else 0
+
+    def grant(self, grant: Grant) -> bool:
+        """Add a lease; False if it is known. Raises WorkerError if it contradicts the data set."""
+        if grant.lease in self._held or grant.lease in self._finished:
+            return False
+        first = grant.block * grant.block_size
+        size = min(grant.block_size, self.sequences - first)
+        if grant.block_size < 1 or size < 1 or not 0 <= grant.start <= grant.end <= size:
+            raise WorkerError(
+                f"lease {grant.lease} names positions {grant.start} to {grant.end} of block {grant.block} "
+                f"({grant.block_size} a block), and the data set has {self.sequences} sequences: "
+                "the learners' data differ; give every learner the same training.data"
+            )
+        order = block_order(self.seed, grant.data_epoch, grant.block, size)
+        self._held[grant.lease] = _Held(grant, order, grant.start, grant.start)
+        return True
+
+    def reconcile(self, grants: Iterable[Grant]) -> None:
+        """After a reconnect: the syncer says which leases the slot holds. One that it does
+        not know any more is not drawn from further; finished ones that it has noted are
+        forgotten."""
+        listed = {grant.lease: grant for grant in grants}
+        for lease in [lease for lease in self._held if lease not in listed]:
+            del self._held[lease]
+        for lease in [lease for lease in self._finished if lease not in listed]:
+            del self._finished[lease]
+        for grant in listed.values():
+            self.grant(grant)
+
+    def clear(self) -> None:
+        """The slot was lost: nothing is leased."""
+        self._held.clear()
+        self._finished.clear()
+
+    def draw(self, count: int) -> Draw | None:
+        """The next ``count`` sequences, over the end of a lease into the next; None: too few
+        are leased, and nothing was drawn."""
+        if count < 1:
+            raise ValueError(f"a batch of {count} sequences")
+        if self.remaining < count:
+            return None
+        taken: list[int] = []
+        cursors: list[tuple[int, int]] = []
+        for lease, held in self._held.items():
+            here = min(count - len(taken), held.grant.end - held.drawn)
+            if here == 0:
+                continue
+            first = held.grant.block * held.grant.block_size
+            taken.extend(first + position for position in held.order[held.drawn : held.drawn + here])
+            held.drawn += here
+            cursors.append((lease, held.drawn))
+            if len(taken) == count:
+                break
+        return Draw(tuple(taken), tuple(cursors))
+
+    def commit(self, cursors: Sequence[tuple[int, int]]) -> None:
+        """A step was made with what these cursors lie behind."""
+        for lease, position in cursors:
+            held = self._held.get(lease)
+            if held is None or position <= held.trained:
+                continue
+            held.trained = position
+            if position >= held.grant.end:
+                del self._held[lease]
+                self._finished[lease] = position
+        while len(self._finished) > _KEPT_FINISHED:
+            self._finished.popitem(last=False)
+
+    def cursors(self) -> list[tuple[int, int]]:
+        """(lease, position) of every lease, finished ones first: the rows of a report."""
+        return [*self._finished.items(), *((lease, held.trained) for lease, held in self._held.items())]

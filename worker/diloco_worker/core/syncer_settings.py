@@ -1,0 +1,71 @@
+"""The hub's settings: what the syncer says at each Welcome, against what this process's job file says.
+
+A job may be changed while learners run: its syncer is started again with the new job, and
+learners go on with the file that they have. So everything of ``sync``, the stop and the
+number of learners is the syncer's to say; the rest (model, data, optimizer) is the file's,
+and what may not differ is compared by digests when a process joins.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from diloco_protocol.spec.job import JobSpec, SyncSpec
+from diloco_protocol.spec.training import StopSpec
+from diloco_worker.settings import ConfigurationError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class HubSettings:
+    """Welcome.settings. ``learners``: slots of the job."""
+
+    sync: SyncSpec
+    learners: int
+    stop: StopSpec
+
+    @classmethod
+    def read(cls, text: str) -> HubSettings | None:
+        """From JSON; None, and a line in the log, if it is not understood (an older or newer release):
+        the job file is used then. An empty text says nothing."""
+        if not text:
+            return None
+        try:
+            document = json.loads(text)
+            return cls(
+                SyncSpec.model_validate_json(json.dumps(document["sync"])),
+                int(document["learners"]),
+                StopSpec.model_validate_json(json.dumps(document["stop"])),
+            )
+        except (ValidationError, ValueError, KeyError, TypeError, RecursionError) as error:
+            log.warning("the syncer's settings are not understood, this process's own are used: %s", error)
+            return None
+
+    @classmethod
+    def of(cls, spec: JobSpec) -> HubSettings:
+        """What the process's own job file says."""
+        return cls(spec.sync, spec.slots, spec.training.stop)
+
+    def document(self) -> dict[str, Any]:
+        """As JSON, in the form of Welcome.settings."""
+        return {
+            "sync": self.sync.model_dump(mode="json", by_alias=True),
+            "learners": self.learners,
+            "stop": self.stop.model_dump(mode="json", by_alias=True),
+        }
+
+    def applied(self, spec: JobSpec) -> JobSpec:
+        """The spec with these in it. Raises ConfigurationError for what a process cannot change."""
+        if self.sync.deterministic != spec.sync.deterministic:
+            raise ConfigurationError(
+                f"sync.deterministic is {spec.sync.deterministic} in this process's job file and "
+                f"{self.sync.deterministic} at the syncer: apply the same job everywhere"
+            )
+        training = spec.training.model_copy(update={"stop": self.stop})
+        return spec.model_copy(update={"sync": self.sync, "training": training})

@@ -1,0 +1,175 @@
+"""Batches ahead of the training: a thread that draws sequences and collates them.
+
+The training thread takes finished batches from a short queue and commits their
+cursors after the step. Leases come in from the exchange, handed on at the step
+boundaries. The next ones are asked for early: data for as many steps as a learner
+goes on alone (``reserve``) are always in hand, so that it waits for a lease only at
+its very start, and a syncer that restarts does not stop it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from diloco_worker.core.leases import Draw, Grant, Leases
+from diloco_worker.settings import ConfigurationError
+
+_AHEAD = 3  # collated batches waiting
+_MOST_REQUESTS = 16  # leases asked for and not here yet
+_MOST_LEASES = 120  # held and asked for; wire.MAX_CURSORS bounds what a report can tell
+
+
+def stack(items: Sequence[Any]) -> Any:
+    """Stack tensors, or dicts, tuples and lists of tensors, along a new first dimension."""
+    first = items[0]
+    if isinstance(first, torch.Tensor):
+        return torch.stack(list(items))
+    if isinstance(first, dict):
+        return {key: stack([item[key] for item in items]) for key in first}
+    if isinstance(first, (tuple, list)):
+        return type(first)(stack(list(column)) for column in zip(*items, strict=True))
+    return torch.as_tensor(items)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A collated batch and where the cursors stand once it was trained."""
+
+    data: Any
+    cursors: tuple[tuple[int, int], ...]
+
+
+class Feed:
+    """``dataset``: map-style (``__len__``, ``__getitem__``); ``sequences`` of it make a batch.
+
+    ``reserve``: sequences that shall be leased ahead. ``request(n)`` asks the syncer for n
+    more leases, ``ready()`` says that a batch (or an error) is there; neither may block.
+    All methods may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        sequences: int,
+        seed: int,
+        request: Callable[[int], None],
+        ready: Callable[[], None],
+        collate: Callable[[Sequence[Any]], Any] = stack,
+        reserve: int = 0,
+    ) -> None:
+        if sequences < 1:
+            raise ConfigurationError(f"a batch of {sequences} sequences: at least one is needed")
+        if len(dataset) < sequences:
+            raise ConfigurationError(
+                f"the data set has {len(dataset)} sequences and a step needs {sequences}: "
+                "give more data, or lower batch.sequences, batch.accumulation or data.sequenceLength"
+            )
+        self._dataset, self._sequences, self._collate = dataset, sequences, collate
+        self._reserve = max(4 * sequences, reserve)
+        self._leases = Leases(seed, len(dataset))
+        self._request, self._notify = request, ready
+        self._asked = 0
+        self._changed = threading.Condition()
+        self._ready: deque[Batch] = deque()
+        self._known = False  # how large a block is
+        self._generation = 0
+        self._closed = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="diloco-feed", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------- leases, from the exchange
+
+    def granted(self, grant: Grant) -> None:
+        """The syncer leased one more block."""
+        with self._changed:
+            self._asked = max(0, self._asked - 1)
+            self._leases.grant(grant)
+            self._known = True
+            self._changed.notify_all()
+
+    def reconcile(self, grants: Iterable[Grant], continuing: bool) -> None:
+        """After a (re)connect: the leases of the seat; a new tenure forgets its old ones."""
+        with self._changed:
+            self._asked = 0
+            if not continuing:
+                self._leases.clear()
+                self._ready.clear()
+                self._generation += 1
+            self._leases.reconcile(grants)
+            self._changed.notify_all()
+
+    def ask_again(self) -> None:
+        """The connection broke: a request on its way may be lost."""
+        with self._changed:
+            self._asked = 0
+            self._changed.notify_all()
+
+    # ------------------------------------------------------- the training thread's side
+
+    def take(self) -> Batch | None:
+        """The next batch; None: there is none yet. Raises what the data set raised."""
+        with self._changed:
+            if self._ready:
+                batch = self._ready.popleft()
+                self._changed.notify_all()
+                return batch
+            if self._error is not None:
+                raise self._error
+            return None
+
+    def commit(self, cursors: Sequence[tuple[int, int]]) -> None:
+        """The step was made."""
+        with self._changed:
+            self._leases.commit(cursors)
+
+    def cursors(self) -> list[tuple[int, int]]:
+        """Rows of the report."""
+        with self._changed:
+            return self._leases.cursors()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join(timeout=5.0)  # a data set that blocks for longer is a daemon's business
+
+    # ------------------------------------------------------- the thread
+
+    def _run(self) -> None:
+        try:
+            while (drawn := self._next()) is not None:
+                draw, generation = drawn
+                data = self._collate([self._dataset[index] for index in draw.sequences])
+                with self._changed:
+                    if generation == self._generation:
+                        self._ready.append(Batch(data, draw.cursors))
+                self._notify()
+        except BaseException as error:  # handed to the training thread, which raises it
+            with self._changed:
+                self._error = error
+            self._notify()
+
+    def _next(self) -> tuple[Draw, int] | None:
+        with self._changed:
+            while not self._closed:
+                block = max(1, self._leases.block_size)
+                missing = max(self._reserve, block) - self._leases.remaining - self._asked * block
+                most = min(_MOST_REQUESTS, _MOST_LEASES - self._leases.held) if self._known else 1
+                room = most - self._asked
+                if missing > 0 and room > 0:
+                    more = min(-(-missing // block), room)
+                    self._asked += more
+                    self._request(more)
+                if len(self._ready) < _AHEAD:
+                    draw = self._leases.draw(self._sequences)
+                    if draw is not None:
+                        return draw, self._generation
+                self._changed.wait(1.0)
+        return None

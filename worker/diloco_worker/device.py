@@ -1,0 +1,82 @@
+"""What a process computes with: device, precision, threads, determinism."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+
+import torch
+
+from diloco_protocol.common.cpu_quota import usable_cores
+from diloco_protocol.spec.job import JobSpec
+from diloco_worker.errors import job_error
+
+log = logging.getLogger(__name__)
+
+
+def device(spec: JobSpec) -> torch.device:
+    """The device of training.device. Raises JobError if cuda is asked for and not there."""
+    wanted = spec.training.device
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise job_error(
+            "spec.training.device",
+            wanted,
+            "torch finds no CUDA device here: use auto or cpu, or install a torch built for CUDA",
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def precision(spec: JobSpec, where: torch.device) -> torch.dtype:
+    """float32 or bfloat16, of training.precision; auto is bfloat16 on a GPU that has it in hardware."""
+    wanted = spec.training.precision
+    if wanted == "bfloat16":
+        return torch.bfloat16
+    has = where.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if wanted == "auto" and has else torch.float32
+
+
+def autocast(where: torch.device, dtype: torch.dtype) -> AbstractContextManager[object]:
+    """The context of forward passes; weights and optimizer stay float32."""
+    if dtype == torch.float32:
+        return contextlib.nullcontext()
+    return torch.autocast(where.type, dtype)
+
+
+def to_device(batch: Mapping[str, torch.Tensor], where: torch.device) -> dict[str, torch.Tensor]:
+    """The batch on the device; on a GPU copied without waiting, from pinned memory."""
+    if where.type == "cpu":
+        return dict(batch)
+    return {name: tensor.pin_memory().to(where, non_blocking=True) for name, tensor in batch.items()}
+
+
+def configure(spec: JobSpec) -> None:
+    """Set the process's threads and, in deterministic mode, torch's deterministic algorithms.
+
+    Threads: DILOCO_THREADS if set (the runner shares the machine's cores out), else what
+    OMP_NUM_THREADS or torch says, but no more than the container's quota has cores. Raises
+    JobError for a DILOCO_THREADS that is no number.
+    """
+    given = os.environ.get("DILOCO_THREADS")
+    if given:
+        if not given.isdecimal() or int(given) < 1:
+            raise job_error("DILOCO_THREADS", given, "must be a whole number from 1")
+        torch.set_num_threads(int(given))
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
+    if spec.sync.deterministic:
+        be_deterministic()
+    log.info("torch %s, %d thread(s)", torch.__version__, torch.get_num_threads())
+
+
+def be_deterministic() -> None:
+    """sync.deterministic: torch's deterministic algorithms, and one thread whatever the environment
+    says, because sums are made in another order with another number of them."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False

@@ -1,0 +1,54 @@
+"""How a program of the user's own ends when it does not handle an error.
+
+The built-in program says what went wrong and ends with the error's exit code. A loop that
+only imports the library would end with a traceback and 1 whatever it was, and an operator
+or runner could not tell a wrong configuration, which no restart cures, from a fault.
+So what nobody caught is handled here, by the interpreter's own hook for that.
+
+Of a program that fails, the kubelet keeps the end of the log (FallbackToLogsOnError). One that ends
+well says why in the file that a kubelet reads after every end (``leave_word``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from pathlib import Path
+from types import TracebackType
+
+from diloco_worker.settings import WorkerError
+
+log = logging.getLogger("diloco_worker")
+
+_previous = sys.excepthook
+_json = False
+
+TERMINATION_LOG = Path("/dev/termination-log")  # made by the kubelet (terminationMessagePath)
+
+
+def leave_word(text: str, path: Path = TERMINATION_LOG) -> None:
+    """Nothing outside of a pod."""
+    with contextlib.suppress(OSError):  # then the pod's end has no reason, and counts as one without
+        if path.exists():
+            path.write_text(text)
+
+
+def install(json: bool = False) -> None:
+    """From now on a WorkerError that nobody caught is one line and its exit code; with ``json`` every
+    other error is in the log too: its traceback, and last the error itself."""
+    global _previous, _json
+    _json |= json
+    if sys.excepthook is not _end:
+        _previous, sys.excepthook = sys.excepthook, _end
+
+
+def _end(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+    if isinstance(value, WorkerError):
+        log.error("%s", value)
+        raise SystemExit(value.exit_code)
+    if _json and isinstance(value, Exception):
+        log.error("not handled", exc_info=(kind, value, trace))
+        log.error("failed: %s: %s", kind.__name__, value)
+        return
+    _previous(kind, value, trace)

@@ -1,0 +1,311 @@
+"""A process that has the libraries loaded and forks workers on request.
+
+Importing torch and transformers takes seconds; forking a process that has done so
+takes milliseconds, so a newcomer is there in a second. The runner speaks JSON lines
+with it: requests on stdin (``{"op": "spawn", "id", "env": {...}, "log": path}``,
+``{"op": "signal", "id", "signal"}``), events on stdout (``{"event": "ready"}``,
+``{"event": "started", "id", "pid"}``, ``{"event": "exited", "id", "code"|"signal"}``,
+``{"event": "error", "id", "message"}``).
+
+What a fork must not inherit decides the shape:
+
+* Threads do not survive a fork, their locks do. So this process has one thread, ever:
+  it waits in one ``select`` for stdin and for SIGCHLD's wake-up byte, and says in
+  ``ready`` how many threads it has. Libraries that start threads when they are first
+  used (numba, OpenMP) are loaded but not used here.
+* CUDA does not survive a fork either, so nothing here initialises it: a child asks for
+  the device after the fork, and finds CUDA_VISIBLE_DEVICES from its own environment.
+* A child forgets the parent's descriptors, signal handlers and random state, and runs
+  ``diloco_worker.__main__.main()`` as ``python -m diloco_worker`` would.
+
+No orphan is left: the kernel kills a child when this process dies (PR_SET_PDEATHSIG),
+and when stdin ends, because the runner is gone, every child is killed. There is nobody
+left to whom it could offer its work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import logging
+import os
+import random
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+MAX_LINE_BYTES = 1 << 20  # of a request
+_PR_SET_PDEATHSIG = 1
+
+# Modules that a worker imports sooner or later; those that are not there are left to it.
+MODULES = (
+    "numpy", "torch", "torch.nn.functional", "torch.optim", "torch.utils.data", "safetensors.torch", "numba",
+    "grpc", "xxhash", "diloco_worker.__main__", "diloco_worker.training.trainer",
+    "diloco_worker.training.evaluator",
+)  # fmt: skip
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel SIGKILL this process when its parent ends; at once if it has ended."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"prctl(PR_SET_PDEATHSIG): {os.strerror(error)}")
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)
+
+
+def die_while_loading() -> None:
+    """End at once, not only after the imports' seconds, when the parent does: SIGTERM, which later
+    ends the children first. Whoever started this holds the other end of stdin."""
+    # Ignored and blocked signals are inherited: whoever started the runner may have left SIGTERM so.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"prctl(PR_SET_PDEATHSIG): {os.strerror(error)}")
+    poll = select.poll()
+    poll.register(0, select.POLLIN)
+    if any(events & select.POLLHUP for _, events in poll.poll(0)):
+        os._exit(0)  # it has ended already
+
+
+def preload(job_file: str | None) -> None:
+    """Import what workers need, and the code of the job's model; a module that cannot be
+    imported is the worker's to complain about, with its own message and log."""
+    for module in MODULES:
+        _import(module)
+    if job_file is None:
+        return
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        with open(job_file, encoding="utf-8") as file:
+            model_type = json.load(file)["spec"]["training"]["model"]["config"]["model_type"]
+        if isinstance(model_type, str) and model_type.isidentifier():
+            _import(f"transformers.models.{model_type}.modeling_{model_type}")
+
+
+def _import(module: str) -> None:
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        print(f"zygote: {module} is left to the workers: {error!r}", file=sys.stderr, flush=True)
+
+
+def count_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+class Zygote:
+    """The parent's side: one thread, a table of children, and a loop around ``select``."""
+
+    def __init__(self, requests: int, events: int, target: Callable[[], int | None]) -> None:
+        """``requests`` and ``events`` are descriptors; ``target`` runs in each child and
+        returns its exit code."""
+        self._requests = requests
+        self._events = events
+        self._target = target
+        self._pids: dict[str, int] = {}
+        self._buffer = b""
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._stop = False
+
+    def run(self) -> int:
+        """Serve until stdin ends or SIGTERM comes, then kill and reap every child."""
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, self._on_term)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the runner's to pass on
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        try:
+            while not self._stop:
+                # Past tense: a child that ended between reaping and select has left a wake-up byte.
+                readable, _, _ = select.select([self._requests, self._wake_read], [], [], 60.0)
+                if self._wake_read in readable:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._wake_read, 4096)
+                self._reap()
+                if self._requests in readable and not self._read():
+                    break
+        except BrokenPipeError:
+            pass  # nobody reads the events: the runner is gone
+        self._kill_all()
+        return 0
+
+    def _on_term(self, *_: object) -> None:
+        self._stop = True
+
+    # -------------------------------------------------------------- requests
+
+    def _read(self) -> bool:
+        """Handle what came; False at the end of stdin."""
+        data = os.read(self._requests, 65536)
+        if not data:
+            return False
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        if len(self._buffer) > MAX_LINE_BYTES:
+            self._tell(event="error", id="", message=f"a request is longer than {MAX_LINE_BYTES} bytes")
+            return False
+        for line in lines:
+            if line.strip():
+                self._handle(line)
+        return True
+
+    def _handle(self, line: bytes) -> None:
+        name = ""
+        try:
+            request = json.loads(line)
+            name = str(request["id"])
+            if request["op"] == "spawn":
+                env = {str(key): str(value) for key, value in request["env"].items()}
+                self._spawn(name, env, str(request["log"]))
+            elif request["op"] == "signal":
+                self._signal(name, int(request["signal"]))
+            else:
+                raise ValueError(f"unknown op {request['op']!r}")
+        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+            self._tell(event="error", id=name, message=f"{type(error).__name__}: {error}")
+
+    def _spawn(self, name: str, env: dict[str, str], log: str) -> None:
+        if name in self._pids:
+            raise ValueError(f"{name} is running already")
+        output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        parent = os.getpid()
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            pid = os.fork()
+            if pid == 0:
+                self._become_worker(parent, env, output)
+        finally:
+            os.close(output)
+        self._pids[name] = pid
+        self._tell(event="started", id=name, pid=pid)
+
+    def _signal(self, name: str, number: int) -> None:
+        pid = self._pids.get(name)
+        if pid is not None:  # not reaped yet, so the pid is still this child's
+            os.kill(pid, number)
+
+    # -------------------------------------------------------------- children
+
+    def _become_worker(self, parent: int, env: dict[str, str], output: int) -> NoReturn:
+        """The child's life; it never returns into the parent's loop."""
+        code = 1
+        try:
+            die_with_parent(parent)
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGCHLD, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            null = os.open(os.devnull, os.O_RDONLY)
+            os.dup2(null, 0)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            for descriptor in {null, self._requests, self._events, self._wake_read, self._wake_write} - {
+                0,
+                1,
+                2,
+            }:
+                os.close(descriptor)
+            os.environ.update(env)
+            sys.argv = ["diloco_worker"]
+            random.seed()  # the parent's state would give every child the same jitter
+            _set_torch_threads()
+            code = _exit_code(self._target)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(BaseException):
+                logging.shutdown()
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
+
+    def _reap(self) -> None:
+        for name, pid in list(self._pids.items()):
+            try:
+                done, status = os.waitpid(pid, os.WNOHANG)
+            except ChildProcessError:
+                done, status = pid, 0
+            if done:
+                del self._pids[name]
+                code = os.waitstatus_to_exitcode(status)
+                if code < 0:
+                    self._tell(event="exited", id=name, signal=-code)
+                else:
+                    self._tell(event="exited", id=name, code=code)
+
+    def _kill_all(self) -> None:
+        for pid in self._pids.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in self._pids.values():
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+    def _tell(self, **event: Any) -> None:
+        data = json.dumps(event).encode() + b"\n"
+        while data:
+            data = data[os.write(self._events, data) :]
+
+
+def _set_torch_threads() -> None:
+    """OpenMP read its variables when the parent loaded it; say the child's number again."""
+    torch, wanted = sys.modules.get("torch"), os.environ.get("OMP_NUM_THREADS", "")
+    if torch is not None and wanted.isdigit() and int(wanted) > 0:
+        torch.set_num_threads(int(wanted))
+
+
+def _exit_code(target: Callable[[], int | None]) -> int:
+    """Run it as the interpreter would a program: SystemExit's code, 1 and a traceback for errors."""
+    try:
+        return int(target() or 0)
+    except SystemExit as ending:
+        if ending.code is None or isinstance(ending.code, int):
+            return int(ending.code or 0)
+        print(ending.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+
+
+def _worker() -> int | None:
+    from diloco_worker.__main__ import main
+
+    return main()
+
+
+def main() -> int:
+    """Take over stdin and stdout for the protocol, load the libraries, serve."""
+    die_while_loading()
+    events = os.dup(1)
+    os.dup2(2, 1)  # what a library prints must not get among the events
+    started = time.monotonic()
+    preload(os.environ.get("DILOCO_JOB_FILE"))
+    gc.collect()
+    gc.freeze()  # the collector would touch, and so copy, the shared pages in every child
+    zygote = Zygote(0, events, _worker)
+    threads = count_threads()
+    if threads != 1:
+        print(
+            f"zygote: {threads} threads before the first fork; children may hang", file=sys.stderr, flush=True
+        )
+    try:
+        zygote._tell(
+            event="ready", pid=os.getpid(), threads=threads, seconds=round(time.monotonic() - started, 3)
+        )
+    except BrokenPipeError:
+        return 0
+    return zygote.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""The status port: what a learner or evaluator is doing, for probes, people and metrics.
+
+``DILOCO_STATUS=HOST:PORT`` opens it; in the library, so that a program of the user's own has
+it too. A thread of its own serves it (protocol's http_pages.py), whatever the training
+thread is at: what it shows are the exchange's ``Standing``, which is one value, and figures
+that are plain numbers, read as they are.
+
+    /healthz   200: the process lives
+    /readyz    200 once this process has joined, for its whole life; 503 before. A syncer that
+               is away is no reason to call a learner unready: it trains on
+    /status    JSON (docs/design.md, operator)
+    /metrics   Prometheus
+
+A process has one. The built-in program opens it before it loads data and model, which may
+take long; a Learner or Observer finds it open, or opens it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from diloco_protocol.common.http_server import METRICS_TYPE, AddressError, ThreadedPages, json_page, text_page
+from diloco_worker.core.connection_status import Standing
+from diloco_worker.phases import PHASES
+from diloco_worker.settings import ConfigurationError, WorkerSettings
+
+Figures = Mapping[str, float | None]
+
+# Figures by name: kind, what they are called in metrics, and what they are.
+_METRICS = {
+    "step": ("gauge", "step", "Inner steps of the slot"),
+    "tokens": ("gauge", "tokens", "Tokens trained in the slot; of an evaluator: in the job, when it scored"),
+    "loss": ("gauge", "loss_nats", "Loss per token: of the last step; of an evaluator: the merged model's"),
+    "step_seconds": ("gauge", "step_seconds", "Median time of a step"),
+    "compute_seconds": ("counter", "compute_seconds", "Time in forward, backward and optimizer"),
+    "stalled_seconds": ("counter", "stalled_seconds", "Time in which training waited for this system"),
+    "bytes_up": ("counter", "sent_bytes", "Bulk bytes sent to the syncer"),
+    "bytes_down": ("counter", "received_bytes", "Bulk bytes received from the syncer"),
+    "link_up": ("gauge", "link_up_bytes_per_second", "Uploads' speed, until the syncer's answer"),
+    "link_down": ("gauge", "link_down_bytes_per_second", "Downloads' speed while their bytes arrived"),
+    "round_trip_seconds": ("gauge", "link_round_trip_seconds", "Shortest of the last echoes of reports"),
+}
+_open: dict[str, StatusPort] = {}
+
+
+def open_port(settings: WorkerSettings) -> StatusPort | None:
+    """The process's status port; None: it is to have none. Raises ConfigurationError."""
+    address = settings.status
+    if address is None:
+        return None
+    if address not in _open:
+        _open[address] = StatusPort(settings, address)
+    return _open[address]
+
+
+class StatusPort:
+    """Serves until ``close``. ``standing`` and ``figures`` may be replaced at any time."""
+
+    def __init__(self, settings: WorkerSettings, address: str) -> None:
+        self._settings, self._address = settings, address
+        self.standing: Callable[[], Standing] = Standing
+        self.figures: Callable[[], Figures] = dict
+        self.idle = False  # at the job's end, waiting to be removed
+        pages = {
+            "/healthz": text_page(lambda: (200, b"ok\n")),
+            "/readyz": text_page(self._ready),
+            "/status": json_page(self.document),
+            "/metrics": text_page(lambda: (200, self._metrics()), METRICS_TYPE),
+        }
+        try:
+            self._pages = ThreadedPages(pages, address, "DILOCO_STATUS")
+        except AddressError as error:
+            raise ConfigurationError(str(error)) from error
+
+    @property
+    def port(self) -> int:
+        return self._pages.port
+
+    def close(self) -> None:
+        _open.pop(self._address, None)
+        self._pages.stop()
+
+    def document(self) -> dict[str, Any]:
+        """The status document."""
+        settings, standing, figures = self._settings, self.standing(), self.figures()
+        refused, message = standing.refused, standing.message
+        if not standing.connected:
+            message = f"no session with the syncer: {standing.reason}"
+        return {
+            "job": settings.job.metadata.name,
+            "role": settings.role,
+            "region": settings.region,
+            "ordinal": settings.ordinal,
+            "process": settings.process,
+            "phase": standing.phase,
+            "message": message,
+            "connected": standing.connected,
+            "tried": standing.tried,
+            "joined": standing.joined,
+            "standby": standing.standby,
+            "idle": self.idle,
+            "slot": standing.slot if standing.slot >= 0 else None,
+            "merges": standing.merges,
+            "step": figures.get("step"),
+            "tokens": figures.get("tokens"),
+            "loss": _finite(figures.get("loss")),
+            "epoch": standing.epoch or None,
+            "link": {
+                "up_bytes_per_second": figures.get("link_up"),
+                "down_bytes_per_second": figures.get("link_down"),
+                "round_trip_seconds": figures.get("round_trip_seconds"),
+            },
+            "refused": None if refused is None else {"reason": refused[0], "message": refused[1]},
+            "hub": None if standing.hub is None else standing.hub.document(),
+        }  # fmt: skip
+
+    def _ready(self) -> tuple[int, bytes]:
+        standing = self.standing()
+        if standing.joined:
+            return 200, b"ok\n"
+        return 503, f"not joined yet: {standing.reason}\n".encode()
+
+    def _metrics(self) -> bytes:
+        from prometheus_client import CollectorRegistry, generate_latest
+
+        registry = CollectorRegistry()
+        registry.register(_Collector(self))
+        return generate_latest(registry)
+
+    def families(self) -> Iterator[Any]:
+        """The metrics."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        settings, standing, figures = self._settings, self.standing(), self.figures()
+        names = ["job", "role", "region", "ordinal"]
+        labels = [settings.job.metadata.name, settings.role, settings.region, str(settings.ordinal)]
+        for key, (kind, name, text) in _METRICS.items():
+            value = _finite(figures.get(key))
+            if value is not None:
+                family = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
+                made = family(f"diloco_worker_{name}", text, labels=names)
+                made.add_metric(labels, value)
+                yield made
+        for name, text, said in (
+            ("connected", "1 while there is a session with the syncer", standing.connected),
+            ("joined", "1 once this process has joined", standing.joined),
+            ("standby", "1 while it waits for a slot", standing.standby),
+        ):
+            made = GaugeMetricFamily(f"diloco_worker_{name}", text, labels=names)
+            made.add_metric(labels, float(said))
+            yield made
+        reconnects = CounterMetricFamily(
+            "diloco_worker_reconnects", "Sessions with the syncer after the first", labels=names
+        )
+        reconnects.add_metric(labels, max(0, standing.sessions - 1))
+        yield reconnects
+        phase = GaugeMetricFamily(
+            "diloco_worker_phase", "1 for the job's phase as last heard", labels=[*names, "phase"]
+        )
+        for word in PHASES:
+            phase.add_metric([*labels, word], float(standing.phase == word))
+        yield phase
+
+
+class _Collector:
+    def __init__(self, port: StatusPort) -> None:
+        self._port = port
+
+    def describe(self) -> list[Any]:
+        return []  # known only with figures; registering asks nothing
+
+    def collect(self) -> Iterator[Any]:
+        return self._port.families()
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

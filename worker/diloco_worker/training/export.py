@@ -1,0 +1,160 @@
+"""The merged model as a directory that transformers loads: model.safetensors, config.json, the tokenizer.
+
+``export(job, tensors, out)`` takes the parameters under the names of the model that
+learners train, frozen ones too; who reads them from the syncer's store is the caller.
+transformers itself writes the files, so that names in them are those of its published
+checkpoints (a mixture's experts one by one, tied tensors once).
+
+A directory is whole under its name or not there: it is filled under another name,
+synced and renamed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from diloco_protocol.spec.job import DiLoCoJob
+from diloco_worker.errors import job_error
+from diloco_worker.training import lora, models
+
+
+class ExportError(Exception):
+    """The model cannot be written; the message says what is missing or in the way, and the cure."""
+
+
+def export(
+    job: DiLoCoJob, tensors: Mapping[str, NDArray[np.generic]], out: Path, *, directory: Path | None = None
+) -> None:
+    """Write the model of ``tensors`` (parameter name to array of its shape, floating point) to ``out``.
+
+    ``out`` must not exist, or be an empty directory. Adapters (training.model.lora)
+    are merged into their layers. ``directory`` is where relative paths of the job start.
+    Raises ExportError, or JobError if the job's model cannot be built.
+    """
+    out = out.absolute()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ExportError(f"{out} exists already: name a new directory, or remove it")
+    from transformers.utils import logging as transformers_logging
+
+    model = assemble(job, tensors, directory=directory)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+        try:
+            os.chmod(temporary, 0o777 & ~_umask())
+            transformers_logging.disable_progress_bar()
+            save: Any = model
+            save.save_pretrained(temporary, max_shard_size="1000GB")
+            _save_tokenizer(job, temporary)
+            for file in temporary.iterdir():
+                _sync(file)
+            _sync(temporary)
+            if out.is_dir():
+                out.rmdir()
+            temporary.rename(out)
+            _sync(out.parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    except OSError as e:
+        raise ExportError(f"{out} cannot be written: {e.strerror or e}") from e
+
+
+def assemble(
+    job: DiLoCoJob, tensors: Mapping[str, NDArray[np.generic]], *, directory: Path | None = None
+) -> nn.Module:
+    """The model with these parameters, float32, on the CPU, adapters merged, ready to evaluate.
+
+    Raises ExportError naming parameters that are missing, unknown or of another shape.
+    """
+    model = models.skeleton(job.spec, directory=directory)
+    wanted = dict(model.named_parameters())  # a tied tensor comes once, under its first name
+    missing = sorted(set(wanted) - set(tensors))
+    unknown = sorted(set(tensors) - set(wanted))
+    wrong = sorted(n for n in set(wanted) & set(tensors) if tuple(wanted[n].shape) != tensors[n].shape)
+    for names, what in ((missing, "missing"), (unknown, "not the model's"), (wrong, "of another shape")):
+        if names:
+            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            raise ExportError(f"the weights do not fit the job's model; {what}: {shown}")
+    with torch.no_grad():
+        for name, parameter in wanted.items():
+            parameter.copy_(torch.from_numpy(np.ascontiguousarray(tensors[name], dtype=np.float32)))
+    lora.merge(model)
+    return model.eval()
+
+
+def _save_tokenizer(job: DiLoCoJob, out: Path) -> None:
+    data = job.spec.training.data
+    if data is None or data.source == "python":
+        return
+    if data.tokenizer == "bytes":
+        _save_byte_tokenizer(out, data.sequence_length)
+        return
+    from transformers import AutoTokenizer
+
+    try:
+        AutoTokenizer.from_pretrained(data.tokenizer, trust_remote_code=False).save_pretrained(out)
+    except (OSError, ValueError) as e:
+        words = str(e).strip().splitlines()
+        raise job_error(
+            "spec.training.data.tokenizer",
+            data.tokenizer,
+            f"cannot be loaded, to be saved with the model ({words[0] if words else type(e).__name__})",
+        ) from e
+
+
+def _save_byte_tokenizer(out: Path, length: int) -> None:
+    """The tokenizer ``bytes`` as transformers knows it: a byte-level vocabulary without merges.
+
+    Byte-level tokenizers write each byte as a printable character (GPT-2's table);
+    here that character's id is the byte.
+    """
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+
+    tokenizer = Tokenizer(BPE({c: b for b, c in enumerate(byte_characters())}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(out / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": length,
+        "clean_up_tokenization_spaces": False,
+    }
+    (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def byte_characters() -> list[str]:
+    """For each byte the character that byte-level tokenizers write for it: itself where it is
+    printable, else the next free one from U+0100."""
+    printable = {
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    }
+    others = iter(range(256, 512))
+    return [chr(b) if b in printable else chr(next(others)) for b in range(256)]
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

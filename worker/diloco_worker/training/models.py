@@ -1,0 +1,401 @@
+"""The job's model: a transformers configuration, weights to start from, and what of it is trained.
+
+Every learner builds the same model from the same job: the random state is forked
+and seeded for the construction, so that nothing that ran before matters. Whoever
+joins first uploads what it built as version 0, and all others take that; equal
+construction makes version 0 independent of who was first.
+
+Nothing is unpickled and no code of a checkpoint is run: weights come as safetensors,
+configurations are those that transformers itself knows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from diloco_protocol.spec.job import JobSpec, ModelSpec
+from diloco_protocol.spec.load import JobError, Problem
+from diloco_worker.errors import job_error
+from diloco_worker.training import lora
+from diloco_worker.training.pretrained import local_directory
+
+CONFIG = "spec.training.model.config"
+# Fields that transformers takes beside a configuration's own.
+_COMMON = frozenset({"model_type", "num_labels", "rope_theta", "rope_scaling", "architectures"})
+_REFUSED = {
+    "dtype": "weights are float32 here; training.precision chooses the arithmetic",
+    "torch_dtype": "weights are float32 here; training.precision chooses the arithmetic",
+    "auto_map": "code that comes with a checkpoint is not run",
+    "transformers_version": "is written by transformers, not by a job",
+}
+
+
+def build(spec: JobSpec, seed: int, *, directory: Path | None = None) -> nn.Module:
+    """The model to train: on the CPU, float32, frozen where the job says so.
+
+    A function of the job and the seed alone: bit-identical in every process.
+    ``directory`` is where a relative ``from`` starts. Raises JobError naming the
+    field of ``training.model``.
+    """
+    model_spec = _required(spec)
+    config = configuration(spec, directory=directory)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = _construct(model_spec, config, directory)
+        if model_spec.lora is not None:
+            chosen = lora.adapt(
+                model, model_spec.lora.rank, model_spec.lora.alpha, list(model_spec.lora.targets)
+            )
+            if not chosen:
+                raise job_error(
+                    "spec.training.model.lora.targets",
+                    list(model_spec.lora.targets),
+                    "match no linear layer; there are " + _some(lora.linear_names(model)),
+                )
+    _freeze(model, model_spec.freeze)
+    if hasattr(model.config, "output_router_logits"):
+        # A mixture of experts: the router's load-balancing loss is part of the training loss.
+        model.config.output_router_logits = True
+    return model
+
+
+def skeleton(spec: JobSpec, *, directory: Path | None = None) -> nn.Module:
+    """The model with random weights and the configuration as the job gives it: for export."""
+    model_spec = _required(spec)
+    config = configuration(spec, directory=directory)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = _from_config(model_spec, config)
+        if model_spec.lora is not None:
+            lora.adapt(model, model_spec.lora.rank, model_spec.lora.alpha, list(model_spec.lora.targets))
+    return model
+
+
+def outline(spec: JobSpec, *, directory: Path | None = None) -> nn.Module:
+    """The model's names and shapes without its values (torch's meta device), frozen where the job says
+    so: what a layout is made from, in no memory, however large the model is. Raises JobError."""
+    with torch.device("meta"):
+        model = skeleton(spec, directory=directory)
+    _freeze(model, _required(spec).freeze)
+    return model
+
+
+def configuration(spec: JobSpec, *, directory: Path | None = None) -> Any:
+    """The transformers configuration, checked. Raises JobError with all problems found."""
+    from transformers import AutoConfig
+
+    model_spec = _required(spec)
+    given = dict(model_spec.config or {})
+    if model_spec.from_ is None:
+        kind = _known_type(given)
+        defaults = AutoConfig.for_model(kind)
+        _auto_class(defaults)
+        _check_names(given, defaults)
+        own = {k: v for k, v in given.items() if k != "model_type"}
+        if "vocab_size" not in own and (vocabulary := _vocabulary(spec)) is not None:
+            own["vocab_size"] = vocabulary
+        # What a byte model cannot have: transformers' defaults name tokens of other vocabularies.
+        config = _checked(given, lambda: AutoConfig.for_model(kind, **_within(kind, own)))
+    else:
+        where = local_directory(model_spec.from_, directory)
+        try:
+            config = AutoConfig.from_pretrained(where, trust_remote_code=False)
+        except (OSError, ValueError) as e:
+            raise _bad_from(model_spec, e) from e
+        if given.get("model_type", config.model_type) != config.model_type:
+            raise job_error(
+                f"{CONFIG}.model_type",
+                given["model_type"],
+                f"training.model.from holds a {config.model_type}; leave it out, or name that",
+            )
+        _check_names(given, config)
+        kept = {**config.to_dict(), **given}
+        for name in ("model_type", "transformers_version", "dtype"):
+            kept.pop(name, None)
+        config = _checked(given, lambda: type(config)(**kept))
+    config.use_cache = False
+    _check_fit(spec, config)
+    return config
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """``value``: what is differentiated, with a router's auxiliary loss. ``nats``: the mean
+    cross-entropy of ``predictions`` predictions, detached. Both scalars on the model's device."""
+
+    value: torch.Tensor
+    nats: torch.Tensor
+    predictions: int
+
+
+def loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Loss:
+    """One forward pass. ``batch`` is on the model's device; see data.load for its tensors."""
+    outputs = model(**batch)
+    value = outputs.loss
+    auxiliary = getattr(outputs, "aux_loss", None)
+    nats = value.detach()
+    if auxiliary is not None and torch.is_tensor(auxiliary):
+        nats = nats - getattr(model.config, "router_aux_loss_coef", 0.0) * auxiliary.detach()
+    return Loss(value, nats, predictions(batch))
+
+
+def predictions(batch: Mapping[str, torch.Tensor]) -> int:
+    """How many predictions a batch is scored on: every label but each sequence's first and those
+    marked -100; of images, every image."""
+    labels = batch["labels"]
+    if "input_ids" in batch and labels.shape == batch["input_ids"].shape:
+        labels = labels[..., 1:]
+    return int((labels != -100).sum())
+
+
+def check_batch(model: nn.Module, batch: Mapping[str, torch.Tensor], source: str) -> None:
+    """Raise JobError if the data's items hold what the model does not take, or no labels."""
+    takes = inspect.signature(model.forward).parameters
+    strange = [name for name in batch if name not in takes]
+    if strange or "labels" not in batch:
+        what = f"gives {', '.join(strange)}, which the model does not take" if strange else "gives no labels"
+        wanted = [n for n in ("input_ids", "pixel_values", "attention_mask", "labels") if n in takes]
+        raise job_error("spec.training.data", source, f"{what}: items are dicts of {', '.join(wanted)}")
+
+
+# ------------------------------------------------------------------ construction
+
+
+def _required(spec: JobSpec) -> ModelSpec:
+    if spec.training.model is None:
+        raise job_error("spec.training.model", None, "is required by the built-in trainer")
+    return spec.training.model
+
+
+def _auto_class(config: Any) -> Any:
+    """The transformers class for this configuration: a causal language model, else image classification."""
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForImageClassification,
+    )
+
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    if type(config) in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
+        return AutoModelForImageClassification
+    raise job_error(
+        f"{CONFIG}.model_type",
+        config.model_type,
+        "transformers has neither a causal language model nor an image classifier of this type",
+    )
+
+
+def _construct(model_spec: ModelSpec, config: Any, directory: Path | None) -> nn.Module:
+    if model_spec.from_ is None:
+        return _from_config(model_spec, config)
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # it would run a thread and fill logs
+    auto = _auto_class(config)
+    try:
+        model: nn.Module = auto.from_pretrained(
+            local_directory(model_spec.from_, directory),
+            config=config,
+            dtype=torch.float32,
+            use_safetensors=True,
+            trust_remote_code=False,
+        )
+    except (OSError, ValueError, RuntimeError) as e:
+        raise _bad_from(model_spec, e) from e
+    return model.train()
+
+
+def _from_config(model_spec: ModelSpec, config: Any) -> nn.Module:
+    auto = _auto_class(config)
+    try:
+        model: nn.Module = auto.from_config(config, dtype=torch.float32)
+    except Exception as e:  # a configuration that only the construction finds impossible
+        given = model_spec.config or {}
+        named = next((n for n, v in given.items() if isinstance(e, KeyError) and v in e.args), None)
+        if named is not None:  # a name that some table of transformers does not hold
+            raise job_error(f"{CONFIG}.{named}", given[named], "transformers knows no such one") from e
+        raise job_error(CONFIG, given, f"no model can be built from it: {_words(e)}") from e
+    return model.train()
+
+
+def _freeze(model: nn.Module, patterns: list[str]) -> None:
+    names = [name for name, _ in model.named_parameters()]
+    problems = [
+        Problem(f"spec.training.model.freeze.{i}", pattern, "matches no parameter; there are " + _some(names))
+        for i, pattern in enumerate(patterns)
+        if not any(fnmatchcase(name, pattern) for name in names)
+    ]
+    if problems:
+        raise JobError(problems)
+    for name, parameter in model.named_parameters():
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
+            parameter.requires_grad_(False)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise job_error(
+            "spec.training.model.freeze", list(patterns), "freezes every parameter: nothing is left"
+        )
+
+
+# ------------------------------------------------------------------ checks
+
+
+def _known_type(given: Mapping[str, Any]) -> str:
+    from transformers import CONFIG_MAPPING
+
+    kind = given.get("model_type")
+    if isinstance(kind, str) and kind in CONFIG_MAPPING:
+        return kind
+    near = difflib.get_close_matches(str(kind), list(CONFIG_MAPPING.keys()), n=3, cutoff=0.5)
+    hint = (
+        f"did you mean {' or '.join(near)}?"
+        if near and kind
+        else "llama, mixtral and vit are three that it knows"
+    )
+    what = (
+        "transformers knows no such model type"
+        if kind is not None
+        else "is required (or training.model.from)"
+    )
+    raise job_error(f"{CONFIG}.model_type", kind, f"{what}; {hint}")
+
+
+def _field_names(config: Any) -> set[str]:
+    if dataclasses.is_dataclass(config):
+        own = {field.name for field in dataclasses.fields(config)}
+    else:
+        own = set(inspect.signature(type(config).__init__).parameters) - {"self", "kwargs"}
+    return own | set(config.attribute_map) | _COMMON
+
+
+def _check_names(given: Mapping[str, Any], config: Any) -> None:
+    known = _field_names(config) - set(_REFUSED)
+    problems = []
+    for name, value in given.items():
+        path = f"{CONFIG}.{name}"
+        if name in _REFUSED:
+            problems.append(Problem(path, value, _REFUSED[name]))
+        elif (name.startswith("num_") or name.endswith("_size")) and _below_one(value):
+            problems.append(Problem(path, value, "must be at least 1"))
+        elif name not in known:
+            near = difflib.get_close_matches(name, sorted(known), n=3)
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            problems.append(
+                Problem(path, value, f"a {config.model_type} configuration has no such field{hint}")
+            )
+    if problems:
+        raise JobError(problems)
+
+
+def _checked(given: Mapping[str, Any], make: Any) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        return make()
+    except (StrictDataclassError, ValueError, TypeError, KeyError) as e:
+        words = _words(e, last=True)
+        named = next((name for name in given if f"'{name}'" in str(e)), None)
+        path = f"{CONFIG}.{named}" if named else CONFIG
+        raise job_error(path, given[named] if named else dict(given), words) from e
+
+
+def _vocabulary(spec: JobSpec) -> int | None:
+    """The tokenizer's vocabulary; None where the data have no tokenizer."""
+    from diloco_worker.data.text import tokenizer
+
+    data = spec.training.data
+    if data is None or data.source == "python":
+        return None
+    return tokenizer(data.tokenizer).vocabulary
+
+
+def _within(kind: str, own: dict[str, Any]) -> dict[str, Any]:
+    """Special-token defaults that lie outside the vocabulary become None."""
+    from transformers import CONFIG_MAPPING
+
+    names = _field_names(CONFIG_MAPPING[kind]())
+    if "vocab_size" not in names:
+        own.pop("vocab_size", None)
+        return own
+    defaults = CONFIG_MAPPING[kind]()
+    size = own.get("vocab_size", defaults.vocab_size)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        default = getattr(defaults, name, None)
+        if (
+            name in names
+            and name not in own
+            and isinstance(default, int)
+            and isinstance(size, int)
+            and default >= size
+        ):
+            own[name] = None
+    return own
+
+
+def _check_fit(spec: JobSpec, config: Any) -> None:
+    """The data's tokens and sequences must fit the model."""
+    problems = []
+    data = spec.training.data
+    if data is None or data.source == "python":
+        return
+    if (vocabulary := _vocabulary(spec)) is not None:
+        size = getattr(config, "vocab_size", None)
+        if size is None:
+            problems.append(
+                Problem("spec.training.data.source", data.source, f"a {config.model_type} takes no text")
+            )
+        elif size < vocabulary:
+            problems.append(
+                Problem(
+                    f"{CONFIG}.vocab_size",
+                    size,
+                    f"is smaller than the tokenizer's vocabulary of {vocabulary}: leave it out, or raise it",
+                )
+            )
+    positions = getattr(config, "max_position_embeddings", None)
+    if isinstance(positions, int) and positions < data.sequence_length:
+        problems.append(
+            Problem(
+                f"{CONFIG}.max_position_embeddings",
+                positions,
+                f"is less than training.data.sequenceLength = {data.sequence_length}: raise it, "
+                "or shorten that",
+            )
+        )
+    if problems:
+        raise JobError(problems)
+
+
+def _bad_from(model_spec: ModelSpec, error: Exception) -> JobError:
+    return job_error(
+        "spec.training.model.from",
+        model_spec.from_,
+        f"no model could be loaded: {_words(error)}; it must hold config.json and safetensors",
+    )
+
+
+def _some(names: list[str], count: int = 6) -> str:
+    return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")
+
+
+def _below_one(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value < 1
+
+
+def _words(error: Exception, last: bool = False) -> str:
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return re.sub(r"^\w*Error: ", "", lines[-1 if last else 0])

@@ -1,0 +1,106 @@
+"""The built-in trainer: an ordinary training loop around the public Learner, nothing more.
+
+A user's own loop can do all that is done here. The model and the data come from
+the job; each of the learner's batches is one optimizer step, cut into
+``training.batch.accumulation`` forward passes. Learning rate and dropout depend on
+(seed, slot, slot step) and not on the process, so that a replacement continues its
+predecessor's course.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from diloco_protocol.spec.job import DiLoCoJob
+from diloco_worker import data, device
+from diloco_worker.data.shuffle import mix
+from diloco_worker.learner import Learner
+from diloco_worker.training import models
+from diloco_worker.training import optimizer as schedule
+
+log = logging.getLogger(__name__)
+
+
+def train(job: DiLoCoJob) -> int:
+    """Train as one learner of the job, until it ends or SIGTERM. Returns the process's exit code.
+
+    Raises JobError for what is wrong with the job, settings.WorkerError for the rest.
+    """
+    spec = job.spec
+    device.configure(spec)
+    where = device.device(spec)
+    dtype = device.precision(spec, where)
+    # Data first: a wrong path is said before a large model is built.
+    dataset = data.load(spec)
+    model = models.build(spec, spec.seed).to(where)
+    models.check_batch(model, dataset[0], spec.training.data.source if spec.training.data else "")
+    optimizer = schedule.build_optimizer(model, spec.training.optimizer)
+    log.info(
+        "%s: %d parameters, %d trained; %d sequences; %s, %s",
+        type(model).__name__, sum(p.numel() for p in model.parameters()),
+        sum(p.numel() for p in model.parameters() if p.requires_grad), len(dataset), where, dtype,
+    )  # fmt: skip
+
+    total: int | None = None
+    known: DiLoCoJob | None = None  # for which ``total`` is
+    with Learner.from_environment(model, optimizer) as learner:
+        for batch in learner.batches(dataset):
+            tokens = data.tokens_in(batch)
+            if learner.job is not known:  # the stop may be moved while the job runs
+                known = learner.job
+                total = schedule.total_steps(known.spec.training.stop, learner.learners, tokens)
+            rate = schedule.learning_rate(spec.training.optimizer, learner.step, total)
+            rate *= learner.rewarm_scale()
+            schedule.set_learning_rate(optimizer, rate)
+            torch.manual_seed(dropout_seed(spec.seed, learner.slot, learner.step))
+            nats = step(
+                model, optimizer, device.to_device(batch, where), spec.training.batch.accumulation,
+                spec.training.optimizer.clip_norm, dtype,
+            )  # fmt: skip
+            learner.after_step(tokens=tokens, loss=nats, lr=rate)
+    return learner.exit_code
+
+
+def step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping[str, torch.Tensor],
+    accumulation: int, clip_norm: float | None, dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    """One optimizer step on ``batch``, in ``accumulation`` forward passes.
+
+    Each prediction weighs the same, however many a pass has. Returns the mean
+    cross-entropy in nats per prediction, a detached scalar on the model's device.
+    """
+    where = batch["labels"].device
+    predictions = max(1, models.predictions(batch))
+    total = torch.zeros((), device=where)
+    optimizer.zero_grad(set_to_none=True)
+    for part in parts(batch, accumulation):
+        with device.autocast(where, dtype):
+            loss = models.loss(model, part)
+        share = loss.predictions / predictions
+        (loss.value * share).backward()
+        total += loss.nats.float() * share
+    schedule.clip((p for p in model.parameters() if p.requires_grad), clip_norm)
+    optimizer.step()
+    return total
+
+
+def parts(batch: Mapping[str, torch.Tensor], count: int) -> Iterator[dict[str, torch.Tensor]]:
+    """The batch in ``count`` parts along its first dimension, as equal as can be."""
+    rows = next(iter(batch.values())).shape[0]
+    for i in range(count):
+        start, end = rows * i // count, rows * (i + 1) // count
+        if end > start:
+            yield {name: tensor[start:end] for name, tensor in batch.items()}
+
+
+def dropout_seed(seed: int, slot: int, step: int) -> int:
+    """A seed of its own for each (job seed, slot, step), below 2^63."""
+    value = 0
+    for part in (seed, slot, step):
+        value = mix(value + part + 0x9E3779B97F4A7C15)
+    return value >> 1
