@@ -100,8 +100,10 @@ def main() -> int:
         print(f"{path}: {problem}", file=sys.stderr)
     if not found:
         recovered = [fault["recovered_seconds"] for fault in report["faults"]]
-        print(f"report: loss {report['initial_loss']:.3f} -> {report['final_loss']:.3f}, "
-              f"{report['merges']} merges, recovered after {recovered} s")  # fmt: skip
+        print(
+            f"report: loss {report['initial_loss']:.3f} -> {report['final_loss']:.3f}, "
+            f"{report['merges']} merges, recovered after {recovered} s"
+        )
     return 1 if found else 0
 
 

@@ -33,9 +33,7 @@ async def main() -> None:
     settings = kopf.OperatorSettings()
     settings.scanning.disabled = True
     settings.posting.enabled = False
-    await asyncio.gather(
-        kopf.operator(registry=registry, settings=settings, standalone=True, clusterwide=True), tell()
-    )
+    await asyncio.gather(kopf.operator(registry=registry, settings=settings, standalone=True, clusterwide=True), tell())
 
 
 if __name__ == "__main__":

@@ -28,8 +28,7 @@ def main() -> None:
         decoded = codec.decode(encoded, encoding, elements)
         other = torch_encode(tensor, encoding)
         ours, theirs = (
-            float(np.linalg.norm(array - values))
-            for array in (decoded, torch_decode(*other, encoding).numpy())
+            float(np.linalg.norm(array - values)) for array in (decoded, torch_decode(*other, encoding).numpy())
         )
         if not 0.95 * ours <= theirs <= 1.05 * ours:
             raise SystemExit(f"{encoding}: torch's error is {theirs}, ours {ours}")

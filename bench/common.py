@@ -76,10 +76,7 @@ def compare(
     """One row per reference. The value is ``work`` per second of our median time."""
     seconds = times({name: ours, **references}, rounds)
     value = work / statistics.median(seconds[name])
-    return [
-        Row(name, value, unit, reference, paired(seconds[reference], seconds[name]))
-        for reference in references
-    ]
+    return [Row(name, value, unit, reference, paired(seconds[reference], seconds[name])) for reference in references]
 
 
 def paired(reference: Sequence[float], ours: Sequence[float]) -> float:

@@ -45,9 +45,12 @@ from relay import Carried, Relay
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "tiny-gpt.yaml"
 PAIRS = (
-    ("float32", "float32"), ("int4", "bfloat16"), ("int4", "delta-int4"), ("int2", "bfloat16"),
+    ("float32", "float32"),
+    ("int4", "bfloat16"),
+    ("int4", "delta-int4"),
+    ("int2", "bfloat16"),
     ("int2", "delta-int4"),
-)  # fmt: skip
+)
 LEARNERS = 2
 # 3.3 million parameters in 24 fragments: a push as int4 has 72 kB, its headers and its report below 1.
 OVERRIDES = (
@@ -64,8 +67,12 @@ OVERRIDES = (
     "sync.overlap=2",
     "syncer.checkpoint.everySeconds=3600",
 )
-SMALL = ("training.batch.sequences=2", "training.model.config.num_hidden_layers=1", "sync.every=12",
-         "sync.fragments=12")  # fmt: skip
+SMALL = (
+    "training.batch.sequences=2",
+    "training.model.config.num_hidden_layers=1",
+    "sync.every=12",
+    "sync.fragments=12",
+)
 TURNS, QUICK_TURNS = 3, 1
 SETTLED = 1  # merges of each fragment before counting begins
 WAIT_SECONDS = 240.0  # for one run
@@ -156,19 +163,28 @@ def ended(process: subprocess.Popen[bytes]) -> None:
 def learner(folder: Path, job_file: Path, ordinal: int, address: str) -> subprocess.Popen[bytes]:
     """The worker program, as ``diloco run`` starts it, on one thread."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("DILOCO_")} | {
-        "DILOCO_JOB_FILE": str(job_file), "DILOCO_JOB_DIRECTORY": str(EXAMPLE.parent),
-        "DILOCO_ROLE": "learner", "DILOCO_REGION": "local", "DILOCO_ORDINAL": str(ordinal),
-        "DILOCO_PROCESS": secrets.token_hex(16), "DILOCO_WORKDIR": str(folder), "DILOCO_SYNCER": address,
+        "DILOCO_JOB_FILE": str(job_file),
+        "DILOCO_JOB_DIRECTORY": str(EXAMPLE.parent),
+        "DILOCO_ROLE": "learner",
+        "DILOCO_REGION": "local",
+        "DILOCO_ORDINAL": str(ordinal),
+        "DILOCO_PROCESS": secrets.token_hex(16),
+        "DILOCO_WORKDIR": str(folder),
+        "DILOCO_SYNCER": address,
         "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+    }
     with (folder / f"learner-{ordinal}.log").open("ab") as log:
         return subprocess.Popen([sys.executable, "-m", "diloco_worker"], stdout=log, stderr=log, env=env)
 
 
 def counted(
-    job: DiLoCoJob, syncer: programs.Syncer, relays: Sequence[Relay],
-    learners: Sequence[subprocess.Popen[bytes]], turns: int, folder: Path,
-) -> Moved:  # fmt: skip
+    job: DiLoCoJob,
+    syncer: programs.Syncer,
+    relays: Sequence[Relay],
+    learners: Sequence[subprocess.Popen[bytes]],
+    turns: int,
+    folder: Path,
+) -> Moved:
     """The difference of two moments, as many merges apart as ``turns`` turns have."""
     end = time.monotonic() + WAIT_SECONDS
     first: tuple[Carried, dict[str, Any]] | None = None
@@ -188,9 +204,7 @@ def counted(
     raise SystemExit(f"bench/encodings: a learner ended, or it took {WAIT_SECONDS:.0f} s\n{said}")
 
 
-def moved(
-    job: DiLoCoJob, first: tuple[Carried, dict[str, Any]], last: tuple[Carried, dict[str, Any]]
-) -> Moved:
+def moved(job: DiLoCoJob, first: tuple[Carried, dict[str, Any]], last: tuple[Carried, dict[str, Any]]) -> Moved:
     (before, old), (after, new) = first, last
     steps = sum(row["steps"] for row in new["slots"]) - sum(row["steps"] for row in old["slots"])
     merges = sum(new["versions"]) - sum(old["versions"])
@@ -202,9 +216,7 @@ def data_parallel(job_file: Path, encodings: Sequence[str]) -> dict[str, float]:
     found = {}
     for name in encodings:
         try:
-            found[name] = parallel.bytes_per_step(
-                job_file, EXAMPLE.parent, name == "bfloat16", PARALLEL_STEPS
-            )
+            found[name] = parallel.bytes_per_step(job_file, EXAMPLE.parent, name == "bfloat16", PARALLEL_STEPS)
         except parallel.NotMeasured as why:
             say(f"data-parallel with {name} gradients is not measured: {why}")
     return found
@@ -244,17 +256,18 @@ def need(up: str, down: str) -> Need:
 
 
 def show(
-    found: dict[tuple[str, str], Moved], size: int, batch: int, ddp: dict[str, float], reference: float,
-    as_json: bool,
-) -> None:  # fmt: skip
+    found: dict[tuple[str, str], Moved], size: int, batch: int, ddp: dict[str, float], reference: float, as_json: bool
+) -> None:
     """``reference``: data-parallel's bytes per step and direction with float32 gradients."""
     if as_json:
         common.show(figures(found, batch, ddp, size, reference), True)
         return
     print(f"{size} parameters, {LEARNERS} learners, {batch} tokens a step of each; bytes of TCP streams\n")
-    print("| up / down | link, bytes per token, up | down | hub, MB per step, in | out "
-          "| data-parallel ÷ link, up | down | needs, Gbit/s, formula | queue "
-          "| data-parallel ÷ needs, formula | queue |")  # fmt: skip
+    print(
+        "| up / down | link, bytes per token, up | down | hub, MB per step, in | out "
+        "| data-parallel ÷ link, up | down | needs, Gbit/s, formula | queue "
+        "| data-parallel ÷ needs, formula | queue |"
+    )
     print("|---|" + 10 * "---|")
     for (up, down), run in found.items():
         (upward, downward), hub, of = run.per_token(batch), run.per_step(), need(up, down)
@@ -282,25 +295,19 @@ def figures(
     for (up, down), run in found.items():
         name, of = f"{up} up, {down} down", need(up, down)
         for way, count in zip(("up", "down"), run.per_token(batch), strict=True):
-            rows.append(
-                common.Row(f"{name}: link, {way}", count, "B/token", against, reference / batch / count)
-            )
+            rows.append(common.Row(f"{name}: link, {way}", count, "B/token", against, reference / batch / count))
         if base is not None:
             for way, count, full in zip(("in", "out"), run.per_step(), base.per_step(), strict=True):
-                rows.append(
-                    common.Row(f"{name}: hub, {way}", count, "B/step", "float32 up and down", full / count)
-                )
+                rows.append(common.Row(f"{name}: hub, {way}", count, "B/step", "float32 up and down", full / count))
         for kind, bits in (("formula", of.formula), ("queue", of.queue)):
             rows.append(
-                common.Row(f"{name}: need by {kind}", bits / 1e9, "Gb/s", "data-parallel's need",
-                           of.parallel / bits)
-            )  # fmt: skip
+                common.Row(f"{name}: need by {kind}", bits / 1e9, "Gb/s", "data-parallel's need", of.parallel / bits)
+            )
     for encoding, moved_bytes in ddp.items():
         wide = computed(size, 4 if encoding == "float32" else 2)
         rows.append(
-            common.Row(f"data-parallel, {encoding}", moved_bytes / batch, "B/token", "computed",
-                       wide / moved_bytes)
-        )  # fmt: skip
+            common.Row(f"data-parallel, {encoding}", moved_bytes / batch, "B/token", "computed", wide / moved_bytes)
+        )
     return rows
 
 

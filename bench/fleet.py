@@ -133,8 +133,9 @@ def admit_operator(api: Api, folder: Path, kubeconfig: str) -> str:
     role = _named(f"{access}/v1", "ClusterRole", NAMESPACE) | {"rules": rules}
     subject = {"kind": "ServiceAccount", "name": ACCOUNT, "namespace": NAMESPACE}
     binding = _named(f"{access}/v1", "ClusterRoleBinding", NAMESPACE) | {
-        "roleRef": {"apiGroup": access, "kind": "ClusterRole", "name": NAMESPACE}, "subjects": [subject],
-    }  # fmt: skip
+        "roleRef": {"apiGroup": access, "kind": "ClusterRole", "name": NAMESPACE},
+        "subjects": [subject],
+    }
     api.apply(f"/apis/{access}/v1/clusterroles/{NAMESPACE}", role)
     api.apply(f"/apis/{access}/v1/clusterrolebindings/{NAMESPACE}", binding)
     flows = "flowcontrol.apiserver.k8s.io"
@@ -154,7 +155,7 @@ def admit_operator(api: Api, folder: Path, kubeconfig: str) -> str:
                 }
             ],
         }
-    }  # fmt: skip
+    }
     api.apply(f"/apis/{flows}/v1/flowschemas/{NAMESPACE}", schema)
     path = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/{ACCOUNT}/token"
     token = api.ask("POST", path, {"spec": {"expirationSeconds": 24 * 3600}})["status"]["token"]
@@ -171,10 +172,13 @@ def _kubeconfig(source: Path, token: str, path: Path) -> str:
     context = next(c["context"] for c in document["contexts"] if c["name"] == document["current-context"])
     entry = next(c for c in document["clusters"] if c["name"] == context["cluster"])
     document = {
-        "apiVersion": "v1", "kind": "Config", "current-context": "operator", "clusters": [entry],
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "operator",
+        "clusters": [entry],
         "users": [{"name": "operator", "user": {"token": token}}],
         "contexts": [{"name": "operator", "context": {"cluster": entry["name"], "user": "operator"}}],
-    }  # fmt: skip
+    }
     path.touch(mode=0o600)
     path.write_text(yaml.safe_dump(document), encoding="utf-8")
     return str(path)
@@ -217,14 +221,17 @@ def job(number: int, pods: int, beat: float) -> dict[str, Any]:
                 "stop": {"steps": 1_000_000},
             },
             "sync": {
-                "fragments": 2, "every": 4, "overlap": 1, "quorum": 1,
+                "fragments": 2,
+                "every": 4,
+                "overlap": 1,
+                "quorum": 1,
                 "heartbeat": {"intervalSeconds": beat, "timeoutSeconds": 6 * beat},
             },
             "syncer": {"storage": {"size": "1Gi", "onDelete": "Delete"}, "podTemplate": template("syncer")},
             "learners": {"podTemplate": template("learner")},
             "regions": [{"name": "local", "learners": pods - 2}],
         },
-    }  # fmt: skip
+    }
 
 
 JOBS = "/apis/diloco.io/v1alpha1"

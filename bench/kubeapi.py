@@ -39,23 +39,28 @@ class Api:
         made = kubernetes.client.Configuration()
         kubernetes.config.load_kube_config(path, client_configuration=made)
         pool = urllib3.PoolManager(
-            maxsize=16, ca_certs=made.ssl_ca_cert, cert_file=made.cert_file, key_file=made.key_file,
-            cert_reqs="CERT_REQUIRED" if made.verify_ssl else "CERT_NONE", retries=False,
-        )  # fmt: skip
+            maxsize=16,
+            ca_certs=made.ssl_ca_cert,
+            cert_file=made.cert_file,
+            key_file=made.key_file,
+            cert_reqs="CERT_REQUIRED" if made.verify_ssl else "CERT_NONE",
+            retries=False,
+        )
         return cls(made.host, made.get_api_key_with_prefix("BearerToken") or "", pool)
 
     # ------------------------------------------------------------- requests
 
-    def raw(
-        self, method: str, path: str, body: Any = None, content: str = "application/json", **query: str
-    ) -> bytes:
+    def raw(self, method: str, path: str, body: Any = None, content: str = "application/json", **query: str) -> bytes:
         """The answer's bytes. Raises ApiError."""
         headers = {"Content-Type": content} | ({"Authorization": self._token} if self._token else {})
         try:
             answer = self._pool.request(
-                method, self.server + path + (f"?{urlencode(query)}" if query else ""), headers=headers,
-                body=None if body is None else json.dumps(body).encode(), timeout=SECONDS,
-            )  # fmt: skip
+                method,
+                self.server + path + (f"?{urlencode(query)}" if query else ""),
+                headers=headers,
+                body=None if body is None else json.dumps(body).encode(),
+                timeout=SECONDS,
+            )
         except urllib3.exceptions.HTTPError as error:
             raise ApiError(0, f"{method} {path}: {error}") from error
         if answer.status >= 300:
@@ -111,9 +116,8 @@ class Api:
                 time.sleep(1.0)
 
     def _list(
-        self, path: str, selector: str, known: dict[str, dict[str, Any]],
-        saw: Callable[[bool, dict[str, Any]], None],
-    ) -> str:  # fmt: skip
+        self, path: str, selector: str, known: dict[str, dict[str, Any]], saw: Callable[[bool, dict[str, Any]], None]
+    ) -> str:
         answer = self.get(path, labelSelector=selector)
         found = {item["metadata"]["uid"]: item for item in answer["items"]}
         for uid in set(known) - set(found):
@@ -124,16 +128,24 @@ class Api:
         return str(answer["metadata"]["resourceVersion"])
 
     def _watch(
-        self, path: str, selector: str, version: str, known: dict[str, dict[str, Any]],
-        saw: Callable[[bool, dict[str, Any]], None], stop: threading.Event,
-    ) -> str:  # fmt: skip
+        self,
+        path: str,
+        selector: str,
+        version: str,
+        known: dict[str, dict[str, Any]],
+        saw: Callable[[bool, dict[str, Any]], None],
+        stop: threading.Event,
+    ) -> str:
         query = {"watch": "1", "labelSelector": selector, "resourceVersion": version}
         query |= {"timeoutSeconds": str(WATCH_SECONDS), "allowWatchBookmarks": "true"}
         headers = {"Authorization": self._token} if self._token else {}
         stream = self._pool.request(
-            "GET", f"{self.server}{path}?{urlencode(query)}", headers=headers, preload_content=False,
+            "GET",
+            f"{self.server}{path}?{urlencode(query)}",
+            headers=headers,
+            preload_content=False,
             timeout=urllib3.Timeout(connect=SECONDS, read=WATCH_SECONDS + SECONDS),
-        )  # fmt: skip
+        )
         try:
             if stream.status != 200:
                 return ""

@@ -70,11 +70,7 @@ def measure(name: str, method: str, pieces: Sequence[Piece], threads: int, round
 
 
 def torch_merge(
-    pieces: Sequence[Piece],
-    deltas: Sequence[torch.Tensor],
-    weights: Sequence[float],
-    method: str,
-    out: torch.Tensor,
+    pieces: Sequence[Piece], deltas: Sequence[torch.Tensor], weights: Sequence[float], method: str, out: torch.Tensor
 ) -> None:
     """The same as one would write it in eager torch."""
     for piece in pieces:

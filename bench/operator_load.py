@@ -103,19 +103,18 @@ class Bench:
         fleet.until("every job whole", self.whole, patience, every=3.0)
         whole = time.monotonic() - began
         after = snapshot(self.operator, self.api)
-        say(
-            f"created in {took:.0f} s, StatefulSets of all made after {made:.0f} s, whole after {whole:.0f} s"
-        )
+        say(f"created in {took:.0f} s, StatefulSets of all made after {made:.0f} s, whole after {whole:.0f} s")
         self.reconcile("creation", before, after)
         per_job = (after.counted - before.counted) / self.jobs
         self.created = made / self.jobs
         self.row(
-            "creation: API requests", per_job, "a job", "as the operator counts",
+            "creation: API requests",
+            per_job,
+            "a job",
+            "as the operator counts",
             difference(before, after) / (after.counted - before.counted),
-        )  # fmt: skip
-        self.row(
-            "creation: until every job is whole", whole, "s", "until all StatefulSets are made", made / whole
         )
+        self.row("creation: until every job is whole", whole, "s", "until all StatefulSets are made", made / whole)
         say(f"  requests: {words(before, after)}")
 
     def made(self) -> int:
@@ -146,8 +145,10 @@ class Bench:
         if not aim:
             ratio = counted / max(1.0, after.counted - before.counted)
             self.row(name, rate, "", "as the operator counts", ratio)
-        say(f"  requests: {rate:.3f} per job and minute by the API server's count, "
-            f"{counted / self.jobs / minutes:.3f} by the operator's: {words(before, after)}")  # fmt: skip
+        say(
+            f"  requests: {rate:.3f} per job and minute by the API server's count, "
+            f"{counted / self.jobs / minutes:.3f} by the operator's: {words(before, after)}"
+        )
 
     def burst(self) -> None:
         """Pods killed at random, all at once; until every job is whole again."""
@@ -166,15 +167,11 @@ class Bench:
         roles = Counter(pod["metadata"]["labels"][names.LABEL_ROLE] for pod in chosen)
         say(f"{len(chosen)} pods killed ({', '.join(f'{n} {role}s' for role, n in roles.items())})")
         self.reconcile("burst", before, after)
-        say(
-            f"  every job whole again {took:.0f} s after all pods were back; requests: {words(before, after)}"
-        )
+        say(f"  every job whole again {took:.0f} s after all pods were back; requests: {words(before, after)}")
         waits = self.told_after(killed)
         if waits:
             most, middle = percentile(0.95, waits), statistics.median(waits)
-            self.row(
-                "burst: pod killed until its syncer is told, p95", most, "s", "the median", middle / most
-            )
+            self.row("burst: pod killed until its syncer is told, p95", most, "s", "the median", middle / most)
         say(f"  syncers were told of {len(waits)} of {roles['learner']} learners that were killed")
 
     def told_after(self, killed: Mapping[str, float]) -> list[float]:
@@ -194,9 +191,7 @@ class Bench:
         bare, self.listed = bare_kopf(kubeconfig, folder, self.jobs * (self.pods + 1))
         self.row("operator: peak memory", peak / 1e6, "MB", "kopf that does nothing", bare / peak)
         alone = self.apply_again(min(self.jobs, 40))
-        self.row(
-            "creation: objects made", self.created, "s/job", "plain apply, one by one", alone / self.created
-        )
+        self.row("creation: objects made", self.created, "s/job", "plain apply, one by one", alone / self.created)
         say(f"kopf that does nothing: {bare / 1e6:.0f} MB, all seen after {self.listed:.1f} s")
         say(f"plain server-side apply: {alone:.3f} s a job")
 
@@ -252,9 +247,11 @@ def bare_kopf(kubeconfig: str, folder: Path, objects: int) -> tuple[int, float]:
     program = Path(__file__).with_name("bare_kopf.py")
     with (folder / "bare_kopf.log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, str(program)], stdout=subprocess.PIPE, stderr=log,
+            [sys.executable, str(program)],
+            stdout=subprocess.PIPE,
+            stderr=log,
             env={**os.environ, "KUBECONFIG": kubeconfig},
-        )  # fmt: skip
+        )
         assert process.stdout is not None
         try:
             began, took, last, quiet = time.monotonic(), 0.0, -1, 0
@@ -287,9 +284,7 @@ def main() -> None:
     parser = common.arguments(__doc__ or "")
     parser.add_argument("--jobs", type=int, metavar="N", help=f"jobs (default {JOBS}; quick: {QUICK_JOBS})")
     parser.add_argument("--pods", type=int, default=PODS, metavar="N", help=f"of each job (default {PODS})")
-    parser.add_argument(
-        "--kubeconfig", metavar="FILE", help="a cluster with kwok (default: made by localkube)"
-    )
+    parser.add_argument("--kubeconfig", metavar="FILE", help="a cluster with kwok (default: made by localkube)")
     parser.add_argument("--keep", action="store_true", help="leave the cluster that was made, and all files")
     args = parser.parse_args()
     jobs = args.jobs or (QUICK_JOBS if args.quick else JOBS)

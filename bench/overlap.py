@@ -78,9 +78,7 @@ def main() -> None:
     if merges == 0:
         raise SystemExit("bench/overlap: nothing was merged, so nothing was measured")
     where = "one core" if len(cores) == 1 else "a core each"
-    common.show(
-        figures(measured), args.json, f"{turns} turns of {steps} steps; learner and syncer on {where}"
-    )
+    common.show(figures(measured), args.json, f"{turns} turns of {steps} steps; learner and syncer on {where}")
 
 
 def figures(measured: dict[str, list[tuple[float, float]]]) -> list[common.Row]:
@@ -90,17 +88,12 @@ def figures(measured: dict[str, list[tuple[float, float]]]) -> list[common.Row]:
     value = statistics.median(step["with"])
     return [
         common.Row(
-            "training thread inside the library",
-            100 * stalled,
-            "%",
-            "the training thread's wall time",
-            stalled,
+            "training thread inside the library", 100 * stalled, "%", "the training thread's wall time", stalled
         ),
         common.Row(
-            "step, synchronised", 1e3 * value, "ms", "the same loop alone",
-            common.paired(step["without"], step["with"]),
+            "step, synchronised", 1e3 * value, "ms", "the same loop alone", common.paired(step["without"], step["with"])
         ),
-    ]  # fmt: skip
+    ]
 
 
 def ask(pipe: Connection, steps: int, children: list[Any]) -> tuple[float, float]:

@@ -64,9 +64,7 @@ def _answer(pipe: Connection) -> float:
     return float(found)
 
 
-def train(
-    pipe: Connection, rank: int, folder: str, job_file: str, directory: str, bfloat16: bool, steps: int
-) -> None:
+def train(pipe: Connection, rank: int, folder: str, job_file: str, directory: str, bfloat16: bool, steps: int) -> None:
     """One process: sends its bytes per step, or why there are none."""
     # Each by itself: gloo listens where the machine's name points to, which may be nowhere.
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", DILOCO_JOB_DIRECTORY=directory)
@@ -94,9 +92,12 @@ def _trained(rank: int, folder: str, job_file: str, bfloat16: bool, steps: int) 
     dataset = data.load(job.spec)
     model = models.build(job.spec, job.spec.seed)
     distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS,
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=RANKS,
         timeout=timedelta(seconds=WAIT_SECONDS / 2),
-    )  # fmt: skip
+    )
     parallel = DistributedDataParallel(model)
     if bfloat16:
         parallel.register_comm_hook(None, averaged_as_bfloat16)

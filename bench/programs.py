@@ -40,11 +40,18 @@ class Syncer:
 
     def __enter__(self) -> Self:
         command = [
-            sys.executable, "-m", "diloco_syncer",
-            "--job", str(self.job_file), "--store", str(self.folder / "store"),
-            "--control-key-file", str(self.folder / "control.key"),
-            "--address-file", str(self.addresses_file),
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "diloco_syncer",
+            "--job",
+            str(self.job_file),
+            "--store",
+            str(self.folder / "store"),
+            "--control-key-file",
+            str(self.folder / "control.key"),
+            "--address-file",
+            str(self.addresses_file),
+        ]
         cores = self._cores
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -100,10 +107,22 @@ class Operator:
     def start(self) -> None:
         """Begin a life. Whether it serves is for ``ready`` to say."""
         command = [
-            sys.executable, "-m", "diloco_operator", "--namespace", self._namespace, "--http", self._http,
-            "--key-file", str(self._key), "--log-format", "text",
-            "--syncer-image", "syncer:bench", "--worker-image", "worker:bench",
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "diloco_operator",
+            "--namespace",
+            self._namespace,
+            "--http",
+            self._http,
+            "--key-file",
+            str(self._key),
+            "--log-format",
+            "text",
+            "--syncer-image",
+            "syncer:bench",
+            "--worker-image",
+            "worker:bench",
+        ]
         with self._log.open("ab") as log:
             environment = {**os.environ, "KUBECONFIG": self._kubeconfig}
             self._process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)

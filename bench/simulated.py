@@ -56,15 +56,26 @@ class Learner:
         now = self.adoption.now
         rows = tuple(
             ev.FragmentCounts(
-                r.epoch, r.base_version, r.steps, r.tokens, r.confirmed_tokens,
-                r.dropped_overlap, r.dropped_stale, r.dropped_rolled_back,
+                r.epoch,
+                r.base_version,
+                r.steps,
+                r.tokens,
+                r.confirmed_tokens,
+                r.dropped_overlap,
+                r.dropped_stale,
+                r.dropped_rolled_back,
             )
             for r in self.adoption.rows()
-        )  # fmt: skip
+        )
         return ev.ReportCounts(
-            now.step, self.adoption.trained_steps, now.tokens, rows, now.seconds,
-            loss=9.0 / (1 + now.step) ** 0.1, step_seconds=step_seconds,
-        )  # fmt: skip
+            now.step,
+            self.adoption.trained_steps,
+            now.tokens,
+            rows,
+            now.seconds,
+            loss=9.0 / (1 + now.step) ** 0.1,
+            step_seconds=step_seconds,
+        )
 
 
 class _Sessions:
@@ -158,10 +169,14 @@ class Syncer:
         sync = self.job.spec.sync
         adoption = Adoption(
             AdoptionConfig(
-                sync.fragments, sync.every, sync.overlap, Rule(sync.adoption.rule),
-                max_versions=sync.staleness.max_versions, max_steps=self.job.spec.max_steps_alone,
+                sync.fragments,
+                sync.every,
+                sync.overlap,
+                Rule(sync.adoption.rule),
+                max_versions=sync.staleness.max_versions,
+                max_steps=self.job.spec.max_steps_alone,
             )
-        )  # fmt: skip
+        )
         joins = time.monotonic() + joins_in
         self.learners.setdefault(uid, Learner(region, ordinal, uid, adoption, join_at=joins))
 
@@ -203,9 +218,14 @@ class Syncer:
         self._connect(learner.region, learner.ordinal, learner.process, learner.held(), before)
 
     def _connect(
-        self, region: str, ordinal: int, process: str, held: tuple[tuple[int, int], ...] = (),
-        before: int = 0, evaluator: bool = False,
-    ) -> int:  # fmt: skip
+        self,
+        region: str,
+        ordinal: int,
+        process: str,
+        held: tuple[tuple[int, int], ...] = (),
+        before: int = 0,
+        evaluator: bool = False,
+    ) -> int:
         number, self._next_connection = self._next_connection, self._next_connection + 1
         digests = immutable_digests(self.job)
         self.handle(ev.Join(number, process, region, ordinal, evaluator, LAYOUT, digests, 0, held, before))
@@ -231,10 +251,23 @@ class Syncer:
         plan, report = planned[0], learner.report(self.beat_seconds)
         encoding = self.job.spec.sync.compression.up
         header = ev.PushHeader(
-            learner.seat.slot, learner.seat.incarnation, plan.fragment, plan.sequence, plan.round,
-            plan.epoch, plan.base_version, plan.oldest_version, plan.first_step, plan.last_step,
-            plan.steps, plan.tokens, plan.compute_seconds, encoding, LAYOUT, report,
-        )  # fmt: skip
+            learner.seat.slot,
+            learner.seat.incarnation,
+            plan.fragment,
+            plan.sequence,
+            plan.round,
+            plan.epoch,
+            plan.base_version,
+            plan.oldest_version,
+            plan.first_step,
+            plan.last_step,
+            plan.steps,
+            plan.tokens,
+            plan.compute_seconds,
+            encoding,
+            LAYOUT,
+            report,
+        )
         self.bytes_up += ELEMENTS
         self.traffic.received(learner.region, learner.seat.slot, ELEMENTS)
         self._numbers += 1

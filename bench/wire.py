@@ -215,13 +215,16 @@ class _Learner:
         method: Any = self._control.stream_stream(services.SESSION)
         self._call = method()
         join = sync_pb2.Join(
-            format=limits.FORMAT, job="bench-wire", process=self._process, role=sync_pb2.ROLE_LEARNER,
-            region="local", ordinal=self._ordinal, layout_digest=self._layout.digest,
-        )  # fmt: skip
-        await self._call.write(sync_pb2.LearnerMessage(join=join).SerializeToString())
-        first = limits.parse(
-            sync_pb2.SyncerMessage, await asyncio.wait_for(self._call.read(), limits.JOIN_SECONDS)
+            format=limits.FORMAT,
+            job="bench-wire",
+            process=self._process,
+            role=sync_pb2.ROLE_LEARNER,
+            region="local",
+            ordinal=self._ordinal,
+            layout_digest=self._layout.digest,
         )
+        await self._call.write(sync_pb2.LearnerMessage(join=join).SerializeToString())
+        first = limits.parse(sync_pb2.SyncerMessage, await asyncio.wait_for(self._call.read(), limits.JOIN_SECONDS))
         if not first.HasField("welcome"):
             raise RuntimeError(f"refused: {first.refusal.message}")
         welcome = first.welcome
@@ -248,14 +251,21 @@ class _Learner:
             slot_step=n, trained_steps=n, trained_tokens=n * TOKENS, fragments=[counts] * FRAGMENTS
         )
         push = sync_pb2.Push(
-            fragment=fragment, sequence=n, round=1, epoch=self._epoch, first_step=1, last_step=n, steps=n,
-            tokens=n * TOKENS, encoding="float32", layout_digest=self._layout.digest, report=report,
-        )  # fmt: skip
+            fragment=fragment,
+            sequence=n,
+            round=1,
+            epoch=self._epoch,
+            first_step=1,
+            last_step=n,
+            steps=n,
+            tokens=n * TOKENS,
+            encoding="float32",
+            layout_digest=self._layout.digest,
+            report=report,
+        )
         return self._header(push=push)
 
-    async def _accepted(
-        self, channels: list[aio.Channel], header: sync_pb2.UploadHeader, payload: Any
-    ) -> None:
+    async def _accepted(self, channels: list[aio.Channel], header: sync_pb2.UploadHeader, payload: Any) -> None:
         answer = await bulk.upload(channels, header, payload)
         if not answer.accepted:
             raise RuntimeError(f"refused ({answer.reason}): {answer.message}")

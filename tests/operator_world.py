@@ -49,12 +49,14 @@ IN_USE = (
     "ReadWriteOncePod access mode."
 )
 SPREAD = {
-    "syncer": {"cluster": "hub", "tls": {"secretName": "s"},
-               "endpoint": {"type": "NodePort", "nodePort": 30700, "address": "10.0.0.1"}},
+    "syncer": {
+        "cluster": "hub",
+        "tls": {"secretName": "s"},
+        "endpoint": {"type": "NodePort", "nodePort": 30700, "address": "10.0.0.1"},
+    },
     "learners": {"credentials": {"secretName": "l"}},
-    "regions": [{"name": "near", "cluster": "hub", "learners": 1},
-                {"name": "away", "cluster": "far", "learners": 2}],
-}  # fmt: skip
+    "regions": [{"name": "near", "cluster": "hub", "learners": 1}, {"name": "away", "cluster": "far", "learners": 2}],
+}
 """What of a job's spec makes it span the clusters hub and far."""
 
 
@@ -69,10 +71,16 @@ def job_object(name: str = "job", count: int = 3, **spec: Any) -> Object:
     return {
         "apiVersion": "diloco.io/v1alpha1",
         "kind": "DiLoCoJob",
-        "metadata": {"name": name, "namespace": "ns", "uid": "aaaaaaaa-0000-0000-0000-000000000001",
-                     "generation": 1, "finalizers": [], "labels": {}},
+        "metadata": {
+            "name": name,
+            "namespace": "ns",
+            "uid": "aaaaaaaa-0000-0000-0000-000000000001",
+            "generation": 1,
+            "finalizers": [],
+            "labels": {},
+        },
         "spec": {"training": training, "regions": [{"name": "local", "learners": count}], **spec},
-    }  # fmt: skip
+    }
 
 
 @dataclass
@@ -220,8 +228,10 @@ class World:
         lines = [f"{at - START:8.1f} {e.type:7} {e.reason}: {e.message}" for at, e in self.events]
         lines.append(json.dumps(self.job.get("status"), indent=1))
         for pod in self.pods.values():
-            lines.append(f"{pod.name} {pod.uid[:8]} {pod.obj['status']['phase']} {pod.container['state']}"
-                         f" {'terminating' if pod.terminating else ''} joined={pod.joined}")  # fmt: skip
+            lines.append(
+                f"{pod.name} {pod.uid[:8]} {pod.obj['status']['phase']} {pod.container['state']}"
+                f" {'terminating' if pod.terminating else ''} joined={pod.joined}"
+            )
         lines.append(str(self.syncer))
         return "\n".join(lines)
 
@@ -312,9 +322,7 @@ class World:
 
     def _stateful_set(self, ref: Ref, obj: Object) -> None:
         revision = f"{ref.name}-{_hash(obj['spec']['template'])}"
-        obj["status"] = {
-            "observedGeneration": obj["metadata"]["generation"], "updateRevision": revision,
-        }  # fmt: skip
+        obj["status"] = {"observedGeneration": obj["metadata"]["generation"], "updateRevision": revision}
         for pod in [p for p in self.pods.values() if p.obj["metadata"]["labels"].get("set") == ref.name]:
             if pod.obj["status"]["phase"] == "Failed" and not pod.terminating:
                 self._delete_pod(pod, False)
@@ -344,9 +352,7 @@ class World:
     def _may_create(self, ref: Ref, name: str) -> bool:
         if self.quota is None or len(self.pods) < self.quota:
             return True
-        message = (
-            f'pods "{name}" is forbidden: exceeded quota: small, requested: pods=1, used: pods={self.quota}'
-        )
+        message = f'pods "{name}" is forbidden: exceeded quota: small, requested: pods=1, used: pods={self.quota}'
         self.notes = [n for n in self.notes if (n.kind, n.name) != ref]
         self.notes.append(Note(ref.kind, ref.name, "FailedCreate", message, self.now))
         return False
@@ -358,7 +364,9 @@ class World:
         self.pods[uid] = PodSim(
             {
                 "metadata": {
-                    "name": name, "uid": uid, "creationTimestamp": stamp(self.now),
+                    "name": name,
+                    "uid": uid,
+                    "creationTimestamp": stamp(self.now),
                     "labels": {**template["metadata"]["labels"], **labels},
                 },
                 "spec": spec,
@@ -366,13 +374,18 @@ class World:
                     "phase": "Pending",
                     "conditions": [],
                     "containerStatuses": [
-                        {"name": main["name"], "image": main["image"], "restartCount": 0,
-                         "state": {"waiting": {"reason": "ContainerCreating"}}, "lastState": {}}
+                        {
+                            "name": main["name"],
+                            "image": main["image"],
+                            "restartCount": 0,
+                            "state": {"waiting": {"reason": "ContainerCreating"}},
+                            "lastState": {},
+                        }
                     ],
                 },
             },
             self.now + START_SECONDS,
-        )  # fmt: skip
+        )
 
     def _delete_pod(self, pod: PodSim, force: bool) -> None:
         if force:
@@ -423,9 +436,13 @@ class World:
             )
             if pod.name in self.unschedulable or not well or taken:
                 status["conditions"] = [
-                    {"type": "PodScheduled", "status": "False", "reason": "Unschedulable",
-                     "message": IN_USE if taken else "0/3 nodes are available: 3 Insufficient cpu."}
-                ]  # fmt: skip
+                    {
+                        "type": "PodScheduled",
+                        "status": "False",
+                        "reason": "Unschedulable",
+                        "message": IN_USE if taken else "0/3 nodes are available: 3 Insufficient cpu.",
+                    }
+                ]
                 pod.ready_to_start = self.now + START_SECONDS
                 return
             status["conditions"] = [{"type": "PodScheduled", "status": "True"}]
@@ -445,8 +462,7 @@ class World:
         status["phase"] = "Running"
 
     def _crash(self, pod: PodSim, code: int) -> None:
-        ended = {"exitCode": code, "reason": "Error", "message": self.last_words,
-                 "finishedAt": stamp(self.now)}  # fmt: skip
+        ended = {"exitCode": code, "reason": "Error", "message": self.last_words, "finishedAt": stamp(self.now)}
         pod.container["lastState"] = {"terminated": ended}
         pod.container["state"] = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off"}}
         self._condition(pod, "Ready", False, "")
@@ -540,8 +556,9 @@ class World:
                 continue
             free = [s for s in hub.slots if s.state in ("empty", "lost", "drained")]
             # A newcomer takes over the place where its predecessor was.
-            old = [s for s in hub.slots if s.process and s.place == (pod.region, pod.ordinal)
-                   and s.process not in alive]  # fmt: skip
+            old = [
+                s for s in hub.slots if s.process and s.place == (pod.region, pod.ordinal) and s.process not in alive
+            ]
             own = [s for s in free if (s.region, s.ordinal) == (pod.region, pod.ordinal)]
             for slot in (*old, *own, *free):
                 slot.process, slot.state, slot.heard = process, "active", self.now
@@ -556,19 +573,33 @@ class World:
     def document(self) -> Object:
         hub = self.syncer
         return {
-            "phase": hub.phase, "message": hub.misses, "regions_lost": hub.lost,
-            "epoch": hub.epoch, "merges": hub.merges, "goodput": 0.9,
-            "quorum": {"active": self.active(), "required": hub.required}, "eval_loss": [],
-            "standby": len(hub.standbys), "standbys": list(hub.standbys),
+            "phase": hub.phase,
+            "message": hub.misses,
+            "regions_lost": hub.lost,
+            "epoch": hub.epoch,
+            "merges": hub.merges,
+            "goodput": 0.9,
+            "quorum": {"active": self.active(), "required": hub.required},
+            "eval_loss": [],
+            "standby": len(hub.standbys),
+            "standbys": list(hub.standbys),
             "tokens": {"trained": hub.tokens, "merged": hub.tokens, "pending": 0, "dropped": 0},
             "slots": [
-                {"slot": i, "region": s.place[0], "ordinal": s.place[1], "process": s.process,
-                 "state": s.state, "ready": self._in_quorum(s), "step": s.merged, "loss": 2.0,
-                 "merged_pushes": s.merged,
-                 "heard_seconds_ago": self.now - s.heard if s.state in HOLDING else None}
+                {
+                    "slot": i,
+                    "region": s.place[0],
+                    "ordinal": s.place[1],
+                    "process": s.process,
+                    "state": s.state,
+                    "ready": self._in_quorum(s),
+                    "step": s.merged,
+                    "loss": 2.0,
+                    "merged_pushes": s.merged,
+                    "heard_seconds_ago": self.now - s.heard if s.state in HOLDING else None,
+                }
                 for i, s in enumerate(hub.slots)
             ],
-        }  # fmt: skip
+        }
 
     def _ask(self) -> None:
         running = [p for p in self.of("syncer") if p.running]
@@ -581,8 +612,12 @@ class World:
         if self.syncer.pod and not self.syncer_silent:
             self.asked = Asked(self.document(), "", self.now, None)
             if self.syncer.phase in ("complete", "failed"):
-                self.report = {"outcome": self.syncer.phase, "tokens": {"trained": self.syncer.tokens},
-                               "learners": [1, 2], "goodput": 0.9}  # fmt: skip
+                self.report = {
+                    "outcome": self.syncer.phase,
+                    "tokens": {"trained": self.syncer.tokens},
+                    "learners": [1, 2],
+                    "goodput": 0.9,
+                }
         else:
             since = self.asked.failing_since if self.asked is not None else None
             self.asked = Asked(None, "no answer", self.now, since if since is not None else self.now)
@@ -595,13 +630,16 @@ class World:
                 "metadata": {"name": name},
                 "status": {
                     "conditions": [
-                        {"type": "Ready", "status": "True" if well else "Unknown",
-                         "lastTransitionTime": stamp(self.node_since[name])}
+                        {
+                            "type": "Ready",
+                            "status": "True" if well else "Unknown",
+                            "lastTransitionTime": stamp(self.node_since[name]),
+                        }
                     ]
                 },
             }
             for name, well in self.nodes.items()
-        }  # fmt: skip
+        }
         return Observed(
             now=self.now,
             job=_copy(self.job),
@@ -635,9 +673,7 @@ class World:
         observed = self.observed()
         frozen = json.dumps([observed.job, list(observed.pods)], sort_keys=True)
         made = plan(observed, self.memory, self.settings)
-        assert json.dumps([observed.job, list(observed.pods)], sort_keys=True) == frozen, (
-            "the plan changed it"
-        )
+        assert json.dumps([observed.job, list(observed.pods)], sort_keys=True) == frozen, "the plan changed it"
         self._check(made)
         self._carry_out(made)
         self.plans.append(made)
@@ -662,10 +698,16 @@ class World:
             taken.setdefault(pod.region, []).append(pod)
         working = 0
         for region, pods in taken.items():
-            others = [p for p in self.of("learner") if p.region == region and p.terminating
-                      and self.now <= seconds(p.obj["metadata"]["deletionTimestamp"]) + 5]  # fmt: skip
-            wanted = next((r["learners"] + r.get("spares", 0) for r in self.job["spec"]["regions"]
-                           if r["name"] == region), 0)  # fmt: skip
+            others = [
+                p
+                for p in self.of("learner")
+                if p.region == region
+                and p.terminating
+                and self.now <= seconds(p.obj["metadata"]["deletionTimestamp"]) + 5
+            ]
+            wanted = next(
+                (r["learners"] + r.get("spares", 0) for r in self.job["spec"]["regions"] if r["name"] == region), 0
+            )
             others = [p for p in others if p.ordinal < wanted]
             assert len(pods) == 1 and not others, f"two of {region} at once: {pods} {others}\n{self.story()}"
             mine = [s for s in self.syncer.slots if s.process == pods[0].process and pods[0].running]
@@ -678,9 +720,7 @@ class World:
         if working:
             k, m = self.syncer.required, len(self.syncer.slots)
             left = self.active() - working
-            assert left >= k or (k == m and working == 1), (
-                f"below K by our hand: {left} < {k}\n{self.story()}"
-            )
+            assert left >= k or (k == m and working == 1), f"below K by our hand: {left} < {k}\n{self.story()}"
 
     def _carry_out(self, made: Plan) -> None:
         metadata = self.job["metadata"]

@@ -58,16 +58,21 @@ class Parties:
         return self.put(who, issue(self.authority, [self.named(None)], (), now(), days))
 
     def learner(
-        self, who: str = "learner", region: str = "local", *, job: str = "", namespace: str = "",
-        since: datetime.timedelta = datetime.timedelta(0), days: int = 1, token: str = TOKEN,
-    ) -> Path:  # fmt: skip
+        self,
+        who: str = "learner",
+        region: str = "local",
+        *,
+        job: str = "",
+        namespace: str = "",
+        since: datetime.timedelta = datetime.timedelta(0),
+        days: int = 1,
+        token: str = TOKEN,
+    ) -> Path:
         """``since``: made so long after now (before, if negative)."""
         names = [self.named(region, job, namespace)]
         return self.put(who, issue(self.authority, names, (), now() + since, days), token=token)
 
-    def other(
-        self, who: str, uris: Iterable[str], hosts: Iterable[str] = (), usages: Iterable[str] = ()
-    ) -> Path:
+    def other(self, who: str, uris: Iterable[str], hosts: Iterable[str] = (), usages: Iterable[str] = ()) -> Path:
         """As a tool that knows nothing of our roles makes them. ``usages``: extended, by OID; none: good
         for everything."""
         signer, key = load_authority(self.authority)

@@ -38,9 +38,12 @@ class S3Service:
         self._log = open(folder / "s3-log", "ab")  # noqa: SIM115
         env = {k: v for k, v in os.environ.items() if not k.startswith(OURS)}
         self._process = subprocess.Popen(
-            [PYTHON, SERVER, port, *tls], stdout=self._log, stderr=self._log, stdin=subprocess.DEVNULL,
+            [PYTHON, SERVER, port, *tls],
+            stdout=self._log,
+            stderr=self._log,
+            stdin=subprocess.DEVNULL,
             env=env | {"DILOCO_S3_IAM": "1" if rights else "0"},
-        )  # fmt: skip
+        )
         end = time.monotonic() + 60
         while not port.exists():
             if self._process.poll() is not None or time.monotonic() > end:
@@ -64,9 +67,11 @@ class S3Service:
 def environment(endpoint: str) -> dict[str, str]:
     """What a syncer is given."""
     return {
-        "AWS_ENDPOINT_URL": endpoint, "AWS_ACCESS_KEY_ID": "anybody", "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": "anybody",
+        "AWS_SECRET_ACCESS_KEY": SECRET,
         "AWS_SESSION_TOKEN": TOKEN,
-    }  # fmt: skip
+    }
 
 
 @contextlib.contextmanager

@@ -146,10 +146,7 @@ def install_manifest() -> str:
     namespace = {
         "apiVersion": "v1",
         "kind": "Namespace",
-        "metadata": {
-            "name": NAMESPACE,
-            "labels": {"pod-security.kubernetes.io/enforce": "restricted"},
-        },
+        "metadata": {"name": NAMESPACE, "labels": {"pod-security.kubernetes.io/enforce": "restricted"}},
     }
     lines = []
     for line in template("--no-hooks").splitlines():
@@ -187,9 +184,17 @@ def check() -> None:
                     one["spec"]["serviceAccountName"] = "default"
             text = json.dumps({"apiVersion": "v1", "kind": "List", "items": known})
             run(
-                kubectl, "apply", "--server-side", "--dry-run=server", "--force-conflicts",
-                "--validate=strict", "--field-manager=chart-check", "-f", "-", stdin=text,
-            )  # fmt: skip
+                kubectl,
+                "apply",
+                "--server-side",
+                "--dry-run=server",
+                "--force-conflicts",
+                "--validate=strict",
+                "--field-manager=chart-check",
+                "-f",
+                "-",
+                stdin=text,
+            )
             said += f", {len(known)} of them tried on the API server"
         print(said)
     if not cluster:

@@ -33,9 +33,13 @@ def main(words: list[str]) -> int:
         print(__doc__, file=sys.stderr)
         return 2
     merged: dict[str, Any] = {
-        "apiVersion": "v1", "kind": "Config", "current-context": words[1].partition("=")[0],
-        "contexts": [], "clusters": [], "users": [],
-    }  # fmt: skip
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": words[1].partition("=")[0],
+        "contexts": [],
+        "clusters": [],
+        "users": [],
+    }
     for word in words[1:]:
         name, _, path = word.partition("=")
         try:

@@ -59,9 +59,7 @@ def closure(wanted: list[Requirement]) -> dict[str, str]:
             raise SystemExit(f"lock: {name} (required by {by}) is not installed: run make setup") from None
         version = Version(distribution.version)
         if not requirement.specifier.contains(version.public, prereleases=True):
-            raise SystemExit(
-                f"lock: {name} {version} is installed, but {by} asks for {requirement.specifier}"
-            )
+            raise SystemExit(f"lock: {name} {version} is installed, but {by} asks for {requirement.specifier}")
         pins[name] = version.public
         for line in distribution.requires or []:
             child = Requirement(line)
@@ -89,9 +87,7 @@ def check() -> int:
         if name not in pins:
             problems.append(f"{name} is in pyproject.toml but not in requirements.lock")
         elif not requirement.specifier.contains(pins[name], prereleases=True):
-            problems.append(
-                f"{name}: the lock has {pins[name]}, pyproject.toml asks for {requirement.specifier}"
-            )
+            problems.append(f"{name}: the lock has {pins[name]}, pyproject.toml asks for {requirement.specifier}")
     for problem in problems:
         print(f"lock: {problem}: run make lock", file=sys.stderr)
     return 1 if problems else 0
@@ -99,9 +95,7 @@ def check() -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument(
-        "--check", action="store_true", help="compare pyproject.toml with the lock, write nothing"
-    )
+    parser.add_argument("--check", action="store_true", help="compare pyproject.toml with the lock, write nothing")
     arguments = parser.parse_args()
     if arguments.check:
         return check()

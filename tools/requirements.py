@@ -32,9 +32,7 @@ def requirements(project: dict[str, object], extras: Sequence[str]) -> list[str]
     known: dict[str, list[str]] = project["optional-dependencies"]  # type: ignore[assignment]
     unknown = [extra for extra in extras if extra not in known]
     if unknown:
-        raise SystemExit(
-            f"requirements: pyproject.toml has no extra {unknown[0]!r}; it has {', '.join(known)}"
-        )
+        raise SystemExit(f"requirements: pyproject.toml has no extra {unknown[0]!r}; it has {', '.join(known)}")
     return [line for extra in extras for line in known[extra]]
 
 

@@ -63,9 +63,7 @@ def parameters_from(text: str) -> int:
     return count
 
 
-def plan(
-    path: Path, overrides: Iterable[str], parameters: str | None, conditions: Conditions
-) -> dict[str, Any]:
+def plan(path: Path, overrides: Iterable[str], parameters: str | None, conditions: Conditions) -> dict[str, Any]:
     """The plan of the job in the file, as ``--json`` prints it. Raises JobError, PlanError."""
     conditions.check()
     count = None if parameters is None else parameters_from(parameters)
@@ -79,9 +77,7 @@ def _sizes(job: DiLoCoJob, parameters: int | None, directory: Path) -> tuple[lis
     sync = job.spec.sync
     if parameters is not None:
         fragments = max(1, min(sync.fragments, parameters // ELEMENTS_PER_FRAGMENT))
-        note = (
-            "" if fragments == sync.fragments else f"fragments lowered from {sync.fragments} to {fragments}"
-        )
+        note = "" if fragments == sync.fragments else f"fragments lowered from {sync.fragments} to {fragments}"
         return links.even_sizes(parameters, fragments), note
     if job.spec.training.model is None:
         raise PlanError(
@@ -152,7 +148,7 @@ def document(job: DiLoCoJob, sizes: Sequence[int], note: str, conditions: Condit
             for region in spec.regions
         ],
         "join": _join(sizes, queued),
-    }  # fmt: skip
+    }
 
 
 def _row(need: Need, carried: Traffic, learners: int, spares: int) -> dict[str, Any]:
@@ -234,17 +230,12 @@ def text(found: dict[str, Any]) -> str:
         for region in found["regions"]:
             rows += [
                 (f"region {region['name']}, up ({region['learners']})", -1, region["up"]),
-                (
-                    f"region {region['name']}, down ({region['learners'] + region['spares']})",
-                    -1,
-                    region["down"],
-                ),
+                (f"region {region['name']}, down ({region['learners'] + region['spares']})", -1, region["down"]),
             ]
     width = max(len(row[0]) for row in rows)
     lines += ["", f"{'Bandwidth':<{width + 2}} {'by formula':>16} {'by queue':>16}"]
     lines += [
-        f"  {name:<{width}} {'' if one == -1 else _bits(one):>16} {_bits(other):>16}"
-        for name, one, other in rows
+        f"  {name:<{width}} {'' if one == -1 else _bits(one):>16} {_bits(other):>16}" for name, one, other in rows
     ]
     parallel, ratio, step = found["data_parallel"]["bits_per_second"], found["ratio"], found["per_step"]
     lines += [
@@ -257,8 +248,7 @@ def text(found: dict[str, Any]) -> str:
         f"A newcomer first downloads up to {size_text(3 * found['join']['model_bytes'])} (model and "
         "optimizer state)"
         + (f": {seconds_text(found['join']['seconds'])} at that rate" if found["join"]["seconds"] else ""),
-        "Size links by the queue; framing of TCP/IP and TLS is in. Below it nothing stops: merges become "
-        "rarer.",
+        "Size links by the queue; framing of TCP/IP and TLS is in. Below it nothing stops: merges become rarer.",
     ]
     if queued["link"]["up"] is None:
         lines.append(

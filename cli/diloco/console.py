@@ -48,9 +48,7 @@ def duration(text: str) -> float:
 def job_name(text: str) -> str:
     """The name of a job in a cluster."""
     if not _NAME.fullmatch(text):
-        raise typer.BadParameter(
-            f"{text!r} is no job's name: lower-case letters, digits and dashes, at most 30"
-        )
+        raise typer.BadParameter(f"{text!r} is no job's name: lower-case letters, digits and dashes, at most 30")
     return text
 
 

@@ -48,11 +48,13 @@ JobFile = Annotated[
 Overrides = Annotated[
     list[str],
     typer.Option(
-        "--set", metavar="PATH=VALUE", show_default=False,
+        "--set",
+        metavar="PATH=VALUE",
+        show_default=False,
         help="Change one field below spec, as often as you like; list items by index, the value in YAML: "
         "--set sync.every=12 --set regions.0.learners=2",
     ),
-]  # fmt: skip
+]
 
 
 @app.command()
@@ -62,9 +64,7 @@ def run(
     workdir: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR",
-            help="Where the run keeps everything.  [default: runs/<the job's name>]",
-            show_default=False,
+            metavar="DIR", help="Where the run keeps everything.  [default: runs/<the job's name>]", show_default=False
         ),
     ] = None,
     report: Annotated[
@@ -85,10 +85,7 @@ def run(
     ] = None,
     overrides: Overrides = [],  # noqa: B006 - typer reads it, nobody writes it
     http: Annotated[
-        str,
-        typer.Option(
-            metavar="HOST:PORT", help="Where the syncer serves its status page and metrics; port 0: any."
-        ),
+        str, typer.Option(metavar="HOST:PORT", help="Where the syncer serves its status page and metrics; port 0: any.")
     ] = "127.0.0.1:0",
 ) -> None:
     """Run a job on this machine, every learner a process, until it is done.
@@ -155,10 +152,7 @@ def plan(
         float, typer.Option(metavar="SECONDS", help="Of the way between learner and hub, as ping says it.")
     ] = 0.0,
     utilisation: Annotated[
-        float,
-        typer.Option(
-            metavar="SHARE", help="Share of its time that a learner is to compute rather than wait."
-        ),
+        float, typer.Option(metavar="SHARE", help="Share of its time that a learner is to compute rather than wait.")
     ] = 0.95,
     overrides: Overrides = [],  # noqa: B006
     as_json: Annotated[bool, typer.Option("--json", help="All figures, for programs.")] = False,
@@ -202,9 +196,7 @@ def status(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The whole status document, for programs.")] = False,
-    watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Of a job in a cluster: go on showing it.")
-    ] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Of a job in a cluster: go on showing it.")] = False,
     everywhere: Annotated[
         bool, typer.Option("--all-namespaces", "-A", help="List the jobs of every namespace of the cluster.")
     ] = False,
@@ -234,9 +226,7 @@ def status(
 
             return show_status(there, what, everywhere, watch, as_json)
 
-        raise in_cluster(
-            run, "" if there.given or everywhere else f"nothing on this machine is called {what}; "
-        )
+        raise in_cluster(run, "" if there.given or everywhere else f"nothing on this machine is called {what}; ")
     from diloco.local.status import StatusError, read_status, show
 
     if watch:
@@ -255,14 +245,9 @@ def status(
 @interruptible
 def export(
     what: Annotated[
-        str,
-        typer.Argument(
-            metavar="WORKDIR|JOB", help="A run's directory, or a job in a cluster.", show_default=False
-        ),
+        str, typer.Argument(metavar="WORKDIR|JOB", help="A run's directory, or a job in a cluster.", show_default=False)
     ],
-    out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="A new directory for the model.", show_default=False)
-    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new directory for the model.", show_default=False)],
     context: Context = [],  # noqa: B006
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
@@ -302,14 +287,10 @@ def export(
 @interruptible
 def report(
     what: Annotated[
-        str,
-        typer.Argument(
-            metavar="WORKDIR|JOB", help="A run's directory, or a job in a cluster.", show_default=False
-        ),
+        str, typer.Argument(metavar="WORKDIR|JOB", help="A run's directory, or a job in a cluster.", show_default=False)
     ],
     out: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Write report.json here.", show_default=False),
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write report.json here.", show_default=False)
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print report.json, for programs.")] = False,
     context: Context = [],  # noqa: B006

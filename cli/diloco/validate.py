@@ -49,12 +49,7 @@ def _problem_text(problem: Problem) -> str:
 
 def _indented(text: str, indent: str) -> str:
     return textwrap.fill(
-        text,
-        _WIDTH,
-        initial_indent=indent,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
+        text, _WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
 
 
@@ -78,8 +73,7 @@ def summary_text(job: DiLoCoJob, warnings: Sequence[Problem] = (), source: str =
         f"  learners  {spec.slots} ({regions}), quorum {spec.quorum}",
         f"  sync      {sync.fragments} fragments, each every {sync.every} steps, overlap {sync.overlap}, "
         f"{sync.merge.method} and {sync.outer.optimizer}, "
-        f"{sync.compression.up} up, {sync.compression.down} down"
-        + (", deterministic" if sync.deterministic else ""),
+        f"{sync.compression.up} up, {sync.compression.down} down" + (", deterministic" if sync.deterministic else ""),
         f"  evaluated {evaluated}",
         f"  digest    {spec_digest(job)[:16]}",
     ]
@@ -117,9 +111,7 @@ def absent_data(job: DiLoCoJob, directory: Path) -> list[Problem]:
     if data is None:
         return []
     return [
-        Problem(
-            f"spec.training.data.{field}", name, f"there is no such file under {directory} on this machine"
-        )
+        Problem(f"spec.training.data.{field}", name, f"there is no such file under {directory} on this machine")
         for field, name in _local_names(data)
         if not glob.glob(str(directory / Path(name).expanduser()))
     ]

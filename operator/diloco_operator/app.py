@@ -50,13 +50,20 @@ class Operator:
         self.asker = Asker(metrics, settings.syncer_calls, settings.syncer_timeout_seconds, self._answered)
         self.census = Census(api, cache, self._wake_all)
         self.watches = Watches(
-            settings, config, api, cache, metrics, self._from_thread(self._wake_all),
-            self._from_thread(self._listed),
-        )  # fmt: skip
+            settings, config, api, cache, metrics, self._from_thread(self._wake_all), self._from_thread(self._listed)
+        )
         self.reconciler = Reconciler(
-            settings, api, cache, self.asker, self.keys, self.permissions,
-            EventWriter(api, socket.gethostname()), metrics, self._nodes_are_read, plan,
-        )  # fmt: skip
+            settings,
+            api,
+            cache,
+            self.asker,
+            self.keys,
+            self.permissions,
+            EventWriter(api, socket.gethostname()),
+            metrics,
+            self._nodes_are_read,
+            plan,
+        )
         self.queue = WorkQueue(self.reconciler.turn, settings.workers, self._failed)
         self.health = Health(api, self.watches, self.census, self.queue, self.keys, metrics)
         metrics.before = self._gauges
@@ -128,10 +135,7 @@ class Operator:
     def _failed(self, key: Key, error: Exception) -> None:
         if isinstance(error, ApiError):
             self.metrics.reconcile_errors.labels("unreachable" if error.unreachable else "api").inc()
-            log.log(
-                logging.INFO if error.unreachable else logging.WARNING, "%s; trying again", error,
-                extra=about(key),
-            )  # fmt: skip
+            log.log(logging.INFO if error.unreachable else logging.WARNING, "%s; trying again", error, extra=about(key))
             return
         self.metrics.reconcile_errors.labels("internal").inc()
         log.error("the job could not be looked at", exc_info=error, extra=about(key))
@@ -155,8 +159,9 @@ async def run(settings: Settings, config: Any) -> int:
         loop.add_signal_handler(number, stop.set)
     operator = Operator(settings, config)
     where = ", ".join(settings.watch_namespaces) or "all namespaces"
-    log.info("operator %s, cluster %s, %s, API server %s", RELEASE, settings.cluster or "unnamed", where,
-             operator.api.host)  # fmt: skip
+    log.info(
+        "operator %s, cluster %s, %s, API server %s", RELEASE, settings.cluster or "unnamed", where, operator.api.host
+    )
     try:
         await operator.run(stop)
     except (OSError, AddressError) as error:

@@ -32,11 +32,21 @@ class Health:
     """Serves ``/healthz``, ``/readyz`` and ``/metrics``."""
 
     def __init__(
-        self, api: Api, watches: Watches, census: Census, queue: WorkQueue, keys: KeyFinder,
-        metrics: Metrics, stopping: Callable[[], bool] = lambda: False,
-    ) -> None:  # fmt: skip
-        self._api, self._watches, self._census = api, watches, census
-        self._queue, self._keys, self._metrics = queue, keys, metrics
+        self,
+        api: Api,
+        watches: Watches,
+        census: Census,
+        queue: WorkQueue,
+        keys: KeyFinder,
+        metrics: Metrics,
+        stopping: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._api = api
+        self._watches = watches
+        self._census = census
+        self._queue = queue
+        self._keys = keys
+        self._metrics = metrics
         self._stopping = stopping
         self._silent: list[Stream] = []  # streams that were silent though the API server answered
         self._server = HttpServer(self.pages())
@@ -65,9 +75,8 @@ class Health:
             self._silent = silent if silent and await self._api_answers() else []
             for stream in self._silent:
                 log.error(
-                    "the watch of %s %s is silent though the API server answers", stream.kind.plural,
-                    stream.where(),
-                )  # fmt: skip
+                    "the watch of %s %s is silent though the API server answers", stream.kind.plural, stream.where()
+                )
 
     async def _api_answers(self) -> bool:
         try:
@@ -92,8 +101,9 @@ class Health:
             return "the API server does not know DiLoCoJobs: install the CRD, or see the log"
         behind = [
             f"{stream.kind.plural} {stream.where()}"
-            for stream in self._watches.streams.values() if not self._census.in_step(stream)
-        ]  # fmt: skip
+            for stream in self._watches.streams.values()
+            if not self._census.in_step(stream)
+        ]
         if behind:
             return f"reading for the first time: {', '.join(behind)}"
         return self._keys.problem if self._keys.key is None else ""

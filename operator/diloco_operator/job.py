@@ -111,10 +111,11 @@ def place(spec: JobSpec, cluster: str | None) -> Place:
     said = f"the job names {'the cluster ' if len(named) == 1 else 'the clusters '}{', '.join(named)}"
     if cluster is None:
         return Place(
-            False, (),
+            False,
+            (),
             f"{said}, and this cluster's operator has no name: install it with cluster.name, or leave "
             "syncer.cluster and regions[].cluster out if the job is for one cluster",
-        )  # fmt: skip
+        )
     return Place(False, (), f"{said}, and this one is called {cluster}: nothing of the job runs here")
 
 
@@ -122,9 +123,7 @@ def unsupported(spec: JobSpec) -> list[str]:
     """What the spec allows and this version of the operator does not do."""
     found = []
     if spec.syncer.shards > 1:
-        found.append(
-            f"spec.syncer.shards is {spec.syncer.shards}: this version runs one syncer per job, set it to 1"
-        )
+        found.append(f"spec.syncer.shards is {spec.syncer.shards}: this version runs one syncer per job, set it to 1")
     if spec.syncer.tls.mode == "auto":
         named = (spec.syncer.tls.secret_name is not None, spec.learners.credentials.secret_name is not None)
         if named == (True, False):

@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import get_args
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    disable_created_metrics,
-    generate_latest,
-)
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 
 from diloco_operator.status import Phase
@@ -37,8 +30,7 @@ class Metrics:
         )
         self.troubles = self._counter(
             "troubles",
-            "Parts of a plan that could not be carried out, by reason: conflict, invalid, forbidden, quota, "
-            "other.",
+            "Parts of a plan that could not be carried out, by reason: conflict, invalid, forbidden, quota, other.",
             "reason",
         )
         self.queue_depth = self._gauge("queue_depth", "Jobs that are due and wait for a worker.")

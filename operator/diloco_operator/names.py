@@ -40,9 +40,14 @@ CONTROL_PATH = "/etc/diloco/control"
 DATA_PATH = "/var/lib/diloco"
 
 KINDS = (
-    "ConfigMap", "PersistentVolumeClaim", "NetworkPolicy", "Service", "PodDisruptionBudget", "Deployment",
+    "ConfigMap",
+    "PersistentVolumeClaim",
+    "NetworkPolicy",
+    "Service",
+    "PodDisruptionBudget",
+    "Deployment",
     "StatefulSet",
-)  # fmt: skip
+)
 """Kinds of a job's children that the operator reads (Secrets it only makes)."""
 
 API_VERSIONS = {
@@ -136,10 +141,14 @@ def children(job: str, spec: Mapping[str, Any]) -> list[Ref]:
     """The objects that a job with this spec (as the API server sends it, valid or not) may have in one
     cluster, besides its Secrets, which the operator never reads."""
     found = [
-        settings_map(job), claim(job), Ref("NetworkPolicy", f"{job}-syncer"),
-        Ref("NetworkPolicy", f"{job}-learners"), syncer_service(job), syncer_deployment(job),
+        settings_map(job),
+        claim(job),
+        Ref("NetworkPolicy", f"{job}-syncer"),
+        Ref("NetworkPolicy", f"{job}-learners"),
+        syncer_service(job),
+        syncer_deployment(job),
         evaluator_deployment(job),
-    ]  # fmt: skip
+    ]
     regions = spec.get("regions")
     for region in regions if isinstance(regions, list) else []:
         name = region.get("name", "local") if isinstance(region, Mapping) else None

@@ -101,51 +101,62 @@ class Settings:
     """Everything that can be set."""
 
     cluster: str | None = _setting(
-        None, _name, "NAME",
+        None,
+        _name,
+        "NAME",
         "This cluster's name, as jobs that span clusters say it in `syncer.cluster` and `regions[].cluster`. "
-        "Without one only what names no cluster is placed here.", "none")  # fmt: skip
-    namespace: str = _setting(
-        "diloco-system", _name, "NAME", "The operator's own namespace: its root key lies there.")  # fmt: skip
+        "Without one only what names no cluster is placed here.",
+        "none",
+    )
+    namespace: str = _setting("diloco-system", _name, "NAME", "The operator's own namespace: its root key lies there.")
     watch_namespaces: tuple[str, ...] = _setting(
-        (), _names, "A,B", "Namespaces whose jobs are looked after; empty: all, which needs a ClusterRole. "
+        (),
+        _names,
+        "A,B",
+        "Namespaces whose jobs are looked after; empty: all, which needs a ClusterRole. "
         "With names, Roles in them are enough, and nodes are not read: a lost node is then seen by its pods' "
-        "silence alone.", "all")  # fmt: skip
+        "silence alone.",
+        "all",
+    )
     syncer_image: str = _setting(
-        f"diloco-syncer:{RELEASE}", _image, "IMAGE",
-        "Image of the syncers of jobs that start from now on; running jobs keep theirs.")  # fmt: skip
+        f"diloco-syncer:{RELEASE}",
+        _image,
+        "IMAGE",
+        "Image of the syncers of jobs that start from now on; running jobs keep theirs.",
+    )
     worker_image: str = _setting(
-        f"diloco-worker:{RELEASE}", _image, "IMAGE",
-        "Image of learners and evaluators, likewise.")  # fmt: skip
+        f"diloco-worker:{RELEASE}", _image, "IMAGE", "Image of learners and evaluators, likewise."
+    )
     image_pull_policy: str = _setting(
-        "IfNotPresent", _word("Always", "IfNotPresent", "Never"), "POLICY",
-        "imagePullPolicy of these images: Always, IfNotPresent or Never.")  # fmt: skip
+        "IfNotPresent",
+        _word("Always", "IfNotPresent", "Never"),
+        "POLICY",
+        "imagePullPolicy of these images: Always, IfNotPresent or Never.",
+    )
     metrics_namespace: str | None = _setting(
-        None, _name, "NAME", "The namespace whose pods may scrape jobs' metrics (NetworkPolicy); none: every "
-        "namespace's.", "none")  # fmt: skip
+        None,
+        _name,
+        "NAME",
+        "The namespace whose pods may scrape jobs' metrics (NetworkPolicy); none: every namespace's.",
+        "none",
+    )
     resync_seconds: float = _setting(
-        20.0, _number(5, 300), "SECONDS",
-        "The longest that a job goes without being looked at when nothing happens.")  # fmt: skip
-    workers: int = _setting(
-        8, _whole(1, 64), "N", "Jobs that are looked at side by side.")  # fmt: skip
-    api_threads: int = _setting(
-        8, _whole(1, 64), "N", "Requests to the API server side by side (watches not counted).")  # fmt: skip
-    api_timeout_seconds: float = _setting(
-        15.0, _number(1, 120), "SECONDS", "The longest that one of them may take.")  # fmt: skip
-    syncer_calls: int = _setting(
-        32, _whole(1, 512), "N", "Calls to syncers and learners side by side.")  # fmt: skip
-    syncer_timeout_seconds: float = _setting(
-        3.0, _number(0.5, 30), "SECONDS", "The longest that one of them may take.")  # fmt: skip
-    http: str = _setting(
-        "[::]:7720", _address, "HOST:PORT",
-        "Where `/healthz`, `/readyz` and `/metrics` are served.")  # fmt: skip
+        20.0, _number(5, 300), "SECONDS", "The longest that a job goes without being looked at when nothing happens."
+    )
+    workers: int = _setting(8, _whole(1, 64), "N", "Jobs that are looked at side by side.")
+    api_threads: int = _setting(8, _whole(1, 64), "N", "Requests to the API server side by side (watches not counted).")
+    api_timeout_seconds: float = _setting(15.0, _number(1, 120), "SECONDS", "The longest that one of them may take.")
+    syncer_calls: int = _setting(32, _whole(1, 512), "N", "Calls to syncers and learners side by side.")
+    syncer_timeout_seconds: float = _setting(3.0, _number(0.5, 30), "SECONDS", "The longest that one of them may take.")
+    http: str = _setting("[::]:7720", _address, "HOST:PORT", "Where `/healthz`, `/readyz` and `/metrics` are served.")
     key_file: str = _setting(
-        "/etc/diloco/key/key", _path, "FILE",
-        "The root key, from the Secret `diloco-operator-key`. If it is not there, the operator makes "
-        "the Secret.")  # fmt: skip
-    log_level: str = _setting(
-        "INFO", _word(*LEVELS), "LEVEL", "From which level on it logs.")  # fmt: skip
-    log_format: str = _setting(
-        "json", _word(*FORMATS), "FORMAT", "json: an object a line; text: for people.")  # fmt: skip
+        "/etc/diloco/key/key",
+        _path,
+        "FILE",
+        "The root key, from the Secret `diloco-operator-key`. If it is not there, the operator makes the Secret.",
+    )
+    log_level: str = _setting("INFO", _word(*LEVELS), "LEVEL", "From which level on it logs.")
+    log_format: str = _setting("json", _word(*FORMATS), "FORMAT", "json: an object a line; text: for people.")
 
     def plan(self) -> PlanSettings:
         """What of it the plan depends on."""
@@ -200,9 +211,11 @@ def parser() -> argparse.ArgumentParser:
     for setting in fields():
         text = setting.metadata["text"].replace("%", "%%")
         made.add_argument(
-            flag(setting.name), metavar=setting.metadata["takes"], default=None,
+            flag(setting.name),
+            metavar=setting.metadata["takes"],
+            default=None,
             help=f"{text} [{variable(setting.name)}; {shown_default(setting)}]",
-        )  # fmt: skip
+        )
     return made
 
 

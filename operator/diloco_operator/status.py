@@ -26,9 +26,18 @@ def _shown(value: Any) -> Any:
 Shown = Annotated[float | None, BeforeValidator(_shown)]
 
 Phase = Literal[
-    "Pending", "Starting", "Running", "Holding", "Suspending", "Suspended", "Finishing", "Complete", "Failed",
-    "Deleting", "Invalid",
-]  # fmt: skip
+    "Pending",
+    "Starting",
+    "Running",
+    "Holding",
+    "Suspending",
+    "Suspended",
+    "Finishing",
+    "Complete",
+    "Failed",
+    "Deleting",
+    "Invalid",
+]
 
 
 class Condition(Spec):
@@ -87,9 +96,7 @@ class Replacements(Spec):
     """Learners and syncers that had to be replaced."""
 
     total: int = Field(0, description="Since the job began.")
-    since_merge: int = Field(
-        0, description="Since the last merge; failurePolicy.maxReplacements is about it."
-    )
+    since_merge: int = Field(0, description="Since the last merge; failurePolicy.maxReplacements is about it.")
     merges: int = Field(0, description="The job's merges when since_merge was last zero.")
 
 

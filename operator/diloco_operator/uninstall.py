@@ -53,9 +53,7 @@ async def carriers(api: Api, namespace: str | None) -> list[Object]:
     onward = ""
     while True:
         query = {"limit": str(PAGE)} | ({"continue": onward} if onward else {})
-        answer = await api.raw(
-            "list", JOB.plural, "GET", JOB.path(namespace), query, accept=_METADATA
-        )  # fmt: skip
+        answer = await api.raw("list", JOB.plural, "GET", JOB.path(namespace), query, accept=_METADATA)
         for item in answer.get("items") or ():
             if FINALIZER in (item["metadata"].get("finalizers") or ()):
                 found.append(item["metadata"])
@@ -91,9 +89,7 @@ async def release_all(api: Api, namespaces: Sequence[str | None]) -> None:
     )
 
 
-async def run(
-    api: Api, namespaces: Sequence[str | None], deployment: str | None, operators: str, end: float
-) -> None:
+async def run(api: Api, namespaces: Sequence[str | None], deployment: str | None, operators: str, end: float) -> None:
     """All of it, tried again while the API server does not answer, until ``end`` (monotonic seconds).
 
     Raises ApiError, Failed.
@@ -126,13 +122,10 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     made.add_argument("--stop", metavar="NAME", help="the operator's Deployment, to be stopped first")
+    made.add_argument("--namespace", metavar="NAME", default="diloco-system", help="where it is (default %(default)s)")
     made.add_argument(
-        "--namespace", metavar="NAME", default="diloco-system", help="where it is (default %(default)s)"
+        "--watch-namespaces", metavar="A,B", default="", help="the namespaces whose jobs it looks after (default: all)"
     )
-    made.add_argument(
-        "--watch-namespaces", metavar="A,B", default="",
-        help="the namespaces whose jobs it looks after (default: all)",
-    )  # fmt: skip
     made.add_argument(
         "--seconds", metavar="N", type=float, default=SECONDS, help="the longest to try (default %(default)g)"
     )

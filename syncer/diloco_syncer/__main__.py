@@ -49,14 +49,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--job", required=True, metavar="FILE", help="the job in normal form (JSON)")
+    parser.add_argument("--store", required=True, metavar="DIR|URI", help="where the job's durable state lies")
     parser.add_argument(
-        "--store", required=True, metavar="DIR|URI", help="where the job's durable state lies"
-    )
-    parser.add_argument(
-        "--listen",
-        default="127.0.0.1:0",
-        metavar="HOST:PORT",
-        help="for learners (default %(default)s, any port)",
+        "--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="for learners (default %(default)s, any port)"
     )
     parser.add_argument(
         "--control", default="127.0.0.1:0", metavar="HOST:PORT", help="for signed calls of operator or runner"
@@ -66,21 +61,13 @@ def _parser() -> argparse.ArgumentParser:
         "--export", metavar="HOST:PORT", help="serve the merged model here; a loopback address (default: not)"
     )
     parser.add_argument(
-        "--stay",
-        action="store_true",
-        help="after the job's end go on serving status, report and export, until SIGTERM",
+        "--stay", action="store_true", help="after the job's end go on serving status, report and export, until SIGTERM"
     )
     parser.add_argument("--address-file", metavar="FILE", help="written whole when it serves: its addresses")
     parser.add_argument("--control-key-file", required=True, metavar="FILE", help="the key of signed calls")
+    parser.add_argument("--credentials", metavar="DIR", help="tls.crt, tls.key, ca.crt, join-token; none: plaintext")
     parser.add_argument(
-        "--credentials", metavar="DIR", help="tls.crt, tls.key, ca.crt, join-token; none: plaintext"
-    )
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=0,
-        metavar="N",
-        help="of merges (default: this process's cores, at most 16)",
+        "--threads", type=int, default=0, metavar="N", help="of merges (default: this process's cores, at most 16)"
     )
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     return parser

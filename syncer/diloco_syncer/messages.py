@@ -87,8 +87,7 @@ def report_from(message: sync_pb2.Report) -> ev.ReportCounts:
     """A learner's cumulative counts."""
     if len(message.fragments) > limits.MAX_FRAGMENTS or len(message.cursors) > limits.MAX_CURSORS:
         raise WireError(
-            f"report: at most {limits.MAX_FRAGMENTS} fragments and {limits.MAX_CURSORS} cursors "
-            "are understood"
+            f"report: at most {limits.MAX_FRAGMENTS} fragments and {limits.MAX_CURSORS} cursors are understood"
         )
     return ev.ReportCounts(
         slot_step=_count(message.slot_step, "slot_step"),

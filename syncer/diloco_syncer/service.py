@@ -146,11 +146,7 @@ async def _life(options: Options) -> tuple[int, Options]:
     if options.address_file is not None:
         _write_addresses(options, engine.epoch)
     log.info(
-        "serving on %s, control %s, http %s, epoch %d",
-        options.listen,
-        options.control,
-        options.http,
-        engine.epoch,
+        "serving on %s, control %s, http %s, epoch %d", options.listen, options.control, options.http, engine.epoch
     )
     outcome = await engine.outcome
     engine.sessions.end_all()
@@ -238,8 +234,7 @@ def _fixed(job: DiLoCoJob) -> dict[str, str]:
     if sync.deterministic:
         fixed["regions (with sync.deterministic)"] = [[r.name, r.learners] for r in job.spec.regions]
     return {
-        name: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-        for name, value in fixed.items()
+        name: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest() for name, value in fixed.items()
     }
 
 

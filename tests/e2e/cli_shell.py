@@ -21,15 +21,25 @@ from .jobs import GROUP, small_job
 
 CRD = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/dilocojobs.diloco.io"
 RUNNING: dict[str, Any] = {
-    "observedGeneration": 1, "phase": "Running", "startTime": "2026-01-01T00:00:00Z", "learners": "2/3",
-    "quorum": "2/1", "progress": {"tokens": 3000, "step": 120, "loss": 2.415, "goodput": 0.93, "merges": 7},
+    "observedGeneration": 1,
+    "phase": "Running",
+    "startTime": "2026-01-01T00:00:00Z",
+    "learners": "2/3",
+    "quorum": "2/1",
+    "progress": {"tokens": 3000, "step": 120, "loss": 2.415, "goodput": 0.93, "merges": 7},
     "regions": [{"name": "local", "desired": 3, "ready": 2, "inQuorum": 2, "cause": "local-2: no image"}],
     "conditions": [
-        {"type": "Ready", "status": "False", "reason": "LearnersMissing", "message": "2 of 3 are in",
-         "observedGeneration": 1, "lastTransitionTime": "2026-01-01T00:00:00Z"},
+        {
+            "type": "Ready",
+            "status": "False",
+            "reason": "LearnersMissing",
+            "message": "2 of 3 are in",
+            "observedGeneration": 1,
+            "lastTransitionTime": "2026-01-01T00:00:00Z",
+        }
     ],
     "report": {"outcome": "complete", "merges": 7},
-}  # fmt: skip
+}
 
 
 @contextlib.contextmanager
@@ -66,8 +76,11 @@ class Shell:
         program = str(Path(sys.executable).with_name("diloco"))
         return subprocess.Popen(
             [program, *map(str, words), *(self.reach if reach is None else reach)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "150"},
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "COLUMNS": "150"},
+        )
 
     def __call__(
         self, *words: str | Path, code: int = 0, reach: tuple[str, ...] | None = None, timeout: float = 60
@@ -86,9 +99,7 @@ class Shell:
 
     def create(self, path: Path) -> None:
         """As `apply` does, without waiting for an operator that is not there."""
-        self.cluster.kubectl(
-            "apply", "--server-side", "--field-manager=diloco", "-n", self.namespace, "-f", str(path)
-        )
+        self.cluster.kubectl("apply", "--server-side", "--field-manager=diloco", "-n", self.namespace, "-f", str(path))
 
     @contextlib.contextmanager
     def operator(self) -> Iterator[None]:
@@ -102,10 +113,17 @@ class Shell:
                     seen = {"status": {"observedGeneration": metadata["generation"]}}
                     if status.get("observedGeneration") != metadata["generation"]:
                         self.cluster.kubectl(
-                            "patch", "dilocojob", metadata["name"], "-n", metadata["namespace"],
-                            "--subresource=status", "--type=merge", "-p",
-                            json.dumps(seen), check=False,
-                        )  # fmt: skip
+                            "patch",
+                            "dilocojob",
+                            metadata["name"],
+                            "-n",
+                            metadata["namespace"],
+                            "--subresource=status",
+                            "--type=merge",
+                            "-p",
+                            json.dumps(seen),
+                            check=False,
+                        )
 
         thread = threading.Thread(target=note, daemon=True)
         thread.start()
@@ -122,9 +140,16 @@ class Shell:
         for one in status["conditions"]:
             one["observedGeneration"] = generation
         self.cluster.kubectl(
-            "patch", "dilocojob", name, "-n", self.namespace, "--subresource=status", "--type=merge", "-p",
+            "patch",
+            "dilocojob",
+            name,
+            "-n",
+            self.namespace,
+            "--subresource=status",
+            "--type=merge",
+            "-p",
             json.dumps({"status": status}),
-        )  # fmt: skip
+        )
 
 
 def write(path: Path, name: str, **spec: Any) -> Path:
@@ -133,5 +158,11 @@ def write(path: Path, name: str, **spec: Any) -> Path:
 
 
 def a_condition(kind: str, message: str) -> dict[str, Any]:
-    return {"type": kind, "status": "True", "reason": kind, "message": message, "observedGeneration": 1,
-            "lastTransitionTime": "2026-01-01T00:00:00Z"}  # fmt: skip
+    return {
+        "type": kind,
+        "status": "True",
+        "reason": kind,
+        "message": message,
+        "observedGeneration": 1,
+        "lastTransitionTime": "2026-01-01T00:00:00Z",
+    }

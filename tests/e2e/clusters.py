@@ -28,13 +28,7 @@ class CommandFailed(AssertionError):
 def run(*command: str, check: bool = True, timeout: float = 120, stdin: str | None = None, **env: str) -> str:
     """The command's stdout. Raises CommandFailed with all that it said."""
     done = subprocess.run(
-        command,
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env={**os.environ, **env},
-        check=False,
+        command, input=stdin, capture_output=True, text=True, timeout=timeout, env={**os.environ, **env}, check=False
     )
     if check and done.returncode:
         raise CommandFailed(
@@ -111,9 +105,7 @@ class Cluster:
                 return self.kubectl("get", "--raw", path, timeout=timeout + 5).encode()
             except (CommandFailed, subprocess.TimeoutExpired) as error:
                 raise OSError(str(error)) from error
-        request = urllib.request.Request(
-            self.server + path, headers={"Authorization": f"Bearer {self._token}"}
-        )
+        request = urllib.request.Request(self.server + path, headers={"Authorization": f"Bearer {self._token}"})
         with urllib.request.urlopen(request, timeout=timeout, context=self._tls) as answer:
             return bytes(answer.read())
 
@@ -191,9 +183,7 @@ class Kind(Cluster):
         self._kind = name
         if name not in run("kind", "get", "clusters").split():
             roles = [{"role": "control-plane"}, *({"role": "worker"} for _ in range(nodes - 1))]
-            config = yaml.safe_dump(
-                {"kind": "Cluster", "apiVersion": "kind.x-k8s.io/v1alpha4", "nodes": roles}
-            )
+            config = yaml.safe_dump({"kind": "Cluster", "apiVersion": "kind.x-k8s.io/v1alpha4", "nodes": roles})
             run("kind", "create", "cluster", "--name", name, "--config", "-", stdin=config, timeout=600)
         path = Path(os.environ.get("TMPDIR", "/tmp")) / f"kind-{name}.kubeconfig"
         path.write_text(run("kind", "get", "kubeconfig", "--name", name))
@@ -254,11 +244,7 @@ def open_cluster(name: str | None = None, nodes: int = 2) -> Cluster | str:
     name = name or os.environ.get("CLUSTER_NAME", "dilocoe2e")
     if kind == "localkube":
         program = localkube()
-        return (
-            LocalKube(program, name, nodes)
-            if program
-            else "CLUSTER=localkube, but LOCALKUBE names no program"
-        )
+        return LocalKube(program, name, nodes) if program else "CLUSTER=localkube, but LOCALKUBE names no program"
     if kind == "kind":
         return Kind(name, nodes) if shutil.which("kind") else "CLUSTER=kind, but kind is not on PATH"
     if kind == "current":

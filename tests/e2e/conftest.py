@@ -70,9 +70,19 @@ def install(cluster: Cluster, *values: str, timeout: int = 180) -> None:
     values = (*values, rf"podAnnotations.diloco\.io/installed=at-{time.time():.0f}")
     settings = [word for value in values for word in ("--set", value)]
     cluster.helm(
-        "upgrade", "--install", "diloco", str(ROOT / "charts" / "diloco"), "-n", SYSTEM, "--create-namespace",
-        "--wait", "--timeout", f"{timeout}s", *settings, timeout=timeout + 60,
-    )  # fmt: skip
+        "upgrade",
+        "--install",
+        "diloco",
+        str(ROOT / "charts" / "diloco"),
+        "-n",
+        SYSTEM,
+        "--create-namespace",
+        "--wait",
+        "--timeout",
+        f"{timeout}s",
+        *settings,
+        timeout=timeout + 60,
+    )
 
 
 _numbers = iter(range(1000))
@@ -91,9 +101,7 @@ def namespace(cluster: Cluster) -> Iterator[str]:
     )
     yield name
     for item in cluster.items(f"/apis/diloco.io/v1alpha1/namespaces/{name}/dilocojobs"):
-        cluster.kubectl(
-            "delete", "dilocojob", item["metadata"]["name"], "-n", name, "--wait=false", check=False
-        )
+        cluster.kubectl("delete", "dilocojob", item["metadata"]["name"], "-n", name, "--wait=false", check=False)
     until(
         f"no job left in {name}",
         lambda: not cluster.items(f"/apis/diloco.io/v1alpha1/namespaces/{name}/dilocojobs"),
@@ -116,6 +124,4 @@ def start(cluster: Cluster, namespace: str) -> Any:
 
 def python(*words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     """This environment's Python."""
-    return subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=timeout, check=False
-    )
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=timeout, check=False)

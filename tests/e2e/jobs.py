@@ -21,14 +21,10 @@ CORPUS = ["/usr/local/lib/python3.11/asyncio/*.py", "/usr/local/lib/python3.11/e
 def pod_template(container: str, cpu: str | None, memory: str = "1Gi") -> dict[str, Any]:
     limits = {"memory": memory, **({"cpu": cpu} if cpu else {})}
     requests = {"memory": "64Mi", "cpu": "10m"}
-    return {
-        "spec": {"containers": [{"name": container, "resources": {"requests": requests, "limits": limits}}]}
-    }
+    return {"spec": {"containers": [{"name": container, "resources": {"requests": requests, "limits": limits}}]}}
 
 
-def small_job(
-    name: str, learners: int | dict[str, Any] = 3, tokens: int = 10**9, **spec: Any
-) -> dict[str, Any]:
+def small_job(name: str, learners: int | dict[str, Any] = 3, tokens: int = 10**9, **spec: Any) -> dict[str, Any]:
     """A job whose steps take some tens of milliseconds. Without ``tokens`` it does not end by itself.
     ``learners`` is their number, or spec.learners itself (then with ``regions``); ``spec`` replaces
     fields of that name, of ``sync``, ``syncer`` and ``training`` their fields."""
@@ -123,9 +119,7 @@ class Job:
         try:
             return str(
                 until(
-                    f"{self.name} in phase {phases}",
-                    lambda: (p := self.status().get("phase")) in phases and p,
-                    timeout,
+                    f"{self.name} in phase {phases}", lambda: (p := self.status().get("phase")) in phases and p, timeout
                 )
             )
         except AssertionError as error:
@@ -217,9 +211,7 @@ class Job:
     def merging_on(self, timeout: float = 60, merges: int = 4) -> dict[str, Any]:
         """Wait for some merges more than there are now."""
         now = self.wait_training("a status page", lambda d: True, timeout)["merges"]
-        return dict(
-            self.wait_training(f"{merges} merges after {now}", lambda d: d["merges"] >= now + merges, timeout)
-        )
+        return dict(self.wait_training(f"{merges} merges after {now}", lambda d: d["merges"] >= now + merges, timeout))
 
     def exact(self) -> None:
         """The ledger balances: every fragment's merged + pending + dropped is what was trained."""
@@ -236,14 +228,7 @@ class Job:
             name = pod["metadata"]["name"]
             try:
                 text = self.cluster.kubectl(
-                    "exec",
-                    "-n",
-                    self.namespace,
-                    name,
-                    "--",
-                    "sh",
-                    "-c",
-                    "cat /var/lib/diloco/metrics/*.jsonl",
+                    "exec", "-n", self.namespace, name, "--", "sh", "-c", "cat /var/lib/diloco/metrics/*.jsonl"
                 )
             except CommandFailed:
                 continue  # it is starting
@@ -264,9 +249,15 @@ class Job:
 
     def delete(self, timeout: float = 90) -> None:
         self.cluster.kubectl(
-            "delete", "dilocojob", self.name, "-n", self.namespace, "--ignore-not-found",
-            f"--timeout={timeout:.0f}s", timeout=timeout + 30,
-        )  # fmt: skip
+            "delete",
+            "dilocojob",
+            self.name,
+            "-n",
+            self.namespace,
+            "--ignore-not-found",
+            f"--timeout={timeout:.0f}s",
+            timeout=timeout + 30,
+        )
         until(f"{self.name} gone", lambda: self.object() is None, timeout)
         until(f"the pods of {self.name} gone", lambda: not self.pods(), timeout)
 

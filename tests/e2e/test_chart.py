@@ -66,9 +66,14 @@ def namespaces(empty: Cluster) -> Iterator[list[str]]:
             if item["metadata"]["namespace"] in made:
                 drop_finalizers(empty, item["metadata"]["namespace"], item["metadata"]["name"])
                 empty.kubectl(
-                    "delete", "dj", item["metadata"]["name"], "-n", item["metadata"]["namespace"],
-                    "--ignore-not-found", "--timeout=30s",
-                )  # fmt: skip
+                    "delete",
+                    "dj",
+                    item["metadata"]["name"],
+                    "-n",
+                    item["metadata"]["namespace"],
+                    "--ignore-not-found",
+                    "--timeout=30s",
+                )
         empty.kubectl("delete", "crd", "dilocojobs.diloco.io", "--timeout=60s")
     for name in made:
         empty.kubectl("delete", "namespace", name, "--wait=false", check=False)
@@ -102,19 +107,13 @@ def drop_finalizers(cluster: Cluster, namespace: str, name: str) -> None:
 
 
 def looked_after(cluster: Cluster, namespace: str, name: str) -> None:
-    until(
-        f"the operator looks after {namespace}/{name}",
-        lambda: OURS in finalizers(cluster, namespace, name),
-        60,
-    )
+    until(f"the operator looks after {namespace}/{name}", lambda: OURS in finalizers(cluster, namespace, name), 60)
 
 
 def left(cluster: Cluster, release: str) -> list[str]:
     """What carries the release's label, in all namespaces."""
     kinds = "deploy,svc,sa,role,rolebinding,clusterrole,clusterrolebinding,netpol,cm,job,pod"
-    return cluster.kubectl(
-        "get", kinds, "-A", "-l", f"app.kubernetes.io/instance={release}", "-o", "name"
-    ).split()  # fmt: skip
+    return cluster.kubectl("get", kinds, "-A", "-l", f"app.kubernetes.io/instance={release}", "-o", "name").split()
 
 
 # ------------------------------------------------------------------
@@ -126,8 +125,11 @@ def test_lint_render_and_dry_run(empty: Cluster) -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "tools" / "chart.py"), "check"],
         env={**os.environ, "KUBECONFIG": str(empty.kubeconfig)},
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == len(list((CHART / "ci").glob("*.yaml")))
@@ -254,9 +256,7 @@ def test_the_manifest_without_helm(empty: Cluster, namespaces: list[str]) -> Non
     objects: list[dict[str, Any]] = [o for o in yaml.safe_load_all(path.read_text()) if o]
     empty.kubectl("apply", "-f", str(path))
     try:
-        empty.kubectl(
-            "rollout", "status", "deploy/diloco-operator", "-n", SYSTEM, "--timeout=90s", timeout=100
-        )
+        empty.kubectl("rollout", "status", "deploy/diloco-operator", "-n", SYSTEM, "--timeout=90s", timeout=100)
         suspended(empty, namespaces[0], "plain")
         looked_after(empty, namespaces[0], "plain")
         # Once more changes nothing.

@@ -54,12 +54,8 @@ def test_apply(shell: Shell, tmp_path: Path) -> None:
         assert "spec.seed" in said and "spec.sync.fragments" in said and "diloco delete first" in said
         said = shell("apply", path, code=2, reach=(*shell.reach[:-1], "nowhere"))
         assert "there is no namespace nowhere" in said and "create namespace nowhere" in said
-        (tmp_path / "named.yaml").write_text(
-            path.read_text().replace("name: first", "name: first\n  namespace: x", 1)
-        )
-        assert "metadata.namespace: x, and --namespace says" in shell(
-            "apply", tmp_path / "named.yaml", code=2
-        )
+        (tmp_path / "named.yaml").write_text(path.read_text().replace("name: first", "name: first\n  namespace: x", 1))
+        assert "metadata.namespace: x, and --namespace says" in shell("apply", tmp_path / "named.yaml", code=2)
 
 
 def test_apply_beside_kubectl(shell: Shell, tmp_path: Path) -> None:
@@ -91,9 +87,7 @@ def test_apply_and_wait(shell: Shell, tmp_path: Path) -> None:
     assert "3,000 of" in line and "learners 2/3" in line
     shell.set_status("waited", phase="Complete", conditions=[a_condition("Complete", "all tokens trained")])
     rest, error = waiting.communicate(timeout=20)
-    assert (
-        waiting.returncode == 0 and "Complete: all tokens trained" in rest and "waited is complete" in rest
-    ), error
+    assert waiting.returncode == 0 and "Complete: all tokens trained" in rest and "waited is complete" in rest, error
     shell.set_status("waited", phase="Failed", conditions=[a_condition("Failed", "50 replaced in vain")])
     assert "waited has failed: 50 replaced in vain" in shell("apply", path, "--wait", code=1)
 
@@ -147,9 +141,16 @@ def test_scale_suspend_resume(shell: Shell, tmp_path: Path) -> None:
 def test_delete(shell: Shell, tmp_path: Path) -> None:
     path = write(tmp_path / "job.yaml", "doomed", syncer={"storage": {"size": "1Mi"}})
     shell.create(path)
-    claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "doomed-syncer"},
-             "spec": {"accessModes": ["ReadWriteOnce"], "storageClassName": "",
-                      "resources": {"requests": {"storage": "1Mi"}}}}  # fmt: skip
+    claim = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": "doomed-syncer"},
+        "spec": {
+            "accessModes": ["ReadWriteOnce"],
+            "storageClassName": "",
+            "resources": {"requests": {"storage": "1Mi"}},
+        },
+    }
     shell.cluster.apply(claim, namespace=shell.namespace)
     hold = '{"metadata":{"finalizers":["diloco.io/job"]}}'
     shell.cluster.kubectl("patch", "dj", "doomed", "-n", shell.namespace, "--type=merge", "-p", hold)
@@ -178,8 +179,15 @@ def test_status_without_a_syncer(shell: Shell, tmp_path: Path) -> None:
     assert "no operator has looked at it yet" in shell("status", "seen")
     shell.set_status("seen")
     said = shell("status", "seen")
-    for words in ("Running", "3,000 of", "2.415", "local-2: no image", "not Ready (LearnersMissing)",
-                  "2 of 3 are in", "has no syncer's pod here"):  # fmt: skip
+    for words in (
+        "Running",
+        "3,000 of",
+        "2.415",
+        "local-2: no image",
+        "not Ready (LearnersMissing)",
+        "2 of 3 are in",
+        "has no syncer's pod here",
+    ):
         assert words in said, said
     document = json.loads(shell("status", "seen", "--json"))
     assert document["running"] is False and document["job"] == "seen"
@@ -191,13 +199,25 @@ def test_status_without_a_syncer(shell: Shell, tmp_path: Path) -> None:
     assert "Running" in shell("status", "seen", "--json")
     # An event of the job, as an operator tells it.
     shell.cluster.apply(
-        {"apiVersion": "v1", "kind": "Event", "metadata": {"name": "seen.1", "namespace": shell.namespace},
-         "involvedObject": {"apiVersion": "diloco.io/v1alpha1", "kind": "DiLoCoJob", "name": "seen",
-                            "namespace": shell.namespace},
-         "type": "Warning", "reason": "LearnerLost", "message": "local-2 is gone: OOMKilled",
-         "firstTimestamp": "2026-01-01T00:00:00Z", "lastTimestamp": "2026-01-01T00:00:00Z", "count": 3},
+        {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"name": "seen.1", "namespace": shell.namespace},
+            "involvedObject": {
+                "apiVersion": "diloco.io/v1alpha1",
+                "kind": "DiLoCoJob",
+                "name": "seen",
+                "namespace": shell.namespace,
+            },
+            "type": "Warning",
+            "reason": "LearnerLost",
+            "message": "local-2 is gone: OOMKilled",
+            "firstTimestamp": "2026-01-01T00:00:00Z",
+            "lastTimestamp": "2026-01-01T00:00:00Z",
+            "count": 3,
+        },
         namespace=shell.namespace,
-    )  # fmt: skip
+    )
     for command in ("status", "events"):
         assert "LearnerLost: local-2 is gone: OOMKilled (3 times)" in shell(command, "seen")
     shell.set_status("seen", phase="Complete", conditions=[a_condition("Complete", "done")])
@@ -212,8 +232,10 @@ def test_several_contexts(shell: Shell, tmp_path: Path) -> None:
     config = yaml.safe_load(shell.cluster.kubeconfig.read_text())
     entry = next(c for c in config["contexts"] if c["name"] == shell.cluster.context)["context"]
     other = f"{shell.namespace}-far"
-    config["contexts"] = [{"name": "hub", "context": {**entry, "namespace": shell.namespace}},
-                          {"name": "far", "context": {**entry, "namespace": other}}]  # fmt: skip
+    config["contexts"] = [
+        {"name": "hub", "context": {**entry, "namespace": shell.namespace}},
+        {"name": "far", "context": {**entry, "namespace": other}},
+    ]
     config["current-context"] = "hub"
     two = tmp_path / "two"
     two.write_text(yaml.safe_dump(config))
@@ -230,9 +252,7 @@ def test_several_contexts(shell: Shell, tmp_path: Path) -> None:
         assert "both unchanged (context hub)" in said and "both created (context far)" in said
         assert "local 3 → 4 (context far)" in shell("scale", "both", "local=4", reach=reach)
         shell("suspend", "both", reach=reach)
-        found = [
-            shell.cluster.api(f"{GROUP}/namespaces/{ns}/dilocojobs/both") for ns in (shell.namespace, other)
-        ]
+        found = [shell.cluster.api(f"{GROUP}/namespaces/{ns}/dilocojobs/both") for ns in (shell.namespace, other)]
         assert [job and job["spec"]["suspend"] for job in found] == [True, True]
         rows = [line.split()[:2] for line in shell("status", reach=reach).splitlines()]
         assert ["hub", "both"] in rows and ["far", "both"] in rows
@@ -266,9 +286,7 @@ def test_the_api_server_is_away(shell: Shell, tmp_path: Path) -> None:
     until("it answers", lambda: shell.cluster.api("/version"), 60)
     until(
         "the status is written",
-        lambda: (
-            shell.set_status("patient", phase="Complete", conditions=[a_condition("Complete", "x")]) or True
-        ),
+        lambda: shell.set_status("patient", phase="Complete", conditions=[a_condition("Complete", "x")]) or True,
         30,
     )
     out, error = waiting.communicate(timeout=60)
@@ -281,8 +299,14 @@ def test_the_operator_is_not_installed(shell: Shell, tmp_path: Path) -> None:
         pytest.skip("the CRD of a cluster that is not the tests' own is left")
     shell.cluster.kubectl("delete", "crd", "dilocojobs.diloco.io")
     try:
-        for words in (("apply", str(write(tmp_path / "j.yaml", "early"))), ("status",), ("status", "early"),
-                      ("suspend", "early"), ("delete", "early"), ("logs", "early")):  # fmt: skip
+        for words in (
+            ("apply", str(write(tmp_path / "j.yaml", "early"))),
+            ("status",),
+            ("status", "early"),
+            ("suspend", "early"),
+            ("delete", "early"),
+            ("logs", "early"),
+        ):
             said = until(
                 "the API server has forgotten them",
                 lambda words=words: (s := shell(*words, code=1)) and "helm install" in s and s,

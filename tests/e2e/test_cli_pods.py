@@ -77,16 +77,15 @@ def shell(bare_cluster: Cluster) -> Iterator[Shell]:
 
 
 def a_pod(name: str, role: str, code: str, region: str = "", **env: str) -> dict[str, Any]:
-    labels = {
-        "diloco.io/job": "tiny",
-        "diloco.io/role": role,
-        **({"diloco.io/region": region} if region else {}),
-    }
+    labels = {"diloco.io/job": "tiny", "diloco.io/role": role, **({"diloco.io/region": region} if region else {})}
     container = {
-        "name": role, "image": IMAGE, "imagePullPolicy": "IfNotPresent", "command": ["python", "-c", code],
+        "name": role,
+        "image": IMAGE,
+        "imagePullPolicy": "IfNotPresent",
+        "command": ["python", "-c", code],
         "env": [{"name": key, "value": value} for key, value in env.items()],
         "volumeMounts": [{"name": "pages", "mountPath": "/pages"}],
-    }  # fmt: skip
+    }
     volumes = [{"name": "pages", "configMap": {"name": "pages", "optional": True}}]
     spec = {"terminationGracePeriodSeconds": 0, "containers": [container], "volumes": volumes}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "labels": labels}, "spec": spec}
@@ -117,14 +116,28 @@ def pods(shell: Shell, model: Any, tmp_path_factory: pytest.TempPathFactory) -> 
         run(str(localkube()), "base-image", timeout=600)
         shell.cluster.load([IMAGE])
     job, _, file = model
-    page = {"job": "tiny", "phase": "training", "quorum": {"active": 2, "required": 1},
-            "slots": [{"slot": 0, "region": "local", "ordinal": 1, "state": "active", "step": 777}],
-            "tokens": {"trained": 1234}, "versions": [3, 2]}  # fmt: skip
+    page = {
+        "job": "tiny",
+        "phase": "training",
+        "quorum": {"active": 2, "required": 1},
+        "slots": [{"slot": 0, "region": "local", "ordinal": 1, "state": "active", "step": 777}],
+        "tokens": {"trained": 1234},
+        "versions": [3, 2],
+    }
     report = {"outcome": "complete", "merges": 7, "tokens": {"trained": 1234}, "ledger": [{"merged": 1}]}
-    texts = {"status": json.dumps(page), "report": json.dumps(report), "job.json": job_to_json(job),
-             "checksum": f"xxh3-64={xxhash.xxh3_64_intdigest(file):016x}"}  # fmt: skip
-    pages = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "pages"}, "data": texts,
-             "binaryData": {"model.safetensors": base64.b64encode(file).decode()}}  # fmt: skip
+    texts = {
+        "status": json.dumps(page),
+        "report": json.dumps(report),
+        "job.json": job_to_json(job),
+        "checksum": f"xxh3-64={xxhash.xxh3_64_intdigest(file):016x}",
+    }
+    pages = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": "pages"},
+        "data": texts,
+        "binaryData": {"model.safetensors": base64.b64encode(file).decode()},
+    }
     shell.cluster.kubectl("create", "-n", shell.namespace, "-f", "-", stdin=json.dumps(pages))
     shell.create(write(tmp_path_factory.mktemp("pods") / "job.yaml", "tiny"))
     shell.set_status("tiny")
@@ -134,9 +147,16 @@ def pods(shell: Shell, model: Any, tmp_path_factory: pytest.TempPathFactory) -> 
         namespace=shell.namespace,
     )
     shell.cluster.kubectl(
-        "wait", "--for=condition=Ready", "pod", "-l", "diloco.io/job=tiny", "-n", shell.namespace,
-        "--timeout=90s", timeout=100,
-    )  # fmt: skip
+        "wait",
+        "--for=condition=Ready",
+        "pod",
+        "-l",
+        "diloco.io/job=tiny",
+        "-n",
+        shell.namespace,
+        "--timeout=90s",
+        timeout=100,
+    )
     until("the syncer's pod serves", lambda: "serving" in shell("logs", "tiny", "syncer"), 30)
     return shell
 
@@ -189,14 +209,7 @@ def test_logs_are_followed_into_the_next_pod(pods: Shell) -> None:
 
 def test_status_with_the_syncers_page(pods: Shell) -> None:
     said = pods("status", "tiny")
-    for words in (
-        "training",
-        "local-1",
-        "777",
-        "1,234 of",
-        "2 active, 1 needed",
-        "not Ready (LearnersMissing)",
-    ):
+    for words in ("training", "local-1", "777", "1,234 of", "2 active, 1 needed", "not Ready (LearnersMissing)"):
         assert words in said, said
     document = json.loads(pods("status", "tiny", "--json"))
     assert document["running"] is True and document["slots"][0]["step"] == 777
@@ -269,9 +282,7 @@ def test_a_port_forward_that_fails_says_why(pods: Shell) -> None:
     with pytest.raises(ClusterError, match='pods "none" not found'), forwarded(cluster, "none", 9):
         pass
     pods.cluster.apply(a_pod("tiny-brief", "other", SYNCER), namespace=pods.namespace)
-    pods.cluster.kubectl(
-        "wait", "--for=condition=Ready", "pod/tiny-brief", "-n", pods.namespace, "--timeout=60s"
-    )
+    pods.cluster.kubectl("wait", "--for=condition=Ready", "pod/tiny-brief", "-n", pods.namespace, "--timeout=60s")
 
     def begun() -> http.client.HTTPResponse:
         connection = http.client.HTTPConnection(forward.address, timeout=30)

@@ -38,9 +38,7 @@ def test_the_example_trains_to_its_end(cluster: Cluster, namespace: str, tmp_pat
     report = json.loads(path.read_text())
     assert report["outcome"] == "complete"
     assert report["tokens"]["trained"] >= 250_000
-    assert [row["slot"] for row in report["learners"] if row["merged_pushes"]] == [0, 1, 2], report[
-        "learners"
-    ]
+    assert [row["slot"] for row in report["learners"] if row["merged_pushes"]] == [0, 1, 2], report["learners"]
     assert len(report["eval_loss"]) >= 2, "the evaluator scored on the way, too"
     wanted = scalars(report)
     for key, value in status["report"].items():
@@ -97,21 +95,13 @@ def test_what_people_see(cluster: Cluster, start: Any) -> None:
     job.in_merges(2)
     until(
         "the table tells of both",
-        lambda: (
-            (row := shown(job))["LEARNERS"] == "2/2" and row["QUORUM"] == "2/1" and row["PHASE"] == "Running"
-        ),
+        lambda: (row := shown(job))["LEARNERS"] == "2/2" and row["QUORUM"] == "2/1" and row["PHASE"] == "Running",
         30,
     )
     columns = ["NAME", "PHASE", "LEARNERS", "QUORUM", "STEP", "TOKENS", "LOSS", "GOODPUT", "AGE"]
     assert list(shown(job)) == columns
     cluster.kubectl(
-        "wait",
-        "--for=condition=Complete",
-        "--timeout=5m",
-        "dilocojob/shown",
-        "-n",
-        job.namespace,
-        timeout=320,
+        "wait", "--for=condition=Complete", "--timeout=5m", "dilocojob/shown", "-n", job.namespace, timeout=320
     )
     row = shown(job)
     assert row["NAME"] == "shown" and row["PHASE"] == "Complete"

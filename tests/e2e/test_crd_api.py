@@ -22,14 +22,7 @@ from kubernetes import config
 from diloco_operator.crd.rules import LEFT_TO_THE_OPERATOR
 from diloco_operator.crd.schema import definition, schema
 from diloco_protocol.spec.job import DiLoCoJob, immutable_digests
-from diloco_protocol.spec.load import (
-    JobError,
-    job_from_object,
-    job_to_json,
-    load_job,
-    load_manifest,
-    parse_job,
-)
+from diloco_protocol.spec.load import JobError, job_from_object, job_to_json, load_job, load_manifest, parse_job
 from wrong_jobs import (
     BASE,
     CLUSTERS,
@@ -89,8 +82,11 @@ class Api:
         self._client = config.new_client_from_config(str(kubeconfig), context=context)
 
     def _send(self, method: str, path: str, body: Any, kind: str = "json", **query: str) -> Answer:
-        content = {"json": "application/json", "merge": "application/merge-patch+json",
-                   "apply": "application/apply-patch+yaml"}[kind]  # fmt: skip
+        content = {
+            "json": "application/json",
+            "merge": "application/merge-patch+json",
+            "apply": "application/apply-patch+yaml",
+        }[kind]
         headers = {"Content-Type": content, "Accept": "application/json"}
         self._client.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
         url = f"{self._client.configuration.host}{path}?{urlencode(query)}"
@@ -110,9 +106,15 @@ class Api:
         name = (metadata.get("name") if isinstance(metadata, dict) else None) or "nameless"
         extra = {"dryRun": "All"} if dry else {}
         return self._send(
-            "PATCH", f"{COLLECTION}/{name}" + (f"/{sub}" if sub else ""), job, "apply",
-            fieldManager="test", fieldValidation="Strict", force="true", **extra,
-        )  # fmt: skip
+            "PATCH",
+            f"{COLLECTION}/{name}" + (f"/{sub}" if sub else ""),
+            job,
+            "apply",
+            fieldManager="test",
+            fieldValidation="Strict",
+            force="true",
+            **extra,
+        )
 
     def edit(self, name: str, changes: Mapping[str, Any], sub: str = "", dry: bool = True) -> Answer:
         extra = {"dryRun": "All"} if dry else {}
@@ -292,9 +294,7 @@ def test_a_broken_rule(api: Api, job: dict[str, Any], paths: set[str]) -> None:
 
 
 def test_what_is_left_to_the_operator_is_what_the_api_server_takes(api: Api) -> None:
-    taken = {
-        path.removeprefix("spec.") for _, job, paths in broken() if api.create(job).taken for path in paths
-    }
+    taken = {path.removeprefix("spec.") for _, job, paths in broken() if api.create(job).taken for path in paths}
     assert taken == set(LEFT_TO_THE_OPERATOR)
 
 
@@ -374,9 +374,7 @@ def test_free_mappings_are_kept_as_written(api: Api) -> None:
 
 
 def test_null_is_kept_where_it_is_a_value_and_is_the_default_elsewhere(api: Api) -> None:
-    job = local_job(
-        {"training.evaluation": None, "training.optimizer.clipNorm": None, "sync": None, "seed": None}
-    )
+    job = local_job({"training.evaluation": None, "training.optimizer.clipNorm": None, "sync": None, "seed": None})
     for answer in (api.create(job), api.apply(job)):
         spec = stored(answer).spec
         assert spec.training.evaluation is None and spec.training.optimizer.clip_norm is None
@@ -386,17 +384,39 @@ def test_null_is_kept_where_it_is_a_value_and_is_the_default_elsewhere(api: Api)
 # ------------------------------------------------------------------ YAML
 
 SCALARS = [
-    ("training.optimizer.lr", "1e-3"), ("training.stop.tokens", "2e6"), ("seed", "1.0"), ("seed", "1.5"),
-    ("seed", "0x10"), ("seed", "017"), ("seed", "'3'"), ("seed", '"3"'), ("seed", "three"), ("seed", "1_000"),
-    ("sync.deterministic", "yes"), ("sync.deterministic", "on"), ("sync.deterministic", "off"),
-    ("sync.deterministic", "'yes'"), ("sync.deterministic", "yEs"), ("sync.deterministic", "1"),
-    ("training.optimizer.lr", "'1e-3'"), ("training.optimizer.lr", "1"), ("training.optimizer.lr", "yes"),
-    ("training.data.split", "on"), ("training.data.split", "'on'"), ("training.data.split", "1:30"),
-    ("training.data.split", "2001-12-14"), ("training.data.split", "12"), ("training.data.split", "!!str 12"),
-    ("training.stop.tokens", "1e400"), ("training.stop.tokens", "123456789012345678901"),
-    ("training.optimizer.eps", "1.0e-08"), ("training.optimizer.clipNorm", ".5"),
-    ("sync.outer.lr", "1e-400"), ("training.evaluation", "~"), ("suspend", ""),
-]  # fmt: skip
+    ("training.optimizer.lr", "1e-3"),
+    ("training.stop.tokens", "2e6"),
+    ("seed", "1.0"),
+    ("seed", "1.5"),
+    ("seed", "0x10"),
+    ("seed", "017"),
+    ("seed", "'3'"),
+    ("seed", '"3"'),
+    ("seed", "three"),
+    ("seed", "1_000"),
+    ("sync.deterministic", "yes"),
+    ("sync.deterministic", "on"),
+    ("sync.deterministic", "off"),
+    ("sync.deterministic", "'yes'"),
+    ("sync.deterministic", "yEs"),
+    ("sync.deterministic", "1"),
+    ("training.optimizer.lr", "'1e-3'"),
+    ("training.optimizer.lr", "1"),
+    ("training.optimizer.lr", "yes"),
+    ("training.data.split", "on"),
+    ("training.data.split", "'on'"),
+    ("training.data.split", "1:30"),
+    ("training.data.split", "2001-12-14"),
+    ("training.data.split", "12"),
+    ("training.data.split", "!!str 12"),
+    ("training.stop.tokens", "1e400"),
+    ("training.stop.tokens", "123456789012345678901"),
+    ("training.optimizer.eps", "1.0e-08"),
+    ("training.optimizer.clipNorm", ".5"),
+    ("sync.outer.lr", "1e-400"),
+    ("training.evaluation", "~"),
+    ("suspend", ""),
+]
 
 
 @pytest.mark.parametrize(("path", "text"), SCALARS)
@@ -408,9 +428,7 @@ def test_scalars(api: Api, bare_cluster: Cluster, path: str, text: str) -> None:
     except JobError as error:
         loaded = None
         paths = {problem.path for problem in error.problems}
-    said = bare_cluster.kubectl(
-        "create", "--dry-run=server", "-o", "json", "-f", "-", stdin=as_yaml(job), check=False
-    )
+    said = bare_cluster.kubectl("create", "--dry-run=server", "-o", "json", "-f", "-", stdin=as_yaml(job), check=False)
     if loaded is None:
         assert not said, (paths, said)
     else:
@@ -433,9 +451,7 @@ def test_texts_that_are_no_job(api: Api, bare_cluster: Cluster, text: str) -> No
         parse_job(text)
     if "DiLoCoJob" in text:
         return  # kubectl takes several documents, and of a key that is there twice the last: we don't
-    assert not bare_cluster.kubectl(
-        "create", "--dry-run=server", "-o", "name", "-f", "-", stdin=text, check=False
-    )
+    assert not bare_cluster.kubectl("create", "--dry-run=server", "-o", "name", "-f", "-", stdin=text, check=False)
 
 
 # ------------------------------------------------------------------ a job that is there
@@ -444,10 +460,12 @@ def test_texts_that_are_no_job(api: Api, bare_cluster: Cluster, text: str) -> No
 def elsewhere(name: str) -> dict[str, Any]:
     """A job of a cluster that no operator serves, with every immutable part."""
     fields = {
-        "syncer.cluster": "nowhere", "regions.0.cluster": "nowhere",
+        "syncer.cluster": "nowhere",
+        "regions.0.cluster": "nowhere",
         "training.model": {"config": {"model_type": "llama", "a": 1}, "from": "x", "freeze": ["y"]},
-        "training.data": {"source": "datasets", "name": "n", "subset": "s"}, "sync.quorum": 2,
-    }  # fmt: skip
+        "training.data": {"source": "datasets", "name": "n", "subset": "s"},
+        "sync.quorum": 2,
+    }
     return put(local_job(fields), ("metadata", "name"), name)
 
 
@@ -474,8 +492,12 @@ def started(api: Api, nobody_acts: None) -> Iterator[tuple[str, str]]:
         answer = api.create(elsewhere(name), dry=False)
         assert answer.taken, answer
     answer = api.edit(running, {"status": {"startTime": "2026-01-01T00:00:00Z"}}, "status", dry=False)
-    assert answer.body["status"] == {"startTime": "2026-01-01T00:00:00Z", "conditions": [], "regions": [],
-                                     "report": {}}, answer  # fmt: skip
+    assert answer.body["status"] == {
+        "startTime": "2026-01-01T00:00:00Z",
+        "conditions": [],
+        "regions": [],
+        "report": {},
+    }, answer
     yield fresh, running
     for name in (fresh, running):
         api.delete(name)
@@ -498,8 +520,7 @@ EDITS: list[tuple[str, Any, str]] = [
     ("training.model", {"lora": {}, "freeze": None}, "training.model.lora"),
     ("training.data", None, "training.data"),
     ("training.data.source", "text", "training.data.source"),
-    ("training.data", {"source": "python", "function": "a:b", "name": None, "subset": None},
-     "training.data.function"),
+    ("training.data", {"source": "python", "function": "a:b", "name": None, "subset": None}, "training.data.function"),
     ("training.data.paths", ["p"], "training.data.paths"),
     ("training.data.name", "m", "training.data.name"),
     ("training.data.subset", "t", "training.data.subset"),
@@ -508,7 +529,7 @@ EDITS: list[tuple[str, Any, str]] = [
     ("training.data.textField", "t", "training.data.textField"),
     ("training.data.tokenizer", "t", "training.data.tokenizer"),
     ("training.data.sequenceLength", 64, "training.data.sequenceLength"),
-]  # fmt: skip
+]
 
 
 def patch(path: str, value: Any) -> dict[str, Any]:
@@ -534,9 +555,7 @@ def test_what_is_fixed_once_the_job_has_started(
     before, after = elsewhere("a"), apply_patch(elsewhere("a"), patch(path, value))
     if not wrong(after):
         changed = digests(before).items() ^ digests(after).items()
-        assert {name for name, _ in changed} == {
-            next(d for d in digests(before) if f"{named}.".startswith(f"{d}."))
-        }
+        assert {name for name, _ in changed} == {next(d for d in digests(before) if f"{named}.".startswith(f"{d}."))}
 
 
 def digests(job: dict[str, Any]) -> dict[str, str]:
@@ -568,10 +587,16 @@ def test_what_may_change_after_the_start(api: Api, started: tuple[str, str]) -> 
     _, running = started
     for path, value in {
         "regions": [{"name": "local", "cluster": "nowhere", "learners": 5}],
-        "suspend": True, "sync.overlap": 3, "training.stop": {"tokens": 10}, "training.optimizer.lr": 0.1,
-        "sync.quorum": 1, "training.data.paths": [], "training.model.lora": None, "seed": None,
+        "suspend": True,
+        "sync.overlap": 3,
+        "training.stop": {"tokens": 10},
+        "training.optimizer.lr": 0.1,
+        "sync.quorum": 1,
+        "training.data.paths": [],
+        "training.model.lora": None,
+        "seed": None,
         "training.model.config": {"a": 1},
-    }.items():  # fmt: skip
+    }.items():
         answer = api.edit(running, patch(path, value))
         assert answer.taken, (path, answer)
     job = elsewhere(running)
@@ -601,9 +626,7 @@ def test_what_kubectl_apply_makes_of_zeros_and_of_an_alternative(
         job = elsewhere(fresh)
         job["spec"]["training"] |= training
         job["spec"]["suspend"] = True
-        return bare_cluster.kubectl(
-            "apply", "-o", "json", "-f", "-", *words, stdin=json.dumps(job), check=False
-        )
+        return bare_cluster.kubectl("apply", "-o", "json", "-f", "-", *words, stdin=json.dumps(job), check=False)
 
     # What zero says survives where null would not.
     said = applied({"evaluation": {"fraction": 0}, "optimizer": {"clipNorm": 0}}, "--dry-run=server")
@@ -635,10 +658,12 @@ def test_status_and_spec_have_separate_doors(api: Api, started: tuple[str, str])
 
 def test_a_wrong_status_is_refused(api: Api, started: tuple[str, str]) -> None:
     for status, field in [
-        ({"phase": "Dancing"}, "status.phase"), ({"learners": 3}, "status.learners"),
-        ({"progress": {"tokens": "many"}}, "status.progress.tokens"), ({"phaze": "x"}, "status.phaze"),
+        ({"phase": "Dancing"}, "status.phase"),
+        ({"learners": 3}, "status.learners"),
+        ({"progress": {"tokens": "many"}}, "status.progress.tokens"),
+        ({"phaze": "x"}, "status.phaze"),
         ({"conditions": [{"type": "Ready"}]}, "status.conditions.0.status"),
-    ]:  # fmt: skip
+    ]:
         answer = api.edit(started[1], {"status": status}, "status")
         assert not answer.taken and field in answer.fields, answer
 
@@ -649,9 +674,14 @@ def test_get_shows_a_job_in_a_line(api: Api, bare_cluster: Cluster, started: tup
     fresh, running = started
     progress = Progress(tokens=1843200, step=612, merges=51, loss=1.64738291, goodput=0.93)
     status = JobStatus(
-        phase="Running", learners="3/3", quorum="3/1", progress=progress, start_time="2026-01-01T00:00:00Z",
-        syncer=SyncerStatus(epoch=2, step=612), image=Images(syncer="s", worker="w"),
-    )  # fmt: skip
+        phase="Running",
+        learners="3/3",
+        quorum="3/1",
+        progress=progress,
+        start_time="2026-01-01T00:00:00Z",
+        syncer=SyncerStatus(epoch=2, step=612),
+        image=Images(syncer="s", worker="w"),
+    )
     document = status.model_dump(mode="json")
     answer = api.edit(running, {"status": document}, "status", dry=False)
     assert answer.taken, answer
@@ -660,9 +690,7 @@ def test_get_shows_a_job_in_a_line(api: Api, bare_cluster: Cluster, started: tup
     left = {key: value for key, value in document.items() if value is not None}
     assert {key: value for key, value in answer.body["status"].items() if key in left} == without_nulls(left)
     lines = bare_cluster.kubectl("get", "dj", fresh, running).splitlines()
-    assert lines[0].split() == [
-        "NAME", "PHASE", "LEARNERS", "QUORUM", "STEP", "TOKENS", "LOSS", "GOODPUT", "AGE",
-    ]  # fmt: skip
+    assert lines[0].split() == ["NAME", "PHASE", "LEARNERS", "QUORUM", "STEP", "TOKENS", "LOSS", "GOODPUT", "AGE"]
     row = next(line for line in lines if line.startswith(running)).split()
     assert row[1:-1] == ["Running", "3/3", "3/1", "612", "1843200", "1.6474", "0.93"], row
 

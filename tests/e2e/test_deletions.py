@@ -93,9 +93,12 @@ def delete_and_follow(job: Job, victim: str, forced: bool) -> Timeline:
 
 
 @pytest.mark.parametrize(
-    "count", [pytest.param(3, marks=[pytest.mark.ci, pytest.mark.timeout(600)]),
-              pytest.param(10, marks=pytest.mark.timeout(1500))],
-)  # fmt: skip
+    "count",
+    [
+        pytest.param(3, marks=[pytest.mark.ci, pytest.mark.timeout(600)]),
+        pytest.param(10, marks=pytest.mark.timeout(1500)),
+    ],
+)
 def test_learners_are_deleted(cluster: Cluster, start: Any, count: int) -> None:
     job: Job = start("chaos", learners=3)
     job.in_merges(3)
@@ -111,17 +114,16 @@ def test_learners_are_deleted(cluster: Cluster, start: Any, count: int) -> None:
         began = wall()
         earlier = job.step_seconds(began - WINDOW, began)
         if turn == count // 2:  # nobody is there to replace anything, and nothing waits for it
-            cluster.kubectl("delete", "pod", "-n", SYSTEM, "-l", "app.kubernetes.io/name=diloco-operator",
-                            "--wait=false")  # fmt: skip
+            cluster.kubectl(
+                "delete", "pod", "-n", SYSTEM, "-l", "app.kubernetes.io/name=diloco-operator", "--wait=false"
+            )
         told = delete_and_follow(job, victim, forced)
         until("the window after it", lambda at=began: wall() >= at + WINDOW, WINDOW + 5)
         later = job.step_seconds(began, began + WINDOW)
         survivors = [p for p in pods if p != victim]
         told.slower = max(later[p] / earlier[p] for p in survivors)
         timelines.append(told)
-        print(
-            "  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in asdict(told).items())
-        )
+        print("  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in asdict(told).items()))
         after = job.identities()
         assert {p: after[p] for p in survivors} == {p: before[p] for p in survivors}, "a survivor restarted"
         job.in_merges(3)

@@ -39,10 +39,7 @@ MODULES = {
 # Of each page some names that must be there, with the labels that tell whose they are.
 SHOWN = {
     "operator": ("diloco_operator_jobs", 'diloco_operator_api_requests_total{code="200",'),
-    "syncer": (
-        'diloco_merges_total{job="inside"}',
-        'diloco_slot_tokens{job="inside",region="local",slot="0"}',
-    ),
+    "syncer": ('diloco_merges_total{job="inside"}', 'diloco_slot_tokens{job="inside",region="local",slot="0"}'),
     "learner": ("diloco_worker_step{", "diloco_worker_joined{"),
     "evaluator": ("diloco_worker_joined{",),
 }

@@ -46,9 +46,7 @@ def test_suspend_resume_delete(cluster: Cluster, start: Any) -> None:
 
 def left(job: Job) -> list[str]:
     kinds = "statefulsets,deployments,services,configmaps,secrets,poddisruptionbudgets,networkpolicies,pods"
-    text = job.cluster.kubectl(
-        "get", kinds, "-n", job.namespace, "-l", f"diloco.io/job={job.name}", "-o", "name"
-    )
+    text = job.cluster.kubectl("get", kinds, "-n", job.namespace, "-l", f"diloco.io/job={job.name}", "-o", "name")
     return text.split()
 
 
@@ -143,10 +141,7 @@ def test_a_changed_image_rolls_out_one_by_one_and_a_broken_one_stops(
     job.patch({"spec": {"learners": with_image(f"diloco-worker:{VERSION}")}})
     until(
         "all three have the repaired image",
-        lambda: (
-            [p["spec"]["containers"][0]["image"] for p in job.pods("learner")]
-            == [f"diloco-worker:{VERSION}"] * 3
-        ),
+        lambda: [p["spec"]["containers"][0]["image"] for p in job.pods("learner")] == [f"diloco-worker:{VERSION}"] * 3,
         300,
     )
     job.in_merges(3)

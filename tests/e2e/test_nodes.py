@@ -85,8 +85,7 @@ def test_a_learner_is_replaced_elsewhere(cluster: Cluster, start: Any, far_node:
     document = job.wait_training(
         "the successor is in merges",
         lambda d: any(
-            s["process"].startswith(mine)
-            and (e["kind"], e["incarnation"]) == ("first-merge", s["incarnation"])
+            s["process"].startswith(mine) and (e["kind"], e["incarnation"]) == ("first-merge", s["incarnation"])
             for s in d["slots"]
             for e in d["events"]
         ),
@@ -104,10 +103,7 @@ def test_a_learner_is_replaced_elsewhere(cluster: Cluster, start: Any, far_node:
     assert job.training()["epoch"] == told["epoch"]
     # And nothing that it pushed is in a merge since its successor was in one.
     row = next(row for row in document["slots"] if row["process"].startswith(mine))
-    merges = [
-        {(r["slot"], r["incarnation"]) for r in line["responders"]}
-        for line in tape(job) if "responders" in line
-    ]  # fmt: skip
+    merges = [{(r["slot"], r["incarnation"]) for r in line["responders"]} for line in tape(job) if "responders" in line]
     first = next(i for i, pairs in enumerate(merges) if (row["slot"], row["incarnation"]) in pairs)
     late = set().union(*merges[first:])
     assert (lost["slot"], lost["incarnation"]) not in late and len(merges) > first + 1
@@ -120,14 +116,10 @@ def prefers_far(cluster: Cluster) -> dict[str, Any]:
     term = {
         "weight": 100,
         "preference": {
-            "matchExpressions": [
-                {"key": "kubernetes.io/hostname", "operator": "In", "values": [cluster.nodes()[FAR]]}
-            ]
+            "matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": [cluster.nodes()[FAR]]}]
         },
     }
-    template["spec"]["affinity"] = {
-        "nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [term]}
-    }
+    template["spec"]["affinity"] = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [term]}}
     return template
 
 
@@ -150,13 +142,9 @@ def test_under_wait_it_is_told_and_comes_back(cluster: Cluster, start: Any, far_
     lose(loss)
     node = cluster.nodes()[FAR]
     until(
-        "status names the node",
-        lambda: any(node in region.get("cause", "") for region in job.status()["regions"]),
-        150,
+        "status names the node", lambda: any(node in region.get("cause", "") for region in job.status()["regions"]), 150
     )
-    until(
-        "the pod is on its way", lambda: "deletionTimestamp" in job.pod(f"{job.name}-far-0")["metadata"], 120
-    )  # type: ignore[index]
+    until("the pod is on its way", lambda: "deletionTimestamp" in job.pod(f"{job.name}-far-0")["metadata"], 120)  # type: ignore[index]
     began = wall()
     until("some time after its grace", lambda: wall() > began + 45, 60)
     left = job.pod(f"{job.name}-far-0")
@@ -168,8 +156,7 @@ def test_under_wait_it_is_told_and_comes_back(cluster: Cluster, start: Any, far_
 
 
 @pytest.mark.parametrize(
-    ("policy", "loss"),
-    [("ForceDelete", "stop-node"), ("ForceDelete", "isolate"), ("Wait", "stop-node")],
+    ("policy", "loss"), [("ForceDelete", "stop-node"), ("ForceDelete", "isolate"), ("Wait", "stop-node")]
 )
 @pytest.mark.timeout(700)
 def test_the_syncers_node(cluster: Cluster, start: Any, far_node: Any, policy: str, loss: str) -> None:

@@ -29,9 +29,7 @@ from .clusters import ROOT, Cluster, CommandFailed
 
 pytestmark = [pytest.mark.timeout(300)]
 
-SETTINGS = PlanSettings(
-    "hub", "diloco-system", "diloco-syncer:1", "diloco-worker:1", "IfNotPresent", "monitoring"
-)
+SETTINGS = PlanSettings("hub", "diloco-system", "diloco-syncer:1", "diloco-worker:1", "IfNotPresent", "monitoring")
 EVALUATED = {"evaluation": {"fraction": 0.1}}
 FULL = {
     "metadata": {"labels": {"team": "nine"}, "annotations": {"example.com/a": "b"}},
@@ -42,27 +40,51 @@ FULL = {
         "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
         "terminationGracePeriodSeconds": 120,
         "topologySpreadConstraints": [
-            {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway",
-             "labelSelector": {"matchLabels": {"team": "nine"}}}
+            {
+                "maxSkew": 1,
+                "topologyKey": "kubernetes.io/hostname",
+                "whenUnsatisfiable": "ScheduleAnyway",
+                "labelSelector": {"matchLabels": {"team": "nine"}},
+            }
         ],
         "securityContext": {"runAsUser": 1000, "fsGroup": 1000},
-        "volumes": [{"name": "corpus", "persistentVolumeClaim": {"claimName": "corpus"}},
-                    {"name": "work", "ephemeral": {"volumeClaimTemplate": {"spec": {
-                        "accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}}}}],
-        "initContainers": [{"name": "fetch", "image": "busybox", "command": ["true"], "securityContext": {
-            "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}}],
+        "volumes": [
+            {"name": "corpus", "persistentVolumeClaim": {"claimName": "corpus"}},
+            {
+                "name": "work",
+                "ephemeral": {
+                    "volumeClaimTemplate": {
+                        "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}
+                    }
+                },
+            },
+        ],
+        "initContainers": [
+            {
+                "name": "fetch",
+                "image": "busybox",
+                "command": ["true"],
+                "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+            }
+        ],
         "containers": [
-            {"name": "learner", "image": "mine:1",
-             "resources": {"limits": {"cpu": "300m", "memory": "1Gi", "nvidia.com/gpu": 1}},
-             "env": [{"name": "HF_HOME", "value": "/tmp/hf"}],
-             "envFrom": [{"secretRef": {"name": "s3"}}],
-             "volumeMounts": [{"name": "corpus", "mountPath": "/corpus"}],
-             "livenessProbe": {"exec": {"command": ["true"]}}},
-            {"name": "side", "image": "side:1", "securityContext": {
-                "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}},
+            {
+                "name": "learner",
+                "image": "mine:1",
+                "resources": {"limits": {"cpu": "300m", "memory": "1Gi", "nvidia.com/gpu": 1}},
+                "env": [{"name": "HF_HOME", "value": "/tmp/hf"}],
+                "envFrom": [{"secretRef": {"name": "s3"}}],
+                "volumeMounts": [{"name": "corpus", "mountPath": "/corpus"}],
+                "livenessProbe": {"exec": {"command": ["true"]}},
+            },
+            {
+                "name": "side",
+                "image": "side:1",
+                "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+            },
         ],
     },
-}  # fmt: skip
+}
 
 JOBS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -82,18 +104,26 @@ JOBS: dict[str, dict[str, Any]] = {
     "external": {"syncer": {"endpoint": {"type": "External", "address": "hub.example.com:443"}}},
     "full template": {"learners": {"podTemplate": FULL}, "training": EVALUATED},
     "region's template": {"regions": [{"name": "local", "learners": 1, "podTemplate": FULL}]},
-    "syncer's template": {"syncer": {"podTemplate": {"spec": {
-        "nodeSelector": {"a": "b"},
-        "containers": [{"name": "syncer", "resources": {"limits": {"cpu": "1"}}}]}}}},
-    "several clusters": {
-        "syncer": {"cluster": "hub",
-                   "endpoint": {"type": "NodePort", "nodePort": 30772, "address": "10.0.0.1"},
-                   "tls": {"secretName": "s"}},
-        "learners": {"credentials": {"secretName": "l"}},
-        "regions": [{"name": "a", "cluster": "hub", "learners": 1},
-                    {"name": "b", "cluster": "far", "learners": 1}],
+    "syncer's template": {
+        "syncer": {
+            "podTemplate": {
+                "spec": {
+                    "nodeSelector": {"a": "b"},
+                    "containers": [{"name": "syncer", "resources": {"limits": {"cpu": "1"}}}],
+                }
+            }
+        }
     },
-}  # fmt: skip
+    "several clusters": {
+        "syncer": {
+            "cluster": "hub",
+            "endpoint": {"type": "NodePort", "nodePort": 30772, "address": "10.0.0.1"},
+            "tls": {"secretName": "s"},
+        },
+        "learners": {"credentials": {"secretName": "l"}},
+        "regions": [{"name": "a", "cluster": "hub", "learners": 1}, {"name": "b", "cluster": "far", "learners": 1}],
+    },
+}
 
 
 def manifests(job: Job, settings: PlanSettings = SETTINGS, live: Object | None = None) -> list[Object]:
@@ -119,9 +149,7 @@ def restricted(bare_cluster: Cluster) -> Iterator[str]:
             "kind": "Namespace",
             "metadata": {
                 "name": name,
-                "labels": {
-                    f"pod-security.kubernetes.io/{mode}": "restricted" for mode in ("enforce", "warn")
-                },
+                "labels": {f"pod-security.kubernetes.io/{mode}": "restricted" for mode in ("enforce", "warn")},
             },
         }
     )
@@ -140,9 +168,19 @@ def send(cluster: Cluster, namespace: str, found: list[Object], *words: str) -> 
         prepared.append(manifest)
     text = json.dumps({"apiVersion": "v1", "kind": "List", "items": prepared})
     said = cluster.kubectl(
-        "apply", "--server-side", "--field-manager=diloco-operator", "--validate=strict", "-n", namespace,
-        "-f", "-", "-o", "json", *words, stdin=text,
-    )  # fmt: skip
+        "apply",
+        "--server-side",
+        "--field-manager=diloco-operator",
+        "--validate=strict",
+        "-n",
+        namespace,
+        "-f",
+        "-",
+        "-o",
+        "json",
+        *words,
+        stdin=text,
+    )
     document = json.loads(said)
     return list(document["items"]) if document["kind"] == "List" else [document]
 
@@ -204,9 +242,7 @@ def test_what_is_applied_can_be_applied_again_and_changed(bare_cluster: Cluster,
     def written(found: list[Object]) -> list[str]:
         """Versions of what no controller writes into, generations of the rest."""
         busy = ("StatefulSet", "Deployment", "PersistentVolumeClaim", "PodDisruptionBudget")
-        return [
-            str(o["metadata"].get("generation" if o["kind"] in busy else "resourceVersion")) for o in found
-        ]
+        return [str(o["metadata"].get("generation" if o["kind"] in busy else "resourceVersion")) for o in found]
 
     assert written(again) == written(made)
     claim = next(o for o in made if o["kind"] == "PersistentVolumeClaim")
@@ -241,17 +277,18 @@ def test_what_is_applied_can_be_applied_again_and_changed(bare_cluster: Cluster,
 @pytest.mark.parametrize(
     ("template", "field"),
     [
-        ({"spec": {"containers": [{"name": "learner", "ports": [{"containerPort": "many"}]}]}},
-         "containerPort"),
+        ({"spec": {"containers": [{"name": "learner", "ports": [{"containerPort": "many"}]}]}}, "containerPort"),
         ({"spec": {"containers": [{"name": "learner", "imagee": "x"}]}}, "imagee"),
         ({"spec": {"containers": [{"name": "learner", "resources": {"limits": {"cpu": "-1"}}}]}}, "cpu"),
         ({"spec": {"containers": [{"name": "side"}]}}, "image"),
         ({"spec": {"volumes": [{"name": "x", "emptyDirr": {}}]}}, "emptyDirr"),
         ({"spec": {"nodeSelector": ["x"]}}, "nodeSelector"),
-        ({"spec": {"affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {}}}}},
-         "nodeSelectorTerms"),
+        (
+            {"spec": {"affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {}}}}},
+            "nodeSelectorTerms",
+        ),
     ],
-)  # fmt: skip
+)
 def test_faults_of_a_template_are_named_by_the_dry_run(
     bare_cluster: Cluster, restricted: str, template: dict[str, Any], field: str
 ) -> None:

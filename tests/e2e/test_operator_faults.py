@@ -89,8 +89,12 @@ def test_a_fault_in_a_template_leaves_what_runs_and_names_the_field(
 
 
 def test_a_quota_that_is_full_is_said_and_healed(kube: Cluster, operate: Callable[..., Running]) -> None:
-    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "small"},
-             "spec": {"hard": {"persistentvolumeclaims": "0"}}}  # fmt: skip
+    quota = {
+        "apiVersion": "v1",
+        "kind": "ResourceQuota",
+        "metadata": {"name": "small"},
+        "spec": {"hard": {"persistentvolumeclaims": "0"}},
+    }
     kube.apply(quota)
     until("counted", lambda: get(kube, named("resourcequotas", "small"))["status"].get("used"), 20)
     wants = Wants()
@@ -109,33 +113,34 @@ def test_a_quota_that_is_full_is_said_and_healed(kube: Cluster, operate: Callabl
 
 
 def test_a_role_that_is_too_small_is_named_with_verb_and_resource_and_healed(
-    kube: Cluster, operate: Callable[..., Running], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    kube: Cluster,
+    operate: Callable[..., Running],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(permissions, "AGAIN_SECONDS", 2.0)
     monkeypatch.setattr(reflector, "WATCH_SECONDS", 5)
-    lacking = {
-        ("configmaps", "patch"),
-        ("pods", "list"),
-        ("pods", "watch"),
-        ("nodes", "list"),
-        ("nodes", "watch"),
-    }
+    lacking = {("configmaps", "patch"), ("pods", "list"), ("pods", "watch"), ("nodes", "list"), ("nodes", "watch")}
     small = account(kube, tmp_path, lacking)
     wants = Wants()
     with operate(wants, kubeconfig=small) as operator:
         until("ready", operator.ready, 30)
         kube.apply(job("humble"))
-        observed = until("said", lambda: (
-            (o := wants.observed.get((NS, "humble"))) and len(o.troubles) >= 3 and o), 20)  # fmt: skip
+        observed = until("said", lambda: (o := wants.observed.get((NS, "humble"))) and len(o.troubles) >= 3 and o, 20)
         said = [t.message for t in observed.troubles if t.reason == "forbidden"]
         assert any("may not patch configmaps" in m for m in said), said
         assert any("may not list, watch pods" in m for m in said), said
         assert observed.nodes is None, "nodes are optional, and not there"
         assert not any("nodes" in m for m in said)
         assert get(kube, named("statefulsets", "humble-local")), "what may be done is done"
-        until("in the status", lambda: "may not patch configmaps" in json.dumps(
-            get(kube, named("dilocojobs", "humble")).get("status", {})), 10)  # fmt: skip
+        until(
+            "in the status",
+            lambda: (
+                "may not patch configmaps" in json.dumps(get(kube, named("dilocojobs", "humble")).get("status", {}))
+            ),
+            10,
+        )
         assert operator.page("/healthz")[0] == 200
         lines = [r.message for r in caplog.records]
         assert len([m for m in lines if m.startswith("forbidden: the operator may not list pods")]) >= 1
@@ -150,9 +155,12 @@ def test_a_role_that_is_too_small_is_named_with_verb_and_resource_and_healed(
 
 
 def test_a_token_that_is_refused_is_tried_with_patience(
-    kube: Cluster, operate: Callable[..., Running], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    kube: Cluster,
+    operate: Callable[..., Running],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(reflector, "WATCH_SECONDS", 3)  # then every watch has to begin anew
     small = account(kube, tmp_path, set())
     with operate(kubeconfig=small) as operator:
@@ -175,9 +183,12 @@ def test_the_operators_rights_are_enough_and_read_no_secret(
     exact = account(kube, tmp_path, set())
     wants = Wants()
     wants.plan = lambda o: Plan(
-        True, secrets=(secret(o.job),), apply=children(o.job, replicas=1), status=status(o, "Running"),
+        True,
+        secrets=(secret(o.job),),
+        apply=children(o.job, replicas=1),
+        status=status(o, "Running"),
         events=(EventWanted("Warning", "Look", "Something happened."),),
-    )  # fmt: skip
+    )
     with operate(wants, kubeconfig=exact) as operator:
         until("ready", operator.ready, 30)
         kube.apply(job("modest"))
@@ -185,9 +196,7 @@ def test_the_operators_rights_are_enough_and_read_no_secret(
         until("the pod is seen", lambda: wants.observed[NS, "modest"].pods, 20)
         meta = wants.observed[NS, "modest"].pods[0]["metadata"]
         delete = Delete(Ref("Pod", meta["name"]), meta["uid"], "a test")
-        wants.plan = lambda o: Plan(
-            True, apply=children(o.job, replicas=1), deletes=(delete,), status=status(o)
-        )
+        wants.plan = lambda o: Plan(True, apply=children(o.job, replicas=1), deletes=(delete,), status=status(o))
 
         def another() -> bool:
             return bool(wants.observed[NS, "modest"].pods[0]["metadata"]["uid"] != meta["uid"])
@@ -201,8 +210,11 @@ def test_the_operators_rights_are_enough_and_read_no_secret(
         secrets_ = {verb for verb, resource, _ in operator.requests() if resource == "secrets"}
         assert secrets_ == {"create"}
     token = yaml.safe_load(exact.read_text())["users"][0]["user"]["token"]
-    for words in (("get", "secret", wants_secret(found)), ("get", "secrets", "-A"),
-                  ("delete", "secret", wants_secret(found))):  # fmt: skip
+    for words in (
+        ("get", "secret", wants_secret(found)),
+        ("get", "secrets", "-A"),
+        ("delete", "secret", wants_secret(found)),
+    ):
         said = kube.kubectl("--token", token, "--kubeconfig", str(exact), *words, "-o", "name", check=False)
         assert said == ""
 
@@ -288,19 +300,34 @@ def test_the_syncer_is_asked_and_told(
         monkeypatch.setattr(syncer_poller, "CONTROL_PORT", syncer.port)
         try:
             assert wants.observed[NS, "asked"].syncer is None, "there is nobody to ask"
-            kube.apply(pod("asked-syncer-x", "asked", "syncer", nodeName="nowhere", tolerations=[
-                {"operator": "Exists"}]))  # fmt: skip
+            kube.apply(
+                pod("asked-syncer-x", "asked", "syncer", nodeName="nowhere", tolerations=[{"operator": "Exists"}])
+            )
             running = {
-                "phase": "Running", "podIP": "127.0.0.1", "podIPs": [{"ip": "127.0.0.1"}],
-                "containerStatuses": [{
-                    "name": "syncer", "image": "x", "imageID": "x", "ready": True, "restartCount": 0,
-                    "state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}},
-                }],
-            }  # fmt: skip
-            kube.kubectl("patch", "pod", "asked-syncer-x", "--subresource=status", "--type=merge", "-p",
-                            json.dumps({"status": running}))  # fmt: skip
-            asked = until("answered", lambda: (
-                (a := wants.observed[NS, "asked"].syncer) and a.document and a), 15)  # fmt: skip
+                "phase": "Running",
+                "podIP": "127.0.0.1",
+                "podIPs": [{"ip": "127.0.0.1"}],
+                "containerStatuses": [
+                    {
+                        "name": "syncer",
+                        "image": "x",
+                        "imageID": "x",
+                        "ready": True,
+                        "restartCount": 0,
+                        "state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}},
+                    }
+                ],
+            }
+            kube.kubectl(
+                "patch",
+                "pod",
+                "asked-syncer-x",
+                "--subresource=status",
+                "--type=merge",
+                "-p",
+                json.dumps({"status": running}),
+            )
+            asked = until("answered", lambda: (a := wants.observed[NS, "asked"].syncer) and a.document and a, 15)
             assert asked.document == {"phase": "training"} and asked.failing_since is None
             until("told", lambda: (gone.method, gone.body) in syncer.calls, 10)
             assert wants.observed[NS, "asked"].report is None

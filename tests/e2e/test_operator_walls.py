@@ -55,9 +55,13 @@ def test_objects_status_finalizer_secret_and_event_are_made_and_then_nothing_is_
         told.add("begun")
         event = EventWanted("Normal", "Started", "The job begins.")
         return Plan(
-            finalizer=True, secrets=(secret(observed.job),), apply=children(observed.job),
-            status=status(observed), events=(event,) if first else (), wake_in=1.0,
-        )  # fmt: skip
+            finalizer=True,
+            secrets=(secret(observed.job),),
+            apply=children(observed.job),
+            status=status(observed),
+            events=(event,) if first else (),
+            wake_in=1.0,
+        )
 
     wants.plan = plan
     with operate(wants) as operator:
@@ -65,9 +69,12 @@ def test_objects_status_finalizer_secret_and_event_are_made_and_then_nothing_is_
         kube.apply(job("steady"))
         found = settled(kube, "steady")
         assert found["metadata"]["finalizers"] == [names.FINALIZER]
-        for kind, name in (("configmaps", "steady-settings"), ("services", "steady-local"),
-                           ("poddisruptionbudgets", "steady-local"),
-                           ("persistentvolumeclaims", "steady-syncer")):  # fmt: skip
+        for kind, name in (
+            ("configmaps", "steady-settings"),
+            ("services", "steady-local"),
+            ("poddisruptionbudgets", "steady-local"),
+            ("persistentvolumeclaims", "steady-syncer"),
+        ):
             child = get(kube, named(kind, name))
             managers = {m["manager"] for m in child["metadata"]["managedFields"] if m["operation"] == "Apply"}
             assert managers == {"diloco-operator"}, kind
@@ -110,9 +117,7 @@ def test_an_operator_that_starts_again_writes_nothing(kube: Cluster, operate: Ca
     assert versions == {(i["kind"], i["metadata"]["name"]): i["metadata"]["resourceVersion"] for i in again}
 
 
-def test_with_the_real_plan_too_a_restart_writes_nothing(
-    kube: Cluster, operate: Callable[..., Running]
-) -> None:
+def test_with_the_real_plan_too_a_restart_writes_nothing(kube: Cluster, operate: Callable[..., Running]) -> None:
     """Jobs whose pods do not come and go by themselves: suspended ones."""
     kinds_ = "sts,deploy,svc,cm,pdb,pvc,netpol,dj"
 
@@ -122,9 +127,14 @@ def test_with_the_real_plan_too_a_restart_writes_nothing(
 
     def whole() -> bool:
         return {kind for kind, name in versions() if name.startswith("real-2")} >= {
-            "StatefulSet", "Deployment", "Service", "ConfigMap", "PodDisruptionBudget",
-            "PersistentVolumeClaim", "NetworkPolicy",
-        }  # fmt: skip
+            "StatefulSet",
+            "Deployment",
+            "Service",
+            "ConfigMap",
+            "PodDisruptionBudget",
+            "PersistentVolumeClaim",
+            "NetworkPolicy",
+        }
 
     with operate(planning.plan, image_pull_policy="Never") as operator:
         until("ready", operator.ready, 30)
@@ -133,9 +143,13 @@ def test_with_the_real_plan_too_a_restart_writes_nothing(
         until("all is there", whole, 40)
         for i in range(3):
             kube.kubectl("patch", "dj", f"real-{i}", "--type=merge", "-p", '{"spec":{"suspend":true}}')
-        until("suspended", lambda: all(
-            get(kube, named("dilocojobs", f"real-{i}"))["status"]["phase"] == "Suspended" for i in range(3)
-        ), 120)  # fmt: skip
+        until(
+            "suspended",
+            lambda: all(
+                get(kube, named("dilocojobs", f"real-{i}"))["status"]["phase"] == "Suspended" for i in range(3)
+            ),
+            120,
+        )
         until("no pod is left", lambda: not kube.items(f"/api/v1/namespaces/{NS}/pods"), 120)
         until("nothing is sent", lambda: not any(verb in WRITES for verb, _, _ in quiet(operator, 6)), 60)
         asked = quiet(operator, 30)
@@ -163,14 +177,23 @@ def test_what_is_deleted_by_hand_comes_back_and_what_is_edited_is_put_right(
         until("ready", operator.ready, 30)
         kube.apply(job("drift"))
         settled(kube, "drift")
-        for kind, name in (("cm", "drift-settings"), ("svc", "drift-local"), ("pdb", "drift-local"),
-                           ("sts", "drift-local")):  # fmt: skip
-            path = named({"cm": "configmaps", "svc": "services", "pdb": "poddisruptionbudgets",
-                          "sts": "statefulsets"}[kind], name)  # fmt: skip
+        for kind, name in (
+            ("cm", "drift-settings"),
+            ("svc", "drift-local"),
+            ("pdb", "drift-local"),
+            ("sts", "drift-local"),
+        ):
+            path = named(
+                {"cm": "configmaps", "svc": "services", "pdb": "poddisruptionbudgets", "sts": "statefulsets"}[kind],
+                name,
+            )
             before = get(kube, path)["metadata"]["uid"]
             kube.kubectl("delete", kind, name)
-            until(f"{kind} is back", lambda path=path, before=before: (
-                (found := get(kube, path)) and found["metadata"]["uid"] != before), 10)  # fmt: skip
+            until(
+                f"{kind} is back",
+                lambda path=path, before=before: (found := get(kube, path)) and found["metadata"]["uid"] != before,
+                10,
+            )
         patch = {"data": {"a": "edited", "theirs": "kept"}, "metadata": {"labels": {"theirs": "kept"}}}
         kube.kubectl("patch", "cm", "drift-settings", "--type=merge", "-p", json.dumps(patch))
         path = named("configmaps", "drift-settings")
@@ -178,17 +201,9 @@ def test_what_is_deleted_by_hand_comes_back_and_what_is_edited_is_put_right(
         assert found["data"] == {"a": "1", "theirs": "kept"}
         assert found["metadata"]["labels"]["theirs"] == "kept"
         kube.kubectl("scale", "sts", "drift-local", "--replicas=3")
-        until(
-            "scaled back",
-            lambda: get(kube, named("statefulsets", "drift-local"))["spec"]["replicas"] == 0,
-            10,
-        )
+        until("scaled back", lambda: get(kube, named("statefulsets", "drift-local"))["spec"]["replicas"] == 0, 10)
         kube.kubectl("label", "cm", "drift-settings", "diloco.io/job-")  # the watches lose sight of it
-        until(
-            "labelled again",
-            lambda: get(kube, path)["metadata"]["labels"].get("diloco.io/job") == "drift",
-            15,
-        )
+        until("labelled again", lambda: get(kube, path)["metadata"]["labels"].get("diloco.io/job") == "drift", 15)
         # Foreign fields and marks are no reason to send anything.
         kube.kubectl("annotate", "svc", "drift-local", "theirs=x")
         assert not any(verb in WRITES for verb, _, _ in quiet(operator, 6))
@@ -197,9 +212,7 @@ def test_what_is_deleted_by_hand_comes_back_and_what_is_edited_is_put_right(
 def test_what_nobody_wants_any_more_leaves_the_object(kube: Cluster, operate: Callable[..., Running]) -> None:
     """Also by an operator that never knew it: the mark on the object tells."""
     wants = Wants()
-    wants.plan = lambda o: Plan(
-        True, apply=(config_map(o.job, old="x"), stateful_set(o.job)), status=status(o)
-    )
+    wants.plan = lambda o: Plan(True, apply=(config_map(o.job, old="x"), stateful_set(o.job)), status=status(o))
     path = named("configmaps", "less-settings")
     with operate(wants) as operator:
         until("ready", operator.ready, 30)
@@ -215,13 +228,13 @@ def test_what_nobody_wants_any_more_leaves_the_object(kube: Cluster, operate: Ca
 # ------------------------------------------------------------------ other people's objects
 
 
-def test_a_foreign_object_is_left_alone_and_said_and_it_heals(
-    kube: Cluster, operate: Callable[..., Running]
-) -> None:
+def test_a_foreign_object_is_left_alone_and_said_and_it_heals(kube: Cluster, operate: Callable[..., Running]) -> None:
     foreign = {
-        "apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "clash-settings", "namespace": NS},
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": "clash-settings", "namespace": NS},
         "data": {"a": "theirs"},
-    }  # fmt: skip
+    }
     kube.apply(foreign)
     path = named("configmaps", "clash-settings")
     before = get(kube, path)
@@ -239,8 +252,11 @@ def test_a_foreign_object_is_left_alone_and_said_and_it_heals(
         after = get(kube, path)
         assert after["data"] == before["data"] and APPLIED not in after["metadata"].get("annotations", {})
         assert troubles(wants.observed[NS, "clash"])[ref][0] == "conflict"
-        until("in the status", lambda: "clash-settings" in json.dumps(
-            get(kube, named("dilocojobs", "clash"))["status"]), 10)  # fmt: skip
+        until(
+            "in the status",
+            lambda: "clash-settings" in json.dumps(get(kube, named("dilocojobs", "clash"))["status"]),
+            10,
+        )
         kube.kubectl("delete", "cm", "clash-settings")
         until("healed", lambda: (m := get(kube, path)) and m["data"] == {"a": "1"}, 15)
         until("not said any more", lambda: not wants.observed[NS, "clash"].troubles, 10)
@@ -261,8 +277,13 @@ def test_an_object_of_an_earlier_job_of_that_name_is_not_taken_over(
         owners = orphan["metadata"].get("ownerReferences")
         assert not owners, "deleted with --cascade=orphan, it belongs to nobody"
         kube.apply(job("twice"))
-        until("said", lambda: troubles(wants.observed[NS, "twice"]).get(
-            Ref("ConfigMap", "twice-settings"), ("",))[0] == "conflict", 15)  # fmt: skip
+        until(
+            "said",
+            lambda: (
+                troubles(wants.observed[NS, "twice"]).get(Ref("ConfigMap", "twice-settings"), ("",))[0] == "conflict"
+            ),
+            15,
+        )
         assert wants.observed[NS, "twice"].job["metadata"]["uid"] != first
         assert Ref("PersistentVolumeClaim", "twice-syncer") not in troubles(wants.observed[NS, "twice"])
         assert get(kube, named("persistentvolumeclaims", "twice-syncer"))["metadata"]["uid"] == claim_before

@@ -58,10 +58,10 @@ def test_a_learner_that_runs_out_of_memory(start: Any) -> None:
     greedy = "kept = [b'x' * (1 << 20) for _ in range(512)]"
     job: Job = start(
         "greedy",
-        learners={"command": ["python", "-c", greedy],
-                  "podTemplate": pod_template("learner", LEARNER_CPU, "128Mi")},
-        regions=ONE, failurePolicy={"maxReplacements": 100},
-    )  # fmt: skip
+        learners={"command": ["python", "-c", greedy], "podTemplate": pod_template("learner", LEARNER_CPU, "128Mi")},
+        regions=ONE,
+        failurePolicy={"maxReplacements": 100},
+    )
     told(job, "OOMKilled", "resources.limits.memory", timeout=120)
     until("it is counted", lambda: replaced(job) >= 1, 60)
     until("it is told", lambda: said(job, "LearnerCrashed", "OOMKilled"), 60)
@@ -78,8 +78,7 @@ def test_an_evicted_learner(cluster: Cluster, start: Any) -> None:
     victim, other = sorted(before)[:2]
 
     def evict(pod: str) -> None:
-        body = {"apiVersion": "policy/v1", "kind": "Eviction",
-                "metadata": {"name": pod, "namespace": job.namespace}}  # fmt: skip
+        body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": job.namespace}}
         path = f"/api/v1/namespaces/{job.namespace}/pods/{pod}/eviction"
         cluster.kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(body))
 

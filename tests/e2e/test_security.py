@@ -74,9 +74,7 @@ with grpc.insecure_channel("127.0.0.1:7701") as channel:
 
 def inside(job: Job, pod: str, program: str, *words: str) -> list[str]:
     """The program's output lines, run by Python in that pod."""
-    return job.cluster.kubectl(
-        "exec", "-n", job.namespace, pod, "--", "python", "-c", program, *words
-    ).split()
+    return job.cluster.kubectl("exec", "-n", job.namespace, pod, "--", "python", "-c", program, *words).split()
 
 
 @pytest.mark.timeout(300)
@@ -88,22 +86,24 @@ def test_pods_and_tokens(start: Any) -> None:
         name = pod["metadata"]["name"]
         assert pod["spec"]["automountServiceAccountToken"] is False
         files = job.cluster.kubectl(
-            "exec", "-n", job.namespace, name, "--", "sh", "-c",
+            "exec",
+            "-n",
+            job.namespace,
+            name,
+            "--",
+            "sh",
+            "-c",
             "ls /var/run/secrets/kubernetes.io/serviceaccount 2>/dev/null; touch /writable 2>&1; id -u",
-        )  # fmt: skip
+        )
         assert "token" not in files and files.split()[-1] != "0"
         assert "Read-only" in files or "Permission denied" in files
         # Without a token the API server lets nobody see anything.
-        asked = inside(
-            job, name,
-            ANONYMOUS,
-        )  # fmt: skip
+        asked = inside(job, name, ANONYMOUS)
         assert len(asked) == 3 and set(asked) <= {"401", "403", "unreachable"}, asked
     # The control port believes neither the join token nor an empty or made-up key.
     token = inside(
-        job, learner["metadata"]["name"],
-        "print(open('/etc/diloco/credentials/join-token', 'rb').read().strip().hex())",
-    )[0]  # fmt: skip
+        job, learner["metadata"]["name"], "print(open('/etc/diloco/credentials/join-token', 'rb').read().strip().hex())"
+    )[0]
     address = f"{syncer['status']['podIP']}:7701"
     digits = bytes.fromhex(token).decode()  # the token's own digits, read as a key
     said = inside(job, learner["metadata"]["name"], CALL, address, token, digits, "00" * 32, "")
@@ -111,17 +111,13 @@ def test_pods_and_tokens(start: Any) -> None:
     assert said in (["PERMISSION_DENIED"] * 4, ["unreachable"]), said
     # The learner's pod does not have the control key at all.
     with pytest.raises(CommandFailed):
-        job.cluster.kubectl(
-            "exec", "-n", job.namespace, learner["metadata"]["name"], "--", "ls", "/etc/diloco/control"
-        )
+        job.cluster.kubectl("exec", "-n", job.namespace, learner["metadata"]["name"], "--", "ls", "/etc/diloco/control")
     said = inside(job, syncer["metadata"]["name"], REPLAY)
     assert said == ["ok", *["PERMISSION_DENIED"] * 4], said
     job.merging_on()
     policies = job.cluster.items(f"/apis/networking.k8s.io/v1/namespaces/{job.namespace}/networkpolicies")
     syncers = next(p for p in policies if p["metadata"]["name"] == "guarded-syncer")
-    control = [
-        r for r in syncers["spec"]["ingress"] if any(p.get("port") in (7701, "control") for p in r["ports"])
-    ]
+    control = [r for r in syncers["spec"]["ingress"] if any(p.get("port") in (7701, "control") for p in r["ports"])]
     assert len(control) == 1
     source = json.dumps(control[0]["from"])
     assert SYSTEM in source, source
@@ -132,9 +128,7 @@ def test_the_operators_account_reads_no_secret(cluster: Cluster, start: Any) -> 
     job: Job = start("secretive", learners=1)
     until("its secrets are made", lambda: len(secrets(job)) >= 2, 60)
     for verb in ("get", "list", "watch", "update", "patch", "delete"):
-        said = cluster.kubectl(
-            "auth", "can-i", verb, "secrets", "-n", job.namespace, f"--as={ACCOUNT}", check=False
-        )
+        said = cluster.kubectl("auth", "can-i", verb, "secrets", "-n", job.namespace, f"--as={ACCOUNT}", check=False)
         assert said.strip() == "no", (verb, said)
     assert cluster.kubectl("auth", "can-i", "create", "secrets", f"--as={ACCOUNT}").strip() == "yes"
     name = secrets(job)[0]["metadata"]["name"]
@@ -160,9 +154,7 @@ def test_the_operators_account_reads_no_secret(cluster: Cluster, start: Any) -> 
     assert len(values) >= 3
     job.in_merges(1)
     shown = cluster.kubectl("get", "dj,pods,cm,sts,deploy,events", "-n", job.namespace, "-o", "yaml")
-    shown += cluster.kubectl(
-        "logs", "-n", SYSTEM, "-l", "app.kubernetes.io/name=diloco-operator", "--tail=-1"
-    )
+    shown += cluster.kubectl("logs", "-n", SYSTEM, "-l", "app.kubernetes.io/name=diloco-operator", "--tail=-1")
     for pod in job.pods():
         shown += cluster.kubectl("logs", pod["metadata"]["name"], "-n", job.namespace)
     assert not [v for v in values if v in shown]

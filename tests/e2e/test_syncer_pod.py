@@ -15,9 +15,15 @@ def tape(job: Job) -> list[dict[str, Any]]:
     """The event tape, line by line, from the volume of the running syncer."""
     name = job.syncer_pod()["metadata"]["name"]
     text = job.cluster.kubectl(
-        "exec", "-n", job.namespace, name, "--", "sh", "-c",
+        "exec",
+        "-n",
+        job.namespace,
+        name,
+        "--",
+        "sh",
+        "-c",
         "find /var/lib/diloco/store -name '*.jsonl' | sort | xargs cat",
-    )  # fmt: skip
+    )
     return [json.loads(line) for line in text.splitlines() if line.strip()]
 
 

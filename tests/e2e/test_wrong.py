@@ -49,12 +49,7 @@ def test_an_image_that_is_missing(start: Any) -> None:
 @pytest.mark.timeout(300)
 def test_a_foreign_object_of_the_same_name(cluster: Cluster, namespace: str) -> None:
     """It is never touched; the job says whose name it is, and starts when it is gone."""
-    foreign = {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {"name": "taken-settings"},
-        "data": {"mine": "yes"},
-    }
+    foreign = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "taken-settings"}, "data": {"mine": "yes"}}
     cluster.apply(foreign, namespace=namespace)
     job = Job(cluster, "taken", namespace)
     job.apply(small_job("taken", learners=1))
@@ -81,9 +76,7 @@ def test_children_deleted_by_hand(cluster: Cluster, start: Any) -> None:
     job.merging_on()
     # A changed field of ours is put right; a foreign one is left.
     path = {"metadata": {"labels": {"example.com/team": "nine"}}, "spec": {"replicas": 7}}
-    cluster.kubectl(
-        "patch", "statefulset", "pruned-local", "-n", job.namespace, "--type=merge", "-p", json.dumps(path)
-    )
+    cluster.kubectl("patch", "statefulset", "pruned-local", "-n", job.namespace, "--type=merge", "-p", json.dumps(path))
     until("replicas are 2 again", lambda: objects(job, "statefulsets")[0]["spec"]["replicas"] == 2, 60)
     assert objects(job, "statefulsets")[0]["metadata"]["labels"]["example.com/team"] == "nine"
     job.exact()
@@ -130,9 +123,7 @@ def test_a_storage_class_that_is_missing(cluster: Cluster, start: Any) -> None:
     """The claim is made and does not bind; it does when the class comes."""
     name = "diloco-e2e-absent"
     job: Job = start(
-        "classless",
-        learners=1,
-        syncer={"storage": {"size": "1Gi", "storageClassName": name, "onDelete": "Delete"}},
+        "classless", learners=1, syncer={"storage": {"size": "1Gi", "storageClassName": name, "onDelete": "Delete"}}
     )
     try:
         told(job, "classless-syncer is not bound", "storage")
@@ -210,13 +201,9 @@ def test_the_operators_rights_are_too_small(cluster: Cluster, namespace: str) ->
         told(job, "poddisruptionbudgets")
         job.in_merges(1)  # training does not need that object
     finally:
-        cluster.kubectl(
-            "patch", "clusterrole", name, "--type=merge", "-p", json.dumps({"rules": role["rules"]})
-        )
+        cluster.kubectl("patch", "clusterrole", name, "--type=merge", "-p", json.dumps({"rules": role["rules"]}))
     until(
-        "the object is there",
-        lambda: cluster.items(f"/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets"),
-        90,
+        "the object is there", lambda: cluster.items(f"/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets"), 90
     )
 
 

@@ -63,9 +63,7 @@ class Running(AbstractContextManager["Running"]):
 
     def __init__(self, kubeconfig: Path, wants: Wants, key_file: Path, **settings: Any) -> None:
         self.wants = wants
-        self._settings = Settings(
-            http="127.0.0.1:0", key_file=str(key_file), **{"resync_seconds": 5.0, **settings}
-        )
+        self._settings = Settings(http="127.0.0.1:0", key_file=str(key_file), **{"resync_seconds": 5.0, **settings})
         self._kubeconfig = kubeconfig
         self._stop: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -152,9 +150,11 @@ def key_file(folder: Path) -> Path:
 def _meta(job: Object, name: str, role: str, region: str | None = None) -> Object:
     meta = job["metadata"]
     return {
-        "name": name, "namespace": meta["namespace"], "labels": names.labels(meta["name"], role, region),
+        "name": name,
+        "namespace": meta["namespace"],
+        "labels": names.labels(meta["name"], role, region),
         "ownerReferences": [names.owner_reference(meta["name"], meta["uid"])],
-    }  # fmt: skip
+    }
 
 
 def config_map(job: Object, **data: str) -> Object:
@@ -170,44 +170,59 @@ def stateful_set(job: Object, generation: int = 1, replicas: int = 0, **pod: Any
     meta["annotations"] = {names.GENERATION: str(generation)}
     selector = {names.LABEL_JOB: name, names.LABEL_ROLE: "learner"}
     container = {
-        "name": "learner", "image": "none:none", "imagePullPolicy": "Never",
+        "name": "learner",
+        "image": "none:none",
+        "imagePullPolicy": "Never",
         "resources": {"requests": {"cpu": "1000m", "memory": "1024Mi"}},
         "env": [{"name": "EMPTY", "value": ""}],
-    }  # fmt: skip
+    }
     return {
-        "apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": meta,
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "metadata": meta,
         "spec": {
-            "replicas": replicas, "serviceName": f"{name}-local", "podManagementPolicy": "Parallel",
-            "updateStrategy": {"type": "OnDelete"}, "selector": {"matchLabels": selector},
+            "replicas": replicas,
+            "serviceName": f"{name}-local",
+            "podManagementPolicy": "Parallel",
+            "updateStrategy": {"type": "OnDelete"},
+            "selector": {"matchLabels": selector},
             "template": {
                 "metadata": {"labels": names.labels(name, "learner", "local")},
                 "spec": {"containers": [container], "terminationGracePeriodSeconds": 1, **pod},
             },
         },
-    }  # fmt: skip
+    }
 
 
 def service(job: Object) -> Object:
     """The region's."""
     name = job["metadata"]["name"]
     return {
-        "apiVersion": "v1", "kind": "Service", "metadata": _meta(job, f"{name}-local", "learner", "local"),
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _meta(job, f"{name}-local", "learner", "local"),
         "spec": {
-            "clusterIP": "None", "publishNotReadyAddresses": True, "selector": {names.LABEL_JOB: name},
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {names.LABEL_JOB: name},
             "ports": [{"name": "status", "port": 7710}],
         },
-    }  # fmt: skip
+    }
 
 
 def budget(job: Object) -> Object:
     """The region's PodDisruptionBudget."""
     name = job["metadata"]["name"]
     return {
-        "apiVersion": "policy/v1", "kind": "PodDisruptionBudget",
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
         "metadata": _meta(job, f"{name}-local", "learner", "local"),
-        "spec": {"maxUnavailable": 1, "unhealthyPodEvictionPolicy": "AlwaysAllow",
-                 "selector": {"matchLabels": {names.LABEL_JOB: name}}},
-    }  # fmt: skip
+        "spec": {
+            "maxUnavailable": 1,
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+            "selector": {"matchLabels": {names.LABEL_JOB: name}},
+        },
+    }
 
 
 def claim(job: Object) -> Object:
@@ -215,9 +230,11 @@ def claim(job: Object) -> Object:
     meta = _meta(job, names.claim(job["metadata"]["name"]).name, "syncer")
     del meta["ownerReferences"]
     return {
-        "apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": meta,
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": meta,
         "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1024Mi"}}},
-    }  # fmt: skip
+    }
 
 
 def secret(job: Object, missed: bool = False) -> SecretWanted:
@@ -238,30 +255,44 @@ def status(observed: Observed, phase: str = "Pending") -> Object:
     generation = observed.job["metadata"]["generation"]
     conditions = [
         {
-            "type": f"Trouble{i}", "status": "True", "reason": trouble.reason.capitalize(),
+            "type": f"Trouble{i}",
+            "status": "True",
+            "reason": trouble.reason.capitalize(),
             "message": f"{trouble.ref.kind} {trouble.ref.name}: {trouble.message}",
-            "observedGeneration": generation, "lastTransitionTime": "2026-01-01T00:00:00Z",
+            "observedGeneration": generation,
+            "lastTransitionTime": "2026-01-01T00:00:00Z",
         }
         for i, trouble in enumerate(observed.troubles[:16])
-    ]  # fmt: skip
+    ]
     return {"phase": phase, "observedGeneration": generation, "conditions": conditions}
 
 
 def job(name: str, namespace: str = "default") -> Object:
     """A small valid job."""
-    return copy.deepcopy(json.loads(json.dumps({
-        "apiVersion": "diloco.io/v1alpha1", "kind": "DiLoCoJob",
-        "metadata": {"name": name, "namespace": namespace},
-        "spec": {
-            "training": {
-                "model": {"config": {"model_type": "llama"}},
-                "data": {"source": "text", "paths": ["python-stdlib"], "tokenizer": "bytes",
-                         "sequenceLength": 128},
-                "stop": {"tokens": 1000},
-            },
-            "regions": [{"name": "local", "learners": 1}],
-        },
-    })))  # fmt: skip
+    return copy.deepcopy(
+        json.loads(
+            json.dumps(
+                {
+                    "apiVersion": "diloco.io/v1alpha1",
+                    "kind": "DiLoCoJob",
+                    "metadata": {"name": name, "namespace": namespace},
+                    "spec": {
+                        "training": {
+                            "model": {"config": {"model_type": "llama"}},
+                            "data": {
+                                "source": "text",
+                                "paths": ["python-stdlib"],
+                                "tokenizer": "bytes",
+                                "sequenceLength": 128,
+                            },
+                            "stop": {"tokens": 1000},
+                        },
+                        "regions": [{"name": "local", "learners": 1}],
+                    },
+                }
+            )
+        )
+    )
 
 
 def troubles(observed: Observed) -> dict[Ref, tuple[str, str]]:
@@ -292,9 +323,7 @@ def kube(kube_bare: Cluster) -> Iterator[Cluster]:
     yield kube_bare
     for item in kube_bare.items("/apis/diloco.io/v1alpha1/dilocojobs"):
         name = item["metadata"]["name"]
-        kube_bare.kubectl(
-            "patch", "dj", name, "--type=merge", "-p", '{"metadata":{"finalizers":null}}', check=False
-        )
+        kube_bare.kubectl("patch", "dj", name, "--type=merge", "-p", '{"metadata":{"finalizers":null}}', check=False)
         kube_bare.kubectl("delete", "dj", name, "--wait=false", check=False)
     kinds = "sts,deploy,svc,cm,pvc,pdb,pods"
     kube_bare.kubectl("delete", kinds, "-l", "diloco.io/job", "--grace-period=0", "--force", check=False)
@@ -316,17 +345,28 @@ def get(kube: Cluster, path: str) -> Any:
 
 
 def named(kind: str, name: str) -> str:
-    groups = {"statefulsets": "apis/apps/v1", "poddisruptionbudgets": "apis/policy/v1",
-              "dilocojobs": "apis/diloco.io/v1alpha1"}  # fmt: skip
+    groups = {
+        "statefulsets": "apis/apps/v1",
+        "poddisruptionbudgets": "apis/policy/v1",
+        "dilocojobs": "apis/diloco.io/v1alpha1",
+    }
     return f"/{groups.get(kind, 'api/v1')}/namespaces/{NS}/{kind}/{name}"
 
 
 def settled(kube: Cluster, name: str, seconds: float = 20) -> dict[str, Any]:
     """The job, once its objects are there and its status is written."""
     until(f"{name} has its objects", lambda: get(kube, named("statefulsets", f"{name}-local")), seconds)
-    return dict(until(f"{name} has a status", lambda: (
-        (found := get(kube, named("dilocojobs", name))) and "observedGeneration" in found.get("status", {})
-        and found), seconds))  # fmt: skip
+    return dict(
+        until(
+            f"{name} has a status",
+            lambda: (
+                (found := get(kube, named("dilocojobs", name)))
+                and "observedGeneration" in found.get("status", {})
+                and found
+            ),
+            seconds,
+        )
+    )
 
 
 def quiet(operator: Running, seconds: float) -> dict[tuple[str, str, str], int]:
@@ -344,19 +384,30 @@ def wants_secret(found: dict[str, Any]) -> str:
 def account(kube: Cluster, folder: Path, leave_out: set[tuple[str, str]]) -> Path:
     """A kubeconfig of a ServiceAccount with all that the operator needs but (resource, verb) in leave_out."""
     rules = [
-        {"apiGroups": [need.group], "resources": [need.resource],
-         "verbs": [verb for verb in need.verbs if (need.resource, verb) not in leave_out]}
+        {
+            "apiGroups": [need.group],
+            "resources": [need.resource],
+            "verbs": [verb for verb in need.verbs if (need.resource, verb) not in leave_out],
+        }
         for need in needs(nodes=True)
-    ]  # fmt: skip
+    ]
     rbac = "rbac.authorization.k8s.io"
     kube.apply(
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "small"}},
-        {"apiVersion": f"{rbac}/v1", "kind": "ClusterRole", "metadata": {"name": "small"},
-         "rules": [rule for rule in rules if rule["verbs"]]},
-        {"apiVersion": f"{rbac}/v1", "kind": "ClusterRoleBinding", "metadata": {"name": "small"},
-         "roleRef": {"apiGroup": rbac, "kind": "ClusterRole", "name": "small"},
-         "subjects": [{"kind": "ServiceAccount", "name": "small", "namespace": NS}]},
-    )  # fmt: skip
+        {
+            "apiVersion": f"{rbac}/v1",
+            "kind": "ClusterRole",
+            "metadata": {"name": "small"},
+            "rules": [rule for rule in rules if rule["verbs"]],
+        },
+        {
+            "apiVersion": f"{rbac}/v1",
+            "kind": "ClusterRoleBinding",
+            "metadata": {"name": "small"},
+            "roleRef": {"apiGroup": rbac, "kind": "ClusterRole", "name": "small"},
+            "subjects": [{"kind": "ServiceAccount", "name": "small", "namespace": NS}],
+        },
+    )
     document = yaml.safe_load(kube.kubeconfig.read_text())
     document["users"][0]["user"] = {"token": kube.kubectl("create", "token", "small").strip()}
     made = folder / "small.kubeconfig"
@@ -366,11 +417,15 @@ def account(kube: Cluster, folder: Path, leave_out: set[tuple[str, str]]) -> Pat
 
 def pod(name: str, job_name: str, role: str, **spec: Any) -> dict[str, Any]:
     return {
-        "apiVersion": "v1", "kind": "Pod",
+        "apiVersion": "v1",
+        "kind": "Pod",
         "metadata": {"name": name, "namespace": NS, "labels": names.labels(job_name, role)},
-        "spec": {"containers": [{"name": role, "image": "none:none", "imagePullPolicy": "Never"}],
-                 "terminationGracePeriodSeconds": 0, **spec},
-    }  # fmt: skip
+        "spec": {
+            "containers": [{"name": role, "image": "none:none", "imagePullPolicy": "Never"}],
+            "terminationGracePeriodSeconds": 0,
+            **spec,
+        },
+    }
 
 
 class Syncer:

@@ -37,11 +37,7 @@ class Authority:
 
 
 def _certificate(
-    subject: str,
-    issuer: str,
-    key: ec.EllipticCurvePublicKey,
-    by: ec.EllipticCurvePrivateKey,
-    authority: bool = False,
+    subject: str, issuer: str, key: ec.EllipticCurvePublicKey, by: ec.EllipticCurvePrivateKey, authority: bool = False
 ) -> x509.Certificate:
     now = datetime.datetime.now(datetime.UTC)
     return (

@@ -30,31 +30,45 @@ TOKENS = 4  # per step
 
 
 LLAMA = {
-    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 2,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
 
 
 def make_job(
-    *, learners: int | dict[str, int] = 2, stop: dict[str, Any] | None = None, name: str = "pods",
-    syncer: dict[str, Any] | None = None, corpus: Path | None = None, **sync: Any,
-) -> DiLoCoJob:  # fmt: skip
+    *,
+    learners: int | dict[str, int] = 2,
+    stop: dict[str, Any] | None = None,
+    name: str = "pods",
+    syncer: dict[str, Any] | None = None,
+    corpus: Path | None = None,
+    **sync: Any,
+) -> DiLoCoJob:
     """Of learners that run this file; with ``corpus``, of the built-in trainer and an evaluator."""
     regions = learners if isinstance(learners, dict) else {"local": learners}
     settings = {
-        "fragments": 3, "every": 4, "overlap": 1, "grace": {"factor": 0.9, "capSeconds": 0.2},
+        "fragments": 3,
+        "every": 4,
+        "overlap": 1,
+        "grace": {"factor": 0.9, "capSeconds": 0.2},
         "heartbeat": {"intervalSeconds": 0.1, "timeoutSeconds": 5},
         # With steps of 10 ms a busy machine leaves learners many versions behind.
-        "staleness": {"maxVersions": 10_000}, "outer": {"optimizer": "sgd", "lr": 1.0},
-    }  # fmt: skip
+        "staleness": {"maxVersions": 10_000},
+        "outer": {"optimizer": "sgd", "lr": 1.0},
+    }
     training: dict[str, Any] = {"batch": {"sequences": 4}, "evaluation": None}
     if corpus is not None:
         training = {
             "model": {"config": LLAMA},
             "data": {"source": "text", "paths": [str(corpus)], "sequenceLength": 32},
-            "batch": {"sequences": 4}, "device": "cpu",
+            "batch": {"sequences": 4},
+            "device": "cpu",
             "evaluation": {"fraction": 0.05, "everyTokens": 5000, "batches": 2},
-        }  # fmt: skip
+        }
     return DiLoCoJob.model_validate(
         {
             "apiVersion": "diloco.io/v1alpha1",
@@ -68,7 +82,7 @@ def make_job(
                 "training": {"stop": stop or {"steps": 1_000_000}, **training},
             },
         }
-    )  # fmt: skip
+    )
 
 
 def free_port() -> int:
@@ -102,9 +116,12 @@ class Process:
     def launch(self, command: list[str], env: dict[str, str]) -> None:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                command, env={**os.environ, "OMP_NUM_THREADS": "1", **env}, stdout=log, stderr=log,
+                command,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+                stdout=log,
+                stderr=log,
                 stdin=subprocess.DEVNULL,
-            )  # fmt: skip
+            )
 
     @property
     def running(self) -> bool:
@@ -210,9 +227,14 @@ class Pod(Process):
     """A learner's pod: where it is started again, it is another process in the same place."""
 
     def __init__(
-        self, hub: Hub, ordinal: int = 0, region: str = "local", credentials: Path | None = None,
-        workdir: Path | None = None, **env: str,
-    ) -> None:  # fmt: skip
+        self,
+        hub: Hub,
+        ordinal: int = 0,
+        region: str = "local",
+        credentials: Path | None = None,
+        workdir: Path | None = None,
+        **env: str,
+    ) -> None:
         super().__init__(hub.folder / f"pod-{region}-{ordinal}-{uuid.uuid4().hex[:4]}.log")
         self.uid = str(uuid.uuid4())
         self.port = free_port()
@@ -222,17 +244,21 @@ class Pod(Process):
         self.address_file = self.log.with_suffix(".address")
         self.address_file.write_text(json.dumps({"sync": hub.address("listen")}), encoding="utf-8")
         self.env = {
-            "DILOCO_JOB_FILE": str(job), "DILOCO_SYNCER_FILE": str(self.address_file),
-            "DILOCO_REGION": region, "DILOCO_ORDINAL": str(ordinal), "DILOCO_POD": self.uid,
-            "DILOCO_STATUS": f"[::]:{self.port}", "DILOCO_IDLE_AT_END": "1", "DILOCO_LOG_FORMAT": "json",
+            "DILOCO_JOB_FILE": str(job),
+            "DILOCO_SYNCER_FILE": str(self.address_file),
+            "DILOCO_REGION": region,
+            "DILOCO_ORDINAL": str(ordinal),
+            "DILOCO_POD": self.uid,
+            "DILOCO_STATUS": f"[::]:{self.port}",
+            "DILOCO_IDLE_AT_END": "1",
+            "DILOCO_LOG_FORMAT": "json",
             **({"DILOCO_CREDENTIALS": str(credentials)} if credentials else {}),
-            **({"DILOCO_WORKDIR": str(workdir)} if workdir else {}), **env,
-        }  # fmt: skip
+            **({"DILOCO_WORKDIR": str(workdir)} if workdir else {}),
+            **env,
+        }
 
     def start(self) -> Pod:
-        built_in = (
-            json.loads(Path(self.env["DILOCO_JOB_FILE"]).read_text())["spec"]["learners"]["command"] is None
-        )
+        built_in = json.loads(Path(self.env["DILOCO_JOB_FILE"]).read_text())["spec"]["learners"]["command"] is None
         self.launch([sys.executable, *(["-m", "diloco_worker"] if built_in else [__file__])], self.env)
         return self
 

@@ -46,9 +46,12 @@ class Run:
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "diloco.main", "run", str(job), "--workdir", str(workdir), *arguments],
-                stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=ENV,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=ENV,
                 start_new_session=True,
-            )  # fmt: skip
+            )
 
     @property
     def output(self) -> str:
@@ -76,8 +79,10 @@ class Run:
     def status(self) -> dict[str, Any]:
         done = subprocess.run(
             [sys.executable, "-m", "diloco.main", "status", str(self.workdir), "--json"],
-            capture_output=True, text=True, timeout=30,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
         assert done.returncode == 0, done.stderr
         return dict(json.loads(done.stdout))
 
@@ -85,9 +90,7 @@ class Run:
         return dict(json.loads((self.workdir / "report.json").read_text()))
 
     def everything(self) -> str:
-        logs = [
-            f"== {path.name}\n{path.read_text()[-3000:]}" for path in sorted(self.workdir.glob("logs/*.log"))
-        ]
+        logs = [f"== {path.name}\n{path.read_text()[-3000:]}" for path in sorted(self.workdir.glob("logs/*.log"))]
         return "\n".join([self.output, *logs])
 
     def ended_whole(self) -> None:
@@ -111,8 +114,12 @@ def diloco(*arguments: str | Path, timeout: float = 60.0) -> subprocess.Complete
     """Another command of the program, to its end."""
     return subprocess.run(
         [sys.executable, "-m", "diloco.main", *map(str, arguments)],
-        capture_output=True, text=True, timeout=timeout, env=ENV, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=ENV,
+        stdin=subprocess.DEVNULL,
+    )
 
 
 def check_ledger(report: dict[str, Any], fragments: int = 4) -> None:

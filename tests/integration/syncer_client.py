@@ -29,9 +29,7 @@ from diloco_protocol.spec.load import job_to_json, parse_job
 from diloco_protocol.wire import bulk, channels, limits, services, sync_pb2
 from diloco_protocol.wire.control_auth import make_key, sign_call
 
-LAYOUT = Layout.build(
-    [Tensor("embed", (32, 8), "float32", True), Tensor("w", (64, 8), "float32", False)], fragments=2
-)
+LAYOUT = Layout.build([Tensor("embed", (32, 8), "float32", True), Tensor("w", (64, 8), "float32", False)], fragments=2)
 TOKENS = 100  # per step
 
 JOB = """
@@ -63,9 +61,8 @@ class SyncerProcess:
     """``python -m diloco_syncer`` on a store, with its log."""
 
     def __init__(
-        self, folder: Path, job: DiLoCoJob, store: Path | None = None, uri: str = "",
-        env: dict[str, str] | None = None,
-    ) -> None:  # fmt: skip
+        self, folder: Path, job: DiLoCoJob, store: Path | None = None, uri: str = "", env: dict[str, str] | None = None
+    ) -> None:
         folder.mkdir(exist_ok=True)
         self.folder, self.job, self.store = folder, job, store or folder / "store"
         self.uri, self.env = uri, env or {}
@@ -87,12 +84,25 @@ class SyncerProcess:
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
                 [
-                    sys.executable, "-m", "diloco_syncer", "--job", self.folder / "job.json",
-                    "--store", self.uri or self.store, "--control-key-file", self.folder / "key",
-                    "--address-file", addresses, "--threads", "1", *options,
+                    sys.executable,
+                    "-m",
+                    "diloco_syncer",
+                    "--job",
+                    self.folder / "job.json",
+                    "--store",
+                    self.uri or self.store,
+                    "--control-key-file",
+                    self.folder / "key",
+                    "--address-file",
+                    addresses,
+                    "--threads",
+                    "1",
+                    *options,
                 ],
-                stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1", **self.env},
-            )  # fmt: skip
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **self.env},
+            )
 
     def await_serving(self) -> SyncerProcess:
         path = self.folder / "addresses"
@@ -183,9 +193,14 @@ class Client:
     async def join(self, **changes: Any) -> sync_pb2.SyncerMessage:
         """Open a session; the first message back."""
         fields: dict[str, Any] = {
-            "format": limits.FORMAT, "job": "raw", "process": self.process, "role": sync_pb2.ROLE_LEARNER,
-            "region": "local", "ordinal": self.ordinal, "layout_digest": LAYOUT.digest,
-        }  # fmt: skip
+            "format": limits.FORMAT,
+            "job": "raw",
+            "process": self.process,
+            "role": sync_pb2.ROLE_LEARNER,
+            "region": "local",
+            "ordinal": self.ordinal,
+            "layout_digest": LAYOUT.digest,
+        }
         self.call = self.channel.stream_stream(services.SESSION)()
         await self.say(join=sync_pb2.Join(**(fields | changes)))
         first = sync_pb2.SyncerMessage.FromString(await asyncio.wait_for(self.call.read(), 10))
@@ -248,9 +263,13 @@ class Client:
         await until(newest)
         news = newest()[-1]
         request = sync_pb2.DownloadRequest(
-            job="raw", process=self.process, what=sync_pb2.DownloadRequest.FULL, fragment=fragment,
-            epoch=news.epoch, version=news.version,
-        )  # fmt: skip
+            job="raw",
+            process=self.process,
+            what=sync_pb2.DownloadRequest.FULL,
+            fragment=fragment,
+            epoch=news.epoch,
+            version=news.version,
+        )
         header, data = await bulk.download(self.channel, request, size=news.full.bytes)
         assert header.found, header.reason
         assert bulk.checksum(data) == news.full.checksum
@@ -273,17 +292,23 @@ class Client:
 
     def counts(self) -> sync_pb2.Report:
         return sync_pb2.Report(
-            slot_step=self.welcome.seat.slot_step + self.steps, trained_steps=self.steps,
-            trained_tokens=self.steps * TOKENS, loss=2.0, step_seconds=0.01,
+            slot_step=self.welcome.seat.slot_step + self.steps,
+            trained_steps=self.steps,
+            trained_tokens=self.steps * TOKENS,
+            loss=2.0,
+            step_seconds=0.01,
             compute_seconds=0.01 * self.steps,
             fragments=[
                 sync_pb2.FragmentReport(
-                    epoch=epoch, base_version=version, steps=self.steps - self.merged_steps[p],
-                    tokens=(self.steps - self.merged_steps[p]) * TOKENS, confirmed_tokens=self.confirmed[p],
+                    epoch=epoch,
+                    base_version=version,
+                    steps=self.steps - self.merged_steps[p],
+                    tokens=(self.steps - self.merged_steps[p]) * TOKENS,
+                    confirmed_tokens=self.confirmed[p],
                 )
                 for p, (epoch, version) in enumerate(self.base)
             ],
-        )  # fmt: skip
+        )
 
     async def report(self) -> None:
         await self.say(report=self.counts())
@@ -309,12 +334,21 @@ class Client:
         begun = self.welcome.seat.slot_step
         self.pushed[fragment][self.sequence[fragment]] = self.steps
         fields: dict[str, Any] = {
-            "fragment": fragment, "sequence": self.sequence[fragment], "round": round_id, "epoch": epoch,
-            "base_version": version, "oldest_version": version,
-            "first_step": begun + self.merged_steps[fragment] + 1, "last_step": begun + self.steps,
-            "steps": above, "tokens": above * TOKENS, "compute_seconds": 0.01 * above, "encoding": "float32",
-            "layout_digest": LAYOUT.digest, "report": self.counts(),
-        }  # fmt: skip
+            "fragment": fragment,
+            "sequence": self.sequence[fragment],
+            "round": round_id,
+            "epoch": epoch,
+            "base_version": version,
+            "oldest_version": version,
+            "first_step": begun + self.merged_steps[fragment] + 1,
+            "last_step": begun + self.steps,
+            "steps": above,
+            "tokens": above * TOKENS,
+            "compute_seconds": 0.01 * above,
+            "encoding": "float32",
+            "layout_digest": LAYOUT.digest,
+            "report": self.counts(),
+        }
         return sync_pb2.Push(**(fields | changes))
 
     def delta(self, fragment: int) -> np.ndarray[Any, Any]:

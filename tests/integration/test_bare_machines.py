@@ -30,9 +30,14 @@ class Program:
         self.log = folder / f"{name}.out"
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "diloco.main", *map(str, arguments)], cwd=folder, env=ENV,
-                stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
+                [sys.executable, "-m", "diloco.main", *map(str, arguments)],
+                cwd=folder,
+                env=ENV,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
 
     @property
     def output(self) -> str:
@@ -85,9 +90,19 @@ def test_machines_join_leave_and_are_lost(tmp_path: Path, start: Callable[..., P
     assert parse_job(text).spec.slots == 2
     pki = certificates(tmp_path, job)
     served = start(
-        "served", "syncer", "serve", job, "--workdir", "hub", "--listen", "127.0.0.1:0",
-        "--credentials", pki / "syncer", "--evaluator-credentials", pki / "learners",
-    )  # fmt: skip
+        "served",
+        "syncer",
+        "serve",
+        job,
+        "--workdir",
+        "hub",
+        "--listen",
+        "127.0.0.1:0",
+        "--credentials",
+        pki / "syncer",
+        "--evaluator-credentials",
+        pki / "learners",
+    )
     address_file = tmp_path / "hub" / "address.json"
     last: dict[str, Any] = {}
 
@@ -110,9 +125,7 @@ def test_machines_join_leave_and_are_lost(tmp_path: Path, start: Callable[..., P
     sync = json.loads(address_file.read_text())["sync"]
 
     def join(name: str, *arguments: str | Path) -> Program:
-        return start(
-            name, "learner", "join", sync, "--credentials", pki / "learners", "--workdir", name, *arguments
-        )
+        return start(name, "learner", "join", sync, "--credentials", pki / "learners", "--workdir", name, *arguments)
 
     # One has no job file: it gets the job from the hub, and its region from the certificate.
     leaving, killed = join("leaving"), join("killed", job, "--region", "local")
@@ -142,8 +155,9 @@ def test_machines_join_leave_and_are_lost(tmp_path: Path, start: Callable[..., P
         for path in (tmp_path / name).rglob("*.json"):
             assert "PRIVATE KEY" not in path.read_text()
     # It is complete, and whoever comes now is told so.
-    again = start("again", "syncer", "serve", job, "--workdir", "hub", "--listen", "127.0.0.1:0",
-                  "--credentials", pki / "syncer")  # fmt: skip
+    again = start(
+        "again", "syncer", "serve", job, "--workdir", "hub", "--listen", "127.0.0.1:0", "--credentials", pki / "syncer"
+    )
     assert again.ends() == 0 and "complete already" in again.output
 
 
@@ -151,8 +165,9 @@ def test_a_stranger_does_not_get_the_job(tmp_path: Path, start: Callable[..., Pr
     job = tmp_path / "job.yaml"
     job.write_text(JOB.format(steps=1, learners=1))
     pki = certificates(tmp_path, job)
-    served = start("served", "syncer", "serve", job, "--workdir", "hub", "--listen", "127.0.0.1:0",
-                   "--credentials", pki / "syncer")  # fmt: skip
+    served = start(
+        "served", "syncer", "serve", job, "--workdir", "hub", "--listen", "127.0.0.1:0", "--credentials", pki / "syncer"
+    )
     address_file = tmp_path / "hub" / "address.json"
     end = time.monotonic() + 60
     while not address_file.exists():

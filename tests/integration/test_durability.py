@@ -26,9 +26,7 @@ pytestmark = [pytest.mark.timeout(60), pytest.mark.asyncio(loop_scope="module")]
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     mount = tmp_path / "small"
     mount.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", mount], capture_output=True, timeout=10
-    )
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", mount], capture_output=True, timeout=10)
     if made.returncode:
         pytest.skip("mounting a tmpfs is not permitted here")
     try:
@@ -242,12 +240,7 @@ async def test_a_base_is_taken_only_as_it_was_asked_for(tmp_path: Path) -> None:
         await client.train(1)
         await client.merge_once(0, 1)
         request = sync_pb2.DownloadRequest(
-            job="raw",
-            process=client.process,
-            what=sync_pb2.DownloadRequest.FULL,
-            fragment=0,
-            epoch=1,
-            version=2,
+            job="raw", process=client.process, what=sync_pb2.DownloadRequest.FULL, fragment=0, epoch=1, version=2
         )
         header, values = await bulk.download(client.channel, request)
         syncer.kill()
@@ -263,8 +256,12 @@ async def test_a_base_is_taken_only_as_it_was_asked_for(tmp_path: Path) -> None:
 
         def base(**changes: Any) -> sync_pb2.Base:
             fields: dict[str, Any] = {
-                "fragment": 0, "epoch": 1, "version": 2, "encoding": "float32", "receipt": header.receipt
-            }  # fmt: skip
+                "fragment": 0,
+                "epoch": 1,
+                "version": 2,
+                "encoding": "float32",
+                "receipt": header.receipt,
+            }
             return sync_pb2.Base(**(fields | changes))
 
         client = await back()

@@ -80,9 +80,16 @@ def named(title: str) -> x509.Name:
 
 def usages(signs: bool) -> x509.KeyUsage:
     return x509.KeyUsage(
-        digital_signature=True, content_commitment=False, key_encipherment=not signs, data_encipherment=False,
-        key_agreement=False, key_cert_sign=signs, crl_sign=signs, encipher_only=False, decipher_only=False,
-    )  # fmt: skip
+        digital_signature=True,
+        content_commitment=False,
+        key_encipherment=not signs,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=signs,
+        crl_sign=signs,
+        encipher_only=False,
+        decipher_only=False,
+    )
 
 
 @pytest.fixture
@@ -96,12 +103,8 @@ def made() -> Iterator[list[Hub | Pod]]:
 @pytest.mark.parametrize("kind", ["ec", pytest.param("rsa", marks=pytest.mark.slow)])
 def test_a_job_with_certificates_of_an_intermediate(tmp_path: Path, made: list[Hub | Pod], kind: str) -> None:
     issuer = Issuer()
-    syncer = issuer.secret(
-        tmp_path / "syncer", kind, "diloco://job/ns/pods/syncer", ("diloco-syncer",), "SERVER_AUTH"
-    )
-    learner = issuer.secret(
-        tmp_path / "learner", kind, "diloco://job/ns/pods/learner/eu-1", (), "CLIENT_AUTH"
-    )
+    syncer = issuer.secret(tmp_path / "syncer", kind, "diloco://job/ns/pods/syncer", ("diloco-syncer",), "SERVER_AUTH")
+    learner = issuer.secret(tmp_path / "learner", kind, "diloco://job/ns/pods/learner/eu-1", (), "CLIENT_AUTH")
     hub = Hub(tmp_path, make_job(learners={"eu-1": 1}), credentials=syncer)
     made.append(hub)
     hub.start().serves()

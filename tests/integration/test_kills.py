@@ -75,9 +75,13 @@ class Listener:
             digest = Layout.from_json(raw.tobytes()).digest
             address = json.loads((self._run.workdir / "address.json").read_text())["sync"]
             join = sync_pb2.Join(
-                format=limits.FORMAT, job="kills", process="ab" * 8, role=sync_pb2.ROLE_EVALUATOR,
-                region="local", layout_digest=digest,
-            )  # fmt: skip
+                format=limits.FORMAT,
+                job="kills",
+                process="ab" * 8,
+                role=sync_pb2.ROLE_EVALUATOR,
+                region="local",
+                layout_digest=digest,
+            )
             with grpc.insecure_channel(address, options=channels.channel_options()) as channel:
                 answers = channel.stream_stream(services.SESSION)(self._say(join))
                 try:

@@ -31,11 +31,7 @@ SYNC = {
 
 
 def make_job(
-    sync: dict[str, Any],
-    stop: dict[str, Any],
-    learners: int = 1,
-    seed: int = 3,
-    service: dict[str, Any] | None = None,
+    sync: dict[str, Any], stop: dict[str, Any], learners: int = 1, seed: int = 3, service: dict[str, Any] | None = None
 ) -> DiLoCoJob:
     return DiLoCoJob.model_validate(
         {
@@ -222,11 +218,7 @@ def test_one_learner_merged_at_every_step_is_plain_training(syncer: Callable[...
 
 def test_learners_race_and_every_token_is_in_its_column(syncer: Callable[..., Syncer]) -> None:
     """Two learner processes, three fragments, int4 up with feedback, bfloat16 down; an observer follows."""
-    sync = {
-        "quorum": 2,
-        "compression": {"up": "int4", "errorFeedback": True},
-        "outer": {"optimizer": "sgd", "lr": 1.0},
-    }
+    sync = {"quorum": 2, "compression": {"up": "int4", "errorFeedback": True}, "outer": {"optimizer": "sgd", "lr": 1.0}}
     service = syncer(sync, {"tokens": 6000}, 2)
     learners = [service.learner(ordinal) for ordinal in range(2)]
     watched = small_model(7)
@@ -371,9 +363,7 @@ def test_a_replacement_goes_on_with_a_peers_optimizer_state(syncer: Callable[...
         assert set(row["reasons"]) <= {"died"}
 
 
-def test_where_nobody_left_an_optimizer_state_the_newcomer_begins_fresh(
-    syncer: Callable[..., Syncer],
-) -> None:
+def test_where_nobody_left_an_optimizer_state_the_newcomer_begins_fresh(syncer: Callable[..., Syncer]) -> None:
     sync = {"staleness": {"maxSteps": 100_000, "maxVersions": 100_000}}
     service = syncer(sync, {"steps": 1_000_000}, 1, {"checkpoint": {"everySeconds": 3600}})
     learner = service.learner(0, 40_000)

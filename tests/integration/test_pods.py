@@ -83,9 +83,7 @@ def test_learners_idle_at_the_end_and_a_new_pod_does_too(house: House) -> None:
         assert code == 0 and seconds < 5, (code, seconds)
         lines = pod.lines()  # JSON throughout
         assert {"time", "level", "job", "region", "ordinal", "slot", "message"} <= set(lines[-1])
-        assert all(
-            line["job"] == "pods" and line["ordinal"] == int(pod.env["DILOCO_ORDINAL"]) for line in lines
-        )
+        assert all(line["job"] == "pods" and line["ordinal"] == int(pod.env["DILOCO_ORDINAL"]) for line in lines)
     assert any(line["slot"] >= 0 for line in pods[0].lines())
     assert hub.terminate()[0] == 0
 
@@ -139,14 +137,10 @@ def test_suspend_the_syncer_goes_and_a_resume_makes_room_for_new_processes(house
     ("env", "least", "most"),
     [
         ({"DILOCO_DRAIN_SECONDS": "4"}, 1, 12),
-        pytest.param(
-            {}, 15, 27, marks=pytest.mark.slow
-        ),  # within the grace period that pods have unless told
+        pytest.param({}, 15, 27, marks=pytest.mark.slow),  # within the grace period that pods have unless told
     ],
 )
-def test_a_drain_without_a_syncer_is_bounded(
-    house: House, env: dict[str, str], least: float, most: float
-) -> None:
+def test_a_drain_without_a_syncer_is_bounded(house: House, env: dict[str, str], least: float, most: float) -> None:
     hub = house.hub(learners=1)
     pod = house.pod(hub, 0, **env)
     pod.waits_until(lambda s: (s["step"] or 0) > 5, "some steps")
@@ -163,9 +157,7 @@ def test_a_drain_with_a_syncer_loses_nothing_and_is_quick(house: House) -> None:
         pod.waits_until(lambda s: (s["step"] or 0) > 5, "some steps")
     code, seconds = pods[0].terminate()
     assert code == 0 and seconds < 10
-    hub.waits_until(
-        lambda s: sorted(row["state"] for row in s["slots"]) == ["active", "drained"], "the drain"
-    )
+    hub.waits_until(lambda s: sorted(row["state"] for row in s["slots"]) == ["active", "drained"], "the drain")
     assert hub.status()["tokens"]["dropped"] == 0
 
 
@@ -183,16 +175,11 @@ def test_the_metrics_of_a_pod(house: House) -> None:
         if not line.startswith("#")
     }
     assert samples[f"diloco_worker_step{{{labels}}}"] > 8
-    assert (
-        samples[f"diloco_worker_connected{{{labels}}}"] == samples[f"diloco_worker_joined{{{labels}}}"] == 1
-    )
+    assert samples[f"diloco_worker_connected{{{labels}}}"] == samples[f"diloco_worker_joined{{{labels}}}"] == 1
     assert samples[f"diloco_worker_reconnects_total{{{labels}}}"] == 0
     assert samples[f"diloco_worker_received_bytes_total{{{labels}}}"] > 0
     assert samples[f"diloco_worker_compute_seconds_total{{{labels}}}"] > 0
-    assert (
-        samples['diloco_worker_phase{job="pods",ordinal="0",phase="training",region="local",role="learner"}']
-        == 1
-    )
+    assert samples['diloco_worker_phase{job="pods",ordinal="0",phase="training",region="local",role="learner"}'] == 1
     for name in ("tokens", "loss_nats", "step_seconds", "stalled_seconds", "sent_bytes"):
         assert f"# HELP diloco_worker_{name}" in text, name
     # Over IPv6 too, where there is one: the port listens on both.
@@ -285,8 +272,7 @@ def test_learners_are_back_soon_after_their_syncer(house: House) -> None:
     hub.start().serves()
     wait_for(
         lambda: all(
-            "timeout" in str(pod.status().get("message")).lower()
-            or "no session" in str(pod.status().get("message"))
+            "timeout" in str(pod.status().get("message")).lower() or "no session" in str(pod.status().get("message"))
             for pod in pods
         ),
         "the black hole",
@@ -317,9 +303,7 @@ def test_what_went_wrong_is_the_last_line(house: House, tmp_path: Path) -> None:
         assert pod.ends() == code
         assert last(pod)["level"] == "error" and words in str(last(pod)["message"]), pod.text()
     # What is no business of the library's: the traceback, and then the error.
-    program = (
-        "import diloco_worker; diloco_worker.configure_logging(); import warnings; warnings.warn('hm'); 1 / 0"
-    )
+    program = "import diloco_worker; diloco_worker.configure_logging(); import warnings; warnings.warn('hm'); 1 / 0"
     crashed = Pod(hub)
     crashed.launch([sys.executable, "-c", program], crashed.env)
     assert crashed.ends() == 1

@@ -53,17 +53,20 @@ class Learner(Client):
         super().__init__(syncer, 0, process)
         self.credentials, self.region, self.attempt = Credentials.from_directory(folder), region, 0
         self.metadata = self.credentials.metadata()
-        self.plain, self.channel = (
-            self.channel,
-            self.credentials.aio_channel(syncer.addresses["sync"], self.options),
-        )
+        self.plain, self.channel = (self.channel, self.credentials.aio_channel(syncer.addresses["sync"], self.options))
 
     def said(self, **changes: Any) -> bytes:
         self.attempt += 1
         fields: dict[str, Any] = {
-            "format": limits.FORMAT, "job": "raw", "process": self.process, "role": sync_pb2.ROLE_LEARNER,
-            "region": self.region, "ordinal": 0, "layout_digest": LAYOUT.digest, "attempt": self.attempt,
-        }  # fmt: skip
+            "format": limits.FORMAT,
+            "job": "raw",
+            "process": self.process,
+            "role": sync_pb2.ROLE_LEARNER,
+            "region": self.region,
+            "ordinal": 0,
+            "layout_digest": LAYOUT.digest,
+            "attempt": self.attempt,
+        }
         return sync_pb2.LearnerMessage(join=sync_pb2.Join(**(fields | changes))).SerializeToString()
 
     async def join(self, raw: bytes = b"", **changes: Any) -> sync_pb2.SyncerMessage:
@@ -154,17 +157,12 @@ async def test_every_refusal_has_its_name(syncer: SyncerProcess, parties: Partie
         assert await code_of(thief.join()) == "UNAUTHENTICATED"
         with pytest.raises(bulk.TransferError, match=r"join token|Internal error"):
             await thief.upload(header, b"{}")
-        call = thief.channel.unary_stream(services.DOWNLOAD)(
-            request.SerializeToString(), metadata=thief.metadata
-        )
+        call = thief.channel.unary_stream(services.DOWNLOAD)(request.SerializeToString(), metadata=thief.metadata)
         assert await code_of(call.read()) == "UNAUTHENTICATED"
         call = thief.channel.unary_unary("/diloco.v1.Status/Get")(b"")
         assert await code_of(call) == "UNAUTHENTICATED"
         # At the gate.
-        for folder in (
-            parties.learner("old", "eu-1", since=-30 * DAY, days=10),
-            parties.learner("x", job="x"),
-        ):
+        for folder in (parties.learner("old", "eu-1", since=-30 * DAY, days=10), parties.learner("x", job="x")):
             made = Credentials.from_directory(folder)
             with pytest.raises(VouchError):  # with others' names: it would see itself that it is wrong here
                 await vouched(made, syncer.addresses["sync"], honest.credentials.names())
@@ -313,6 +311,4 @@ async def test_a_syncer_with_anothers_certificate_does_not_start(tmp_path: Path,
     made = SyncerProcess(tmp_path / "syncer", raw_job(REGIONS))
     made.launch("--credentials", str(other))
     assert made.wait() == 5
-    assert (
-        "the certificate is for the syncer of job ns/else, and this is the syncer of job 'raw'" in made.text()
-    )
+    assert "the certificate is for the syncer of job ns/else, and this is the syncer of job 'raw'" in made.text()

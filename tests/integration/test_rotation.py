@@ -80,15 +80,11 @@ def test_certificates_are_replaced_while_a_job_runs(tmp_path: Path, made: list[H
     wire = Wire(hub.address("listen"))
     made.append(wire)
     expired = parties.learner("us", "us-2", since=-30 * DAY, days=10)
-    europe = Pod(
-        hub, 0, "eu-1", credentials=parties.learner("eu", "eu-1"), DILOCO_SYNCER=wire.address
-    ).start()
+    europe = Pod(hub, 0, "eu-1", credentials=parties.learner("eu", "eu-1"), DILOCO_SYNCER=wire.address).start()
     america = Pod(hub, 0, "us-2", credentials=expired).start()
     made += [europe, america]
     hub.waits_until(lambda s: s["merges"] > 3, "merges of one learner")
-    told = america.waits_until(
-        lambda s: "certificate expired" in s["message"] and s, "the reason, at the learner"
-    )
+    told = america.waits_until(lambda s: "certificate expired" in s["message"] and s, "the reason, at the learner")
     assert not told["joined"] and told["refused"]["reason"] == "certificate-refused"
     assert hub.status()["doors"]["refused"].keys() == {"expired"}
     # Renewed in place, as a kubelet does: it joins by itself.

@@ -23,26 +23,59 @@ pytestmark = pytest.mark.timeout(300)  # each waits with its own limits, which n
 
 # report.json is read by other programs: these names stay.
 NAMES = {
-    "schema", "outcome", "seed", "spec_digest", "layout_digest", "wall_seconds", "steps", "merges",
-    "versions", "tokens", "ledger", "goodput", "uptime", "initial_loss", "final_loss", "eval_loss",
-    "bytes_up", "bytes_down", "regions", "learners", "faults", "holds", "syncer",
-}  # fmt: skip
+    "schema",
+    "outcome",
+    "seed",
+    "spec_digest",
+    "layout_digest",
+    "wall_seconds",
+    "steps",
+    "merges",
+    "versions",
+    "tokens",
+    "ledger",
+    "goodput",
+    "uptime",
+    "initial_loss",
+    "final_loss",
+    "eval_loss",
+    "bytes_up",
+    "bytes_down",
+    "regions",
+    "learners",
+    "faults",
+    "holds",
+    "syncer",
+}
 INNER = {
     "versions": {"min", "max"},
     "tokens": {"trained", "merged", "pending", "dropped"},
     "ledger": {"fragment", "merged", "pending", "dropped", "reasons"},
     "learners": {
-        "slot", "retired", "incarnations", "steps", "tokens", "compute_seconds", "stalled_seconds",
-        "merged_pushes", "bytes_up", "bytes_down",
+        "slot",
+        "retired",
+        "incarnations",
+        "steps",
+        "tokens",
+        "compute_seconds",
+        "stalled_seconds",
+        "merged_pushes",
+        "bytes_up",
+        "bytes_down",
     },
     "regions": {"name", "bytes_up", "bytes_down", "wire_bytes_up", "wire_bytes_down"},
     "faults": {
-        "at_seconds", "action", "target", "detected_seconds", "joined_seconds", "first_step_seconds",
+        "at_seconds",
+        "action",
+        "target",
+        "detected_seconds",
+        "joined_seconds",
+        "first_step_seconds",
         "recovered_seconds",
     },
     "holds": {"from_seconds", "to_seconds"},
     "syncer": {"epoch", "restarts", "peak_rss_bytes"},
-}  # fmt: skip
+}
 
 
 def names_are_kept(report: dict[str, Any]) -> None:
@@ -82,8 +115,10 @@ def test_a_job_runs_to_its_end_and_what_it_leaves_is_whole(start: Callable[..., 
     out = tmp_path / "model"
     done = subprocess.run(
         [sys.executable, "-m", "diloco.main", "export", str(run.workdir), str(out)],
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
     from transformers import AutoModelForCausalLM
 
@@ -118,9 +153,12 @@ def test_faults_are_survived_and_accounted_for(start: Callable[..., Run]) -> Non
     assert report["outcome"] == "complete", run.everything()
     faults = {(fault["action"], fault["target"]): fault for fault in report["faults"]}
     assert set(faults) == {
-        ("kill", "learner-1"), ("term", "learner-0"), ("pause", "learner-1"), ("cut", "learner-0"),
+        ("kill", "learner-1"),
+        ("term", "learner-0"),
+        ("pause", "learner-1"),
+        ("cut", "learner-0"),
         ("kill", "syncer"),
-    }, run.everything()  # fmt: skip
+    }, run.everything()
     for name in (("kill", "learner-1"), ("term", "learner-0"), ("cut", "learner-0"), ("kill", "syncer")):
         fault = faults[name]
         times = [fault[f"{key}_seconds"] for key in ("detected", "joined", "first_step", "recovered")]
@@ -154,9 +192,7 @@ def test_ctrl_c_drains_and_the_same_command_goes_on(start: Callable[..., Run]) -
 
     again = start("--set", f"training.stop.steps={steps + 40}")
     assert again.ends() == 0, again.everything()
-    assert re.search(rf"going on from the checkpoint in \S+: step {steps}, [\d,]+ merges", again.output), (
-        again.output
-    )
+    assert re.search(rf"going on from the checkpoint in \S+: step {steps}, [\d,]+ merges", again.output), again.output
     assert again.report()["tokens"]["trained"] > report["tokens"]["trained"]
     check_ledger(again.report())
 

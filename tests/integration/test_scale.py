@@ -59,8 +59,7 @@ class Cluster:
         def goes_on(status: dict[str, Any]) -> bool:
             rows = [row for row in status["slots"] if row["state"] == "active"]
             return len(rows) == learners and all(
-                row["step"] > before[row["slot"]][0] and row["merged_pushes"] > before[row["slot"]][1]
-                for row in rows
+                row["step"] > before[row["slot"]][0] and row["merged_pushes"] > before[row["slot"]][1] for row in rows
             )
 
         hub.waits_until(goes_on, "steps and merges of everybody")
@@ -138,11 +137,17 @@ def test_settings_that_change_reach_learners_that_run(cluster: Callable[..., Clu
     house.trains(2)
     before = house.hub.status()
     changed = make_job(
-        learners=2, stop={"steps": before["step"] + 400}, quorum=2, every=6, overlap=2,
+        learners=2,
+        stop={"steps": before["step"] + 400},
+        quorum=2,
+        every=6,
+        overlap=2,
         compression={"up": "int8", "errorFeedback": True, "down": "delta-int8"},
-        adoption={"rule": "mix", "alpha": 0.25}, outer={"optimizer": "adamw", "lr": 0.01},
-        staleness={"maxVersions": 9_999}, merge={"method": "mean"},
-    )  # fmt: skip
+        adoption={"rule": "mix", "alpha": 0.25},
+        outer={"optimizer": "adamw", "lr": 0.01},
+        staleness={"maxVersions": 9_999},
+        merge={"method": "mean"},
+    )
     began = time.monotonic()
     house.hub.restart(changed)
     house.trains(2)

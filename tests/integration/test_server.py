@@ -81,14 +81,14 @@ async def test_a_round_from_join_to_merge(syncer: SyncerProcess) -> None:
             assert status["bytes_up"] > 2 * 4 * LAYOUT.total_elements - 100 and status["bytes_down"] > 0
             kinds = [event["kind"] for event in status["events"]]
             assert [k for k in kinds if k in ("joined", "initialised", "first-step", "first-merge")] == [
-                "joined", "initialised", "first-step", "first-merge",
-            ]  # fmt: skip
+                "joined",
+                "initialised",
+                "first-step",
+                "first-merge",
+            ]
             # Frozen parameters, the layout, and what is not there.
             what = sync_pb2.DownloadRequest
-            for kind, expected_bytes in (
-                (what.FROZEN, b"frozen bytes"),
-                (what.LAYOUT, LAYOUT.to_json().encode()),
-            ):
+            for kind, expected_bytes in ((what.FROZEN, b"frozen bytes"), (what.LAYOUT, LAYOUT.to_json().encode())):
                 _, data = await bulk.download(a.channel, what(job="raw", what=kind))
                 assert data.tobytes() == expected_bytes
             for request, word in (
@@ -103,9 +103,7 @@ async def test_a_round_from_join_to_merge(syncer: SyncerProcess) -> None:
     await run()
     report = json.loads(syncer.get("/report"))
     assert report["schema"] == 1 and report["merges"] == 2
-    assert all(
-        r["merged"] + r["pending"] + r["dropped"] == report["tokens"]["trained"] for r in report["ledger"]
-    )
+    assert all(r["merged"] + r["pending"] + r["dropped"] == report["tokens"]["trained"] for r in report["ledger"])
     metrics = syncer.get("/metrics").decode()
     assert 'diloco_merges_total{job="raw"} 2.0' in metrics
     assert 'diloco_slot_tokens{job="raw",region="local",slot="0"} 300.0' in metrics
@@ -192,9 +190,7 @@ async def test_broken_transfers_are_refused_and_the_next_one_is_taken(syncer: Sy
             data = a.delta(0).tobytes()
             half = len(data) // 8 * 4
 
-            def header(
-                offset: int, size: int, checksum: int, total: int = len(data)
-            ) -> sync_pb2.UploadHeader:
+            def header(offset: int, size: int, checksum: int, total: int = len(data)) -> sync_pb2.UploadHeader:
                 made = a.header(push=push)
                 made.format, made.total_bytes, made.offset = limits.FORMAT, total, offset
                 made.bytes, made.checksum = size, checksum
@@ -257,9 +253,7 @@ async def test_garbage_and_oversized_messages_end_only_their_own_call(syncer: Sy
             await b.say(report=sync_pb2.Report(compute_seconds=-1))
             await until(lambda: b.ended)
             refusal = b.of_kind("refusal")[-1]
-            assert (
-                refusal.reason == "bad-message" and "compute_seconds" in refusal.message and not refusal.fatal
-            )
+            assert refusal.reason == "bad-message" and "compute_seconds" in refusal.message and not refusal.fatal
             # The first learner noticed nothing.
             await a.train(2)
             await a.merge_once(0, 0)
@@ -296,10 +290,7 @@ async def test_an_old_incarnation_is_fenced_and_a_second_process_supersedes(sync
             push = a.push(0, pull.round)
             newcomer = clients(0)
             seat = (await newcomer.join()).welcome.seat
-            assert (seat.slot, seat.continuing) == (
-                0,
-                False,
-            ) and seat.incarnation > a.welcome.seat.incarnation
+            assert (seat.slot, seat.continuing) == (0, False) and seat.incarnation > a.welcome.seat.incarnation
             assert (await a.send(push)).reason == "fenced"
             await until(lambda: a.ended)
             assert a.of_kind("refusal")[-1].reason == "superseded"
@@ -387,11 +378,7 @@ async def test_control_calls(syncer: SyncerProcess) -> None:
             async with aio.insecure_channel(syncer.addresses["control"]) as channel:
                 call = sign_call(syncer.key, "report", b"{}")
                 assert (await send_call(channel, call)).ok
-                for wrong in (
-                    call,
-                    sign_call(b"k" * 64, "report", b"{}"),
-                    sign_call(syncer.key, "report", b"", 0),
-                ):
+                for wrong in (call, sign_call(b"k" * 64, "report", b"{}"), sign_call(syncer.key, "report", b"", 0)):
                     with pytest.raises(aio.AioRpcError) as caught:
                         await send_call(channel, wrong)
                     assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
@@ -424,9 +411,7 @@ async def test_a_newcomer_gets_a_peers_optimizer_state(syncer: SyncerProcess) ->
             assert (await a.upload(a.header(peer_state=what), state)).accepted
             await until(lambda: b.of_kind("peer_state_ready"))
             request = sync_pb2.DownloadRequest(
-                job="raw",
-                what=sync_pb2.DownloadRequest.PEER_STATE,
-                transfer=b.of_kind("peer_state_ready")[0].transfer,
+                job="raw", what=sync_pb2.DownloadRequest.PEER_STATE, transfer=b.of_kind("peer_state_ready")[0].transfer
             )
             header, data = await bulk.download(b.channel, request)
             assert np.array_equal(data, state) and len(header.versions) == 2
@@ -440,9 +425,13 @@ async def test_a_reader_that_does_not_read_is_disconnected_and_nobody_waits(sync
             a = await clients.first()
             deaf: Any = a.channel.stream_stream(services.SESSION)()
             join = sync_pb2.Join(
-                format=1, job="raw", process="dead", role=sync_pb2.ROLE_EVALUATOR, region="local",
+                format=1,
+                job="raw",
+                process="dead",
+                role=sync_pb2.ROLE_EVALUATOR,
+                region="local",
                 layout_digest=LAYOUT.digest,
-            )  # fmt: skip
+            )
             await deaf.write(sync_pb2.LearnerMessage(join=join).SerializeToString())
             await until(lambda: syncer.status()["sessions"] == 2)
             for version in range(5):

@@ -45,9 +45,16 @@ def given(tmp_path: Path) -> dict[str, torch.Tensor]:
 
     torch.manual_seed(1)
     config = LlamaConfig(
-        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=32, initializer_range=0.1, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        initializer_range=0.1,
+        tie_word_embeddings=False,
+    )
     model = LlamaForCausalLM(config)
     model.save_pretrained(tmp_path / "weights")
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -78,12 +85,7 @@ def held_out_loss(run: Run, directory: Path) -> float:
     ids=["whole", "frozen", "lora"],
 )
 def test_from_given_weights(
-    start: Callable[..., Run],
-    tmp_path: Path,
-    given: dict[str, torch.Tensor],
-    model: str,
-    trained: list[str],
-    down: str,
+    start: Callable[..., Run], tmp_path: Path, given: dict[str, torch.Tensor], model: str, trained: list[str], down: str
 ) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -120,10 +120,16 @@ def service(tmp_path: Path) -> Iterator[SyncerProcess]:
 
 def learner(service: SyncerProcess, region: str, address: str) -> subprocess.Popen[bytes]:
     environ = {
-        **os.environ, "DILOCO_JOB_FILE": str(service.folder / "job.json"), "DILOCO_SYNCER": address,
-        "DILOCO_ROLE": "learner", "DILOCO_ORDINAL": "0", "DILOCO_REGION": region, "OMP_NUM_THREADS": "1",
-        "DILOCO_WORKDIR": str(service.folder / region), "DILOCO_STATUS": "127.0.0.1:0",
-    }  # fmt: skip
+        **os.environ,
+        "DILOCO_JOB_FILE": str(service.folder / "job.json"),
+        "DILOCO_SYNCER": address,
+        "DILOCO_ROLE": "learner",
+        "DILOCO_ORDINAL": "0",
+        "DILOCO_REGION": region,
+        "OMP_NUM_THREADS": "1",
+        "DILOCO_WORKDIR": str(service.folder / region),
+        "DILOCO_STATUS": "127.0.0.1:0",
+    }
     with open(service.log, "ab") as log:
         return subprocess.Popen([sys.executable, __file__], env=environ, stdout=log, stderr=log)
 
@@ -133,10 +139,7 @@ def test_a_thin_link_is_measured_and_told(service: SyncerProcess) -> None:
     carried = links.traffic(sizes, "int4", "bfloat16", 2)
     rate = 0.5 * carried.down / STEP_SECONDS  # bytes per second: half of what broadcasts need
     thin = Link(service.addresses["sync"], rate)
-    learners = [
-        learner(service, "near", service.addresses["sync"]),
-        learner(service, "far", f"127.0.0.1:{thin.port}"),
-    ]
+    learners = [learner(service, "near", service.addresses["sync"]), learner(service, "far", f"127.0.0.1:{thin.port}")]
     try:
 
         def rows() -> list[dict[str, Any]]:
@@ -145,8 +148,10 @@ def test_a_thin_link_is_measured_and_told(service: SyncerProcess) -> None:
 
         def judged() -> bool:
             there = [row["link"] for row in rows() if row["link"] is not None]
-            return len(there) == 2 and all(one["up_bytes_per_second"] and one["down_bytes_per_second"]
-                                           and one["round_trip_seconds"] for one in there)  # fmt: skip
+            return len(there) == 2 and all(
+                one["up_bytes_per_second"] and one["down_bytes_per_second"] and one["round_trip_seconds"]
+                for one in there
+            )
 
         wait_for(judged, 30, lambda: json.dumps(rows(), indent=1))
         wait_for(lambda: rows()[1]["link"]["thin"], 30, lambda: json.dumps(rows(), indent=1))

@@ -29,9 +29,10 @@ def made(tmp_path: Path) -> Iterator[list[Hub | Pod]]:
 def test_a_job_from_start_to_end_over_tls(tmp_path: Path, made: list[Hub | Pod]) -> None:
     ours, other = Authority("the job's"), Authority("another job's")
     hub = Hub(
-        tmp_path, make_job(learners=2, stop={"steps": 120}),
+        tmp_path,
+        make_job(learners=2, stop={"steps": 120}),
         credentials=mount(tmp_path / "syncer-secret", ours.secret("diloco-syncer", TOKEN)),
-    )  # fmt: skip
+    )
     made.append(hub)
     hub.start().serves()
 
@@ -51,8 +52,7 @@ def test_a_job_from_start_to_end_over_tls(tmp_path: Path, made: list[Hub | Pod])
     }
     for who, stranger in strangers.items():
         told = stranger.waits_until(
-            lambda s: "no session with the syncer" in s["message"] and "not tried" not in s["message"] and s,
-            who,
+            lambda s: "no session with the syncer" in s["message"] and "not tried" not in s["message"] and s, who
         )
         assert not told["joined"] and stranger.page("/readyz")[0] == 503, who
         if "token" in who:
@@ -63,9 +63,7 @@ def test_a_job_from_start_to_end_over_tls(tmp_path: Path, made: list[Hub | Pod])
     assert hub.status()["sessions"] == 0 and hub.status()["phase"] == "waiting"
     # A Secret that is put right is read at the next try: certificates are replaced while learners run.
     mount(tmp_path / "guessing", ours.secret("learner", TOKEN), "..2026_01_02")
-    strangers["wrong token"].waits_until(
-        lambda s: s["joined"] and s["refused"] is None, "the repaired Secret"
-    )
+    strangers["wrong token"].waits_until(lambda s: s["joined"] and s["refused"] is None, "the repaired Secret")
     learners = [pod(f"learner-{ordinal}", ours.secret("learner", TOKEN), ordinal) for ordinal in range(2)]
     hub.waits_until(lambda s: s["phase"] == "complete", "the job's end", 120)
     for learner in learners:

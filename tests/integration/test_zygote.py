@@ -62,9 +62,7 @@ class Client:
         assert self.process.stdout is not None
         deadline = time.monotonic() + timeout
         while b"\n" not in self._buffer:
-            readable, _, _ = select.select(
-                [self.process.stdout], [], [], max(0.0, deadline - time.monotonic())
-            )
+            readable, _, _ = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))
             assert readable, "no event came"
             data = os.read(self.process.stdout.fileno(), 65536)
             assert data, "the zygote has ended"
@@ -209,9 +207,7 @@ def test_the_real_one_is_single_threaded_and_a_worker_starts_in_no_time(tmp_path
         ready = client.event(timeout=60)
         assert ready["event"] == "ready" and ready["threads"] == 1
         started = time.monotonic()
-        client.spawn(
-            "w", tmp_path / "log", DILOCO_JOB_FILE=str(tmp_path / "absent.json"), DILOCO_ROLE="learner"
-        )
+        client.spawn("w", tmp_path / "log", DILOCO_JOB_FILE=str(tmp_path / "absent.json"), DILOCO_ROLE="learner")
         event = client.event()
         # No job file: the worker says so and ends with 2, configuration wrong (docs/design.md, worker).
         assert event == {"event": "exited", "id": "w", "code": 2}, (tmp_path / "log").read_text()

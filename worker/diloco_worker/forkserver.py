@@ -46,10 +46,19 @@ _PR_SET_PDEATHSIG = 1
 
 # Modules that a worker imports sooner or later; those that are not there are left to it.
 MODULES = (
-    "numpy", "torch", "torch.nn.functional", "torch.optim", "torch.utils.data", "safetensors.torch", "numba",
-    "grpc", "xxhash", "diloco_worker.__main__", "diloco_worker.training.trainer",
+    "numpy",
+    "torch",
+    "torch.nn.functional",
+    "torch.optim",
+    "torch.utils.data",
+    "safetensors.torch",
+    "numba",
+    "grpc",
+    "xxhash",
+    "diloco_worker.__main__",
+    "diloco_worker.training.trainer",
     "diloco_worker.training.evaluator",
-)  # fmt: skip
+)
 
 
 def die_with_parent(parent: int) -> None:
@@ -208,11 +217,7 @@ class Zygote:
             os.dup2(null, 0)
             os.dup2(output, 1)
             os.dup2(output, 2)
-            for descriptor in {null, self._requests, self._events, self._wake_read, self._wake_write} - {
-                0,
-                1,
-                2,
-            }:
+            for descriptor in {null, self._requests, self._events, self._wake_read, self._wake_write} - {0, 1, 2}:
                 os.close(descriptor)
             os.environ.update(env)
             sys.argv = ["diloco_worker"]
@@ -295,13 +300,9 @@ def main() -> int:
     zygote = Zygote(0, events, _worker)
     threads = count_threads()
     if threads != 1:
-        print(
-            f"zygote: {threads} threads before the first fork; children may hang", file=sys.stderr, flush=True
-        )
+        print(f"zygote: {threads} threads before the first fork; children may hang", file=sys.stderr, flush=True)
     try:
-        zygote._tell(
-            event="ready", pid=os.getpid(), threads=threads, seconds=round(time.monotonic() - started, 3)
-        )
+        zygote._tell(event="ready", pid=os.getpid(), threads=threads, seconds=round(time.monotonic() - started, 3))
     except BrokenPipeError:
         return 0
     return zygote.run()

@@ -32,12 +32,7 @@ from diloco_worker.settings import ConfigurationError
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
-_DTYPES = {
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.float64: "float64",
-}
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float64: "float64"}
 
 
 class Vector:
@@ -94,9 +89,7 @@ def build_layout(
                 "merged; freeze it (requires_grad_(False)) or convert it"
             )
         if not parameter.data.is_contiguous():
-            raise ConfigurationError(
-                f"parameter {name} is not contiguous: assign parameter.data.contiguous() to it"
-            )
+            raise ConfigurationError(f"parameter {name} is not contiguous: assign parameter.data.contiguous() to it")
         tensors.append(Tensor(name, tuple(parameter.shape), _DTYPES[parameter.dtype], id(parameter) in mean))
     try:
         return Layout.build(tensors, fragments, every, mean_patterns)
@@ -162,9 +155,7 @@ class ModelFragments:
         return Vector(host, event)
 
     @torch.no_grad()
-    def move(
-        self, fragment: int, kind: Kind, new: Vector, reference: Vector | None = None, alpha: float = 0.0
-    ) -> None:
+    def move(self, fragment: int, kind: Kind, new: Vector, reference: Vector | None = None, alpha: float = 0.0) -> None:
         """Move the parameters to the base ``new`` (Θ'), float32[elements], in place.
 
         OVERWRITE: θ ← Θ'. KEEP and REBASE: θ ← Θ' + (θ - reference). MIX: θ ← (1-α)·Θ' + α·θ.
@@ -172,9 +163,7 @@ class ModelFragments:
         if kind in (Kind.KEEP, Kind.REBASE) and reference is None:
             raise ValueError(f"{kind} needs the vector that is subtracted")
         target = self._on_device(new)
-        minus = (
-            None if reference is None or kind in (Kind.OVERWRITE, Kind.MIX) else self._on_device(reference)
-        )
+        minus = None if reference is None or kind in (Kind.OVERWRITE, Kind.MIX) else self._on_device(reference)
         for view in self._views[fragment]:
             theta, base = view.flat, target[view.start : view.stop]
             if kind is Kind.OVERWRITE:
@@ -247,9 +236,7 @@ def load_frozen(model: torch.nn.Module, data: bytes) -> None:
         raise ConfigurationError(f"the job's frozen parameters are not safetensors: {error}") from error
     if set(tensors) != set(frozen):
         odd = sorted(set(tensors) ^ set(frozen))
-        raise ConfigurationError(
-            f"the job's frozen parameters are not this model's: {', '.join(odd[:5])} differ"
-        )
+        raise ConfigurationError(f"the job's frozen parameters are not this model's: {', '.join(odd[:5])} differ")
     for name, parameter in frozen.items():
         got = tensors[name]
         if got.shape != parameter.shape or got.dtype != parameter.dtype:

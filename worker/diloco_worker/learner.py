@@ -66,15 +66,15 @@ class Learner:
     exception does not; the syncer notices that the process is gone.
     """
 
-    def __init__(
-        self, settings: WorkerSettings, model: torch.nn.Module, optimizer: torch.optim.Optimizer
-    ) -> None:
+    def __init__(self, settings: WorkerSettings, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         spec = settings.job.spec
         self._job = settings.job
         logs.tell(job=self._job.metadata.name)
         if spec.sync.deterministic:
             compute.be_deterministic()
-        self._settings, self._model, self._optimizer = settings, model, optimizer
+        self._settings = settings
+        self._model = model
+        self._optimizer = optimizer
         self.layout = build_layout(model, spec.sync.fragments, spec.sync.every, spec.sync.merge.mean_tensors)
         if self.layout.note:
             log.warning("%s", self.layout.note)
@@ -83,7 +83,8 @@ class Learner:
         self._exchange: Exchange | None = None
         self._participant: Participant | None = None
         self._feed: Feed | None = None
-        self._terminated, self._terminated_at = False, 0.0
+        self._terminated = False
+        self._terminated_at = 0.0
         self._left = False
         self._previous_handler: Any = None
         self._used: list[tuple[int, int]] = []  # cursors of batches handed out since the last step
@@ -94,20 +95,19 @@ class Learner:
         self._loss = _Loss()
         self._record = MetricsFile(settings.metrics_path())
         self._checkpoint = SlotCheckpoint(
-            settings.state_path(), self._job.metadata.name, self.layout.digest,
-            spec.syncer.checkpoint.every_seconds, optimizer_state.most_bytes(model),
-        )  # fmt: skip
+            settings.state_path(),
+            self._job.metadata.name,
+            self.layout.digest,
+            spec.syncer.checkpoint.every_seconds,
+            optimizer_state.most_bytes(model),
+        )
         self._port: StatusPort | None = open_port(settings)
         if self._port is not None:
             self._port.standing, self._port.figures = self._standing, self._figures
 
     @classmethod
     def from_environment(
-        cls,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        environ: Mapping[str, str] | None = None,
+        cls, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, environ: Mapping[str, str] | None = None
     ) -> Self:
         """Build from ``DILOCO_*`` (docs/design.md, worker); opens no connection yet.
 
@@ -117,9 +117,7 @@ class Learner:
         exit_hooks.install()
         settings = WorkerSettings.from_environment(environ)
         if settings.role != "learner":
-            raise ConfigurationError(
-                f"DILOCO_ROLE is {settings.role!r}: a training loop needs the role learner"
-            )
+            raise ConfigurationError(f"DILOCO_ROLE is {settings.role!r}: a training loop needs the role learner")
         return cls(settings, model, optimizer)
 
     # ------------------------------------------------------------------ what a loop asks
@@ -182,10 +180,7 @@ class Learner:
     # ------------------------------------------------------------------ the loop
 
     def batches(
-        self,
-        dataset: Any,
-        sequences: int | None = None,
-        collate: Callable[[Sequence[Any]], Any] = stack,
+        self, dataset: Any, sequences: int | None = None, collate: Callable[[Sequence[Any]], Any] = stack
     ) -> Iterator[Any]:
         """One batch per optimizer step, from the slot's leases.
 
@@ -245,9 +240,7 @@ class Learner:
             self._compute_from = left
             yield self.step
 
-    def after_step(
-        self, tokens: int, loss: torch.Tensor | float | None = None, lr: float | None = None
-    ) -> None:
+    def after_step(self, tokens: int, loss: torch.Tensor | float | None = None, lr: float | None = None) -> None:
         """Call once after each optimizer step: a step boundary.
 
         ``tokens``: trained in this step. ``loss``: mean nats per token; a tensor on a GPU is
@@ -307,7 +300,8 @@ class Learner:
             self._checkpoint,
         )
         participant.describe = self._describe
-        self._exchange, self._participant = exchange, participant
+        self._exchange = exchange
+        self._participant = participant
         return participant
 
     def _describe(self, report: sync_pb2.Report) -> None:
@@ -372,7 +366,8 @@ class Learner:
 
     def _terminate(self, signum: int, frame: FrameType | None) -> None:
         if not self._terminated:
-            self._terminated, self._terminated_at = True, time.monotonic()
+            self._terminated = True
+            self._terminated_at = time.monotonic()
 
     def _leave_by(self) -> float:
         """When the drain must be over, monotonic seconds."""
@@ -459,9 +454,11 @@ class _Loss:
 
     def put(self, loss: torch.Tensor | float) -> None:
         if not isinstance(loss, torch.Tensor):
-            self._value, self._coming = float(loss), None
+            self._value = float(loss)
+            self._coming = None
         elif loss.device.type != "cuda":
-            self._value, self._coming = float(loss.detach()), None
+            self._value = float(loss.detach())
+            self._coming = None
         else:
             self.value()
             host = torch.empty((), dtype=torch.float32, pin_memory=True)

@@ -40,9 +40,6 @@ def configure(environ: Mapping[str, str] | None = None) -> None:
         packages=("diloco_worker", "diloco_protocol"),
     )
     exit_hooks.install(json=form == "json")
-    for name, value, words in (
-        ("DILOCO_LOG_FORMAT", form, logs.FORMATS),
-        ("DILOCO_LOG_LEVEL", level, logs.LEVELS),
-    ):
+    for name, value, words in (("DILOCO_LOG_FORMAT", form, logs.FORMATS), ("DILOCO_LOG_LEVEL", level, logs.LEVELS)):
         if value not in words:
             raise ConfigurationError(f"{name} is {value!r}: it must be one of {', '.join(words)}")

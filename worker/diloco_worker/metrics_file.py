@@ -51,11 +51,13 @@ class MetricsFile:
         except OSError as error:
             if not self._failed:
                 log.warning("metrics are not written: %s: %s", self._path, error.strerror or error)
-            self._failed, self._next = True, time.monotonic() + AGAIN_SECONDS
+            self._failed = True
+            self._next = time.monotonic() + AGAIN_SECONDS
             return
         if self._failed:
             log.warning("metrics are written again")
-        self._failed, self._next = False, time.monotonic() + FLUSH_SECONDS
+        self._failed = False
+        self._next = time.monotonic() + FLUSH_SECONDS
 
     def _append(self, path: Path, data: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -27,13 +27,7 @@ from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.wire import sync_pb2
 from diloco_worker.core.adoption import Kind
 from diloco_worker.core.connection_status import Standing
-from diloco_worker.fragments import (
-    ModelFragments,
-    build_layout,
-    frozen_tensors,
-    load_frozen,
-    most_frozen_bytes,
-)
+from diloco_worker.fragments import ModelFragments, build_layout, frozen_tensors, load_frozen, most_frozen_bytes
 from diloco_worker.net import inbox
 from diloco_worker.net.client import Exchange
 from diloco_worker.phases import ENDED
@@ -64,7 +58,8 @@ class Observer:
         self._wanted: list[tuple[int, int]] | None = None  # what the last refresh asked for
         self._frozen_needed = bool(frozen_tensors(model))
         self._frozen_asked = False
-        self.phase, self.message = "waiting", ""
+        self.phase = "waiting"
+        self.message = ""
         self.job_tokens = 0  # trained in all, at the newest merge taken
         self.announced_tokens = 0  # the same, at the newest merge heard of
 
@@ -73,9 +68,7 @@ class Observer:
         """Build from ``DILOCO_*`` (docs/design.md, worker). Raises ConfigurationError."""
         settings = WorkerSettings.from_environment(environ)
         if settings.role != "evaluator":
-            raise ConfigurationError(
-                f"DILOCO_ROLE is {settings.role!r}: an observer needs the role evaluator"
-            )
+            raise ConfigurationError(f"DILOCO_ROLE is {settings.role!r}: an observer needs the role evaluator")
         return cls(settings, model)
 
     def __enter__(self) -> Self:
@@ -124,8 +117,7 @@ class Observer:
     def current(self) -> bool:
         """Whether everything that was announced is in the model."""
         return all(
-            have is not None and have >= said
-            for have, said in zip(self._versions, self._announced, strict=True)
+            have is not None and have >= said for have, said in zip(self._versions, self._announced, strict=True)
         )
 
     def refresh(self) -> None:
@@ -164,7 +156,8 @@ class Observer:
                         self._exchange.fetch_announced()  # the connection broke in the middle
                 case inbox.PhaseChanged():
                     changed |= item.phase != self.phase
-                    self.phase, self.message = item.phase, item.message
+                    self.phase = item.phase
+                    self.message = item.message
                 case inbox.FrozenArrived():
                     if item.data is None:
                         raise ConfigurationError(
@@ -188,8 +181,9 @@ class Observer:
                 return self.poll()
         return True
 
-    def report(self, loss: float, tokens: int | None = None, final: bool = False,
-               sum_versions: int | None = None) -> None:  # fmt: skip
+    def report(
+        self, loss: float, tokens: int | None = None, final: bool = False, sum_versions: int | None = None
+    ) -> None:
         """Tell the syncer the mean loss (nats per token) of the model as it is. ``tokens``: the
         job's, default those of the newest merge taken. ``sum_versions`` 0: of version 0."""
         evaluation = sync_pb2.Evaluation(

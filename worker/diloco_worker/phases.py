@@ -6,6 +6,4 @@ GOING = frozenset({"waiting", "training", "holding"})  # learners are wanted
 LEAVING = frozenset({"draining", "evaluating"})  # no further step; offers are taken
 ENDED = frozenset({"complete", "failed", "suspended", "deleted"})
 CLOSING = LEAVING | ENDED  # no further step
-PHASES = (
-    "waiting", "training", "holding", "draining", "evaluating", "complete", "failed", "suspended", "deleted",
-)  # fmt: skip
+PHASES = ("waiting", "training", "holding", "draining", "evaluating", "complete", "failed", "suspended", "deleted")

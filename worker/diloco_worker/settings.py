@@ -155,9 +155,7 @@ def check_address(name: str, value: str) -> None:
     """Raise ConfigurationError unless ``value`` is host:port."""
     match = _ADDRESS.match(value)
     if match is None or not 0 < int(match.group(2)) < 65536:
-        raise ConfigurationError(
-            f"{name} is {value!r}: it must be host:port, such as {socket.gethostname()}:4000"
-        )
+        raise ConfigurationError(f"{name} is {value!r}: it must be host:port, such as {socket.gethostname()}:4000")
 
 
 def _process_in(pod: str | None) -> str:
@@ -200,6 +198,4 @@ def _read_job(path: Path) -> DiLoCoJob:
             "it is the job's normal form, written by the runner or the operator"
         ) from error
     except JobError as error:
-        raise ConfigurationError(
-            f"DILOCO_JOB_FILE {str(path)!r} is no job in normal form: {error}"
-        ) from error
+        raise ConfigurationError(f"DILOCO_JOB_FILE {str(path)!r} is no job in normal form: {error}") from error

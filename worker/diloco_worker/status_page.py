@@ -59,7 +59,8 @@ class StatusPort:
     """Serves until ``close``. ``standing`` and ``figures`` may be replaced at any time."""
 
     def __init__(self, settings: WorkerSettings, address: str) -> None:
-        self._settings, self._address = settings, address
+        self._settings = settings
+        self._address = address
         self.standing: Callable[[], Standing] = Standing
         self.figures: Callable[[], Figures] = dict
         self.idle = False  # at the job's end, waiting to be removed
@@ -114,7 +115,7 @@ class StatusPort:
             },
             "refused": None if refused is None else {"reason": refused[0], "message": refused[1]},
             "hub": None if standing.hub is None else standing.hub.document(),
-        }  # fmt: skip
+        }
 
     def _ready(self) -> tuple[int, bytes]:
         standing = self.standing()

@@ -25,9 +25,7 @@ def served() -> str:
         with urllib.request.urlopen(request, timeout=10, context=trusted) as answer:
             names = [resource["name"] for resource in json.load(answer)["resources"]]
     except urllib.error.HTTPError as error:
-        return (
-            f"the API server says {error.code}: the CRD dilocojobs.diloco.io is not installed (crds.install)"
-        )
+        return f"the API server says {error.code}: the CRD dilocojobs.diloco.io is not installed (crds.install)"
     return "" if "dilocojobs" in names else "the API server has diloco.io, but no dilocojobs"
 
 

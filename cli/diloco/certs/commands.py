@@ -77,7 +77,8 @@ def issue(
     job: Annotated[
         str,
         typer.Argument(
-            metavar="JOB|JOB.yaml", show_default=False,
+            metavar="JOB|JOB.yaml",
+            show_default=False,
             help="The job's name, with --syncer or --region; or its file: then the syncer and every cluster.",
         ),
     ],
@@ -86,31 +87,32 @@ def issue(
     region: Annotated[
         list[str],
         typer.Option(
-            metavar="NAME", show_default=False,
+            metavar="NAME",
+            show_default=False,
             help="For the learners of this region; repeatable: one certificate for all of them.",
         ),
     ] = [],  # noqa: B006 - typer reads it, nobody writes it
     namespace: Annotated[
         str | None,
         typer.Option(
-            "--namespace", "-n", show_default=False,
+            "--namespace",
+            "-n",
+            show_default=False,
             help="The job's namespace, the same in every cluster.  [default: the file's, else default]",
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR", show_default=False, help="Where to.  [default: a folder in PKI/NAMESPACE/JOB]"
-        ),
+        typer.Option(metavar="DIR", show_default=False, help="Where to.  [default: a folder in PKI/NAMESPACE/JOB]"),
     ] = None,
     dns: Annotated[
-        list[str],
-        typer.Option(metavar="HOST", show_default=False, help="One more DNS name of the syncer; repeatable."),
+        list[str], typer.Option(metavar="HOST", show_default=False, help="One more DNS name of the syncer; repeatable.")
     ] = [],  # noqa: B006
     server_name: Annotated[
         str | None,
         typer.Option(
-            metavar="HOST", show_default=False,
+            metavar="HOST",
+            show_default=False,
             help="The name by which learners ask for the syncer (TLS's SNI), where a gateway passes "
             "connections on by it.  [default: diloco-syncer]",
         ),
@@ -119,11 +121,12 @@ def issue(
     secret: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", show_default=False,
+            metavar="NAME",
+            show_default=False,
             help="Write secret.yaml too, a Kubernetes Secret of this name.  [default: the job file's names]",
         ),
     ] = None,
-) -> None:  # fmt: skip
+) -> None:
     """Make keys and certificates for the syncer and for learners, in folders ready to be used.
 
     Nothing that is there is overwritten. The first issue for a job makes its join token, and all parties get
@@ -214,9 +217,7 @@ def show(folders: Annotated[list[Path], typer.Argument(metavar="DIR|FILE...", sh
     _run(run)
 
 
-def _targets(
-    job: str, syncer: bool, regions: list[str], namespace: str | None, secret: str | None
-) -> list[Target]:
+def _targets(job: str, syncer: bool, regions: list[str], namespace: str | None, secret: str | None) -> list[Target]:
     from diloco.certs.files import targets_of
 
     if secret and syncer and regions:

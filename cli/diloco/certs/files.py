@@ -144,9 +144,11 @@ def issue_all(
             raise CertsError(str(error)) from error
         token = _token(pki, target)
         content = {
-            "tls.crt": made.certificate, "tls.key": made.key, "ca.crt": authority.certificate,
+            "tls.crt": made.certificate,
+            "tls.key": made.key,
+            "ca.crt": authority.certificate,
             "join-token": token,
-        }  # fmt: skip
+        }
         if server_name and target.regions:
             content[SERVER_NAME_FILE] = server_name.encode()
         if target.secret:

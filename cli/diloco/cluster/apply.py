@@ -46,9 +46,7 @@ def apply(options: Options) -> int:
         return WRONG
     where = _with_namespace(options.where, job)
     clusters = where.open()
-    for text in warnings_text(
-        [*job_warnings(job), *foreign_paths(job, options.file.parent), *copies(job, clusters)]
-    ):
+    for text in warnings_text([*job_warnings(job), *foreign_paths(job, options.file.parent), *copies(job, clusters)]):
         print(text, file=sys.stderr)
     code, applied = 0, []
     for cluster in clusters:
@@ -70,8 +68,7 @@ def _with_namespace(where: Where, job: DiLoCoJob) -> Where:
     named = job.metadata.namespace
     if where.namespace and named and where.namespace != named:
         raise ClusterError(
-            f"the file says metadata.namespace: {named}, and --namespace says {where.namespace}:"
-            " leave one of them out",
+            f"the file says metadata.namespace: {named}, and --namespace says {where.namespace}: leave one of them out",
             code=WRONG,
         )
     return Where(where.contexts, where.namespace or named, where.kubeconfig)
@@ -88,9 +85,7 @@ def _after(clusters: Sequence[Cluster], name: str, options: Options) -> int:
                 print(f"error: {name} {refused[1]}", file=sys.stderr)
                 code = FAILED
             elif job is not None and (why := hindered(job)) and not options.wait:
-                print(
-                    f"warning: {name} does not run yet in context {cluster.context}: {why}", file=sys.stderr
-                )
+                print(f"warning: {name} does not run yet in context {cluster.context}: {why}", file=sys.stderr)
             elif job is not None and job["spec"].get("suspend") and not options.wait:
                 _tell(f"it is suspended: diloco resume {name} {cluster.flags}")
         if not options.wait:
@@ -139,18 +134,14 @@ def apply_to(cluster: Cluster, job: DiLoCoJob, document: dict[str, Any], options
         query["force"] = "true"
     try:
         try:
-            after = cluster.request(
-                "PATCH", path, query=query, body=body, content="application/apply-patch+yaml"
-            )
+            after = cluster.request("PATCH", path, query=query, body=body, content="application/apply-patch+yaml")
         except ClusterError as error:
             if error.reason != "Conflict" or managers(error) != {MANAGER}:
                 raise
             # Set by `diloco scale`, suspend or resume since: the file is what is wanted now.
             fields = ", ".join(str(cause.get("field") or "").lstrip(".") for cause in error.causes)
             query["force"] = "true"
-            after = cluster.request(
-                "PATCH", path, query=query, body=body, content="application/apply-patch+yaml"
-            )
+            after = cluster.request("PATCH", path, query=query, body=body, content="application/apply-patch+yaml")
             print(f"as in the file again: {fields} (changed since by diloco scale, suspend or resume)")
     except ClusterError as error:
         raise _explained(error, cluster, job, before) from error
@@ -198,9 +189,7 @@ def _explained(error: ClusterError, cluster: Cluster, job: DiLoCoJob, before: Ob
                 error.reason,
                 WRONG,
             )
-        problems = [
-            Problem(str(c.get("field") or ""), None, str(c.get("message") or "")) for c in error.causes
-        ]
+        problems = [Problem(str(c.get("field") or ""), None, str(c.get("message") or "")) for c in error.causes]
         text = problems_text(JobError(problems, f"context {cluster.context}")) if problems else str(error)
         return ClusterError(text, error.reason, WRONG)
     if error.reason == "BadRequest" and "unknown field" in str(error):

@@ -127,11 +127,12 @@ def _check_scaled(job: Object, targets: dict[str, int], changed: dict[str, tuple
     for region, (_, after) in changed.items():
         if after < 1:
             raise ClusterError(
-                f"the region {region} needs one learner at least; to stop the job: diloco suspend {name}",
-                code=WRONG,
+                f"the region {region} needs one learner at least; to stop the job: diloco suspend {name}", code=WRONG
             )
-    rows = [{**row, "learners": targets.get(n, row.get("learners"))}
-            for n, row in zip(region_names(job), spec["regions"], strict=True)]  # fmt: skip
+    rows = [
+        {**row, "learners": targets.get(n, row.get("learners"))}
+        for n, row in zip(region_names(job), spec["regions"], strict=True)
+    ]
     total = sum(int(row.get("learners") or 0) for row in rows)
     sync = spec.get("sync") or {}
     quorum = int(sync.get("quorum") or 1)

@@ -39,11 +39,11 @@ class ClusterError(Exception):
     ``Busy``, ``NoCRD``, ``NoNamespace``, ``Settings``; ``code`` the exit code that fits; ``status`` the
     API server's Status."""
 
-    def __init__(
-        self, message: str, reason: str = "", code: int = FAILED, status: Object | None = None
-    ) -> None:
+    def __init__(self, message: str, reason: str = "", code: int = FAILED, status: Object | None = None) -> None:
         super().__init__(message)
-        self.reason, self.code, self.status = reason, code, status or {}
+        self.reason = reason
+        self.code = code
+        self.status = status or {}
 
     @property
     def passing(self) -> bool:
@@ -79,12 +79,12 @@ class Where:
 class Cluster:
     """One context of a kubeconfig: a cluster, an account and a namespace."""
 
-    def __init__(
-        self, configuration: Any, context: str, namespace: str, kubeconfig: Path | None = None
-    ) -> None:
+    def __init__(self, configuration: Any, context: str, namespace: str, kubeconfig: Path | None = None) -> None:
         from kubernetes.client.rest import RESTClientObject
 
-        self.configuration, self.context, self.namespace = configuration, context, namespace
+        self.configuration = configuration
+        self.context = context
+        self.namespace = namespace
         self._named = f" --kubeconfig {kubeconfig}" if kubeconfig else ""
         self._pool = RESTClientObject(configuration).pool_manager
 

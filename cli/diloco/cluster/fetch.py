@@ -39,8 +39,7 @@ def syncer_pod(job: Object, pods: list[Object]) -> str:
     running = [
         pod
         for pod in pods
-        if (pod.get("status") or {}).get("phase") == "Running"
-        and not pod["metadata"].get("deletionTimestamp")
+        if (pod.get("status") or {}).get("phase") == "Running" and not pod["metadata"].get("deletionTimestamp")
     ]
     if running:
         newest = max(running, key=lambda pod: str(pod["metadata"].get("creationTimestamp")))
@@ -48,9 +47,7 @@ def syncer_pod(job: Object, pods: list[Object]) -> str:
     phase = (job.get("status") or {}).get("phase") or "new"
     if pods:
         state = (pods[-1].get("status") or {}).get("phase")
-        raise ClusterError(
-            f"the syncer of {name} is not running yet (its pod is {state}): diloco status {name}"
-        )
+        raise ClusterError(f"the syncer of {name} is not running yet (its pod is {state}): diloco status {name}")
     if phase == "Suspended":
         raise ClusterError(f"{name} is suspended, its syncer does not run: diloco resume {name}")
     hub = ((job.get("spec") or {}).get("syncer") or {}).get("cluster")
@@ -59,9 +56,7 @@ def syncer_pod(job: Object, pods: list[Object]) -> str:
 
 
 @contextlib.contextmanager
-def syncer_port(
-    cluster: Cluster, job: Object, port: int, seconds: float = TIMEOUT
-) -> Iterator[tuple[Forward, str]]:
+def syncer_port(cluster: Cluster, job: Object, port: int, seconds: float = TIMEOUT) -> Iterator[tuple[Forward, str]]:
     """A port of the job's syncer on this machine, and the pod's name. Raises ClusterError."""
     pod = syncer_pod(job, cluster.pods(job["metadata"]["name"], "syncer"))
     with forwarded(cluster, pod, port, seconds) as forward:
@@ -81,7 +76,8 @@ class Pages:
     """The status pages of one job's syncer: one port-forward, opened anew where the pod has changed."""
 
     def __init__(self, cluster: Cluster, name: str) -> None:
-        self._cluster, self._name = cluster, name
+        self._cluster = cluster
+        self._name = name
         self._forward: Forward | None = None
         self._again_at = 0.0  # monotonic seconds
         self.problem = ""  # why there is no page
@@ -187,9 +183,4 @@ class _Progress:
             return
         self._shown = percent
         end = "\n" if done >= total else ""
-        print(
-            f"\rreceived {done >> 20} of {total >> 20} MiB ({percent} %)",
-            end=end,
-            file=sys.stderr,
-            flush=True,
-        )
+        print(f"\rreceived {done >> 20} of {total >> 20} MiB ({percent} %)", end=end, file=sys.stderr, flush=True)

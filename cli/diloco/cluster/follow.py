@@ -15,16 +15,7 @@ from typing import Any
 
 from diloco.cluster.client import Cluster, ClusterError
 from diloco.cluster.fetch import Pages
-from diloco.cluster.render import (
-    Object,
-    condition,
-    condition_style,
-    event_count,
-    event_time,
-    heard,
-    holds,
-    job_line,
-)
+from diloco.cluster.render import Object, condition, condition_style, event_count, event_time, heard, holds, job_line
 
 POLL_SECONDS = 2.0
 SLOWEST_POLL = 15.0  # where the API server does not answer
@@ -75,7 +66,8 @@ class Story:
         figures = line.partition(" s  ")[2] or line  # without the time, which always changes
         pause = LINE_SECONDS if figures != self.figures else STILL_SECONDS
         if now - self.line_at >= pause:
-            self.figures, self.line_at = figures, now
+            self.figures = figures
+            self.line_at = now
             lines.append(line)
         return lines
 
@@ -211,9 +203,7 @@ def _follow(
         sleep(wait if left is None else min(wait, left))
 
 
-def _look(
-    copy: _Copy, name: str, judge: Judge, say: Callable[[str], None], several: bool, quiet: bool
-) -> None:
+def _look(copy: _Copy, name: str, judge: Judge, say: Callable[[str], None], several: bool, quiet: bool) -> None:
     cluster = copy.cluster
     prefix = f"{cluster.context}: " if several else ""
     events: list[Object] = []
@@ -247,8 +237,7 @@ def job_events(cluster: Cluster, name: str) -> list[Object]:
     """The events about the job itself; none where this account may not read them."""
     try:
         return cluster.all_of(
-            cluster.core_path("events"),
-            fieldSelector=f"involvedObject.kind=DiLoCoJob,involvedObject.name={name}",
+            cluster.core_path("events"), fieldSelector=f"involvedObject.kind=DiLoCoJob,involvedObject.name={name}"
         )
     except ClusterError as error:
         if error.reason == "Forbidden":

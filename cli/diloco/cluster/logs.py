@@ -81,8 +81,10 @@ def chosen(job: Object, pods: Sequence[Object], target: str | None) -> list[Sour
     """The sources that ``target`` means: syncer, evaluator, REGION, REGION-N, learner-N (counted over all
     regions in the job's order), or a pod's name; None: all. In the job's order. Raises ClusterError for a
     target that the job does not have; one whose pod is not there now gives none."""
-    regions = [(region, int(row.get("learners") or 0) + int(row.get("spares") or 0))
-               for region, row in zip(region_names(job), job["spec"]["regions"], strict=True)]  # fmt: skip
+    regions = [
+        (region, int(row.get("learners") or 0) + int(row.get("spares") or 0))
+        for region, row in zip(region_names(job), job["spec"]["regions"], strict=True)
+    ]
     order = {"syncer": -2, "evaluator": -1} | {name: index for index, (name, _) in enumerate(regions)}
 
     def place(pod: Object) -> tuple[int, int, str]:
@@ -116,8 +118,11 @@ def _labels(job: Object, regions: Sequence[tuple[str, int]], target: str) -> set
     if head in counts:
         return {target} if int(number) < counts[head] else set()
     if head == "learner":
-        learners = [f"{name}-{n}" for name, row in zip(counts, job["spec"]["regions"], strict=True)
-                    for n in range(int(row.get("learners") or 0))]  # fmt: skip
+        learners = [
+            f"{name}-{n}"
+            for name, row in zip(counts, job["spec"]["regions"], strict=True)
+            for n in range(int(row.get("learners") or 0))
+        ]
         return {learners[int(number)]} if int(number) < len(learners) else set()
     return set()
 
@@ -186,9 +191,7 @@ def _path(cluster: Cluster, one: Source) -> str:
     return f"{cluster.core_path('pods')}/{one.pod}/log"
 
 
-def _read(
-    cluster: Cluster, one: Source, options: Options, missing: list[str]
-) -> Iterator[tuple[str, Source, str]]:
+def _read(cluster: Cluster, one: Source, options: Options, missing: list[str]) -> Iterator[tuple[str, Source, str]]:
     """(time, source, line) of what there is; a pod without a log is added to ``missing``."""
     import urllib3
 
@@ -219,7 +222,8 @@ class _Follower:
     """Threads that follow pods, and the bounded queue that they fill."""
 
     def __init__(self, cluster: Cluster, options: Options) -> None:
-        self.cluster, self.options = cluster, options
+        self.cluster = cluster
+        self.options = options
         self.lines: queue.Queue[tuple[Source, str]] = queue.Queue(maxsize=1000)
         self.there: set[str] = set()  # UIDs of pods that are there
         self.started: set[str] = set()
@@ -337,9 +341,7 @@ def _follow(cluster: Cluster, options: Options, job: Object, printer: _Printer) 
 class _Printer:
     """Writes lines with whose they are, in a column; a single pod's without."""
 
-    def __init__(
-        self, options: Options, sources: Sequence[Source], out: Callable[[str], None] | None
-    ) -> None:
+    def __init__(self, options: Options, sources: Sequence[Source], out: Callable[[str], None] | None) -> None:
         self._raw = options.raw
         self._prefixed = options.target is None or len(sources) > 1
         self._width = 0

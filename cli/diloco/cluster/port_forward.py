@@ -44,7 +44,9 @@ class Forward:
     or the connection last complained of (nothing listens there, the pod is gone), else it is None."""
 
     def __init__(self, cluster: Cluster, pod: str, port: int, first: Any) -> None:
-        self._cluster, self._pod, self._port = cluster, pod, port
+        self._cluster = cluster
+        self._pod = pod
+        self._port = port
         self._first: Any = first  # the websocket that showed that this account may forward
         self.problem: str | None = None
         self._closed = threading.Event()
@@ -175,9 +177,7 @@ def dial(cluster: Cluster, pod: str, port: int, seconds: float = TIMEOUT) -> Any
             "Unreachable",
         ) from error
     except (websocket.WebSocketException, OSError, ValueError) as error:
-        raise ClusterError(
-            f"{cluster.server} opens no connection to the pod {pod}: {error}", "Unreachable"
-        ) from error
+        raise ClusterError(f"{cluster.server} opens no connection to the pod {pod}: {error}", "Unreachable") from error
     far.settimeout(STALL_SECONDS)
     return far
 

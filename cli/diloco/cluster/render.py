@@ -217,9 +217,7 @@ def region_names(job: Object) -> list[str]:
 # ------------------------------------------------------------------ pictures
 
 
-def jobs_table(
-    jobs: Sequence[Object], now: float, contexts: Sequence[str] = (), spaces: bool = False
-) -> Table:
+def jobs_table(jobs: Sequence[Object], now: float, contexts: Sequence[str] = (), spaces: bool = False) -> Table:
     """A line for each job; with the column of contexts (one for each job) or namespaces where there are
     several."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
@@ -234,11 +232,16 @@ def jobs_table(
         table.add_row(
             *([contexts[index]] if contexts else []),
             *([str(metadata.get("namespace"))] if spaces else []),
-            str(metadata.get("name")), Text(phase, _PHASES.get(phase, "")),
-            str(status.get("learners") or "-"), str(status.get("quorum") or "-"),
-            number(done.get("step")), number(done.get("tokens")), nats(done.get("loss")),
-            nats(done.get("goodput")), span(since(metadata.get("creationTimestamp"), now)),
-        )  # fmt: skip
+            str(metadata.get("name")),
+            Text(phase, _PHASES.get(phase, "")),
+            str(status.get("learners") or "-"),
+            str(status.get("quorum") or "-"),
+            number(done.get("step")),
+            number(done.get("tokens")),
+            nats(done.get("loss")),
+            nats(done.get("goodput")),
+            span(since(metadata.get("creationTimestamp"), now)),
+        )
     return table
 
 
@@ -251,10 +254,14 @@ def regions_table(job: Object, now: float) -> Table:
         lost = since(region.get("lostSince"), now)
         cause = str(region.get("cause") or "") + ("" if lost is None else f" (nobody heard for {span(lost)})")
         table.add_row(
-            str(region.get("name")), str(region.get("cluster") or "-"), str(region.get("desired", "-")),
-            str(region.get("ready", "-")), str(region.get("inQuorum", "-")),
-            str(region.get("state") or "-"), Text(cause.strip(), "yellow"),
-        )  # fmt: skip
+            str(region.get("name")),
+            str(region.get("cluster") or "-"),
+            str(region.get("desired", "-")),
+            str(region.get("ready", "-")),
+            str(region.get("inQuorum", "-")),
+            str(region.get("state") or "-"),
+            Text(cause.strip(), "yellow"),
+        )
     return table
 
 

@@ -13,15 +13,7 @@ from typing import Any
 from diloco.cluster.client import Cluster, ClusterError, Object, Where
 from diloco.cluster.fetch import Pages
 from diloco.cluster.follow import POLL_SECONDS, ended, follow, job_events
-from diloco.cluster.render import (
-    concerns,
-    event_count,
-    event_line,
-    event_time,
-    job_picture,
-    jobs_table,
-    region_names,
-)
+from diloco.cluster.render import concerns, event_count, event_line, event_time, job_picture, jobs_table, region_names
 
 # ------------------------------------------------------------------ status
 
@@ -63,10 +55,15 @@ def status_document(job: Object, page: Object | None, events: Sequence[Object], 
     resource = {**job, "metadata": {k: v for k, v in job["metadata"].items() if k != "managedFields"}}
     head = {"running": page is not None, "job": job["metadata"]["name"], "context": context}
     told = [
-        {"time": event_time(event), "type": event.get("type"), "reason": event.get("reason"),
-         "message": event.get("message"), "count": event_count(event)}
+        {
+            "time": event_time(event),
+            "type": event.get("type"),
+            "reason": event.get("reason"),
+            "message": event.get("message"),
+            "count": event_count(event),
+        }
         for event in sorted(events, key=event_time)
-    ]  # fmt: skip
+    ]
     return {**head, **(page or {}), "resource": resource, "resource_events": told}
 
 

@@ -49,10 +49,7 @@ def export_run(workdir: Workdir, out: Path) -> list[int]:
 
 
 def export_url(
-    url: str,
-    out: Path,
-    directory: Path | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    url: str, out: Path, directory: Path | None = None, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> list[int]:
     """The same from a syncer's export listener (remote_model.py). ``directory``: where the job's
     relative paths start. Raises ExportFailed."""
@@ -66,17 +63,13 @@ def export_url(
     return versions
 
 
-def write_model(
-    job: DiLoCoJob, tensors: Mapping[str, NDArray[Any]], out: Path, directory: Path | None
-) -> None:
+def write_model(job: DiLoCoJob, tensors: Mapping[str, NDArray[Any]], out: Path, directory: Path | None) -> None:
     """Write a directory that transformers loads. Raises ExportFailed."""
     from diloco_protocol.spec.load import JobError
     from diloco_worker.training.export import ExportError, export
 
     if job.spec.training.model is None:
-        raise ExportFailed(
-            "the job has no spec.training.model: only its own program (learners.command) can build it"
-        )
+        raise ExportFailed("the job has no spec.training.model: only its own program (learners.command) can build it")
     try:
         export(job, tensors, out, directory=directory)
     except (ExportError, JobError) as error:
@@ -122,9 +115,7 @@ def assemble(layout: Layout, fragments: Sequence[NDArray[np.float32]]) -> dict[s
     flat = {tensor.name: np.empty(tensor.elements, np.float32) for tensor in layout.tensors}
     for index, (pieces, theta) in enumerate(zip(layout.fragments, fragments, strict=True)):
         if theta.size != layout.elements(index):
-            raise ExportFailed(
-                f"fragment {index} has {theta.size} elements, the layout says {layout.elements(index)}"
-            )
+            raise ExportFailed(f"fragment {index} has {theta.size} elements, the layout says {layout.elements(index)}")
         for piece in pieces:
             flat[piece.tensor][piece.start : piece.stop] = theta[piece.offset : piece.offset + piece.elements]
     return {name: values.reshape(shapes[name]) for name, values in flat.items()}
@@ -138,8 +129,6 @@ def _frozen(data: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
     except NotSafetensors as error:
         raise ExportFailed(f"the store's frozen parameters cannot be read: {error}") from error
     return {
-        entry.name: as_float32(data[begin + entry.start : begin + entry.stop].copy(), entry.dtype).reshape(
-            entry.shape
-        )
+        entry.name: as_float32(data[begin + entry.start : begin + entry.stop].copy(), entry.dtype).reshape(entry.shape)
         for entry in entries
     }

@@ -142,9 +142,7 @@ def _model(
         entries, metadata = read_header(bytes(header))
         size = entries[-1].stop if entries else 0
         if 8 + length + size != total or any(entry.dtype != "F32" for entry in entries):
-            raise RemoteModelError(
-                f"{where}: its header tells of {8 + length + size} bytes, {total} are sent"
-            )
+            raise RemoteModelError(f"{where}: its header tells of {8 + length + size} bytes, {total} are sent")
         tensors: dict[str, Any] = {}
         for entry in entries:
             values = np.empty(entry.elements, np.float32)

@@ -44,15 +44,27 @@ class Journal:
         versions = status.get("versions") or [0]
         evaluations = status.get("eval_loss") or []
         row = {
-            "source": "status", "time": round(time.time(), 3),
-            **{key: status.get(key) for key in (
-                "phase", "epoch", "elapsed_seconds", "merges", "tokens", "tokens_per_second", "goodput",
-                "uptime", "bytes_up", "bytes_down",
-            )},
+            "source": "status",
+            "time": round(time.time(), 3),
+            **{
+                key: status.get(key)
+                for key in (
+                    "phase",
+                    "epoch",
+                    "elapsed_seconds",
+                    "merges",
+                    "tokens",
+                    "tokens_per_second",
+                    "goodput",
+                    "uptime",
+                    "bytes_up",
+                    "bytes_down",
+                )
+            },
             "versions": [min(versions), max(versions)],
             "active": (status.get("quorum") or {}).get("active"),
             "eval_loss": evaluations[-1] if evaluations else None,
-        }  # fmt: skip
+        }
         self._write(row)
         trained = int((status.get("tokens") or {}).get("trained") or 0)
         for name in ("merges", "tokens_per_second", "goodput", "bytes_up", "bytes_down"):
@@ -116,7 +128,8 @@ class _Events:
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._event, self._summary = Event, Summary
+        self._event = Event
+        self._summary = Summary
         directory.mkdir(exist_ok=True)
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
         self._writer = RecordWriter((directory / name).open("ab"))

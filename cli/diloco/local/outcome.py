@@ -47,18 +47,31 @@ def complete(result: Result, job: DiLoCoJob) -> dict[str, Any]:
     versions = status.get("versions") or [0]
     evaluations = status.get("eval_loss") or []
     known: dict[str, Any] = {
-        "schema": 1, "outcome": None, "seed": job.spec.seed, "spec_digest": spec_digest(job),
-        "layout_digest": None, "wall_seconds": None,
+        "schema": 1,
+        "outcome": None,
+        "seed": job.spec.seed,
+        "spec_digest": spec_digest(job),
+        "layout_digest": None,
+        "wall_seconds": None,
         "steps": max((slot.get("step") or 0 for slot in status.get("slots") or []), default=0),
-        "merges": status.get("merges") or 0, "versions": {"min": min(versions), "max": max(versions)},
+        "merges": status.get("merges") or 0,
+        "versions": {"min": min(versions), "max": max(versions)},
         "tokens": status.get("tokens") or {"trained": 0, "merged": 0, "pending": 0, "dropped": 0},
-        "ledger": None, "goodput": status.get("goodput"), "uptime": status.get("uptime"),
+        "ledger": None,
+        "goodput": status.get("goodput"),
+        "uptime": status.get("uptime"),
         "initial_loss": evaluations[0][1] if evaluations and evaluations[0][0] == 0 else None,
-        "final_loss": None, "eval_loss": evaluations,
-        "bytes_up": status.get("bytes_up") or 0, "bytes_down": status.get("bytes_down") or 0,
-        "regions": status.get("regions"), "learners": None, "faults": [], "holds": None, "regions_lost": None,
+        "final_loss": None,
+        "eval_loss": evaluations,
+        "bytes_up": status.get("bytes_up") or 0,
+        "bytes_down": status.get("bytes_down") or 0,
+        "regions": status.get("regions"),
+        "learners": None,
+        "faults": [],
+        "holds": None,
+        "regions_lost": None,
         "syncer": {"epoch": status.get("epoch")},
-    }  # fmt: skip
+    }
     report = {**known, **(result.report or {})}
     report["outcome"] = result.verdict.outcome
     report["message"] = result.verdict.message

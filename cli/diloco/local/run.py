@@ -99,8 +99,7 @@ def _check_here(job: DiLoCoJob, options: Options) -> None:
             unfit = True
         if unfit:
             raise UsageError(
-                f"--report {options.report}: it cannot be written; "
-                "name a file in a directory that can be written"
+                f"--report {options.report}: it cannot be written; name a file in a directory that can be written"
             )
     check_listen(options.http)
     if options.serving is not None:
@@ -150,17 +149,16 @@ def _run_job(
         learners = job.spec.slots
         screen.event(
             f"{'going on with' if again else 'starting'} {job.metadata.name}: {learners}"
-            f" learner{'s' * (learners != 1)} in {workdir.path}", "bold",
-        )  # fmt: skip
+            f" learner{'s' * (learners != 1)} in {workdir.path}",
+            "bold",
+        )
         if options.serving is not None:
             port = options.serving.listen.rpartition(":")[2]
             screen.event(f"they join from other machines: diloco learner join ADDRESS:{port}, this machine's")
             if job.spec.evaluated and not options.serving.evaluator:
                 screen.event("nobody scores the merged model (see --evaluator-credentials)", "yellow")
         return asyncio.run(
-            Runner(
-                job, workdir, options.job.absolute().parent, schedule, screen, options.http, options.serving
-            ).run()
+            Runner(job, workdir, options.job.absolute().parent, schedule, screen, options.http, options.serving).run()
         )
     finally:
         screen.close()

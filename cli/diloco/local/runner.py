@@ -65,11 +65,19 @@ GONE_TRIES = 5  # process-gone calls while the syncer does not answer
 
 class Runner:
     def __init__(
-        self, job: DiLoCoJob, workdir: Workdir, job_directory: Path, schedule: Sequence[Fault],
-        screen: Screen, http: str = "127.0.0.1:0", serving: Serving | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        job: DiLoCoJob,
+        workdir: Workdir,
+        job_directory: Path,
+        schedule: Sequence[Fault],
+        screen: Screen,
+        http: str = "127.0.0.1:0",
+        serving: Serving | None = None,
+    ) -> None:
         """``serving``: learners are other machines' (`diloco syncer serve`)."""
-        self.job, self.workdir, self.screen = job, workdir, screen
+        self.job = job
+        self.workdir = workdir
+        self.screen = screen
         self._job_directory = job_directory
         self._serving = serving
         self._members = members(job) if serving is None else served(job, serving)
@@ -79,13 +87,12 @@ class Runner:
         self._gpus = gpus(os.environ, device_names())
         self._zygote = Zygote(
             {**self._env, "OPENBLAS_NUM_THREADS": "1", "DILOCO_JOB_FILE": str(workdir.job)},
-            job_directory, workdir.log("zygote"),
-        )  # fmt: skip
+            job_directory,
+            workdir.log("zygote"),
+        )
         policy = job.spec.failure_policy
         self.supervisor = Supervisor(
-            policy.max_replacements,
-            random.Random(),
-            [(frozenset(r.exit_codes), r.action) for r in policy.rules],
+            policy.max_replacements, random.Random(), [(frozenset(r.exit_codes), r.action) for r in policy.rules]
         )
         self.hub = Hub(workdir.address, workdir.control_key)
         stop = job.spec.training.stop
@@ -137,10 +144,16 @@ class Runner:
                 loop.remove_signal_handler(number)
                 signal.signal(number, signal.SIG_IGN)  # only the report is left to write
         return Result(
-            verdict, self.watch.report, self.view.status, self.injector.done, self.watch.events,
-            self.supervisor.restarts.get("syncer", 0), self._peak_rss, time.monotonic() - self._begun,
+            verdict,
+            self.watch.report,
+            self.view.status,
+            self.injector.done,
+            self.watch.events,
+            self.supervisor.restarts.get("syncer", 0),
+            self._peak_rss,
+            time.monotonic() - self._begun,
             self._complete_already,
-        )  # fmt: skip
+        )
 
     async def _life(self, journal: Journal) -> None:
         """Start everything, then follow the syncer's status until the end."""
@@ -164,8 +177,9 @@ class Runner:
             self._complete_already = self.watch.phase == "complete"
             self.screen.event(
                 f"the job is {self.watch.phase} already; to train it further raise training.stop,"
-                " to begin anew give another --workdir", "bold",
-            )  # fmt: skip
+                " to begin anew give another --workdir",
+                "bold",
+            )
             return
         for member in self._members:
             self._spawn(self._keep(member))
@@ -248,12 +262,24 @@ class Runner:
         while not self._stopping:
             self._recall_ports()
             command = [
-                sys.executable, "-m", "diloco_syncer",
-                "--job", str(self.workdir.job), "--store", str(self.workdir.store),
-                "--listen", self._sync_port, "--control", self._control_port, "--http", self._http,
-                "--address-file", str(self.workdir.address),
-                "--control-key-file", str(self.workdir.control_key),
-            ]  # fmt: skip
+                sys.executable,
+                "-m",
+                "diloco_syncer",
+                "--job",
+                str(self.workdir.job),
+                "--store",
+                str(self.workdir.store),
+                "--listen",
+                self._sync_port,
+                "--control",
+                self._control_port,
+                "--http",
+                self._http,
+                "--address-file",
+                str(self.workdir.address),
+                "--control-key-file",
+                str(self.workdir.control_key),
+            ]
             if self._serving is not None and self._serving.credentials is not None:
                 command += ["--credentials", str(self._serving.credentials)]
             try:
@@ -364,9 +390,7 @@ class Runner:
         if command is None or member.kind is Kind.EVALUATOR:
             return await self._zygote.spawn(member.name, env, log)
         program = [sys.executable if command[0] == "python" else command[0], *command[1:]]
-        return await Child.start(
-            member.name, program, {**self._env, **env}, log, cwd=self._job_directory, guard=True
-        )
+        return await Child.start(member.name, program, {**self._env, **env}, log, cwd=self._job_directory, guard=True)
 
     async def _report_gone(self, member: Member, process_id: str, how: Exit) -> None:
         """Tell the syncer at once; it would find out by silence, but later."""
@@ -388,9 +412,7 @@ class Runner:
     def _on_signal(self, number: int) -> None:
         self._interrupts += 1
         if self._interrupts == 1:
-            self.screen.event(
-                "interrupted: learners offer their work, then a checkpoint (again: stop at once)", "bold"
-            )
+            self.screen.event("interrupted: learners offer their work, then a checkpoint (again: stop at once)", "bold")
             self._spawn(self._interrupt())
         else:
             self.screen.event("stopping at once", "bold red")
@@ -463,9 +485,7 @@ class Runner:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._decide(Verdict("failed", 1, f"the runner failed: {type(error).__name__}: {error}"))
-            asyncio.get_running_loop().call_exception_handler(
-                {"message": "runner task failed", "exception": error}
-            )
+            asyncio.get_running_loop().call_exception_handler({"message": "runner task failed", "exception": error})
 
 
 def free_or_any(address: str) -> str:

@@ -25,13 +25,7 @@ EVENTS_SHOWN = 14
 LEAST_ROOM = 3  # lines of events, on a small terminal
 LINE_SECONDS = 5.0  # between plain progress lines
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_STATE_STYLES = {
-    "active": "green",
-    "suspect": "yellow",
-    "lost": "red",
-    "draining": "yellow",
-    "drained": "dim",
-}
+_STATE_STYLES = {"active": "green", "suspect": "yellow", "lost": "red", "draining": "yellow", "drained": "dim"}
 
 
 @dataclass(slots=True)
@@ -101,9 +95,7 @@ def version_strip(versions: list[int], width: int = 64) -> str:
     if not versions:
         return "none yet"
     low, high = min(versions), max(versions)
-    shown = (
-        versions if len(versions) <= width else [versions[i * len(versions) // width] for i in range(width)]
-    )
+    shown = versions if len(versions) <= width else [versions[i * len(versions) // width] for i in range(width)]
     strip = "".join(_BLOCKS[min(version - low, len(_BLOCKS) - 1)] for version in shown)
     return f"{strip}  {low}" if low == high else f"{strip}  {low} to {high}"
 
@@ -140,23 +132,35 @@ def picture(view: View, events: list[Text]) -> RenderableType:
         Text(silence(view), style="red"),
     )
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for title, side in (("learner", "left"), ("slot", "right"), ("state", "left"), ("step", "right"),
-                        ("tokens", "right"), ("loss", "right"), ("s/step", "right"), ("waited", "right"),
-                        ("merged", "right"), ("", "left")):  # fmt: skip
+    for title, side in (
+        ("learner", "left"),
+        ("slot", "right"),
+        ("state", "left"),
+        ("step", "right"),
+        ("tokens", "right"),
+        ("loss", "right"),
+        ("s/step", "right"),
+        ("waited", "right"),
+        ("merged", "right"),
+        ("", "left"),
+    ):
         table.add_column(title, justify="right" if side == "right" else "left", no_wrap=True)
     for slot in status.get("slots") or []:
         state = str(slot.get("state") or "-")
         name = view.processes.get((str(slot.get("region")), int(slot.get("ordinal") or 0)), "-")
         compute, stalled = slot.get("compute_seconds") or 0.0, slot.get("stalled_seconds") or 0.0
         table.add_row(
-            name, str(slot.get("slot")),
+            name,
+            str(slot.get("slot")),
             Text(state, style=_STATE_STYLES.get(state, "")),
-            number(slot.get("step")), number(slot.get("tokens")), nats(slot.get("loss")),
+            number(slot.get("step")),
+            number(slot.get("tokens")),
+            nats(slot.get("loss")),
             f"{slot.get('step_seconds') or 0:.3f}",
             f"{100 * stalled / (compute + stalled):.1f} %" if compute + stalled > 0 else "-",
             number(slot.get("merged_pushes")),
             Text(view.notes.get(name, slot_note(slot)), style="yellow"),
-        )  # fmt: skip
+        )
     waiting = {p: r for r in status.get("rounds") or [] for p in [r.get("fragment")]}
     rounds = "  ".join(
         f"fragment {p}: {len(r.get('responders') or [])} in, {len(r.get('waiting') or [])} awaited"
@@ -216,16 +220,13 @@ def summary(report: dict[str, Any]) -> Table:
 
     tokens, versions = report.get("tokens") or {}, report.get("versions") or {}
     row("outcome", str(report.get("outcome")))
+    row("loss", f"{nats(report.get('initial_loss'))} at the start, {nats(report.get('final_loss'))} at the end")
+    row("tokens", ", ".join(f"{number(tokens.get(k))} {k}" for k in ("trained", "merged", "pending", "dropped")))
     row(
-        "loss",
-        f"{nats(report.get('initial_loss'))} at the start, {nats(report.get('final_loss'))} at the end",
+        "merges",
+        f"{number(report.get('merges'))}, versions {versions.get('min')} to {versions.get('max')},"
+        f" {number(report.get('steps'))} steps",
     )
-    row(
-        "tokens",
-        ", ".join(f"{number(tokens.get(k))} {k}" for k in ("trained", "merged", "pending", "dropped")),
-    )
-    row("merges", f"{number(report.get('merges'))}, versions {versions.get('min')} to {versions.get('max')},"
-        f" {number(report.get('steps'))} steps")  # fmt: skip
     if isinstance(report.get("goodput"), float):
         row("goodput", f"{report['goodput']:.3f}, uptime {report.get('uptime') or 0:.3f}")
     row("wire", f"{number(report.get('bytes_up'))} bytes up, {number(report.get('bytes_down'))} down")

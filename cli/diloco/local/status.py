@@ -90,8 +90,10 @@ def show(document: dict[str, Any]) -> None:
         console.print("not running; its last report:")
         console.print(summary(document["report"]))
         return
-    names = {(str(s.get("region")), int(s.get("ordinal") or 0)): f"{s.get('region')}-{s.get('ordinal')}"
-             for s in document.get("slots") or []}  # fmt: skip
+    names = {
+        (str(s.get("region")), int(s.get("ordinal") or 0)): f"{s.get('region')}-{s.get('ordinal')}"
+        for s in document.get("slots") or []
+    }
     view = View(str(document.get("job")), None, document, names, serving=True)
     console.print(picture(view, []))
     if message := document.get("message"):

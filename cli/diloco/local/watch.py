@@ -22,9 +22,7 @@ CLOSING = frozenset({"draining", "evaluating"})
 ENDED = frozenset({"complete", "failed", "suspended", "deleted"})
 QUIET_EVENTS = frozenset({"first-step"})
 STARVED_SECONDS = 60.0  # between two words on the screen that one slot starves
-EVENT_STYLES = {
-    "lost": "red", "gone": "red", "suspect": "yellow", "joined": "green", "taken": "green", "phase": "cyan",
-}  # fmt: skip
+EVENT_STYLES = {"lost": "red", "gone": "red", "suspect": "yellow", "joined": "green", "taken": "green", "phase": "cyan"}
 
 
 class Watch:
@@ -32,10 +30,18 @@ class Watch:
     ``on_merge`` is called when there have been more merges."""
 
     def __init__(
-        self, hub: Hub, view: View, screen: Screen, supervisor: Supervisor, members: Sequence[Member],
-        store: Path, on_merge: Callable[[], None],
-    ) -> None:  # fmt: skip
-        self.hub, self.view, self.screen = hub, view, screen
+        self,
+        hub: Hub,
+        view: View,
+        screen: Screen,
+        supervisor: Supervisor,
+        members: Sequence[Member],
+        store: Path,
+        on_merge: Callable[[], None],
+    ) -> None:
+        self.hub = hub
+        self.view = view
+        self.screen = screen
         self.supervisor = supervisor
         self.process_ids: dict[str, str] = {}
         self.report: dict[str, Any] | None = None
@@ -136,8 +142,9 @@ class Watch:
             tokens = (status.get("tokens") or {}).get("trained") or 0
             self.screen.event(
                 f"going on from the checkpoint in {self._store}: step {step}, {status['merges']:,} merges,"
-                f" {tokens:,} tokens", "bold",
-            )  # fmt: skip
+                f" {tokens:,} tokens",
+                "bold",
+            )
 
     def _tell_problem(self, problem: str) -> None:
         """The syncer cannot write its store: nothing is merged until it can."""

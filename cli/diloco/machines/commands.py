@@ -10,38 +10,39 @@ import typer
 from diloco.console import WRONG, fail, interruptible
 
 syncer = typer.Typer(
-    name="syncer", no_args_is_help=True, rich_markup_mode="markdown",
+    name="syncer",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
     help="""Serve a job from this machine; learners join from others.
 
     diloco syncer serve job.yaml --workdir runs/job --listen 0.0.0.0:7700 --credentials pki/default/job/syncer
 """,
-)  # fmt: skip
+)
 learner = typer.Typer(
-    name="learner", no_args_is_help=True, rich_markup_mode="markdown",
+    name="learner",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
     help="""Give this machine's compute to a job that is served elsewhere, as long as you like.
 
     diloco learner join hub.example.org:7700 --credentials pki/default/job/learners
 """,
-)  # fmt: skip
+)
 
 CredentialsFolder = Annotated[
     Path | None,
     typer.Option(
-        metavar="DIR", show_default=False,
+        metavar="DIR",
+        show_default=False,
         help="tls.crt, tls.key, ca.crt, join-token, as `diloco certs issue` makes them.",
     ),
-]  # fmt: skip
+]
 Plaintext = Annotated[
-    bool,
-    typer.Option("--plaintext", help="Go without certificates: for a network in which you trust everybody."),
+    bool, typer.Option("--plaintext", help="Go without certificates: for a network in which you trust everybody.")
 ]
 Overrides = Annotated[
     list[str],
     typer.Option(
-        "--set",
-        metavar="PATH=VALUE",
-        show_default=False,
-        help="Change one field below spec, as in `diloco run`.",
+        "--set", metavar="PATH=VALUE", show_default=False, help="Change one field below spec, as in `diloco run`."
     ),
 ]
 
@@ -56,9 +57,7 @@ def serve(
     workdir: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR",
-            show_default=False,
-            help="Where everything is kept.  [default: runs/<the job's name>]",
+            metavar="DIR", show_default=False, help="Where everything is kept.  [default: runs/<the job's name>]"
         ),
     ] = None,
     credentials: CredentialsFolder = None,
@@ -102,10 +101,7 @@ def serve(
             "everybody",
             WRONG,
         )
-    for option, folder in (
-        ("--credentials", credentials),
-        ("--evaluator-credentials", evaluator_credentials),
-    ):
+    for option, folder in (("--credentials", credentials), ("--evaluator-credentials", evaluator_credentials)):
         if folder is not None and not folder.is_dir():
             raise fail(f"{option} {folder}: there is no such folder", WRONG)
     if credentials is not None and evaluator_credentials is None:
@@ -150,9 +146,7 @@ def join(
     workdir: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR",
-            show_default=False,
-            help="This learner's, and only its.  [default: learners/JOB-REGION]",
+            metavar="DIR", show_default=False, help="This learner's, and only its.  [default: learners/JOB-REGION]"
         ),
     ] = None,
     overrides: Overrides = [],  # noqa: B006

@@ -94,8 +94,9 @@ def join(options: Options) -> int:
         with locked(options.workdir or Path("learners") / f"{job.metadata.name}-{region}") as workdir:
             write_whole(workdir.job, job_to_json(job).encode())
             place = _ordinal(workdir)
-            print(f"joining {job.metadata.name} at {options.address} as {region}-{place}, in {workdir.path}",
-                  flush=True)  # fmt: skip
+            print(
+                f"joining {job.metadata.name} at {options.address} as {region}-{place}, in {workdir.path}", flush=True
+            )
             return _Keeper(job, workdir, options, region, place).run()
     except (WorkdirError, FileError, OSError) as error:
         raise JoinError(str(error)) from error
@@ -141,8 +142,7 @@ async def fetch_job(address: str, credentials: Credentials) -> DiLoCoJob:
         return job_from_json(data.tobytes())
     except JobError as error:
         raise JoinError(
-            f"the job of the syncer at {address} is not understood here ({error}): run the same release",
-            FAILED,
+            f"the job of the syncer at {address} is not understood here ({error}): run the same release", FAILED
         ) from error
 
 
@@ -198,22 +198,27 @@ class _Keeper:
     """Keeps one learner process running, in the foreground."""
 
     def __init__(self, job: DiLoCoJob, workdir: Workdir, options: Options, region: str, place: int) -> None:
-        self._job, self._directory = job, (options.job or Path("job.yaml")).absolute().parent
+        self._job = job
+        self._directory = (options.job or Path("job.yaml")).absolute().parent
         env = base_environment(os.environ, threads_each(len(os.sched_getaffinity(0)), 1))
         self._env = {
-            **env, "DILOCO_JOB_FILE": str(workdir.job), "DILOCO_JOB_DIRECTORY": str(self._directory),
-            "DILOCO_SYNCER": options.address, "DILOCO_ROLE": "learner", "DILOCO_REGION": region,
-            "DILOCO_ORDINAL": str(place), "DILOCO_WORKDIR": str(workdir.path), "DILOCO_IDLE_AT_END": "0",
-        }  # fmt: skip
+            **env,
+            "DILOCO_JOB_FILE": str(workdir.job),
+            "DILOCO_JOB_DIRECTORY": str(self._directory),
+            "DILOCO_SYNCER": options.address,
+            "DILOCO_ROLE": "learner",
+            "DILOCO_REGION": region,
+            "DILOCO_ORDINAL": str(place),
+            "DILOCO_WORKDIR": str(workdir.path),
+            "DILOCO_IDLE_AT_END": "0",
+        }
         if options.credentials is not None:
             self._env["DILOCO_CREDENTIALS"] = str(options.credentials.absolute())
         self._process: subprocess.Popen[bytes] | None = None
         self._asked = 0  # how often somebody wanted it to end
 
     def run(self) -> int:
-        before = {
-            n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        }
+        before = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
         try:
             return self._keep()
         finally:
@@ -257,9 +262,12 @@ class _Keeper:
             guard = ["--guard"]
         tether = [sys.executable, "-I", "-S", str(TETHER), *guard, str(os.getpid())]
         self._process = subprocess.Popen(
-            [*tether, *program], env=self._env, stdin=subprocess.DEVNULL, process_group=0,
+            [*tether, *program],
+            env=self._env,
+            stdin=subprocess.DEVNULL,
+            process_group=0,
             cwd=self._directory if command is not None else None,
-        )  # fmt: skip
+        )
         if self._leaving():  # asked while it was being started
             self._process.terminate()
         return self._process.wait()

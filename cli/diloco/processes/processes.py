@@ -54,18 +54,30 @@ class Child:
 
     @classmethod
     async def start(
-        cls, name: str, command: Sequence[str], env: Mapping[str, str], log: Path,
-        *, cwd: Path | None = None, guard: bool = False,
-    ) -> Child:  # fmt: skip
+        cls,
+        name: str,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        log: Path,
+        *,
+        cwd: Path | None = None,
+        guard: bool = False,
+    ) -> Child:
         """Raises StartError. ``guard``: the command may start processes of its own."""
         tether = [sys.executable, "-I", "-S", str(TETHER), *(["--guard"] if guard else []), str(os.getpid())]
         try:
             output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *tether, *command, env=dict(env), cwd=cwd, process_group=0,
-                    stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
-                )  # fmt: skip
+                    *tether,
+                    *command,
+                    env=dict(env),
+                    cwd=cwd,
+                    process_group=0,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                )
             finally:
                 os.close(output)
         except OSError as error:
@@ -89,9 +101,7 @@ class Child:
 class Forked:
     """A worker that the zygote forked."""
 
-    def __init__(
-        self, name: str, zygote: Zygote, identity: str, pid: int, ended: asyncio.Future[Exit]
-    ) -> None:
+    def __init__(self, name: str, zygote: Zygote, identity: str, pid: int, ended: asyncio.Future[Exit]) -> None:
         self.name = name
         self.pid = pid
         self._zygote = zygote
@@ -147,10 +157,17 @@ class Zygote:
         output = os.open(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "diloco_worker.forkserver", env=self._env, cwd=self._cwd,
-                process_group=0, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-                stderr=output, limit=MAX_EVENT_BYTES,
-            )  # fmt: skip
+                sys.executable,
+                "-m",
+                "diloco_worker.forkserver",
+                env=self._env,
+                cwd=self._cwd,
+                process_group=0,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=output,
+                limit=MAX_EVENT_BYTES,
+            )
         finally:
             os.close(output)
         self._ready = asyncio.get_running_loop().create_future()

@@ -29,11 +29,13 @@ class Vigil:
     def started(self, now: float) -> None:
         """A new process."""
         self.begun = self.heard = now
-        self.answers, self.figure = False, -1
+        self.answers = False
+        self.figure = -1
 
     def answered(self, now: float) -> None:
         """It said its status."""
-        self.heard, self.answers = now, True
+        self.heard = now
+        self.answers = True
 
     def excused(self, now: float) -> None:
         """It is held up on purpose."""
@@ -42,7 +44,8 @@ class Vigil:
     def check(self, now: float, figure: int) -> str:
         """Why it is to be given up; empty: it is not. ``figure``: its ``progress``."""
         if not self.answers and figure != self.figure:
-            self.heard, self.figure = now, figure
+            self.heard = now
+            self.figure = figure
         if not self.answers and now - self.begun > START_SECONDS:
             return f"the syncer did not serve within {START_SECONDS:.0f} s"
         if now - self.heard <= SILENT_SECONDS:

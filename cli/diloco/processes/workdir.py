@@ -138,8 +138,7 @@ def locked(path: Path) -> Iterator[Workdir]:
             holder = os.pread(descriptor, 64, 0).decode("ascii", "replace").strip()
             who = f" (pid {holder})" if holder.isdigit() else ""
             raise WorkdirError(
-                f"workdir {path} is in use by another run{who}: wait for it, stop it,"
-                " or give another --workdir"
+                f"workdir {path} is in use by another run{who}: wait for it, stop it, or give another --workdir"
             ) from error
         try:
             os.ftruncate(descriptor, 0)

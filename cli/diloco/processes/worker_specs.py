@@ -19,9 +19,17 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_
 
 # Fields below spec that only a cluster reads, and metadata's.
 CLUSTER_ONLY = (
-    "suspend", "ttlSecondsAfterFinished", "syncer.cluster", "syncer.endpoint", "syncer.tls", "syncer.storage",
-    "syncer.podTemplate", "learners.credentials", "learners.podTemplate", "nodeLoss",
-)  # fmt: skip
+    "suspend",
+    "ttlSecondsAfterFinished",
+    "syncer.cluster",
+    "syncer.endpoint",
+    "syncer.tls",
+    "syncer.storage",
+    "syncer.podTemplate",
+    "learners.credentials",
+    "learners.podTemplate",
+    "nodeLoss",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +75,7 @@ def members(job: DiLoCoJob) -> list[Member]:
             learners.append(Member(f"learner-{index}", Kind.LEARNER, region.name, ordinal, index))
         for ordinal in range(region.learners, region.learners + region.spares):
             spares.append(Member(f"spare-{len(spares)}", Kind.LEARNER, region.name, ordinal))
-    evaluator = (
-        [Member("evaluator", Kind.EVALUATOR, job.spec.regions[0].name, 0)] if job.spec.evaluated else []
-    )
+    evaluator = [Member("evaluator", Kind.EVALUATOR, job.spec.regions[0].name, 0)] if job.spec.evaluated else []
     return [*learners, *spares, *evaluator]
 
 
@@ -93,12 +99,16 @@ def worker_environment(
     """``DILOCO_*`` of one process (docs/design.md, worker). ``syncer``: host:port of its proxy,
     None: it reads the address file. ``gpu``: the one device that it shall see."""
     env = {
-        "DILOCO_JOB_FILE": str(workdir.job), "DILOCO_JOB_DIRECTORY": str(job_directory),
+        "DILOCO_JOB_FILE": str(workdir.job),
+        "DILOCO_JOB_DIRECTORY": str(job_directory),
         "DILOCO_ROLE": "evaluator" if member.kind is Kind.EVALUATOR else "learner",
-        "DILOCO_REGION": member.region, "DILOCO_ORDINAL": str(member.ordinal), "DILOCO_PROCESS": process,
-        "DILOCO_WORKDIR": str(workdir.path), "DILOCO_IDLE_AT_END": "0",
+        "DILOCO_REGION": member.region,
+        "DILOCO_ORDINAL": str(member.ordinal),
+        "DILOCO_PROCESS": process,
+        "DILOCO_WORKDIR": str(workdir.path),
+        "DILOCO_IDLE_AT_END": "0",
         "DILOCO_SYNCER_FILE": str(workdir.address),
-    }  # fmt: skip
+    }
     if syncer is not None:
         env["DILOCO_SYNCER"] = syncer
     if gpu is not None:
@@ -113,9 +123,7 @@ def gpus(environ: Mapping[str, str], device_names: list[str]) -> list[str]:
     if visible is not None:
         return [name.strip() for name in visible.split(",") if name.strip()]
     return [
-        name
-        for name in sorted((n[6:] for n in device_names if n.startswith("nvidia")), key=_order)
-        if name.isdigit()
+        name for name in sorted((n[6:] for n in device_names if n.startswith("nvidia")), key=_order) if name.isdigit()
     ]
 
 
@@ -133,16 +141,19 @@ def without_meaning(job: DiLoCoJob) -> list[str]:
 
     training = {"model": {"config": {"model_type": "llama"}}, "data": {"paths": ["python-stdlib"]}}
     bare = {
-        "apiVersion": job.api_version, "kind": job.kind, "metadata": {"name": job.metadata.name},
+        "apiVersion": job.api_version,
+        "kind": job.kind,
+        "metadata": {"name": job.metadata.name},
         # Any training will do: nothing in it is for a cluster only.
         "spec": {"regions": [{"learners": 1}], "training": training},
-    }  # fmt: skip
+    }
     default = Job.model_validate(bare).model_dump(mode="json")
     given = job.model_dump(mode="json")
     found = [
-        f"metadata.{key}" for key in ("namespace", "labels", "annotations")
+        f"metadata.{key}"
+        for key in ("namespace", "labels", "annotations")
         if given["metadata"].get(key) != default["metadata"].get(key)
-    ]  # fmt: skip
+    ]
     found += [
         path
         for path in _leaves(default["spec"], CLUSTER_ONLY)

@@ -50,9 +50,7 @@ REGIONS, REGION = (*SPEC, "regions"), (*SPEC, "regions", "[]")
 
 _SLOTS = "self.regions.map(r, r.learners).sum()"
 _NAMED = "has(self.syncer.cluster) || self.regions.exists(r, has(r.cluster))"
-_SPANS = (
-    "has(self.syncer.cluster) && self.regions.exists(r, has(r.cluster) && r.cluster != self.syncer.cluster)"
-)
+_SPANS = "has(self.syncer.cluster) && self.regions.exists(r, has(r.cluster) && r.cluster != self.syncer.cluster)"
 _SPANNING = "the job spans clusters (syncer.cluster and regions[].cluster differ)"
 _OWN_VOLUME = "has(self.claimName) || has(self.uri)"
 
@@ -60,145 +58,186 @@ _OWN_VOLUME = "has(self.claimName) || has(self.uri)"
 def _source(source: str, field: str, empty: str, example: str) -> Iterator[Rule]:
     """``field`` of training.data belongs to ``source`` and to no other. ``empty``: CEL, it is not given."""
     yield Rule(
-        DATA, f"self.source != '{source}' || !({empty})",
-        f"is required with source {source}, such as {example}", f".{field}", _MISSING,
-    )  # fmt: skip
+        DATA,
+        f"self.source != '{source}' || !({empty})",
+        f"is required with source {source}, such as {example}",
+        f".{field}",
+        _MISSING,
+    )
     yield Rule(
-        DATA, f"self.source == '{source}' || {empty}",
-        f"belongs to source {source}: leave it out or set source: {source}", f".{field}",
-    )  # fmt: skip
+        DATA,
+        f"self.source == '{source}' || {empty}",
+        f"belongs to source {source}: leave it out or set source: {source}",
+        f".{field}",
+    )
 
 
 BETWEEN_FIELDS: tuple[Rule, ...] = (
     # training
     Rule(
-        STOP, "[has(self.steps), has(self.tokens), has(self.seconds)].filter(given, given).size() == 1",
+        STOP,
+        "[has(self.steps), has(self.tokens), has(self.seconds)].filter(given, given).size() == 1",
         "needs exactly one of steps, tokens, seconds; set the others to null",
     ),
     Rule(
-        SPEC, "!has(self.training.stop.seconds) || !self.sync.deterministic",
-        "a deterministic job cannot stop by the clock: stop by steps or tokens", ".training.stop.seconds",
+        SPEC,
+        "!has(self.training.stop.seconds) || !self.sync.deterministic",
+        "a deterministic job cannot stop by the clock: stop by steps or tokens",
+        ".training.stop.seconds",
     ),
     Rule(
         SPEC,
         "!has(self.training.stop.seconds) || self.training.optimizer.schedule != 'cosine'"
         " || has(self.learners.command)",
         "cosine decays towards a known last step, and stop.seconds names none: use schedule constant, or "
-        "stop by steps or tokens", ".training.optimizer.schedule",
+        "stop by steps or tokens",
+        ".training.optimizer.schedule",
     ),
     Rule(
-        SPEC, "has(self.training.model) || has(self.learners.command)",
-        "is required by the built-in trainer: give config or from (or learners.command for a program of "
-        "your own)", ".training.model", _MISSING,
-    ),
-    Rule(
-        MODEL, "has(self.from) || has(dyn(self).config)",
-        "needs config (a transformers configuration) or from (weights to start from)",
-    ),
-    Rule(
-        MODEL, "has(self.from) || !has(dyn(self).config) || has(dyn(self).config.model_type)"
-        " && dyn(self).config.model_type != null && dyn(self).config.model_type != ''",
-        "model_type is required: the kind of transformers model, such as llama, mixtral or vit", ".config",
+        SPEC,
+        "has(self.training.model) || has(self.learners.command)",
+        "is required by the built-in trainer: give config or from (or learners.command for a program of your own)",
+        ".training.model",
         _MISSING,
     ),
     Rule(
-        MODEL, "!has(self.lora) || self.freeze.size() == 0",
+        MODEL,
+        "has(self.from) || has(dyn(self).config)",
+        "needs config (a transformers configuration) or from (weights to start from)",
+    ),
+    Rule(
+        MODEL,
+        "has(self.from) || !has(dyn(self).config) || has(dyn(self).config.model_type)"
+        " && dyn(self).config.model_type != null && dyn(self).config.model_type != ''",
+        "model_type is required: the kind of transformers model, such as llama, mixtral or vit",
+        ".config",
+        _MISSING,
+    ),
+    Rule(
+        MODEL,
+        "!has(self.lora) || self.freeze.size() == 0",
         "has no meaning with lora, which freezes everything but the adapters: leave one of them out",
         ".freeze",
     ),
     Rule(
-        SPEC, "has(self.training.data) || has(self.learners.command)",
+        SPEC,
+        "has(self.training.data) || has(self.learners.command)",
         "is required by the built-in trainer, such as {paths: [python-stdlib]} (or learners.command for a "
-        "program of your own)", ".training.data", _MISSING,
+        "program of your own)",
+        ".training.data",
+        _MISSING,
     ),
     *_source("text", "paths", "self.paths.size() == 0", "paths: [python-stdlib]"),
     *_source("datasets", "name", "!has(self.name)", "name: wikitext"),
     *_source("python", "function", "!has(self.__function__)", "function: my_data:load"),
-    Rule(
-        DATA, "!has(self.subset) || self.source == 'datasets'",
-        "belongs to source datasets: leave it out", ".subset",
-    ),
+    Rule(DATA, "!has(self.subset) || self.source == 'datasets'", "belongs to source datasets: leave it out", ".subset"),
     # sync
     Rule(
-        SYNC, "self.fragments <= self.every",
-        "must be at most sync.every: every fragment is merged once in that many steps", ".fragments",
+        SYNC,
+        "self.fragments <= self.every",
+        "must be at most sync.every: every fragment is merged once in that many steps",
+        ".fragments",
     ),
     Rule(SYNC, "self.overlap < self.every", "must be below sync.every", ".overlap"),
     Rule(
-        SYNC, "!has(self.staleness.maxSteps) || self.staleness.maxSteps >= self.every",
-        "must be at least sync.every, or learners pause before each merge", ".staleness.maxSteps",
+        SYNC,
+        "!has(self.staleness.maxSteps) || self.staleness.maxSteps >= self.every",
+        "must be at least sync.every, or learners pause before each merge",
+        ".staleness.maxSteps",
     ),
     Rule(
-        SPEC, f"self.sync.quorum <= {_SLOTS}",
-        "must be at most the number of learners in all regions, or nothing is ever merged", ".sync.quorum",
+        SPEC,
+        f"self.sync.quorum <= {_SLOTS}",
+        "must be at most the number of learners in all regions, or nothing is ever merged",
+        ".sync.quorum",
     ),
     Rule(
-        (*SYNC, "heartbeat"), "self.timeoutSeconds > self.intervalSeconds",
+        (*SYNC, "heartbeat"),
+        "self.timeoutSeconds > self.intervalSeconds",
         "must be more than sync.heartbeat.intervalSeconds, or every learner is lost at once",
         ".timeoutSeconds",
     ),
     Rule(
-        (*SYNC, "compression"), "!self.errorFeedback || self.up != 'float32'",
+        (*SYNC, "compression"),
+        "!self.errorFeedback || self.up != 'float32'",
         "has no meaning with up float32, which drops nothing: set it to false or choose a smaller encoding",
         ".errorFeedback",
     ),
     # regions (that names differ: they are the keys of the list)
     Rule(
-        REGION, f"!(self.name in {list(RESERVED_REGIONS)})",
-        "is taken by a part of the job itself: choose another name", ".name",
+        REGION,
+        f"!(self.name in {list(RESERVED_REGIONS)})",
+        "is taken by a part of the job itself: choose another name",
+        ".name",
     ),
-    Rule(
-        REGIONS, "self.map(r, r.learners).sum() <= 4096",
-        "hold more than 4096 learners in all: ask for fewer",
-    ),
+    Rule(REGIONS, "self.map(r, r.learners).sum() <= 4096", "hold more than 4096 learners in all: ask for fewer"),
     # clusters
     Rule(
-        ENDPOINT, "self.type != 'External' || has(self.address)",
-        "is required with type External: host or host:port that leads to the syncer", ".address", _MISSING,
+        ENDPOINT,
+        "self.type != 'External' || has(self.address)",
+        "is required with type External: host or host:port that leads to the syncer",
+        ".address",
+        _MISSING,
     ),
     Rule(
-        SPEC, f"has(self.syncer.cluster) || !({_NAMED})",
+        SPEC,
+        f"has(self.syncer.cluster) || !({_NAMED})",
         "is required where regions name clusters: name it everywhere, or nowhere in a job of one cluster",
-        ".syncer.cluster", _MISSING,
+        ".syncer.cluster",
+        _MISSING,
     ),
     Rule(
-        SPEC, f"self.regions.all(r, has(r.cluster)) || !({_NAMED})",
+        SPEC,
+        f"self.regions.all(r, has(r.cluster)) || !({_NAMED})",
         "cluster is required in every region where the job names clusters: name it everywhere, or nowhere",
-        ".regions", _MISSING,
+        ".regions",
+        _MISSING,
     ),
     Rule(
-        SPEC, f"self.syncer.endpoint.type != 'ClusterIP' || !({_SPANS})",
-        f"ClusterIP is reachable from its own cluster only, and {_SPANNING}: use NodePort, LoadBalancer or "
-        "External", ".syncer.endpoint.type",
+        SPEC,
+        f"self.syncer.endpoint.type != 'ClusterIP' || !({_SPANS})",
+        f"ClusterIP is reachable from its own cluster only, and {_SPANNING}: use NodePort, LoadBalancer or External",
+        ".syncer.endpoint.type",
     ),
     Rule(
         SPEC,
         f"has(self.syncer.endpoint.address) || self.syncer.endpoint.type == 'External' || !({_SPANS})",
         f"is required: {_SPANNING}, and learners must know whom to dial (host or host:port)",
-        ".syncer.endpoint.address", _MISSING,
+        ".syncer.endpoint.address",
+        _MISSING,
     ),
     Rule(
-        SPEC, f"has(self.syncer.tls.secretName) || !({_SPANS})",
+        SPEC,
+        f"has(self.syncer.tls.secretName) || !({_SPANS})",
         f"is required: {_SPANNING}, and a made secret does not leave its cluster: create one and name it",
-        ".syncer.tls.secretName", _MISSING,
+        ".syncer.tls.secretName",
+        _MISSING,
     ),
     Rule(
-        SPEC, f"has(self.learners.credentials.secretName) || !({_SPANS})",
+        SPEC,
+        f"has(self.learners.credentials.secretName) || !({_SPANS})",
         f"is required: {_SPANNING}, and a made secret does not leave its cluster: create one and name it",
-        ".learners.credentials.secretName", _MISSING,
+        ".learners.credentials.secretName",
+        _MISSING,
     ),
     Rule(
-        SPEC, f"self.syncer.tls.mode != 'off' || !({_SPANS})",
-        f"off sends weights in the clear, and {_SPANNING}: use auto", ".syncer.tls.mode",
+        SPEC,
+        f"self.syncer.tls.mode != 'off' || !({_SPANS})",
+        f"off sends weights in the clear, and {_SPANNING}: use auto",
+        ".syncer.tls.mode",
     ),
     # syncer
     Rule(
-        SPEC, "self.syncer.shards <= self.sync.fragments",
-        "must be at most sync.fragments: each shard owns some fragments", ".syncer.shards",
+        SPEC,
+        "self.syncer.shards <= self.sync.fragments",
+        "must be at most sync.fragments: each shard owns some fragments",
+        ".syncer.shards",
     ),
     Rule(
-        ENDPOINT, "!has(self.nodePort) || self.type == 'NodePort'",
-        "belongs to type NodePort: leave it out", ".nodePort",
+        ENDPOINT,
+        "!has(self.nodePort) || self.type == 'NodePort'",
+        "belongs to type NodePort: leave it out",
+        ".nodePort",
     ),
     Rule(
         SYNCER,
@@ -208,30 +247,35 @@ BETWEEN_FIELDS: tuple[Rule, ...] = (
         ".endpoint.nodePort",
     ),
     Rule(
-        TLS, "self.mode != 'off' || !has(self.secretName)",
-        "off contradicts syncer.tls.secretName: leave one of them out", ".mode",
+        TLS,
+        "self.mode != 'off' || !has(self.secretName)",
+        "off contradicts syncer.tls.secretName: leave one of them out",
+        ".mode",
     ),
     Rule(
-        STORAGE, "!has(self.claimName) || !has(self.uri)",
-        "contradicts syncer.storage.claimName: the state lies in one place", ".uri",
+        STORAGE,
+        "!has(self.claimName) || !has(self.uri)",
+        "contradicts syncer.storage.claimName: the state lies in one place",
+        ".uri",
     ),
     Rule(
-        STORAGE, f"!has(self.storageClassName) || !({_OWN_VOLUME})",
+        STORAGE,
+        f"!has(self.storageClassName) || !({_OWN_VOLUME})",
         "is for a volume that is made, and claimName or uri names one of yours: leave it out",
         ".storageClassName",
     ),
     Rule(
-        STORAGE, f"self.onDelete != 'Delete' || !({_OWN_VOLUME})",
-        "Delete is for a volume that is made, and claimName or uri names yours, which is never deleted: "
-        "leave it out", ".onDelete",
+        STORAGE,
+        f"self.onDelete != 'Delete' || !({_OWN_VOLUME})",
+        "Delete is for a volume that is made, and claimName or uri names yours, which is never deleted: leave it out",
+        ".onDelete",
     ),
     Rule(
         (*STORAGE, "size"),
-        "isQuantity(self) && quantity(self).isGreaterThan(quantity('0'))"
-        " && quantity(self).isLessThan(quantity('8Ei'))",
+        "isQuantity(self) && quantity(self).isGreaterThan(quantity('0')) && quantity(self).isLessThan(quantity('8Ei'))",
         "must be a quantity above zero and below 2^63, such as 10Gi, 500M or 1000000000",
     ),
-)  # fmt: skip
+)
 
 NAME = Rule(
     (),
@@ -240,16 +284,13 @@ NAME = Rule(
     ".metadata.name",
 )
 
-IMMUTABLE: tuple[Path, ...] = (
-    ("training", "model"), ("training", "data"), ("seed",), ("sync", "fragments"),
-)  # fmt: skip
+IMMUTABLE: tuple[Path, ...] = (("training", "model"), ("training", "data"), ("seed",), ("sync", "fragments"))
 """Below spec, what may not change once the job has started (spec.immutable_digests)."""
 
 LEFT_TO_THE_OPERATOR: dict[str, str] = {
     "training.model.config.model_type": "that it is text: the API server keeps config as it is written, and "
     "rules see only whether a key is there and equal to something",
-    "training.model.config.vocab_size": "that it is a whole number, at least 256 with the tokenizer bytes: "
-    "likewise",
+    "training.model.config.vocab_size": "that it is a whole number, at least 256 with the tokenizer bytes: likewise",
 }
 """Fields below spec that the loader judges and no rule can, and why. The operator reads every job
 through the loader's models, starts nothing of one that they refuse, and says so in its status.
@@ -314,10 +355,12 @@ def _frozen(path: Path, parents: tuple[Path, ...]) -> Rule:
 
 def _after_start(cel: str, path: Path) -> Rule:
     return Rule(
-        (), f"!has(oldSelf.status) || !has(oldSelf.status.startTime) || {cel}",
+        (),
+        f"!has(oldSelf.status) || !has(oldSelf.status.startTime) || {cel}",
         "cannot change once the job has started: put it back, or apply it as a new job under another name",
-        f".spec.{'.'.join(path)}", "FieldValueForbidden",
-    )  # fmt: skip
+        f".spec.{'.'.join(path)}",
+        "FieldValueForbidden",
+    )
 
 
 def rules() -> list[Rule]:

@@ -39,8 +39,7 @@ MAX_BYTES = 128 * 1024
 Schema = dict[str, Any]
 
 # Lists whose items have a key: model and field → the key. Apply merges them item by item.
-_LIST_KEYS = {("JobSpec", "regions"): "name", ("JobStatus", "conditions"): "type",
-              ("JobStatus", "regions"): "name"}  # fmt: skip
+_LIST_KEYS = {("JobSpec", "regions"): "name", ("JobStatus", "conditions"): "type", ("JobStatus", "regions"): "name"}
 
 COLUMNS: tuple[tuple[str, str, str, int], ...] = (
     # name, type, JSON path, priority (above 0: with -o wide)
@@ -61,17 +60,24 @@ COLUMNS: tuple[tuple[str, str, str, int], ...] = (
 def definition() -> dict[str, Any]:
     """The CustomResourceDefinition."""
     names = {
-        "kind": JOB.name, "listKind": f"{JOB.name}List", "plural": JOB.plural,
-        "singular": JOB.name.lower(), "shortNames": ["dj"],
-    }  # fmt: skip
+        "kind": JOB.name,
+        "listKind": f"{JOB.name}List",
+        "plural": JOB.plural,
+        "singular": JOB.name.lower(),
+        "shortNames": ["dj"],
+    }
     columns = [
         {"name": name, "type": kind, "jsonPath": path} | ({"priority": priority} if priority else {})
         for name, kind, path, priority in COLUMNS
     ]
     version = {
-        "name": VERSION, "served": True, "storage": True, "subresources": {"status": {}},
-        "additionalPrinterColumns": columns, "schema": {"openAPIV3Schema": schema()},
-    }  # fmt: skip
+        "name": VERSION,
+        "served": True,
+        "storage": True,
+        "subresources": {"status": {}},
+        "additionalPrinterColumns": columns,
+        "schema": {"openAPIV3Schema": schema()},
+    }
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
@@ -168,9 +174,11 @@ def value_schema(annotation: Any, metadata: typing.Iterable[Any] = ()) -> Schema
         found |= {"exclusiveMinimum": True} if "gt" in bounds else {}
         found |= {"exclusiveMaximum": True} if "lt" in bounds else {}
     elif kind is str:
-        found = {"type": "string"} | _renamed(bounds, "Length") | (
-            {"pattern": bounds["pattern"]} if "pattern" in bounds else {}
-        )  # fmt: skip
+        found = (
+            {"type": "string"}
+            | _renamed(bounds, "Length")
+            | ({"pattern": bounds["pattern"]} if "pattern" in bounds else {})
+        )
     elif origin is list:
         (item,) = typing.get_args(kind)
         found = {"type": "array"} | _renamed(bounds, "Items") | {"items": value_schema(item)}
@@ -208,9 +216,7 @@ def main(arguments: list[str] | None = None) -> int:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, wanted.encode("utf-8"))
         stale = [
-            path
-            for path in chosen.check or []
-            if not path.is_file() or path.read_text(encoding="utf-8") != wanted
+            path for path in chosen.check or [] if not path.is_file() or path.read_text(encoding="utf-8") != wanted
         ]
         for path in stale:
             print(f"{path} is not what the models say: run make manifests", file=sys.stderr)

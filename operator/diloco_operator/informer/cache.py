@@ -23,13 +23,19 @@ from diloco_operator.model import Key, Object, Ref
 
 JOB_LABEL = "diloco.io/job"
 
-_POD_SPEC = (
-    "nodeName", "terminationGracePeriodSeconds", "restartPolicy", "schedulingGates", "priorityClassName",
-)  # fmt: skip
+_POD_SPEC = ("nodeName", "terminationGracePeriodSeconds", "restartPolicy", "schedulingGates", "priorityClassName")
 _VOLUMES = ("persistentVolumeClaim", "ephemeral", "secret", "configMap", "csi", "nfs", "iscsi", "fc")
 _CONTAINER_STATUS = (
-    "name", "image", "imageID", "ready", "started", "restartCount", "state", "lastState", "containerID",
-)  # fmt: skip
+    "name",
+    "image",
+    "imageID",
+    "ready",
+    "started",
+    "restartCount",
+    "state",
+    "lastState",
+    "containerID",
+)
 _NODE_CONDITION = ("type", "status", "reason", "lastTransitionTime")
 
 
@@ -54,8 +60,11 @@ def trimmed(kind: Kind, obj: Object) -> Object:
     if annotations.pop("kubectl.kubernetes.io/last-applied-configuration", None) is not None:
         meta["annotations"] = annotations
     if kind is POD:
-        return {"metadata": meta, "spec": _pod_spec(obj.get("spec") or {}),
-                "status": _pod_status(obj.get("status") or {})}  # fmt: skip
+        return {
+            "metadata": meta,
+            "spec": _pod_spec(obj.get("spec") or {}),
+            "status": _pod_status(obj.get("status") or {}),
+        }
     if kind is NODE:
         return _node(obj)
     return {**obj, "metadata": meta}
@@ -82,8 +91,7 @@ def _pod_status(status: Mapping[str, Any]) -> Object:
     for name in ("containerStatuses", "initContainerStatuses", "ephemeralContainerStatuses"):
         if name in kept:
             kept[name] = [
-                {key: container[key] for key in _CONTAINER_STATUS if key in container}
-                for container in kept[name] or ()
+                {key: container[key] for key in _CONTAINER_STATUS if key in container} for container in kept[name] or ()
             ]
     return kept
 

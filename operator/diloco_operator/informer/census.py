@@ -30,7 +30,9 @@ class Census:
     """``news(jobs)`` is told of jobs whose objects turned out to be gone."""
 
     def __init__(self, api: Api, cache: Cache, news: Callable[[set[Key]], None]) -> None:
-        self._api, self._cache, self._news = api, cache, news
+        self._api = api
+        self._cache = cache
+        self._news = news
         self._tasks: dict[Stream, asyncio.Task[None]] = {}
         self._again: set[Stream] = set()
         self._in_step: set[Stream] = set()
@@ -91,6 +93,9 @@ class Census:
                     said = True
                     log.warning(
                         "the watch of %s %s has not brought %d objects that are there, such as %s",
-                        stream.kind.plural, stream.where(), len(missing), "/".join(missing[0]),
-                    )  # fmt: skip
+                        stream.kind.plural,
+                        stream.where(),
+                        len(missing),
+                        "/".join(missing[0]),
+                    )
             wait = min(2 * wait, LAST_SECONDS)

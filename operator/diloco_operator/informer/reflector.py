@@ -53,7 +53,8 @@ class Stream:
     """One kind in one namespace (or all), as kopf's requests tell of it. Times are monotonic."""
 
     def __init__(self, kind: Kind, namespace: str | None) -> None:
-        self.kind, self.namespace = kind, namespace
+        self.kind = kind
+        self.namespace = namespace
         self.listing = True  # a list was begun and no watch after it yet
         self.lists = 0
         self.answered_at: float | None = None
@@ -99,17 +100,25 @@ class Watches:
     """
 
     def __init__(
-        self, settings: Settings, config: Any, api: Api, cache: Cache, metrics: Metrics,
-        news: Callable[[set[Key]], None], listed: Callable[[Stream], None],
-    ) -> None:  # fmt: skip
-        self._settings, self._config, self._api = settings, config, api
-        self._cache, self._metrics = cache, metrics
-        self._news, self._listed = news, listed
+        self,
+        settings: Settings,
+        config: Any,
+        api: Api,
+        cache: Cache,
+        metrics: Metrics,
+        news: Callable[[set[Key]], None],
+        listed: Callable[[Stream], None],
+    ) -> None:
+        self._settings = settings
+        self._config = config
+        self._api = api
+        self._cache = cache
+        self._metrics = metrics
+        self._news = news
+        self._listed = listed
         namespaces: tuple[str | None, ...] = settings.watch_namespaces or (None,)
         kinds = (JOB, *LABELLED)
-        self.streams = {
-            (kind.plural, namespace): Stream(kind, namespace) for kind in kinds for namespace in namespaces
-        }
+        self.streams = {(kind.plural, namespace): Stream(kind, namespace) for kind in kinds for namespace in namespaces}
         if settings.watches_nodes:
             self.streams[NODE.plural, None] = Stream(NODE, None)
         self.crd_missing = True
@@ -133,9 +142,7 @@ class Watches:
             self.running = False
             self._metrics.watch_restarts.labels("all").inc()
             wait = 1.0 if time.monotonic() - began > 60 else min(2 * wait, 30.0)
-            log.warning(
-                "the watches ended (%s); they begin again in %.0f s", error or "no reason given", wait
-            )
+            log.warning("the watches ended (%s); they begin again in %.0f s", error or "no reason given", wait)
             await asyncio.sleep(wait * random.uniform(0.7, 1.0))
 
     async def _wait_for_crd(self) -> None:
@@ -224,9 +231,13 @@ class Watches:
             )
         namespaces = self._settings.watch_namespaces
         await kopf.operator(
-            registry=registry, settings=self._kopf_settings(), standalone=True, stop_flag=stop,
-            clusterwide=not namespaces, namespaces=namespaces,
-        )  # fmt: skip
+            registry=registry,
+            settings=self._kopf_settings(),
+            standalone=True,
+            stop_flag=stop,
+            clusterwide=not namespaces,
+            namespaces=namespaces,
+        )
 
     def _kopf_settings(self) -> kopf.OperatorSettings:
         made = kopf.OperatorSettings()
@@ -304,8 +315,10 @@ class Watches:
                 break
             if not self._refused:
                 self._refused = True
-                log.error("the API server refuses the operator's token (401): has its ServiceAccount been "
-                          "deleted, or its kubeconfig expired? Trying again")  # fmt: skip
+                log.error(
+                    "the API server refuses the operator's token (401): has its ServiceAccount been "
+                    "deleted, or its kubeconfig expired? Trying again"
+                )
             self._requested(request.url, 401)
             response.close()
             await asyncio.sleep(wait)
@@ -327,9 +340,13 @@ class Watches:
         self._away(status == 0)
         if status == 403:
             if stream.denied is None:
-                log.error("forbidden: the operator may not %s %s %s; it needs that permission "
-                          "(docs/operator.md, permissions)",
-                          verb, stream.kind.plural, stream.where())  # fmt: skip
+                log.error(
+                    "forbidden: the operator may not %s %s %s; it needs that permission "
+                    "(docs/operator.md, permissions)",
+                    verb,
+                    stream.kind.plural,
+                    stream.where(),
+                )
                 stream.denied = verb
                 self._listed(stream)
             return
@@ -356,7 +373,8 @@ class Watches:
         if not unanswered:
             if self._said_away and self._away_since is not None:
                 log.info("the API server answers again, after %.0f s", now - self._away_since)
-            self._away_since, self._said_away = None, False
+            self._away_since = None
+            self._said_away = False
         elif self._away_since is None:
             self._away_since = now
         elif not self._said_away and now - self._away_since > AWAY_SECONDS:
@@ -380,9 +398,10 @@ class Watches:
         if not self.running:
             return []
         return [
-            stream for stream in self.streams.values()
+            stream
+            for stream in self.streams.values()
             if stream.answered_at is not None and now - stream.answered_at > SILENT_SECONDS
-        ]  # fmt: skip
+        ]
 
     def denied(self) -> list[Stream]:
         """Streams that the operator may not read."""

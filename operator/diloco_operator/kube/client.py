@@ -47,11 +47,19 @@ class ApiError(Exception):
     the API server gives them (causes: field and message)."""
 
     def __init__(
-        self, verb: str, resource: str, status: int, message: str, reason: str = "",
+        self,
+        verb: str,
+        resource: str,
+        status: int,
+        message: str,
+        reason: str = "",
         causes: tuple[tuple[str, str], ...] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(message)
-        self.verb, self.resource, self.status, self.reason = verb, resource, status, reason
+        self.verb = verb
+        self.resource = resource
+        self.status = status
+        self.reason = reason
         self.causes = causes
 
     @property
@@ -88,15 +96,20 @@ class Api:
     is told when there is an answer again after a request that had none."""
 
     def __init__(
-        self, config: Any, threads: int, timeout: float, observer: Observer | None = None,
+        self,
+        config: Any,
+        threads: int,
+        timeout: float,
+        observer: Observer | None = None,
         recovered: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._config = config
         config.connection_pool_maxsize = threads
         self._client = kubernetes.client.ApiClient(config)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="api")
         self._timeout = timeout
-        self._observer, self._recovered = observer, recovered
+        self._observer = observer
+        self._recovered = recovered
         self._failing = False  # the last request had no answer
 
     @property
@@ -136,9 +149,7 @@ class Api:
             if not onward:
                 return found
 
-    async def warnings(
-        self, namespace: str, selector: str = "", limit: int = 500
-    ) -> tuple[list[Object], bool]:
+    async def warnings(self, namespace: str, selector: str = "", limit: int = 500) -> tuple[list[Object], bool]:
         """Kubernetes Events of a namespace that are not Normal (``selector``: and that these fields select),
         at most ``limit``, and whether that is all. Raises ApiError."""
         fields = ",".join(["type!=Normal", *([selector] if selector else [])])
@@ -166,15 +177,15 @@ class Api:
         path = kind.path(namespace, name, sub)
         return await self._ask("patch", kind, "PATCH", path, query, patch, content=_MERGE, sub=sub)
 
-    async def delete(
-        self, kind: Kind, namespace: str, name: str, uid: str, grace: int | None = None
-    ) -> Object | None:
+    async def delete(self, kind: Kind, namespace: str, name: str, uid: str, grace: int | None = None) -> Object | None:
         """Delete the object with this UID. What remains of it while it ends; None: it is gone. ``grace``:
         seconds; None: its own. Raises ApiError."""
         body: Object = {
-            "apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background",
+            "apiVersion": "v1",
+            "kind": "DeleteOptions",
+            "propagationPolicy": "Background",
             "preconditions": {"uid": uid},
-        }  # fmt: skip
+        }
         if grace is not None:
             body["gracePeriodSeconds"] = grace
         try:
@@ -193,9 +204,10 @@ class Api:
         if namespace is not None:
             asked["namespace"] = namespace
         review = {
-            "apiVersion": ACCESS_REVIEW.api_version, "kind": ACCESS_REVIEW.name,
+            "apiVersion": ACCESS_REVIEW.api_version,
+            "kind": ACCESS_REVIEW.name,
             "spec": {"resourceAttributes": asked},
-        }  # fmt: skip
+        }
         answer = await self._ask("create", ACCESS_REVIEW, "POST", ACCESS_REVIEW.path(), {}, review)
         return bool((answer.get("status") or {}).get("allowed"))
 
@@ -215,17 +227,31 @@ class Api:
     # ------------------------------------------------------------------ one request
 
     async def _ask(
-        self, verb: str, kind: Kind, method: str, path: str, query: Mapping[str, str] | None = None,
-        body: Object | None = None, content: str = "application/json", accept: str = "application/json",
+        self,
+        verb: str,
+        kind: Kind,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        body: Object | None = None,
+        content: str = "application/json",
+        accept: str = "application/json",
         sub: str = "",
-    ) -> Object:  # fmt: skip
+    ) -> Object:
         resource = f"{kind.plural}/{sub}" if sub else kind.plural
         return await self.raw(verb, resource, method, path, query, body, content, accept)
 
     async def raw(
-        self, verb: str, resource: str, method: str, path: str, query: Mapping[str, str] | None = None,
-        body: Object | None = None, content: str = "application/json", accept: str = "application/json",
-    ) -> Object:  # fmt: skip
+        self,
+        verb: str,
+        resource: str,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        body: Object | None = None,
+        content: str = "application/json",
+        accept: str = "application/json",
+    ) -> Object:
         """One request; ``verb`` and ``resource`` are for metrics and errors. Raises ApiError."""
         loop = asyncio.get_running_loop()
         began = time.monotonic()
@@ -252,9 +278,8 @@ class Api:
         return answer if isinstance(answer, dict) else {}
 
     def _blocking(
-        self, method: str, path: str, query: Mapping[str, str] | None, body: Object | None,
-        content: str, accept: str,
-    ) -> tuple[int, bytes]:  # fmt: skip
+        self, method: str, path: str, query: Mapping[str, str] | None, body: Object | None, content: str, accept: str
+    ) -> tuple[int, bytes]:
         headers = {"Accept": accept, "User-Agent": FIELD_MANAGER}
         if body is not None:
             headers["Content-Type"] = content
@@ -262,9 +287,13 @@ class Api:
         self._client.update_params_for_auth(headers, queries, ["BearerToken"], path, method, body, None)
         url = self.host + path + ("?" + urlencode(query) if query else "")
         answer = self._client.rest_client.pool_manager.request(
-            method, url, headers=headers, body=None if body is None else json.dumps(body).encode(),
-            timeout=urllib3.Timeout(connect=CONNECT_SECONDS, total=self._timeout), preload_content=False,
-        )  # fmt: skip
+            method,
+            url,
+            headers=headers,
+            body=None if body is None else json.dumps(body).encode(),
+            timeout=urllib3.Timeout(connect=CONNECT_SECONDS, total=self._timeout),
+            preload_content=False,
+        )
         try:
             text = answer.read(MAX_ANSWER)
         finally:
@@ -294,8 +323,7 @@ def _error(verb: str, resource: str, status: int, text: bytes) -> ApiError:
         message, reason = str(document.get("message") or ""), str(document.get("reason") or "")
         details = document.get("details") or {}
         causes = tuple(
-            (str(cause.get("field") or ""), str(cause.get("message") or ""))
-            for cause in details.get("causes") or ()
+            (str(cause.get("field") or ""), str(cause.get("message") or "")) for cause in details.get("causes") or ()
         )
     except (ValueError, AttributeError, TypeError):
         message, reason, causes = text[:300].decode("utf-8", "replace"), "", ()

@@ -54,9 +54,7 @@ ACCESS_REVIEW = Kind(
     "SelfSubjectAccessReview", "authorization.k8s.io", "v1", "selfsubjectaccessreviews", namespaced=False
 )
 
-CHILDREN = (
-    STATEFUL_SET, DEPLOYMENT, SERVICE, CONFIG_MAP, CLAIM, DISRUPTION_BUDGET, NETWORK_POLICY,
-)  # fmt: skip
+CHILDREN = (STATEFUL_SET, DEPLOYMENT, SERVICE, CONFIG_MAP, CLAIM, DISRUPTION_BUDGET, NETWORK_POLICY)
 """What is applied for a job, watched by the job's label."""
 
 LABELLED = (POD, *CHILDREN)
@@ -78,15 +76,19 @@ def needs(nodes: bool) -> tuple[Need, ...]:
     """What the operator must be allowed to do; ``nodes``: whether it watches nodes (not namespaced)."""
     applied = ("get", "list", "watch", "create", "patch", "delete")
     rules = [
-        Need(GROUP, "dilocojobs", ("get", "list", "watch", "patch", "delete"),
-             "the jobs; patch for the finalizer, delete when a job's time to live is over"),
+        Need(
+            GROUP,
+            "dilocojobs",
+            ("get", "list", "watch", "patch", "delete"),
+            "the jobs; patch for the finalizer, delete when a job's time to live is over",
+        ),
         Need(GROUP, "dilocojobs/status", ("patch",), "a job's status"),
         Need(GROUP, "dilocojobs/finalizers", ("update",), "to own objects where owners are checked"),
         Need("", "pods", ("get", "list", "watch", "delete"), "to see a job's pods and replace them"),
         *(Need(kind.group, kind.plural, applied, f"a job's {kind.name}s") for kind in CHILDREN),
         Need("", "secrets", ("create",), "a job's keys and certificates; none is ever read"),
         Need("", "events", ("list", "create", "patch"), "why a pod does not start; what happens to a job"),
-    ]  # fmt: skip
+    ]
     if nodes:
         rules.append(Need("", "nodes", ("list", "watch"), "lost nodes (nodeLoss)", optional=True))
     return tuple(rules)

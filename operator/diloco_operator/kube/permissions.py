@@ -73,9 +73,7 @@ class Permissions:
         lacking, unknown = set(self.lacking) - wanted, set()
         for lack in sorted(wanted, key=Lack.words):
             try:
-                if not await self._api.allowed(
-                    lack.need.group, lack.need.resource, lack.verb, lack.namespace
-                ):
+                if not await self._api.allowed(lack.need.group, lack.need.resource, lack.verb, lack.namespace):
                     lacking.add(lack)
             except ApiError as error:
                 log.debug("whether the operator may %s is not known: %s", lack.words(), error)
@@ -83,8 +81,12 @@ class Permissions:
         lacking |= self.lacking & unknown
         for lack in sorted(lacking - self.lacking, key=Lack.words):
             level = logging.INFO if lack.need.optional else logging.ERROR
-            log.log(level, "forbidden: the operator may not %s (for %s); grant it that: docs/operator.md, "
-                    "permissions", lack.words(), lack.need.why)  # fmt: skip
+            log.log(
+                level,
+                "forbidden: the operator may not %s (for %s); grant it that: docs/operator.md, permissions",
+                lack.words(),
+                lack.need.why,
+            )
         for lack in sorted(self.lacking - lacking, key=Lack.words):
             log.info("the operator may %s now", lack.words())
         self.lacking = frozenset(lacking)
@@ -99,9 +101,10 @@ class Permissions:
         kinds = {kind.plural: kind.name for kind in BY_NAME.values()}
         return [
             Trouble(
-                Ref(kinds.get(need.resource, JOB.name), ""), "forbidden",
+                Ref(kinds.get(need.resource, JOB.name), ""),
+                "forbidden",
                 f"the operator may not {', '.join(sorted(missing))} {need.resource} (for {need.why}): "
                 "grant it that (docs/operator.md, permissions)",
             )
             for need, missing in sorted(verbs.items(), key=lambda item: item[0].resource)
-        ]  # fmt: skip
+        ]

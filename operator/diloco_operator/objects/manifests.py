@@ -34,10 +34,26 @@ from diloco_protocol.spec.load import job_to_json
 from diloco_protocol.spec.quantities import parse_quantity
 
 __all__ = [
-    "FINALIZER", "GENERATION", "LABEL_JOB", "LABEL_REGION", "LABEL_ROLE", "MANAGER", "RENDERED", "Images",
-    "Scale", "children", "claim_manifest", "fresh", "holders", "is_ours", "plain", "reachable_at",
-    "rendering", "secrets", "with_pods",
-]  # fmt: skip
+    "FINALIZER",
+    "GENERATION",
+    "LABEL_JOB",
+    "LABEL_REGION",
+    "LABEL_ROLE",
+    "MANAGER",
+    "RENDERED",
+    "Images",
+    "Scale",
+    "children",
+    "claim_manifest",
+    "fresh",
+    "holders",
+    "is_ours",
+    "plain",
+    "reachable_at",
+    "rendering",
+    "secrets",
+    "with_pods",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +108,7 @@ def reachable_at(job: Job, here: Place) -> str:
 def _settings(job: Job, here: Place) -> Object:
     document = job.document
     assert document is not None
-    data = {
-        "job.json": job_to_json(document),
-        "address.json": json.dumps({"sync": reachable_at(job, here)}) + "\n",
-    }
+    data = {"job.json": job_to_json(document), "address.json": json.dumps({"sync": reachable_at(job, here)}) + "\n"}
     if _evaluated(job, here) and job.spec.training.device == "cuda":
         data["evaluator.json"] = job_to_json(_on_any_device(document))
     return _object(job, names.settings_map(job.name), "syncer", {"data": data})

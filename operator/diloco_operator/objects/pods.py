@@ -41,11 +41,19 @@ _REQUESTS = {
 }
 _LABELS = frozenset(
     {
-        "app.kubernetes.io/name", "app.kubernetes.io/instance", "app.kubernetes.io/component",
-        "app.kubernetes.io/managed-by", names.LABEL_JOB, names.LABEL_ROLE, names.LABEL_REGION,
-        names.POD_INDEX, names.POD_REVISION, "statefulset.kubernetes.io/pod-name", "pod-template-hash",
+        "app.kubernetes.io/name",
+        "app.kubernetes.io/instance",
+        "app.kubernetes.io/component",
+        "app.kubernetes.io/managed-by",
+        names.LABEL_JOB,
+        names.LABEL_ROLE,
+        names.LABEL_REGION,
+        names.POD_INDEX,
+        names.POD_REVISION,
+        "statefulset.kubernetes.io/pod-name",
+        "pod-template-hash",
     }
-)  # fmt: skip
+)
 
 
 # ------------------------------------------------------------------ what users give
@@ -93,16 +101,25 @@ def syncer(job: Job, image: str, pull: str) -> Object:
     secret = names.secret_name(job.name, "syncer", job.uid)
     storage = spec.syncer.storage
     command = [
-        "python", "-m", "diloco_syncer",
-        "--job", f"{names.SETTINGS_PATH}/job.json",
-        "--store", storage.uri if storage.uri is not None else f"{names.DATA_PATH}/store",
-        "--listen", f"[::]:{names.SYNC_PORT}",
-        "--control", f"[::]:{names.CONTROL_PORT}",
-        "--http", f"[::]:{names.HTTP_PORT}",
-        "--export", f"127.0.0.1:{names.EXPORT_PORT}",
-        "--control-key-file", f"{names.CONTROL_PATH}/control-key",
+        "python",
+        "-m",
+        "diloco_syncer",
+        "--job",
+        f"{names.SETTINGS_PATH}/job.json",
+        "--store",
+        storage.uri if storage.uri is not None else f"{names.DATA_PATH}/store",
+        "--listen",
+        f"[::]:{names.SYNC_PORT}",
+        "--control",
+        f"[::]:{names.CONTROL_PORT}",
+        "--http",
+        f"[::]:{names.HTTP_PORT}",
+        "--export",
+        f"127.0.0.1:{names.EXPORT_PORT}",
+        "--control-key-file",
+        f"{names.CONTROL_PATH}/control-key",
         "--stay",
-    ]  # fmt: skip
+    ]
     mounts = [
         _mount("settings", names.SETTINGS_PATH, True),
         _mount("control", names.CONTROL_PATH, True),
@@ -122,8 +139,10 @@ def syncer(job: Job, image: str, pull: str) -> Object:
     container = _container("syncer", image, pull, command, mounts)
     container["env"] = [_POD]
     container["ports"] = [
-        _port("sync", names.SYNC_PORT), _port("control", names.CONTROL_PORT), _port("http", names.HTTP_PORT),
-    ]  # fmt: skip
+        _port("sync", names.SYNC_PORT),
+        _port("control", names.CONTROL_PORT),
+        _port("http", names.HTTP_PORT),
+    ]
     # Not the sync port: it is bound before the store is read, and a kubelet has no certificate to show there.
     ready: Object = {"httpGet": {"path": "/readyz", "port": "http"}}
     container["startupProbe"] = ready | _probe(2, START_SECONDS // 2)
@@ -162,9 +181,14 @@ def evaluator(job: Job, image: str, pull: str) -> Object:
 
 
 def _template(
-    job: Job, role: str, container: Object, volumes: list[Object], patches: list[Object], inputs: str,
+    job: Job,
+    role: str,
+    container: Object,
+    volumes: list[Object],
+    patches: list[Object],
+    inputs: str,
     region: str | None = None,
-) -> Object:  # fmt: skip
+) -> Object:
     base: Object = {
         "metadata": {},
         "spec": {
@@ -248,11 +272,15 @@ def syncer_inputs(spec: JobSpec) -> str:
     return digest(
         [
             spec.sync.model_dump(mode="json", by_alias=True),
-            training["stop"], training["model"], training["data"], spec.evaluated, spec.seed,
+            training["stop"],
+            training["model"],
+            training["data"],
+            spec.evaluated,
+            spec.seed,
             [[region.name, region.learners] for region in spec.regions],
             spec.syncer.checkpoint.model_dump(mode="json", by_alias=True),
         ]
-    )  # fmt: skip
+    )
 
 
 # ------------------------------------------------------------------ parts
@@ -261,9 +289,7 @@ def syncer_inputs(spec: JobSpec) -> str:
 def _worker(job: Job, role: str, image: str, pull: str, region: str | None = None) -> Object:
     secure = job.spec.syncer.tls.mode == "auto"
     command = job.spec.learners.command if role == "learner" else None
-    mounts = [
-        _mount("settings", names.SETTINGS_PATH, True), _mount("work", names.DATA_PATH), _mount("tmp", "/tmp"),
-    ]  # fmt: skip
+    mounts = [_mount("settings", names.SETTINGS_PATH, True), _mount("work", names.DATA_PATH), _mount("tmp", "/tmp")]
     if secure:
         mounts.append(_mount("credentials", names.CREDENTIALS_PATH, True))
     container = _container(role, image, pull, command or ["python", "-m", "diloco_worker"], mounts)
@@ -303,9 +329,7 @@ def _worker_env(role: str, region: str | None, secure: bool) -> list[Object]:
 
 
 def _worker_volumes(job: Job) -> list[Object]:
-    volumes: list[Object] = [
-        _settings_volume(job), {"name": "work", "emptyDir": {}}, {"name": "tmp", "emptyDir": {}},
-    ]  # fmt: skip
+    volumes: list[Object] = [_settings_volume(job), {"name": "work", "emptyDir": {}}, {"name": "tmp", "emptyDir": {}}]
     if job.spec.syncer.tls.mode == "auto":
         secret = job.spec.learners.credentials.secret_name
         name = secret or names.secret_name(job.name, "learner", job.uid)

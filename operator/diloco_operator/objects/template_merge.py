@@ -195,9 +195,7 @@ def refused(template: Mapping[str, Any], path: str, protected: Protected) -> lis
     for kind in ("labels", "annotations"):
         for name in metadata.get(kind) or {}:
             if name in protected.labels or name.startswith("diloco.io/"):
-                found.append(
-                    Refusal(f"{path}.metadata.{kind}[{name}]", "is the operator's own: leave it out")
-                )
+                found.append(Refusal(f"{path}.metadata.{kind}[{name}]", "is the operator's own: leave it out"))
     for name in ("name", "namespace", "ownerReferences", "finalizers"):
         if name in metadata:
             found.append(Refusal(f"{path}.metadata.{name}", "is not a pod template's to set: leave it out"))
@@ -214,9 +212,7 @@ def refused(template: Mapping[str, Any], path: str, protected: Protected) -> lis
     for volume in spec.get("volumes") or []:
         if volume["name"] in protected.volumes:
             found.append(
-                Refusal(
-                    f"{path}.spec.volumes[{volume['name']}]", "is the operator's own: choose another name"
-                )
+                Refusal(f"{path}.spec.volumes[{volume['name']}]", "is the operator's own: choose another name")
             )
     for kind in _CONTAINERS:
         for container in spec.get(kind) or []:
@@ -239,9 +235,7 @@ def _main(container: Mapping[str, Any], path: str, protected: Protected) -> list
             found.append(Refusal(f"{path}.env[{item['name']}]", "is set by the operator: leave it out"))
     for item in container.get("volumeMounts") or []:
         if str(item["mountPath"]).rstrip("/") in protected.mounts:
-            found.append(
-                Refusal(f"{path}.volumeMounts[{item['mountPath']}]", "is the operator's own: mount elsewhere")
-            )
+            found.append(Refusal(f"{path}.volumeMounts[{item['mountPath']}]", "is the operator's own: mount elsewhere"))
     return found
 
 
@@ -250,9 +244,7 @@ def _shapes(value: Any, at: str, path: Path, found: list[Refusal]) -> None:
     if isinstance(value, Mapping):
         for key, item in value.items():
             if str(key).startswith("$"):
-                found.append(
-                    Refusal(f"{at}.{key}", "directives of patches are not taken: give the fields alone")
-                )
+                found.append(Refusal(f"{at}.{key}", "directives of patches are not taken: give the fields alone"))
                 continue
             where = (*path, key)
             mapping = where in ((*_POD,), ("metadata",), ("metadata", "labels"), ("metadata", "annotations"))

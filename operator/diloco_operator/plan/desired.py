@@ -97,9 +97,7 @@ def _rendered(view: View) -> list[Ref]:
     return [ref for ref in view.observed.objects if manifests.rendering(view.live(ref)) is not None]
 
 
-def _rendering(
-    view: View, course: Course, ref: Ref, images: Images, frozen: bool, out: Wanted
-) -> tuple[int, Object]:
+def _rendering(view: View, course: Course, ref: Ref, images: Images, frozen: bool, out: Wanted) -> tuple[int, Object]:
     """The generation and the rendering to apply."""
     before = manifests.rendering(view.live(ref))
     if before is not None and (frozen or before[0] == view.job.generation):

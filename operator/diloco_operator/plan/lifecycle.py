@@ -28,9 +28,17 @@ from diloco_operator.objects.manifests import Scale
 from diloco_operator.plan.view import ENDED, View
 
 Stage = Literal[
-    "deleting", "waiting", "running", "restarting", "suspending", "suspended", "finishing", "complete",
-    "failing", "failed",
-]  # fmt: skip
+    "deleting",
+    "waiting",
+    "running",
+    "restarting",
+    "suspending",
+    "suspended",
+    "finishing",
+    "complete",
+    "failing",
+    "failed",
+]
 
 DELETE_SECONDS = 30.0
 """The longest that a deletion waits for the syncer to tell its learners."""
@@ -93,9 +101,8 @@ def _deleting(view: View) -> Course:
     syncer = view.pod_of("syncer")
     reachable = syncer is not None and syncer.running and not syncer.over
     waits = (
-        view.begun and view.here.syncer and reachable and view.said not in ENDED
-        and view.now - deleted < DELETE_SECONDS
-    )  # fmt: skip
+        view.begun and view.here.syncer and reachable and view.said not in ENDED and view.now - deleted < DELETE_SECONDS
+    )
     found = Course("deleting")
     if waits:
         found.message = "The syncer tells its learners that the job is deleted."

@@ -136,8 +136,7 @@ def _invalid(observed: Observed, memory: Memory, job: Job) -> Plan:
     conditions.keep()
     ended = any(c.get("status") == "True" and c.get("type") in ("Complete", "Failed") for c in before)
     phase = job.status.get("phase") if ended else "Invalid"
-    status = {**job.status, "observedGeneration": job.generation, "phase": phase,
-              "conditions": conditions.rows()}  # fmt: skip
+    status = {**job.status, "observedGeneration": job.generation, "phase": phase, "conditions": conditions.rows()}
     story = Story(memory.told)
     old: Object = next((c for c in before if c.get("type") == "Ready"), {})
     was = str(old.get("message")) if old.get("reason") == "InvalidSpec" else ""
@@ -174,12 +173,12 @@ def _deleted(observed: Observed, memory: Memory, settings: PlanSettings, job: Jo
     conditions = Conditions(list(job.status.get("conditions") or []), job.generation, observed.now)
     conditions.say("Ready", False, "Deleting", course.message or "Its objects go.")
     conditions.keep()
-    status = {**job.status, "observedGeneration": job.generation, "phase": "Deleting",
-              "conditions": conditions.rows()}  # fmt: skip
+    status = {**job.status, "observedGeneration": job.generation, "phase": "Deleting", "conditions": conditions.rows()}
     story = Story(memory.told)
     was = "deleting" if job.status.get("phase") == "Deleting" else ""
-    story.turn("end", was, "deleting", "Normal", "Deleting",
-               "The job is deleted: its learners are told, then its objects go.")  # fmt: skip
+    story.turn(
+        "end", was, "deleting", "Normal", "Deleting", "The job is deleted: its learners are told, then its objects go."
+    )
     return Plan(
         finalizer=not done,
         calls=tuple(course.calls),
@@ -207,17 +206,14 @@ def _volume_goes(job: Job, here: Place) -> bool:
 def _wanted(view: View, course: Course, refused: bool, starts: bool) -> Wanted:
     before = view.job.status.get("image") or {}
     images = Images(
-        str(before.get("syncer") or view.settings.syncer_image),
-        str(before.get("worker") or view.settings.worker_image),
+        str(before.get("syncer") or view.settings.syncer_image), str(before.get("worker") or view.settings.worker_image)
     )
     if course.stage == "waiting" or (refused and not view.begun):
         return Wanted(images)
     return want(view, course, images, refused, starts)
 
 
-def _failure(
-    view: View, course: Course, lost: replacement.Outcome, replaced: dict[str, int]
-) -> tuple[str, str] | None:
+def _failure(view: View, course: Course, lost: replacement.Outcome, replaced: dict[str, int]) -> tuple[str, str] | None:
     """Reason and message of why the job fails now; None: it does not, or it has ended already."""
     if not course.training or not view.begun:
         return None
@@ -273,9 +269,7 @@ def _once(deletes: list[Delete]) -> list[Delete]:
 # ------------------------------------------------------------------ status
 
 
-def _status(
-    view: View, found: Findings, verdicts: Conditions, replaced: dict[str, int], with_pods: bool
-) -> Object:
+def _status(view: View, found: Findings, verdicts: Conditions, replaced: dict[str, int], with_pods: bool) -> Object:
     job, before, document = view.job, view.job.status, view.document
     started = before.get("startTime") or (stamp(view.now) if with_pods else None)
     image = before.get("image") or {}
@@ -326,9 +320,17 @@ def _carried(model: type[Spec], value: Any) -> Object | None:
 def _phase(view: View, found: Findings) -> str:
     stage = found.course.stage
     if stage != "running":
-        return {"waiting": "Suspended", "suspending": "Suspending", "suspended": "Suspended",
-                "restarting": "Starting", "finishing": "Finishing", "complete": "Complete",
-                "failing": "Failed", "failed": "Failed", "deleting": "Deleting"}[stage]  # fmt: skip
+        return {
+            "waiting": "Suspended",
+            "suspending": "Suspending",
+            "suspended": "Suspended",
+            "restarting": "Starting",
+            "finishing": "Finishing",
+            "complete": "Complete",
+            "failing": "Failed",
+            "failed": "Failed",
+            "deleting": "Deleting",
+        }[stage]
     if not view.begun:
         return "Pending"
     said = view.said
@@ -418,9 +420,7 @@ def _urgent(before: Object, now: Object) -> bool:
         kept = {k: v for k, v in status.items() if k != "progress" and v not in (None, {}, [], "")}
         if isinstance(kept.get("syncer"), dict):
             kept["syncer"] = {k: v for k, v in kept["syncer"].items() if k != "step"}
-        kept["regions"] = [
-            {k: v for k, v in row.items() if v not in (None, "")} for row in kept.get("regions") or []
-        ]
+        kept["regions"] = [{k: v for k, v in row.items() if v not in (None, "")} for row in kept.get("regions") or []]
         return kept
 
     return steady(before) != steady(now)
@@ -438,12 +438,15 @@ def _busy(view: View, found: Findings) -> float:
         places = [view.place(r.name, i) for r in view.here.regions for i in range(r.learners + r.spares)]
         ready = {pod.name for pod in view.pods if pod.ready}
         going = (
-            not whole or not ready.issuperset(places) or bool(found.rolled.regions)
-            or bool(memory.followed) or found.held_back
+            not whole
+            or not ready.issuperset(places)
+            or bool(found.rolled.regions)
+            or bool(memory.followed)
+            or found.held_back
             or any(view.leaving(pod) for pod in view.pods)
             or view.said not in ("training", "")
             or (view.here.syncer and view.document is None)
-        )  # fmt: skip
+        )
     lasts = view.lasting("going on", going)
     if not going:
         return POLL

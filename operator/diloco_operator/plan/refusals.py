@@ -34,10 +34,7 @@ _REASONS = {
     "untrusted-syncer": "UntrustedSyncer",
     "unauthenticated": "Unauthenticated",
 }
-_WHO = {
-    "credentials-unusable": UNFIT,
-    "untrusted-syncer": "it does not believe the syncer",
-}
+_WHO = {"credentials-unusable": UNFIT, "untrusted-syncer": "it does not believe the syncer"}
 
 
 def current(document: Mapping[str, Any]) -> tuple[str, str] | None:

@@ -114,17 +114,29 @@ def _in_quorum(view: View, region: RegionSpec, course: Course, before: Object) -
 
 
 def _row(
-    view: View, region: RegionSpec, course: Course, out: Report, wanted: int, ready: int, taking: int,
-    state: str, causes: list[str], lost: float | None,
-) -> None:  # fmt: skip
+    view: View,
+    region: RegionSpec,
+    course: Course,
+    out: Report,
+    wanted: int,
+    ready: int,
+    taking: int,
+    state: str,
+    causes: list[str],
+    lost: float | None,
+) -> None:
     cause = "; ".join(causes[:CAUSES])
     if len(causes) > CAUSES:
         cause += f"; and {len(causes) - CAUSES} more"
     cause = shortened(cause, 2000)
     row: dict[str, Any] = {
-        "name": region.name, "desired": wanted, "ready": ready, "inQuorum": taking, "state": state,
+        "name": region.name,
+        "desired": wanted,
+        "ready": ready,
+        "inQuorum": taking,
+        "state": state,
         "cause": cause,
-    }  # fmt: skip
+    }
     if region.cluster is not None:
         row["cluster"] = region.cluster
     if lost is not None:
@@ -248,13 +260,27 @@ def _lost_since(view: View, region: RegionSpec, course: Course, before: Object, 
 
 
 def _state(
-    view: View, course: Course, region: RegionSpec, taking: int, ready: int, rolled: Rollout,
-    excess: list[Pod], lost: bool,
-) -> str:  # fmt: skip
+    view: View,
+    course: Course,
+    region: RegionSpec,
+    taking: int,
+    ready: int,
+    rolled: Rollout,
+    excess: list[Pod],
+    lost: bool,
+) -> str:
     if not course.training:
-        return {"suspended": "Suspended", "waiting": "Suspended", "suspending": "Suspending",
-                "restarting": "Restarting", "complete": "Ended", "failed": "Ended", "finishing": "Ended",
-                "failing": "Ended", "deleting": "Deleting"}[course.stage]  # fmt: skip
+        return {
+            "suspended": "Suspended",
+            "waiting": "Suspended",
+            "suspending": "Suspending",
+            "restarting": "Restarting",
+            "complete": "Ended",
+            "failed": "Ended",
+            "finishing": "Ended",
+            "failing": "Ended",
+            "deleting": "Deleting",
+        }[course.stage]
     if lost:
         return "Lost"
     if region.name in rolled.stopped:

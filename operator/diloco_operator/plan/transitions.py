@@ -21,16 +21,31 @@ from diloco_operator.plan.regions import ROLLING
 from diloco_operator.plan.view import View
 
 # Reasons of Ready: the job itself, or an object that it cannot do without, is refused.
-_REFUSALS = ("InvalidSpec", "Unsupported", "PodTemplate", "NotPlaced", "Refused", "Forbidden",
-             "QuotaExceeded", "ApplyFailed")  # fmt: skip
+_REFUSALS = (
+    "InvalidSpec",
+    "Unsupported",
+    "PodTemplate",
+    "NotPlaced",
+    "Refused",
+    "Forbidden",
+    "QuotaExceeded",
+    "ApplyFailed",
+)
 # Reasons for which SyncerReady turns False and that do not pass by themselves.
 _SYNCER_FAULTS = frozenset(
     {
-        "SyncerUnschedulable", "SyncerImageUnavailable", "SyncerPodConfiguration", "SyncerVolumeUnavailable",
-        "SyncerNotStarting", "SyncerNotCreated", "SyncerNodeLost", "SyncerNotAnswering", "SyncerStoreProblem",
+        "SyncerUnschedulable",
+        "SyncerImageUnavailable",
+        "SyncerPodConfiguration",
+        "SyncerVolumeUnavailable",
+        "SyncerNotStarting",
+        "SyncerNotCreated",
+        "SyncerNodeLost",
+        "SyncerNotAnswering",
+        "SyncerStoreProblem",
         "SyncerCredentials",
     }
-)  # fmt: skip
+)
 
 
 class Story:
@@ -42,9 +57,8 @@ class Story:
         self.fresh = not told  # an operator that has just started: what the status tells was told
 
     def turn(
-        self, subject: str, before: str, now: str, kind: Literal["Normal", "Warning"], reason: str,
-        message: str,
-    ) -> None:  # fmt: skip
+        self, subject: str, before: str, now: str, kind: Literal["Normal", "Warning"], reason: str, message: str
+    ) -> None:
         """``subject`` went from one state to another. Told if there is a reason, and it was not told."""
         if now != before and self._told.get(subject) != now and reason:
             self.events.append(EventWanted(kind, reason, message[:1000]))
@@ -108,9 +122,7 @@ def _refusal(story: Story, before: Mapping[str, Any], now: Mapping[str, Any]) ->
     story.turn("refusal", state(before), state(now), "Warning", reason, str(now.get("message")))
 
 
-def _degraded(
-    story: Story, before: Mapping[str, Any], now: Mapping[str, Any], ready: Mapping[str, Any]
-) -> None:
+def _degraded(story: Story, before: Mapping[str, Any], now: Mapping[str, Any], ready: Mapping[str, Any]) -> None:
     """What could not be applied and is not needed for training; the rest of Degraded is told by parts."""
     state = "yes" if now.get("reason") == "ApplyFailed" else ""
     reason = "ApplyFailed" if state and ready.get("reason") not in _REFUSALS else ""
@@ -212,15 +224,18 @@ def _pods(view: View, story: Story, found: Findings) -> None:
         subject = f"obstacle {pod.uid}"
         silent = not kind or found.rolled.stopped.get(pod.region) == pod.name  # told as the rollout's end
         story.turn(
-            subject, story.last(subject, kind if known else ""), kind, "Warning",
-            "" if silent else f"{who}NotStarting", f"{who} {pod.name} does not start: {said}.",
-        )  # fmt: skip
+            subject,
+            story.last(subject, kind if known else ""),
+            kind,
+            "Warning",
+            "" if silent else f"{who}NotStarting",
+            f"{who} {pod.name} does not start: {said}.",
+        )
         lost, subject = ("lost" if pod.name in found.nodes.said else ""), f"node {pod.uid}"
         message = f"{who} {pod.name}: {found.nodes.said.get(pod.name, '')}."
         story.turn(
-            subject, story.last(subject, lost if known else ""), lost, "Warning", "NodeLost" if lost else "",
-            message,
-        )  # fmt: skip
+            subject, story.last(subject, lost if known else ""), lost, "Warning", "NodeLost" if lost else "", message
+        )
     uids = {pod.uid for pod in view.pods}
     told = view.memory.told
     for subject in [s for s in told if s.partition(" ")[0] in ("obstacle", "node")]:
@@ -228,9 +243,7 @@ def _pods(view: View, story: Story, found: Findings) -> None:
             del told[subject]
 
 
-def _ends(
-    view: View, story: Story, found: Findings, before: Mapping[str, Any], now: Mapping[str, Any]
-) -> None:
+def _ends(view: View, story: Story, found: Findings, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     stage = found.course.stage
 
     def state(conditions: Mapping[str, Any], deleting: bool) -> str:
@@ -246,8 +259,6 @@ def _ends(
     reason, message = {
         "deleting": ("Deleting", "The job is deleted: learners are told, then its objects go."),
         "suspending": ("Suspending", now.get("Suspended", {}).get("message", "")),
-        "": ("Resumed", "The job goes on.")
-        if old in ("Suspended", "suspending") and view.begun
-        else ("", ""),
+        "": ("Resumed", "The job goes on.") if old in ("Suspended", "suspending") and view.begun else ("", ""),
     }.get(new, (new, str(now.get(new, {}).get("message", ""))))
     story.turn("end", old, new, kind, reason, message)

@@ -137,9 +137,7 @@ class View:
     def pod_of(self, role: str) -> Pod | None:
         """The syncer's or evaluator's pod: of several the one that is there to stay, the newest first."""
         found = [pod for pod in self.pods if pod.role == role]
-        created = {
-            p["metadata"]["uid"]: p["metadata"].get("creationTimestamp", "") for p in self.observed.pods
-        }
+        created = {p["metadata"]["uid"]: p["metadata"].get("creationTimestamp", "") for p in self.observed.pods}
         return max(found, key=lambda pod: (pod.alive, not pod.over, created[pod.uid]), default=None)
 
     def leaving(self, pod: Pod) -> bool:

@@ -64,9 +64,7 @@ def in_order(wanted: Object, live: Object, memory: Applied, now: float) -> bool:
         return True
     sent = memory.settled.get(ref)
     return (
-        sent is not None
-        and now - sent[2] < SETTLED_SECONDS
-        and sent[:2] == (_annotation(wanted, APPLIED), state(live))
+        sent is not None and now - sent[2] < SETTLED_SECONDS and sent[:2] == (_annotation(wanted, APPLIED), state(live))
     )
 
 
@@ -74,7 +72,8 @@ class Applier:
     """Applies manifests for jobs."""
 
     def __init__(self, api: Api, cache: Cache) -> None:
-        self._api, self._cache = api, cache
+        self._api = api
+        self._cache = cache
 
     async def apply(
         self, key: Key, uid: str, manifests: Sequence[Object], live: dict[Ref, Object], memory: Applied
@@ -113,63 +112,40 @@ class Applier:
                 there = await self._api.get(kind, key[0], ref.name)
                 if there is not None and not is_ours(ref, there, key[1], uid):
                     return _conflict(ref, there)
-            why = (
-                "it is not there"
-                if there is None
-                else ", ".join(differences(wanted, there)) or "rendered anew"
-            )
+            why = "it is not there" if there is None else ", ".join(differences(wanted, there)) or "rendered anew"
             made = await self._api.apply(kind, wanted)
         except ApiError as error:
             return _trouble(ref, error)
         self._cache.put(kind, made)
-        if there is None or made["metadata"].get("resourceVersion") != there["metadata"].get(
-            "resourceVersion"
-        ):
+        if there is None or made["metadata"].get("resourceVersion") != there["metadata"].get("resourceVersion"):
             log.info("%s %s applied (%s)", ref.kind, ref.name, why, extra=about(key))
         if differences(wanted, made):
             memory.settled[ref] = (_annotation(wanted, APPLIED) or "", state(made), now)
         return None
 
     async def _try_dry(
-        self,
-        key: Key,
-        uid: str,
-        pending: Sequence[Object],
-        live: dict[Ref, Object],
-        memory: Applied,
-        now: float,
+        self, key: Key, uid: str, pending: Sequence[Object], live: dict[Ref, Object], memory: Applied, now: float
     ) -> tuple[set[Ref], tuple[Trouble, ...]]:
         """The dry run of pod-carrying objects of a new generation: what is held back, and the faults."""
         new = [
-            wanted for wanted in pending
-            if wanted["kind"] in WITH_PODS and _is_new(wanted, live.get(ref_of(wanted)))
-        ]  # fmt: skip
+            wanted for wanted in pending if wanted["kind"] in WITH_PODS and _is_new(wanted, live.get(ref_of(wanted)))
+        ]
         if not new:
             return set(), ()
         what = digest({"all": new})
         faults, at = memory.tried.get(what, ((), now - 2 * TRY_AGAIN_SECONDS))
         if now - at > TRY_AGAIN_SECONDS:
-            found = [
-                trouble for wanted in new if (trouble := await self._dry(key, uid, wanted, live)) is not None
-            ]
+            found = [trouble for wanted in new if (trouble := await self._dry(key, uid, wanted, live)) is not None]
             faults = tuple(found)
             memory.tried = {what: (faults, now)}
             for fault in faults:
                 log.warning(
-                    "%s %s would be refused: %s",
-                    fault.ref.kind,
-                    fault.ref.name,
-                    fault.message,
-                    extra=about(key),
+                    "%s %s would be refused: %s", fault.ref.kind, fault.ref.name, fault.message, extra=about(key)
                 )
         if not faults:
             return set(), ()
         # The old programs go on with the old settings: these would reach them at their next restart.
-        held = {
-            ref_of(wanted)
-            for wanted in pending
-            if wanted["kind"] in WITH_PODS or wanted["kind"] == "ConfigMap"
-        }
+        held = {ref_of(wanted) for wanted in pending if wanted["kind"] in WITH_PODS or wanted["kind"] == "ConfigMap"}
         return held, faults
 
     async def _dry(self, key: Key, uid: str, wanted: Object, live: dict[Ref, Object]) -> Trouble | None:

@@ -27,9 +27,15 @@ APPLIED = "diloco.io/applied"
 
 # Keys of list items, the first that all items of the wanted list have.
 _KEYS = (
-    ("containerPort", "protocol"), ("port", "protocol"), ("uid",), ("mountPath",), ("name",), ("type",),
-    ("topologyKey", "whenUnsatisfiable"), ("ip",),
-)  # fmt: skip
+    ("containerPort", "protocol"),
+    ("port", "protocol"),
+    ("uid",),
+    ("mountPath",),
+    ("name",),
+    ("type",),
+    ("topologyKey", "whenUnsatisfiable"),
+    ("ip",),
+)
 _DEFAULTS = {"protocol": "TCP"}
 _QUANTITIES = ("limits", "requests", "capacity", "hard")
 

@@ -94,11 +94,14 @@ class Notes:
                 for ref in waits[:MOST]:
                     read = read + (await self._ask(namespace, _selector(ref)))[0]
         found = {
-            note for note, uid in read
+            note
+            for note, uid in read
             if now - note.time < FORGET_SECONDS
-            and (uids.get(Ref(note.kind, note.name)) == uid
-                 or (note.kind == "ReplicaSet" and of_deployment.fullmatch(note.name)))
-        }  # fmt: skip
+            and (
+                uids.get(Ref(note.kind, note.name)) == uid
+                or (note.kind == "ReplicaSet" and of_deployment.fullmatch(note.name))
+            )
+        }
         return tuple(sorted(found, key=lambda note: (note.time, note.name, note.reason))[-MAX_NOTES:])
 
     async def _ask(self, namespace: str, selector: str) -> tuple[_Read, bool]:
@@ -134,9 +137,11 @@ def _note(item: Object) -> tuple[Note, str] | None:
     about = item.get("involvedObject") or {}
     series = item.get("series") or {}
     times = (
-        item.get("lastTimestamp"), series.get("lastObservedTime"), item.get("eventTime"),
+        item.get("lastTimestamp"),
+        series.get("lastObservedTime"),
+        item.get("eventTime"),
         (item.get("metadata") or {}).get("creationTimestamp"),
-    )  # fmt: skip
+    )
     when = next((at for text in times if (at := seconds(text)) is not None), None)
     if when is None or not about.get("kind") or not about.get("name"):
         return None

@@ -36,7 +36,8 @@ class EventWriter:
     """Writes Events. ``instance``: this operator's pod, or host."""
 
     def __init__(self, api: Api, instance: str) -> None:
-        self._api, self._instance = api, instance
+        self._api = api
+        self._instance = instance
         self._known: OrderedDict[str, tuple[str, int, float]] = OrderedDict()  # what -> name, count, when
         self._silent_until = 0.0
 

@@ -81,9 +81,7 @@ def certificates(root: RootKey, namespace: str, job: str, uid: str, role: str) -
     return {
         "tls.crt": _pem(_leaf(authority_key, key, namespace, job, uid, role)),
         "tls.key": key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         ),
         "ca.crt": _pem(_authority(authority_key, uid)),
     }
@@ -104,9 +102,13 @@ def _authority(key: ec.EllipticCurvePrivateKey, uid: str) -> x509.Certificate:
 
 
 def _leaf(
-    authority: ec.EllipticCurvePrivateKey, key: ec.EllipticCurvePrivateKey, namespace: str, job: str,
-    uid: str, role: str,
-) -> x509.Certificate:  # fmt: skip
+    authority: ec.EllipticCurvePrivateKey,
+    key: ec.EllipticCurvePrivateKey,
+    namespace: str,
+    job: str,
+    uid: str,
+    role: str,
+) -> x509.Certificate:
     who = identity.name(namespace, job, "syncer" if role == "syncer" else "learner")
     more = [f"{job}-syncer.{namespace}.svc.cluster.local"] if role == "syncer" else []
     issuer = common_name(f"diloco-{uid}")

@@ -38,10 +38,7 @@ def syncer_pod(pods: Iterable[Object]) -> tuple[str, str] | None:
         return None
     best = max(
         running,
-        key=lambda pod: (
-            not pod["metadata"].get("deletionTimestamp"),
-            pod["metadata"].get("creationTimestamp") or "",
-        ),
+        key=lambda pod: (not pod["metadata"].get("deletionTimestamp"), pod["metadata"].get("creationTimestamp") or ""),
     )
     return str(best["metadata"]["uid"]), str(best["status"]["podIP"])
 
@@ -89,13 +86,27 @@ def see(cache: Cache, key: Key, nodes_are_read: bool) -> Seen | None:
 
 
 def freeze(
-    seen: Seen, now: float, *, status: dict[str, Any] | None, notes: Sequence[Note],
-    troubles: Sequence[Trouble], syncer: Asked | None, learners: dict[str, Asked],
+    seen: Seen,
+    now: float,
+    *,
+    status: dict[str, Any] | None,
+    notes: Sequence[Note],
+    troubles: Sequence[Trouble],
+    syncer: Asked | None,
+    learners: dict[str, Asked],
     report: dict[str, Any] | None,
-) -> Observed:  # fmt: skip
+) -> Observed:
     """The whole. ``status``: one that was planned and could not be written yet, and counts as the job's."""
     job = seen.job if status is None else {**seen.job, "status": status}
     return Observed(
-        now=now, job=job, objects=seen.objects, pods=seen.pods, nodes=seen.nodes, notes=tuple(notes),
-        troubles=tuple(troubles), syncer=syncer, learners=learners, report=report,
-    )  # fmt: skip
+        now=now,
+        job=job,
+        objects=seen.objects,
+        pods=seen.pods,
+        nodes=seen.nodes,
+        notes=tuple(notes),
+        troubles=tuple(troubles),
+        syncer=syncer,
+        learners=learners,
+        report=report,
+    )

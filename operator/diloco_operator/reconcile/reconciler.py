@@ -45,15 +45,7 @@ from diloco_operator.reconcile.apply import Applied, Applier, explained
 from diloco_operator.reconcile.event_reader import Notes, waiting
 from diloco_operator.reconcile.event_recorder import EventWriter
 from diloco_operator.reconcile.job_secrets import manifest as secret_manifest
-from diloco_operator.reconcile.observe import (
-    Seen,
-    freeze,
-    learner_pods,
-    role_runs,
-    see,
-    syncer_is_here,
-    syncer_pod,
-)
+from diloco_operator.reconcile.observe import Seen, freeze, learner_pods, role_runs, see, syncer_is_here, syncer_pod
 from diloco_operator.reconcile.root_key import KeyFinder
 from diloco_operator.reconcile.status_writer import Written, write_status
 from diloco_operator.reconcile.syncer_poller import Asker
@@ -88,13 +80,28 @@ class Reconciler:
     """Turns jobs. ``nodes_are_read``: whether nodes are in the cache, and all of them."""
 
     def __init__(
-        self, settings: Settings, api: Api, cache: Cache, asker: Asker, keys: KeyFinder,
-        permissions: Permissions, events: EventWriter, metrics: Metrics,
-        nodes_are_read: Callable[[], bool], plan: PlanFunction = planning.plan,
-    ) -> None:  # fmt: skip
-        self._settings, self._api, self._cache, self._asker = settings, api, cache, asker
-        self._keys, self._permissions, self._events, self._metrics = keys, permissions, events, metrics
-        self._nodes_are_read, self._plan = nodes_are_read, plan
+        self,
+        settings: Settings,
+        api: Api,
+        cache: Cache,
+        asker: Asker,
+        keys: KeyFinder,
+        permissions: Permissions,
+        events: EventWriter,
+        metrics: Metrics,
+        nodes_are_read: Callable[[], bool],
+        plan: PlanFunction = planning.plan,
+    ) -> None:
+        self._settings = settings
+        self._api = api
+        self._cache = cache
+        self._asker = asker
+        self._keys = keys
+        self._permissions = permissions
+        self._events = events
+        self._metrics = metrics
+        self._nodes_are_read = nodes_are_read
+        self._plan = plan
         self._applier = Applier(api, cache)
         self._notes = Notes(api)
         self._records: dict[Key, Record] = {}
@@ -136,10 +143,15 @@ class Reconciler:
         asked, learners, report = self._asker.answers(key, target[0] if target else None)
         now = time.time()
         observed = freeze(
-            seen, now, status=record.status.unwritten, notes=await self._read_notes(key, seen, now),
-            troubles=(*record.troubles, *self._permissions.troubles(key[0])), syncer=asked,
-            learners=learners, report=report,
-        )  # fmt: skip
+            seen,
+            now,
+            status=record.status.unwritten,
+            notes=await self._read_notes(key, seen, now),
+            troubles=(*record.troubles, *self._permissions.troubles(key[0])),
+            syncer=asked,
+            learners=learners,
+            report=report,
+        )
         plan = self._plan(observed, record.memory, self._settings.plan())
         record.events = [*record.events, *plan.events][-MAX_EVENTS:]
         record.status.planned(plan.status)
@@ -147,9 +159,13 @@ class Reconciler:
         troubles = await self._carry_out(key, record, seen, plan, target, now)
         root = self._keys.key
         self._asker.every(
-            key, plan.poll_syncer, target, root.control_key(uid) if root is not None else None,
-            {} if here else learner_pods(seen.pods), not (seen.job.get("status") or {}).get("report"),
-        )  # fmt: skip
+            key,
+            plan.poll_syncer,
+            target,
+            root.control_key(uid) if root is not None else None,
+            {} if here else learner_pods(seen.pods),
+            not (seen.job.get("status") or {}).get("report"),
+        )
         changed = set(troubles) != set(record.troubles)
         for trouble in set(troubles) - set(record.troubles):
             self._metrics.troubles.labels(trouble.reason).inc()
@@ -177,9 +193,11 @@ class Reconciler:
         for delete in plan.deletes:
             await self._trying(troubles, delete.ref.kind, delete.ref.name, self._delete(key, delete))
         await self._trying(
-            troubles, JOB.name, key[1],
+            troubles,
+            JOB.name,
+            key[1],
             write_status(self._api, self._cache, key, record.uid, record.status, plan.urgent),
-        )  # fmt: skip
+        )
         events, record.events = record.events, []
         await self._events.write(key, seen.job, events, now)
         if plan.delete_job:
@@ -218,9 +236,7 @@ class Reconciler:
         else:
             self._cache.put(JOB, made)
 
-    async def _make_secrets(
-        self, key: Key, record: Record, seen: Seen, plan: Plan, troubles: list[Trouble]
-    ) -> None:
+    async def _make_secrets(self, key: Key, record: Record, seen: Seen, plan: Plan, troubles: list[Trouble]) -> None:
         root = self._keys.key
         now = time.monotonic()
         for wanted in plan.secrets:
@@ -247,9 +263,13 @@ class Reconciler:
     async def _delete(self, key: Key, delete: Delete) -> None:
         kind = BY_NAME[delete.ref.kind]
         log.info(
-            "deleting %s %s%s: %s", delete.ref.kind, delete.ref.name, " by force" if delete.force else "",
-            delete.why, extra=about(key),
-        )  # fmt: skip
+            "deleting %s %s%s: %s",
+            delete.ref.kind,
+            delete.ref.name,
+            " by force" if delete.force else "",
+            delete.why,
+            extra=about(key),
+        )
         grace = 0 if delete.force else None
         rest = await self._api.delete(kind, key[0], delete.ref.name, delete.uid, grace)
         self._metrics.deletions.labels(kind.name, str(delete.force).lower()).inc()

@@ -32,7 +32,9 @@ class KeyFinder:
     """``key`` is None until it is known; ``problem`` then says why."""
 
     def __init__(self, api: Api, file: Path, namespace: str) -> None:
-        self._api, self._file, self._namespace = api, file, namespace
+        self._api = api
+        self._file = file
+        self._namespace = namespace
         self.key: RootKey | None = None
         self.problem = "the operator has not read its root key yet"
 
@@ -69,13 +71,17 @@ class KeyFinder:
         """Whether the Secret exists, made by somebody else."""
         value = secrets.token_hex(32).encode()
         manifest = {
-            "apiVersion": "v1", "kind": "Secret", "type": "Opaque", "immutable": True,
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "type": "Opaque",
+            "immutable": True,
             "metadata": {
-                "name": NAME, "namespace": self._namespace,
+                "name": NAME,
+                "namespace": self._namespace,
                 "labels": {"app.kubernetes.io/name": "diloco", "app.kubernetes.io/managed-by": MANAGER},
             },
             "data": {"key": base64.b64encode(value).decode()},
-        }  # fmt: skip
+        }
         try:
             await self._api.create(SECRET, self._namespace, manifest)
         except ApiError as error:

@@ -123,7 +123,4 @@ def _patch(job: Object, written: Written, urgent: bool) -> Object | None:
     if moved_only and not urgent and time.monotonic() - written.at < PROGRESS_SECONDS:
         return None
     meta = job["metadata"]
-    return {
-        "metadata": {"resourceVersion": meta["resourceVersion"], "uid": meta["uid"]},
-        "status": patch,
-    }
+    return {"metadata": {"resourceVersion": meta["resourceVersion"], "uid": meta["uid"]}, "status": patch}

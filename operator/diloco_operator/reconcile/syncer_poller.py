@@ -83,7 +83,9 @@ class Asker:
     """Asks programs; ``answered(key)`` is told when there is something new."""
 
     def __init__(self, metrics: Metrics, calls: int, timeout: float, answered: Callable[[Key], None]) -> None:
-        self._metrics, self._timeout, self._answered = metrics, timeout, answered
+        self._metrics = metrics
+        self._timeout = timeout
+        self._answered = answered
         self._jobs: dict[Key, _Job] = {}
         self._free = asyncio.Semaphore(calls)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -91,9 +93,14 @@ class Asker:
     # ------------------------------------------------------------------ who is asked
 
     def every(
-        self, key: Key, seconds: float, syncer: tuple[str, str] | None, control_key: bytes | None,
-        learners: Mapping[str, tuple[str, str]], report_wanted: bool,
-    ) -> None:  # fmt: skip
+        self,
+        key: Key,
+        seconds: float,
+        syncer: tuple[str, str] | None,
+        control_key: bytes | None,
+        learners: Mapping[str, tuple[str, str]],
+        report_wanted: bool,
+    ) -> None:
         """Ask once, so many seconds after the last time: the syncer (its pod's UID and IP; None: there is
         none), or learners by their pods' names. To be called after each look at the job, so that it is asked
         ``every`` so many seconds. ``control_key`` None: not known yet, nobody is asked."""
@@ -130,9 +137,10 @@ class Asker:
                 # An answer of its predecessor says nothing about it, but how long nobody answers goes on.
                 syncer = Asked(None, NOT_ASKED, syncer.at, syncer.failing_since)
         learners = {
-            name: kept.load() for name, kept in job.learners.items()
+            name: kept.load()
+            for name, kept in job.learners.items()
             if job.learner_targets.get(name, ("",))[0] == kept.pod
-        }  # fmt: skip
+        }
         return syncer, learners, job.report
 
     async def call(self, key: Key, syncer_ip: str, control_key: bytes, calls: Iterable[Call]) -> int:
@@ -182,9 +190,9 @@ class Asker:
             if job.target is not None:
                 await self._ask_syncer(key, job, *job.target)
             else:
-                await asyncio.gather(*(
-                    self._ask_learner(job, name, *target) for name, target in job.learner_targets.items()
-                ))  # fmt: skip
+                await asyncio.gather(
+                    *(self._ask_learner(job, name, *target) for name, target in job.learner_targets.items())
+                )
         finally:
             job.asking = False
             job.asked_at = time.monotonic() if job.target == target else -1e9

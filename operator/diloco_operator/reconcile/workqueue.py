@@ -59,7 +59,10 @@ class WorkQueue:
         clock: Callable[[], float] = time.monotonic,
         pause: float = PAUSE_SECONDS,
     ) -> None:
-        self._turn, self._failed, self._clock, self._pause = turn, failed, clock, pause
+        self._turn = turn
+        self._failed = failed
+        self._clock = clock
+        self._pause = pause
         self._states: dict[Key, _State] = {}
         self._heap: list[tuple[float, int, Key]] = []
         self._tickets = itertools.count(1)

@@ -90,9 +90,7 @@ def encode(values: Float32s, encoding: str, out: Bytes | None = None, *, threads
     count = _blocks(n)
     scales = _aligned(out[: 2 * count].view(np.uint16))
     packed = out[2 * count :]
-    kernels.run(
-        codec_kernels.ENCODERS[encoding], count, threads, values, values.view(np.uint32), scales, packed
-    )
+    kernels.run(codec_kernels.ENCODERS[encoding], count, threads, values, values.view(np.uint32), scales, packed)
     _give_back(scales, out[: 2 * count])
     return out
 
@@ -118,9 +116,7 @@ def decode(
         out.view(np.uint8)[:] = source
     elif encoding == "bfloat16":
         halves = _aligned(source.view(np.uint16))
-        kernels.run(
-            codec_kernels.decode_bfloat16, elements, threads, halves, out.view(np.uint32), align=BLOCK
-        )
+        kernels.run(codec_kernels.decode_bfloat16, elements, threads, halves, out.view(np.uint32), align=BLOCK)
     else:
         scales, packed = _split(source, elements)
         kernels.run(codec_kernels.DECODERS[encoding], _blocks(elements), threads, scales, packed, out)
@@ -149,10 +145,7 @@ def encode_with_feedback(
 
 
 def apply_delta(
-    base: Float32s,
-    buffer: Bytes | bytes | bytearray | memoryview,
-    encoding: str,
-    out: Float32s | None = None,
+    base: Float32s, buffer: Bytes | bytes | bytearray | memoryview, encoding: str, out: Float32s | None = None
 ) -> Float32s:
     """base + decode(buffer), float32: the same bits wherever it is computed.
 
@@ -234,17 +227,10 @@ def _give_back(halves: UInt16s, out: Bytes) -> None:
 
 
 def _check_vector(
-    array: NDArray[Any],
-    name: str,
-    dtype: type[np.generic],
-    size: int | None = None,
-    *,
-    writable: bool = False,
+    array: NDArray[Any], name: str, dtype: type[np.generic], size: int | None = None, *, writable: bool = False
 ) -> None:
     if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
-        kind = (
-            f"{array.dtype} of shape {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
-        )
+        kind = f"{array.dtype} of shape {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
         raise CodecError(f"{name}: {kind}, and a flat {np.dtype(dtype)} array is needed")
     if not array.flags.c_contiguous or not (array.flags.aligned or dtype is np.uint8):
         raise CodecError(f"{name}: not contiguous and aligned")

@@ -58,9 +58,7 @@ def decode_bfloat16(halves: UInt16s, bits: UInt32s, first: int, last: int) -> No
 
 
 @kernel(F32_IN, U32_IN, U16_OUT, U8_OUT, RANGE)
-def encode_int8(
-    values: Float32s, bits: UInt32s, scales: UInt16s, packed: Bytes, first: int, last: int
-) -> None:
+def encode_int8(values: Float32s, bits: UInt32s, scales: UInt16s, packed: Bytes, first: int, last: int) -> None:
     n = np.uint64(values.size)
     for block in range(np.uint64(first), np.uint64(last)):
         start = block * np.uint64(BLOCK)
@@ -93,9 +91,7 @@ def decode_int8(scales: UInt16s, packed: Bytes, out: Float32s, first: int, last:
 
 
 @kernel(F32_IN, U32_IN, U16_OUT, U8_OUT, RANGE)
-def encode_int4(
-    values: Float32s, bits: UInt32s, scales: UInt16s, packed: Bytes, first: int, last: int
-) -> None:
+def encode_int4(values: Float32s, bits: UInt32s, scales: UInt16s, packed: Bytes, first: int, last: int) -> None:
     n = np.uint64(values.size)
     for block in range(np.uint64(first), np.uint64(last)):
         start = block * np.uint64(BLOCK)
@@ -142,9 +138,7 @@ def decode_int4(scales: UInt16s, packed: Bytes, out: Float32s, first: int, last:
 
 
 @kernel(F32_IN, U32_IN, U16_OUT, U8_OUT, RANGE)
-def encode_int2(
-    values: Float32s, bits: UInt32s, scales: UInt16s, packed: Bytes, first: int, last: int
-) -> None:
+def encode_int2(values: Float32s, bits: UInt32s, scales: UInt16s, packed: Bytes, first: int, last: int) -> None:
     n = np.uint64(values.size)
     partial = np.empty(32, np.float64)
     for block in range(np.uint64(first), np.uint64(last)):
@@ -167,15 +161,11 @@ def encode_int2(
                 partial[lane + np.uint64(16)] + partial[lane + np.uint64(24)]
             )
         root = np.uint32(np.float32(np.sqrt(total / np.float64(size))).view(np.uint32))
-        half = np.uint16(
-            (root + np.uint32(0x7FFF) + ((root >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-        )
+        half = np.uint16((root + np.uint32(0x7FFF) + ((root >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
         if root >= _LARGEST:
             half = _NAN16
         scales[block] = half
-        edge = np.float32(np.uint32(np.uint32(half) << np.uint32(16)).view(np.float32) * _THRESHOLD).view(
-            np.uint32
-        )
+        edge = np.float32(np.uint32(np.uint32(half) << np.uint32(16)).view(np.float32) * _THRESHOLD).view(np.uint32)
         width = (size + np.uint64(3)) // np.uint64(4)
         target = start // np.uint64(4)
         # Sign and outer level straight from the bits; as bits magnitudes are in order.
@@ -198,9 +188,7 @@ def encode_int2(
             for k in range(np.uint64(4)):
                 if j + k * width < size:
                     a = bits[start + j + k * width]
-                    pair = np.uint32((a & np.uint32(0x7FFFFFFF)) > edge) | (
-                        (a >> np.uint32(31)) << np.uint32(1)
-                    )
+                    pair = np.uint32((a & np.uint32(0x7FFFFFFF)) > edge) | ((a >> np.uint32(31)) << np.uint32(1))
                     code |= np.uint32(pair << np.uint32(np.uint32(2) * np.uint32(k)))
             packed[target + j] = np.uint8(code)
 

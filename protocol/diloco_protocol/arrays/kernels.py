@@ -106,9 +106,7 @@ def run(target: Kernel, units: int, threads: int, *arguments: Any, align: int = 
     share(lambda first, last: compiled(*arguments, first, last), units, span, threads)
 
 
-def share(
-    work: Callable[[int, int], None], units: int, span: int, threads: int, backwards: bool = False
-) -> None:
+def share(work: Callable[[int, int], None], units: int, span: int, threads: int, backwards: bool = False) -> None:
     """Call ``work(first, last)`` for consecutive ranges of ``span`` units that cover
     ``0..units``, on up to ``threads`` threads, the caller's among them; ``backwards``:
     the last ranges first, which are still in the cache after a pass forwards.

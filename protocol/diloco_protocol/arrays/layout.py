@@ -112,11 +112,7 @@ class Layout:
 
     @classmethod
     def build(
-        cls,
-        tensors: Iterable[Tensor],
-        fragments: int,
-        every: int | None = None,
-        mean_patterns: Sequence[str] = (),
+        cls, tensors: Iterable[Tensor], fragments: int, every: int | None = None, mean_patterns: Sequence[str] = ()
     ) -> Layout:
         """Deal ``tensors`` into ``fragments`` (P) bins; their order does not matter.
 

@@ -58,25 +58,57 @@ def traffic(sizes: Sequence[int], up: str, down: str, learners: int) -> Traffic:
     report = _report(len(sizes))
     number = 1 << 40  # counters of a long run
     push = sync_pb2.Push(
-        fragment=1, sequence=number, round=number, epoch=1, base_version=number, oldest_version=number,
-        first_step=number, last_step=number, steps=999, tokens=number, compute_seconds=1.0, encoding=up,
-        layout_digest="0" * 64, report=report,
-    )  # fmt: skip
+        fragment=1,
+        sequence=number,
+        round=number,
+        epoch=1,
+        base_version=number,
+        oldest_version=number,
+        first_step=number,
+        last_step=number,
+        steps=999,
+        tokens=number,
+        compute_seconds=1.0,
+        encoding=up,
+        layout_digest="0" * 64,
+        report=report,
+    )
     header = sync_pb2.UploadHeader(
-        format=1, job="j" * 30, slot=1, incarnation=1000, process="0" * 32, push=push, total_bytes=number,
-        offset=1, bytes=number, checksum=1 << 63,
-    )  # fmt: skip
+        format=1,
+        job="j" * 30,
+        slot=1,
+        incarnation=1000,
+        process="0" * 32,
+        push=push,
+        total_bytes=number,
+        offset=1,
+        bytes=number,
+        checksum=1 << 63,
+    )
     payload = sync_pb2.Payload(encoding=down, bytes=number, checksum=1 << 63)
     announced = sync_pb2.SyncerMessage(
         announcement=sync_pb2.Announcement(
-            fragment=1, epoch=1, version=number, merged_sequence=number, merged_version=number, full=payload,
-            delta=payload if down.startswith("delta-") else None, job_tokens=number, settled=1,
+            fragment=1,
+            epoch=1,
+            version=number,
+            merged_sequence=number,
+            merged_version=number,
+            full=payload,
+            delta=payload if down.startswith("delta-") else None,
+            job_tokens=number,
+            settled=1,
         )
-    )  # fmt: skip
+    )
     row = sync_pb2.SlotReceipt(
-        slot=1, tenure=1 << 63, merged_tokens=number, tenure_tokens=number, sequence=number, version=number,
-        last_step=number, compute_seconds=1.0,
-    )  # fmt: skip
+        slot=1,
+        tenure=1 << 63,
+        merged_tokens=number,
+        tenure_tokens=number,
+        sequence=number,
+        version=number,
+        last_step=number,
+        compute_seconds=1.0,
+    )
     receipt = learners * (row.ByteSize() + 2)
     told = sync_pb2.DownloadHeader(found=True, total_bytes=number, bytes=number, checksum=1 << 63)
     beside = announced.ByteSize() + told.ByteSize() + (receipt if receipt <= limits.MAX_RECEIPT_BYTES else 0)
@@ -88,13 +120,17 @@ def traffic(sizes: Sequence[int], up: str, down: str, learners: int) -> Traffic:
 def _report(fragments: int) -> sync_pb2.Report:
     """A report as long as those of a long run."""
     number = 1 << 40
-    row = sync_pb2.FragmentReport(
-        epoch=1, base_version=1 << 20, steps=999, tokens=1 << 27, confirmed_tokens=number
-    )
+    row = sync_pb2.FragmentReport(epoch=1, base_version=1 << 20, steps=999, tokens=1 << 27, confirmed_tokens=number)
     return sync_pb2.Report(
-        slot_step=number, trained_steps=number, trained_tokens=number, compute_seconds=1.0,
-        stalled_seconds=1.0, loss=1.0, step_seconds=1.0, fragments=[row] * fragments,
-    )  # fmt: skip
+        slot_step=number,
+        trained_steps=number,
+        trained_tokens=number,
+        compute_seconds=1.0,
+        stalled_seconds=1.0,
+        loss=1.0,
+        step_seconds=1.0,
+        fragments=[row] * fragments,
+    )
 
 
 def turn(sync: SyncSpec, fragments: int, step_seconds: float, round_trip_seconds: float = 0.0) -> Turn:
@@ -164,9 +200,7 @@ class Verdict:
     message: str = ""
 
 
-def judge(
-    carried: Traffic, sync: SyncSpec, fragments: int, step_seconds: float, measured: Measured
-) -> Verdict:
+def judge(carried: Traffic, sync: SyncSpec, fragments: int, step_seconds: float, measured: Measured) -> Verdict:
     """Whether a learner's link keeps up with its job, whose steps take ``step_seconds``.
 
     By the long run's limits of the queued model at its usual utilisation, for both

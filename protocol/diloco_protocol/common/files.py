@@ -61,13 +61,11 @@ def _explained(error: OSError, path: Path, size: int) -> OSError:
         except OSError:
             free = "how many are free is unknown"
         return DiskFull(
-            error.errno,
-            f"disk full: {size} bytes are needed for {path} and {free}; make room or use another disk",
+            error.errno, f"disk full: {size} bytes are needed for {path} and {free}; make room or use another disk"
         )
     if error.errno in _FORBIDDEN:
         return NotWritable(
-            error.errno,
-            f"cannot write {path}: {os.strerror(error.errno or 0)}; check its owner and mount options",
+            error.errno, f"cannot write {path}: {os.strerror(error.errno or 0)}; check its owner and mount options"
         )
     if isinstance(error, FileNotFoundError):
         return NotWritable(error.errno, f"cannot write {path}: its directory does not exist")
@@ -165,11 +163,7 @@ def remove_leftovers(directory: str | os.PathLike[str]) -> int:
     """
     removed = 0
     for entry in os.scandir(directory):
-        if (
-            entry.name.startswith(".")
-            and entry.name.endswith(TEMPORARY)
-            and entry.is_file(follow_symlinks=False)
-        ):
+        if entry.name.startswith(".") and entry.name.endswith(TEMPORARY) and entry.is_file(follow_symlinks=False):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(entry.path)
                 removed += 1

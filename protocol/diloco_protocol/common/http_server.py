@@ -158,9 +158,7 @@ class HttpServer:
             log.exception("a page could not be made")
             return 500, "text/plain", f"{type(error).__name__}\n".encode()
 
-    async def _send(
-        self, writer: asyncio.StreamWriter, status: int, content_type: str, body: bytes | Stream
-    ) -> None:
+    async def _send(self, writer: asyncio.StreamWriter, status: int, content_type: str, body: bytes | Stream) -> None:
         length, headers = (len(body), {}) if isinstance(body, bytes) else (body.length, body.headers)
         head = (
             f"HTTP/1.1 {status} {_REASONS[status]}",
@@ -188,9 +186,7 @@ class HttpServer:
             head = await reader.readuntil(b"\r\n\r\n")
             method, target, _ = head.split(b"\r\n", 1)[0].decode("ascii").split(" ")
         except asyncio.LimitOverrunError:
-            await reader.read(
-                4 * MAX_REQUEST
-            )  # bytes left unread would reset the connection under the answer
+            await reader.read(4 * MAX_REQUEST)  # bytes left unread would reset the connection under the answer
             return 400, "text/plain", b"the request is too long\n"
         except ValueError:
             return 400, "text/plain", b"not an HTTP request\n"

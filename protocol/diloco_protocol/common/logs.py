@@ -35,8 +35,7 @@ class JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-            + f".{int(record.msecs):03d}Z",
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "slot": -1,
             **self._fields,
@@ -52,12 +51,7 @@ class JsonLines(logging.Formatter):
 
 
 def configure(
-    form: Format,
-    fields: Mapping[str, object],
-    *,
-    level: str,
-    packages: tuple[str, ...],
-    stream: TextIO | None = None,
+    form: Format, fields: Mapping[str, object], *, level: str, packages: tuple[str, ...], stream: TextIO | None = None
 ) -> None:
     """Log to ``stream`` (stderr), ``packages`` from ``level`` on and everybody else from warnings on."""
     handler = logging.StreamHandler(stream or sys.stderr)

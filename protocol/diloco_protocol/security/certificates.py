@@ -64,9 +64,8 @@ def new_authority(title: str, now: datetime.datetime, days: int = AUTHORITY_DAYS
 
 
 def issue(
-    authority: Issued, names: Sequence[Name], hosts: Iterable[str], now: datetime.datetime,
-    days: int = LEAF_DAYS,
-) -> Issued:  # fmt: skip
+    authority: Issued, names: Sequence[Name], hosts: Iterable[str], now: datetime.datetime, days: int = LEAF_DAYS
+) -> Issued:
     """A leaf with a new key. ``hosts``: more DNS names of a syncer. It never outlives its authority.
 
     Raises ``CertificateError``.
@@ -96,10 +95,15 @@ def authority_of(
 
 
 def leaf_of(
-    key: ec.EllipticCurvePrivateKey, subject: str, names: Sequence[Name], hosts: Iterable[str],
-    issuer: x509.Name, key_of_issuer: ec.EllipticCurvePrivateKey, now: datetime.datetime,
+    key: ec.EllipticCurvePrivateKey,
+    subject: str,
+    names: Sequence[Name],
+    hosts: Iterable[str],
+    issuer: x509.Name,
+    key_of_issuer: ec.EllipticCurvePrivateKey,
+    now: datetime.datetime,
     until: datetime.datetime,
-) -> x509.Certificate:  # fmt: skip
+) -> x509.Certificate:
     """The certificate of a party that has this key. ``names``: of one role; ``hosts``: more DNS names
     of a syncer. Raises ``CertificateError``."""
     alternatives: list[x509.GeneralName] = [x509.UniformResourceIdentifier(one.uri) for one in sorted(names)]
@@ -112,9 +116,7 @@ def leaf_of(
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(False), critical=True)
         .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(key_of_issuer.public_key()), critical=False
-        )
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(key_of_issuer.public_key()), critical=False)
         .sign(key_of_issuer, hashes.SHA256())
     )
 
@@ -199,9 +201,8 @@ def common_name(text: str) -> x509.Name:
 
 
 def _begun(
-    subject: str, issuer: x509.Name, key: ec.EllipticCurvePublicKey, now: datetime.datetime,
-    until: datetime.datetime,
-) -> x509.CertificateBuilder:  # fmt: skip
+    subject: str, issuer: x509.Name, key: ec.EllipticCurvePublicKey, now: datetime.datetime, until: datetime.datetime
+) -> x509.CertificateBuilder:
     return (
         x509.CertificateBuilder()
         .subject_name(common_name(subject))
@@ -216,10 +217,16 @@ def _begun(
 
 def _usage(signs_certificates: bool) -> x509.KeyUsage:
     return x509.KeyUsage(
-        digital_signature=not signs_certificates, key_cert_sign=signs_certificates,
-        crl_sign=signs_certificates, content_commitment=False, key_encipherment=False,
-        data_encipherment=False, key_agreement=False, encipher_only=False, decipher_only=False,
-    )  # fmt: skip
+        digital_signature=not signs_certificates,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
 
 
 def _pem(certificate: x509.Certificate) -> bytes:

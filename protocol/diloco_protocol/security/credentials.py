@@ -101,10 +101,7 @@ class Credentials:
         """Which job and role the own certificate names. Raises ``CredentialsError``."""
         if not self.secure:
             return NOBODY
-        from diloco_protocol.security.certificates import (  # late: plaintext needs no X.509
-            CertificateError,
-            describe,
-        )
+        from diloco_protocol.security.certificates import CertificateError, describe  # late: plaintext needs no X.509
 
         try:
             return describe(self.certificate).names

@@ -87,9 +87,7 @@ def parse(uri: str) -> Name:
     """The name in a ``diloco:`` URI. Raises ``IdentityError``."""
     match = _URI.fullmatch(uri)
     if match is None:
-        raise IdentityError(
-            f"{uri[:200]!r} is not diloco://job/NAMESPACE/NAME/syncer or …/learner or …/learner/REGION"
-        )
+        raise IdentityError(f"{uri[:200]!r} is not diloco://job/NAMESPACE/NAME/syncer or …/learner or …/learner/REGION")
     namespace, job, role, region = match.groups(default="")
     return name(namespace, job, "syncer" if role == "syncer" else "learner", region)
 

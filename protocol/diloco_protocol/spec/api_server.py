@@ -12,9 +12,20 @@ from diloco_protocol.spec.kubectl_yaml import Path
 
 # Of every Kubernetes object's metadata, beside what MetadataSpec has.
 SERVER_METADATA = frozenset(
-    ("creationTimestamp", "deletionGracePeriodSeconds", "deletionTimestamp", "finalizers", "generateName",
-     "generation", "managedFields", "ownerReferences", "resourceVersion", "selfLink", "uid")
-)  # fmt: skip
+    (
+        "creationTimestamp",
+        "deletionGracePeriodSeconds",
+        "deletionTimestamp",
+        "finalizers",
+        "generateName",
+        "generation",
+        "managedFields",
+        "ownerReferences",
+        "resourceVersion",
+        "selfLink",
+        "uid",
+    )
+)
 
 _NOT_USED = "is the API server's record of a job there: it is not used, and may be left out"
 _DROPPED = "is null: `kubectl apply` without --server-side drops that, and the default holds there: "

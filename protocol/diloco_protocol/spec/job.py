@@ -53,22 +53,53 @@ from diloco_protocol.spec.training import (
 API_VERSION = "diloco.io/v1alpha1"
 
 __all__ = [
-    "API_VERSION", "AdoptionSpec", "BatchSpec", "CheckpointSpec", "CompressionSpec", "CredentialsSpec",
-    "DataSpec", "DiLoCoJob", "EndpointSpec", "EvaluationSpec", "FailurePolicySpec", "FailureRule",
-    "GraceSpec", "HeartbeatSpec", "JobSpec", "LearnersSpec", "LoraSpec", "MergeSpec", "MetadataSpec",
-    "ModelSpec", "NodeLossSpec", "NormGateSpec", "OptimizerSpec", "OuterSpec", "RegionSpec",
-    "StalenessSpec", "StopSpec", "StorageSpec", "SyncSpec", "SyncerSpec", "TlsSpec", "TrainingSpec",
-    "immutable_digests", "spec_digest",
-]  # fmt: skip
+    "API_VERSION",
+    "AdoptionSpec",
+    "BatchSpec",
+    "CheckpointSpec",
+    "CompressionSpec",
+    "CredentialsSpec",
+    "DataSpec",
+    "DiLoCoJob",
+    "EndpointSpec",
+    "EvaluationSpec",
+    "FailurePolicySpec",
+    "FailureRule",
+    "GraceSpec",
+    "HeartbeatSpec",
+    "JobSpec",
+    "LearnersSpec",
+    "LoraSpec",
+    "MergeSpec",
+    "MetadataSpec",
+    "ModelSpec",
+    "NodeLossSpec",
+    "NormGateSpec",
+    "OptimizerSpec",
+    "OuterSpec",
+    "RegionSpec",
+    "StalenessSpec",
+    "StopSpec",
+    "StorageSpec",
+    "SyncSpec",
+    "SyncerSpec",
+    "TlsSpec",
+    "TrainingSpec",
+    "immutable_digests",
+    "spec_digest",
+]
 
 
 class MetadataSpec(Spec):
     """What Kubernetes keeps about the object."""
 
     name: str = Field(
-        ..., pattern=NAME_PATTERN, max_length=30, examples=["tiny-gpt"],
+        ...,
+        pattern=NAME_PATTERN,
+        max_length=30,
+        examples=["tiny-gpt"],
         description="The job's name: lower-case letters, digits and dashes.",
-    )  # fmt: skip
+    )
     namespace: Annotated[str, Field(pattern=NAMESPACE_PATTERN, max_length=63)] | None = Field(
         None, description="Kubernetes namespace; without meaning for `diloco run`."
     )
@@ -80,24 +111,21 @@ class JobSpec(Spec):
     """What the job is."""
 
     suspend: bool = Field(False, description="Drain, checkpoint and stop until it is false again.")
-    seed: int = Field(
-        0, ge=0, le=2**32 - 1, description="Of initial weights, data order and everything random."
-    )
+    seed: int = Field(0, ge=0, le=2**32 - 1, description="Of initial weights, data order and everything random.")
     ttl_seconds_after_finished: int | None = Field(
         None, ge=0, le=2**31 - 1, description="Delete the job so long after its end; null: keep it."
     )
-    training: TrainingSpec = Field(
-        default_factory=TrainingSpec, description="What is trained, and until when."
-    )
+    training: TrainingSpec = Field(default_factory=TrainingSpec, description="What is trained, and until when.")
     sync: SyncSpec = Field(default_factory=SyncSpec, description="How learners exchange and merge.")
-    syncer: SyncerSpec = Field(
-        default_factory=SyncerSpec, description="The service that holds the parameters."
-    )
+    syncer: SyncerSpec = Field(default_factory=SyncerSpec, description="The service that holds the parameters.")
     learners: LearnersSpec = Field(default_factory=LearnersSpec, description="What all learners share.")
     regions: list[RegionSpec] = Field(
-        ..., min_length=1, max_length=64, examples=[[{"learners": 3}]],
+        ...,
+        min_length=1,
+        max_length=64,
+        examples=[[{"learners": 3}]],
         description="Where learners run and how many, each region under its own name.",
-    )  # fmt: skip
+    )
     failure_policy: FailurePolicySpec = Field(
         default_factory=FailurePolicySpec, description="How much failure is taken."
     )

@@ -36,11 +36,7 @@ Path = tuple[str | int, ...]
 _TRUE = {w for word in ("y", "yes", "true", "on") for w in (word, word.capitalize(), word.upper())}
 _FALSE = {w for word in ("n", "no", "false", "off") for w in (word, word.capitalize(), word.upper())}
 _NULL = {"", "~", "null", "Null", "NULL"}
-_NOT_FINITE = {sign + word for sign in ("", "+", "-") for word in (".inf", ".Inf", ".INF")} | {
-    ".nan",
-    ".NaN",
-    ".NAN",
-}
+_NOT_FINITE = {sign + word for sign in ("", "+", "-") for word in (".inf", ".Inf", ".INF")} | {".nan", ".NaN", ".NAN"}
 _FLOAT = re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$")
 _LOOSE_UNDERSCORE = re.compile(r"(?<![0-9])_|_(?![0-9])")
 _INTEGERS = (  # base, pattern of the digits after sign and prefix
@@ -58,7 +54,9 @@ class YamlProblem(Exception):
 
     def __init__(self, message: str, path: Path = (), line: int | None = None) -> None:
         super().__init__(message)
-        self.message, self.path, self.line = message, path, line
+        self.message = message
+        self.path = path
+        self.line = line
 
 
 def resolve(text: str) -> str | int | float | bool | None:
@@ -201,9 +199,7 @@ class _Builder:
         if top is not None and isinstance(top.value, dict) and top.key is None:
             raise YamlProblem("a key must be text", top.path, line)
         if event.tag is not None and _TAGS.get(event.tag) != ("map" if isinstance(value, dict) else "seq"):
-            raise YamlProblem(
-                f"the tag {event.tag} is not known: only YAML's own tags are read", self.path(), line
-            )
+            raise YamlProblem(f"the tag {event.tag} is not known: only YAML's own tags are read", self.path(), line)
         path = self.path()
         self.document.lines.setdefault(path, line)
         if event.anchor is not None:
@@ -226,9 +222,7 @@ class _Builder:
     def handle(self, event: Any) -> None:
         line = event.start_mark.line + 1
         if isinstance(event, yaml.ScalarEvent):
-            is_key = (
-                bool(self.stack) and isinstance(self.stack[-1].value, dict) and self.stack[-1].key is None
-            )
+            is_key = bool(self.stack) and isinstance(self.stack[-1].value, dict) and self.stack[-1].key is None
             if event.value == "<<" and is_key and not event.style and event.tag is None:
                 top = self.stack[-1]
                 if top.value or top.merged:
@@ -293,8 +287,10 @@ def parse(text: str) -> Document:
                     if result.found:
                         raise YamlProblem(
                             "there are several documents, and a file holds one job: "
-                            "put what begins here into a file of its own", (), first_line
-                        )  # fmt: skip
+                            "put what begins here into a file of its own",
+                            (),
+                            first_line,
+                        )
                     result = builder.document
             else:
                 builder.handle(event)

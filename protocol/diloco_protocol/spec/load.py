@@ -30,9 +30,19 @@ from diloco_protocol.spec.kubectl_yaml import MAX_BYTES, Document, Path, YamlPro
 from diloco_protocol.spec.rules import violations, warnings
 
 __all__ = [
-    "JobError", "Problem", "immutable_digests", "job_from_json", "job_from_object", "job_to_json",
-    "job_warnings", "load_job", "load_manifest", "parse_job", "read_job", "spec_digest",
-]  # fmt: skip
+    "JobError",
+    "Problem",
+    "immutable_digests",
+    "job_from_json",
+    "job_from_object",
+    "job_to_json",
+    "job_warnings",
+    "load_job",
+    "load_manifest",
+    "parse_job",
+    "read_job",
+    "spec_digest",
+]
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +73,8 @@ class JobError(ValueError):
 
     def __init__(self, problems: Sequence[Problem], source: str = "") -> None:
         super().__init__(problems, source)
-        self.problems, self.source = list(problems), source
+        self.problems = list(problems)
+        self.source = source
 
     def __str__(self) -> str:
         if not self.source:
@@ -124,9 +135,7 @@ def _parse(
     except YamlProblem as problem:
         raise JobError([Problem(dotted(problem.path), None, problem.message, problem.line)], source) from None
     if not document.found:
-        raise JobError(
-            [Problem("", None, "it is empty: a job has apiVersion, kind, metadata and spec")], source
-        )
+        raise JobError([Problem("", None, "it is empty: a job has apiVersion, kind, metadata and spec")], source)
     if not isinstance(document.value, dict):
         kind = "a list" if isinstance(document.value, list) else "a single value"
         message = f"it holds {kind}: a job is a mapping with apiVersion, kind, metadata and spec"
@@ -188,9 +197,7 @@ def read_job(path: str | os.PathLike[str]) -> DiLoCoJob:
         if not unknown:
             raise
         job = job_from_json(json.dumps(known))
-        log.warning(
-            "%s: this version does not know %s, which a newer one wrote: left out", path, ", ".join(unknown)
-        )
+        log.warning("%s: this version does not know %s, which a newer one wrote: left out", path, ", ".join(unknown))
         return job
 
 
@@ -285,9 +292,7 @@ def _set(document: Document, text: str, overridden: list[Path]) -> None:
             holder[key] = place
         if isinstance(place, list):
             if not part.isdigit() or int(part) > len(place):
-                raise ValueError(
-                    f"{dotted(path)} is a list of {len(place)}: name an item by its index, from 0"
-                )
+                raise ValueError(f"{dotted(path)} is a list of {len(place)}: name an item by its index, from 0")
             step: Any = int(part)
             if step == len(place):
                 place.append(None)
@@ -314,9 +319,7 @@ def _validate(document: Document, overridden: Sequence[Path] = ()) -> tuple[DiLo
     def report(path: Path, value: Any, message: str) -> None:
         line = None
         written = path in document.lines
-        if not any(
-            path[: len(one)] == one or (not written and one[: len(path)] == path) for one in overridden
-        ):
+        if not any(path[: len(one)] == one or (not written and one[: len(path)] == path) for one in overridden):
             heads = (path[:n] for n in range(len(path), 0, -1))
             line = next((document.lines[head] for head in heads if head in document.lines), None)
         problems.append(Problem(dotted(path), value, message, line))

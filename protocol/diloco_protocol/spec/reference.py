@@ -64,8 +64,10 @@ def _section(model: type[Spec], path: tuple[str, ...], parts: list[str]) -> None
     parts.append("| field | takes | default | |\n| --- | --- | --- | --- |")
     fields = fields_by_alias(model)
     for alias, field in fields.items():
-        parts.append(f"| `{alias}` | {_cell(words(field.annotation, field.metadata))} | {_default(field)} "
-                     f"| {_cell(field.description or '')} |")  # fmt: skip
+        parts.append(
+            f"| `{alias}` | {_cell(words(field.annotation, field.metadata))} | {_default(field)} "
+            f"| {_cell(field.description or '')} |"
+        )
     parts.append("")
     for alias, field in fields.items():
         inner, many = nested_model(field.annotation)

@@ -50,9 +50,7 @@ def _stop(spec: JobSpec) -> Iterator[Violation]:
     if len(given) != 1:
         said = f"{' and '.join(given)} are given" if given else "none is given"
         value = {name: getattr(stop, name) for name in given}
-        yield _broken(
-            path, value, f"needs exactly one of steps, tokens, seconds ({said}); set the others to null"
-        )
+        yield _broken(path, value, f"needs exactly one of steps, tokens, seconds ({said}); set the others to null")
     if stop.seconds is not None:
         if spec.sync.deterministic:
             yield _broken(
@@ -137,26 +135,18 @@ def _data(spec: JobSpec) -> Iterator[Violation]:
             )
         return
     needs = {"text": "paths", "datasets": "name", "python": "function"}
-    examples = {
-        "paths": "paths: [python-stdlib]",
-        "name": "name: wikitext",
-        "function": "function: my_data:load",
-    }
+    examples = {"paths": "paths: [python-stdlib]", "name": "name: wikitext", "function": "function: my_data:load"}
     for source, name in needs.items():
         value = getattr(data, name)
         if source == data.source and not value:
             yield _broken(
-                f"{path}.{name}",
-                value,
-                f"is required with source {source}, such as {examples[name]}",
-                f"{path}.source",
+                f"{path}.{name}", value, f"is required with source {source}, such as {examples[name]}", f"{path}.source"
             )
         if source != data.source and value:
             yield _broken(
                 f"{path}.{name}",
                 value,
-                f"belongs to source {source}, and source is {data.source}: "
-                f"leave it out or set source: {source}",
+                f"belongs to source {source}, and source is {data.source}: leave it out or set source: {source}",
                 f"{path}.source",
             )
     if data.subset is not None and data.source != "datasets":
@@ -186,8 +176,7 @@ def _sync(spec: JobSpec) -> Iterator[Violation]:
         yield _broken(
             "sync.quorum",
             sync.quorum,
-            f"must be at most the number of learners in all "
-            f"regions ({spec.slots}), or nothing is ever merged",
+            f"must be at most the number of learners in all regions ({spec.slots}), or nothing is ever merged",
             "regions",
         )
     alone = sync.staleness.max_steps
@@ -211,8 +200,7 @@ def _sync(spec: JobSpec) -> Iterator[Violation]:
         yield _broken(
             "sync.compression.errorFeedback",
             True,
-            "has no meaning with up float32, which drops nothing: "
-            "set it to false or choose a smaller encoding",
+            "has no meaning with up float32, which drops nothing: set it to false or choose a smaller encoding",
             "sync.compression.up",
         )
 
@@ -390,8 +378,7 @@ def _unlikely(spec: JobSpec) -> Iterator[Violation]:
         yield _broken(
             "sync.outer.lr",
             outer.lr,
-            f"{outer.optimizer} moves every parameter by about lr at each merge; "
-            "0.7 is meant for nesterov: try 0.001",
+            f"{outer.optimizer} moves every parameter by about lr at each merge; 0.7 is meant for nesterov: try 0.001",
         )
     endpoint = spec.syncer.endpoint
     asked = re.fullmatch(r"(?:[^:]*|\[.*\]):(\d+)", endpoint.address or "")
@@ -403,6 +390,4 @@ def _unlikely(spec: JobSpec) -> Iterator[Violation]:
             "only if something between leads from one to the other",
         )
     if spec.sync.deterministic and spec.sync.quorum not in (1, spec.slots):
-        yield _broken(
-            "sync.quorum", spec.sync.quorum, f"a deterministic job waits for all {spec.slots} learners"
-        )
+        yield _broken("sync.quorum", spec.sync.quorum, f"a deterministic job waits for all {spec.slots} learners")

@@ -20,18 +20,16 @@ class GraceSpec(Spec):
 class MergeSpec(Spec):
     """How the outer gradients of one round become one."""
 
-    method: Literal["rda", "mean"] = Field(
-        "rda", description="rda: radial-directional averaging; mean: weighted mean."
-    )
+    method: Literal["rda", "mean"] = Field("rda", description="rda: radial-directional averaging; mean: weighted mean.")
     weights: Literal["tokens-quality", "tokens", "uniform"] = Field(
-        "tokens-quality",
-        description="Weight of one push: tokens × tokens per step, tokens, or the same for all.",
+        "tokens-quality", description="Weight of one push: tokens × tokens per step, tokens, or the same for all."
     )
     mean_tensors: list[Pattern] = Field(
-        [], max_length=64,
+        [],
+        max_length=64,
         description="Patterns (fnmatch) over parameter names: merged by mean whatever the method is; "
         "embeddings always are.",
-    )  # fmt: skip
+    )
 
 
 class OuterSpec(Spec):
@@ -52,10 +50,7 @@ class OuterSpec(Spec):
         "null: never.",
     )
     age_decay: float = Field(
-        0.5,
-        ge=0,
-        le=1,
-        description="Of cosine-gated: α in e^(−α·age), by which pushes are damped; age in versions.",
+        0.5, ge=0, le=1, description="Of cosine-gated: α in e^(−α·age), by which pushes are damped; age in versions."
     )
 
 
@@ -73,15 +68,11 @@ class AdoptionSpec(Spec):
 class CompressionSpec(Spec):
     """Encodings on the wire."""
 
-    up: Literal["float32", "bfloat16", "int8", "int4", "int2"] = Field(
-        "int4", description="Of pushed outer gradients."
-    )
+    up: Literal["float32", "bfloat16", "int8", "int4", "int2"] = Field("int4", description="Of pushed outer gradients.")
     down: Literal["float32", "bfloat16", "delta-int8", "delta-int4"] = Field(
         "bfloat16", description="Of broadcast parameters; delta-*: the quantised update."
     )
-    error_feedback: bool = Field(
-        False, description="Add what the encoding of a merged push dropped to the next push."
-    )
+    error_feedback: bool = Field(False, description="Add what the encoding of a merged push dropped to the next push.")
 
 
 class StalenessSpec(Spec):
@@ -90,9 +81,7 @@ class StalenessSpec(Spec):
     max_steps: Annotated[int, Field(ge=1, le=10**9)] | None = Field(
         None, description="Steps since a learner last adopted a broadcast before it pauses; null: 4 · every."
     )
-    max_versions: int = Field(
-        16, ge=1, le=1_000_000, description="Age, in versions, beyond which work is dropped."
-    )
+    max_versions: int = Field(16, ge=1, le=1_000_000, description="Age, in versions, beyond which work is dropped.")
 
 
 class HeartbeatSpec(Spec):
@@ -116,35 +105,21 @@ class SyncSpec(Spec):
     fragments: int = Field(
         24, ge=1, le=4096, description="P: parts of the model that are merged in turn; at most every."
     )
-    every: int = Field(
-        24, ge=1, le=1_000_000, description="H: inner steps between two merges of one fragment."
-    )
+    every: int = Field(24, ge=1, le=1_000_000, description="H: inner steps between two merges of one fragment.")
     overlap: int = Field(
-        2,
-        ge=0,
-        le=1_000_000,
-        description="τ: inner steps that one fragment's exchange may overlap; below every.",
+        2, ge=0, le=1_000_000, description="τ: inner steps that one fragment's exchange may overlap; below every."
     )
     quorum: int = Field(
         1, ge=1, le=4096, description="K: learners without which nothing is merged. With deterministic: all."
     )
-    grace: GraceSpec = Field(
-        default_factory=GraceSpec, description="The wait for stragglers after the quorum."
-    )
+    grace: GraceSpec = Field(default_factory=GraceSpec, description="The wait for stragglers after the quorum.")
     merge: MergeSpec = Field(default_factory=MergeSpec, description="How pushes become one outer gradient.")
     outer: OuterSpec = Field(default_factory=OuterSpec, description="The outer optimizer.")
-    adoption: AdoptionSpec = Field(
-        default_factory=AdoptionSpec, description="How a learner takes a new version."
-    )
-    compression: CompressionSpec = Field(
-        default_factory=CompressionSpec, description="Encodings on the wire."
-    )
-    staleness: StalenessSpec = Field(
-        default_factory=StalenessSpec, description="Limits of being alone or late."
-    )
+    adoption: AdoptionSpec = Field(default_factory=AdoptionSpec, description="How a learner takes a new version.")
+    compression: CompressionSpec = Field(default_factory=CompressionSpec, description="Encodings on the wire.")
+    staleness: StalenessSpec = Field(default_factory=StalenessSpec, description="Limits of being alone or late.")
     heartbeat: HeartbeatSpec = Field(default_factory=HeartbeatSpec, description="Detection of lost learners.")
     norm_gate: NormGateSpec = Field(default_factory=NormGateSpec, description="Refusal of outlying pushes.")
     deterministic: bool = Field(
-        False,
-        description="Wait instead of racing: the same seed gives the same bits. For tests and debugging.",
+        False, description="Wait instead of racing: the same seed gives the same bits. For tests and debugging."
     )

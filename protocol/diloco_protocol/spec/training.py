@@ -29,9 +29,11 @@ class LoraSpec(Spec):
     rank: int = Field(8, ge=1, le=4096, description="Rank of each adapter.")
     alpha: float = Field(16.0, gt=0, le=65536, description="Scale of the adapters' output: alpha / rank.")
     targets: list[Pattern] = Field(
-        ["*q_proj", "*v_proj"], min_length=1, max_length=64,
+        ["*q_proj", "*v_proj"],
+        min_length=1,
+        max_length=64,
         description="Patterns (fnmatch) over the names of the linear modules that get an adapter.",
-    )  # fmt: skip
+    )
 
 
 class ModelSpec(Spec):
@@ -45,15 +47,16 @@ class ModelSpec(Spec):
         examples=[{"model_type": "llama", "hidden_size": 128}],
     )
     from_: Text | None = Field(
-        None, alias="from",
+        None,
+        alias="from",
         description="Weights to start from: a directory, a URI or a hub name. "
         "Without config, the configuration comes from there too.",
-    )  # fmt: skip
+    )
     freeze: list[Pattern] = Field(
-        [], max_length=64,
-        description="Patterns (fnmatch) over parameter names: these are not trained, "
-        "and travel once, with version 0.",
-    )  # fmt: skip
+        [],
+        max_length=64,
+        description="Patterns (fnmatch) over parameter names: these are not trained, and travel once, with version 0.",
+    )
     lora: LoraSpec | None = Field(
         None, description="Train low-rank adapters and freeze everything else; null: train the model itself."
     )
@@ -64,14 +67,14 @@ class DataSpec(Spec):
 
     source: Literal["text", "datasets", "python"] = Field(
         "text",
-        description="text: files read as they are; datasets: a Hugging Face data set; "
-        "python: a function of yours.",
+        description="text: files read as they are; datasets: a Hugging Face data set; python: a function of yours.",
     )
     paths: list[Text] = Field(
-        [], max_length=256,
+        [],
+        max_length=256,
         description="Of source text: files, directories, globs or fsspec URIs. "
         "`python-stdlib` is the built-in corpus: the Python standard library's own source.",
-    )  # fmt: skip
+    )
     name: Text | None = Field(
         None, description="Of source datasets: a hub name, or a directory written by save_to_disk."
     )
@@ -87,8 +90,7 @@ class DataSpec(Spec):
     )
     tokenizer: Text = Field(
         "bytes",
-        description="bytes: one token a byte, 256 of them; or a transformers tokenizer, "
-        "by directory or hub name.",
+        description="bytes: one token a byte, 256 of them; or a transformers tokenizer, by directory or hub name.",
     )
     sequence_length: int = Field(
         128, ge=2, le=1_048_576, description="Tokens per training sequence; for text and datasets."
@@ -112,8 +114,7 @@ class OptimizerSpec(Spec):
     weight_decay: float = Field(0.1, ge=0, le=10, description="Decoupled weight decay, of matrices.")
     warmup_steps: int = Field(100, ge=0, le=10_000_000, description="Steps of linear warm-up.")
     schedule: Literal["cosine", "constant"] = Field(
-        "cosine",
-        description="After the warm-up: cosine decay to 2 % of the peak at the stop, or the peak kept.",
+        "cosine", description="After the warm-up: cosine decay to 2 % of the peak at the stop, or the peak kept."
     )
     clip_norm: Annotated[float, Field(ge=0, le=1e6), AfterValidator(_none_for_zero)] | None = Field(
         1.0, description="Greatest norm of the gradient; 0 or null: not clipped."
@@ -145,12 +146,8 @@ class StopSpec(Spec):
 class EvaluationSpec(Spec):
     """Evaluation of the merged model on held-out data."""
 
-    fraction: float = Field(
-        0.01, ge=0, le=0.5, description="Share of the data held out of training; 0: no evaluation."
-    )
-    every_tokens: int = Field(
-        200_000, ge=1, le=2**53, description="Trained tokens (all learners) between evaluations."
-    )
+    fraction: float = Field(0.01, ge=0, le=0.5, description="Share of the data held out of training; 0: no evaluation.")
+    every_tokens: int = Field(200_000, ge=1, le=2**53, description="Trained tokens (all learners) between evaluations.")
     batches: int = Field(8, ge=1, le=100_000, description="Batches per evaluation.")
 
 
@@ -166,9 +163,7 @@ class TrainingSpec(Spec):
         description="Arithmetic of the forward and backward pass; weights stay float32. "
         "auto: bfloat16 where the device has it in hardware, else float32.",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="auto: cuda if there is one, else cpu."
-    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if there is one, else cpu.")
     stop: StopSpec = Field(
         default_factory=lambda: StopSpec(tokens=2_000_000),
         description="When the job is done: exactly one of steps, tokens, seconds.",

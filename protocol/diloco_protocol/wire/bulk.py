@@ -130,9 +130,7 @@ async def _ended(call: Any, error: Exception, what: str) -> TransferError:
 
 
 async def _run_parts(
-    channels: list[aio.Channel],
-    parts: list[tuple[int, int]],
-    one: Callable[[aio.Channel, int, int], Any],
+    channels: list[aio.Channel], parts: list[tuple[int, int]], one: Callable[[aio.Channel, int, int], Any]
 ) -> None:
     """Run ``one(channel, offset, bytes)`` for every part, one at a time per channel; the first
     failure cancels the rest."""
@@ -290,11 +288,7 @@ async def download(
                 raise WireError(f"{header.total_bytes} bytes are offered; at most {limit} are allowed here")
             if first is not None and header.total_bytes != first.total_bytes:
                 raise WireError("what is downloaded changed under way")
-            want = (
-                count
-                if size is not None or first is not None
-                else min(header.total_bytes, limits.MAX_PART_BYTES)
-            )
+            want = count if size is not None or first is not None else min(header.total_bytes, limits.MAX_PART_BYTES)
             if header.bytes != want:
                 raise WireError(f"a part of {header.bytes} bytes is offered, {want} were asked for")
             first = first or header
@@ -343,8 +337,7 @@ async def send_part(data: Any, offset: int, count: int, **fields: Any) -> AsyncI
     view = flat(data)
     if offset > view.nbytes or offset + count > view.nbytes or count > limits.MAX_PART_BYTES:
         raise WireError(
-            f"bytes {offset} to {offset + count} of {view.nbytes} "
-            f"(a part has at most {limits.MAX_PART_BYTES} bytes)"
+            f"bytes {offset} to {offset + count} of {view.nbytes} (a part has at most {limits.MAX_PART_BYTES} bytes)"
         )
     count = count or min(view.nbytes - offset, limits.MAX_PART_BYTES)
     part = view[offset : offset + count]

@@ -67,11 +67,7 @@ def sign_call(key: bytes, method: str, body: bytes, time_ms: int | None = None) 
     stamp = time.time_ns() // 1_000_000 if time_ms is None else time_ms
     nonce = secrets.token_bytes(NONCE_BYTES)
     return sync_pb2.SignedCall(
-        method=method,
-        body=body,
-        time_ms=stamp,
-        nonce=nonce,
-        signature=_signature(key, method, body, stamp, nonce),
+        method=method, body=body, time_ms=stamp, nonce=nonce, signature=_signature(key, method, body, stamp, nonce)
     )
 
 
@@ -128,7 +124,5 @@ def verify_call(key: bytes, call: sync_pb2.SignedCall, nonces: NonceCache, now_m
         raise CallRefused(f"the nonce must have {NONCE_BYTES} bytes")
     if abs(now - call.time_ms) > WINDOW_MS:
         off = abs(now - call.time_ms) / 1000
-        raise CallRefused(
-            f"the call's time is {off:.0f} s off; set the clocks ({WINDOW_MS // 1000} s allowed)"
-        )
+        raise CallRefused(f"the call's time is {off:.0f} s off; set the clocks ({WINDOW_MS // 1000} s allowed)")
     nonces.remember(bytes(call.nonce), now)

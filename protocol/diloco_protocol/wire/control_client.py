@@ -72,9 +72,7 @@ class ControlClient:
         except ControlError as error:
             if error.kind != "refused":
                 self._give_up(link)
-            raise ControlError(
-                error.kind, f"control call {method} to {self.address}: {error}"
-            ) from error.__cause__
+            raise ControlError(error.kind, f"control call {method} to {self.address}: {error}") from error.__cause__
         finally:
             link.calls -= 1
             await link.close_if_free()
@@ -97,9 +95,7 @@ class ControlClient:
 
         signed = sign_call(self._key, method, json.dumps(body).encode())
         try:
-            raw = await channel.unary_unary("/diloco.v1.Control/Call")(
-                signed.SerializeToString(), timeout=timeout
-            )
+            raw = await channel.unary_unary("/diloco.v1.Control/Call")(signed.SerializeToString(), timeout=timeout)
             reply = limits.parse(sync_pb2.CallReply, raw, limits.MAX_REPLY_BYTES)
             verify_reply(self._key, signed.nonce, reply)
             document = json.loads(reply.body) if reply.body else {}

@@ -63,8 +63,7 @@ async def vouched(credentials: Credentials, address: str, mine: Names) -> Creden
         raise VouchError(f"no TLS handshake with {address} within {_SECONDS:.0f} s") from error
     except ssl.SSLCertVerificationError as error:
         raise VouchError(
-            f"the certificate that {address} shows is not believed: {error.verify_message.rstrip('.')}",
-            UNTRUSTED,
+            f"the certificate that {address} shows is not believed: {error.verify_message.rstrip('.')}", UNTRUSTED
         ) from error
     except ssl.SSLError as error:
         raise VouchError(f"no TLS with {address}: {_words(error)}") from error
@@ -100,8 +99,7 @@ def _context(credentials: Credentials) -> ssl.SSLContext:
         context.load_cert_chain(folder / "tls.crt", folder / "tls.key", password=lambda: "")
     except (OSError, ValueError) as error:  # SSLError is an OSError, UnicodeDecodeError a ValueError
         raise VouchError(
-            f"{folder}: ca.crt, tls.crt and tls.key are not an authority, a certificate and its key in PEM",
-            UNUSABLE,
+            f"{folder}: ca.crt, tls.crt and tls.key are not an authority, a certificate and its key in PEM", UNUSABLE
         ) from error
     return context
 

@@ -100,11 +100,13 @@ class JobClock:
         }
 
     def load(self, row: dict[str, Any], now: float, wall: float) -> None:
-        self.before, self.up = row["elapsed"], row["up"]
+        self.before = row["elapsed"]
+        self.up = row["up"]
         self.slot_seconds_before = row.get("slot_seconds", self.slots * self.before)
         self.holds = [list(hold) for hold in row["holds"]]
         if row["running"]:
             down = max(0.0, wall - row["wall"])
             self.before += down
             self.slot_seconds_before += self.slots * down
-            self.started_at, self.advanced_at = now, now - down
+            self.started_at = now
+            self.advanced_at = now - down

@@ -36,9 +36,7 @@ class CoreConfig:
     def from_job(cls, job: DiLoCoJob) -> CoreConfig:
         spec = job.spec
         sync, stop = spec.sync, spec.training.stop
-        places = tuple(
-            (region.name, ordinal) for region in spec.regions for ordinal in range(region.learners)
-        )
+        places = tuple((region.name, ordinal) for region in spec.regions for ordinal in range(region.learners))
         return cls(
             places=places,
             rules=RoundRules(

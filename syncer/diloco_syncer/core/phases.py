@@ -122,8 +122,7 @@ class Phases:
         members.watch_regions(now, patience)
         gone, back = members.note_absences(now, self.job.clock.elapsed(now))
         notes = [
-            ev.Note("region-lost", -1, 0, f"nobody of region {region} was heard for {patience:g} s")
-            for region in gone
+            ev.Note("region-lost", -1, 0, f"nobody of region {region} was heard for {patience:g} s") for region in gone
         ]
         notes += [ev.Note("region-back", -1, 0, f"region {region} is heard again") for region in back]
         return [ev.Persist(), *notes] if notes else []
@@ -157,22 +156,19 @@ class Phases:
 
     def _evaluating(self, now: float) -> list[Action] | None:
         waited = now - self.since
-        patience = (
-            self.config.evaluation_seconds if self.job.members.evaluators else self.config.evaluator_seconds
-        )
+        patience = self.config.evaluation_seconds if self.job.members.evaluators else self.config.evaluator_seconds
         if self.job.final_loss is None and waited < patience:
             return None
         message = (
-            self.target_message
-            if self.job.final_loss is not None
-            else "no final evaluation: no evaluator in time"
+            self.target_message if self.job.final_loss is not None else "no final evaluation: no evaluator in time"
         )
         return self._end(self.target, message, now)
 
     # ------------------------------------------------------------- transitions
 
     def _drain(self, target: PhaseName, message: str, now: float) -> list[Action]:
-        self.target, self.target_message = target, message
+        self.target = target
+        self.target_message = message
         out: list[Action] = []
         if target is PhaseName.SUSPENDED:
             out += self.peers.checkpoint(self.job.members, now)
@@ -203,20 +199,16 @@ class Phases:
     # ------------------------------------------------------------- durable
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "target": self.target.value,
-            "target_message": self.target_message,
-        }
+        return {"target": self.target.value, "target_message": self.target_message}
 
     def load(self, row: dict[str, Any]) -> None:
         """Go on from a saved phase. A suspended, failed or deleted job, a complete one whose stop was
         moved, and one that was draining wait for learners again: whoever wants it suspended
         still says so, and a stop that is reached is seen again."""
-        self.target, self.target_message = PhaseName(row["target"]), row["target_message"]
+        self.target = PhaseName(row["target"])
+        self.target_message = row["target_message"]
         job = self.job
-        again = job.phase in (
-            PhaseName.SUSPENDED, PhaseName.FAILED, PhaseName.DELETED, PhaseName.DRAINING,
-        )  # fmt: skip
+        again = job.phase in (PhaseName.SUSPENDED, PhaseName.FAILED, PhaseName.DELETED, PhaseName.DRAINING)
         ended = job.phase in (PhaseName.COMPLETE, PhaseName.EVALUATING)
         if again or (ended and not self._stop_reached(0.0)):
             job.phase, job.phase_message, self.target = PhaseName.WAITING, "resumed", PhaseName.COMPLETE

@@ -77,7 +77,8 @@ class Job:
     def make_books(self, layout_digest: str, fragment_elements: tuple[int, ...]) -> None:
         """The layout is known: books for its fragments."""
         fragments = len(fragment_elements)
-        self.layout_digest, self.fragment_elements = layout_digest, fragment_elements
+        self.layout_digest = layout_digest
+        self.fragment_elements = fragment_elements
         self.rounds = RoundBook(fragments, self.config.rules)
         self.ledger = Ledger(fragments, len(self.members.slots))
         self.gate = NormGate(self.config.norm_gate, fragments)
@@ -110,12 +111,7 @@ class Job:
         for slot in self.members.slots if self.ledger else ():
             assert self.ledger
             report = self.ledger.books[slot.index].report
-            if (
-                slot.state is SlotState.ACTIVE
-                and slot.connection is not None
-                and slot.ready
-                and report is not None
-            ):
+            if slot.state is SlotState.ACTIVE and slot.connection is not None and slot.ready and report is not None:
                 bases = tuple(f.base_version for f in report.fragments)
                 learners.append(Progress(slot.index, slot.step, bases))
         return learners
@@ -180,11 +176,10 @@ class Job:
             self.ledger.grow(len(self.members.slots))
             self.epochs = [(epoch, list(versions)) for epoch, versions in state["epochs"]]
         if state["leases"] is not None:
-            self.leases = LeaseBook.from_json(
-                self.config.seed, self.config.rules.deterministic, state["leases"]
-            )
+            self.leases = LeaseBook.from_json(self.config.seed, self.config.rules.deterministic, state["leases"])
         self.clock.load(state["clock"], now, wall)
-        self.phase, self.phase_message = PhaseName(state["phase"]["name"]), state["phase"]["message"]
+        self.phase = PhaseName(state["phase"]["name"])
+        self.phase_message = state["phase"]["message"]
         self.merges = state["merges"]
         if "history" in state:
             self.history.load(state["history"])
@@ -192,4 +187,5 @@ class Job:
             self.history.settle(state.get("settled", 0))
         self.eval_loss = [(tokens, loss) for tokens, loss in state["eval_loss"]]
         self.scored_merges = state.get("scored_merges", -1)
-        self.initial_loss, self.final_loss = state["initial_loss"], state["final_loss"]
+        self.initial_loss = state["initial_loss"]
+        self.final_loss = state["final_loss"]

@@ -87,9 +87,7 @@ def core_status(job: Job, now: float) -> dict[str, Any]:
             for opened in (rounds.open.values() if rounds else ())
         ],
         "slots": slot_rows(job, now),
-        "tokens": job.ledger.totals()
-        if job.ledger
-        else {"trained": 0, "merged": 0, "pending": 0, "dropped": 0},
+        "tokens": job.ledger.totals() if job.ledger else {"trained": 0, "merged": 0, "pending": 0, "dropped": 0},
         "tokens_per_second": job.clock.rate(now),
         "merges": job.merges,
         "goodput": goodput(job, now),
@@ -131,8 +129,7 @@ def core_report(job: Job, now: float) -> dict[str, Any]:
             for row in slot_rows(job, now)
         ],
         "holds": [
-            {"from_seconds": since, "to_seconds": end if until is None else until}
-            for since, until in job.clock.holds
+            {"from_seconds": since, "to_seconds": end if until is None else until} for since, until in job.clock.holds
         ],
         "regions_lost": [
             {

@@ -94,13 +94,7 @@ def merge(
         span = slice(piece.offset, piece.offset + piece.elements)
         radial = method == "rda" and not piece.mean
         cancelled[index] = _piece(
-            [delta[span] for delta in deltas],
-            weights,
-            radial,
-            out[span],
-            table[index],
-            squares is not None,
-            threads,
+            [delta[span] for delta in deltas], weights, radial, out[span], table[index], squares is not None, threads
         )
 
     def ones(first: int, last: int) -> None:
@@ -184,9 +178,7 @@ def _factor(numerator: float, norm: float) -> np.float32:
     return np.float32(factor) if factor < 1e38 or not math.isfinite(factor) else np.float32(0)
 
 
-def _mean(
-    parts: Sequence[Float32s], shares: Sequence[float], out: Float32s, measured: int, threads: int
-) -> Float64s:
+def _mean(parts: Sequence[Float32s], shares: Sequence[float], out: Float32s, measured: int, threads: int) -> Float64s:
     """Weighted mean into ``out``; the squared norms of the first ``measured`` parts, then of ``out``."""
     sums = np.empty((measured + 1, kernels.blocks_of(out.size)), np.float64)
     factors = [np.float32(share) for share in shares]
@@ -238,9 +230,7 @@ def _check(pieces: Sequence[Piece], deltas: Sequence[Float32s], weights: Sequenc
     elements = 0
     for piece in pieces:
         if piece.offset != elements:
-            raise ValueError(
-                f"piece of {piece.tensor} begins at {piece.offset}, and {elements} come before it"
-            )
+            raise ValueError(f"piece of {piece.tensor} begins at {piece.offset}, and {elements} come before it")
         elements += piece.elements
     for m, delta in enumerate(deltas):
         if delta.dtype != np.float32 or delta.shape != (elements,) or not delta.flags.c_contiguous:
@@ -268,14 +258,7 @@ def _add1(out: Float32s, more: bool, f0: np.float32, x0: Float32s, first: int, l
 
 @kernel(F32_OUT, "boolean", *["float32"] * 2, *[F32_IN] * 2, RANGE)
 def _add2(
-    out: Float32s,
-    more: bool,
-    f0: np.float32,
-    f1: np.float32,
-    x0: Float32s,
-    x1: Float32s,
-    first: int,
-    last: int,
+    out: Float32s, more: bool, f0: np.float32, f1: np.float32, x0: Float32s, x1: Float32s, first: int, last: int
 ) -> None:
     for i in range(np.uint64(first), np.uint64(last)):
         term = f0 * x0[i]

@@ -196,12 +196,7 @@ class CosineGated(Adam):
         return gate * math.exp(-self.settings.age_decay * age)
 
 
-REGISTRY: dict[str, type[Outer]] = {
-    "sgd": Sgd,
-    "nesterov": Nesterov,
-    "adamw": Adam,
-    "cosine-gated": CosineGated,
-}
+REGISTRY: dict[str, type[Outer]] = {"sgd": Sgd, "nesterov": Nesterov, "adamw": Adam, "cosine-gated": CosineGated}
 
 
 def make(settings: OuterSettings, *, max_versions: int = 16) -> Outer:
@@ -235,13 +230,7 @@ def _sgd(lr: np.float32, theta: Float32s, delta: Float32s, first: int, last: int
 
 @kernel("float32", "float32", F32_OUT, F32_IN, F32_OUT, RANGE)
 def _nesterov(
-    lr: np.float32,
-    mu: np.float32,
-    theta: Float32s,
-    delta: Float32s,
-    momentum: Float32s,
-    first: int,
-    last: int,
+    lr: np.float32, mu: np.float32, theta: Float32s, delta: Float32s, momentum: Float32s, first: int, last: int
 ) -> None:
     for i in range(np.uint64(first), np.uint64(last)):
         b = mu * momentum[i] + delta[i]

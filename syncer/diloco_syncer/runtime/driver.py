@@ -72,7 +72,8 @@ class SteadyClock:
     """Monotonic seconds that skip gaps longer than ``limit`` in which nobody asked."""
 
     def __init__(self, limit: float = 3.0, raw: Callable[[], float] = time.monotonic) -> None:
-        self._raw, self._limit = raw, limit
+        self._raw = raw
+        self._limit = limit
         self._last = raw()
         self._skipped = 0.0
 
@@ -97,13 +98,18 @@ class Engine:
         threads: int,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
-        self.job, self.core, self.checkpoints, self.tape = job, core, checkpoints, tape
-        self.restored, self._loop = restored, loop
+        self.job = job
+        self.core = core
+        self.checkpoints = checkpoints
+        self.tape = tape
+        self.restored = restored
+        self._loop = loop
         self.epoch = checkpoints.epoch.number
         self.threads = threads
         self.layout = restored.layout
         self.parameters: Parameters | None = None
-        self.frozen, self.optimizer = restored.frozen, restored.optimizer  # names in the store
+        self.frozen = restored.frozen
+        self.optimizer = restored.optimizer  # names in the store
         self.optimizer_bytes = 0
         self._blobs: dict[str, Array] = {}
         self.clock = SteadyClock()
@@ -240,7 +246,9 @@ class Engine:
 
     def begin(self, layout: Layout, parameters: Parameters, frozen: str) -> None:
         """Version 0 is durable and in force from now on."""
-        self.layout, self.parameters, self.frozen = layout, parameters, frozen
+        self.layout = layout
+        self.parameters = parameters
+        self.frozen = frozen
 
     async def blob(self, name: str) -> Array:
         """A stored blob's bytes, verified when it is first asked for."""
@@ -296,17 +304,14 @@ class Engine:
         return self.problem or self.core.phase_message
 
     def _document(self) -> dict[str, Any]:
-        walls: dict[str, Any] = {
-            "bytes_up": self.bytes_up,
-            "bytes_down": self.bytes_down,
-            "events": self._numbers,
-        }
+        walls: dict[str, Any] = {"bytes_up": self.bytes_up, "bytes_down": self.bytes_down, "events": self._numbers}
         walls["traffic"] = self.traffic.state(self.sessions.doors.gate)
         walls |= {"refused": dict(self.refused), "seconds": self.seconds}
         return {"core": self.core.state(self.clock(), time.time()), "walls": walls}
 
     def _load(self, walls: dict[str, Any]) -> None:
-        self.bytes_up, self.bytes_down = walls["bytes_up"], walls["bytes_down"]
+        self.bytes_up = walls["bytes_up"]
+        self.bytes_down = walls["bytes_down"]
         self.traffic.load(walls.get("traffic", {}))
         self._numbers = walls["events"]
         self.refused.update(walls["refused"])
@@ -395,9 +400,7 @@ class Engine:
                 **({"details": note.details} if note.details else {}),
             }
         )
-        level = (
-            logging.WARNING if note.kind in ("lost", "gone", "hold", "starved", "dropped") else logging.INFO
-        )
+        level = logging.WARNING if note.kind in ("lost", "gone", "hold", "starved", "dropped") else logging.INFO
         log.log(level, "%s: %s", note.kind, note.message, extra={"slot": note.slot})
 
     async def _end(self, phase: PhaseName, again: bool = False) -> None:
@@ -448,13 +451,7 @@ class Engine:
         began = time.monotonic()
         try:
             record, broadcast = await loop.run_in_executor(
-                self._merge_thread,
-                self.parameters.merge,
-                action,
-                deltas,
-                self.epoch,
-                self._merge_number + 1,
-                squares,
+                self._merge_thread, self.parameters.merge, action, deltas, self.epoch, self._merge_number + 1, squares
             )
         except Diverged as error:
             self.handle(ev.EndRequested(PhaseName.FAILED, str(error)))

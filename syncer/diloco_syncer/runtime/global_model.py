@@ -73,9 +73,7 @@ class Parameters:
         self._outer = outer.make(sync.outer, max_versions=sync.staleness.max_versions)
         self._down = sync.compression.down
         self.begun_anew = any(not self._outer.owns(record.outer) for record in newest)
-        self.newest = [
-            record if self._outer.owns(record.outer) else replace(record, outer={}) for record in newest
-        ]
+        self.newest = [record if self._outer.owns(record.outer) else replace(record, outer={}) for record in newest]
         for record in self.newest:
             self._outer.check(record.outer, layout.elements(record.fragment))
         self.broadcasts = [self.encode(record, None) for record in self.newest]
@@ -119,12 +117,7 @@ class Parameters:
         merged = merge.merge(pieces, deltas, weights, self._method, squares=squares, threads=self._threads)
         theta, state = old.theta.copy(), {name: array.copy() for name, array in old.outer.items()}
         state = self._outer.step(
-            theta,
-            merged.delta,
-            state,
-            ages=[r.age for r in action.responders],
-            weights=weights,
-            threads=self._threads,
+            theta, merged.delta, state, ages=[r.age for r in action.responders], weights=weights, threads=self._threads
         )
         # Where whole values are broadcast nothing is dropped, and what was dropped once is out of date.
         feedback: Floats | None = None

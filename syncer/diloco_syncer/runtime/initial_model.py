@@ -144,7 +144,8 @@ class InitialUpload:
             await asyncio.sleep(WATCH_SECONDS)
             asked, now = self._engine.core.initialiser or 0, time.monotonic()
             if asked != self._watched or self._under_way:
-                self._watched, self._touched = asked, now
+                self._watched = asked
+                self._touched = now
             elif asked and now - self._touched > PATIENCE:
                 self._watched = 0
                 self._fail(asked, f"nothing of it came for {PATIENCE:.0f} s")
@@ -173,9 +174,7 @@ class InitialUpload:
     async def _take_fragment(self, fragment: int, data: Array, attempt: int) -> None:
         theta = data.view(np.float32)
         if not codec.norm_and_finite(theta)[1]:
-            raise InitialRefused(
-                f"fragment {fragment} has values that are not finite: check the model's start"
-            )
+            raise InitialRefused(f"fragment {fragment} has values that are not finite: check the model's start")
         record = first_records(self._engine.job.metadata.name, self._engine.epoch, {fragment: theta})[0]
         self._names[fragment] = await self._stage(attempt, f"f{fragment:05d}.rec", *record.pack())
         self._fragments[fragment] = theta

@@ -35,8 +35,10 @@ class Traffic:
     def __init__(self, regions: Iterable[str]) -> None:
         """``regions``: of the job, in its order."""
         self.regions = tuple(regions)
-        self._up, self._down = Counter[str](), Counter[str]()  # payload, by region
-        self._slots_up, self._slots_down = Counter[int](), Counter[int]()
+        self._up = Counter[str]()
+        self._down = Counter[str]()  # payload, by region
+        self._slots_up = Counter[int]()
+        self._slots_down = Counter[int]()
         # By region, of syncers before this one.
         self._earlier: dict[str, tuple[int, int]] = {}
 
@@ -76,8 +78,7 @@ class Traffic:
     def with_slots(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Rows that have ``slot``, each with the payload of all who sat there."""
         return [
-            row | {"bytes_up": self._slots_up[row["slot"]], "bytes_down": self._slots_down[row["slot"]]}
-            for row in rows
+            row | {"bytes_up": self._slots_up[row["slot"]], "bytes_down": self._slots_down[row["slot"]]} for row in rows
         ]
 
     def _wire(self, gate: Gate | None) -> dict[str, tuple[int, int]]:

@@ -92,9 +92,6 @@ class Bases:
         await engine.durably(engine.checkpoints.write_record, record)
         await engine.durably(engine.tape.append, record)
         log.warning(
-            "fragment %d: version %d is taken from a learner; the store had %d",
-            fragment,
-            base.version,
-            old.version,
+            "fragment %d: version %d is taken from a learner; the store had %d", fragment, base.version, old.version
         )
         engine.handle(ev.BaseStored(fragment))

@@ -227,10 +227,7 @@ class Bulk:
         number = connection.number if connection else 0
         rows = bases.admit(number, base, header.total_bytes)
         whole = await self._receive(
-            ("base", header.process, base.fragment),
-            header,
-            stream,
-            lambda: np.empty(header.total_bytes, np.uint8),
+            ("base", header.process, base.fragment), header, stream, lambda: np.empty(header.total_bytes, np.uint8)
         )
         if whole is None:
             return reply(True, services.PARTIAL)
@@ -296,9 +293,7 @@ class Bulk:
             return messages.receipt_to(engine.core.receipt(found.fragment))
         return found.receipt
 
-    async def _find(
-        self, request: sync_pb2.DownloadRequest
-    ) -> tuple[Array | None, tuple[tuple[int, int], ...], str]:
+    async def _find(self, request: sync_pb2.DownloadRequest) -> tuple[Array | None, tuple[tuple[int, int], ...], str]:
         """The bytes asked for (None: not to be had), the versions they go with, and the word why not."""
         engine, kinds = self._engine, sync_pb2.DownloadRequest
         if request.what == kinds.JOB and not request.job:  # who asks for it may not know its name

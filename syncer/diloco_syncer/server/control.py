@@ -67,9 +67,7 @@ class Control:
             body = json.loads(call.body or b"{}")
             if not isinstance(body, dict):
                 raise BadCall("the body must be a JSON object")
-            answer = bounded(
-                await self._do(call.method, body), limits.MAX_REPLY_BYTES - limits.MAX_HEADER_BYTES
-            )
+            answer = bounded(await self._do(call.method, body), limits.MAX_REPLY_BYTES - limits.MAX_HEADER_BYTES)
         except (BadCall, ValueError, RecursionError) as error:
             reply = sync_pb2.CallReply(ok=False, message=str(error)[: limits.MAX_TEXT])
         else:
@@ -84,9 +82,7 @@ class Control:
             if type(ordinal) is not int or ordinal < 0:
                 raise BadCall("ordinal: expected a whole number that is not negative")
             engine.handle(
-                ev.ProcessGone(
-                    _text(body, "region"), ordinal, _text(body, "process", ""), _text(body, "reason", "")
-                )
+                ev.ProcessGone(_text(body, "region"), ordinal, _text(body, "process", ""), _text(body, "reason", ""))
             )
             return {}
         if method == "checkpoint":
@@ -118,6 +114,4 @@ def status_handler(engine: Engine) -> Any:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         return sync_pb2.StatusReply(json=text.decode()).SerializeToString()
 
-    return grpc.method_handlers_generic_handler(
-        "diloco.v1.Status", {"Get": grpc.unary_unary_rpc_method_handler(get)}
-    )
+    return grpc.method_handlers_generic_handler("diloco.v1.Status", {"Get": grpc.unary_unary_rpc_method_handler(get)})

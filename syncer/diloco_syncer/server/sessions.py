@@ -50,7 +50,8 @@ class Connection:
     """One stream's far end."""
 
     def __init__(self, number: int, peer: Peer = PLAIN) -> None:
-        self.number, self.peer = number, peer
+        self.number = number
+        self.peer = peer
         self.process = self.place = ""  # place: where its bytes are counted
         self.queue: deque[bytes] = deque()
         self.wake = asyncio.Event()
@@ -109,14 +110,10 @@ class Sessions:
         try:
             join, attempt = await self._first(stream, connection)
         except TimeoutError:
-            await context.abort(
-                grpc.StatusCode.DEADLINE_EXCEEDED, f"no Join within {limits.JOIN_SECONDS:.0f} s"
-            )
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no Join within {limits.JOIN_SECONDS:.0f} s")
         except WireError as error:
             other = isinstance(error, messages.OtherJob)
-            self.doors.note(
-                peer, connection_limits.WRONG_JOB if other else connection_limits.BAD_JOIN, str(error)
-            )
+            self.doors.note(peer, connection_limits.WRONG_JOB if other else connection_limits.BAD_JOIN, str(error))
             await context.write(refusal("bad-join", str(error), True).SerializeToString())
             return
         if not await self._believed(join, attempt, peer, context):
@@ -140,9 +137,12 @@ class Sessions:
         if over is not None:
             what = "sessions" if over == connection_limits.TOO_MANY_SESSIONS else "joins in a minute"
             await self.doors.refuse(
-                context, peer, over, grpc.StatusCode.RESOURCE_EXHAUSTED,
+                context,
+                peer,
+                over,
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"too many {what} with one certificate: try again later",
-            )  # fmt: skip
+            )
 
     async def _believed(self, join: ev.Join, attempt: int, peer: Peer, context: Any) -> bool:
         """Whether the certificate may say this Join, now; if not, the refusal is told."""
@@ -277,28 +277,19 @@ class Sessions:
                 message = refusal("initialise", "join again to upload version 0", False)
             case ev.Pull():
                 pull = sync_pb2.Pull(
-                    round=action.round,
-                    fragment=action.fragment,
-                    epoch=self._engine.epoch,
-                    version=action.version,
+                    round=action.round, fragment=action.fragment, epoch=self._engine.epoch, version=action.version
                 )
                 message = sync_pb2.SyncerMessage(pull=pull)
             case ev.GrantLease():
                 message = sync_pb2.SyncerMessage(lease=lease_to(action.lease))
             case ev.AskPeerState():
                 self._engine.relay.ask(action.transfer, action.connection, action.checkpoint)
-                message = sync_pb2.SyncerMessage(
-                    peer_state_request=sync_pb2.PeerStateRequest(transfer=action.transfer)
-                )
+                message = sync_pb2.SyncerMessage(peer_state_request=sync_pb2.PeerStateRequest(transfer=action.transfer))
             case ev.AskBase():
-                request = sync_pb2.BaseRequest(
-                    fragment=action.fragment, epoch=action.epoch, version=action.version
-                )
+                request = sync_pb2.BaseRequest(fragment=action.fragment, epoch=action.epoch, version=action.version)
                 message = sync_pb2.SyncerMessage(base_request=request)
             case ev.PeerStateAnswer():
-                message = sync_pb2.SyncerMessage(
-                    peer_state_ready=sync_pb2.PeerStateReady(transfer=action.transfer)
-                )
+                message = sync_pb2.SyncerMessage(peer_state_ready=sync_pb2.PeerStateReady(transfer=action.transfer))
             case _:
                 raise TypeError(f"not an action of the sessions: {action!r}")
         connection = self._connections.get(action.connection)

@@ -49,13 +49,7 @@ _NOT_IN_ADDRESS = re.compile(r'[^!-~]|["<>\\^`{|}]')  # RFC 3986
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z0-9]{1,64})</Code>")
 _ASKED = re.compile(r"https?://([^/\s]+)")
-_METADATA = (
-    "/latest/api/token",
-    "/latest/meta-data/",
-    "169.254.",
-    "fd00:ec2::254",
-    "metadata.google.internal",
-)
+_METADATA = ("/latest/api/token", "/latest/meta-data/", "169.254.", "fd00:ec2::254", "metadata.google.internal")
 _SETTINGS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
     "gs": "GOOGLE_SERVICE_ACCOUNT",
@@ -116,10 +110,8 @@ class BucketStore(Store):
         retries = {
             "max_retries": RETRIES,
             "retry_timeout": timedelta(seconds=RETRY_SECONDS),
-            "backoff": {
-                "init_backoff": timedelta(milliseconds=200), "max_backoff": timedelta(seconds=3), "base": 2,
-            },
-        }  # fmt: skip
+            "backoff": {"init_backoff": timedelta(milliseconds=200), "max_backoff": timedelta(seconds=3), "base": 2},
+        }
         # One object is deleted by DELETE: not all that speak S3 know the request for many.
         config: Any = {"disable_bulk_delete": True} if self._scheme == "s3" else None
         try:
@@ -179,9 +171,7 @@ class BucketStore(Store):
             found = self._client.get(self._reading, checked(name))
             size = found.meta["size"]
             if size > limit:
-                raise TooLarge(
-                    errno.EFBIG, f"{self.where}/{name} has {size} bytes; at most {limit} are allowed"
-                )
+                raise TooLarge(errno.EFBIG, f"{self.where}/{name} has {size} bytes; at most {limit} are allowed")
             return bytes(found.bytes())
         except TooLarge:
             raise

@@ -116,9 +116,7 @@ class Checkpoints:
         except AlreadyThere:
             found = read_document(self.store, "job.json")
         if found["job"] != self.job:
-            raise StoreUnusable(
-                f"this store holds the job {found['job']!r}, not {self.job!r}: use another store"
-            )
+            raise StoreUnusable(f"this store holds the job {found['job']!r}, not {self.job!r}: use another store")
         changed = sorted(k for k, v in found["digests"].items() if digests.get(k, v) != v)
         if changed:
             raise StoreUnusable(
@@ -167,9 +165,7 @@ class Checkpoints:
                 if found.epoch < record.epoch:
                     raise TakeOver(f"{name} was made in epoch {found.epoch} meanwhile") from None
                 if found.digest != record.digest:
-                    raise StoreUnusable(
-                        f"{name} was made twice in epoch {record.epoch}, differently"
-                    ) from None
+                    raise StoreUnusable(f"{name} was made twice in epoch {record.epoch}, differently") from None
                 break  # a put whose answer was lost
         self.epoch.check()
 

@@ -108,17 +108,13 @@ class Reader:
             try:
                 body = read_document(self.store, name)
                 if body["job"] != self.job:
-                    raise StoreUnusable(
-                        f"{name} is of the job {body['job']!r}, not {self.job!r}: use another store"
-                    )
+                    raise StoreUnusable(f"{name} is of the job {body['job']!r}, not {self.job!r}: use another store")
                 versions: list[int] = body["versions"]
                 if layout is not None:
                     versions = versions or [0] * len(layout)
                     found.chains = self.chains(versions)
                 elif versions:
-                    raise StoreUnusable(
-                        "there are merges but no initial.json in the store: restore it from a copy"
-                    )
+                    raise StoreUnusable("there are merges but no initial.json in the store: restore it from a copy")
             except (Damaged, NotThere) as error:
                 found.problems.append(f"{error}; going back to an older state")
                 continue
@@ -126,9 +122,10 @@ class Reader:
             return found
         if names:
             raise StoreUnusable(
-                "no state in the store can be used: " + "; ".join(found.problems[-3:])
+                "no state in the store can be used: "
+                + "; ".join(found.problems[-3:])
                 + ": restore the store from a copy, or use another"
-            )  # fmt: skip
+            )
         if layout is not None:  # stopped between version 0 and the first state
             found.chains = [Chain(self.record(fragment, 0), []) for fragment in range(len(layout))]
         return found

@@ -252,16 +252,16 @@ def verify(store: Store) -> int:
             raise TapeError(f"tape line {count} is torn")
         line = _decode(raw, count)
         if line.get("previous") != previous:
-            raise TapeError(
-                f"tape line {count} does not follow line {count - 1}: a line was changed or left out"
-            )
+            raise TapeError(f"tape line {count} does not follow line {count - 1}: a line was changed or left out")
         fragment, version = line["fragment"], line["version"]
         if line["kind"] == "merge" and version != newest.get(fragment, 0) + 1:
             before = newest.get(fragment, 0)
             raise TapeError(f"tape line {count}: fragment {fragment} goes from version {before} to {version}")
         if line["kind"] == RECOVERED and version <= newest.get(fragment, 0):
-            raise TapeError(f"tape line {count}: fragment {fragment} is recovered at version {version}, "
-                            f"and had {newest.get(fragment, 0)}")  # fmt: skip
+            raise TapeError(
+                f"tape line {count}: fragment {fragment} is recovered at version {version}, "
+                f"and had {newest.get(fragment, 0)}"
+            )
         newest[fragment] = version
         previous = _digest(raw)
     return count

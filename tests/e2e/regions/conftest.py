@@ -34,9 +34,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 def run_job(world: World) -> Iterator[RunJob]:
     made = []
 
-    def begin(
-        name: str, regions: dict[str, int], *but: str, issue: Sequence[str] = (), **spec: object
-    ) -> Job:
+    def begin(name: str, regions: dict[str, int], *but: str, issue: Sequence[str] = (), **spec: object) -> Job:
         made.append(name)
         return world.apply(world.document(name, regions, **spec), *but, issue=issue)  # type: ignore[arg-type]
 

@@ -19,9 +19,12 @@ from .world import EU, PROGRAM, US, RunJob, World
 
 pytestmark = pytest.mark.timeout(1200)
 PAIRS = (
-    ("float32", "float32"), ("int4", "bfloat16"), ("int4", "delta-int4"), ("int2", "bfloat16"),
+    ("float32", "float32"),
+    ("int4", "bfloat16"),
+    ("int4", "delta-int4"),
+    ("int2", "bfloat16"),
     ("int2", "delta-int4"),
-)  # fmt: skip
+)
 FRAGMENTS, EVERY, SEQUENCES, LENGTH = 8, 16, 4, 64
 TURNS = 8  # merges of each fragment that are counted
 STEP_TOKENS = SEQUENCES * LENGTH
@@ -72,24 +75,28 @@ def measure(world: World, job: Job) -> Carried:
     return Carried(
         {name: row[1] / (now - merges) for name, row in grown.items()},
         {name: row[0] / (now - merges) for name, row in grown.items()},
-        plan["merge"]["up_bytes"], plan["merge"]["down_bytes"], plan["parameters"],
-    )  # fmt: skip
+        plan["merge"]["up_bytes"],
+        plan["merge"]["down_bytes"],
+        plan["parameters"],
+    )
 
 
 def test_what_the_encodings_cost_on_the_links(world: World, run_job: RunJob) -> None:
     found: dict[str, Carried] = {}
     for number, (up, down) in enumerate(PAIRS):
         job = run_job(
-            f"encoded-{number}", {EU: 1, US: 1},
+            f"encoded-{number}",
+            {EU: 1, US: 1},
             learners={"podTemplate": pod_template("learner", "700m")},
             sync={
-                "fragments": FRAGMENTS, "every": EVERY, "overlap": 2, "quorum": 2,
+                "fragments": FRAGMENTS,
+                "every": EVERY,
+                "overlap": 2,
+                "quorum": 2,
                 "compression": {"up": up, "down": down},
             },
-            training={
-                "model": {"config": MODEL}, "batch": {"sequences": SEQUENCES}, "evaluation": {"fraction": 0},
-            },
-        )  # fmt: skip
+            training={"model": {"config": MODEL}, "batch": {"sequences": SEQUENCES}, "evaluation": {"fraction": 0}},
+        )
         found[f"{up} / {down}"] = measure(world, job)
         job.exact()
         world.delete(job.name)

@@ -16,10 +16,15 @@ pytestmark = pytest.mark.timeout(1200)
 SECONDS = 60.0  # of each measurement
 # Two million parameters and short sequences: an exchange is large, a step is not.
 MODEL = {
-    "model_type": "llama", "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64,
+    "model_type": "llama",
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -70,15 +75,14 @@ def test_thin_links(world: World, run_job: RunJob) -> None:
         {EU: 1, US: 1},
         learners={"podTemplate": pod_template("learner", "700m")},
         sync={
-            "fragments": 8, "every": 16, "overlap": 2, "quorum": 2,
+            "fragments": 8,
+            "every": 16,
+            "overlap": 2,
+            "quorum": 2,
             "compression": {"up": "int4", "down": "bfloat16"},
         },
-        training={
-            "model": {"config": MODEL},
-            "batch": {"sequences": 4},
-            "evaluation": {"fraction": 0},
-        },
-    )  # fmt: skip
+        training={"model": {"config": MODEL}, "batch": {"sequences": 4}, "evaluation": {"fraction": 0}},
+    )
     job.in_merges(2)
     job.merging_on(merges=16)
     free = pace(job)

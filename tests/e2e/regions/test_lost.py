@@ -57,19 +57,26 @@ def kept_volume(world: World, name: str, folder: Path) -> None:
     size, modes = {"storage": "1Gi"}, ["ReadWriteOnce"]
     world.hub.apply(
         {
-            "apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": f"{world.namespace}-{name}"},
+            "apiVersion": "v1",
+            "kind": "PersistentVolume",
+            "metadata": {"name": f"{world.namespace}-{name}"},
             "spec": {
-                "capacity": size, "accessModes": modes, "persistentVolumeReclaimPolicy": "Retain",
-                "storageClassName": "", "hostPath": {"path": str(folder)},
+                "capacity": size,
+                "accessModes": modes,
+                "persistentVolumeReclaimPolicy": "Retain",
+                "storageClassName": "",
+                "hostPath": {"path": str(folder)},
                 "claimRef": {"namespace": world.namespace, "name": name},
             },
         },
         {
-            "apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": name},
+            "apiVersion": "v1",
+            "kind": "PersistentVolumeClaim",
+            "metadata": {"name": name},
             "spec": {"accessModes": modes, "storageClassName": "", "resources": {"requests": size}},
         },
         namespace=world.namespace,
-    )  # fmt: skip
+    )
 
 
 @contextlib.contextmanager
@@ -95,9 +102,7 @@ def learner_step(world: World, name: str, region: str) -> int:
 
 
 @pytest.mark.parametrize("kept", ["volume", "bucket"])
-def test_the_hub_is_destroyed_and_built_again(
-    world: World, run_job: RunJob, tmp_path: Path, kept: str
-) -> None:
+def test_the_hub_is_destroyed_and_built_again(world: World, run_job: RunJob, tmp_path: Path, kept: str) -> None:
     """Elsewhere: at another port. Learners follow without being started again. Meanwhile they train on,
     and where they may not for so long, they pause."""
     name, folder = f"hub-{kept}", tmp_path / "volume"
@@ -112,8 +117,10 @@ def test_the_hub_is_destroyed_and_built_again(
         # Nor is a small corpus to be what ends it: half of a slot's share of it is leased ahead.
         data = {"source": "text", "paths": ["python-stdlib"], "tokenizer": "bytes", "sequenceLength": 64}
         fields: dict[str, Any] = {
-            "syncer": syncer, "sync": {"staleness": {"maxSteps": alone}}, "training": {"data": data},
-        }  # fmt: skip
+            "syncer": syncer,
+            "sync": {"staleness": {"maxSteps": alone}},
+            "training": {"data": data},
+        }
         job = run_job(name, regions, **fields)
         job.in_merges(2)
         job.merging_on()
@@ -141,9 +148,7 @@ def test_the_hub_is_destroyed_and_built_again(
         for region in (EU, US):
             contributes(job, region, 240)
         took = time.time() - began
-        print(
-            f"{kept}: both regions in merges {took:.0f} s after the hub was destroyed, its building included"
-        )
+        print(f"{kept}: both regions in merges {took:.0f} s after the hub was destroyed, its building included")
         assert world.identities(name, EU, US) == pods, "a learner was started again"
         later = {row["region"]: row["step"] for row in job.training()["slots"]}
         assert all(later[region] > steps[region] for region in (EU, US))
@@ -173,9 +178,11 @@ def test_the_node_of_the_syncer_is_lost(world: World, run_job: RunJob) -> None:
         world.destroy(HUB)
         world.begin(HUB, nodes=2)
     job = run_job(
-        "node", {EU: 1, US: 1}, syncer={"podTemplate": on_node(world.hub, 1)},
+        "node",
+        {EU: 1, US: 1},
+        syncer={"podTemplate": on_node(world.hub, 1)},
         nodeLoss={"policy": "ForceDelete", "afterSeconds": 10},
-    )  # fmt: skip
+    )
     job.in_merges(2)
     assert job.syncer_pod()["spec"]["nodeName"] == world.hub.nodes()[1]
     pods, before = world.identities("node", EU, US), job.training()

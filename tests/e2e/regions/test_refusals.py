@@ -65,9 +65,15 @@ async def first_word(address: str, folder: Path | None, raw: bytes) -> str:
 def joins(to: Job, **changes: Any) -> bytes:
     """A Join of a process that only listens (it holds no model)."""
     fields: dict[str, Any] = {
-        "format": limits.FORMAT, "job": to.name, "process": secrets.token_hex(16), "region": EU, "ordinal": 9,
-        "role": sync_pb2.ROLE_LEARNER, "idle": True, "attempt": time.time_ns() // 1000,
-    }  # fmt: skip
+        "format": limits.FORMAT,
+        "job": to.name,
+        "process": secrets.token_hex(16),
+        "region": EU,
+        "ordinal": 9,
+        "role": sync_pb2.ROLE_LEARNER,
+        "idle": True,
+        "attempt": time.time_ns() // 1000,
+    }
     return sync_pb2.LearnerMessage(join=sync_pb2.Join(**(fields | changes))).SerializeToString()
 
 
@@ -100,9 +106,7 @@ def test_who_may_not_is_refused_by_name(world: World, run_job: RunJob) -> None:
     honest = insider.learner("honest", EU, token=insider.secret)
     foreign = Parties(world.folder / "foreign", job.name, world.namespace, title="theirs")
     stranger = foreign.learner("stranger", EU, token=insider.secret)
-    (stranger / "ca.crt").write_bytes(
-        insider.authority.certificate
-    )  # it trusts the hub, and not the other way
+    (stranger / "ca.crt").write_bytes(insider.authority.certificate)  # it trusts the hub, and not the other way
 
     # The certificate.
     for folder, reason, said in (
@@ -138,9 +142,17 @@ def test_who_may_not_is_refused_by_name(world: World, run_job: RunJob) -> None:
     assert asyncio.run(first_word(address, thief, joins(job))) == "UNAUTHENTICATED"
 
     expected = {
-        "stranger", "expired", "not-yet-valid", "wrong-job", "wrong-role", "no-certificate", "not-tls",
-        "replayed", "wrong-region", "wrong-token",
-    }  # fmt: skip
+        "stranger",
+        "expired",
+        "not-yet-valid",
+        "wrong-job",
+        "wrong-role",
+        "no-certificate",
+        "not-tls",
+        "replayed",
+        "wrong-region",
+        "wrong-token",
+    }
     until(f"all of {expected} counted", lambda: not expected - refused(job).keys(), 30)
     page = metrics(job)
     log = job.cluster.kubectl("logs", job.syncer_pod()["metadata"]["name"], "-n", job.namespace)
@@ -178,9 +190,7 @@ def test_the_job_goes_on_under_a_flood(world: World, run_job: RunJob) -> None:
     job.in_merges(2)
     pods, insider = world.identities(job.name, EU, US), Insider(world, job)
     foreign = Parties(world.folder / "foreign-flood", job.name, world.namespace, title="theirs")
-    (stranger := foreign.learner("stranger", EU)).joinpath("ca.crt").write_bytes(
-        insider.authority.certificate
-    )
+    (stranger := foreign.learner("stranger", EU)).joinpath("ca.crt").write_bytes(insider.authority.certificate)
     with Flood(world.address(), insider, stranger) as flood:
         until("it is a flood", lambda: job.training()["doors"]["handshakes"] > 100, 60)
         job.merging_on(merges=8)

@@ -27,12 +27,15 @@ def way_in(world: World, job: Job, kind: str) -> str:
     else:  # a port of the gateway's own
         assert service["spec"]["type"] == "ClusterIP"
         front = {
-            "apiVersion": "v1", "kind": "Service", "metadata": {"name": f"{job.name}-front"},
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": {"name": f"{job.name}-front"},
             "spec": {
-                "type": "NodePort", "selector": service["spec"]["selector"],
+                "type": "NodePort",
+                "selector": service["spec"]["selector"],
                 "ports": [{"port": 7700, "targetPort": 7700}],
             },
-        }  # fmt: skip
+        }
         world.hub.apply(front, namespace=world.namespace)
         made = until("its port", lambda: world.hub.api(path.removesuffix("syncer") + "front"), 60)
         ports = made["spec"]["ports"]
@@ -82,26 +85,27 @@ def call(world: World, name: str, address: str) -> None:
     for region in (EU, US):
         world.clusters[region].apply(
             {
-                "apiVersion": "v1", "kind": "Service", "metadata": {"name": name},
+                "apiVersion": "v1",
+                "kind": "Service",
+                "metadata": {"name": name},
                 "spec": {"clusterIP": "None", "ports": [{"port": NODE_PORT}]},
             },
             {
-                "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
-                "metadata": {"name": name, "labels": labels}, "ports": [{"port": NODE_PORT}],
+                "apiVersion": "discovery.k8s.io/v1",
+                "kind": "EndpointSlice",
+                "addressType": "IPv4",
+                "metadata": {"name": name, "labels": labels},
+                "ports": [{"port": NODE_PORT}],
                 "endpoints": [{"addresses": [address], "conditions": {"ready": True}}],
             },
             namespace=world.namespace,
-        )  # fmt: skip
+        )
 
 
 def test_a_name_is_resolved_anew(world: World, run_job: RunJob) -> None:
     """The hub's name leads elsewhere: nothing changes in the job, and nothing is started again."""
     call(world, "moves", machine_address(world))
-    endpoint = {
-        "type": "NodePort",
-        "nodePort": NODE_PORT,
-        "address": f"moves.{world.namespace}.svc:{NODE_PORT}",
-    }
+    endpoint = {"type": "NodePort", "nodePort": NODE_PORT, "address": f"moves.{world.namespace}.svc:{NODE_PORT}"}
     with Gateway(machine_address(world), world.address(), port=NODE_PORT):
         job = run_job("named", {EU: 1, US: 1}, syncer={"endpoint": endpoint})
         job.in_merges(2)

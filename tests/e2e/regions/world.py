@@ -78,18 +78,15 @@ class World:
     def endpoint(self, port: int = NODE_PORT) -> dict[str, Any]:
         return {"type": "NodePort", "nodePort": port, "address": self.address(port)}
 
-    def document(
-        self, name: str, regions: dict[str, int], port: int = NODE_PORT, **spec: Any
-    ) -> dict[str, Any]:
+    def document(self, name: str, regions: dict[str, int], port: int = NODE_PORT, **spec: Any) -> dict[str, Any]:
         """A small job with its syncer in the hub and so many learners in each of the clusters named."""
-        syncer = {
-            "cluster": HUB, "endpoint": self.endpoint(port), "tls": {"secretName": f"{name}-syncer"},
-        } | spec.pop("syncer", {})  # fmt: skip
+        syncer = {"cluster": HUB, "endpoint": self.endpoint(port), "tls": {"secretName": f"{name}-syncer"}} | spec.pop(
+            "syncer", {}
+        )
         document = small_job(name, syncer=syncer, **spec)
         document["spec"]["learners"]["credentials"] = {"secretName": f"{name}-learner"}
         document["spec"]["regions"] = [
-            {"name": cluster, "cluster": cluster, "learners": learners}
-            for cluster, learners in regions.items()
+            {"name": cluster, "cluster": cluster, "learners": learners} for cluster, learners in regions.items()
         ]
         return document
 

@@ -67,8 +67,9 @@ def test_the_jobs_own_model_and_layout_are_counted() -> None:
 
 
 @pytest.mark.parametrize("example", ["tiny-gpt", "tiny-moe", "tiny-vit"])
-@pytest.mark.parametrize("change", [[], ["training.model.lora={rank: 4, targets: ['*q*']}"],
-                                    ["training.model.freeze=['*embed*']"]])  # fmt: skip
+@pytest.mark.parametrize(
+    "change", [[], ["training.model.lora={rank: 4, targets: ['*q*']}"], ["training.model.freeze=['*embed*']"]]
+)
 def test_a_model_without_values_has_the_models_layout(example: str, change: list[str]) -> None:
     job = load_job(EXAMPLES / f"{example}.yaml", change)
     outline = build_layout(models.outline(job.spec, directory=EXAMPLES), 12, 12)
@@ -137,9 +138,15 @@ def test_a_program_of_ones_own_needs_the_number() -> None:
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("5e9", 5_000_000_000), ("7B", 7_000_000_000), ("350m", 350_000_000), ("1.5T", 1_500_000_000_000),
-     ("12 k", 12_000), ("42", 42)],
-)  # fmt: skip
+    [
+        ("5e9", 5_000_000_000),
+        ("7B", 7_000_000_000),
+        ("350m", 350_000_000),
+        ("1.5T", 1_500_000_000_000),
+        ("12 k", 12_000),
+        ("42", 42),
+    ],
+)
 def test_numbers_of_parameters(text: str, count: int) -> None:
     assert parameters_from(text) == count
 

@@ -73,9 +73,7 @@ def test_a_job_file_gives_everybody_a_folder_and_a_secret(pki: Path, tmp_path: P
         ("us", ["learner/us-2", "learner/us-3"], "tiny-learners"),
     ):
         folder = home / who
-        assert sorted(p.name for p in folder.iterdir()) == [
-            "ca.crt", "join-token", "secret.yaml", "tls.crt", "tls.key",
-        ]  # fmt: skip
+        assert sorted(p.name for p in folder.iterdir()) == ["ca.crt", "join-token", "secret.yaml", "tls.crt", "tls.key"]
         for each in ("tls.key", "join-token", "secret.yaml"):
             assert mode(folder / each) == 0o600
         read = Credentials.from_directory(folder)
@@ -91,18 +89,17 @@ def test_a_job_file_gives_everybody_a_folder_and_a_secret(pki: Path, tmp_path: P
         other = "sslclient" if who == "syncer" else "sslserver"
         for asked, fine in ((purpose, True), (other, False)):
             verdict = subprocess.run(
-                ["openssl", "verify", "-x509_strict", "-purpose", asked, "-CAfile", pki / "ca.crt",
-                 folder / "tls.crt"], capture_output=True, timeout=30,
-            )  # fmt: skip
+                ["openssl", "verify", "-x509_strict", "-purpose", asked, "-CAfile", pki / "ca.crt", folder / "tls.crt"],
+                capture_output=True,
+                timeout=30,
+            )
             assert (verdict.returncode == 0) == fine, verdict
     assert len(tokens) == 1 and len(keys) == 4 and len(tokens.pop()) == 64
     assert not any(secret in output for secret in ("PRIVATE", (home / "join-token").read_text()))
 
 
 def test_names_on_the_command_line(pki: Path, tmp_path: Path) -> None:
-    code, _ = diloco(
-        "issue", "tiny", "--syncer", "--pki", pki, "--out", tmp_path / "hub", "--dns", "hub.example.org"
-    )
+    code, _ = diloco("issue", "tiny", "--syncer", "--pki", pki, "--out", tmp_path / "hub", "--dns", "hub.example.org")
     assert code == 0
     found = describe((tmp_path / "hub" / "tls.crt").read_bytes())
     assert found.hosts[0] == "diloco-syncer" and found.hosts[-1] == "hub.example.org"
@@ -195,9 +192,7 @@ def test_all_that_the_shells_star_brings_is_shown(pki: Path) -> None:
 
 
 def test_several_regions_may_share_a_certificate(pki: Path, tmp_path: Path) -> None:
-    code, _ = diloco(
-        "issue", "tiny", "--region", "eu-1", "--region", "eu-2", "--pki", pki, "--out", tmp_path / "eu"
-    )
+    code, _ = diloco("issue", "tiny", "--region", "eu-1", "--region", "eu-2", "--pki", pki, "--out", tmp_path / "eu")
     names = Credentials.from_directory(tmp_path / "eu").names()
     assert code == 0 and {one.region for one in names} == {"eu-1", "eu-2"}
 

@@ -21,9 +21,7 @@ from diloco_syncer.server.pages.job_page import handout
 from repository import ROOT
 
 GPT = ROOT / "examples" / "tiny-gpt.yaml"
-TWO = (
-    "regions=[{name: eu-1, learners: 2}, {name: us-2, learners: 1, podTemplate: {spec: {hostname: inside}}}]"
-)
+TWO = "regions=[{name: eu-1, learners: 2}, {name: us-2, learners: 1, podTemplate: {spec: {hostname: inside}}}]"
 
 
 def diloco(*arguments: str | Path) -> tuple[int, str]:
@@ -129,30 +127,20 @@ def test_a_place_is_drawn_once(tmp_path: Path) -> None:
 def test_addresses_of_this_machine_need_no_certificates() -> None:
     for address in ("127.0.0.1:7700", "localhost:1", "[::1]:7700", "127.0.0.53:9"):
         joining._check(Options(address))
-    for address in (
-        "10.0.0.1:7700",
-        "hub:1",
-        "[fe80::1]:7700",
-        "localhost.example.org:1",
-        "127.example.org:1",
-    ):
+    for address in ("10.0.0.1:7700", "hub:1", "[fe80::1]:7700", "localhost.example.org:1", "127.example.org:1"):
         with pytest.raises(JoinError, match="--credentials"):
             joining._check(Options(address))
         joining._check(Options(address, plaintext=True))
 
 
 def test_what_is_handed_out_is_the_job_without_templates() -> None:
-    given = job(
-        TWO, "learners.podTemplate={spec: {containers: [{name: learner, env: [{name: K, value: w}]}]}}"
-    )
+    given = job(TWO, "learners.podTemplate={spec: {containers: [{name: learner, env: [{name: K, value: w}]}]}}")
     handed = job_from_json(handout(given))
     assert immutable_digests(handed) == immutable_digests(given)
     assert (handed.spec.sync, handed.spec.training) == (given.spec.sync, given.spec.training)
     text = handout(given).decode()
     assert "inside" not in text and '"K"' not in text and "inside" in given.model_dump_json()
-    annotated = parse_job(
-        GPT.read_text().replace("name: tiny-gpt", "name: tiny-gpt\n  annotations: {a: unheard}")
-    )
+    annotated = parse_job(GPT.read_text().replace("name: tiny-gpt", "name: tiny-gpt\n  annotations: {a: unheard}"))
     assert "unheard" not in handout(annotated).decode()
 
 

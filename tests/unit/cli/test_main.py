@@ -60,14 +60,7 @@ def test_the_exit_codes_stand_in_the_help() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        ["dance"],
-        ["run"],
-        ["run", "a", "b"],
-        ["run", "a", "--what"],
-        ["run", "a", "--seed", "x"],
-        ["export", "a"],
-    ],
+    [["dance"], ["run"], ["run", "a", "b"], ["run", "a", "--what"], ["run", "a", "--seed", "x"], ["export", "a"]],
 )
 def test_wrong_arguments_are_2(arguments: list[str]) -> None:
     assert diloco(*arguments)[0] == 2
@@ -105,9 +98,12 @@ def test_job_files_that_are_none(tmp_path: Path) -> None:
     with big.open("wb") as file:
         file.truncate(100 << 20)
     for path, words in [
-        (empty, "it is empty"), (big, "too large"), (broken, "not YAML"), (tmp_path, "it is a directory"),
+        (empty, "it is empty"),
+        (big, "too large"),
+        (broken, "not YAML"),
+        (tmp_path, "it is a directory"),
         (tmp_path / "absent.yaml", "there is no such file"),
-    ]:  # fmt: skip
+    ]:
         for command in ("run", "validate"):
             code, output = diloco(command, path)
             assert code == 2 and words in output, output
@@ -117,9 +113,7 @@ def test_job_files_that_are_none(tmp_path: Path) -> None:
 def test_a_port_in_use_is_refused_and_a_free_one_is_not() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = f"127.0.0.1:{server.getsockname()[1]}"
-        with pytest.raises(
-            UsageError, match=r"cannot listen there \(Address already in use\); choose another"
-        ):
+        with pytest.raises(UsageError, match=r"cannot listen there \(Address already in use\); choose another"):
             check_listen(taken)
     check_listen(taken)
 
@@ -186,8 +180,9 @@ def test_directories_that_cannot_be_a_workdir(tmp_path: Path, job: Path) -> None
     file = tmp_path / "file"
     file.write_text("")
     assert diloco("run", job, "--workdir", file) == (
-        2, f"error: workdir {file} is not a directory: give another --workdir",
-    )  # fmt: skip
+        2,
+        f"error: workdir {file} is not a directory: give another --workdir",
+    )
     code, output = diloco("run", job, "--workdir", "/proc/nowhere")
     assert code == 2 and "cannot be written" in output and "--workdir" in output
     other = tmp_path / "other"
@@ -226,9 +221,7 @@ def test_status_of_a_run_that_is_over(tmp_path: Path) -> None:
         claim(workdir, parse_job(JOB), tmp_path)
         code, output = diloco("status", workdir.path)
         assert code == 2 and "has left no report" in output
-        workdir.report.write_text(
-            json.dumps({"schema": 1, "outcome": "complete", "merges": 12, "final_loss": 1.5})
-        )
+        workdir.report.write_text(json.dumps({"schema": 1, "outcome": "complete", "merges": 12, "final_loss": 1.5}))
     code, output = diloco("status", workdir.path)
     assert code == 0 and "not running" in output and "complete" in output and "1.500 at the end" in output
     code, output = diloco("status", workdir.path, "--json")
@@ -265,15 +258,10 @@ def test_light_commands_load_nothing_heavy(arguments: list[str], job: Path, tmp_
     )
     done = subprocess.run(
         [sys.executable, "-c", program, *(words.get(a, a) for a in arguments)],
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
     loaded = set(done.stdout.rpartition("LOADED")[2].split())
-    assert "diloco" in loaded and not loaded & {
-        "torch",
-        "numba",
-        "grpc",
-        "numpy",
-        "transformers",
-        "tensorboard",
-    }
+    assert "diloco" in loaded and not loaded & {"torch", "numba", "grpc", "numpy", "transformers", "tensorboard"}

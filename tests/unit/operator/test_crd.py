@@ -26,9 +26,7 @@ COPIES = (ROOT / "manifests" / "crd.yaml", ROOT / "charts" / "diloco" / "files" 
 SCHEMA = schema.schema()
 
 
-def nodes(
-    node: dict[str, Any], path: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+def nodes(node: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
     yield path, node
     for name, inner in node.get("properties", {}).items():
         yield from nodes(inner, (*path, name))
@@ -82,9 +80,11 @@ def test_what_rules_read_is_bounded_and_patterns_mean_the_same_in_go() -> None:
 def test_no_field_is_kept_unseen_but_the_free_mappings() -> None:
     free = {path for path, node in NODES.items() if node.get("x-kubernetes-preserve-unknown-fields")}
     assert free == {
-        ("spec", "syncer", "podTemplate"), ("spec", "learners", "podTemplate"),
-        ("spec", "regions", "[]", "podTemplate"), ("status", "report"),
-    }  # fmt: skip
+        ("spec", "syncer", "podTemplate"),
+        ("spec", "learners", "podTemplate"),
+        ("spec", "regions", "[]", "podTemplate"),
+        ("status", "report"),
+    }
     config = NODES["spec", "training", "model", "config"]
     assert config["additionalProperties"] == {"x-kubernetes-preserve-unknown-fields": True, "nullable": True}
 
@@ -182,8 +182,15 @@ def test_columns_show_what_the_status_has() -> None:
             node = NODES[tuple(path.strip(".").split("."))]
             assert node["type"] == kind, name
     assert [name for name, _, _, priority in schema.COLUMNS if not priority] == [
-        "Phase", "Learners", "Quorum", "Step", "Tokens", "Loss", "Goodput", "Age",
-    ]  # fmt: skip
+        "Phase",
+        "Learners",
+        "Quorum",
+        "Step",
+        "Tokens",
+        "Loss",
+        "Goodput",
+        "Age",
+    ]
 
 
 def test_every_status_field_has_a_description() -> None:

@@ -69,10 +69,12 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
 
 def test_what_a_cluster_sets_for_a_service_of_our_name_is_no_mistake() -> None:
     links = {
-        "DILOCO_OPERATOR_SERVICE_HOST": "10.0.0.1", "DILOCO_OPERATOR_SERVICE_PORT": "7720",
-        "DILOCO_OPERATOR_SERVICE_PORT_HTTP": "7720", "DILOCO_OPERATOR_PORT": "tcp://10.0.0.1:7720",
+        "DILOCO_OPERATOR_SERVICE_HOST": "10.0.0.1",
+        "DILOCO_OPERATOR_SERVICE_PORT": "7720",
+        "DILOCO_OPERATOR_SERVICE_PORT_HTTP": "7720",
+        "DILOCO_OPERATOR_PORT": "tcp://10.0.0.1:7720",
         "DILOCO_OPERATOR_PORT_7720_TCP_ADDR": "10.0.0.1",
-    }  # fmt: skip
+    }
     assert load([], links) == Settings()
 
 
@@ -85,9 +87,13 @@ def test_every_setting_is_read_by_something() -> None:
 
 def test_help_names_every_flag_and_variable() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "diloco_operator", "--help"], capture_output=True, text=True, timeout=60,
-        check=False, env={"COLUMNS": "200", "PATH": "/usr/bin"},
-    )  # fmt: skip
+        [sys.executable, "-m", "diloco_operator", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={"COLUMNS": "200", "PATH": "/usr/bin"},
+    )
     assert done.returncode == 0
     for setting in fields():
         assert f"{flag(setting.name)} {setting.metadata['takes']}" in done.stdout
@@ -102,9 +108,13 @@ def test_what_stops_it_at_the_start_is_said_and_is_exit_2(
     words: list[str], environment: dict[str, str], said: str
 ) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "diloco_operator", *words], capture_output=True, text=True, timeout=60,
-        check=False, env={"PATH": "/usr/bin", **environment},
-    )  # fmt: skip
+        [sys.executable, "-m", "diloco_operator", *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={"PATH": "/usr/bin", **environment},
+    )
     assert done.returncode == 2, done.stderr
     assert said in done.stderr
     assert "Traceback" not in done.stderr

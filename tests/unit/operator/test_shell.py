@@ -70,9 +70,7 @@ def test_what_the_api_server_fills_in_empty_is_no_difference() -> None:
     there = {"phase": "Running", "conditions": [], "report": {}, "regions": []}
     assert status_writer.merge_patch(there, {"phase": "Running"}) == {}
     assert status_writer.merge_patch({"phase": "Running"}, there) == {}
-    assert status_writer.without_nulls({"a": None, "b": {"c": None, "d": [{"e": None}]}}) == {
-        "b": {"d": [{}]}
-    }
+    assert status_writer.without_nulls({"a": None, "b": {"c": None, "d": [{"e": None}]}}) == {"b": {"d": [{}]}}
 
 
 def job_with(status: dict[str, Any]) -> Object:
@@ -92,9 +90,7 @@ def test_progress_waits_and_everything_else_does_not() -> None:
     }
     long_ago = status_writer.Written(at=time.monotonic() - status_writer.PROGRESS_SECONDS - 1, wanted=moved)
     assert status_writer._patch(job_with(there), long_ago, urgent=False) == patch
-    restarted = status_writer.Written(
-        at=time.monotonic(), wanted={**moved, "syncer": {"epoch": 2, "step": 9}}
-    )
+    restarted = status_writer.Written(at=time.monotonic(), wanted={**moved, "syncer": {"epoch": 2, "step": 9}})
     assert status_writer._patch(job_with(there), restarted, urgent=False) is not None
     same = status_writer.Written(wanted=there)
     assert status_writer._patch(job_with(there), same, urgent=True) is None
@@ -110,11 +106,7 @@ def test_progress_waits_and_everything_else_does_not() -> None:
         (403, 'persistentvolumeclaims "c" is forbidden: exceeded quota: small, requested: 1', "quota"),
         (403, 'violates PodSecurity "restricted:latest"', "forbidden"),
         (401, "Unauthorized", "forbidden"),
-        (
-            422,
-            'StatefulSet "x" is invalid: spec.template.spec.containers[0].image: Required value',
-            "invalid",
-        ),
+        (422, 'StatefulSet "x" is invalid: spec.template.spec.containers[0].image: Required value', "invalid"),
         (400, "strict decoding error: unknown field", "invalid"),
         (404, "namespaces not found", "other"),
         (409, "conflict", "other"),
@@ -151,8 +143,12 @@ def test_tries_of_a_watch_have_no_end_and_are_spread() -> None:
 
 def pod(name: str, role: str, **status: Any) -> Object:
     born = status.pop("born", 100.0)
-    meta = {"name": name, "uid": f"u-{name}", "labels": {"diloco.io/role": role},
-            "creationTimestamp": stamp(NOW - born)}  # fmt: skip
+    meta = {
+        "name": name,
+        "uid": f"u-{name}",
+        "labels": {"diloco.io/role": role},
+        "creationTimestamp": stamp(NOW - born),
+    }
     if status.pop("ending", False):
         meta["deletionTimestamp"] = stamp(NOW)
     running = status.pop("running", True)
@@ -175,19 +171,27 @@ def test_the_syncer_that_is_asked() -> None:
 
 
 def test_learners_with_a_status_page() -> None:
-    pods = [pod("a", "learner"), pod("b", "learner", ending=True), pod("c", "learner", running=False),
-            pod("s", "syncer")]  # fmt: skip
+    pods = [
+        pod("a", "learner"),
+        pod("b", "learner", ending=True),
+        pod("c", "learner", running=False),
+        pod("s", "syncer"),
+    ]
     assert observe.learner_pods(pods) == {"a": ("u-a", "10.0.0.1")}
 
 
 @pytest.mark.parametrize(
     ("spec", "cluster", "here"),
     [
-        ({}, None, True), ({}, "a", True), ({"syncer": {"cluster": "a"}}, "a", True),
-        ({"syncer": {"cluster": "a"}}, "b", False), ({"syncer": {"cluster": "a"}}, None, False),
-        ({"syncer": "nonsense"}, "a", True), (None, "a", True),
+        ({}, None, True),
+        ({}, "a", True),
+        ({"syncer": {"cluster": "a"}}, "a", True),
+        ({"syncer": {"cluster": "a"}}, "b", False),
+        ({"syncer": {"cluster": "a"}}, None, False),
+        ({"syncer": "nonsense"}, "a", True),
+        (None, "a", True),
     ],
-)  # fmt: skip
+)
 def test_where_the_syncer_is(spec: Any, cluster: str | None, here: bool) -> None:
     assert observe.syncer_is_here({"spec": spec}, cluster) is here
 
@@ -220,11 +224,13 @@ def test_when_it_is_worth_asking_why() -> None:
     [
         ({"lastTimestamp": "2027-01-15T08:00:00Z"}, 1_800_000_000.0),
         ({"lastTimestamp": None, "eventTime": "2027-01-15T08:00:00.250000Z"}, 1_800_000_000.25),
-        ({"series": {"lastObservedTime": "2027-01-15T08:00:01.000000Z"},
-          "eventTime": "2027-01-15T07:00:00.000000Z"}, 1_800_000_001.0),
+        (
+            {"series": {"lastObservedTime": "2027-01-15T08:00:01.000000Z"}, "eventTime": "2027-01-15T07:00:00.000000Z"},
+            1_800_000_001.0,
+        ),
         ({"metadata": {"creationTimestamp": "2027-01-15T08:00:00Z"}}, 1_800_000_000.0),
     ],
-)  # fmt: skip
+)
 def test_an_events_time_however_it_is_told(times: dict[str, Any], when: float) -> None:
     about = {"kind": "Pod", "name": "p", "uid": "u"}
     found = _note({"involvedObject": about, "reason": "FailedMount", "message": "x" * 5000, **times})
@@ -279,9 +285,7 @@ def test_what_kopf_says_of_every_attempt_is_left_out() -> None:
     kopf.handlers[:], kopf.propagate = logger.handlers, False
     kopf.error("Request attempt #1 failed; will retry: GET x -> boom")
     logger.error("Something else failed")
-    assert [json.loads(line)["message"] for line in stream.getvalue().splitlines()] == [
-        "Something else failed"
-    ]
+    assert [json.loads(line)["message"] for line in stream.getvalue().splitlines()] == ["Something else failed"]
 
 
 def test_metrics_have_help_and_units_and_are_what_the_table_says() -> None:

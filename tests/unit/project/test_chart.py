@@ -112,13 +112,21 @@ def test_the_version_is_the_projects() -> None:
 def test_without_helm_the_manifest_is_not_compared_and_that_is_said(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "tools" / "chart.py"), "install", "--check"],
-        env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0 and "was not compared" in done.stdout
     done = subprocess.run(
         [sys.executable, str(ROOT / "tools" / "chart.py"), "check"],
-        env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 1 and "needs helm" in done.stderr
 
 
@@ -146,30 +154,62 @@ def status_document() -> dict[str, Any]:
     from diloco_syncer.core.members.slots import SlotState
 
     row = {
-        "slot": 0, "region": "local", "ordinal": 0, "state": next(iter(SlotState)).value, "step": 1,
-        "tokens": 1, "loss": 1.0, "step_seconds": 1.0, "compute_seconds": 1.0, "stalled_seconds": 1.0,
-        "merged_pushes": 1, "starved": False, "bytes_up": 1, "bytes_down": 1,
+        "slot": 0,
+        "region": "local",
+        "ordinal": 0,
+        "state": next(iter(SlotState)).value,
+        "step": 1,
+        "tokens": 1,
+        "loss": 1.0,
+        "step_seconds": 1.0,
+        "compute_seconds": 1.0,
+        "stalled_seconds": 1.0,
+        "merged_pushes": 1,
+        "starved": False,
+        "bytes_up": 1,
+        "bytes_down": 1,
         "link": {
-            "up_bytes_per_second": 1.0, "down_bytes_per_second": 1.0, "round_trip_seconds": 1.0,
-            "needs_up_bytes_per_second": 1.0, "needs_down_bytes_per_second": 1.0, "thin": False,
+            "up_bytes_per_second": 1.0,
+            "down_bytes_per_second": 1.0,
+            "round_trip_seconds": 1.0,
+            "needs_up_bytes_per_second": 1.0,
+            "needs_down_bytes_per_second": 1.0,
+            "thin": False,
             "message": "",
         },
-    }  # fmt: skip
+    }
     return {
-        "job": "j", "epoch": 1, "elapsed_seconds": 1.0, "quorum": {"active": 1, "required": 1}, "standby": 0,
-        "sessions": 1, "tokens_per_second": 1.0, "goodput": 1.0, "uptime": 1.0, "rounds": [],
+        "job": "j",
+        "epoch": 1,
+        "elapsed_seconds": 1.0,
+        "quorum": {"active": 1, "required": 1},
+        "standby": 0,
+        "sessions": 1,
+        "tokens_per_second": 1.0,
+        "goodput": 1.0,
+        "uptime": 1.0,
+        "rounds": [],
         "store_problem": "",
         "doors": {
-            "secure": True, "connections": 1, "handshakes": 0, "refused": {"stranger": 1}, "expires": 1.0,
+            "secure": True,
+            "connections": 1,
+            "handshakes": 0,
+            "refused": {"stranger": 1},
+            "expires": 1.0,
             "peers_expire": 1.0,
         },
-        "eval_loss": [[1, 1.0]], "merges": 1, "bytes_up": 1, "bytes_down": 1, "phase": "training",
-        "seconds": {"merge": 1.0, "quorum": 1.0, "waited": 1.0}, "tokens": {"trained": 1}, "versions": [1],
-        "refused": {"other-round": 1}, "slots": [row],
-        "regions": [
-            {"name": "eu", "bytes_up": 1, "bytes_down": 1, "wire_bytes_up": 2, "wire_bytes_down": 2},
-        ],
-    }  # fmt: skip
+        "eval_loss": [[1, 1.0]],
+        "merges": 1,
+        "bytes_up": 1,
+        "bytes_down": 1,
+        "phase": "training",
+        "seconds": {"merge": 1.0, "quorum": 1.0, "waited": 1.0},
+        "tokens": {"trained": 1},
+        "versions": [1],
+        "refused": {"other-round": 1},
+        "slots": [row],
+        "regions": [{"name": "eu", "bytes_up": 1, "bytes_down": 1, "wire_bytes_up": 2, "wire_bytes_down": 2}],
+    }
 
 
 def test_the_dashboard_shows_metrics_that_there_are() -> None:
@@ -189,11 +229,7 @@ def test_the_dashboards_panels_stand_side_by_side() -> None:
         taken |= cells
         for target in panel.get("targets", ()):
             assert target["expr"].count("{") == target["expr"].count("}"), target["expr"]
-            known = {
-                "datasource",
-                *(one["name"] for one in DASHBOARD["templating"]["list"]),
-                "__rate_interval",
-            }
+            known = {"datasource", *(one["name"] for one in DASHBOARD["templating"]["list"]), "__rate_interval"}
             assert set(re.findall(r"\$\{?(\w+)", target["expr"])) <= known, target["expr"]
 
 
@@ -204,8 +240,11 @@ def listed(*words: str) -> set[str]:
     """What tools/requirements.py prints."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "tools" / "requirements.py"), *words],
-        capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     return set(done.stdout.splitlines())
 
 

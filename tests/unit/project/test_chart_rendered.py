@@ -113,10 +113,7 @@ def test_the_uninstall_hook_may_stop_the_operator_and_patch_jobs() -> None:
         jobs = [r for r in of_kind(objects, kind) if "dilocojobs" in json.dumps(r)]
         assert len(jobs) == (1 if kind == "ClusterRole" else 2)
         for role in jobs:
-            assert granted([role]) == {
-                ("diloco.io", "dilocojobs", "list"),
-                ("diloco.io", "dilocojobs", "patch"),
-            }
+            assert granted([role]) == {("diloco.io", "dilocojobs", "list"), ("diloco.io", "dilocojobs", "patch")}
         (own,) = [r for r in of_kind(objects, "Role") if r["metadata"]["namespace"] == "diloco-system"]
         assert granted([own]) == {("", "pods", "list")}
         for rule in own["rules"]:
@@ -135,16 +132,10 @@ def test_pods_are_restricted(values: Path) -> None:
         assert spec["securityContext"]["runAsNonRoot"] is True, name
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
-        assert {kind for volume in spec.get("volumes", []) for kind in volume} <= {
-            "name",
-            "secret",
-            "emptyDir",
-        }
+        assert {kind for volume in spec.get("volumes", []) for kind in volume} <= {"name", "secret", "emptyDir"}
         for container in spec["containers"]:
             security = container["securityContext"]
-            assert (
-                security["readOnlyRootFilesystem"] is True and security["allowPrivilegeEscalation"] is False
-            )
+            assert security["readOnlyRootFilesystem"] is True and security["allowPrivilegeEscalation"] is False
             assert security["capabilities"] == {"drop": ["ALL"]}
             assert container["resources"]["limits"]["memory"]
 
@@ -220,11 +211,7 @@ def test_the_hooks_program_takes_its_arguments() -> None:
         command = job["spec"]["template"]["spec"]["containers"][0]["command"]
         assert command[:3] == ["python", "-m", uninstall.__name__]
         given = uninstall.parser().parse_args(command[3:])
-        assert (given.stop, given.namespace, given.watch_namespaces) == (
-            "diloco-operator",
-            "diloco-system",
-            scope,
-        )
+        assert (given.stop, given.namespace, given.watch_namespaces) == ("diloco-operator", "diloco-system", scope)
         assert given.seconds < job["spec"]["activeDeadlineSeconds"] < 300, "Helm waits 300 s"
 
 
@@ -253,10 +240,12 @@ def test_a_release_never_holds_a_job(values: Path) -> None:
 @pytest.mark.parametrize(
     ("release", "name"),
     [
-        ("diloco", "diloco-operator"), ("training", "training-diloco-operator"),
-        ("diloco-operator", "diloco-operator"), ("a" * 53, "a" * 32 + "-diloco-operator"),
+        ("diloco", "diloco-operator"),
+        ("training", "training-diloco-operator"),
+        ("diloco-operator", "diloco-operator"),
+        ("a" * 53, "a" * 32 + "-diloco-operator"),
     ],
-)  # fmt: skip
+)
 def test_names(release: str, name: str) -> None:
     objects = render(release=release)
     assert of_kind(objects, "Deployment")[0]["metadata"]["name"] == name
@@ -281,9 +270,10 @@ def test_monitors_find_the_pods_and_ports_that_there_are() -> None:
     source = Path(pods.__file__).read_text()
     for role, expected in ports.items():
         (found,) = [
-            m for m in monitors
+            m
+            for m in monitors
             if role in (m["spec"]["selector"].get("matchExpressions") or [{"values": []}])[0]["values"]
-        ]  # fmt: skip
+        ]
         job_labels = names.labels("j", role)
         assert found["spec"]["selector"]["matchLabels"].items() <= job_labels.items()
         assert found["spec"]["selector"]["matchExpressions"][0]["key"] in job_labels

@@ -23,11 +23,15 @@ def check() -> ModuleType:
 
 def report(**changes: Any) -> dict[str, Any]:
     good = {
-        "schema": 1, "outcome": "complete", "initial_loss": 5.5, "final_loss": 1.7, "merges": 9,
+        "schema": 1,
+        "outcome": "complete",
+        "initial_loss": 5.5,
+        "final_loss": 1.7,
+        "merges": 9,
         "faults": [{"action": "kill", "target": "learner-1", "recovered_seconds": 0.8}],
         "tokens": {"trained": 10, "merged": 7, "pending": 1, "dropped": 2},
         "ledger": [{"fragment": 0, "merged": 7, "pending": 1, "dropped": 2, "reasons": {"died": 2}}],
-    }  # fmt: skip
+    }
     return good | changes
 
 

@@ -53,9 +53,7 @@ def test_every_refusal_of_a_connection_is_described() -> None:
         for part in ("listener.py", "connection.py")
     ) + (DOCS.parent / "protocol/diloco_protocol/security/identity.py").read_text(encoding="utf-8")
     said = set(re.findall(r"(?:Refused|Objection)\(\s*\"([a-z-]+)\"", source))
-    said |= {
-        value for key, value in vars(connection_limits).items() if key.isupper() and isinstance(value, str)
-    }
+    said |= {value for key, value in vars(connection_limits).items() if key.isupper() and isinstance(value, str)}
     assert described == said and len(said) > 20
 
 
@@ -134,9 +132,7 @@ def test_commands_and_targets_in_the_readme_exist() -> None:
     for target in targets:
         assert re.search(rf"^{target}:", makefile, re.M), f"make {target}"
     commands = {c.name or c.callback.__name__ for c in main.app.registered_commands if c.callback}
-    commands |= {
-        group.typer_instance.info.name for group in main.app.registered_groups if group.typer_instance
-    }
+    commands |= {group.typer_instance.info.name for group in main.app.registered_groups if group.typer_instance}
     assert {word for word in re.findall(r"`diloco ([a-z]+)", text)} <= commands
 
 

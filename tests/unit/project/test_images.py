@@ -20,8 +20,12 @@ def images(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     inherited = {name: value for name, value in os.environ.items() if name not in names}
     return subprocess.run(
         [str(ROOT / "tools" / "images.sh"), *words],
-        env={**inherited, **environment}, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        env={**inherited, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
 
 def test_images_are_called_after_role_and_version() -> None:

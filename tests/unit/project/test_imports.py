@@ -68,6 +68,10 @@ def test_the_linter_finds_the_doors_closed() -> None:
     """The same contracts that `make lint` checks (pyproject.toml, tool.importlinter)."""
     done = subprocess.run(
         [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"],
-        cwd=ROOT, capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr

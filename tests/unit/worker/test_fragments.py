@@ -8,14 +8,7 @@ import torch
 
 from diloco_protocol.arrays.layout import Layout
 from diloco_worker.core.adoption import Kind
-from diloco_worker.fragments import (
-    ModelFragments,
-    Vector,
-    build_layout,
-    frozen_bytes,
-    load_frozen,
-    model_tensors,
-)
+from diloco_worker.fragments import ModelFragments, Vector, build_layout, frozen_bytes, load_frozen, model_tensors
 from diloco_worker.settings import ConfigurationError
 
 
@@ -48,22 +41,26 @@ def by_hand(model: torch.nn.Module, layout: Layout, fragment: int) -> np.ndarray
     tensors = {name: p.detach().float().numpy().ravel() for name, p in model.named_parameters()}
     out = np.full(layout.elements(fragment), np.nan, np.float32)
     for piece in layout.fragments[fragment]:
-        out[piece.offset : piece.offset + piece.stop - piece.start] = tensors[piece.tensor][
-            piece.start : piece.stop
-        ]
+        out[piece.offset : piece.offset + piece.stop - piece.start] = tensors[piece.tensor][piece.start : piece.stop]
     return out
 
 
 def test_tied_tensors_appear_once_and_frozen_ones_do_not() -> None:
     layout = build_layout(Tied(), 3)
     assert {t.name: t.mean for t in layout.tensors} == {
-        "embedding.weight": True, "norm.weight": False, "norm.bias": False, "positions.weight": True,
-    }  # fmt: skip
+        "embedding.weight": True,
+        "norm.weight": False,
+        "norm.bias": False,
+        "positions.weight": True,
+    }
     untied = build_layout(Untied(), 3, mean_patterns=("norm.*",))
     assert {t.name: t.mean for t in untied.tensors} == {
-        "embedding.weight": True, "norm.weight": True, "norm.bias": True, "positions.weight": True,
+        "embedding.weight": True,
+        "norm.weight": True,
+        "norm.bias": True,
+        "positions.weight": True,
         "head.weight": True,
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

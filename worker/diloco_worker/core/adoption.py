@@ -423,9 +423,7 @@ class Adoption:
         if news.merged_sequence and news.merged_version > base.version:
             merged = state.snapshots.get(news.merged_sequence)
             if merged is None:
-                return self._stop(
-                    news, f"says that push {news.merged_sequence} was merged, which is not outstanding"
-                )
+                return self._stop(news, f"says that push {news.merged_sequence} was merged, which is not outstanding")
 
         # Count: what was merged is confirmed; the marks since then (or all) go on.
         since = state.marks

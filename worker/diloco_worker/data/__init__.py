@@ -33,11 +33,7 @@ class Dataset(Protocol):
 
 
 def load(
-    spec: JobSpec,
-    held_out: bool = False,
-    *,
-    directory: Path | None = None,
-    cache_directory: Path | None = None,
+    spec: JobSpec, held_out: bool = False, *, directory: Path | None = None, cache_directory: Path | None = None
 ) -> Dataset:
     """The data of ``spec.training.data``: the training part, or the part held out for evaluation.
 

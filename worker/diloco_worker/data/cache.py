@@ -45,10 +45,7 @@ def digest(parts: object) -> str:
 
 
 def token_array(
-    produce: Callable[[], Iterable[NDArray[np.generic]]],
-    dtype: np.dtype[np.generic],
-    directory: Path | None,
-    key: str,
+    produce: Callable[[], Iterable[NDArray[np.generic]]], dtype: np.dtype[np.generic], directory: Path | None, key: str
 ) -> NDArray[np.generic]:
     """The tokens as one read-only array of ``dtype``, mapped from a file.
 

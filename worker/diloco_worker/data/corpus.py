@@ -27,9 +27,7 @@ from diloco_worker.errors import job_error
 BUILT_IN = "python-stdlib"
 FIELD = "spec.training.data.paths"
 
-_STDLIB_SKIPPED_DIRECTORIES = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-)
+_STDLIB_SKIPPED_DIRECTORIES = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 # Written when the interpreter was built, full of paths and flags of that machine.
 _STDLIB_SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
 
@@ -78,9 +76,7 @@ def standard_library() -> Path:
     """The directory that the built-in corpus is read from. Raises JobError where there is no source."""
     root = Path(sysconfig.get_paths()["stdlib"])
     if not (root / "os.py").is_file():
-        raise job_error(
-            FIELD, BUILT_IN, f"this Python keeps no source in {root}; name files or a directory instead"
-        )
+        raise job_error(FIELD, BUILT_IN, f"this Python keeps no source in {root}; name files or a directory instead")
     return root
 
 
@@ -90,9 +86,7 @@ def standard_library_files() -> list[Path]:
     files = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [
-            s
-            for s in subfolders
-            if s not in _STDLIB_SKIPPED_DIRECTORIES and not s.startswith(_STDLIB_SKIPPED_PREFIXES)
+            s for s in subfolders if s not in _STDLIB_SKIPPED_DIRECTORIES and not s.startswith(_STDLIB_SKIPPED_PREFIXES)
         ]
         files += [
             Path(folder, name)
@@ -174,9 +168,7 @@ def _remote(uri: str) -> Iterator[Document]:
     if not files:
         raise _NothingThere("names no file")
     for name, info in files:
-        stamp = next(
-            (str(info[k]) for k in ("ETag", "etag", "mtime", "LastModified", "created") if info.get(k)), ""
-        )
+        stamp = next((str(info[k]) for k in ("ETag", "etag", "mtime", "LastModified", "created") if info.get(k)), "")
         yield Document(filesystem.unstrip_protocol(name), int(info.get("size") or 0), stamp, filesystem)
 
 

@@ -115,9 +115,7 @@ def _table(data: DataSpec, directory: Path) -> Any:
     return table
 
 
-def _text(
-    data: DataSpec, table: Any, fraction: float, held_out: bool, cache_directory: Path | None
-) -> TokenSequences:
+def _text(data: DataSpec, table: Any, fraction: float, held_out: bool, cache_directory: Path | None) -> TokenSequences:
     words = tokenizer(data.tokenizer)
     column = table.select_columns([data.text_field])
 
@@ -133,18 +131,8 @@ def _text(
                 yield words.texts(text)
 
     # The fingerprint covers where the table came from and what was done to it.
-    origin = [
-        "datasets",
-        words.identity,
-        data.name,
-        data.subset,
-        data.split,
-        table._fingerprint,
-        data.text_field,
-    ]
-    return packed(
-        produce, origin, words, data.sequence_length, fraction, held_out, cache_directory, NAME, data.name
-    )
+    origin = ["datasets", words.identity, data.name, data.subset, data.split, table._fingerprint, data.text_field]
+    return packed(produce, origin, words, data.sequence_length, fraction, held_out, cache_directory, NAME, data.name)
 
 
 def _tensor(value: Any) -> torch.Tensor:

@@ -70,10 +70,13 @@ class Feed:
                 f"the data set has {len(dataset)} sequences and a step needs {sequences}: "
                 "give more data, or lower batch.sequences, batch.accumulation or data.sequenceLength"
             )
-        self._dataset, self._sequences, self._collate = dataset, sequences, collate
+        self._dataset = dataset
+        self._sequences = sequences
+        self._collate = collate
         self._reserve = max(4 * sequences, reserve)
         self._leases = Leases(seed, len(dataset))
-        self._request, self._notify = request, ready
+        self._request = request
+        self._notify = ready
         self._asked = 0
         self._changed = threading.Condition()
         self._ready: deque[Batch] = deque()

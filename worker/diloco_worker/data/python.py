@@ -39,7 +39,5 @@ def load(data: DataSpec, held_out: bool, directory: Path) -> Any:
         raise job_error(FIELD, data.function, f"{where} has no function {function_name}")
     found = function(data, held_out)
     if not hasattr(found, "__len__") or not hasattr(found, "__getitem__"):
-        raise job_error(
-            FIELD, data.function, f"must return a data set with len() and [i], not {type(found).__name__}"
-        )
+        raise job_error(FIELD, data.function, f"must return a data set with len() and [i], not {type(found).__name__}")
     return found

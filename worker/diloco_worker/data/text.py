@@ -187,9 +187,7 @@ def packed(
     Raises JobError on ``field`` with its ``value`` if there is not even one sequence.
     """
     try:
-        tokens = cache.token_array(
-            produce, token_dtype(words.vocabulary), cache_directory, cache.digest(origin)
-        )
+        tokens = cache.token_array(produce, token_dtype(words.vocabulary), cache_directory, cache.digest(origin))
     except cache.CacheError as e:
         raise job_error(field, value, str(e)) from e
     if len(tokens) < length:

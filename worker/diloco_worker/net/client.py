@@ -90,7 +90,9 @@ class Exchange:
         self.standing = Standing()
         sync = settings.job.spec.sync
         self._hub = HubSettings.of(settings.job.spec)  # in use
-        self._layout, self._inbox, self._sequences = layout, inbox, sequences
+        self._layout = layout
+        self._inbox = inbox
+        self._sequences = sequences
         self._heartbeat = sync.heartbeat.interval_seconds
         self._digests = immutable_digests(settings.job)
         self.feedback = Feedback(len(layout), sync.compression.error_feedback)
@@ -105,10 +107,16 @@ class Exchange:
         self._ringer = threading.Thread(target=self._ring, name="diloco-bell", daemon=True)
         self._outbox = Outbox()
         self._deliveries = Deliveries(
-            layout, inbox, self._outbox, self.feedback,
-            Identity(settings.job.metadata.name, settings.process, 0, 0), sync.compression.up,
-            self._spawn_with, pinned, eager,
-        )  # fmt: skip
+            layout,
+            inbox,
+            self._outbox,
+            self.feedback,
+            Identity(settings.job.metadata.name, settings.process, 0, 0),
+            sync.compression.up,
+            self._spawn_with,
+            pinned,
+            eager,
+        )
         self._lease_numbers = itertools.count()
         self._closing = False
         self._parted = False  # Drained was read by the syncer
@@ -168,26 +176,20 @@ class Exchange:
 
     def fetch_optimizer(self, limit: int) -> None:
         """Download the optimizer state of the job's checkpoint: StateArrived comes by mail."""
-        self._call(
-            self._spawn_with, self._deliveries.fetch_state, sync_pb2.DownloadRequest.OPTIMIZER, limit, 0
-        )
+        self._call(self._spawn_with, self._deliveries.fetch_state, sync_pb2.DownloadRequest.OPTIMIZER, limit, 0)
 
     def want_peer_state(self, limit: int) -> None:
         """Ask for a healthy peer's inner optimizer state: StateArrived comes by mail."""
         self._state_limit = limit
         self.say("peer", sync_pb2.LearnerMessage(peer_state_wanted=sync_pb2.PeerStateWanted()))
 
-    def send_state(
-        self, transfer: int, encode: Callable[[], bytes], versions: Sequence[tuple[int, int]]
-    ) -> None:
+    def send_state(self, transfer: int, encode: Callable[[], bytes], versions: Sequence[tuple[int, int]]) -> None:
         """Upload this learner's inner optimizer state; ``encode`` runs beside the loop."""
         self._call(self._spawn_with, self._deliveries.send_state, transfer, encode, versions)
 
     def no_state(self, transfer: int) -> None:
         """This learner has no inner optimizer state to give."""
-        message = sync_pb2.LearnerMessage(
-            peer_state_unavailable=sync_pb2.PeerStateUnavailable(transfer=transfer)
-        )
+        message = sync_pb2.LearnerMessage(peer_state_unavailable=sync_pb2.PeerStateUnavailable(transfer=transfer))
         self.say(f"no-state-{transfer}", message)
 
     @property
@@ -335,7 +337,8 @@ class Exchange:
             # Vouched for, its channels believe one certificate only.
             self._deliveries.begin(transfers, session.break_off, credentials is not self._credentials)
             self._outbox.begin_session()
-            self._session, self.connected = session, True
+            self._session = session
+            self.connected = True
             self.standing = replace(
                 self.standing, connected=True, joined=True, refused=None, sessions=self.standing.sessions + 1
             )
@@ -354,7 +357,8 @@ class Exchange:
             raise _first(group) from None
         finally:
             lost = self.connected
-            self._session, self.connected = None, False
+            self._session = None
+            self.connected = False
             self._deliveries.close()
             self.standing = replace(self.standing, connected=False)
             session.cancel()
@@ -485,9 +489,7 @@ class Exchange:
             self._outbox.report(None)
         leases = tuple(_grant(lease) for lease in seat.leases)
         self._inbox.put(
-            mail.Seated(
-                seat.slot, seat.incarnation, seat.continuing, seat.slot_step, seat.slot_tokens, leases
-            )
+            mail.Seated(seat.slot, seat.incarnation, seat.continuing, seat.slot_step, seat.slot_tokens, leases)
         )
 
     def _phase(self, phase: sync_pb2.Phase) -> None:

@@ -50,17 +50,31 @@ class Deliveries:
     """Of one worker process. ``identity`` and ``encoding`` (of pushes) are the exchange's to set."""
 
     def __init__(
-        self, layout: Layout, inbox: mail.Inbox, outbox: Outbox, feedback: Feedback, identity: Identity,
-        encoding: str, spawn: Spawn, pinned: Callable[[Floats], Vector], eager: bool,
-    ) -> None:  # fmt: skip
+        self,
+        layout: Layout,
+        inbox: mail.Inbox,
+        outbox: Outbox,
+        feedback: Feedback,
+        identity: Identity,
+        encoding: str,
+        spawn: Spawn,
+        pinned: Callable[[Floats], Vector],
+        eager: bool,
+    ) -> None:
         """``eager``: every announced version is downloaded; else only the first of each fragment, and what
         is asked for. ``pinned`` makes a vector of what was decoded."""
-        self.identity, self.encoding, self.feedback = identity, encoding, feedback
+        self.identity = identity
+        self.encoding = encoding
+        self.feedback = feedback
         self.holdings = Holdings(len(layout))
         self.transfers: Transfers | None = None
         self.open = False  # pushes and version 0 may go out
-        self._layout, self._inbox, self._outbox = layout, inbox, outbox
-        self._spawn, self._pinned, self._eager = spawn, pinned, eager
+        self._layout = layout
+        self._inbox = inbox
+        self._outbox = outbox
+        self._spawn = spawn
+        self._pinned = pinned
+        self._eager = eager
         self._break_off: Callable[[str], None] = _nobody
         self._pinned_server = False
         self._news: dict[int, sync_pb2.Announcement] = {}  # newest announced, per fragment
@@ -72,12 +86,15 @@ class Deliveries:
     def begin(self, transfers: Transfers, break_off: Callable[[str], None], pinned_server: bool) -> None:
         """A session is there. ``break_off(reason)`` ends it; ``pinned_server``: its channels believe one
         certificate only."""
-        self.transfers, self._break_off, self._pinned_server = transfers, break_off, pinned_server
+        self.transfers = transfers
+        self._break_off = break_off
+        self._pinned_server = pinned_server
         self.open = True
 
     def close(self) -> None:
         """The session is over: nothing new goes out. ``end`` follows when the tasks have ended."""
-        self.open, self._break_off = False, _nobody
+        self.open = False
+        self._break_off = _nobody
 
     def end(self) -> None:
         """The tasks that were spawned in the session have ended."""
@@ -97,18 +114,14 @@ class Deliveries:
             if name == "delta" and not news.HasField("delta"):
                 continue
             if payload.encoding not in codec.ENCODINGS:
-                raise limits.WireError(
-                    f"fragment {news.fragment} is announced in encoding {payload.encoding!r}"
-                )
+                raise limits.WireError(f"fragment {news.fragment} is announced in encoding {payload.encoding!r}")
             if payload.bytes != codec.encoded_bytes(payload.encoding, elements):
                 raise limits.WireError(
                     f"fragment {news.fragment} is announced with {payload.bytes} bytes of "
                     f"{payload.encoding}, and it has {elements} elements"
                 )
         if news.merged_version > news.version:
-            raise limits.WireError(
-                f"fragment {news.fragment}: a push merged after version {news.version} is named"
-            )
+            raise limits.WireError(f"fragment {news.fragment}: a push merged after version {news.version} is named")
         self._news[news.fragment] = news
         if news.reset:
             self._resets[news.fragment] = (news.epoch, news.version)
@@ -249,13 +262,9 @@ class Deliveries:
     async def _send_push(self, push: Push) -> None:
         assert self.transfers is not None
         try:
-            reply = await self.transfers.push(
-                push, self.identity, self.encoding, self._layout.digest, self.feedback
-            )
+            reply = await self.transfers.push(push, self.identity, self.encoding, self._layout.digest, self.feedback)
         except bulk.TransferError as error:
-            log.warning(
-                "push %d of fragment %d got no answer: %s", push.plan.sequence, push.plan.fragment, error
-            )
+            log.warning("push %d of fragment %d got no answer: %s", push.plan.sequence, push.plan.fragment, error)
             self._verdict(push, None, "", "no answer came")
             self._doubt(error)
             return
@@ -266,8 +275,14 @@ class Deliveries:
         accepted = reply.accepted or reply.reason == "repeated"
         if not accepted:
             level = logging.DEBUG if reply.reason == "other-round" else logging.INFO  # late: it happens
-            log.log(level, "push %d of fragment %d was refused (%s): %s", push.plan.sequence,
-                    push.plan.fragment, reply.reason, reply.message)  # fmt: skip
+            log.log(
+                level,
+                "push %d of fragment %d was refused (%s): %s",
+                push.plan.sequence,
+                push.plan.fragment,
+                reply.reason,
+                reply.message,
+            )
         self._verdict(push, accepted, reply.reason, reply.message)
 
     def _verdict(self, push: Push, accepted: bool | None, reason: str, message: str) -> None:
@@ -291,9 +306,7 @@ class Deliveries:
             versions = tuple((held.epoch, held.version) for held in found[0].versions)
             self._inbox.put(mail.StateArrived(peer, found[1], versions))
 
-    async def _blob(
-        self, what: Any, limit: int, transfer: int
-    ) -> tuple[sync_pb2.DownloadHeader, bytes] | None:
+    async def _blob(self, what: Any, limit: int, transfer: int) -> tuple[sync_pb2.DownloadHeader, bytes] | None:
         for attempt in range(_BLOB_TRIES):
             if self.transfers is None:
                 return None
@@ -309,9 +322,7 @@ class Deliveries:
                 await asyncio.sleep(pause(attempt))
         return None
 
-    async def send_state(
-        self, transfer: int, encode: Callable[[], bytes], versions: Iterable[tuple[int, int]]
-    ) -> None:
+    async def send_state(self, transfer: int, encode: Callable[[], bytes], versions: Iterable[tuple[int, int]]) -> None:
         """This learner's inner optimizer state; ``encode`` runs beside the loop."""
         if self.transfers is None:
             return

@@ -140,9 +140,22 @@ class Failure:
 
 
 Item = (
-    Seated | Unseated | Welcomed | Heard | Arrived | Pulled | Verdict | Leased | PhaseChanged | InitialWanted
-    | FrozenArrived | StateWanted | StateArrived | Disconnected | Failure
-)  # fmt: skip
+    Seated
+    | Unseated
+    | Welcomed
+    | Heard
+    | Arrived
+    | Pulled
+    | Verdict
+    | Leased
+    | PhaseChanged
+    | InitialWanted
+    | FrozenArrived
+    | StateWanted
+    | StateArrived
+    | Disconnected
+    | Failure
+)
 
 
 class Inbox:

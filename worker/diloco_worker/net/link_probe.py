@@ -31,7 +31,8 @@ class Probe:
 
     def begin(self) -> None:
         """A new session."""
-        self.up, self.down = Meter(), Meter()
+        self.up = Meter()
+        self.down = Meter()
         self._trips: deque[float] = deque(maxlen=_ECHOES)
         self.round_trip: float | None = None  # seconds, the shortest of these
         self._asked: float | None = None  # when the echo that is under way was asked for
@@ -47,7 +48,8 @@ class Probe:
         lost = self._asked is not None and now - self._asked > _LOST_SECONDS
         if now >= self._next and (self._asked is None or lost):
             self._number += 1
-            self._asked, self._next = now, now + every
+            self._asked = now
+            self._next = now + every
             report.echo = self._number
 
     def heard(self, number: int, now: float) -> None:
@@ -59,8 +61,4 @@ class Probe:
 
     def figures(self) -> dict[str, float | None]:
         """For the status port: bytes per second, seconds; None: not measured."""
-        return {
-            "link_up": self.up.rate,
-            "link_down": self.down.rate,
-            "round_trip_seconds": self.round_trip,
-        }
+        return {"link_up": self.up.rate, "link_down": self.down.rate, "round_trip_seconds": self.round_trip}

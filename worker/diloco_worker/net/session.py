@@ -28,7 +28,8 @@ class SessionEnded(Exception):
 
     def __init__(self, message: str, clean: bool = False, unauthenticated: bool = False) -> None:
         super().__init__(message)
-        self.clean, self.unauthenticated = clean, unauthenticated
+        self.clean = clean
+        self.unauthenticated = unauthenticated
 
 
 class Outbox:
@@ -48,7 +49,8 @@ class Outbox:
 
     def report(self, report: sync_pb2.Report | None) -> None:
         """Replace the report; None: nothing to report (yet)."""
-        self._report, self._fresh = report, report is not None
+        self._report = report
+        self._fresh = report is not None
         self._reports += 1
 
     def say(self, key: str, message: sync_pb2.LearnerMessage, lasting: bool = False) -> None:
@@ -101,9 +103,7 @@ class Session:
     """One stream. ``open`` joins, ``run`` pumps both directions until the stream ends."""
 
     def __init__(self, channel: aio.Channel, metadata: Sequence[tuple[str, str]]) -> None:
-        method: Any = channel.stream_stream(
-            services.SESSION, request_serializer=None, response_deserializer=None
-        )
+        method: Any = channel.stream_stream(services.SESSION, request_serializer=None, response_deserializer=None)
         self._call = method(metadata=tuple(metadata))
         self._writing = asyncio.Lock()
         self._broken_off: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -152,10 +152,7 @@ class Session:
         raise SessionEnded(await self._broken_off)
 
     async def _speak(
-        self,
-        outbox: Outbox,
-        heartbeat_seconds: float,
-        stamp: Callable[[sync_pb2.Report, float, float], None],
+        self, outbox: Outbox, heartbeat_seconds: float, stamp: Callable[[sync_pb2.Report, float, float], None]
     ) -> None:
         loop = asyncio.get_running_loop()
         next_report = next_heartbeat = loop.time()

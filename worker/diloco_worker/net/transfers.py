@@ -111,7 +111,8 @@ class Transfers:
         down: Meter | None = None,
     ) -> None:
         self._channels = list(channels)
-        self._up, self._down = up, down
+        self._up = up
+        self._down = down
         self._metadata = tuple(metadata)
         self._executor = executor
         self.bytes_up = 0
@@ -154,9 +155,7 @@ class Transfers:
         )
         return await self._upload(header, encoded)
 
-    async def initial(
-        self, who: Identity, layout_json: str, vectors: Sequence[Vector], frozen: bytes
-    ) -> None:
+    async def initial(self, who: Identity, layout_json: str, vectors: Sequence[Vector], frozen: bytes) -> None:
         """Upload version 0. Raises wire.TransferError if a part was refused or did not come through."""
         part = sync_pb2.Initial
         payloads: list[tuple[sync_pb2.Initial, Any]] = [
@@ -173,9 +172,7 @@ class Transfers:
             )
             reply = await self._upload(header, payload)
             if not reply.accepted:
-                raise bulk.TransferError(
-                    f"version 0 was refused ({reply.reason}): {reply.message}", retry=True
-                )
+                raise bulk.TransferError(f"version 0 was refused ({reply.reason}): {reply.message}", retry=True)
 
     async def optimizer_state(
         self, who: Identity, transfer: int, data: bytes, versions: Sequence[tuple[int, int]]
@@ -215,9 +212,7 @@ class Transfers:
         broken = 0
         for attempt in range(_BUSY_TRIES):
             try:
-                reply = await bulk.upload(
-                    self._channels, header, payload, metadata=self._metadata, meter=self._up
-                )
+                reply = await bulk.upload(self._channels, header, payload, metadata=self._metadata, meter=self._up)
             except bulk.TransferError as error:
                 broken += 1
                 if not error.retry or broken >= _TRIES:
@@ -263,9 +258,8 @@ class Transfers:
     ) -> tuple[bytes, Bytes] | None:
         """Receipt and bytes, uint8."""
         request = sync_pb2.DownloadRequest(
-            job=who.job, process=who.process, what=what, fragment=news.fragment, epoch=news.epoch,
-            version=news.version,
-        )  # fmt: skip
+            job=who.job, process=who.process, what=what, fragment=news.fragment, epoch=news.epoch, version=news.version
+        )
         header, data = await bulk.download(
             self._channels, request, size=payload.bytes, metadata=self._metadata, meter=self._down
         )
@@ -274,8 +268,7 @@ class Transfers:
         self.bytes_down += payload.bytes
         if await self.run(bulk.checksum, data) != payload.checksum:
             raise limits.WireError(
-                f"fragment {news.fragment} version {news.version}: "
-                "its bytes are not those that were announced"
+                f"fragment {news.fragment} version {news.version}: its bytes are not those that were announced"
             )
         return header.receipt, data
 

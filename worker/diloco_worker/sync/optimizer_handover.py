@@ -51,8 +51,12 @@ class Inheritance:
         checkpoint: SlotCheckpoint,
         begin_fresh: Callable[[int], None],
     ) -> None:
-        self._model, self._optimizer, self._adoption = model, optimizer, adoption
-        self._exchange, self._checkpoint, self._fresh = exchange, checkpoint, begin_fresh
+        self._model = model
+        self._optimizer = optimizer
+        self._adoption = adoption
+        self._exchange = exchange
+        self._checkpoint = checkpoint
+        self._fresh = begin_fresh
         self._limit = optimizer_state.most_bytes(model)
         self._job_has_one = False
         self._from = ""  # what is being waited for: PEER, JOB, OWN, or nothing
@@ -68,7 +72,9 @@ class Inheritance:
 
     def want(self, job_has_one: bool) -> None:
         """A newcomer in a job that has trained. ``job_has_one``: the job's checkpoint holds a state."""
-        self._here, self._from, self._job_has_one = [], PEER, job_has_one
+        self._here = []
+        self._from = PEER
+        self._job_has_one = job_has_one
         self.ask_again()
 
     def ask_again(self) -> None:
@@ -108,7 +114,8 @@ class Inheritance:
             try:
                 optimizer_state.restore(state.data, self._model, self._optimizer)
                 log.info("the inner optimizer goes on from the state of the %s", name)
-                self._here, self._from = [], ""
+                self._here = []
+                self._from = ""
                 return
             except StateRefused as error:
                 why = str(error)
@@ -158,7 +165,8 @@ class Inheritance:
         self._next(why, chosen=True)
 
     def _begin_fresh(self, why: str) -> None:
-        self._here, self._from = [], ""
+        self._here = []
+        self._from = ""
         if self._optimizer.state:
             log.info("the inner optimizer goes on with this process's own state: %s", why)
             return

@@ -86,11 +86,7 @@ def snapshot(
                 return None
     if not tensors:
         return None
-    metadata = {
-        "format": _FORMAT,
-        "optimizer": type(optimizer).__name__,
-        "numbers": json.dumps(numbers),
-    }
+    metadata = {"format": _FORMAT, "optimizer": type(optimizer).__name__, "numbers": json.dumps(numbers)}
     if origin is not None:
         metadata["origin"] = json.dumps([origin.job, origin.layout, origin.step, origin.versions])
     copied = None
@@ -113,9 +109,7 @@ def restore(data: bytes, model: torch.nn.Module, optimizer: torch.optim.Optimize
     if metadata.get("format") != _FORMAT:
         raise StateRefused(f"its format is {metadata.get('format')!r}, and this program reads {_FORMAT}")
     if metadata.get("optimizer") != type(optimizer).__name__:
-        raise StateRefused(
-            f"it is of {metadata.get('optimizer')!r}, and this learner runs {type(optimizer).__name__}"
-        )
+        raise StateRefused(f"it is of {metadata.get('optimizer')!r}, and this learner runs {type(optimizer).__name__}")
     try:
         tensors = load_tensors(data)
         numbers = json.loads(metadata.get("numbers", "{}"))

@@ -44,10 +44,11 @@ class SlotCheckpoint:
     ``limit``: bytes that a state of this model cannot exceed. All methods belong to the
     training thread."""
 
-    def __init__(
-        self, path: Path | None, job: str, layout_digest: str, every_seconds: float, limit: int
-    ) -> None:
-        self._path, self._job, self._layout, self._limit = path, job, layout_digest, limit
+    def __init__(self, path: Path | None, job: str, layout_digest: str, every_seconds: float, limit: int) -> None:
+        self._path = path
+        self._job = job
+        self._layout = layout_digest
+        self._limit = limit
         self._every = every_seconds
         self._next = time.monotonic() + every_seconds
         self._writer: threading.Thread | None = None

@@ -29,14 +29,7 @@ from diloco_worker import logs
 from diloco_worker.core.adoption import Adoption, AdoptionConfig, Broadcast, Decision, Kind, Rule
 from diloco_worker.core.leases import Grant
 from diloco_worker.core.syncer_settings import HubSettings
-from diloco_worker.fragments import (  # fmt: skip
-    ModelFragments,
-    Vector,
-    frozen_bytes,
-    frozen_tensors,
-    load_frozen,
-    most_frozen_bytes,
-)
+from diloco_worker.fragments import ModelFragments, Vector, frozen_bytes, frozen_tensors, load_frozen, most_frozen_bytes
 from diloco_worker.net import inbox as mail
 from diloco_worker.net.client import Exchange
 from diloco_worker.net.transfers import Push
@@ -83,14 +76,20 @@ class Participant:
     ) -> None:
         self.spec = spec  # with the hub's settings, once they are known
         self._hub = HubSettings.of(spec)
-        self._model, self._optimizer, self._layout = model, optimizer, layout
-        self._exchange, self._inbox, self._fragments, self._stopping = exchange, inbox, fragments, stopping
+        self._model = model
+        self._optimizer = optimizer
+        self._layout = layout
+        self._exchange = exchange
+        self._inbox = inbox
+        self._fragments = fragments
+        self._stopping = stopping
         self.adoption = Adoption(adoption_config(spec, len(layout)))
         optimizer_spec = spec.training.optimizer
         self.rewarm = Rewarm(optimizer_spec.warmup_steps or spec.sync.every)
         self.slot = -1
         self.slot_tokens = 0  # when the tenure began
-        self.phase, self.message = "waiting", ""
+        self.phase = "waiting"
+        self.message = ""
         self.tenure = 0  # counts tenures; a batch drawn in an earlier one is not trained
         self.on_leases: Callable[[tuple[Grant, ...], bool], None] = lambda grants, continuing: None
         self.on_lease: Callable[[Grant], None] = lambda grant: None
@@ -110,9 +109,7 @@ class Participant:
         self._optimizer_bytes = 0
         self._job_trained = False
         self._waiting: dict[tuple[int, int], Push] = {}  # deterministic mode: pushes not merged yet
-        self._inheritance = Inheritance(
-            model, optimizer, self.adoption, exchange, checkpoint, self.rewarm.begin
-        )
+        self._inheritance = Inheritance(model, optimizer, self.adoption, exchange, checkpoint, self.rewarm.begin)
 
     # ------------------------------------------------------------------ looking
 
@@ -240,7 +237,8 @@ class Participant:
             case mail.PhaseChanged():
                 if item.phase != self.phase:
                     log.info("the job is %s: %s", item.phase, item.message)
-                self.phase, self.message = item.phase, item.message
+                self.phase = item.phase
+                self.message = item.message
             case mail.Leased():
                 self.on_lease(item.grant)
             case mail.Seated():
@@ -251,7 +249,8 @@ class Participant:
                 self.slot = -1
                 logs.tell(slot=-1)
             case mail.Welcomed():
-                self._optimizer_bytes, self._job_trained = item.optimizer_bytes, item.trained
+                self._optimizer_bytes = item.optimizer_bytes
+                self._job_trained = item.trained
                 if item.hub is not None and item.hub != self._hub:
                     self._heed(item.hub)
                 for push in self._waiting.values():
@@ -306,8 +305,7 @@ class Participant:
     def _take_frozen(self, item: mail.FrozenArrived) -> None:
         if item.data is None:
             raise ConfigurationError(
-                "the job's version 0 has no frozen parameters and this model has: "
-                "give every learner the same model"
+                "the job's version 0 has no frozen parameters and this model has: give every learner the same model"
             )
         load_frozen(self._model, item.data)
         self._frozen_needed = False
@@ -427,9 +425,7 @@ class Participant:
         if not self.spec.sync.deterministic:
             return False
         step = self.adoption.now.step
-        return any(
-            (due := self.adoption.deadline(p)) is not None and due <= step for p in range(len(self._layout))
-        )
+        return any((due := self.adoption.deadline(p)) is not None and due <= step for p in range(len(self._layout)))
 
     def resolve_outstanding(self, seconds: float) -> None:
         """Deterministic mode, at the own stop: adopt the broadcasts of all pushes on their way,

@@ -79,14 +79,13 @@ class _Stopped(Exception):
 
 class _Evaluator:
     def __init__(
-        self,
-        settings: WorkerSettings,
-        model: nn.Module,
-        batches: list[dict[str, torch.Tensor]],
-        dtype: torch.dtype,
+        self, settings: WorkerSettings, model: nn.Module, batches: list[dict[str, torch.Tensor]], dtype: torch.dtype
     ) -> None:
         assert settings.job.spec.training.evaluation is not None
-        self._settings, self._model, self._batches, self._dtype = settings, model, batches, dtype
+        self._settings = settings
+        self._model = model
+        self._batches = batches
+        self._dtype = dtype
         self._due = Due(settings.job.spec.training.evaluation.every_tokens)
         self._metrics = MetricsFile(settings.metrics_path())
         self._terminated = False

@@ -70,9 +70,7 @@ def export(
         raise ExportError(f"{out} cannot be written: {e.strerror or e}") from e
 
 
-def assemble(
-    job: DiLoCoJob, tensors: Mapping[str, NDArray[np.generic]], *, directory: Path | None = None
-) -> nn.Module:
+def assemble(job: DiLoCoJob, tensors: Mapping[str, NDArray[np.generic]], *, directory: Path | None = None) -> nn.Module:
     """The model with these parameters, float32, on the CPU, adapters merged, ready to evaluate.
 
     Raises ExportError naming parameters that are missing, unknown or of another shape.
@@ -137,11 +135,7 @@ def _save_byte_tokenizer(out: Path, length: int) -> None:
 def byte_characters() -> list[str]:
     """For each byte the character that byte-level tokenizers write for it: itself where it is
     printable, else the next free one from U+0100."""
-    printable = {
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    }
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(256, 512))
     return [chr(b) if b in printable else chr(next(others)) for b in range(256)]
 

@@ -24,8 +24,10 @@ class LoraLinear(nn.Linear):
 
     def __init__(self, base: nn.Linear, rank: int, alpha: float) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features = base.in_features, base.out_features
-        self.weight, self.bias = base.weight, base.bias
+        self.in_features = base.in_features
+        self.out_features = base.out_features
+        self.weight = base.weight
+        self.bias = base.bias
         self.scale = alpha / rank
         self.lora_a = nn.Parameter(base.weight.new_empty(rank, self.in_features))
         self.lora_b = nn.Parameter(base.weight.new_zeros(self.out_features, rank))

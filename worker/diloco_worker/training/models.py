@@ -54,9 +54,7 @@ def build(spec: JobSpec, seed: int, *, directory: Path | None = None) -> nn.Modu
         torch.manual_seed(seed)
         model = _construct(model_spec, config, directory)
         if model_spec.lora is not None:
-            chosen = lora.adapt(
-                model, model_spec.lora.rank, model_spec.lora.alpha, list(model_spec.lora.targets)
-            )
+            chosen = lora.adapt(model, model_spec.lora.rank, model_spec.lora.alpha, list(model_spec.lora.targets))
             if not chosen:
                 raise job_error(
                     "spec.training.model.lora.targets",
@@ -244,9 +242,7 @@ def _freeze(model: nn.Module, patterns: list[str]) -> None:
         if any(fnmatchcase(name, pattern) for pattern in patterns):
             parameter.requires_grad_(False)
     if not any(p.requires_grad for p in model.parameters()):
-        raise job_error(
-            "spec.training.model.freeze", list(patterns), "freezes every parameter: nothing is left"
-        )
+        raise job_error("spec.training.model.freeze", list(patterns), "freezes every parameter: nothing is left")
 
 
 # ------------------------------------------------------------------ checks
@@ -259,16 +255,8 @@ def _known_type(given: Mapping[str, Any]) -> str:
     if isinstance(kind, str) and kind in CONFIG_MAPPING:
         return kind
     near = difflib.get_close_matches(str(kind), list(CONFIG_MAPPING.keys()), n=3, cutoff=0.5)
-    hint = (
-        f"did you mean {' or '.join(near)}?"
-        if near and kind
-        else "llama, mixtral and vit are three that it knows"
-    )
-    what = (
-        "transformers knows no such model type"
-        if kind is not None
-        else "is required (or training.model.from)"
-    )
+    hint = f"did you mean {' or '.join(near)}?" if near and kind else "llama, mixtral and vit are three that it knows"
+    what = "transformers knows no such model type" if kind is not None else "is required (or training.model.from)"
     raise job_error(f"{CONFIG}.model_type", kind, f"{what}; {hint}")
 
 
@@ -292,9 +280,7 @@ def _check_names(given: Mapping[str, Any], config: Any) -> None:
         elif name not in known:
             near = difflib.get_close_matches(name, sorted(known), n=3)
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
-            problems.append(
-                Problem(path, value, f"a {config.model_type} configuration has no such field{hint}")
-            )
+            problems.append(Problem(path, value, f"a {config.model_type} configuration has no such field{hint}"))
     if problems:
         raise JobError(problems)
 
@@ -333,13 +319,7 @@ def _within(kind: str, own: dict[str, Any]) -> dict[str, Any]:
     size = own.get("vocab_size", defaults.vocab_size)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         default = getattr(defaults, name, None)
-        if (
-            name in names
-            and name not in own
-            and isinstance(default, int)
-            and isinstance(size, int)
-            and default >= size
-        ):
+        if name in names and name not in own and isinstance(default, int) and isinstance(size, int) and default >= size:
             own[name] = None
     return own
 
@@ -353,9 +333,7 @@ def _check_fit(spec: JobSpec, config: Any) -> None:
     if (vocabulary := _vocabulary(spec)) is not None:
         size = getattr(config, "vocab_size", None)
         if size is None:
-            problems.append(
-                Problem("spec.training.data.source", data.source, f"a {config.model_type} takes no text")
-            )
+            problems.append(Problem("spec.training.data.source", data.source, f"a {config.model_type} takes no text"))
         elif size < vocabulary:
             problems.append(
                 Problem(
@@ -370,8 +348,7 @@ def _check_fit(spec: JobSpec, config: Any) -> None:
             Problem(
                 f"{CONFIG}.max_position_embeddings",
                 positions,
-                f"is less than training.data.sequenceLength = {data.sequence_length}: raise it, "
-                "or shorten that",
+                f"is less than training.data.sequenceLength = {data.sequence_length}: raise it, or shorten that",
             )
         )
     if problems:

@@ -62,8 +62,11 @@ def build_optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.Optimi
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
-        lr=spec.lr, betas=(spec.betas[0], spec.betas[1]), eps=spec.eps, fused=True,
-    )  # fmt: skip
+        lr=spec.lr,
+        betas=(spec.betas[0], spec.betas[1]),
+        eps=spec.eps,
+        fused=True,
+    )
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

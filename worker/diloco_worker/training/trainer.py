@@ -41,9 +41,13 @@ def train(job: DiLoCoJob) -> int:
     optimizer = schedule.build_optimizer(model, spec.training.optimizer)
     log.info(
         "%s: %d parameters, %d trained; %d sequences; %s, %s",
-        type(model).__name__, sum(p.numel() for p in model.parameters()),
-        sum(p.numel() for p in model.parameters() if p.requires_grad), len(dataset), where, dtype,
-    )  # fmt: skip
+        type(model).__name__,
+        sum(p.numel() for p in model.parameters()),
+        sum(p.numel() for p in model.parameters() if p.requires_grad),
+        len(dataset),
+        where,
+        dtype,
+    )
 
     total: int | None = None
     known: DiLoCoJob | None = None  # for which ``total`` is
@@ -58,17 +62,25 @@ def train(job: DiLoCoJob) -> int:
             schedule.set_learning_rate(optimizer, rate)
             torch.manual_seed(dropout_seed(spec.seed, learner.slot, learner.step))
             nats = step(
-                model, optimizer, device.to_device(batch, where), spec.training.batch.accumulation,
-                spec.training.optimizer.clip_norm, dtype,
-            )  # fmt: skip
+                model,
+                optimizer,
+                device.to_device(batch, where),
+                spec.training.batch.accumulation,
+                spec.training.optimizer.clip_norm,
+                dtype,
+            )
             learner.after_step(tokens=tokens, loss=nats, lr=rate)
     return learner.exit_code
 
 
 def step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping[str, torch.Tensor],
-    accumulation: int, clip_norm: float | None, dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Mapping[str, torch.Tensor],
+    accumulation: int,
+    clip_norm: float | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
     """One optimizer step on ``batch``, in ``accumulation`` forward passes.
 
     Each prediction weighs the same, however many a pass has. Returns the mean

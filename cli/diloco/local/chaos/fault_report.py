@@ -66,10 +66,14 @@ class Event:
         """Raises KeyError, TypeError or ValueError where the row is none."""
         slot, incarnation = row.get("slot"), row.get("incarnation")
         return Event(
-            epoch, int(row["n"]), float(row["time"]), str(row["kind"]),
-            -1 if slot is None else int(slot), 0 if incarnation is None else int(incarnation),
+            epoch,
+            int(row["n"]),
+            float(row["time"]),
+            str(row["kind"]),
+            -1 if slot is None else int(slot),
+            0 if incarnation is None else int(incarnation),
             str(row.get("message") or ""),
-        )  # fmt: skip
+        )
 
 
 def rows(faults: Sequence[Injected], events: Iterable[Event]) -> list[dict[str, Any]]:
@@ -104,10 +108,14 @@ def _row(fault: Injected, until: float, told: Sequence[Event]) -> dict[str, Any]
         return None if time is None else round(max(0.0, time - fault.time), 3)
 
     return {
-        "at_seconds": round(fault.at_seconds, 3), "action": fault.action, "target": fault.target,
-        "detected_seconds": since(detected), "joined_seconds": since(joined),
-        "first_step_seconds": since(step), "recovered_seconds": since(merge),
-    }  # fmt: skip
+        "at_seconds": round(fault.at_seconds, 3),
+        "action": fault.action,
+        "target": fault.target,
+        "detected_seconds": since(detected),
+        "joined_seconds": since(joined),
+        "first_step_seconds": since(step),
+        "recovered_seconds": since(merge),
+    }
 
 
 Times = tuple[float | None, float | None, float | None, float | None]

@@ -94,11 +94,7 @@ class Injector:
                 return False
             self._hit(fault, "syncer", None)
             return True
-        by_index = {
-            m.learner: m
-            for m in self._host.learners
-            if m.learner is not None and m.name in self._host.running
-        }
+        by_index = {m.learner: m for m in self._host.learners if m.learner is not None and m.name in self._host.running}
         seated = [i for i, member in by_index.items() if self._host.slot_of(member.name) is not None]
         candidates = seated if fault.learner is None and seated else list(by_index)
         chosen = choose(fault, index, candidates, self._seed)
@@ -112,10 +108,14 @@ class Injector:
         process, lasting = self._host.running[name], f" for {fault.duration:g} s" if fault.duration else ""
         self._host.screen.event(f"chaos: {fault.action} {name}{lasting}", "bold red")
         injected = Injected(
-            time.time(), self._host.elapsed, fault.action, name,
+            time.time(),
+            self._host.elapsed,
+            fault.action,
+            name,
             None if slot is None else int(slot["slot"]),
-            0 if slot is None else int(slot.get("incarnation") or 0), fault.duration,
-        )  # fmt: skip
+            0 if slot is None else int(slot.get("incarnation") or 0),
+            fault.duration,
+        )
         if fault.action == "cut":
             proxies = self._host.proxies
             for proxy in proxies.values() if name == "syncer" else [proxies[name]]:

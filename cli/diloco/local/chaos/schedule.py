@@ -114,9 +114,7 @@ class Clockwork:
 
         ripe_now = [(index, fault) for index, fault in self._waiting if ripe(fault)]
         self._waiting = [(index, fault) for index, fault in self._waiting if not ripe(fault)]
-        return sorted(
-            ripe_now, key=lambda pair: (pair[1].after_seconds or 0.0, pair[1].at_step or 0, pair[0])
-        )
+        return sorted(ripe_now, key=lambda pair: (pair[1].after_seconds or 0.0, pair[1].at_step or 0, pair[0]))
 
 
 # ------------------------------------------------------------------ reading

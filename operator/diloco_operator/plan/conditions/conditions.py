@@ -25,9 +25,20 @@ from diloco_operator.model import Object
 Truth = Literal["True", "False", "Unknown"]
 
 ORDER = (
-    "Ready", "QuorumMet", "SyncerReady", "HubReachable", "RegionLost", "LinksThin", "SpecDrift",
-    "CopyDiffers", "NameConflict", "Degraded", "Suspended", "Complete", "Failed",
-)  # fmt: skip
+    "Ready",
+    "QuorumMet",
+    "SyncerReady",
+    "HubReachable",
+    "RegionLost",
+    "LinksThin",
+    "SpecDrift",
+    "CopyDiffers",
+    "NameConflict",
+    "Degraded",
+    "Suspended",
+    "Complete",
+    "Failed",
+)
 FIELDS = 10  # named in a message
 
 

@@ -19,8 +19,14 @@ from diloco_operator.plan.pods.rollout import Rollout
 from diloco_operator.plan.regions import Report, explained
 from diloco_operator.plan.view import PATIENCE, View
 
-_WAITING = {"unschedulable": "Unschedulable", "image": "ImageUnavailable", "config": "PodConfiguration",
-            "volume": "VolumeUnavailable", "crash": "Crashing", "other": "NotStarting"}  # fmt: skip
+_WAITING = {
+    "unschedulable": "Unschedulable",
+    "image": "ImageUnavailable",
+    "config": "PodConfiguration",
+    "volume": "VolumeUnavailable",
+    "crash": "Crashing",
+    "other": "NotStarting",
+}
 _STAGE = {
     "waiting": ("Suspended", "The job is suspended and was not started."),
     "suspending": ("Suspending", "The job is being suspended."),
@@ -37,12 +43,15 @@ _CURES = {
     "quota": "Raise the namespace's quota, or ask for less.",
     "invalid": "Correct the job; what ran before goes on as it was.",
 }
-_REASONS = {"invalid": "Refused", "forbidden": "Forbidden", "quota": "QuotaExceeded", "other": "ApplyFailed",
-            "conflict": "NameConflict"}  # fmt: skip
+_REASONS = {
+    "invalid": "Refused",
+    "forbidden": "Forbidden",
+    "quota": "QuotaExceeded",
+    "other": "ApplyFailed",
+    "conflict": "NameConflict",
+}
 # Without these nothing trains; the other kinds are good to have.
-_ESSENTIAL = frozenset(
-    {"ConfigMap", "Secret", "Service", "PersistentVolumeClaim", "Deployment", "StatefulSet"}
-)
+_ESSENTIAL = frozenset({"ConfigMap", "Secret", "Service", "PersistentVolumeClaim", "Deployment", "StatefulSet"})
 
 
 HAND_OVER_SECONDS = 15.0
@@ -161,21 +170,24 @@ def _answering(view: View, pod: Pod, out: Conditions) -> None:
             out.say("SyncerReady", False, "Starting", f"Pod {pod.name} is ready and about to be asked.")
     else:
         out.say(
-            "SyncerReady", False, "NotAnswering",
+            "SyncerReady",
+            False,
+            "NotAnswering",
             f"Pod {pod.name} is ready, and has not answered this operator since "
             f"{stamp(view.now - view.silent_for)} ({error}). Learners may still reach it; if they "
             f"do, look for what keeps the operator from its port {names.CONTROL_PORT}: a NetworkPolicy, or a "
             "control key of another operator.",
-        )  # fmt: skip
+        )
 
 
 def _not_made(view: View) -> str:
     """Why the syncer's pod could not be made: a ReplicaSet's Event."""
     head = f"{view.job.name}-syncer-"
     notes = [
-        n for n in view.observed.notes
+        n
+        for n in view.observed.notes
         if n.reason == "FailedCreate" and n.kind == "ReplicaSet" and n.name.startswith(head)
-    ]  # fmt: skip
+    ]
     if not notes:
         return ""
     said = explained(max(notes, key=lambda note: note.time).message)
@@ -236,9 +248,11 @@ def _region_lost(view: View, found: Findings, out: Conditions) -> None:
     if lost:
         said = ", ".join(f"{name} since {stamp(since)}" for name, since in sorted(lost.items()))
         out.say(
-            "RegionLost", True, "NobodyHeard",
+            "RegionLost",
+            True,
+            "NobodyHeard",
             f"Nobody is heard of region {said}. Its learners rejoin by themselves when they are back.",
-        )  # fmt: skip
+        )
     else:
         out.say("RegionLost", False, "AllHeard", "")
 
@@ -319,9 +333,7 @@ def _fixed_volume(view: View) -> str:
 def _ends(view: View, found: Findings, out: Conditions) -> None:
     stage, message = found.course.stage, found.course.message
     if stage in ("waiting", "suspended"):
-        out.say(
-            "Suspended", True, "Suspended", message or "Everything is saved; set suspend: false to go on."
-        )
+        out.say("Suspended", True, "Suspended", message or "Everything is saved; set suspend: false to go on.")
     elif stage in ("suspending", "restarting"):
         out.say("Suspended", False, stage.capitalize(), message)
     else:

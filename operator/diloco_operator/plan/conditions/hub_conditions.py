@@ -123,10 +123,12 @@ def _drift(view: View, out: Conditions) -> None:
     if fields:
         said = "; ".join(f"{whose}: {listed(sorted(found))}" for whose, found in sorted(fields.items()))
         out.say(
-            "SpecDrift", True, "FieldsDiffer",
+            "SpecDrift",
+            True,
+            "FieldsDiffer",
             f"Refused, because these fields are not as in this copy of the job: {said}. They stay out of the "
             "quorum until their cluster's copy is deleted and this job applied there.",
-        )  # fmt: skip
+        )
     else:
         out.say("SpecDrift", False, "SameJob", "")
 

@@ -48,9 +48,7 @@ def _kept_out(view: View) -> set[tuple[str, str]]:
     return {one for one in said if one is not None}
 
 
-def _reachable(
-    view: View, stage: tuple[str, str] | None, kept_out: set[tuple[str, str]], out: Conditions
-) -> None:
+def _reachable(view: View, stage: tuple[str, str] | None, kept_out: set[tuple[str, str]], out: Conditions) -> None:
     address = reachable_at(view.job, view.here)
     if stage is not None:
         out.say("HubReachable", "Unknown", *stage)
@@ -62,20 +60,18 @@ def _reachable(
         out.say("HubReachable", False, refusals.reason(word), message.strip())
     elif drained(view):
         out.say(
-            "HubReachable", False, DRAINED,
+            "HubReachable",
+            False,
+            DRAINED,
             f"{address}: the hub has drained the job, and is not there now: it is suspended there, or being "
             "started again. Learners here wait, and go on by themselves when it is back.",
-        )  # fmt: skip
+        )
     elif tried := [page for page in view.pages if page.get("tried", True)]:
         said = min((str(page["message"]) for page in tried if page.get("message")), default="")
-        message = (
-            f"{address}: {shortened(said or 'no learner is connected').rstrip('.')}. {refusals.UNREACHED}"
-        )
+        message = f"{address}: {shortened(said or 'no learner is connected').rstrip('.')}. {refusals.UNREACHED}"
         out.say("HubReachable", False, refusals.reason(""), message)
     elif view.pages:
-        out.say(
-            "HubReachable", "Unknown", "Preparing", "Learners here load what they need, and connect then."
-        )
+        out.say("HubReachable", "Unknown", "Preparing", "Learners here load what they need, and connect then.")
     else:
         out.say("HubReachable", "Unknown", "NoLearner", "No learner here can be asked yet.")
 
@@ -83,8 +79,7 @@ def _reachable(
 def drained(view: View) -> bool:
     """Whether learners here have left a drain in good order, and hear nobody since."""
     return bool(view.pages) and all(
-        page.get("idle") and not page.get("connected") and page.get("phase") in _DRAINED
-        for page in view.pages
+        page.get("idle") and not page.get("connected") and page.get("phase") in _DRAINED for page in view.pages
     )
 
 
@@ -105,10 +100,12 @@ def _differs(view: View, out: Conditions) -> None:
     lasts = view.lasting("copy differs", bool(fields))
     if fields and (lasts >= DIFFERS_SECONDS or before.get("status") == "True"):
         out.say(
-            "CopyDiffers", True, "FieldsDiffer",
+            "CopyDiffers",
+            True,
+            "FieldsDiffer",
             f"Not as at the hub, whose settings are in force here too: {listed(fields)}. "
             "Apply the same job in every cluster.",
-        )  # fmt: skip
+        )
     else:
         out.say("CopyDiffers", False, "SameSettings", "")
 

@@ -107,10 +107,11 @@ def _look(view: View, pod: Pod, out: Lost) -> None:
         out.deletes.append(Delete(Ref("Pod", pod.name), pod.uid, why, force=True))
         out.events.append(
             EventWanted(
-                "Warning", "PodForceDeleted",
+                "Warning",
+                "PodForceDeleted",
                 f"Pod {pod.name} is force-deleted: {said}. Its successor may start elsewhere.",
             )
-        )  # fmt: skip
+        )
         out.said[pod.name] = said
 
 

@@ -18,10 +18,27 @@ from diloco_operator.job import seconds
 from diloco_operator.model import Note, Object
 from diloco_protocol.vocabulary import MAKES_ROOM
 
-_IMAGE = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull",
-                    "ImageInspectError", "RegistryUnavailable", "SignatureValidationFailed"})  # fmt: skip
-_CONFIG = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError",
-                     "PreCreateHookError", "PreStartHookError", "PostStartHookError"})  # fmt: skip
+_IMAGE = frozenset(
+    {
+        "ErrImagePull",
+        "ImagePullBackOff",
+        "InvalidImageName",
+        "ErrImageNeverPull",
+        "ImageInspectError",
+        "RegistryUnavailable",
+        "SignatureValidationFailed",
+    }
+)
+_CONFIG = frozenset(
+    {
+        "CreateContainerConfigError",
+        "CreateContainerError",
+        "RunContainerError",
+        "PreCreateHookError",
+        "PreStartHookError",
+        "PostStartHookError",
+    }
+)
 _MOUNT_NOTES = ("FailedMount", "FailedAttachVolume", "FailedMapVolume")
 _START_NOTES = ("FailedCreatePodSandBox", "NetworkNotReady", "FailedPrepareDynamicResources")
 _ABSENT = re.compile(r'\b(secret|configmap)s? "([^"]+)" not found')
@@ -221,8 +238,12 @@ def _excused(status: Mapping[str, Any], conditions: Mapping[Any, Mapping[str, An
             "DeletionByPodGC": "its node is gone",
             "TerminationByKubelet": "its node ended it to save resources",
         }.get(str(target.get("reason")), str(target.get("message") or "it was disrupted"))
-    if status.get("phase") == "Failed" and status.get("reason") in ("Preempting", "Shutdown", "NodeShutdown",
-                                                                    "Terminated"):  # fmt: skip
+    if status.get("phase") == "Failed" and status.get("reason") in (
+        "Preempting",
+        "Shutdown",
+        "NodeShutdown",
+        "Terminated",
+    ):
         return "its node was shut down"
     return ""
 
@@ -231,9 +252,13 @@ def _excused(status: Mapping[str, Any], conditions: Mapping[Any, Mapping[str, An
 
 
 def _obstacle(
-    status: Mapping[str, Any], state: Mapping[str, Any], conditions: Mapping[Any, Mapping[str, Any]],
-    notes: list[Note], last: End | None, ends: int,
-) -> Obstacle | None:  # fmt: skip
+    status: Mapping[str, Any],
+    state: Mapping[str, Any],
+    conditions: Mapping[Any, Mapping[str, Any]],
+    notes: list[Note],
+    last: End | None,
+    ends: int,
+) -> Obstacle | None:
     scheduled = conditions.get("PodScheduled")
     if scheduled is not None and scheduled.get("status") == "False":
         message = scheduled.get("message") or _newest(notes, ("FailedScheduling",)) or "no node takes it"

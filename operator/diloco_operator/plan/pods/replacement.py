@@ -132,10 +132,11 @@ def _syncer(view: View, out: Outcome, gone: set[str]) -> None:
         epoch = view.document.get("epoch")
         out.events.append(
             EventWanted(
-                "Normal", "SyncerReplaced",
+                "Normal",
+                "SyncerReplaced",
                 f"The syncer answers again, in epoch {epoch}, {waited:.0f} s after its loss.",
             )
-        )  # fmt: skip
+        )
 
 
 def _sighting(view: View, pod: Pod) -> Sighting:
@@ -155,9 +156,7 @@ def _sighting(view: View, pod: Pod) -> Sighting:
     return Sighting(pod.uid, pod.ends, pod.started, excused, cause, process)
 
 
-def _gone(
-    view: View, place: str, before: Sighting, successor: Pod | None, out: Outcome, gone: set[str]
-) -> None:
+def _gone(view: View, place: str, before: Sighting, successor: Pod | None, out: Outcome, gone: set[str]) -> None:
     memory = view.memory
     gone.add(before.uid)
     memory.seen.pop(place, None)
@@ -200,10 +199,7 @@ def _crashed(view: View, pod: Pod, before: Sighting, out: Outcome) -> None:
     kind = "SyncerCrashed" if pod.role == SYNCER else "LearnerCrashed"
     out.events.append(EventWanted("Warning", kind, said))
     if action == "Fail":
-        out.failure = (
-            "ExitCode",
-            f"{who}: {end}. failurePolicy.rules says Fail for this exit code.",
-        )
+        out.failure = ("ExitCode", f"{who}: {end}. failurePolicy.rules says Fail for this exit code.")
     elif action != "Ignore":
         for _ in range(pod.ends - before.ends):
             _count(out, said)

@@ -87,9 +87,7 @@ def roll(view: View) -> Rollout:
         view.memory.since.setdefault(_rolling(region.name, pod.ordinal), view.now)
         out.deletes.append(Delete(Ref("Pod", pod.name), pod.uid, "its template has changed"))
         out.events.append(
-            EventWanted(
-                "Normal", "RollingOut", f"Learner {pod.name} is restarted with a changed template{note}."
-            )
+            EventWanted("Normal", "RollingOut", f"Learner {pod.name} is restarted with a changed template{note}.")
         )
     return out
 
@@ -145,8 +143,7 @@ def _removed(view: View) -> bool:
     """Whether learners of a region that is not in the job any more are still there."""
     known = {region.name for region in view.here.regions}
     return any(
-        pod.role == "learner" and pod.region not in known and not pod.over and not view.stuck(pod)
-        for pod in view.pods
+        pod.role == "learner" and pod.region not in known and not pod.over and not view.stuck(pod) for pod in view.pods
     )
 
 

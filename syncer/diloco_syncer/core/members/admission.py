@@ -41,28 +41,29 @@ class Reception:
         layout = self.job.layout_digest
         if layout and join.layout_digest != layout:
             self._refuse(
-                join, "other-layout",
+                join,
+                "other-layout",
                 f"its model's layout is {join.layout_digest[:12]}, the job's is {layout[:12]}: "
-                "give every learner the same model and sync.fragments", now,
-            )  # fmt: skip
+                "give every learner the same model and sync.fragments",
+                now,
+            )
             return
-        if (
-            not join.evaluator
-            and join.sequences
-            and self.job.leases
-            and join.sequences != self.job.leases.sequences
-        ):
+        if not join.evaluator and join.sequences and self.job.leases and join.sequences != self.job.leases.sequences:
             self._refuse(
-                join, "other-data",
+                join,
+                "other-data",
                 f"its data set has {join.sequences} sequences, the job's has {self.job.leases.sequences}: "
-                "give every learner the same data", now,
-            )  # fmt: skip
+                "give every learner the same data",
+                now,
+            )
             return
         if not join.evaluator and self.job.members.superseded(join):
             self._refuse(
-                join, "superseded",
-                f"{join.region}-{join.ordinal} belongs to a newer process; this one was given up", now,
-            )  # fmt: skip
+                join,
+                "superseded",
+                f"{join.region}-{join.ordinal} belongs to a newer process; this one was given up",
+                now,
+            )
             return
         if self._other_history(join, now):
             return
@@ -116,11 +117,13 @@ class Reception:
                 return False
             self.job.out.append(
                 ev.Refuse(
-                    join.connection, "empty-store",
+                    join.connection,
+                    "empty-store",
                     "the syncer's store is empty and you hold merged versions: give it its store back "
-                    "(or a copy of it); to begin the job anew, restart its learners", False,
+                    "(or a copy of it); to begin the job anew, restart its learners",
+                    False,
                 )
-            )  # fmt: skip
+            )
             return True
         above = self.lost.strange_epoch(join)
         if not above:
@@ -129,17 +132,17 @@ class Reception:
         self.job.out.append(ev.Persist())
         if not self.lost.open or above - self.job.epoch > EPOCHS_ABOVE:
             self._refuse(
-                join, "other-history",
+                join,
+                "other-history",
                 f"it holds versions of epoch {above}, and the job went on from an older copy of its store in "
-                f"epoch {self.job.epoch}: start this process anew", now,
-            )  # fmt: skip
+                f"epoch {self.job.epoch}: start this process anew",
+                now,
+            )
             return True
         self.job.out.append(ev.BeginAgain(f"{join.region}-{join.ordinal} has heard of epoch {above}", above))
         return True
 
-    def _refuse(
-        self, join: ev.Join, reason: str, message: str, now: float, fields: tuple[str, ...] = ()
-    ) -> None:
+    def _refuse(self, join: ev.Join, reason: str, message: str, now: float, fields: tuple[str, ...] = ()) -> None:
         if reason != "superseded":  # that is told of a process; its place is a newer one's
             self.job.refusals.note(join, reason, message, fields, now)
         self.job.out.append(ev.Refuse(join.connection, reason, message, True))
@@ -159,9 +162,7 @@ class Reception:
             )
         )
 
-    def _seat(
-        self, slot: Slot, join: ev.Join, now: float, *, continuing: bool, promote: bool = False
-    ) -> None:
+    def _seat(self, slot: Slot, join: ev.Join, now: float, *, continuing: bool, promote: bool = False) -> None:
         """Give the slot to the process; fence and write off whoever had it."""
         old = slot.connection
         if old is not None and old != join.connection:
@@ -198,11 +199,15 @@ class Reception:
         else:
             self._admit(join, seat, self._merged_of(slot))
         self.job.note(
-            "joined", slot,
+            "joined",
+            slot,
             f"{join.region}-{join.ordinal} {'came back to' if continuing else 'took'} slot {slot.index} "
             f"at step {slot.step}",
-            region=join.region, ordinal=join.ordinal, process=join.process, continuing=continuing,
-        )  # fmt: skip
+            region=join.region,
+            ordinal=join.ordinal,
+            process=join.process,
+            continuing=continuing,
+        )
 
     def _end_predecessor(self, join: ev.Join) -> None:
         """A place runs one process: who had a retired slot there is gone, and nobody else will take it."""
@@ -232,9 +237,7 @@ class Reception:
             return
         dropped = self.job.ledger.close_tenure(slot.index, reason, self.job.accepted_headers())
         if dropped:
-            self.job.note(
-                "dropped", slot, f"{dropped // max(1, len(self.job.versions))} tokens dropped ({reason})"
-            )
+            self.job.note("dropped", slot, f"{dropped // max(1, len(self.job.versions))} tokens dropped ({reason})")
 
     def connection_lost(self, connection: int, now: float) -> None:
         self.job.members.standby.pop(connection, None)

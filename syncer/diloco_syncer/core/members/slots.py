@@ -160,9 +160,7 @@ class Membership:
         return next((slot for slot in self.slots if slot.connection == connection), None)
 
     def by_place(self, region: str, ordinal: int) -> Slot | None:
-        return next(
-            (s for s in self.current if s.incarnation and (s.region, s.ordinal) == (region, ordinal)), None
-        )
+        return next((s for s in self.current if s.incarnation and (s.region, s.ordinal) == (region, ordinal)), None)
 
     def superseded(self, join: Join) -> bool:
         """Whether this process's place has gone to a newer one; else its pod is the place's newest."""

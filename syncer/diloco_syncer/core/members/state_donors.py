@@ -108,6 +108,9 @@ class PeerBook:
             (slot.step - slot.step_at_seat, -slot.index, slot.connection)
             for slot in members.slots
             if slot.state in (SlotState.ACTIVE, SlotState.DRAINING)
-            and slot.ready and slot.advanced and slot.connection is not None and slot.connection not in but
-        ]  # fmt: skip
+            and slot.ready
+            and slot.advanced
+            and slot.connection is not None
+            and slot.connection not in but
+        ]
         return max(healthy)[2] if healthy else None

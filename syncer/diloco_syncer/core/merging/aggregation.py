@@ -98,9 +98,7 @@ class Merging:
             self._count_merged(slot, push.header, event.version)
             if not slot.merged_since and push.header.incarnation == slot.incarnation:
                 slot.merged_since = True
-                self.job.note(
-                    "first-merge", slot, f"slot {slot.index} is in a merge (fragment {event.fragment})"
-                )
+                self.job.note("first-merge", slot, f"slot {slot.index} is in a merge (fragment {event.fragment})")
             self.job.out.append(ev.DropPayload(push.handle))
         self._judge_lateness(closed)
         self.job.out.append(self.job.announce(event.fragment))
@@ -110,9 +108,7 @@ class Merging:
         current = self.job.ledger.of_open_tenure(header)
         self.job.ledger.merge(header)
         slot.merged_pushes += 1
-        slot.merged_last_step[header.fragment] = max(
-            header.last_step, slot.merged_last_step.get(header.fragment, 0)
-        )
+        slot.merged_last_step[header.fragment] = max(header.last_step, slot.merged_last_step.get(header.fragment, 0))
         if current:
             slot.merged[header.fragment] = MergedPush(header.sequence, version)
             accepted = slot.accepted_sequence.get(header.fragment, 0)
@@ -174,11 +170,7 @@ class Merging:
     def _take(self, opened: Round, now: float) -> ev.Merge:
         """Close the round to further pushes; the merge that it asks for."""
         assert self.job.rounds and self.job.ledger
-        times = [
-            s.step_seconds
-            for s in self.job.members.slots
-            if s.state is SlotState.ACTIVE and s.step_seconds > 0
-        ]
+        times = [s.step_seconds for s in self.job.members.slots if s.state is SlotState.ACTIVE and s.step_seconds > 0]
         pushes = self.job.rounds.take(opened, median(times) if times else None)
         headers = [push.header for push in pushes]
         shares = weights(self.job.config.weights, [h.tokens for h in headers], [h.steps for h in headers])

@@ -235,12 +235,7 @@ class Ledger:
         parts = max(1, self.fragments)
         merged = sum(row["merged"] for row in rows) // parts
         dropped = sum(row["dropped"] for row in rows) // parts
-        return {
-            "trained": trained,
-            "merged": merged,
-            "pending": trained - merged - dropped,
-            "dropped": dropped,
-        }
+        return {"trained": trained, "merged": merged, "pending": trained - merged - dropped, "dropped": dropped}
 
     def merged_compute_seconds(self) -> float:
         """Compute seconds of merged steps, summed over slots and fragments (goodput's numerator)."""
@@ -328,11 +323,7 @@ def _age(report: ReportCounts) -> tuple[int, int, int]:
 
 
 def _by_reason(counts: FragmentCounts) -> dict[str, int]:
-    return {
-        "overlap": counts.dropped_overlap,
-        "stale": counts.dropped_stale,
-        "rolled-back": counts.dropped_rolled_back,
-    }
+    return {"overlap": counts.dropped_overlap, "stale": counts.dropped_stale, "rolled-back": counts.dropped_rolled_back}
 
 
 def report_to_json(report: ReportCounts) -> dict[str, Any]:
@@ -345,9 +336,7 @@ def report_to_json(report: ReportCounts) -> dict[str, Any]:
         "stalled_seconds": report.stalled_seconds,
         "step_seconds": report.step_seconds,
         "cursors": [list(cursor) for cursor in report.cursors],
-        "fragments": [
-            [getattr(f, name) for name in FragmentCounts.__dataclass_fields__] for f in report.fragments
-        ],
+        "fragments": [[getattr(f, name) for name in FragmentCounts.__dataclass_fields__] for f in report.fragments],
     }
 
 

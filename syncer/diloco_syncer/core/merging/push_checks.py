@@ -66,10 +66,7 @@ def check_header(
         return Reason.NO_STEPS, "the push carries no step"
     merged = slot.merged.get(header.fragment)
     if merged is not None and header.base_version < merged.version:
-        return (
-            Reason.ALREADY_MERGED,
-            f"base {header.base_version} is older than the slot's merge in {merged.version}",
-        )
+        return (Reason.ALREADY_MERGED, f"base {header.base_version} is older than the slot's merge in {merged.version}")
     if header.first_step <= slot.merged_last_step.get(header.fragment, 0):
         return Reason.ALREADY_MERGED, f"slot step {header.first_step} was merged before"
     age = version - header.oldest_version
@@ -81,10 +78,7 @@ def check_header(
         if opened is None or opened.merging or opened.id != header.round:
             return Reason.OTHER_ROUND, f"round {header.round} of fragment {header.fragment} is not open"
     elif opened is not None and opened.merging and header.slot in opened.slots():
-        return (
-            Reason.ALREADY_MERGED,
-            "an earlier push of these steps is being merged; adopt it, then offer the rest",
-        )
+        return (Reason.ALREADY_MERGED, "an earlier push of these steps is being merged; adopt it, then offer the rest")
     return None
 
 
@@ -116,10 +110,7 @@ class NormGate:
             return None
         middle = median(seen)
         if norm > self.factor * middle:
-            return (
-                Reason.NORM_GATE,
-                f"norm {norm:.3g} is above {self.factor:g} x the running median {middle:.3g}",
-            )
+            return (Reason.NORM_GATE, f"norm {norm:.3g} is above {self.factor:g} x the running median {middle:.3g}")
         return None
 
     def add(self, fragment: int, norms: tuple[float, ...]) -> None:

@@ -48,11 +48,16 @@ class Refusals:
         """For the status document, the oldest first."""
         return [
             {
-                "role": role, "region": region, "ordinal": ordinal, "reason": one.reason,
-                "message": one.message, "fields": list(one.fields), "seconds_ago": now - one.at,
+                "role": role,
+                "region": region,
+                "ordinal": ordinal,
+                "reason": one.reason,
+                "message": one.message,
+                "fields": list(one.fields),
+                "seconds_ago": now - one.at,
             }
             for (role, region, ordinal), one in self._by_place.items()
-        ]  # fmt: skip
+        ]
 
 
 def _place(join: ev.Join) -> tuple[str, str, int]:

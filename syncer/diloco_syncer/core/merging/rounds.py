@@ -144,8 +144,7 @@ class RoundBook:
         if rules.deterministic or len(learners) < rules.quorum or len(self.open) >= self.open_limit:
             return None
         since = sorted(
-            (learner.step - self.steps_at_last_opening.get(learner.slot, 0) for learner in learners),
-            reverse=True,
+            (learner.step - self.steps_at_last_opening.get(learner.slot, 0) for learner in learners), reverse=True
         )
         if since[rules.quorum - 1] < rules.every / self.fragments:
             return None
@@ -154,11 +153,7 @@ class RoundBook:
             if fragment in self.open:
                 continue
             done = sorted(
-                (
-                    steps
-                    for learner in learners
-                    if (steps := self.steps_toward(learner, fragment)) is not None
-                ),
+                (steps for learner in learners if (steps := self.steps_toward(learner, fragment)) is not None),
                 reverse=True,
             )
             if len(done) < rules.quorum:

@@ -63,4 +63,5 @@ class History:
         return {"epochs": list(self.epochs), "taken": self.taken}
 
     def load(self, row: dict[str, Any]) -> None:
-        self.epochs, self.taken = list(row["epochs"]), row["taken"]
+        self.epochs = list(row["epochs"])
+        self.taken = row["taken"]

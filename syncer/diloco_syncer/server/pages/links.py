@@ -52,9 +52,7 @@ def _traffic(sizes: tuple[int, ...], up: str, down: str, learners: int) -> Traff
 def with_links(engine: Engine, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The status document's rows of slots, each with ``link``: null while nobody is there."""
     spec, layout = engine.job.spec, engine.layout
-    paces = [
-        r["step_seconds"] for r in rows if r["state"] == "active" and r["ready"] and r["step_seconds"] > 0
-    ]
+    paces = [r["step_seconds"] for r in rows if r["state"] == "active" and r["ready"] and r["step_seconds"] > 0]
     pace = median(paces) if paces else 0.0
     carried = None
     if layout is not None:

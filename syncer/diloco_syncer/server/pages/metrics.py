@@ -43,17 +43,13 @@ class StatusCollector(Collector):
         yield gauge("quorum_required", "Learners that a merge needs", document["quorum"]["required"])
         yield gauge("standby", "Processes that wait for a slot", document["standby"])
         yield gauge("sessions", "Control streams that are open", document["sessions"])
-        yield gauge(
-            "tokens_per_second", "Tokens trained per second, all learners", document["tokens_per_second"]
-        )
+        yield gauge("tokens_per_second", "Tokens trained per second, all learners", document["tokens_per_second"])
         yield gauge("goodput_ratio", "Compute of merged steps over all slots' wall time", document["goodput"])
         yield gauge("uptime_ratio", "Share of time in which a learner advanced", document["uptime"])
         yield gauge("rounds_open", "Rounds that wait for pushes", len(document["rounds"]))
         yield gauge("store_failing", "1 while the store cannot be written", bool(document["store_problem"]))
         losses = document["eval_loss"]
-        yield gauge(
-            "eval_loss_nats", "The merged model's mean loss per token", losses[-1][1] if losses else None
-        )
+        yield gauge("eval_loss_nats", "The merged model's mean loss per token", losses[-1][1] if losses else None)
         yield counter("merges", "Merges made durable", document["merges"])
         yield counter("received_bytes", "Bulk bytes received from learners", document["bytes_up"])
         yield counter("sent_bytes", "Bulk bytes sent to learners", document["bytes_down"])
@@ -82,14 +78,16 @@ class StatusCollector(Collector):
                 yield family
             for key, name, text in (
                 (
-                    "expires", "certificate_expires_timestamp_seconds",
+                    "expires",
+                    "certificate_expires_timestamp_seconds",
                     "When the syncer's certificate expires, in Unix time",
                 ),
                 (
-                    "peers_expire", "peer_certificate_expires_timestamp_seconds",
+                    "peers_expire",
+                    "peer_certificate_expires_timestamp_seconds",
                     "When the first of the learners' certificates expires, in Unix time",
                 ),
-            ):  # fmt: skip
+            ):
                 family = GaugeMetricFamily(f"diloco_{name}", text, labels=["job"])
                 if doors[key] is not None:
                     family.add_metric([job], doors[key])
@@ -104,9 +102,7 @@ class StatusCollector(Collector):
         )
         for state, count in document["tokens"].items():
             tokens.add_metric([job, state], count)
-        refused = CounterMetricFamily(
-            "diloco_refused_uploads", "Uploads refused, by reason", labels=["job", "reason"]
-        )
+        refused = CounterMetricFamily("diloco_refused_uploads", "Uploads refused, by reason", labels=["job", "reason"])
         for reason, count in sorted(document["refused"].items()):
             refused.add_metric([job, reason], count)
         versions = GaugeMetricFamily("diloco_version", "Merges of a fragment", labels=["job", "fragment"])
@@ -138,9 +134,7 @@ class StatusCollector(Collector):
         )
         for row in document["slots"]:
             for name in SlotState:
-                state.add_metric(
-                    [job, str(row["slot"]), row["region"], name.value], row["state"] == name.value
-                )
+                state.add_metric([job, str(row["slot"]), row["region"], name.value], row["state"] == name.value)
         yield state
 
     def _carried(self, document: dict[str, Any], job: str) -> Iterator[Metric]:

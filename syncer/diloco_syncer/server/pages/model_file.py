@@ -30,9 +30,20 @@ MAX_HEADER = 100 << 20  # as safetensors itself has it
 # How safetensors names element types, and how numpy reads them. bfloat16, which numpy
 # lacks, is the upper half of a float32.
 _DTYPES: dict[str, Any] = {
-    "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I16": "<i2",
-    "I8": "<i1", "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "<u1", "BOOL": "<u1",
-}  # fmt: skip
+    "F64": "<f8",
+    "F32": "<f4",
+    "F16": "<f2",
+    "BF16": "<u2",
+    "I64": "<i8",
+    "I32": "<i4",
+    "I16": "<i2",
+    "I8": "<i1",
+    "U64": "<u8",
+    "U32": "<u4",
+    "U16": "<u2",
+    "U8": "<u1",
+    "BOOL": "<u1",
+}
 
 
 class NotSafetensors(ValueError):
@@ -108,7 +119,8 @@ class ModelFile:
         versions: Sequence[int],
         frozen: NDArray[np.uint8] | None,
     ) -> None:
-        self._thetas, self._frozen = thetas, frozen
+        self._thetas = thetas
+        self._frozen = frozen
         self._pieces: dict[str, list[tuple[int, int, int]]] = {}  # name -> fragment, offset, elements
         pieces = sorted(
             (piece.tensor, piece.start, fragment, piece.offset, piece.elements)

@@ -99,10 +99,6 @@ def present_report(engine: Engine) -> dict[str, Any]:
         "bytes_down": engine.bytes_down,
         "regions": engine.traffic.rows(engine.sessions.doors.gate),
         "faults": [],
-        "syncer": {
-            "epoch": engine.epoch,
-            "restarts": engine.epoch - 1,
-            "peak_rss_bytes": peak_rss_bytes(),
-        },
+        "syncer": {"epoch": engine.epoch, "restarts": engine.epoch - 1, "peak_rss_bytes": peak_rss_bytes()},
     }
     return dict(finite(document))

@@ -50,9 +50,7 @@ class Doors:
         if self.gate is not None:
             self.gate.belongs(context.peer(), place)
 
-    async def refuse(
-        self, context: Any, peer: Peer, reason: str, code: grpc.StatusCode, message: str
-    ) -> None:
+    async def refuse(self, context: Any, peer: Peer, reason: str, code: grpc.StatusCode, message: str) -> None:
         """Note it, and end the call; always raises."""
         self.note(peer, reason, message)
         await context.abort(code, message)

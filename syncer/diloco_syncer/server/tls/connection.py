@@ -50,9 +50,12 @@ class Link:
     """One accepted connection until it ends."""
 
     def __init__(self, gate: Gate, front: socket.socket, context: ssl.SSLContext, address: str) -> None:
-        self._gate, self._front, self.address = gate, front, address
+        self._gate = gate
+        self._front = front
+        self.address = address
         self._loop = asyncio.get_running_loop()
-        self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._in = ssl.MemoryBIO()
+        self._out = ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._in, self._out, server_side=True)
         self._back: socket.socket | None = None
         self._up = b""  # not taken by the server inside yet

@@ -68,7 +68,8 @@ class Keeper:
 
     def __init__(self, credentials: Credentials, job: str) -> None:
         """Raises ``CredentialsError`` if they are not this job's syncer's."""
-        self.credentials, self._job = credentials, job
+        self.credentials = credentials
+        self._job = job
         self.mine, self.context = self._made(credentials)
         self.expires = credentials.expires()  # wall-clock seconds
         self._seen = credentials.signature()
@@ -94,8 +95,11 @@ class Keeper:
             return
         if fresh.token != self.credentials.token:
             self._before = self.credentials, now + TOKEN_SECONDS
-        self._seen, self._problem = seen, ""
-        self.credentials, self.mine, self.context = fresh, mine, context
+        self._seen = seen
+        self._problem = ""
+        self.credentials = fresh
+        self.mine = mine
+        self.context = context
         self.expires = fresh.expires()
         log.info("the credentials have changed: new connections get the new ones")
 
@@ -145,7 +149,8 @@ class Gate:
         self.keeper = Keeper(credentials, job)
         self.buffers = Buffers()
         self.refusals = Refusals()
-        self._job, self._regions = job, dict(regions)
+        self._job = job
+        self._regions = dict(regions)
         self._folder = tempfile.TemporaryDirectory(prefix="diloco-")  # 0700
         self._inside = str(Path(self._folder.name) / "sync")
         self._listening: socket.socket | None = None
@@ -292,9 +297,7 @@ class Gate:
         listening = self._listening
         assert listening is not None
         self._loop.remove_reader(listening)
-        self._loop.call_later(
-            0.2, lambda: self._stopping.is_set() or self._loop.add_reader(listening, self._accept)
-        )
+        self._loop.call_later(0.2, lambda: self._stopping.is_set() or self._loop.add_reader(listening, self._accept))
 
     # ------------------------------------------------------------- from links
 

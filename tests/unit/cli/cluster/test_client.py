@@ -64,13 +64,15 @@ def connect(directory: Path, port: int) -> Cluster:
     path.write_text(
         json.dumps(
             {
-                "apiVersion": "v1", "kind": "Config", "current-context": "here",
+                "apiVersion": "v1",
+                "kind": "Config",
+                "current-context": "here",
                 "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{port}"}}],
                 "users": [{"name": "u", "user": {"token": "secret-token"}}],
                 "contexts": [{"name": "here", "context": context}],
             }
         )
-    )  # fmt: skip
+    )
     return open_cluster(None, None, path)
 
 
@@ -78,13 +80,27 @@ def connect(directory: Path, port: int) -> Cluster:
     ("reply", "reason", "code", "words"),
     [
         ((401, a_status("Unauthorized", "Unauthorized")), "Unauthorized", 2, "log in again"),
-        ((403, a_status("Forbidden", 'x is forbidden: User "u" cannot get resource "dilocojobs" in API group'
-                                     ' "diloco.io" in the namespace "lab"')), "Forbidden", 1,
-         'may not get dilocojobs.diloco.io in the namespace "lab"'),
+        (
+            (
+                403,
+                a_status(
+                    "Forbidden",
+                    'x is forbidden: User "u" cannot get resource "dilocojobs" in API group'
+                    ' "diloco.io" in the namespace "lab"',
+                ),
+            ),
+            "Forbidden",
+            1,
+            'may not get dilocojobs.diloco.io in the namespace "lab"',
+        ),
         ((403, a_status("Forbidden", "exceeded quota: small")), "Forbidden", 1, "exceeded quota: small"),
         ((404, b"404 page not found\n"), "NoCRD", 1, "helm install diloco charts/diloco"),
-        ((404, a_status("NotFound", 'namespaces "lab" not found', kind="namespaces", name="lab")),
-         "NoNamespace", 2, "create namespace lab"),
+        (
+            (404, a_status("NotFound", 'namespaces "lab" not found', kind="namespaces", name="lab")),
+            "NoNamespace",
+            2,
+            "create namespace lab",
+        ),
         ((409, a_status("Conflict", "was changed", name="tiny")), "Conflict", 1, "was changed"),
         ((422, a_status("Invalid", "is invalid", name="tiny")), "Invalid", 1, "is invalid"),
         ((429, a_status("TooManyRequests", "slow down")), "Busy", 1, "try again"),
@@ -93,7 +109,7 @@ def connect(directory: Path, port: int) -> Cluster:
         ((200, b"<html>log in</html>"), "", 1, "no JSON object"),
         ((200, b"[1]"), "", 1, "no JSON object"),
     ],
-)  # fmt: skip
+)
 def test_what_an_api_server_answers(
     serve: Callable[[Answer], Cluster], reply: Reply, reason: str, code: int, words: str
 ) -> None:
@@ -122,10 +138,7 @@ def test_nobody_answers(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match=r"cannot be reached \(Connection refused\)") as error:
         cluster.get("/version")
     assert error.value.passing
-    with (
-        pytest.raises(ClusterError, match=r"opens no connection to the pod p: .*refused"),
-        forwarded(cluster, "p", 1),
-    ):
+    with pytest.raises(ClusterError, match=r"opens no connection to the pod p: .*refused"), forwarded(cluster, "p", 1):
         pass
 
 
@@ -153,12 +166,12 @@ def test_long_lists_come_in_pages(serve: Callable[[Answer], Cluster]) -> None:
 
 
 def a_job(*conditions: str, phase: str = "Running") -> dict[str, Any]:
-    made = [
-        {"type": kind, "status": "True", "observedGeneration": 1, "message": "so it is"}
-        for kind in conditions
-    ]
-    return {"metadata": {"name": "tiny", "uid": "u", "generation": 1}, "spec": {"regions": [{"learners": 1}]},
-            "status": {"observedGeneration": 1, "phase": phase, "conditions": made}}  # fmt: skip
+    made = [{"type": kind, "status": "True", "observedGeneration": 1, "message": "so it is"} for kind in conditions]
+    return {
+        "metadata": {"name": "tiny", "uid": "u", "generation": 1},
+        "spec": {"regions": [{"learners": 1}]},
+        "status": {"observedGeneration": 1, "phase": phase, "conditions": made},
+    }
 
 
 def in_turn(*replies: Reply) -> Answer:
@@ -192,10 +205,7 @@ def test_waiting_ends_with_the_time(serve: Callable[[Answer], Cluster]) -> None:
 
 
 def test_waiting_for_every_copy(serve: Callable[[Answer], Cluster]) -> None:
-    first, second = (
-        serve(in_turn((200, a_job("Complete")))),
-        serve(in_turn((200, a_job()), (200, a_job("Failed")))),
-    )
+    first, second = (serve(in_turn((200, a_job("Complete")))), serve(in_turn((200, a_job()), (200, a_job("Failed")))))
     found = follow([first, second], "tiny", ended, 60, lambda line: None, sleep=lambda seconds: None)
     assert [outcome and outcome[0] for _, outcome, _ in found] == [0, 1]
 

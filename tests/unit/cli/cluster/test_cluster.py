@@ -48,46 +48,90 @@ def a_job(**status: Any) -> dict[str, Any]:
     return {
         "apiVersion": "diloco.io/v1alpha1",
         "kind": "DiLoCoJob",
-        "metadata": {"name": "tiny", "namespace": "lab", "uid": "u1", "resourceVersion": "7",
-                     "generation": 3, "creationTimestamp": LONG_AGO},
+        "metadata": {
+            "name": "tiny",
+            "namespace": "lab",
+            "uid": "u1",
+            "resourceVersion": "7",
+            "generation": 3,
+            "creationTimestamp": LONG_AGO,
+        },
         "spec": {
-            "training": {"model": {"config": {"model_type": "llama"}}, "data": {"paths": ["python-stdlib"]},
-                         "stop": {"tokens": 1_000_000}},
+            "training": {
+                "model": {"config": {"model_type": "llama"}},
+                "data": {"paths": ["python-stdlib"]},
+                "stop": {"tokens": 1_000_000},
+            },
             "sync": {"quorum": 2, "fragments": 4, "every": 8},
             "regions": [{"name": "east", "learners": 2}, {"name": "west", "learners": 1, "spares": 1}],
         },
         "status": status,
-    }  # fmt: skip
+    }
 
 
 def a_condition(kind: str, status: str = "True", generation: int = 3, **more: Any) -> dict[str, Any]:
-    return {"type": kind, "status": status, "reason": "Why", "message": "because it is so",
-            "observedGeneration": generation, "lastTransitionTime": LONG_AGO, **more}  # fmt: skip
+    return {
+        "type": kind,
+        "status": status,
+        "reason": "Why",
+        "message": "because it is so",
+        "observedGeneration": generation,
+        "lastTransitionTime": LONG_AGO,
+        **more,
+    }
 
 
 def an_event(kind: str, name: str, reason: str, message: str, **more: Any) -> dict[str, Any]:
     return {
-        "metadata": {"uid": f"{name}-{reason}", "creationTimestamp": LONG_AGO}, "type": "Normal",
-        "involvedObject": {"kind": kind, "name": name}, "reason": reason, "message": message,
-        "count": 1, "lastTimestamp": LONG_AGO, **more,
-    }  # fmt: skip
+        "metadata": {"uid": f"{name}-{reason}", "creationTimestamp": LONG_AGO},
+        "type": "Normal",
+        "involvedObject": {"kind": kind, "name": name},
+        "reason": reason,
+        "message": message,
+        "count": 1,
+        "lastTimestamp": LONG_AGO,
+        **more,
+    }
 
 
 RUNNING: dict[str, Any] = {
-    "observedGeneration": 3, "phase": "Running", "startTime": LONG_AGO, "learners": "2/3", "quorum": "2/2",
+    "observedGeneration": 3,
+    "phase": "Running",
+    "startTime": LONG_AGO,
+    "learners": "2/3",
+    "quorum": "2/2",
     "progress": {"tokens": 250_000, "step": 120, "loss": 2.415, "goodput": 0.93, "merges": 40},
-    "regions": [{"name": "east", "desired": 2, "ready": 2, "inQuorum": 2, "state": "Whole"},
-                {"name": "west", "desired": 2, "ready": 0, "inQuorum": 0, "state": "Degraded",
-                 "cause": "west-0: no image worker:x"}],
-    "conditions": [a_condition("QuorumMet"), a_condition("Ready", "False"), a_condition("Degraded", "False"),
-                   a_condition("Complete", "False")],
-}  # fmt: skip
+    "regions": [
+        {"name": "east", "desired": 2, "ready": 2, "inQuorum": 2, "state": "Whole"},
+        {
+            "name": "west",
+            "desired": 2,
+            "ready": 0,
+            "inQuorum": 0,
+            "state": "Degraded",
+            "cause": "west-0: no image worker:x",
+        },
+    ],
+    "conditions": [
+        a_condition("QuorumMet"),
+        a_condition("Ready", "False"),
+        a_condition("Degraded", "False"),
+        a_condition("Complete", "False"),
+    ],
+}
 PAGE: dict[str, Any] = {
-    "job": "tiny", "phase": "training", "elapsed_seconds": 90.0, "quorum": {"active": 2, "required": 2},
-    "versions": [3, 2, 2, 2], "slots": [{"slot": 0, "region": "east", "ordinal": 1, "state": "active",
-                                         "step": 121, "tokens": 125_000, "loss": 2.4}],
-    "tokens": {"trained": 250_000}, "tokens_per_second": 1000.0, "eval_loss": [[0, 5.6], [1, 2.5]],
-}  # fmt: skip
+    "job": "tiny",
+    "phase": "training",
+    "elapsed_seconds": 90.0,
+    "quorum": {"active": 2, "required": 2},
+    "versions": [3, 2, 2, 2],
+    "slots": [
+        {"slot": 0, "region": "east", "ordinal": 1, "state": "active", "step": 121, "tokens": 125_000, "loss": 2.4}
+    ],
+    "tokens": {"trained": 250_000},
+    "tokens_per_second": 1000.0,
+    "eval_loss": [[0, 5.6], [1, 2.5]],
+}
 
 
 def shown(renderable: Any, width: int = 140) -> str:
@@ -106,8 +150,7 @@ def diloco(*arguments: str | Path) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    "command",
-    ["apply", "status", "logs", "scale", "suspend", "resume", "delete", "export", "events", "report"],
+    "command", ["apply", "status", "logs", "scale", "suspend", "resume", "delete", "export", "events", "report"]
 )
 def test_help_has_examples_and_the_cluster_options(command: str) -> None:
     code, output = diloco(command, "--help")
@@ -140,8 +183,10 @@ def test_wrong_arguments_are_2(
 def test_a_wrong_job_file_reaches_no_cluster(tmp_path: Path) -> None:
     """All problems at once and exit 2, before a kubeconfig is even looked for."""
     path = tmp_path / "job.yaml"
-    path.write_text("apiVersion: diloco.io/v1alpha1\nkind: DiLoCoJob\nmetadata: {name: x}\n"
-                    "spec: {regions: [{learners: 0}], sync: {every: -1}}\n")  # fmt: skip
+    path.write_text(
+        "apiVersion: diloco.io/v1alpha1\nkind: DiLoCoJob\nmetadata: {name: x}\n"
+        "spec: {regions: [{learners: 0}], sync: {every: -1}}\n"
+    )
     code, output = diloco("apply", path, "--kubeconfig", tmp_path / "none")
     assert code == 2 and "spec.regions.0.learners" in output and "spec.sync.every" in output
     assert "kubeconfig" not in output
@@ -190,13 +235,15 @@ def write_kubeconfig(path: Path, names: list[str], server: str = "https://127.0.
     path.write_text(
         json.dumps(
             {
-                "apiVersion": "v1", "kind": "Config", "current-context": names[0],
+                "apiVersion": "v1",
+                "kind": "Config",
+                "current-context": names[0],
                 "clusters": [{"name": "c", "cluster": {"server": server}}],
                 "users": [{"name": "u", "user": {"token": "secret-token"}}],
                 "contexts": [{"name": n, "context": {**shared, "namespace": f"ns-{n}"}} for n in names],
             }
         )
-    )  # fmt: skip
+    )
     return path
 
 
@@ -209,9 +256,7 @@ def test_contexts(tmp_path: Path) -> None:
     assert current.flags == f"--context hub --kubeconfig {path} -n lab"
     assert current.authorization() == {"authorization": "Bearer secret-token"}
     assert "secret-token" not in repr(current)
-    with pytest.raises(
-        ClusterError, match=r"no context hob; did you mean hub\? There are 2: far, hub"
-    ) as error:
+    with pytest.raises(ClusterError, match=r"no context hob; did you mean hub\? There are 2: far, hub") as error:
         Where(("hob",), None, path).open()
     assert error.value.code == 2
 
@@ -220,11 +265,7 @@ def test_kubeconfigs_that_are_none(tmp_path: Path) -> None:
     broken, empty = tmp_path / "broken", tmp_path / "empty"
     broken.write_text(": [")
     empty.write_text("")
-    for path, words in (
-        (broken, "cannot be used"),
-        (empty, "cannot be used"),
-        (tmp_path / "no", "no kubeconfig"),
-    ):
+    for path, words in ((broken, "cannot be used"), (empty, "cannot be used"), (tmp_path / "no", "no kubeconfig")):
         with pytest.raises(ClusterError, match=words) as error:
             Where((), None, path).open()
         assert error.value.code == 2 and error.value.reason == "Settings"
@@ -262,17 +303,24 @@ def test_names_that_are_there() -> None:
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        ('dilocojobs.diloco.io "x" is forbidden: User "u" cannot patch resource "dilocojobs" in API group'
-         ' "diloco.io" in the namespace "lab"',
-         'may not patch dilocojobs.diloco.io in the namespace "lab"; ask for a Role'),
-        ('pods "p" is forbidden: User "u" cannot get resource "pods/portforward" in API group "" in the'
-         ' namespace "lab"', "may not get and create pods/portforward in"),
-        ('dilocojobs.diloco.io is forbidden: User "u" cannot list resource "dilocojobs" in API group'
-         ' "diloco.io" at the cluster scope',
-         "may not list dilocojobs.diloco.io at the cluster scope; ask for a ClusterRole"),
+        (
+            'dilocojobs.diloco.io "x" is forbidden: User "u" cannot patch resource "dilocojobs" in API group'
+            ' "diloco.io" in the namespace "lab"',
+            'may not patch dilocojobs.diloco.io in the namespace "lab"; ask for a Role',
+        ),
+        (
+            'pods "p" is forbidden: User "u" cannot get resource "pods/portforward" in API group "" in the'
+            ' namespace "lab"',
+            "may not get and create pods/portforward in",
+        ),
+        (
+            'dilocojobs.diloco.io is forbidden: User "u" cannot list resource "dilocojobs" in API group'
+            ' "diloco.io" at the cluster scope',
+            "may not list dilocojobs.diloco.io at the cluster scope; ask for a ClusterRole",
+        ),
         ("something else", "something else"),
     ],
-)  # fmt: skip
+)
 def test_what_is_forbidden_names_verb_and_resource(message: str, words: str) -> None:
     assert words in forbidden(message)
 
@@ -297,11 +345,22 @@ def test_fields_that_are_fixed_are_named() -> None:
 
 
 def test_who_else_manages_a_field() -> None:
-    status = {"details": {"causes": [
-        {"reason": "FieldManagerConflict", "field": ".spec.sync.every",
-         "message": 'conflict with "kubectl-client-side-apply" using diloco.io/v1alpha1'},
-        {"reason": "FieldManagerConflict", "field": ".spec.seed",
-         "message": 'conflict with "diloco" using diloco.io/v1alpha1 at 2026'}]}}  # fmt: skip
+    status = {
+        "details": {
+            "causes": [
+                {
+                    "reason": "FieldManagerConflict",
+                    "field": ".spec.sync.every",
+                    "message": 'conflict with "kubectl-client-side-apply" using diloco.io/v1alpha1',
+                },
+                {
+                    "reason": "FieldManagerConflict",
+                    "field": ".spec.seed",
+                    "message": 'conflict with "diloco" using diloco.io/v1alpha1 at 2026',
+                },
+            ]
+        }
+    }
     assert managers(ClusterError("", status=status)) == {"kubectl-client-side-apply", "diloco"}
     assert managers(ClusterError("")) == set()
 
@@ -313,9 +372,10 @@ def test_paths_that_mean_this_machine_only(tmp_path: Path) -> None:
     training["model"]["from"] = "./start"
     warned = [(p.path, p.value) for p in foreign_paths(load(document), tmp_path)]
     assert warned == [
-        ("spec.training.data.paths", "books/*.txt"), ("spec.training.data.paths", "~/x"),
+        ("spec.training.data.paths", "books/*.txt"),
+        ("spec.training.data.paths", "~/x"),
         ("spec.training.model.from", "./start"),
-    ]  # fmt: skip
+    ]
     document = a_job()
     document["spec"]["training"]["model"]["from"] = "some-org/some-model"
     document["spec"]["training"]["data"] = {"source": "python", "function": "mine:load"}
@@ -345,10 +405,7 @@ def test_scale_changes_the_right_item_and_guards_it() -> None:
 @pytest.mark.parametrize(
     ("targets", "words"),
     [
-        (
-            {"east": 1, "west": 0},
-            "the region west needs one learner at least; to stop the job: diloco suspend",
-        ),
+        ({"east": 1, "west": 0}, "the region west needs one learner at least; to stop the job: diloco suspend"),
         ({"eas": 2}, "has no region eas; did you mean east"),
         ({"east": 4095, "west": 2}, r"spec\.regions\.0\.learners = 4095: must be .* at most 1024$"),
     ],
@@ -362,9 +419,7 @@ def test_scale_refuses_what_is_no_job(targets: dict[str, int], words: str) -> No
 def test_scale_refuses_below_the_quorum_with_words() -> None:
     job = a_job()
     job["spec"]["sync"]["quorum"] = 3
-    with pytest.raises(
-        ClusterError, match=r"leave tiny with 2 learners, and its quorum \(K\) is 3: nothing would"
-    ):
+    with pytest.raises(ClusterError, match=r"leave tiny with 2 learners, and its quorum \(K\) is 3: nothing would"):
         scale_patch(job, {"east": 1})
     job["spec"]["sync"] = {"deterministic": True, "fragments": 4, "every": 8}
     assert scale_patch(job, {"east": 1})[1] == {"east": (2, 1)}  # there K is all of them
@@ -392,8 +447,9 @@ def test_what_stays_of_a_deleted_job() -> None:
     job = a_job()
     assert "kubectl --context c -n lab delete pvc tiny-syncer" in (stays(job, "--context c -n lab") or "")
     for storage, words in (
-        ({"claimName": "mine"}, "your PersistentVolumeClaim mine"), ({"uri": "s3://b/x"}, "stays at s3://b/x"),
-    ):  # fmt: skip
+        ({"claimName": "mine"}, "your PersistentVolumeClaim mine"),
+        ({"uri": "s3://b/x"}, "stays at s3://b/x"),
+    ):
         job["spec"]["syncer"] = {"storage": storage}
         said = stays(job, "") or ""
         assert words in said and "delete pvc" not in said
@@ -406,8 +462,15 @@ def test_what_stays_of_a_deleted_job() -> None:
 
 def test_small_figures() -> None:
     assert [span(s) for s in (None, -5, 0, 119, 120, 7199, 7200, 200_000)] == [
-        "-", "0 s", "0 s", "119 s", "2 min", "120 min", "2 h", "2 d",
-    ]  # fmt: skip
+        "-",
+        "0 s",
+        "0 s",
+        "119 s",
+        "2 min",
+        "120 min",
+        "2 h",
+        "2 d",
+    ]
     assert unix("2027-01-15T08:00:00Z") == NOW and unix("2027-01-15T08:00:00.000000Z") == NOW
     assert unix("soon") is None and unix(None) is None
     assert pair("3/1") == (3, 1) and pair(None) == (0, 0) and pair("3") == (0, 0)
@@ -420,10 +483,16 @@ def test_conditions_are_sentences_trouble_first() -> None:
     assert str(condition_text(a_condition("QuorumMet"), NOW)).startswith("QuorumMet (Why) for 100 s")
     assert "known" in str(condition_text(a_condition("HubReachable", "Unknown"), NOW))
     styles = [
-        ("Ready", "True", "green"), ("Ready", "False", "red"), ("NameConflict", "True", "red"),
-        ("NameConflict", "False", "green"), ("Failed", "True", "bold red"), ("Complete", "True", "green"),
-        ("Complete", "False", "dim"), ("Suspended", "True", "yellow"), ("SyncerReady", "Unknown", "red"),
-    ]  # fmt: skip
+        ("Ready", "True", "green"),
+        ("Ready", "False", "red"),
+        ("NameConflict", "True", "red"),
+        ("NameConflict", "False", "green"),
+        ("Failed", "True", "bold red"),
+        ("Complete", "True", "green"),
+        ("Complete", "False", "dim"),
+        ("Suspended", "True", "yellow"),
+        ("SyncerReady", "Unknown", "red"),
+    ]
     assert [(k, s, condition_style(a_condition(k, s))) for k, s, _ in styles] == styles
 
 
@@ -436,9 +505,17 @@ def test_a_condition_of_an_earlier_spec_does_not_hold() -> None:
 
 def test_the_picture_with_the_syncers_page_is_the_local_one() -> None:
     text = shown(job_picture(a_job(**RUNNING), PAGE, [], NOW))
-    for words in ("tiny", "training", "250,000 of 1,000,000 tokens", "merged loss 2.500", "east-1",
-                  "125,000", "2 active, 2 needed", "west-0: no image worker:x",
-                  "not Ready (Why) for 100 s"):  # fmt: skip
+    for words in (
+        "tiny",
+        "training",
+        "250,000 of 1,000,000 tokens",
+        "merged loss 2.500",
+        "east-1",
+        "125,000",
+        "2 active, 2 needed",
+        "west-0: no image worker:x",
+        "not Ready (Why) for 100 s",
+    ):
         assert words in text, words
     assert "does not answer" not in text
 
@@ -446,9 +523,19 @@ def test_the_picture_with_the_syncers_page_is_the_local_one() -> None:
 def test_the_picture_without_the_page_shows_the_regions() -> None:
     event = an_event("DiLoCoJob", "tiny", "LearnerLost", "west-0 is gone,\n a new one starts", type="Warning")
     text = shown(job_picture(a_job(**RUNNING), None, [event], NOW))
-    for words in ("Running", "100 s", "250,000 of 1,000,000 tokens", "merged loss 2.415", "goodput 0.930",
-                  "quorum 2 active, 2 needed", "east", "west", "Degraded", "west-0: no image worker:x",
-                  "100 s ago  LearnerLost: west-0 is gone, a new one starts"):  # fmt: skip
+    for words in (
+        "Running",
+        "100 s",
+        "250,000 of 1,000,000 tokens",
+        "merged loss 2.415",
+        "goodput 0.930",
+        "quorum 2 active, 2 needed",
+        "east",
+        "west",
+        "Degraded",
+        "west-0: no image worker:x",
+        "100 s ago  LearnerLost: west-0 is gone, a new one starts",
+    ):
         assert words in text, words
     assert "none yet" not in text  # the fragments' versions are not known, which is not none
 
@@ -461,9 +548,7 @@ def test_a_regions_copy_shows_no_figures_that_are_the_hubs() -> None:
 
 
 def test_a_job_that_is_not_placed_was_looked_at() -> None:
-    why = a_condition(
-        "Ready", "False", reason="NotPlaced", message="The job names the clusters hub and eu-1."
-    )
+    why = a_condition("Ready", "False", reason="NotPlaced", message="The job names the clusters hub and eu-1.")
     text = shown(job_picture(a_job(observedGeneration=3, conditions=[why]), None, [], NOW))
     assert "NotPlaced" in text and "no operator" not in text
 
@@ -484,8 +569,12 @@ def test_the_picture_of_a_job_that_nobody_has_seen() -> None:
 
 
 def test_the_picture_at_the_end_has_the_report() -> None:
-    done = {**RUNNING, "phase": "Complete", "conditions": [a_condition("Complete")],
-            "report": {"outcome": "complete", "merges": 77, "tokens": {"trained": 1_000_000}}}  # fmt: skip
+    done = {
+        **RUNNING,
+        "phase": "Complete",
+        "conditions": [a_condition("Complete")],
+        "report": {"outcome": "complete", "merges": 77, "tokens": {"trained": 1_000_000}},
+    }
     text = shown(job_picture(a_job(**done), None, [], NOW))
     assert "77" in text and "1,000,000 trained" in text
 
@@ -500,18 +589,46 @@ def test_texts_from_outside_are_no_markup() -> None:
 
 def test_one_line_for_those_who_wait() -> None:
     assert job_line(a_job(**RUNNING), None, NOW).split("  ")[-7:] == [
-        "100.0 s", "Running", "250,000 of 1,000,000 tokens", "loss 2.415", "learners 2/3", "quorum 2/2",
+        "100.0 s",
+        "Running",
+        "250,000 of 1,000,000 tokens",
+        "loss 2.415",
+        "learners 2/3",
+        "quorum 2/2",
         "goodput 0.930",
-    ]  # fmt: skip
+    ]
 
 
 def test_the_list() -> None:
     text = shown(jobs_table([a_job(**RUNNING), a_job()], NOW, ["hub", "far"], True))
     head, first, second = text.splitlines()[:3]
-    assert head.split() == ["CONTEXT", "NAMESPACE", "NAME", "PHASE", "LEARNERS", "QUORUM", "STEP", "TOKENS",
-                            "LOSS", "GOODPUT", "AGE"]  # fmt: skip
-    assert first.split() == ["hub", "lab", "tiny", "Running", "2/3", "2/2", "120", "250,000", "2.415",
-                             "0.930", "100", "s"]  # fmt: skip
+    assert head.split() == [
+        "CONTEXT",
+        "NAMESPACE",
+        "NAME",
+        "PHASE",
+        "LEARNERS",
+        "QUORUM",
+        "STEP",
+        "TOKENS",
+        "LOSS",
+        "GOODPUT",
+        "AGE",
+    ]
+    assert first.split() == [
+        "hub",
+        "lab",
+        "tiny",
+        "Running",
+        "2/3",
+        "2/2",
+        "120",
+        "250,000",
+        "2.415",
+        "0.930",
+        "100",
+        "s",
+    ]
     assert second.split()[:4] == ["far", "lab", "tiny", "-"]
     assert "CONTEXT" not in shown(jobs_table([a_job()], NOW))
 
@@ -522,15 +639,24 @@ def test_the_list() -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "ours"),
     [
-        ("DiLoCoJob", "tiny", True), ("DiLoCoJob", "tiny-east", False), ("Pod", "tiny-east-0", True),
-        ("Pod", "tiny-east-12", True), ("StatefulSet", "tiny-east", True),
-        ("Pod", "tiny-syncer-5d8f-x2x", True), ("Deployment", "tiny-syncer", True),
+        ("DiLoCoJob", "tiny", True),
+        ("DiLoCoJob", "tiny-east", False),
+        ("Pod", "tiny-east-0", True),
+        ("Pod", "tiny-east-12", True),
+        ("StatefulSet", "tiny-east", True),
+        ("Pod", "tiny-syncer-5d8f-x2x", True),
+        ("Deployment", "tiny-syncer", True),
         ("PersistentVolumeClaim", "tiny-syncer", True),
-        ("ReplicaSet", "tiny-evaluator-7c9", True), ("ConfigMap", "tiny-settings", True),
-        ("Pod", "tiny-east-x-0", False), ("Pod", "tiny-north-0", False), ("Pod", "tinyer-east-0", False),
-        ("Pod", "tiny", False), ("Pod", "tiny-east-0-1", False), ("Node", "node-1", False),
+        ("ReplicaSet", "tiny-evaluator-7c9", True),
+        ("ConfigMap", "tiny-settings", True),
+        ("Pod", "tiny-east-x-0", False),
+        ("Pod", "tiny-north-0", False),
+        ("Pod", "tinyer-east-0", False),
+        ("Pod", "tiny", False),
+        ("Pod", "tiny-east-0-1", False),
+        ("Node", "node-1", False),
     ],
-)  # fmt: skip
+)
 def test_events_of_jobs_whose_names_begin_alike_do_not_mix(kind: str, name: str, ours: bool) -> None:
     assert concerns(an_event(kind, name, "X", ""), "tiny", ["east", "west"]) is ours
 
@@ -542,11 +668,7 @@ def test_an_event_is_a_sentence() -> None:
     )
     assert short({"kind": "Pod", "name": "tiny-syncer-1"}, "tiny") == "syncer"
     assert short({"kind": "StatefulSet", "name": "tiny-east"}, "tiny") == "StatefulSet east"
-    newer = {
-        **event,
-        "lastTimestamp": None,
-        "series": {"count": 9, "lastObservedTime": "2027-01-15T08:00:00Z"},
-    }
+    newer = {**event, "lastTimestamp": None, "series": {"count": 9, "lastObservedTime": "2027-01-15T08:00:00Z"}}
     assert event_time(newer) == NOW and "(9 times)" in str(event_line(newer, "tiny", NOW))
     assert event_time({"metadata": {}, "eventTime": None}) == 0.0
 
@@ -599,9 +721,7 @@ def test_what_is_waited_for(judge: Any, job: dict[str, Any] | None, code: int | 
 
 
 def test_what_only_people_can_mend_is_told() -> None:
-    ready = a_condition(
-        "Ready", "False", reason="PodTemplate", message="spec.learners.podTemplate: no such field"
-    )
+    ready = a_condition("Ready", "False", reason="PodTemplate", message="spec.learners.podTemplate: no such field")
     assert hindered(a_job(conditions=[ready])) == "PodTemplate: spec.learners.podTemplate: no such field"
     assert hindered(a_job(conditions=[{**ready, "reason": "Starting"}])) == ""
     assert hindered(a_job(conditions=[{**ready, "status": "True"}])) == "" and hindered(a_job()) == ""
@@ -611,11 +731,7 @@ def test_what_only_people_can_mend_is_told() -> None:
 
 
 def a_pod(name: str, phase: str = "Running", created: str = LONG_AGO, going: bool = False) -> dict[str, Any]:
-    metadata = {
-        "name": name,
-        "creationTimestamp": created,
-        **({"deletionTimestamp": created} if going else {}),
-    }
+    metadata = {"name": name, "creationTimestamp": created, **({"deletionTimestamp": created} if going else {})}
     return {"metadata": metadata, "status": {"phase": phase}}
 
 

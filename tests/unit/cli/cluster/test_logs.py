@@ -18,20 +18,23 @@ JOB: dict[str, Any] = {
 
 
 def pod(name: str, role: str, region: str = "", container: str = "", index: str = "") -> dict[str, Any]:
-    labels = {"diloco.io/role": role, **({"diloco.io/region": region} if region else {}),
-              **({"apps.kubernetes.io/pod-index": index} if index else {})}  # fmt: skip
-    containers = [{"name": "sidecar"}, {"name": container or role}]
-    return {
-        "metadata": {"name": name, "uid": f"uid-{name}", "labels": labels},
-        "spec": {"containers": containers},
+    labels = {
+        "diloco.io/role": role,
+        **({"diloco.io/region": region} if region else {}),
+        **({"apps.kubernetes.io/pod-index": index} if index else {}),
     }
+    containers = [{"name": "sidecar"}, {"name": container or role}]
+    return {"metadata": {"name": name, "uid": f"uid-{name}", "labels": labels}, "spec": {"containers": containers}}
 
 
 PODS = [
-    pod("tiny-east-0", "learner", "east"), pod("tiny-west-10", "learner", "west"),
-    pod("tiny-west-2", "learner", "west", index="2"), pod("tiny-evaluator-7f-x", "evaluator"),
-    pod("tiny-syncer-5d-y", "syncer"), pod("tiny-west-0", "learner", "west"),
-]  # fmt: skip
+    pod("tiny-east-0", "learner", "east"),
+    pod("tiny-west-10", "learner", "west"),
+    pod("tiny-west-2", "learner", "west", index="2"),
+    pod("tiny-evaluator-7f-x", "evaluator"),
+    pod("tiny-syncer-5d-y", "syncer"),
+    pod("tiny-west-0", "learner", "west"),
+]
 
 
 def labels(target: str | None, pods: list[dict[str, Any]] = PODS) -> list[str]:
@@ -47,19 +50,24 @@ def test_all_of_a_job_in_its_order() -> None:
 @pytest.mark.parametrize(
     ("target", "found"),
     [
-        ("syncer", ["syncer"]), ("evaluator", ["evaluator"]), ("west-2", ["west-2"]), ("east", ["east-0"]),
-        ("west", ["west-0", "west-2"]), ("learner-0", ["west-0"]), ("learner-2", ["east-0"]),
-        ("learner-1", []), ("west-1", []),  # of the job, and not there now
-        ("tiny-west-10", ["west-10"]), ("west-10", ["west-10"]),  # there still, though scaled away
+        ("syncer", ["syncer"]),
+        ("evaluator", ["evaluator"]),
+        ("west-2", ["west-2"]),
+        ("east", ["east-0"]),
+        ("west", ["west-0", "west-2"]),
+        ("learner-0", ["west-0"]),
+        ("learner-2", ["east-0"]),
+        ("learner-1", []),
+        ("west-1", []),  # of the job, and not there now
+        ("tiny-west-10", ["west-10"]),
+        ("west-10", ["west-10"]),  # there still, though scaled away
     ],
-)  # fmt: skip
+)
 def test_whose(target: str, found: list[str]) -> None:
     assert labels(target) == found
 
 
-@pytest.mark.parametrize(
-    "target", ["wst-0", "learner-3", "west-3", "learner", "north", "tiny-north-0", "syncer-0"]
-)
+@pytest.mark.parametrize("target", ["wst-0", "learner-3", "west-3", "learner", "north", "tiny-north-0", "syncer-0"])
 def test_whose_is_none_of_the_job(target: str) -> None:
     with pytest.raises(ClusterError, match=f"the job tiny has no {target}") as error:
         labels(target)
@@ -76,8 +84,13 @@ def test_a_region_called_learner_means_itself() -> None:
 
 
 def test_times_sort_though_their_ends_are_cut() -> None:
-    stamps = ["2026-11-21T07:50:10Z", "2026-11-21T07:50:10.1Z", "2026-11-21T07:50:10.12Z",
-              "2026-11-21T07:50:10.123456789Z", "2026-11-21T07:50:11Z"]  # fmt: skip
+    stamps = [
+        "2026-11-21T07:50:10Z",
+        "2026-11-21T07:50:10.1Z",
+        "2026-11-21T07:50:10.12Z",
+        "2026-11-21T07:50:10.123456789Z",
+        "2026-11-21T07:50:11Z",
+    ]
     keys = [stamped(f"{stamp} a line")[0] for stamp in stamps]
     assert keys == sorted(keys) and len(set(keys)) == 5
     assert stamped(f"{stamps[3]} a  line ")[1] == "a  line "

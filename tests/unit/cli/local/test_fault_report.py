@@ -15,31 +15,44 @@ def times(row: dict[str, object]) -> tuple[object, ...]:
 
 def test_a_kill_is_followed_to_the_first_merge_of_the_newcomer() -> None:
     told = events(
-        (90.0, "joined", 2, 1), (91.0, "first-step", 2, 1), (92.0, "first-merge", 2, 1),
+        (90.0, "joined", 2, 1),
+        (91.0, "first-step", 2, 1),
+        (92.0, "first-merge", 2, 1),
         (99.0, "suspect", 1, 1),  # another slot's trouble
-        (100.05, "gone", 2, 1), (101.2, "joined", 2, 2), (102.0, "first-step", 2, 2),
+        (100.05, "gone", 2, 1),
+        (101.2, "joined", 2, 2),
+        (102.0, "first-step", 2, 2),
         (104.5, "first-merge", 2, 2),
-    )  # fmt: skip
+    )
     fault = Injected(100.0, 20.0, "kill", "learner-2", slot=2, incarnation=1, noticed=100.01)
     assert rows([fault], reversed(told)) == [
-        {"at_seconds": 20.0, "action": "kill", "target": "learner-2", "detected_seconds": 0.05,
-         "joined_seconds": 1.2, "first_step_seconds": 2.0, "recovered_seconds": 4.5}
-    ]  # fmt: skip
+        {
+            "at_seconds": 20.0,
+            "action": "kill",
+            "target": "learner-2",
+            "detected_seconds": 0.05,
+            "joined_seconds": 1.2,
+            "first_step_seconds": 2.0,
+            "recovered_seconds": 4.5,
+        }
+    ]
 
 
 def test_a_spare_that_takes_the_slot_counts_as_the_newcomer() -> None:
-    told = events(
-        (10.1, "lost", 0, 3), (10.1, "taken", 0, 4), (10.5, "first-step", 0, 4), (11.0, "first-merge", 0, 4)
-    )
+    told = events((10.1, "lost", 0, 3), (10.1, "taken", 0, 4), (10.5, "first-step", 0, 4), (11.0, "first-merge", 0, 4))
     fault = Injected(10.0, 0.0, "kill", "learner-0", slot=0, incarnation=3)
     assert times(rows([fault], told)[0]) == (0.1, 0.1, 0.5, 1.0)
 
 
 def test_a_newcomer_that_dies_too_hands_recovery_to_the_next() -> None:
     told = events(
-        (10.1, "gone", 0, 1), (11.0, "joined", 0, 2), (11.5, "gone", 0, 2),
-        (12.0, "joined", 0, 3), (12.5, "first-step", 0, 3), (13.0, "first-merge", 0, 3),
-    )  # fmt: skip
+        (10.1, "gone", 0, 1),
+        (11.0, "joined", 0, 2),
+        (11.5, "gone", 0, 2),
+        (12.0, "joined", 0, 3),
+        (12.5, "first-step", 0, 3),
+        (13.0, "first-merge", 0, 3),
+    )
     first = Injected(10.0, 0.0, "kill", "learner-0", slot=0, incarnation=1)
     second = Injected(11.4, 1.4, "kill", "learner-0", slot=0, incarnation=2)
     got = rows([first, second], told)

@@ -9,10 +9,15 @@ from typing import Any
 from diloco.local.metrics_log import Journal
 
 STATUS: dict[str, Any] = {
-    "phase": "training", "merges": 7, "tokens": {"trained": 1000}, "tokens_per_second": 10.5,
+    "phase": "training",
+    "merges": 7,
+    "tokens": {"trained": 1000},
+    "tokens_per_second": 10.5,
     "versions": [2, 1],
-    "quorum": {"active": 2, "required": 1}, "eval_loss": [[0, 5.5], [900, 4.5]], "goodput": 0.5,
-}  # fmt: skip
+    "quorum": {"active": 2, "required": 1},
+    "eval_loss": [[0, 5.5], [900, 4.5]],
+    "goodput": 0.5,
+}
 
 
 def rows(file: Path) -> list[dict[str, Any]]:

@@ -11,18 +11,34 @@ from rich.console import Console
 from diloco.local.screen import Lines, Live, View, fault_text, progress, progress_line, summary, version_strip
 
 STATUS: dict[str, Any] = {
-    "job": "tiny", "phase": "training", "elapsed_seconds": 12.5, "quorum": {"active": 1, "required": 1},
-    "standby": 1, "versions": [4, 3, 5], "tokens": {"trained": 245760}, "tokens_per_second": 10200.4,
+    "job": "tiny",
+    "phase": "training",
+    "elapsed_seconds": 12.5,
+    "quorum": {"active": 1, "required": 1},
+    "standby": 1,
+    "versions": [4, 3, 5],
+    "tokens": {"trained": 245760},
+    "tokens_per_second": 10200.4,
     "merges": 7,
     "eval_loss": [[0, 5.6], [2000, 2.45]],
     "rounds": [{"fragment": 1, "round": 17, "responders": [0], "waiting": [1]}],
     "slots": [
-        {"slot": 0, "region": "local", "ordinal": 0, "state": "active", "step": 120, "tokens": 1000,
-         "loss": 2.41, "step_seconds": 0.05, "compute_seconds": 9.0, "stalled_seconds": 1.0,
-         "merged_pushes": 40},
+        {
+            "slot": 0,
+            "region": "local",
+            "ordinal": 0,
+            "state": "active",
+            "step": 120,
+            "tokens": 1000,
+            "loss": 2.41,
+            "step_seconds": 0.05,
+            "compute_seconds": 9.0,
+            "stalled_seconds": 1.0,
+            "merged_pushes": 40,
+        },
         {"slot": 1, "region": "local", "ordinal": 1, "state": "lost", "step": 80, "tokens": 900, "loss": 3.0},
     ],
-}  # fmt: skip
+}
 
 
 def view(**changes: Any) -> View:
@@ -89,9 +105,23 @@ def test_the_picture_has_everything() -> None:
     live.update(view())
     live.event("gone: slot 1: its process is gone (SIGKILL)", "red")
     live.close()
-    for words in ("training", "245,760", "10,200 tokens/s", "2.450", "learner-0", "active", "2.410", "10.0 %",
-                  "learner-1", "lost", "starting", "▂▁▃  3 to 5", "1 active, 1 needed, 1 standing by",
-                  "fragment 1: 1 in, 1 awaited", "its process is gone"):  # fmt: skip
+    for words in (
+        "training",
+        "245,760",
+        "10,200 tokens/s",
+        "2.450",
+        "learner-0",
+        "active",
+        "2.410",
+        "10.0 %",
+        "learner-1",
+        "lost",
+        "starting",
+        "▂▁▃  3 to 5",
+        "1 active, 1 needed, 1 standing by",
+        "fragment 1: 1 in, 1 awaited",
+        "its process is gone",
+    ):
         assert words in out.getvalue(), words
 
 
@@ -118,27 +148,35 @@ def test_the_picture_before_anything_is_known() -> None:
 
 
 def test_the_summary_of_full_and_of_empty_reports() -> None:
-    fault = {"at_seconds": 20.0, "action": "kill", "target": "learner-1", "detected_seconds": 0.05,
-             "joined_seconds": 1.0, "first_step_seconds": 2.0, "recovered_seconds": None}  # fmt: skip
+    fault = {
+        "at_seconds": 20.0,
+        "action": "kill",
+        "target": "learner-1",
+        "detected_seconds": 0.05,
+        "joined_seconds": 1.0,
+        "first_step_seconds": 2.0,
+        "recovered_seconds": None,
+    }
     assert fault_text(fault) == (
         "kill learner-1 at 20.0 s: detected 0.05 s, joined 1.00 s, first step 2.00 s, recovered -"
     )
-    full = {"outcome": "complete", "initial_loss": 5.5, "final_loss": 2.0, "goodput": 0.9,
-            "uptime": 1.0,
-            "tokens": {"trained": 10, "merged": 9, "pending": 1, "dropped": 0},
-            "faults": [fault],
-            "regions": [
-                {"name": "eu", "bytes_up": 7, "bytes_down": 8, "wire_bytes_up": 9, "wire_bytes_down": 11},
-                {"name": "", "bytes_up": 0, "bytes_down": 5, "wire_bytes_up": None, "wire_bytes_down": None},
-            ]}  # fmt: skip
+    full = {
+        "outcome": "complete",
+        "initial_loss": 5.5,
+        "final_loss": 2.0,
+        "goodput": 0.9,
+        "uptime": 1.0,
+        "tokens": {"trained": 10, "merged": 9, "pending": 1, "dropped": 0},
+        "faults": [fault],
+        "regions": [
+            {"name": "eu", "bytes_up": 7, "bytes_down": 8, "wire_bytes_up": 9, "wire_bytes_down": 11},
+            {"name": "", "bytes_up": 0, "bytes_down": 5, "wire_bytes_up": None, "wire_bytes_down": None},
+        ],
+    }
     console = Console(file=io.StringIO(), width=140)
     console.print(summary(full))
     console.print(summary({}))
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert (
-        "5.500 at the start, 2.000 at the end" in text
-        and "10 trained, 9 merged" in text
-        and "recovered -" in text
-    )
+    assert "5.500 at the start, 2.000 at the end" in text and "10 trained, 9 merged" in text and "recovered -" in text
     assert "wire eu" in text and "7 bytes up, 8 down; with all beside it and TLS 9 up, 11 down" in text
     assert re.search(r"wire others +0 bytes up, 5 down +\n", text)

@@ -79,9 +79,12 @@ def test_the_limit_counts_replacements_since_the_last_merge(limit: int, story: l
 
 def test_exits_that_another_start_does_not_cure() -> None:
     for kind, code, expected in [
-        (Kind.LEARNER, 2, 2), (Kind.LEARNER, 4, 1), (Kind.SYNCER, 2, 2), (Kind.SYNCER, 3, 1),
+        (Kind.LEARNER, 2, 2),
+        (Kind.LEARNER, 4, 1),
+        (Kind.SYNCER, 2, 2),
+        (Kind.SYNCER, 3, 1),
         (Kind.SYNCER, 4, 1),
-    ]:  # fmt: skip
+    ]:
         decision = make().ended("x", kind, Exit(code=code), 0.0, wanted=True)
         assert isinstance(decision, Fail) and decision.exit_code == expected, (kind, code)
     for code in (0, 1, 137):  # drained by somebody else's SIGTERM, crashed
@@ -100,9 +103,7 @@ def test_an_end_that_was_wanted_needs_nothing() -> None:
 def test_the_evaluator_never_fails_the_job() -> None:
     supervisor = make(limit=0)
     for _ in range(EVALUATOR_RESTARTS):
-        assert isinstance(
-            supervisor.ended("evaluator", Kind.EVALUATOR, Exit(code=1), 0.0, wanted=True), Restart
-        )
+        assert isinstance(supervisor.ended("evaluator", Kind.EVALUATOR, Exit(code=1), 0.0, wanted=True), Restart)
     decision = supervisor.ended("evaluator", Kind.EVALUATOR, Exit(code=1), 0.0, wanted=True)
     assert isinstance(decision, Abandon) and "goes on without" in decision.message
     assert isinstance(make().ended("evaluator", Kind.EVALUATOR, Exit(code=2), 0.0, wanted=True), Abandon)
@@ -110,9 +111,7 @@ def test_the_evaluator_never_fails_the_job() -> None:
 
 
 def test_exits_read_well() -> None:
-    assert (
-        str(Exit(signal=9)) == "SIGKILL" and str(Exit(code=3)) == "exit code 3" and str(Exit(signal=63)) != ""
-    )
+    assert str(Exit(signal=9)) == "SIGKILL" and str(Exit(code=3)) == "exit code 3" and str(Exit(signal=63)) != ""
 
 
 def test_rules_by_exit_code_come_first_for_learners() -> None:

@@ -60,9 +60,7 @@ def test_progress_rises_with_work_and_stands_with_none() -> None:
 
 
 @pytest.mark.parametrize(("outcome", "phase"), [("complete", "complete"), ("interrupted", "suspended")])
-def test_the_report_in_the_store_says_that_its_syncer_ended_the_job(
-    tmp_path: Path, outcome: str, phase: str
-) -> None:
+def test_the_report_in_the_store_says_that_its_syncer_ended_the_job(tmp_path: Path, outcome: str, phase: str) -> None:
     workdir = Workdir(tmp_path)
     workdir.store.mkdir()
     assert workdir.ended_in(1) is None

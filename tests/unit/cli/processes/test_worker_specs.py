@@ -79,13 +79,13 @@ def test_gpus_are_found_without_cuda() -> None:
 
 def test_what_only_a_cluster_reads_is_named_and_nothing_else() -> None:
     assert without_meaning(job()) == []
-    assert (
-        without_meaning(job("seed=3", "sync.every=12", "sync.fragments=12", "learners.command=[python, x]"))
-        == []
-    )
+    assert without_meaning(job("seed=3", "sync.every=12", "sync.fragments=12", "learners.command=[python, x]")) == []
     given = [
-        "suspend=true", "syncer.storage.size=20Gi", "syncer.podTemplate={spec: {}}",
-        "nodeLoss.policy=ForceDelete", "learners.podTemplate={spec: {}}",
+        "suspend=true",
+        "syncer.storage.size=20Gi",
+        "syncer.podTemplate={spec: {}}",
+        "nodeLoss.policy=ForceDelete",
+        "learners.podTemplate={spec: {}}",
         "regions.1.podTemplate={spec: {}}",
-    ]  # fmt: skip
+    ]
     assert sorted(without_meaning(job(*given))) == sorted(entry.partition("=")[0] for entry in given)

@@ -21,11 +21,17 @@ def pod(name: str, version: int, job: str, node: str = "node-1", **more: Any) ->
 
 
 def node(name: str, version: int, ready: str = "True", beat: str = "1") -> dict[str, Any]:
-    made = obj(name, version, status={
-        "conditions": [{"type": "Ready", "status": ready, "lastHeartbeatTime": beat},
-                       {"type": "DiskPressure", "status": "False", "lastHeartbeatTime": beat}],
-        "images": [{"names": ["x"] * 50}],
-    })  # fmt: skip
+    made = obj(
+        name,
+        version,
+        status={
+            "conditions": [
+                {"type": "Ready", "status": ready, "lastHeartbeatTime": beat},
+                {"type": "DiskPressure", "status": "False", "lastHeartbeatTime": beat},
+            ],
+            "images": [{"names": ["x"] * 50}],
+        },
+    )
     del made["metadata"]["namespace"]
     return made
 
@@ -93,9 +99,7 @@ def test_a_list_tells_what_was_deleted_unseen_and_what_has_not_come() -> None:
     assert cache.prune(POD, before, found) == {("n", "k"), ("n", "l")}
     assert set(cache.keys(POD)) == {("n", "stays"), ("n", "young")}
     cache.put(POD, pod("stays", 5, "j"))
-    cache.put(
-        POD, {**pod("reborn", 8, "l"), "metadata": {**pod("reborn", 8, "l")["metadata"], "uid": "second"}}
-    )
+    cache.put(POD, {**pod("reborn", 8, "l"), "metadata": {**pod("reborn", 8, "l")["metadata"], "uid": "second"}})
     assert cache.missing(POD, found) == [("n", "new")]
 
 
@@ -113,26 +117,31 @@ def test_heartbeats_of_a_node_are_no_news_and_its_loss_is_for_those_on_it() -> N
 
 def test_what_is_kept_is_small_and_has_what_decisions_need() -> None:
     cache = Cache()
-    statuses = [{
-        "name": "learner", "ready": True, "restartCount": 2, "image": "w", "state": {"running": {}},
-        "lastState": {"terminated": {"exitCode": 137, "reason": "OOMKilled"}},
-        "volumeMounts": [{"name": "x", "mountPath": "/" + "x" * 500}],
-    }]  # fmt: skip
+    statuses = [
+        {
+            "name": "learner",
+            "ready": True,
+            "restartCount": 2,
+            "image": "w",
+            "state": {"running": {}},
+            "lastState": {"terminated": {"exitCode": 137, "reason": "OOMKilled"}},
+            "volumeMounts": [{"name": "x", "mountPath": "/" + "x" * 500}],
+        }
+    ]
     big = pod("p", 1, "j")
-    big["metadata"]["annotations"] = {
-        "kubectl.kubernetes.io/last-applied-configuration": "x" * 5000,
-        "k": "v",
-    }
+    big["metadata"]["annotations"] = {"kubectl.kubernetes.io/last-applied-configuration": "x" * 5000, "k": "v"}
     big["spec"] |= {
         "containers": [{"name": "learner", "image": "w", "env": [{"name": "A", "value": "x" * 5000}]}],
-        "volumes": [
-            {"name": "v", "persistentVolumeClaim": {"claimName": "c"}},
-            {"name": "t", "emptyDir": {}},
-        ],
+        "volumes": [{"name": "v", "persistentVolumeClaim": {"claimName": "c"}}, {"name": "t", "emptyDir": {}}],
         "terminationGracePeriodSeconds": 30,
     }
-    big["status"] = {"phase": "Running", "podIP": "1.2.3.4", "conditions": [{"type": "Ready"}],
-                     "containerStatuses": statuses, "reason": "Evicted"}  # fmt: skip
+    big["status"] = {
+        "phase": "Running",
+        "podIP": "1.2.3.4",
+        "conditions": [{"type": "Ready"}],
+        "containerStatuses": statuses,
+        "reason": "Evicted",
+    }
     cache.put(POD, big)
     found = cache.get(POD, "n", "p")
     assert found is not None

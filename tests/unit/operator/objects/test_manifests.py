@@ -57,21 +57,25 @@ def test_the_objects_of_a_job_have_the_names_of_the_contract() -> None:
     made = everything(job(training=EVALUATED))
     assert sorted(map(tuple, made)) == sorted(
         [
-            ("ConfigMap", "job-settings"), ("NetworkPolicy", "job-syncer"), ("NetworkPolicy", "job-learners"),
-            ("Service", "job-syncer"), ("Service", "job-local"), ("PodDisruptionBudget", "job-local"),
-            ("PersistentVolumeClaim", "job-syncer"), ("Deployment", "job-syncer"),
-            ("StatefulSet", "job-local"), ("Deployment", "job-evaluator"),
+            ("ConfigMap", "job-settings"),
+            ("NetworkPolicy", "job-syncer"),
+            ("NetworkPolicy", "job-learners"),
+            ("Service", "job-syncer"),
+            ("Service", "job-local"),
+            ("PodDisruptionBudget", "job-local"),
+            ("PersistentVolumeClaim", "job-syncer"),
+            ("Deployment", "job-syncer"),
+            ("StatefulSet", "job-local"),
+            ("Deployment", "job-evaluator"),
         ]
-    )  # fmt: skip
+    )
     assert set(made) == set(manifests.children("job", job(training=EVALUATED).raw_spec))
 
 
 def test_labels_and_owners() -> None:
     for ref, manifest in everything(job(training=EVALUATED)).items():
         labels = manifest["metadata"]["labels"]
-        assert (
-            labels["diloco.io/job"] == "job" and labels["app.kubernetes.io/managed-by"] == "diloco-operator"
-        )
+        assert labels["diloco.io/job"] == "job" and labels["app.kubernetes.io/managed-by"] == "diloco-operator"
         assert labels["diloco.io/role"] in ("syncer", "learner", "evaluator")
         owners = manifest["metadata"].get("ownerReferences", [])
         assert bool(owners) == (ref.kind != "PersistentVolumeClaim"), "the claim outlives the job"
@@ -117,9 +121,10 @@ def test_every_pod_is_restricted() -> None:
         assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["runAsUser"] == 65532
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert main["securityContext"] == {
-            "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]},
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
             "readOnlyRootFilesystem": True,
-        }  # fmt: skip
+        }
         assert main["terminationMessagePolicy"] == "FallbackToLogsOnError"
         assert {t["tolerationSeconds"] for t in spec["tolerations"]} == {20} and len(spec["tolerations"]) == 2
         assert main["resources"]["requests"] and "limits" not in main["resources"]
@@ -152,8 +157,10 @@ def test_the_syncer() -> None:
     main = container(deployment["spec"]["template"])
     probed = {p: main[p]["httpGet"] for p in ("startupProbe", "readinessProbe", "livenessProbe")}
     assert {p: page["path"] for p, page in probed.items()} == {
-        "startupProbe": "/readyz", "readinessProbe": "/readyz", "livenessProbe": "/healthz",
-    }  # fmt: skip
+        "startupProbe": "/readyz",
+        "readinessProbe": "/readyz",
+        "livenessProbe": "/healthz",
+    }
     ports = {port["name"]: port["containerPort"] for port in main["ports"]}
     assert {ports[page["port"]] for page in probed.values()} == {7702}
 
@@ -164,10 +171,14 @@ def test_the_environment_of_workers_is_one_that_they_read(tmp_path: Any, monkeyp
     made = everything(job(training=EVALUATED, syncer={"tls": {"mode": "off"}}))
     path = tmp_path / "job.json"
     path.write_text(made[names.settings_map("job")]["data"]["job.json"])
-    values = {"metadata.uid": "9dd40b1d-a071-fc6c-86cb-a85f37bee35c",
-              "metadata.labels['apps.kubernetes.io/pod-index']": "2"}  # fmt: skip
-    for ref, role in ((names.stateful_set("job", "local"), "learner"),
-                      (names.evaluator_deployment("job"), "evaluator")):  # fmt: skip
+    values = {
+        "metadata.uid": "9dd40b1d-a071-fc6c-86cb-a85f37bee35c",
+        "metadata.labels['apps.kubernetes.io/pod-index']": "2",
+    }
+    for ref, role in (
+        (names.stateful_set("job", "local"), "learner"),
+        (names.evaluator_deployment("job"), "evaluator"),
+    ):
         env = environment(made[ref]["spec"]["template"])
         said = {k: v if isinstance(v, str) else values[v["fieldRef"]["fieldPath"]] for k, v in env.items()}
         assert said["DILOCO_JOB_FILE"] == "/etc/diloco/settings/job.json"
@@ -184,10 +195,7 @@ def test_a_learner_drains_within_its_grace_period(grace: int | None, seconds: in
     """Also a program of the user's own, and where a region's template has the last word."""
     template = {"spec": {"terminationGracePeriodSeconds": grace}} if grace is not None else {}
     region = {"name": "local", "learners": 1, "podTemplate": template}
-    learners = {
-        "command": ["mine"],
-        "podTemplate": {"spec": {"containers": [{"name": "side", "image": "i"}]}},
-    }
+    learners = {"command": ["mine"], "podTemplate": {"spec": {"containers": [{"name": "side", "image": "i"}]}}}
     made = everything(job(learners=learners, regions=[region]))
     pod = made[names.stateful_set("job", "local")]["spec"]["template"]
     assert environment(pod)["DILOCO_DRAIN_SECONDS"] == str(seconds)
@@ -204,28 +212,40 @@ def test_learners_command_is_the_containers() -> None:
 
 
 def test_a_regions_template_goes_over_the_shared_one_and_the_evaluator_takes_no_gpu() -> None:
-    shared = {"spec": {
-        "imagePullSecrets": [{"name": "pull"}], "nodeSelector": {"pool": "gpu"}, "priorityClassName": "high",
-        "resourceClaims": [{"name": "gpu", "resourceClaimName": "x"}],
-        "volumes": [{"name": "corpus", "nfs": {"server": "s", "path": "/"}}],
-        "containers": [{"name": "learner", "image": "mine:1", "resources": {"limits": {"nvidia.com/gpu": 1}},
-                        "readinessProbe": {"exec": {"command": ["true"]}},
-                        "volumeMounts": [{"name": "corpus", "mountPath": "/corpus"}]},
-                       {"name": "side", "image": "side:1"}]}}  # fmt: skip
+    shared = {
+        "spec": {
+            "imagePullSecrets": [{"name": "pull"}],
+            "nodeSelector": {"pool": "gpu"},
+            "priorityClassName": "high",
+            "resourceClaims": [{"name": "gpu", "resourceClaimName": "x"}],
+            "volumes": [{"name": "corpus", "nfs": {"server": "s", "path": "/"}}],
+            "containers": [
+                {
+                    "name": "learner",
+                    "image": "mine:1",
+                    "resources": {"limits": {"nvidia.com/gpu": 1}},
+                    "readinessProbe": {"exec": {"command": ["true"]}},
+                    "volumeMounts": [{"name": "corpus", "mountPath": "/corpus"}],
+                },
+                {"name": "side", "image": "side:1"},
+            ],
+        }
+    }
     own = {"spec": {"containers": [{"name": "learner", "image": "mine:2"}]}}
     made = everything(
-        job(training=EVALUATED, learners={"podTemplate": shared},
-            regions=[{"name": "local", "learners": 1}, {"name": "far", "learners": 1, "podTemplate": own}])
-    )  # fmt: skip
+        job(
+            training=EVALUATED,
+            learners={"podTemplate": shared},
+            regions=[{"name": "local", "learners": 1}, {"name": "far", "learners": 1, "podTemplate": own}],
+        )
+    )
     near = made[names.stateful_set("job", "local")]["spec"]["template"]["spec"]
     far = made[names.stateful_set("job", "far")]["spec"]["template"]["spec"]
     assert near["containers"][0]["image"] == "mine:1" and far["containers"][0]["image"] == "mine:2"
     assert far["nodeSelector"] == {"pool": "gpu"} and far["containers"][1]["name"] == "side"
     assert far["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 1}
     evaluator = made[names.evaluator_deployment("job")]["spec"]["template"]["spec"]
-    assert evaluator["containers"][0]["image"] == "mine:1" and evaluator["imagePullSecrets"] == [
-        {"name": "pull"}
-    ]
+    assert evaluator["containers"][0]["image"] == "mine:1" and evaluator["imagePullSecrets"] == [{"name": "pull"}]
     assert "nvidia.com/gpu" not in json.dumps(evaluator) and "resourceClaims" not in evaluator
     assert evaluator["containers"][0]["readinessProbe"]["httpGet"]
     assert {"name": "corpus", "mountPath": "/corpus"} in evaluator["containers"][0]["volumeMounts"]
@@ -261,9 +281,7 @@ def test_stateful_sets() -> None:
 def test_what_reaches_the_syncer(endpoint: dict[str, Any], kind: str, anywhere: bool) -> None:
     made = everything(job(syncer={"endpoint": endpoint}))
     service = made[names.syncer_service("job")]["spec"]
-    assert service["type"] == kind and [p["port"] for p in service["ports"]] == [7700], (
-        "never the control port"
-    )
+    assert service["type"] == kind and [p["port"] for p in service["ports"]] == [7700], "never the control port"
     assert service["ports"][0].get("nodePort") == endpoint.get("nodePort")
     rules = {r["ports"][0]["port"]: r for r in made[Ref("NetworkPolicy", "job-syncer")]["spec"]["ingress"]}
     assert set(rules) == {7700, 7701, 7702}
@@ -332,8 +350,14 @@ def test_credentials_of_a_bucket_come_with_the_pod_template() -> None:
 
 
 def test_a_claim_that_is_there_is_only_made_larger() -> None:
-    live = {"metadata": {}, "spec": {"accessModes": ["ReadWriteOnce"], "storageClassName": "slow",
-                                     "resources": {"requests": {"storage": "20Gi"}}}}  # fmt: skip
+    live = {
+        "metadata": {},
+        "spec": {
+            "accessModes": ["ReadWriteOnce"],
+            "storageClassName": "slow",
+            "resources": {"requests": {"storage": "20Gi"}},
+        },
+    }
 
     def spec(**storage: Any) -> Any:
         found = manifests.claim_manifest(job(syncer={"storage": storage}), live)
@@ -344,9 +368,10 @@ def test_a_claim_that_is_there_is_only_made_larger() -> None:
     assert spec(size="30Gi")["resources"]["requests"]["storage"] == "30Gi"
     fresh = manifests.claim_manifest(job(syncer={"storage": {"storageClassName": "fast"}}), None)
     assert fresh is not None and fresh["spec"] == {
-        "accessModes": ["ReadWriteOncePod"], "storageClassName": "fast",
+        "accessModes": ["ReadWriteOncePod"],
+        "storageClassName": "fast",
         "resources": {"requests": {"storage": "10Gi"}},
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(
@@ -354,10 +379,12 @@ def test_a_claim_that_is_there_is_only_made_larger() -> None:
     [
         ({}, {"job-syncer-aaaaaaaa": (True, True), "job-learner-aaaaaaaa": (True, False)}),
         ({"syncer": {"tls": {"mode": "off"}}}, {"job-syncer-aaaaaaaa": (False, True)}),
-        ({"syncer": {"tls": {"secretName": "s"}}, "learners": {"credentials": {"secretName": "l"}}},
-         {"job-syncer-aaaaaaaa": (False, True)}),
+        (
+            {"syncer": {"tls": {"secretName": "s"}}, "learners": {"credentials": {"secretName": "l"}}},
+            {"job-syncer-aaaaaaaa": (False, True)},
+        ),
     ],
-)  # fmt: skip
+)
 def test_secrets(spec: dict[str, Any], wanted: dict[str, tuple[bool, bool]]) -> None:
     given = job(**spec)
     found = manifests.secrets(given, place(given.spec, None))
@@ -380,21 +407,21 @@ def test_secrets(spec: dict[str, Any], wanted: dict[str, tuple[bool, bool]]) -> 
 
 def test_only_what_a_pod_waits_for_is_missed() -> None:
     given = job()
-    found = manifests.secrets(
-        given, place(given.spec, None), frozenset({"job-learner-aaaaaaaa", "users-own"})
-    )
+    found = manifests.secrets(given, place(given.spec, None), frozenset({"job-learner-aaaaaaaa", "users-own"}))
     assert {s.name: s.missed for s in found} == {"job-syncer-aaaaaaaa": False, "job-learner-aaaaaaaa": True}
 
 
 # ------------------------------------------------------------------ several clusters
 
 SPREAD = {
-    "syncer": {"cluster": "hub", "endpoint": {"type": "NodePort", "nodePort": 30700, "address": "10.0.0.1"},
-               "tls": {"secretName": "s"}},
+    "syncer": {
+        "cluster": "hub",
+        "endpoint": {"type": "NodePort", "nodePort": 30700, "address": "10.0.0.1"},
+        "tls": {"secretName": "s"},
+    },
     "learners": {"credentials": {"secretName": "l"}},
-    "regions": [{"name": "a", "cluster": "hub", "learners": 1},
-                {"name": "b", "cluster": "far", "learners": 2}],
-}  # fmt: skip
+    "regions": [{"name": "a", "cluster": "hub", "learners": 1}, {"name": "b", "cluster": "far", "learners": 2}],
+}
 
 
 def test_each_cluster_has_its_part() -> None:
@@ -403,9 +430,12 @@ def test_each_cluster_has_its_part() -> None:
     far = everything(given, PlanSettings("far", "o", "s", "w"))
     assert names.syncer_deployment("job") in hub and names.stateful_set("job", "b") not in hub
     assert {tuple(r) for r in far} == {
-        ("ConfigMap", "job-settings"), ("NetworkPolicy", "job-learners"), ("Service", "job-b"),
-        ("PodDisruptionBudget", "job-b"), ("StatefulSet", "job-b"),
-    }  # fmt: skip
+        ("ConfigMap", "job-settings"),
+        ("NetworkPolicy", "job-learners"),
+        ("Service", "job-b"),
+        ("PodDisruptionBudget", "job-b"),
+        ("StatefulSet", "job-b"),
+    }
     assert json.loads(far[names.settings_map("job")]["data"]["address.json"]) == {"sync": "10.0.0.1:30700"}
     assert json.loads(hub[names.settings_map("job")]["data"]["address.json"])["sync"].endswith(".svc:7700")
     assert manifests.secrets(given, place(given.spec, "far")) == []
@@ -438,10 +468,7 @@ def test_placement(cluster: str | None, syncer: bool, regions: list[str], said: 
     ],
 )
 def test_addresses(address: str, wanted: str) -> None:
-    spec = {
-        **SPREAD,
-        "syncer": {**SPREAD["syncer"], "endpoint": {**SPREAD["syncer"]["endpoint"], "address": address}},
-    }  # type: ignore[dict-item]
+    spec = {**SPREAD, "syncer": {**SPREAD["syncer"], "endpoint": {**SPREAD["syncer"]["endpoint"], "address": address}}}  # type: ignore[dict-item]
     given = job(**spec)
     assert manifests.reachable_at(given, place(given.spec, "far")) == wanted
 
@@ -489,19 +516,14 @@ def inputs(**spec: Any) -> tuple[str, str, str]:
         ({"learners": {"command": ["x"]}}, False, True, False),
     ],
 )
-def test_who_is_restarted_by_what(
-    change: dict[str, Any], syncer: bool, learner: bool, evaluator: bool
-) -> None:
+def test_who_is_restarted_by_what(change: dict[str, Any], syncer: bool, learner: bool, evaluator: bool) -> None:
     before, after = inputs(), inputs(**change)
     changed = tuple(a != b for a, b in zip(before, after, strict=True))
     assert changed == (syncer, learner, evaluator)
 
 
 def test_of_an_evaluation_a_learner_reads_what_is_held_out() -> None:
-    one, two = (
-        inputs(training=EVALUATED),
-        inputs(training={"evaluation": {"fraction": 0.1, "everyTokens": 7}}),
-    )
+    one, two = (inputs(training=EVALUATED), inputs(training={"evaluation": {"fraction": 0.1, "everyTokens": 7}}))
     assert one[1] == two[1] and one[2] != two[2] and one[0] == two[0]
 
 

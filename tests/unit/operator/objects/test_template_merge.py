@@ -33,7 +33,7 @@ BASE: dict[str, Any] = {
         ],
         "volumes": [{"name": "work", "emptyDir": {}}, {"name": "tmp", "emptyDir": {}}],
     },
-}  # fmt: skip
+}
 
 
 def merged(spec: dict[str, Any]) -> dict[str, Any]:
@@ -59,13 +59,14 @@ def test_named_containers_are_merged_and_others_kept() -> None:
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [
-        ({"env": [{"name": "C", "value": "3"}]},
-         {"A": {"value": "1"}, "B": {"value": "2"}, "C": {"value": "3"}}),
+        ({"env": [{"name": "C", "value": "3"}]}, {"A": {"value": "1"}, "B": {"value": "2"}, "C": {"value": "3"}}),
         ({"env": [{"name": "B", "value": "9"}]}, {"A": {"value": "1"}, "B": {"value": "9"}}),
-        ({"env": [{"name": "B", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}]},
-         {"A": {"value": "1"}, "B": {"valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}}),
+        (
+            {"env": [{"name": "B", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}]},
+            {"A": {"value": "1"}, "B": {"valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}},
+        ),
     ],
-)  # fmt: skip
+)
 def test_environment_is_merged_by_name(given: dict[str, Any], wanted: dict[str, Any]) -> None:
     env = main(**given)["env"]
     assert {e["name"]: {k: v for k, v in e.items() if k != "name"} for e in env} == wanted
@@ -77,19 +78,19 @@ def test_environment_is_merged_by_name(given: dict[str, Any], wanted: dict[str, 
         # A default request must not exceed a limit that the user gives, nor what they request.
         ({"limits": {"cpu": "100m"}}, {"requests": {"memory": "512Mi"}, "limits": {"cpu": "100m"}}),
         ({"requests": {"cpu": "2"}}, {"requests": {"cpu": "2", "memory": "512Mi"}}),
-        ({"limits": {"nvidia.com/gpu": 1}},
-         {"requests": {"cpu": "250m", "memory": "512Mi"}, "limits": {"nvidia.com/gpu": 1}}),
+        (
+            {"limits": {"nvidia.com/gpu": 1}},
+            {"requests": {"cpu": "250m", "memory": "512Mi"}, "limits": {"nvidia.com/gpu": 1}},
+        ),
     ],
-)  # fmt: skip
+)
 def test_resources(given: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert main(resources=given)["resources"] == wanted
 
 
 def test_ports_mounts_and_volumes_are_merged_by_their_keys() -> None:
     ports = main(ports=[{"containerPort": 7710, "hostPort": 1}, {"containerPort": 9}])["ports"]
-    assert ports == [
-        {"containerPort": 7710, "name": "status", "protocol": "TCP", "hostPort": 1}, {"containerPort": 9},
-    ]  # fmt: skip
+    assert ports == [{"containerPort": 7710, "name": "status", "protocol": "TCP", "hostPort": 1}, {"containerPort": 9}]
     mounts = main(volumeMounts=[{"name": "data", "mountPath": "/data"}])["volumeMounts"]
     assert [m["mountPath"] for m in mounts] == ["/tmp", "/data"]
     volumes = merged({"volumes": [{"name": "work", "nfs": {"server": "s", "path": "/"}}]})["volumes"]
@@ -106,12 +107,7 @@ def test_a_probe_of_another_kind_replaces_ours() -> None:
 def test_tolerations_are_added_to() -> None:
     gpu = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
     assert merged({"tolerations": [gpu]})["tolerations"] == [gpu, *BASE["spec"]["tolerations"]]
-    own = {
-        "key": "node.kubernetes.io/not-ready",
-        "operator": "Exists",
-        "effect": "NoExecute",
-        "tolerationSeconds": 5,
-    }
+    own = {"key": "node.kubernetes.io/not-ready", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 5}
     found = merged({"tolerations": [own]})["tolerations"]
     assert found == [own, BASE["spec"]["tolerations"][1]]
     every = {"operator": "Exists"}
@@ -119,13 +115,12 @@ def test_tolerations_are_added_to() -> None:
 
 
 def test_mappings_are_merged_and_other_lists_replaced() -> None:
-    spec = merged(
-        {"securityContext": {"runAsUser": 1000, "supplementalGroups": [5]}, "nodeSelector": {"x": "y"}}
-    )
+    spec = merged({"securityContext": {"runAsUser": 1000, "supplementalGroups": [5]}, "nodeSelector": {"x": "y"}})
     assert spec["securityContext"] == {"runAsUser": 1000, "runAsNonRoot": True, "supplementalGroups": [5]}
     assert spec["nodeSelector"] == {"x": "y"}
-    two = merge(merge(BASE, {"spec": {"imagePullSecrets": [{"name": "a"}]}}),
-                {"spec": {"imagePullSecrets": [{"name": "b"}]}})  # fmt: skip
+    two = merge(
+        merge(BASE, {"spec": {"imagePullSecrets": [{"name": "a"}]}}), {"spec": {"imagePullSecrets": [{"name": "b"}]}}
+    )
     assert [s["name"] for s in two["spec"]["imagePullSecrets"]] == ["a", "b"]
 
 
@@ -140,41 +135,45 @@ def test_null_takes_away_what_a_pod_can_do_without() -> None:
 
 # ------------------------------------------------------------------ what is refused
 
-OURS = Protected(
-    "learner", {"diloco.io/job"}, {"DILOCO_JOB_FILE"}, {"/etc/diloco/settings"}, {"settings"}, "no"
-)
+OURS = Protected("learner", {"diloco.io/job"}, {"DILOCO_JOB_FILE"}, {"/etc/diloco/settings"}, {"settings"}, "no")
 
 
 @pytest.mark.parametrize(
     ("template", "path"),
     [
         ({"metadata": {"labels": {"diloco.io/job": "x"}}}, "t.metadata.labels[diloco.io/job]"),
-        ({"metadata": {"annotations": {"diloco.io/inputs": "x"}}},
-         "t.metadata.annotations[diloco.io/inputs]"),
+        ({"metadata": {"annotations": {"diloco.io/inputs": "x"}}}, "t.metadata.annotations[diloco.io/inputs]"),
         ({"metadata": {"name": "x"}}, "t.metadata.name"),
         ({"spec": {"restartPolicy": "Never"}}, "t.spec.restartPolicy"),
         ({"spec": {"terminationGracePeriodSeconds": 0}}, "t.spec.terminationGracePeriodSeconds"),
         ({"spec": {"volumes": [{"name": "settings", "emptyDir": {}}]}}, "t.spec.volumes[settings]"),
-        ({"spec": {"containers": [{"name": "learner", "command": ["x"]}]}},
-         "t.spec.containers[learner].command"),
+        ({"spec": {"containers": [{"name": "learner", "command": ["x"]}]}}, "t.spec.containers[learner].command"),
         ({"spec": {"containers": [{"name": "learner", "args": ["x"]}]}}, "t.spec.containers[learner].args"),
-        ({"spec": {"containers": [{"name": "learner", "env": [{"name": "DILOCO_JOB_FILE", "value": "x"}]}]}},
-         "t.spec.containers[learner].env[DILOCO_JOB_FILE]"),
-        ({"spec": {"containers": [{"name": "learner", "volumeMounts": [
-            {"name": "x", "mountPath": "/etc/diloco/settings/"}]}]}},
-         "t.spec.containers[learner].volumeMounts[/etc/diloco/settings/]"),
+        (
+            {"spec": {"containers": [{"name": "learner", "env": [{"name": "DILOCO_JOB_FILE", "value": "x"}]}]}},
+            "t.spec.containers[learner].env[DILOCO_JOB_FILE]",
+        ),
+        (
+            {
+                "spec": {
+                    "containers": [
+                        {"name": "learner", "volumeMounts": [{"name": "x", "mountPath": "/etc/diloco/settings/"}]}
+                    ]
+                }
+            },
+            "t.spec.containers[learner].volumeMounts[/etc/diloco/settings/]",
+        ),
         ({"spec": {"initContainers": [{"name": "learner"}]}}, "t.spec.initContainers[learner]"),
         ({"spec": {"containers": {"name": "learner"}}}, "t.spec.containers"),
         ({"spec": {"containers": ["learner"]}}, "t.spec.containers[0]"),
         ({"spec": {"containers": [{"image": "x"}]}}, "t.spec.containers[0]"),
         ({"spec": {"containers": [{"name": "a"}, {"name": "a"}]}}, "t.spec.containers[a]"),
-        ({"spec": {"containers": [{"name": "learner", "env": {"A": "1"}}]}},
-         "t.spec.containers[learner].env"),
+        ({"spec": {"containers": [{"name": "learner", "env": {"A": "1"}}]}}, "t.spec.containers[learner].env"),
         ({"spec": "x"}, "t.spec"),
         ({"spec": {"$patch": "replace"}}, "t.spec.$patch"),
         ({"spec": {"tolerations": {"key": "x"}}}, "t.spec.tolerations"),
     ],
-)  # fmt: skip
+)
 def test_refused_by_path(template: dict[str, Any], path: str) -> None:
     found = refused(template, "t", OURS)
     assert [r.path for r in found] == [path] and found[0].message
@@ -202,8 +201,9 @@ def test_every_field_that_the_operator_sets_in_a_main_container_is_protected() -
 
     job = read(job_object(training={"evaluation": {"fraction": 0.1}}))
     for role, template in (
-        ("syncer", pods.syncer(job, "i", "p")), ("learner", pods.learner(job, job.spec.regions[0], "i", "p")),
-    ):  # fmt: skip
+        ("syncer", pods.syncer(job, "i", "p")),
+        ("learner", pods.learner(job, job.spec.regions[0], "i", "p")),
+    ):
         container = template["spec"]["containers"][0]
         protected = pods._syncer_protected() if role == "syncer" else pods._learner_protected(job.spec)
         assert protected.container == container["name"] == role

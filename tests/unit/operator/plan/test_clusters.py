@@ -52,9 +52,7 @@ def test_a_copy_whose_learners_have_ended_by_its_difference() -> None:
     """The syncer's refusal is for good, so a learner ends by it: its page is gone before it was read."""
     world = Far(job_object(**SPREAD))
     message = "training.model differ from the job's: apply the same job everywhere"
-    world.last_words = json.dumps(
-        {"level": "error", "message": f"refused by the syncer (spec-drift): {message}"}
-    )
+    world.last_words = json.dumps({"level": "error", "message": f"refused by the syncer (spec-drift): {message}"})
     world.crashing = {"job-away-0": 4, "job-away-1": 4}
     joined, world.page = world.page, {**world.page, "connected": False, "slot": None}
     world.run(30)
@@ -108,11 +106,7 @@ def test_the_hub_knows_remote_learners_from_the_syncer() -> None:
     # Two learners of the other cluster join: their processes are none of this cluster's pods.
     for slot in world.syncer.slots:
         if slot.region == "away":
-            slot.process, slot.state, slot.place = (
-                "f" * 32 + str(slot.ordinal),
-                "active",
-                ("away", slot.ordinal),
-            )
+            slot.process, slot.state, slot.place = ("f" * 32 + str(slot.ordinal), "active", ("away", slot.ordinal))
             slot.heard = slot.ready_at = 0.0
     members, world._members = world._members, lambda hub: None  # type: ignore[method-assign]
     world.run(30)

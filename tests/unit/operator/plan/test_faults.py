@@ -13,14 +13,40 @@ from diloco_operator.model import Memory
 from operator_world import World, job_object
 
 FAULTS = (
-    "delete", "force", "lose", "back", "crash", "mend", "quota", "no-quota", "full", "room", "image",
-    "broken", "scale", "suspend", "resume", "silence", "speak", "restart", "away", "return", "remove",
-    "deaf", "syncer", "settings", "evict",
-)  # fmt: skip
+    "delete",
+    "force",
+    "lose",
+    "back",
+    "crash",
+    "mend",
+    "quota",
+    "no-quota",
+    "full",
+    "room",
+    "image",
+    "broken",
+    "scale",
+    "suspend",
+    "resume",
+    "silence",
+    "speak",
+    "restart",
+    "away",
+    "return",
+    "remove",
+    "deaf",
+    "syncer",
+    "settings",
+    "evict",
+)
 REMOVABLE = (
-    names.settings_map("job"), names.syncer_service("job"), names.stateful_set("job", "local"),
-    names.stateful_set("job", "far"), names.syncer_deployment("job"), names.budget("job", "local"),
-)  # fmt: skip
+    names.settings_map("job"),
+    names.syncer_service("job"),
+    names.stateful_set("job", "local"),
+    names.stateful_set("job", "far"),
+    names.syncer_deployment("job"),
+    names.budget("job", "local"),
+)
 
 
 def happen(world: World, what: str, number: int) -> None:
@@ -92,13 +118,17 @@ def heal(world: World) -> None:
 
 
 steps = st.lists(
-    st.tuples(st.sampled_from(FAULTS), st.integers(0, 50), st.sampled_from([0.0, 0.5, 3.0, 12.0, 45.0])),
-    max_size=12,
+    st.tuples(st.sampled_from(FAULTS), st.integers(0, 50), st.sampled_from([0.0, 0.5, 3.0, 12.0, 45.0])), max_size=12
 )
 
 
-@given(steps, st.integers(0, 1000), st.sampled_from([1, 2, 99]), st.sampled_from(["Wait", "ForceDelete"]),
-       st.integers(0, 1))  # fmt: skip
+@given(
+    steps,
+    st.integers(0, 1000),
+    st.sampled_from([1, 2, 99]),
+    st.sampled_from(["Wait", "ForceDelete"]),
+    st.integers(0, 1),
+)
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 def test_whatever_happens_it_comes_back(
     story: list[tuple[str, int, float]], seed: int, quorum: int, policy: str, spares: int

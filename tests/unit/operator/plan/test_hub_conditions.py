@@ -12,10 +12,14 @@ from diloco_operator.plan.conditions.hub_conditions import LATELY, THIN_SECONDS,
 from operator_world import SPREAD, World, job_object
 
 THIN = {
-    "up_bytes_per_second": 1.2345e6, "down_bytes_per_second": 2e6, "round_trip_seconds": 0.0812,
-    "needs_up_bytes_per_second": 1.25e7, "needs_down_bytes_per_second": 2.5e7, "thin": True,
+    "up_bytes_per_second": 1.2345e6,
+    "down_bytes_per_second": 2e6,
+    "round_trip_seconds": 0.0812,
+    "needs_up_bytes_per_second": 1.25e7,
+    "needs_down_bytes_per_second": 2.5e7,
+    "thin": True,
     "message": "thin",
-}  # fmt: skip
+}
 WIDE = {**THIN, "up_bytes_per_second": 1e9, "down_bytes_per_second": 1e9, "thin": False, "message": ""}
 
 
@@ -50,8 +54,13 @@ def test_a_link_that_stays_thin_is_told_once_with_numbers_that_stand() -> None:
     world.run(THIN_SECONDS)
     found = world.condition("LinksThin")
     assert found["status"] == "True" and found["reason"] == "ThinnerThanNeeded"
-    for part in ("Region away (learner ", "up 9.9 Mbit/s of 100 Mbit/s needed", "round trip 81 ms",
-                 "sync.compression", "diloco plan"):  # fmt: skip
+    for part in (
+        "Region away (learner ",
+        "up 9.9 Mbit/s of 100 Mbit/s needed",
+        "round trip 81 ms",
+        "sync.compression",
+        "diloco plan",
+    ):
         assert part in found["message"], found["message"]
     assert "near" not in found["message"] and world.told("LinksThin") == 1
     world.links["away"] = {**THIN, "up_bytes_per_second": 1.9e6}
@@ -144,14 +153,7 @@ def test_what_was_known_of_links_stands_while_the_syncer_is_silent_and_for_a_new
 
 
 @pytest.mark.parametrize(
-    "link",
-    [
-        None,
-        {},
-        "thin",
-        {"thin": True},
-        {**THIN, "up_bytes_per_second": None, "needs_up_bytes_per_second": "x"},
-    ],
+    "link", [None, {}, "thin", {"thin": True}, {**THIN, "up_bytes_per_second": None, "needs_up_bytes_per_second": "x"}]
 )
 def test_links_of_which_little_is_known(link: Any) -> None:
     world = served()
@@ -175,8 +177,16 @@ def test_many_regions_fit_into_the_message() -> None:
 
 
 def refusal(ordinal: int, *fields: str, ago: float = 1.0, region: str = "away", **more: Any) -> Object:
-    return {"role": "learner", "region": region, "ordinal": ordinal, "reason": "spec-drift",
-            "message": "…", "fields": list(fields), "seconds_ago": ago, **more}  # fmt: skip
+    return {
+        "role": "learner",
+        "region": region,
+        "ordinal": ordinal,
+        "reason": "spec-drift",
+        "message": "…",
+        "fields": list(fields),
+        "seconds_ago": ago,
+        **more,
+    }
 
 
 def test_whose_copy_is_another_job_is_named_at_the_hub_too() -> None:
@@ -198,21 +208,26 @@ def test_whose_copy_is_another_job_is_named_at_the_hub_too() -> None:
 
 def test_a_refusal_of_long_ago_or_for_another_reason_is_no_drift() -> None:
     world = served()
-    world.refused = [refusal(0, "seed", ago=LATELY + 1), refusal(1, reason="other-data"), {}, "junk",
-                     refusal(2, "seed", seconds_ago=None)]  # type: ignore[list-item]  # fmt: skip
+    world.refused = [
+        refusal(0, "seed", ago=LATELY + 1),
+        refusal(1, reason="other-data"),
+        {},
+        "junk",
+        refusal(2, "seed", seconds_ago=None),
+    ]  # type: ignore[list-item]
     world.run(30)
     assert world.truth("SpecDrift") == "False"
 
 
 def test_an_evaluator_and_an_unknown_region_may_drift() -> None:
     world = served()
-    world.refused = [refusal(0, *(f"field-{i:02}" for i in range(30)), role="evaluator"),
-                     refusal(0, "seed", region="gone")]  # fmt: skip
+    world.refused = [
+        refusal(0, *(f"field-{i:02}" for i in range(30)), role="evaluator"),
+        refusal(0, "seed", region="gone"),
+    ]
     world.run(30)
     message = world.condition("SpecDrift")["message"]
-    assert (
-        "the evaluator: field-00" in message and "and 20 more" in message and "region gone: seed" in message
-    )
+    assert "the evaluator: field-00" in message and "and 20 more" in message and "region gone: seed" in message
 
 
 # ------------------------------------------------------------------ the syncer's own Secret
@@ -221,13 +236,14 @@ def test_an_evaluator_and_an_unknown_region_may_drift() -> None:
 @pytest.mark.parametrize(
     ("words", "cures"),
     [
-        ("/etc/diloco/credentials/tls.crt: the certificate is for the syncer of job ns/other, and this is …",
-         ["Secret s (syncer.tls.secretName)", "diloco certs issue"]),
+        (
+            "/etc/diloco/credentials/tls.crt: the certificate is for the syncer of job ns/other, and this is …",
+            ["Secret s (syncer.tls.secretName)", "diloco certs issue"],
+        ),
         ("/etc/diloco/credentials/join-token is empty", ["Secret l (learners.credentials.secretName)"]),
-        ("/etc/diloco/control/control-key must hold at least 16 bytes of key",
-         ["is the operator's: delete it"]),
+        ("/etc/diloco/control/control-key must hold at least 16 bytes of key", ["is the operator's: delete it"]),
     ],
-)  # fmt: skip
+)
 def test_a_syncer_whose_secret_is_wrong_waits_for_a_better_one(words: str, cures: list[str]) -> None:
     world = Hub(failurePolicy={"maxReplacements": 1})
     world.run(3)

@@ -17,8 +17,9 @@ def test_a_job_starts_and_then_nothing_is_done() -> None:
     world = started()
     assert [e.reason for _, e in world.events] == ["Started", "QuorumMet"]
     assert world.status["startTime"] and world.status["image"] == {
-        "syncer": "diloco-syncer:1", "worker": "diloco-worker:1",
-    }  # fmt: skip
+        "syncer": "diloco-syncer:1",
+        "worker": "diloco-worker:1",
+    }
     idle(world)
     assert world.plans[-1].wake_in == 20 and world.plans[-1].poll_syncer == 10
     before = len(world.plans)
@@ -31,15 +32,16 @@ def test_settings_and_claim_come_before_what_holds_pods() -> None:
     world = World(job_object())
     first = world.turn()
     assert {m["kind"] for m in first.apply} == {
-        "ConfigMap", "NetworkPolicy", "Service", "PodDisruptionBudget", "PersistentVolumeClaim",
-    }  # fmt: skip
+        "ConfigMap",
+        "NetworkPolicy",
+        "Service",
+        "PodDisruptionBudget",
+        "PersistentVolumeClaim",
+    }
     assert first.wake_in < 1 and first.finalizer and not world.status.get("startTime")
     assert world.status["phase"] == "Pending"
     second = world.turn()
-    assert [m["kind"] for m in second.apply if "template" in m.get("spec", {})] == [
-        "Deployment",
-        "StatefulSet",
-    ]
+    assert [m["kind"] for m in second.apply if "template" in m.get("spec", {})] == ["Deployment", "StatefulSet"]
     assert world.status["startTime"]
 
 
@@ -191,8 +193,7 @@ def test_complete() -> None:
     world = started(training={"stop": {"tokens": 4000}, "evaluation": {"fraction": 0.1}})
     assert len(world.of("evaluator")) == 1
     world.until(lambda w: w.truth("Complete") == "True", 200)
-    assert world.status["report"] == {"outcome": "complete", "goodput": 0.9,
-                                      "tokens": {"trained": world.syncer.tokens}}  # fmt: skip
+    assert world.status["report"] == {"outcome": "complete", "goodput": 0.9, "tokens": {"trained": world.syncer.tokens}}
     assert world.status["phase"] == "Complete" and world.status["completionTime"]
     world.until(lambda w: not w.of("learner") and not w.of("evaluator"))
     idle(world)

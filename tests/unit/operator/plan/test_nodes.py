@@ -120,8 +120,7 @@ def test_nodes_that_may_not_be_read_are_not_judged() -> None:
 
 
 def test_a_learner_with_a_volume_of_one_node_is_not_force_deleted() -> None:
-    volumes = [{"name": "scratch", "ephemeral": {"volumeClaimTemplate": {
-        "spec": {"accessModes": ["ReadWriteOnce"]}}}}]  # fmt: skip
+    volumes = [{"name": "scratch", "ephemeral": {"volumeClaimTemplate": {"spec": {"accessModes": ["ReadWriteOnce"]}}}}]
     world = World(job_object(learners={"podTemplate": {"spec": {"volumes": volumes}}}, **spread()), seed=3)
     world.until(World.whole, 120)
     victim = lost_learner(world)

@@ -18,13 +18,18 @@ def pod(container: dict[str, Any] | None = None, **status: Any) -> dict[str, Any
     statuses = [] if container is None else [{"name": "learner", "image": "worker:1", **container}]
     return {
         "metadata": {
-            "name": "job-local-2", "uid": "9dd40b1d-a071-fc6c-86cb-a85f37bee35c",
-            "labels": {"diloco.io/role": "learner", "diloco.io/region": "local",
-                       "apps.kubernetes.io/pod-index": "2", "controller-revision-hash": "job-local-1"},
+            "name": "job-local-2",
+            "uid": "9dd40b1d-a071-fc6c-86cb-a85f37bee35c",
+            "labels": {
+                "diloco.io/role": "learner",
+                "diloco.io/region": "local",
+                "apps.kubernetes.io/pod-index": "2",
+                "controller-revision-hash": "job-local-1",
+            },
         },
         "spec": {"nodeName": "n"},
         "status": {"phase": "Pending", "containerStatuses": statuses, "conditions": [], **status},
-    }  # fmt: skip
+    }
 
 
 def facts(container: dict[str, Any] | None = None, notes: list[Note] | None = None, **status: Any) -> Any:
@@ -51,44 +56,118 @@ UNSCHEDULED = {"type": "PodScheduled", "status": "False", "reason": "Unschedulab
 @pytest.mark.parametrize(
     ("container", "status", "notes", "kind", "words"),
     [
-        (None, {"conditions": [{**UNSCHEDULED, "message": "0/2 nodes: 2 Insufficient cpu."}]}, [],
-         "unschedulable", ["Insufficient cpu"]),
-        (None, {"conditions": [UNSCHEDULED]}, [note("FailedScheduling", "0/1 nodes: taint x")],
-         "unschedulable", ["taint x"]),
-        (None, {"conditions": [{**UNSCHEDULED, "message": 'persistentvolumeclaim "absent" not found'}]}, [],
-         "volume", ["absent"]),
-        (None, {"conditions": [{**UNSCHEDULED, "reason": "SchedulingGated", "message": "gate x"}]}, [],
-         "unschedulable", ["scheduling gates", "gate x"]),
-        (waiting("ImagePullBackOff", "Back-off pulling image"), {}, [], "image",
-         ["worker:1", "ImagePullBackOff", "imagePullSecrets"]),
+        (
+            None,
+            {"conditions": [{**UNSCHEDULED, "message": "0/2 nodes: 2 Insufficient cpu."}]},
+            [],
+            "unschedulable",
+            ["Insufficient cpu"],
+        ),
+        (
+            None,
+            {"conditions": [UNSCHEDULED]},
+            [note("FailedScheduling", "0/1 nodes: taint x")],
+            "unschedulable",
+            ["taint x"],
+        ),
+        (
+            None,
+            {"conditions": [{**UNSCHEDULED, "message": 'persistentvolumeclaim "absent" not found'}]},
+            [],
+            "volume",
+            ["absent"],
+        ),
+        (
+            None,
+            {"conditions": [{**UNSCHEDULED, "reason": "SchedulingGated", "message": "gate x"}]},
+            [],
+            "unschedulable",
+            ["scheduling gates", "gate x"],
+        ),
+        (
+            waiting("ImagePullBackOff", "Back-off pulling image"),
+            {},
+            [],
+            "image",
+            ["worker:1", "ImagePullBackOff", "imagePullSecrets"],
+        ),
         (waiting("ErrImageNeverPull", "not present"), {}, [], "image", ["worker:1"]),
-        (waiting("CreateContainerConfigError", 'secret "s3-keys" not found'), {}, [], "config",
-         ["create the Secret s3-keys"]),
-        (waiting("CreateContainerConfigError", "couldn't find key a in Secret ns/b"), {}, [], "config",
-         ["couldn't find key a in Secret ns/b (CreateContainerConfigError)"]),
-        (waiting("ContainerCreating"), {},
-         [note("FailedMount", 'MountVolume.SetUp failed for volume "c" : secret "job-learner-1" not found')],
-         "volume", ["create the Secret job-learner-1"]),
-        (waiting("ContainerCreating"), {},
-         [note("FailedMount", 'MountVolume.SetUp failed for volume "c" : configmap "corpus" not found')],
-         "volume", ["create the ConfigMap corpus"]),
+        (
+            waiting("CreateContainerConfigError", 'secret "s3-keys" not found'),
+            {},
+            [],
+            "config",
+            ["create the Secret s3-keys"],
+        ),
+        (
+            waiting("CreateContainerConfigError", "couldn't find key a in Secret ns/b"),
+            {},
+            [],
+            "config",
+            ["couldn't find key a in Secret ns/b (CreateContainerConfigError)"],
+        ),
+        (
+            waiting("ContainerCreating"),
+            {},
+            [note("FailedMount", 'MountVolume.SetUp failed for volume "c" : secret "job-learner-1" not found')],
+            "volume",
+            ["create the Secret job-learner-1"],
+        ),
+        (
+            waiting("ContainerCreating"),
+            {},
+            [note("FailedMount", 'MountVolume.SetUp failed for volume "c" : configmap "corpus" not found')],
+            "volume",
+            ["create the ConfigMap corpus"],
+        ),
         (waiting("ContainerCreating"), {}, [note("FailedMount", "x", name="another")], None, []),
-        (waiting("ContainerCreating"), {}, [note("FailedCreatePodSandBox", "no address left")], "other",
-         ["no address left"]),
+        (
+            waiting("ContainerCreating"),
+            {},
+            [note("FailedCreatePodSandBox", "no address left")],
+            "other",
+            ["no address left"],
+        ),
         (waiting("ContainerCreating"), {}, [], None, []),
-        ({**waiting("CrashLoopBackOff", "back-off"), "restartCount": 4,
-          "lastState": ended(1, message="Traceback\n  ...\nOSError: the disk is on fire\n")}, {}, [], "crash",
-         ["exit code 1", "the disk is on fire", "5 times"]),
-        ({**waiting("CrashLoopBackOff"), "restartCount": 1, "lastState": ended(137, "OOMKilled")}, {}, [],
-         "crash", ["out of memory", "resources.limits.memory"]),
-        (None, {"initContainerStatuses": [{"name": "fetch", "image": "f:1", **waiting("ErrImagePull")}]}, [],
-         "image", ["init container fetch", "f:1"]),
-        (None, {"initContainerStatuses": [{"name": "fetch", **waiting("CrashLoopBackOff"),
-                                           "lastState": ended(3, message="no route")}]}, [],
-         "crash", ["init container fetch", "exit code 3", "no route"]),
+        (
+            {
+                **waiting("CrashLoopBackOff", "back-off"),
+                "restartCount": 4,
+                "lastState": ended(1, message="Traceback\n  ...\nOSError: the disk is on fire\n"),
+            },
+            {},
+            [],
+            "crash",
+            ["exit code 1", "the disk is on fire", "5 times"],
+        ),
+        (
+            {**waiting("CrashLoopBackOff"), "restartCount": 1, "lastState": ended(137, "OOMKilled")},
+            {},
+            [],
+            "crash",
+            ["out of memory", "resources.limits.memory"],
+        ),
+        (
+            None,
+            {"initContainerStatuses": [{"name": "fetch", "image": "f:1", **waiting("ErrImagePull")}]},
+            [],
+            "image",
+            ["init container fetch", "f:1"],
+        ),
+        (
+            None,
+            {
+                "initContainerStatuses": [
+                    {"name": "fetch", **waiting("CrashLoopBackOff"), "lastState": ended(3, message="no route")}
+                ]
+            },
+            [],
+            "crash",
+            ["init container fetch", "exit code 3", "no route"],
+        ),
         ({"state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}}, "restartCount": 0}, {}, [], None, []),
     ],
-)  # fmt: skip
+)
 def test_why_a_pod_does_not_start(
     container: Any, status: dict[str, Any], notes: list[Note], kind: str | None, words: list[str]
 ) -> None:
@@ -100,9 +179,7 @@ def test_why_a_pod_does_not_start(
 
 def test_a_secret_that_is_not_there_is_named() -> None:
     message = 'MountVolume.SetUp failed for volume "credentials" : secret "job-learner-1" not found'
-    assert (
-        facts(waiting("ContainerCreating"), [note("FailedMount", message)]).obstacle.secret == "job-learner-1"
-    )
+    assert facts(waiting("ContainerCreating"), [note("FailedMount", message)]).obstacle.secret == "job-learner-1"
     assert facts(waiting("CreateContainerConfigError", 'secret "a" not found')).obstacle.secret == "a"
     assert facts(waiting("CreateContainerConfigError", "couldn't find key a")).obstacle.secret == ""
 
@@ -147,19 +224,24 @@ def test_a_signal_without_an_exit_code() -> None:
 @pytest.mark.parametrize(
     ("status", "words"),
     [
-        ({"conditions": [{"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}]},
-         "higher priority"),
-        ({"conditions": [{"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}]},
-         "drained"),
-        ({"conditions": [{"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager"}]},
-         "tainted"),
-        ({"conditions": [{"type": "DisruptionTarget", "status": "True", "reason": "New", "message": "so"}]},
-         "so"),
+        (
+            {"conditions": [{"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}]},
+            "higher priority",
+        ),
+        (
+            {"conditions": [{"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}]},
+            "drained",
+        ),
+        (
+            {"conditions": [{"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager"}]},
+            "tainted",
+        ),
+        ({"conditions": [{"type": "DisruptionTarget", "status": "True", "reason": "New", "message": "so"}]}, "so"),
         ({"conditions": [{"type": "DisruptionTarget", "status": "False", "reason": "x"}]}, ""),
         ({"phase": "Failed", "reason": "NodeShutdown"}, "shut down"),
         ({"phase": "Failed", "reason": "Evicted"}, ""),
     ],
-)  # fmt: skip
+)
 def test_whose_fault_it_is_not(status: dict[str, Any], words: str) -> None:
     excused = facts(None, **status).excused
     assert words in excused and bool(excused) == bool(words)
@@ -168,8 +250,9 @@ def test_whose_fault_it_is_not(status: dict[str, Any], words: str) -> None:
 def test_the_plain_facts() -> None:
     found = facts(
         {"state": {"running": {"startedAt": "2026-01-01T00:00:10Z"}}, "restartCount": 0},
-        phase="Running", conditions=[{"type": "Ready", "status": "True"}],
-    )  # fmt: skip
+        phase="Running",
+        conditions=[{"type": "Ready", "status": "True"}],
+    )
     assert (found.region, found.ordinal, found.revision, found.node) == ("local", 2, "job-local-1", "n")
     assert found.process == "9dd40b1da071fc6c86cba85f37bee35c"
     assert found.ready and found.running and found.alive and found.running_since == 1767225610.0
@@ -203,9 +286,7 @@ def test_last_words_of_a_json_log_are_its_message() -> None:
 
 def test_a_learner_that_makes_room_has_not_crashed() -> None:
     """What the kubelet reads of its termination log is what the worker leaves there."""
-    made = facts(
-        {"state": {"running": {}}, "restartCount": 1, "lastState": ended(0, "Completed", MAKES_ROOM)}
-    )
+    made = facts({"state": {"running": {}}, "restartCount": 1, "lastState": ended(0, "Completed", MAKES_ROOM)})
     assert made.last_end.makes_room
     for code, message in ((0, ""), (1, MAKES_ROOM)):
         other = facts({"state": {"running": {}}, "restartCount": 1, "lastState": ended(code, "x", message)})

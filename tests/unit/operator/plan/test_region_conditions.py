@@ -118,9 +118,12 @@ def test_merges_that_are_no_number_say_nothing(junk: Any) -> None:
 def test_a_hub_that_is_suspended_is_waited_for() -> None:
     world = ready()
     world.page |= {
-        "connected": False, "slot": None, "idle": True, "phase": "draining",
+        "connected": False,
+        "slot": None,
+        "idle": True,
+        "phase": "draining",
         "message": "no session with the syncer: connection refused",
-    }  # fmt: skip
+    }
     world.run(60)
     for kind in ("HubReachable", "Ready"):
         found = world.condition(kind)
@@ -172,9 +175,11 @@ def test_why_the_hub_is_not_reached(word: str, expected: str, cures: list[str]) 
     world = ready()
     said = "these are the learner's words"
     world.page |= {
-        "connected": False, "slot": None, "message": f"no session with the syncer: {said}",
+        "connected": False,
+        "slot": None,
+        "message": f"no session with the syncer: {said}",
         "refused": {"reason": word, "message": said},
-    }  # fmt: skip
+    }
     world.run(60)
     hub = world.condition("HubReachable")
     assert (hub["status"], hub["reason"]) == ("False", expected)
@@ -193,9 +198,10 @@ def test_a_refusal_that_is_over_is_not_the_reason() -> None:
     """The Secret was put right while the syncer is away: what is told is that nobody answers."""
     world = ready()
     world.page |= {
-        "connected": False, "message": "no session with the syncer: cannot connect",
+        "connected": False,
+        "message": "no session with the syncer: cannot connect",
         "refused": {"reason": "certificate-refused", "message": "certificate expired"},
-    }  # fmt: skip
+    }
     world.run(40)
     hub = world.condition("HubReachable")
     assert hub["reason"] == "NotConnected" and "cannot connect" in hub["message"]
@@ -204,24 +210,18 @@ def test_a_refusal_that_is_over_is_not_the_reason() -> None:
 def test_what_learners_said_that_have_ended() -> None:
     world = Far(job_object(**SPREAD))
     message = "the certificate is another region's"
-    world.last_words = json.dumps(
-        {"level": "error", "message": f"refused by the syncer (wrong-region): {message}"}
-    )
+    world.last_words = json.dumps({"level": "error", "message": f"refused by the syncer (wrong-region): {message}"})
     world.crashing = {"job-away-0": 4, "job-away-1": 4}
     world.page |= {"connected": False, "slot": None, "message": "no session with the syncer: not tried yet"}
     world.run(40)
     hub = world.condition("HubReachable")
-    assert (
-        hub["reason"] == "CertificateRefused" and message in hub["message"] and "Secret l" in hub["message"]
-    )
+    assert hub["reason"] == "CertificateRefused" and message in hub["message"] and "Secret l" in hub["message"]
 
 
 @pytest.mark.parametrize("word", ["spec-drift", "other-layout", "other-data", "wrong-region"])
 def test_who_is_refused_for_a_persons_mistake_is_no_loss(word: str) -> None:
     world = Far(job_object(**SPREAD, failurePolicy={"maxReplacements": 1}))
-    world.last_words = json.dumps(
-        {"level": "error", "message": f"refused by the syncer ({word}): seed differ"}
-    )
+    world.last_words = json.dumps({"level": "error", "message": f"refused by the syncer ({word}): seed differ"})
     world.crashing = {"job-away-0": 4, "job-away-1": 4}
     joined, world.page = world.page, {**world.page, "connected": False, "slot": None}
     world.run(900)
@@ -385,18 +385,13 @@ def test_differences_are_paths_of_the_job() -> None:
     assert differences(own, own) == []
     assert differences(own, {}) == [] and differences({}, own) == []
     other = {"sync": {"every": 24.0, "outer": {"lr": 0.1}, "old": 2}, "learners": 4, "stop": {"tokens": None}}
-    assert sorted(differences(own, other)) == [
-        "regions[].learners (in all)", "sync.outer.lr", "training.stop.tokens",
-    ]  # fmt: skip
+    assert sorted(differences(own, other)) == ["regions[].learners (in all)", "sync.outer.lr", "training.stop.tokens"]
 
 
 def test_many_differences_are_counted() -> None:
     world = ready()
     everything = {key: "other" for key in hub_settings()["sync"]}
-    world.page["hub"] = hub_settings(**everything) | {
-        "learners": 9,
-        "stop": {"tokens": 1, "steps": 2, "seconds": 3},
-    }
+    world.page["hub"] = hub_settings(**everything) | {"learners": 9, "stop": {"tokens": 1, "steps": 2, "seconds": 3}}
     world.run(120)
     message = world.condition("CopyDiffers")["message"]
     assert " more. " in message and len(message) < 1000

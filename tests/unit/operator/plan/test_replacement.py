@@ -90,9 +90,7 @@ def test_a_pod_that_crashes_again_and_again_is_replaced_with_backoff() -> None:
     assert world.status["replacements"]["total"] <= total + 1, "its own deletions are not counted"
 
 
-@pytest.mark.parametrize(
-    ("rule", "fails", "counted"), [("Fail", True, 0), ("Ignore", False, 0), ("Replace", False, 1)]
-)
+@pytest.mark.parametrize(("rule", "fails", "counted"), [("Fail", True, 0), ("Ignore", False, 0), ("Replace", False, 1)])
 def test_exit_codes_mean_what_the_rules_say(rule: str, fails: bool, counted: int) -> None:
     rules = {"rules": [{"exitCodes": [3], "action": "Replace"}, {"exitCodes": [2, 7], "action": rule}]}
     world = started(2, failurePolicy=rules)
@@ -138,9 +136,7 @@ def test_a_volume_that_changes_hands_is_nothing_to_tell() -> None:
             break
     world.until(World.whole)
     assert seen <= {"Serving", "Restarting", "Starting"}, seen
-    assert not [
-        e.reason for _, e in world.events if e.reason in ("SyncerVolumeUnavailable", "SyncerUnschedulable")
-    ]
+    assert not [e.reason for _, e in world.events if e.reason in ("SyncerVolumeUnavailable", "SyncerUnschedulable")]
 
 
 def test_a_syncer_that_does_not_answer_is_told_after_a_while() -> None:
@@ -153,9 +149,7 @@ def test_a_syncer_that_does_not_answer_is_told_after_a_while() -> None:
     ready = world.condition("SyncerReady")
     assert (ready["status"], ready["reason"]) == ("False", "NotAnswering")
     assert "no answer" in ready["message"] and str(names.CONTROL_PORT) in ready["message"]
-    assert (
-        world.truth("QuorumMet") == "Unknown" and world.condition("Ready")["reason"] == "SyncerNotAnswering"
-    )
+    assert world.truth("QuorumMet") == "Unknown" and world.condition("Ready")["reason"] == "SyncerNotAnswering"
     assert world.told("SyncerNotAnswering") == 1 and world.told("QuorumLost") == 0
     assert world.status["learners"] == "3/3", "as it was last known"
     assert not world.taken and not world.status.get("replacements")
@@ -324,8 +318,7 @@ def test_children_deleted_by_hand_come_back() -> None:
     epoch = world.syncer.epoch
     for ref in (names.settings_map("job"), names.syncer_service("job"), names.stateful_set("job", "local")):
         world.remove_object(ref)
-    world.until(lambda w: all(r in w.objects for r in (names.settings_map("job"),
-                                                      names.stateful_set("job", "local"))))  # fmt: skip
+    world.until(lambda w: all(r in w.objects for r in (names.settings_map("job"), names.stateful_set("job", "local"))))
     world.until(World.whole)
     assert world.syncer.epoch == epoch
     idle(world)

@@ -146,9 +146,7 @@ def test_settings_do_not_wait_for_a_rollout() -> None:
     world = World(job_object(regions=regions, sync={"quorum": 2}))
     world.unschedulable = {"job-far-0"}
     world.until(lambda w: w.truth("QuorumMet") == "True", 120)
-    world.edit(
-        learners=template("other:1"), training={**world.job["spec"]["training"], "stop": {"tokens": 10**11}}
-    )
+    world.edit(learners=template("other:1"), training={**world.job["spec"]["training"], "stop": {"tokens": 10**11}})
     world.until(lambda w: w.syncer.stop == 10**11 and w.truth("QuorumMet") == "True", 60)
     assert {name for _, name in world.taken} <= {"job-far-0"}
     assert "no other is taken" in world.condition("Ready")["message"]
@@ -158,9 +156,7 @@ def test_settings_do_not_wait_for_a_rollout() -> None:
 
 
 def test_a_syncer_that_does_not_work_does_not_wait() -> None:
-    world = World(
-        job_object(syncer={"podTemplate": {"spec": {"containers": [{"name": "syncer", "image": "bad"}]}}})
-    )
+    world = World(job_object(syncer={"podTemplate": {"spec": {"containers": [{"name": "syncer", "image": "bad"}]}}}))
     world.bad_images = {"bad"}
     world.run(30)
     assert world.condition("SyncerReady")["reason"] == "ImageUnavailable"

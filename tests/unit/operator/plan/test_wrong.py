@@ -33,9 +33,13 @@ def test_an_object_with_our_label_and_another_owner_is_foreign() -> None:
     ref = Ref("ConfigMap", "stray")
     world.foreign[ref] = {
         "kind": "ConfigMap",
-        "metadata": {"name": "stray", "uid": "f", "labels": {names.LABEL_JOB: "job"},
-                     "ownerReferences": [{"controller": True, "uid": "somebody else"}]},
-    }  # fmt: skip
+        "metadata": {
+            "name": "stray",
+            "uid": "f",
+            "labels": {names.LABEL_JOB: "job"},
+            "ownerReferences": [{"controller": True, "uid": "somebody else"}],
+        },
+    }
     world.run(60)  # _check holds each plan to it
 
 
@@ -62,15 +66,19 @@ def test_an_invalid_spec_touches_nothing() -> None:
     [
         ({"syncer": {"shards": 2}}, "Unsupported", ["syncer.shards", "set it to 1"]),
         ({"syncer": {"tls": {"secretName": "mine"}}}, "Unsupported", ["learners.credentials.secretName"]),
-        ({"syncer": {"cluster": "a"}, "regions": [{"name": "local", "cluster": "a", "learners": 3}]},
-         "NotPlaced", ["cluster a", "cluster.name"]),
-        ({"learners": {"podTemplate": {"spec": {"restartPolicy": "Never"}}}}, "PodTemplate",
-         ["spec.learners.podTemplate.spec.restartPolicy"]),
+        (
+            {"syncer": {"cluster": "a"}, "regions": [{"name": "local", "cluster": "a", "learners": 3}]},
+            "NotPlaced",
+            ["cluster a", "cluster.name"],
+        ),
+        (
+            {"learners": {"podTemplate": {"spec": {"restartPolicy": "Never"}}}},
+            "PodTemplate",
+            ["spec.learners.podTemplate.spec.restartPolicy"],
+        ),
     ],
-)  # fmt: skip
-def test_a_job_that_is_not_taken_keeps_what_it_has(
-    spec: dict[str, Any], reason: str, words: list[str]
-) -> None:
+)
+def test_a_job_that_is_not_taken_keeps_what_it_has(spec: dict[str, Any], reason: str, words: list[str]) -> None:
     fresh = World(job_object(**spec))
     fresh.run(20)
     assert fresh.condition("Ready")["reason"] == reason and not fresh.objects
@@ -94,9 +102,7 @@ def test_a_fault_that_the_dry_run_finds_is_told_and_heals() -> None:
     world.run(5)
     from diloco_operator.model import Trouble
 
-    fault = Trouble(
-        names.stateful_set("job", "local"), "invalid", "containers[0].ports[0].containerPort: wrong"
-    )
+    fault = Trouble(names.stateful_set("job", "local"), "invalid", "containers[0].ports[0].containerPort: wrong")
     real = world._apply
 
     def refusing(made: Any) -> None:
@@ -134,9 +140,15 @@ def test_a_missing_secret_is_made_again() -> None:
     assert name in world.secrets and not any(s.missed for s in world.plans[-1].secrets)
     world.delete_pod("job-local-0", force=True)
     world.run(0.5)
-    world.notes.append(Note("Pod", "job-local-0", "FailedMount",
-                            f'MountVolume.SetUp failed for volume "credentials" : secret "{name}" not found',
-                            world.now))  # fmt: skip
+    world.notes.append(
+        Note(
+            "Pod",
+            "job-local-0",
+            "FailedMount",
+            f'MountVolume.SetUp failed for volume "credentials" : secret "{name}" not found',
+            world.now,
+        )
+    )
     made = world.turn()
     assert [s.name for s in made.secrets if s.missed] == [name]
 

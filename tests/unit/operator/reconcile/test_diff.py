@@ -12,27 +12,37 @@ from hypothesis import strategies as st
 from diloco_operator.reconcile.diff import APPLIED, differences, digest, marked, state
 
 SET: dict[str, Any] = {
-    "apiVersion": "apps/v1", "kind": "StatefulSet",
+    "apiVersion": "apps/v1",
+    "kind": "StatefulSet",
     "metadata": {
-        "name": "j-local", "namespace": "n", "labels": {"diloco.io/job": "j"}, "annotations": {"a": "1"},
+        "name": "j-local",
+        "namespace": "n",
+        "labels": {"diloco.io/job": "j"},
+        "annotations": {"a": "1"},
         "ownerReferences": [{"uid": "u", "kind": "DiLoCoJob", "name": "j", "controller": True}],
     },
     "spec": {
         "replicas": 3,
-        "template": {"spec": {
-            "containers": [
-                {"name": "learner", "image": "w:1", "args": ["-m", "x"], "env": [
-                    {"name": "A", "value": "1"}, {"name": "B", "value": ""}],
-                 "resources": {"limits": {"cpu": "1000m", "memory": "1024Mi"}, "requests": {"cpu": 0.5}},
-                 "ports": [{"containerPort": 7710}, {"containerPort": 7711, "protocol": "UDP"}],
-                 "volumeMounts": [{"name": "v", "mountPath": "/a"}, {"name": "v", "mountPath": "/b"}]},
-            ],
-            "tolerations": [{"key": "x", "operator": "Exists"}],
-            "volumes": [{"name": "v", "emptyDir": {}}],
-            "nodeSelector": {},
-        }},
+        "template": {
+            "spec": {
+                "containers": [
+                    {
+                        "name": "learner",
+                        "image": "w:1",
+                        "args": ["-m", "x"],
+                        "env": [{"name": "A", "value": "1"}, {"name": "B", "value": ""}],
+                        "resources": {"limits": {"cpu": "1000m", "memory": "1024Mi"}, "requests": {"cpu": 0.5}},
+                        "ports": [{"containerPort": 7710}, {"containerPort": 7711, "protocol": "UDP"}],
+                        "volumeMounts": [{"name": "v", "mountPath": "/a"}, {"name": "v", "mountPath": "/b"}],
+                    }
+                ],
+                "tolerations": [{"key": "x", "operator": "Exists"}],
+                "volumes": [{"name": "v", "emptyDir": {}}],
+                "nodeSelector": {},
+            }
+        },
     },
-}  # fmt: skip
+}
 
 
 def live() -> dict[str, Any]:
@@ -144,8 +154,7 @@ def test_nothing_differs_only_where_the_values_agree_but_for_what_is_empty(left:
         """A plain rule, without keyed lists: every leaf of ours is in theirs."""
         if isinstance(ours, dict):
             return not ours or (
-                isinstance(theirs, dict)
-                and all(k in theirs and covered(v, theirs[k]) for k, v in ours.items())
+                isinstance(theirs, dict) and all(k in theirs and covered(v, theirs[k]) for k, v in ours.items())
             )
         if isinstance(ours, list):
             return isinstance(theirs, list) and (

@@ -28,9 +28,10 @@ AUTHORITY = 0xC737CAA6A49BA9EA4C2D83661069362A3D22AAC6068C304E24543078C0AC37E1
 def wanted(role: Any, tls: bool = True) -> SecretWanted:
     owner = {"apiVersion": "diloco.io/v1alpha1", "kind": "DiLoCoJob", "name": "tiny", "uid": UID}
     head = {
-        "apiVersion": "v1", "kind": "Secret",
+        "apiVersion": "v1",
+        "kind": "Secret",
         "metadata": {"name": f"tiny-{role}-0b0a7f3e", "namespace": "ns", "ownerReferences": [owner]},
-    }  # fmt: skip
+    }
     return SecretWanted(head["metadata"]["name"], role, head, tls, control_key=role == "syncer")
 
 
@@ -50,11 +51,15 @@ def test_keys_are_the_same_when_they_are_made_again_and_no_two_are_alike() -> No
     assert ROOT.join_token(UID) == JOIN
     assert ROOT.private_key("authority", UID).private_numbers().private_value == AUTHORITY
     known = {
-        ROOT.control_key(UID), ROOT.join_token(UID).encode(), ROOT.control_key("other"),
+        ROOT.control_key(UID),
+        ROOT.join_token(UID).encode(),
+        ROOT.control_key("other"),
         RootKey(b"another root key, long enough....").control_key(UID),
-        *(str(ROOT.private_key(role, UID).private_numbers().private_value).encode()
-          for role in ("authority", "syncer", "learner")),
-    }  # fmt: skip
+        *(
+            str(ROOT.private_key(role, UID).private_numbers().private_value).encode()
+            for role in ("authority", "syncer", "learner")
+        ),
+    }
     assert len(known) == 7
 
 
@@ -84,24 +89,23 @@ def test_certificates_say_who_and_for_what() -> None:
         for role in ("syncer", "learner")
     }
     names = {
-        role: cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-        for role, cert in made.items()
+        role: cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value for role, cert in made.items()
     }
     assert names["syncer"].get_values_for_type(x509.DNSName) == [
-        "diloco-syncer", "tiny-syncer", "tiny-syncer.ns", "tiny-syncer.ns.svc",
+        "diloco-syncer",
+        "tiny-syncer",
+        "tiny-syncer.ns",
+        "tiny-syncer.ns.svc",
         "tiny-syncer.ns.svc.cluster.local",
-    ]  # fmt: skip
+    ]
     uri = x509.UniformResourceIdentifier
     assert names["syncer"].get_values_for_type(uri) == ["diloco://job/ns/tiny/syncer"]
     assert names["learner"].get_values_for_type(uri) == ["diloco://job/ns/tiny/learner"]
     assert names["learner"].get_values_for_type(x509.DNSName) == []
     usage = {
-        role: list(cert.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value)
-        for role, cert in made.items()
+        role: list(cert.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value) for role, cert in made.items()
     }
-    assert usage == {
-        "syncer": [ExtendedKeyUsageOID.SERVER_AUTH], "learner": [ExtendedKeyUsageOID.CLIENT_AUTH],
-    }  # fmt: skip
+    assert usage == {"syncer": [ExtendedKeyUsageOID.SERVER_AUTH], "learner": [ExtendedKeyUsageOID.CLIENT_AUTH]}
     now = datetime.datetime.now(datetime.UTC)
     for cert in made.values():
         assert now + datetime.timedelta(days=3650) < cert.not_valid_after_utc
@@ -135,10 +139,12 @@ async def handshake(server: Credentials, client: Credentials) -> str:
 
 async def test_secrets_that_were_made_at_different_times_fit(tmp_path: Path) -> None:
     """The syncer's was deleted by hand and made again; learners keep theirs, and the other way round."""
-    old = {role: Credentials.from_directory(directory(tmp_path / f"old-{role}", role))
-           for role in ("syncer", "learner")}  # fmt: skip
-    new = {role: Credentials.from_directory(directory(tmp_path / f"new-{role}", role))
-           for role in ("syncer", "learner")}  # fmt: skip
+    old = {
+        role: Credentials.from_directory(directory(tmp_path / f"old-{role}", role)) for role in ("syncer", "learner")
+    }
+    new = {
+        role: Credentials.from_directory(directory(tmp_path / f"new-{role}", role)) for role in ("syncer", "learner")
+    }
     assert old["syncer"].certificate != new["syncer"].certificate
     assert old["learner"].authority != new["learner"].authority
     assert await handshake(new["syncer"], old["learner"]) == "hello you"

@@ -98,8 +98,10 @@ def ask(asker: Asker, seconds: float = 30.0, pod: str = "pod-1", ip: str = "127.
 
 
 def outcome(metrics: Metrics, method: str, word: str) -> float:
-    return float(metrics.registry.get_sample_value(
-        "diloco_operator_syncer_calls_total", {"method": method, "outcome": word}) or 0)  # fmt: skip
+    return float(
+        metrics.registry.get_sample_value("diloco_operator_syncer_calls_total", {"method": method, "outcome": word})
+        or 0
+    )
 
 
 async def test_a_syncer_is_asked_at_once_and_then_as_often_as_wanted(

@@ -129,9 +129,7 @@ async def test_no_more_than_so_many_at_once_and_others_do_not_wait_for_a_slow_on
     assert turns.most == 2
 
 
-async def test_failures_come_again_with_growing_patience_and_are_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_failures_come_again_with_growing_patience_and_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queues, "FIRST_BACKOFF", 0.08)
     told: list[str] = []
 

@@ -87,9 +87,7 @@ def test_sizes_are_exact(n: int) -> None:
 
 
 vectors = hnp.arrays(
-    np.float32,
-    st.integers(0, 400),
-    elements=st.floats(-(2.0**125), 2.0**125, width=32, allow_subnormal=True),
+    np.float32, st.integers(0, 400), elements=st.floats(-(2.0**125), 2.0**125, width=32, allow_subnormal=True)
 )
 
 
@@ -114,25 +112,13 @@ def test_bfloat16_rounds_as_torch_does(values: np.ndarray) -> None:
     expected = torch.from_numpy(values).to(torch.bfloat16).view(torch.int16).numpy()
     np.testing.assert_array_equal(encoded.view(np.int16), expected)
     np.testing.assert_array_equal(
-        codec.decode(encoded, "bfloat16", values.size),
-        torch.from_numpy(values).to(torch.bfloat16).float().numpy(),
+        codec.decode(encoded, "bfloat16", values.size), torch.from_numpy(values).to(torch.bfloat16).float().numpy()
     )
 
 
 def test_bfloat16_ties_and_specials() -> None:
     bits = np.array(
-        [
-            0x3F808000,
-            0x3F818000,
-            0x3F80FFFF,
-            0x7F7FFFFF,
-            0x7F800000,
-            0xFF800000,
-            0x7F800001,
-            0xFFFFFFFF,
-            1,
-            0x80000000,
-        ],
+        [0x3F808000, 0x3F818000, 0x3F80FFFF, 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7F800001, 0xFFFFFFFF, 1, 0x80000000],
         np.uint32,
     )
     expected = [0x3F80, 0x3F82, 0x3F81, 0x7F80, 0x7F80, 0xFF80, 0x7FC0, 0xFFFF, 0, 0x8000]
@@ -153,9 +139,7 @@ def test_error_on_gaussian_blocks(encoding: str, bound: float, scale: float) -> 
     for seed in range(20):
         values = normal(128 * 64, seed, scale)
         decoded = codec.decode(codec.encode(values, encoding), encoding, values.size)
-        error = np.linalg.norm((decoded - values).astype(np.float64)) / np.linalg.norm(
-            values.astype(np.float64)
-        )
+        error = np.linalg.norm((decoded - values).astype(np.float64)) / np.linalg.norm(values.astype(np.float64))
         assert error <= bound
 
 
@@ -174,9 +158,7 @@ def test_what_is_not_finite_stays_so(encoding: str, bad: float, place: int) -> N
 
 @pytest.mark.parametrize("encoding", BLOCKED)
 @pytest.mark.parametrize("half", [0x7F80, 0xFF80, 0x7FC0])
-def test_a_scale_that_is_not_finite_is_seen_though_all_values_under_it_are_zero(
-    encoding: str, half: int
-) -> None:
+def test_a_scale_that_is_not_finite_is_seen_though_all_values_under_it_are_zero(encoding: str, half: int) -> None:
     encoded = np.zeros(codec.encoded_bytes(encoding, 256), np.uint8)
     encoded[2:4].view(np.uint16)[0] = half
     assert not codec.norm_and_finite(codec.decode(encoded, encoding, 256))[1]
@@ -357,9 +339,7 @@ def test_a_broken_cache_is_passed_by(tmp_path) -> None:  # type: ignore[no-untyp
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
 
     def run() -> None:
-        done = subprocess.run(
-            [sys.executable, "-c", program], env=environment, capture_output=True, timeout=120
-        )
+        done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, timeout=120)
         assert done.returncode == 0, done.stderr.decode()
 
     run()

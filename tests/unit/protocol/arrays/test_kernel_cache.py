@@ -58,16 +58,25 @@ class Image:
         for folder in (self.source, self.cache, *self.cache.rglob("*")):
             folder.chmod((0o755 if folder.is_dir() else 0o644) & ~(0o222 if sealed else 0))
         environment = {
-            **os.environ, "PYTHONPATH": str(self.source), "PYTHONDONTWRITEBYTECODE": "1",
+            **os.environ,
+            "PYTHONPATH": str(self.source),
+            "PYTHONDONTWRITEBYTECODE": "1",
             "HOME": str(self.home),
-            "NUMBA_CACHE_DIR": str(self.cache), "NUMBA_CACHE_LOCATOR_CLASSES": classes,
-            "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "", "NUMBA_DEBUG_CACHE": "1",
-        }  # fmt: skip
+            "NUMBA_CACHE_DIR": str(self.cache),
+            "NUMBA_CACHE_LOCATOR_CLASSES": classes,
+            "NUMBA_CPU_NAME": "generic",
+            "NUMBA_CPU_FEATURES": "",
+            "NUMBA_DEBUG_CACHE": "1",
+        }
         environment.pop("XDG_CACHE_HOME", None)
         done = subprocess.run(
             [*unprivileged(), sys.executable, "-c", textwrap.dedent(PROGRAM)],
-            env=environment, capture_output=True, text=True, timeout=60, check=False,
-        )  # fmt: skip
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
         for folder in (self.source, self.cache, *self.cache.rglob("*")):
             folder.chmod(0o755 if folder.is_dir() else 0o644)  # so that it can be taken away
         assert done.returncode == 0, done.stderr

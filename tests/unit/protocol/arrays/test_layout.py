@@ -23,9 +23,7 @@ def transformer(layers: int = 4, width: int = 64, vocabulary: int = 256) -> list
     for i in range(layers):
         attention = f"model.layers.{i}.self_attn"
         tensors += [Tensor(f"{attention}.{n}_proj.weight", (width, width), "float32") for n in "qkvo"]
-        tensors += [
-            Tensor(f"model.layers.{i}.mlp.{n}_proj.weight", (3 * width, width), "float32") for n in "gu"
-        ]
+        tensors += [Tensor(f"model.layers.{i}.mlp.{n}_proj.weight", (3 * width, width), "float32") for n in "gu"]
         tensors += [Tensor(f"model.layers.{i}.mlp.d_proj.weight", (width, 3 * width), "float32")]
         tensors += [Tensor(f"model.layers.{i}.norm{n}.weight", (width,), "float32") for n in (1, 2)]
     return tensors
@@ -255,20 +253,32 @@ def corrupt(change: str) -> str:
 @pytest.mark.parametrize(
     "change",
     [
-        "twice", "missing", "overlap", "outside", "negative", "empty fragment", "unbalanced", "order",
-        "float", "bool", "tensors out of order", "huge shape", "nested shape", "name", "format", "extra",
+        "twice",
+        "missing",
+        "overlap",
+        "outside",
+        "negative",
+        "empty fragment",
+        "unbalanced",
+        "order",
+        "float",
+        "bool",
+        "tensors out of order",
+        "huge shape",
+        "nested shape",
+        "name",
+        "format",
+        "extra",
         "note",
     ],
-)  # fmt: skip
+)
 def test_a_layout_from_the_network_is_checked(change: str) -> None:
     Layout.from_json(corrupt("nothing"))
     with pytest.raises(LayoutError):
         Layout.from_json(corrupt(change))
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "null", "{}", "[" * 100_000, b"\xff\xfe{", '{"format": 1}', "1" * 5000]
-)
+@pytest.mark.parametrize("text", ["", "[]", "null", "{}", "[" * 100_000, b"\xff\xfe{", '{"format": 1}', "1" * 5000])
 def test_what_is_no_layout_at_all_is_refused(text: str | bytes) -> None:
     with pytest.raises(LayoutError):
         Layout.from_json(text)

@@ -73,9 +73,7 @@ def test_the_syncer_believes_numbers_that_make_sense() -> None:
     link.heard(sync_pb2.Report())  # says nothing of the link: what was known stays
     assert link.known == Measured(None, 5e6, 0.03)
     for number in (float("nan"), float("inf"), -1.0, 1e30):
-        link.heard(
-            sync_pb2.Report(link=sync_pb2.Link(down_bytes_per_second=number, round_trip_seconds=number))
-        )
+        link.heard(sync_pb2.Report(link=sync_pb2.Link(down_bytes_per_second=number, round_trip_seconds=number)))
         assert link.known == Measured(None, None, None)
     for n in range(LEAST_TRANSFERS):
         assert link.known.up is None
@@ -85,8 +83,13 @@ def test_the_syncer_believes_numbers_that_make_sense() -> None:
 
 
 def slot(number: int, **link: Any) -> dict[str, Any]:
-    measured = {"up_bytes_per_second": None, "down_bytes_per_second": None, "round_trip_seconds": None,
-                "thin": False, "message": ""} | link  # fmt: skip
+    measured = {
+        "up_bytes_per_second": None,
+        "down_bytes_per_second": None,
+        "round_trip_seconds": None,
+        "thin": False,
+        "message": "",
+    } | link
     return {"slot": number, "region": "eu", "ordinal": number, "state": "active", "link": measured}
 
 

@@ -61,8 +61,7 @@ def test_the_ratios_of_bytes() -> None:
 def plain_utilisation(turn: Turn, steps: int, up: float, down: float) -> float:
     """The same run step by step, written down as plainly as can be."""
     launches = sorted(
-        math.ceil(n * turn.every / turn.fragments - 1e-9)
-        for n in range(1, steps // turn.every * turn.fragments + 1)
+        math.ceil(n * turn.every / turn.fragments - 1e-9) for n in range(1, steps // turn.every * turn.fragments + 1)
     )
     now, busy_up, busy_down, due = 0.0, 0.0, 0.0, dict[int, float]()
     for step in range(1, steps + 1):
@@ -80,8 +79,13 @@ def test_the_run_is_as_if_gone_through_step_by_step() -> None:
     draw = random.Random(5)
     for _ in range(300):
         every = draw.randint(1, 40)
-        turn = Turn(draw.randint(1, every), every, draw.randint(0, every - 1), draw.choice([0.05, 1.0, 3.0]),
-                    draw.choice([0.0, 0.3]))  # fmt: skip
+        turn = Turn(
+            draw.randint(1, every),
+            every,
+            draw.randint(0, every - 1),
+            draw.choice([0.05, 1.0, 3.0]),
+            draw.choice([0.0, 0.3]),
+        )
         up, down = draw.random() * 4 * turn.step_seconds, draw.random() * 4 * turn.step_seconds
         steps = every * draw.randint(1, 4)
         found = model.utilisation(turn, steps, up, down)
@@ -92,9 +96,7 @@ def test_the_run_is_as_if_gone_through_step_by_step() -> None:
 @pytest.mark.parametrize(
     ("fragments", "every", "overlap"), [(24, 24, 2), (12, 24, 2), (24, 96, 4), (24, 24, 20), (5, 25, 6)]
 )
-def test_the_long_run_is_the_closed_limit(
-    fragments: int, every: int, overlap: int, utilisation: float
-) -> None:
+def test_the_long_run_is_the_closed_limit(fragments: int, every: int, overlap: int, utilisation: float) -> None:
     turn = Turn(fragments, every, overlap, 1.0)
     limit = turn.steady(utilisation)
     steps = 200 * every
@@ -110,11 +112,7 @@ def test_more_overlap_asks_for_less_and_more_utilisation_for_more() -> None:
 
 
 def test_no_job_takes_long_to_plan() -> None:
-    for turn in (
-        Turn(4096, 1_000_000, 100_000, 1.0),
-        Turn(1, 1_000_000, 999_999, 1.0),
-        Turn(512, 512, 500, 1.0),
-    ):
+    for turn in (Turn(4096, 1_000_000, 100_000, 1.0), Turn(1, 1_000_000, 999_999, 1.0), Turn(512, 512, 500, 1.0)):
         steps = model.run_steps(turn, 0.999)
         assert steps % turn.every == 0 and steps * turn.fragments // turn.every <= 2 * 4096
         assert 0 < model.queued_seconds(turn, 0.999, 0.5, 0.5) < math.inf
@@ -147,9 +145,7 @@ def test_traffic_counts_what_the_codec_makes() -> None:
             assert payload < carried.up < payload + 700
             assert carried.up_per_turn == 2 * carried.up - payload + codec.encoded_bytes(up, 1000)
             assert codec.encoded_bytes(down.removeprefix("delta-"), 1003) < carried.down
-    assert (
-        links.even_sizes(10, 4) == [2, 3, 2, 3] and sum(links.even_sizes(5_000_000_001, 24)) == 5_000_000_001
-    )
+    assert links.even_sizes(10, 4) == [2, 3, 2, 3] and sum(links.even_sizes(5_000_000_001, 24)) == 5_000_000_001
 
 
 # ------------------------------------------------------------------ measured links
@@ -195,9 +191,7 @@ def test_a_link_is_thin_below_what_the_job_needs() -> None:
     # The same link is thick where steps take longer, and thin where they are shorter.
     carried = links.traffic(links.even_sizes(10**8, 24), "int4", "bfloat16", 4)
     measured = Measured(10e6, 10e6, 0.0)
-    judged = {
-        step: links.judge(carried, SyncSpec(), 24, step, measured).thin for step in (0.1, 0.5, 2.0, 10.0)
-    }
+    judged = {step: links.judge(carried, SyncSpec(), 24, step, measured).thin for step in (0.1, 0.5, 2.0, 10.0)}
     assert judged == {0.1: True, 0.5: True, 2.0: False, 10.0: False}
 
 

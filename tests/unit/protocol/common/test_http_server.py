@@ -28,10 +28,7 @@ from diloco_syncer.server.pages.status import finite
 def served(test: Callable[[int], Awaitable[None]]) -> None:
     async def run() -> None:
         server = HttpServer(
-            {
-                "/status": json_page(lambda: {"a": 1}),
-                "/healthz": text_page(lambda: (503, b"disk full\n"), "text/plain"),
-            }
+            {"/status": json_page(lambda: {"a": 1}), "/healthz": text_page(lambda: (503, b"disk full\n"), "text/plain")}
         )
         port = await server.start("127.0.0.1", 0)
         try:
@@ -114,9 +111,7 @@ async def stream_of(parts: list[bytes], closed: list[bool]) -> AsyncGenerator[by
         closed.append(True)
 
 
-def test_a_stream_is_sent_as_it_is_made_and_closed_when_its_reader_goes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_stream_is_sent_as_it_is_made_and_closed_when_its_reader_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "STALL_SECONDS", 0.3)
     parts, closed = [bytes([i]) * 300_000 for i in range(40)], list[bool]()
 

@@ -36,9 +36,22 @@ def openssl(*arguments: str | Path) -> None:
 def authority(folder: Path) -> Path:
     folder.mkdir()
     openssl(
-        "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "1",
-        "-subj", "/CN=test authority", "-keyout", folder / "ca.key", "-out", folder / "ca.crt",
-    )  # fmt: skip
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:P-256",
+        "-nodes",
+        "-days",
+        "1",
+        "-subj",
+        "/CN=test authority",
+        "-keyout",
+        folder / "ca.key",
+        "-out",
+        folder / "ca.crt",
+    )
     return folder
 
 
@@ -47,13 +60,37 @@ def party(folder: Path, ca: Path, name: str, token: str = "") -> Path:
     folder.mkdir()
     (folder / "ext").write_text(f"subjectAltName=DNS:{name}\n")
     openssl(
-        "req", "-new", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
-        "-subj", f"/CN={name}", "-keyout", folder / "tls.key", "-out", folder / "csr",
-    )  # fmt: skip
+        "req",
+        "-new",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:P-256",
+        "-nodes",
+        "-subj",
+        f"/CN={name}",
+        "-keyout",
+        folder / "tls.key",
+        "-out",
+        folder / "csr",
+    )
     openssl(
-        "x509", "-req", "-in", folder / "csr", "-CA", ca / "ca.crt", "-CAkey", ca / "ca.key",
-        "-CAcreateserial", "-days", "1", "-extfile", folder / "ext", "-out", folder / "tls.crt",
-    )  # fmt: skip
+        "x509",
+        "-req",
+        "-in",
+        folder / "csr",
+        "-CA",
+        ca / "ca.crt",
+        "-CAkey",
+        ca / "ca.key",
+        "-CAcreateserial",
+        "-days",
+        "1",
+        "-extfile",
+        folder / "ext",
+        "-out",
+        folder / "tls.crt",
+    )
     (folder / "ca.crt").write_bytes((ca / "ca.crt").read_bytes())
     if token:
         (folder / "join-token").write_text(token + "\n")
@@ -101,8 +138,11 @@ def calls(server_from: Credentials, clients: list[Credentials]) -> list[str]:
 def test_tls_and_token(secrets: Path) -> None:
     made = [Credentials.from_directory(secrets / n) for n in ("learner", "tokenless", "foreign")]
     assert calls(Credentials.from_directory(secrets / "syncer"), [*made, Credentials()]) == [
-        "ok", "no token", "UNAVAILABLE", "UNAVAILABLE",
-    ]  # fmt: skip
+        "ok",
+        "no token",
+        "UNAVAILABLE",
+        "UNAVAILABLE",
+    ]
 
 
 def test_a_learner_cannot_pose_as_the_syncer(secrets: Path) -> None:

@@ -31,12 +31,20 @@ def test_the_uris_are_those_of_the_manual() -> None:
 @pytest.mark.parametrize(
     "uri",
     [
-        "diloco://job/ns/tiny", "diloco://job/ns/tiny/syncer/eu-1", "diloco://job/ns/tiny/admin", "diloco:",
-        "diloco://job/ns/tiny/learner/eu-1/x", "diloco://job/ns/tiny/learner/", "diloco://job//tiny/syncer",
-        "diloco://job/NS/tiny/syncer", "diloco://job/ns/tiny/learner/eu_1", "DILOCO://job/ns/tiny/syncer",
-        "diloco://job/ns/tiny/syncer\n", "diloco://job/" + "n" * 64 + "/tiny/syncer",
+        "diloco://job/ns/tiny",
+        "diloco://job/ns/tiny/syncer/eu-1",
+        "diloco://job/ns/tiny/admin",
+        "diloco:",
+        "diloco://job/ns/tiny/learner/eu-1/x",
+        "diloco://job/ns/tiny/learner/",
+        "diloco://job//tiny/syncer",
+        "diloco://job/NS/tiny/syncer",
+        "diloco://job/ns/tiny/learner/eu_1",
+        "DILOCO://job/ns/tiny/syncer",
+        "diloco://job/ns/tiny/syncer\n",
+        "diloco://job/" + "n" * 64 + "/tiny/syncer",
     ],
-)  # fmt: skip
+)
 def test_a_malformed_name_is_an_error_and_not_nobody(uri: str) -> None:
     with pytest.raises(IdentityError):
         names_in([uri])
@@ -110,8 +118,14 @@ def test_a_region_is_covered_by_its_own_name_or_by_one_for_all(names: identity.N
 def test_a_party_stays_itself_when_its_certificate_changes() -> None:
     us, other = name("ns", "tiny", "learner", "us-2"), name("ns", "other", "learner", "eu-1")
     for before, after, same in (
-        ({EU}, {EU}, True), ({EU}, {EU, us}, True), ({ANY}, {EU}, True), (NOBODY, NOBODY, True),
-        ({EU}, {us}, False), ({EU}, {other}, False), ({EU}, NOBODY, False), ({ANY}, {other}, False),
-    ):  # fmt: skip
+        ({EU}, {EU}, True),
+        ({EU}, {EU, us}, True),
+        ({ANY}, {EU}, True),
+        (NOBODY, NOBODY, True),
+        ({EU}, {us}, False),
+        ({EU}, {other}, False),
+        ({EU}, NOBODY, False),
+        ({ANY}, {other}, False),
+    ):
         assert identity.akin(frozenset(before), frozenset(after)) == same
         assert identity.akin(frozenset(after), frozenset(before)) == same

@@ -147,9 +147,7 @@ def test_every_field_has_a_description_that_is_a_sentence() -> None:
 # ------------------------------------------------------------------ rules between fields
 
 
-@pytest.mark.parametrize(
-    ("fields", "path", "said"), [rule[1:] for rule in RULES], ids=[rule[0] for rule in RULES]
-)
+@pytest.mark.parametrize(("fields", "path", "said"), [rule[1:] for rule in RULES], ids=[rule[0] for rule in RULES])
 def test_a_broken_rule_is_the_only_problem(fields: dict[str, Any], path: str, said: str) -> None:
     job = local_job(fields)
     (problem,) = problems(job)
@@ -243,9 +241,7 @@ def test_derived_values() -> None:
     job = parse_job(json.dumps(BASE))
     assert (job.spec.slots, job.spec.quorum, job.spec.max_steps_alone) == (5, 1, 96)
     assert job.spec.evaluated
-    job = parse_job(
-        json.dumps(put(BASE, ("spec", "sync"), {"deterministic": True, "staleness": {"maxSteps": 50}}))
-    )
+    job = parse_job(json.dumps(put(BASE, ("spec", "sync"), {"deterministic": True, "staleness": {"maxSteps": 50}})))
     assert (job.spec.quorum, job.spec.max_steps_alone) == (5, 50)
 
 
@@ -264,12 +260,14 @@ def test_warnings(fields: dict[str, Any], path: str) -> None:
 
 
 SPANNING: dict[str, Any] = {
-    "syncer": {"cluster": "hub", "endpoint": {"type": "NodePort", "address": "hub.example.org"},
-               "tls": {"secretName": "hub"}},
+    "syncer": {
+        "cluster": "hub",
+        "endpoint": {"type": "NodePort", "address": "hub.example.org"},
+        "tls": {"secretName": "hub"},
+    },
     "learners": {"credentials": {"secretName": "learner"}},
-    "regions": [{"name": "eu", "cluster": "eu-1", "learners": 2},
-                {"name": "us", "cluster": "us-1", "learners": 1}],
-}  # fmt: skip
+    "regions": [{"name": "eu", "cluster": "eu-1", "learners": 2}, {"name": "us", "cluster": "us-1", "learners": 1}],
+}
 
 
 @pytest.mark.parametrize(
@@ -323,9 +321,7 @@ def test_in_python_fields_have_python_names_and_nothing_changes_them() -> None:
     assert JobSpec(regions=[region]).regions[0].pod_template == {"x": 1}
     with pytest.raises(ValidationError):
         RegionSpec(name="a", learners="2")  # type: ignore[arg-type]
-    assert (
-        "weight_decay" in problems(put(BASE, ("spec", "training", "optimizer"), {"weight_decay": 1}))[0].path
-    )
+    assert "weight_decay" in problems(put(BASE, ("spec", "training", "optimizer"), {"weight_decay": 1}))[0].path
 
 
 def test_defaults_are_not_shared_between_jobs() -> None:
@@ -335,9 +331,7 @@ def test_defaults_are_not_shared_between_jobs() -> None:
     assert parse_job(json.dumps(BASE)).spec.sync.merge.mean_tensors == []
 
 
-SCALARS = [
-    leaf for leaf in LEAVES if leaf.kind in (bool, int, float) or typing.get_origin(leaf.kind) is Literal
-]
+SCALARS = [leaf for leaf in LEAVES if leaf.kind in (bool, int, float) or typing.get_origin(leaf.kind) is Literal]
 
 
 @st.composite
@@ -408,18 +402,31 @@ def test_a_damaged_normal_form_is_refused(text: str | bytes) -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("10Gi", 10 * 2**30), ("1Ki", 1024), ("0.5Mi", 2**19), ("500M", 500_000_000), ("1e9", 10**9),
-        ("1E3", 1000), ("1E", 10**18), ("2k", 2000), ("1.5G", 1_500_000_000), ("100m", 1), ("1500m", 2),
-        ("7", 7), (".5k", 500), ("+3", 3), ("0", 0), ("-1Gi", -(2**30)), ("7Ei", 7 * 2**60),
+        ("10Gi", 10 * 2**30),
+        ("1Ki", 1024),
+        ("0.5Mi", 2**19),
+        ("500M", 500_000_000),
+        ("1e9", 10**9),
+        ("1E3", 1000),
+        ("1E", 10**18),
+        ("2k", 2000),
+        ("1.5G", 1_500_000_000),
+        ("100m", 1),
+        ("1500m", 2),
+        ("7", 7),
+        (".5k", 500),
+        ("+3", 3),
+        ("0", 0),
+        ("-1Gi", -(2**30)),
+        ("7Ei", 7 * 2**60),
     ],
-)  # fmt: skip
+)
 def test_quantities(text: str, value: int) -> None:
     assert parse_quantity(text) == value
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "10GB", "10 Gi", "Gi", "10gi", "ten", "1e", "1e99", "8Ei", "--1", "1.2.3", "9" * 80, "10K", "1_0"],
+    "text", ["", "10GB", "10 Gi", "Gi", "10gi", "ten", "1e", "1e99", "8Ei", "--1", "1.2.3", "9" * 80, "10K", "1_0"]
 )
 def test_wrong_quantities(text: str) -> None:
     with pytest.raises(ValueError, match="quantity"):
@@ -444,9 +451,7 @@ def test_addresses(address: str) -> None:
     assert problems(local_job({"syncer.endpoint": {"type": "External", "address": address}})) == []
 
 
-@pytest.mark.parametrize(
-    "address", ["", "::1", "a:b", "a:", "http://a", "a:1234567", "-a", "a b", "[]", "a\n"]
-)
+@pytest.mark.parametrize("address", ["", "::1", "a:b", "a:", "http://a", "a:1234567", "-a", "a b", "[]", "a\n"])
 def test_wrong_addresses(address: str) -> None:
     (problem,) = problems(local_job({"syncer.endpoint": {"type": "External", "address": address}}))
     assert problem.path == "spec.syncer.endpoint.address" and "host:port" in problem.message

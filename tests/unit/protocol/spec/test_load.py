@@ -48,24 +48,99 @@ spec:
 
 # Recorded from `kubectl patch --local -o json` (kubectl 1.32.4), whose output is this JSON.
 KUBECTL: list[tuple[str, Any]] = [
-    ("1e-3", 0.001), ("1e3", 1000), ("1.0e-3", 0.001), (".5", 0.5), ("1.", 1), (".5e1", 5), ("+.5", 0.5),
-    ("-.5", -0.5), ("1.0", 1), ("12e03", 12000), ("6.8523015e+5", 685230.15), ("685_230.15", 685230.15),
-    ("2e6", 2000000), ("1_000", 1000), ("1__0", 10), ("_1", "_1"), (".1_0", 0.1), ("._1", "._1"),
-    (".1_", ".1_"), ("017", 15), ("-017", -15), ("0o17", 15), ("0O17", 15), ("0o8", "0o8"), ("08", 8),
-    ("09", 9), ("0x1F", 31), ("0X1f", 31), ("-0x1f", -31), ("0x1.8p3", "0x1.8p3"), ("0b11", 3), ("0B11", 3),
-    ("-0b11", -3), ("0b-1", -1), ("0b+1", 1), ("0b2", "0b2"), ("+1", 1), ("-0", 0), ("1e400", "1e400"),
-    ("18446744073709551615", 2**64 - 1), ("123456789012345678901", 123456789012345678901), ("yes", True),
-    ("Yes", True), ("YES", True), ("yEs", "yEs"), ("no", False), ("No", False), ("NO", False), ("on", True),
-    ("On", True), ("ON", True), ("off", False), ("Off", False), ("OFF", False), ("y", True), ("Y", True),
-    ("n", False), ("N", False), ("true", True), ("True", True), ("TRUE", True), ("tRUE", "tRUE"),
-    ("false", False), ("False", False), ("FALSE", False), ("~", None), ("null", None), ("Null", None),
-    ("NULL", None), ("nULL", "nULL"), ('""', ""), ("''", ""), ("1:30", "1:30"), ("190:20:30", "190:20:30"),
-    ("2001-12-14", "2001-12-14"), ("2001-12-14 10:11:12", "2001-12-14 10:11:12"),
-    ("2001-12-14T10:11:12Z", "2001-12-14T10:11:12Z"), ("10Gi", "10Gi"), ("=", "="), ("1 000", "1 000"),
-    ("e5", "e5"), ("0x", "0x"), ("+", "+"), (".", "."), ("'1e-3'", "1e-3"), ('"yes"', "yes"),
-    ("!!str 5", "5"), ("!!str yes", "yes"), ("!!float 3", 3), ('!!int "3"', 3), ("!!null ''", None),
+    ("1e-3", 0.001),
+    ("1e3", 1000),
+    ("1.0e-3", 0.001),
+    (".5", 0.5),
+    ("1.", 1),
+    (".5e1", 5),
+    ("+.5", 0.5),
+    ("-.5", -0.5),
+    ("1.0", 1),
+    ("12e03", 12000),
+    ("6.8523015e+5", 685230.15),
+    ("685_230.15", 685230.15),
+    ("2e6", 2000000),
+    ("1_000", 1000),
+    ("1__0", 10),
+    ("_1", "_1"),
+    (".1_0", 0.1),
+    ("._1", "._1"),
+    (".1_", ".1_"),
+    ("017", 15),
+    ("-017", -15),
+    ("0o17", 15),
+    ("0O17", 15),
+    ("0o8", "0o8"),
+    ("08", 8),
+    ("09", 9),
+    ("0x1F", 31),
+    ("0X1f", 31),
+    ("-0x1f", -31),
+    ("0x1.8p3", "0x1.8p3"),
+    ("0b11", 3),
+    ("0B11", 3),
+    ("-0b11", -3),
+    ("0b-1", -1),
+    ("0b+1", 1),
+    ("0b2", "0b2"),
+    ("+1", 1),
+    ("-0", 0),
+    ("1e400", "1e400"),
+    ("18446744073709551615", 2**64 - 1),
+    ("123456789012345678901", 123456789012345678901),
+    ("yes", True),
+    ("Yes", True),
+    ("YES", True),
+    ("yEs", "yEs"),
+    ("no", False),
+    ("No", False),
+    ("NO", False),
+    ("on", True),
+    ("On", True),
+    ("ON", True),
+    ("off", False),
+    ("Off", False),
+    ("OFF", False),
+    ("y", True),
+    ("Y", True),
+    ("n", False),
+    ("N", False),
+    ("true", True),
+    ("True", True),
+    ("TRUE", True),
+    ("tRUE", "tRUE"),
+    ("false", False),
+    ("False", False),
+    ("FALSE", False),
+    ("~", None),
+    ("null", None),
+    ("Null", None),
+    ("NULL", None),
+    ("nULL", "nULL"),
+    ('""', ""),
+    ("''", ""),
+    ("1:30", "1:30"),
+    ("190:20:30", "190:20:30"),
+    ("2001-12-14", "2001-12-14"),
+    ("2001-12-14 10:11:12", "2001-12-14 10:11:12"),
+    ("2001-12-14T10:11:12Z", "2001-12-14T10:11:12Z"),
+    ("10Gi", "10Gi"),
+    ("=", "="),
+    ("1 000", "1 000"),
+    ("e5", "e5"),
+    ("0x", "0x"),
+    ("+", "+"),
+    (".", "."),
+    ("'1e-3'", "1e-3"),
+    ('"yes"', "yes"),
+    ("!!str 5", "5"),
+    ("!!str yes", "yes"),
+    ("!!float 3", 3),
+    ('!!int "3"', 3),
+    ("!!null ''", None),
     ("! 12", "12"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("text", "value"), KUBECTL, ids=[text for text, _ in KUBECTL])
@@ -85,9 +160,7 @@ def test_keys_become_text_as_in_kubectl() -> None:
 
 
 def test_merge_keys_and_aliases() -> None:
-    text = (
-        "base: &b {x: 1, w: 2}\nmore: &m {w: 3, z: 4}\none: {<<: *b, x: 9}\ntwo: {<<: [*b, *m]}\nthree: *b\n"
-    )
+    text = "base: &b {x: 1, w: 2}\nmore: &m {w: 3, z: 4}\none: {<<: *b, x: 9}\ntwo: {<<: [*b, *m]}\nthree: *b\n"
     value = parse(text).value
     assert value["one"] == {"x": 9, "w": 2} and value["two"] == {"x": 1, "w": 2, "z": 4}
     assert parse("{'<<': 1}").value == {"<<": 1}
@@ -100,9 +173,7 @@ JSON = st.recursive(
     | st.integers(-(2**70), 2**70)
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(st.characters(min_codepoint=32, max_codepoint=126)),
-    lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.text("abcxyz", min_size=1), inner, max_size=4)
-    ),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text("abcxyz", min_size=1), inner, max_size=4),
     max_leaves=20,
 )
 
@@ -174,9 +245,13 @@ def test_aliases_of_aliases_are_counted_in_full_and_do_not_blow_up() -> None:
     wide = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
         f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
     )
-    deep = "a0: &a0 " + "[" * 50 + "]" * 50 + "\n" + "".join(
-        f"a{i}: &a{i} {'[' * 40}*a{i - 1}{']' * 40}\n" for i in range(1, 9)
-    )  # fmt: skip
+    deep = (
+        "a0: &a0 "
+        + "[" * 50
+        + "]" * 50
+        + "\n"
+        + "".join(f"a{i}: &a{i} {'[' * 40}*a{i - 1}{']' * 40}\n" for i in range(1, 9))
+    )
     merged = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40))
     tracemalloc.start()
     started = time.monotonic()
@@ -311,19 +386,24 @@ def test_all_problems_come_at_once_with_their_lines() -> None:
         ("spec.sync.every", None),
     ]
     text = str(caught.value)
-    assert (
-        text.startswith("job.yaml:\n") and '  metadata.name = "Tiny": must be' in text and "(line 9)" in text
-    )
+    assert text.startswith("job.yaml:\n") and '  metadata.name = "Tiny": must be' in text and "(line 9)" in text
 
 
 # ------------------------------------------------------------------ what an API server adds
 
 RECORD = {
-    "uid": "6a1c", "resourceVersion": "12", "generation": 2, "creationTimestamp": "2026-01-01T00:00:00Z",
-    "deletionTimestamp": None, "finalizers": ["diloco.io/job"], "ownerReferences": [], "generateName": "t-",
-    "managedFields": [{"manager": "kubectl", "fieldsV1": {"f:spec": {}}}], "selfLink": "/x",
+    "uid": "6a1c",
+    "resourceVersion": "12",
+    "generation": 2,
+    "creationTimestamp": "2026-01-01T00:00:00Z",
+    "deletionTimestamp": None,
+    "finalizers": ["diloco.io/job"],
+    "ownerReferences": [],
+    "generateName": "t-",
+    "managedFields": [{"manager": "kubectl", "fieldsV1": {"f:spec": {}}}],
+    "selfLink": "/x",
     "deletionGracePeriodSeconds": 0,
-}  # fmt: skip
+}
 
 
 def test_the_record_of_an_api_server_is_named_and_not_used(tmp_path: Path) -> None:
@@ -351,9 +431,10 @@ def test_metadata_that_no_object_has_is_refused(name: str) -> None:
 
 def test_nulls_that_kubectl_drops_are_named_with_what_says_the_same() -> None:
     nulls = {
-        "training.evaluation": "fraction: 0", "training.optimizer.clipNorm": "clipNorm: 0",
+        "training.evaluation": "fraction: 0",
+        "training.optimizer.clipNorm": "clipNorm: 0",
         "training.model.config.sliding_window": "--server-side",
-    }  # fmt: skip
+    }
     for path, cure in nulls.items():
         notes: list[Problem] = []
         parse_job(MINIMAL, [f"{path}=null", "training.data.name=null", "seed=null"], notes=notes)
@@ -365,10 +446,22 @@ def test_nulls_that_kubectl_drops_are_named_with_what_says_the_same() -> None:
 
 
 LABELS = [
-    ("a", True), ("a/b", True), ("example.org/B_c.d", True), ("a" * 63, True), ("a" * 64, False), ("", False),
-    ("-a", False), ("a-", False), ("a/b/c", False), ("/a", False), ("a/", False), ("A.b/c", False),
-    ("a b", False), ("é", False), ("a\n", False),
-]  # fmt: skip
+    ("a", True),
+    ("a/b", True),
+    ("example.org/B_c.d", True),
+    ("a" * 63, True),
+    ("a" * 64, False),
+    ("", False),
+    ("-a", False),
+    ("a-", False),
+    ("a/b/c", False),
+    ("/a", False),
+    ("a/", False),
+    ("A.b/c", False),
+    ("a b", False),
+    ("é", False),
+    ("a\n", False),
+]
 
 
 @pytest.mark.parametrize(("key", "good"), LABELS)
@@ -402,11 +495,7 @@ def test_labels_and_annotations_are_those_of_kubernetes(key: str, good: bool) ->
         ("regions.1={name: far, learners: 1}", "regions.1.name", "far"),
         ("regions=[{learners: 7}]", "regions.0.learners", 7),
         ("training.stop={steps: 100}", "training.stop.steps", 100),
-        (
-            "training.model.config.hidden_size=64",
-            "training.model.config",
-            {"model_type": "llama", "hidden_size": 64},
-        ),
+        ("training.model.config.hidden_size=64", "training.model.config", {"model_type": "llama", "hidden_size": 64}),
         ("training.data.paths=[a, b]", "training.data.paths", ["a", "b"]),
         ("training.data.paths.0=a=b", "training.data.paths", ["a=b"]),
         ("training.data.paths.1=c", "training.data.paths", ["python-stdlib", "c"]),
@@ -466,9 +555,7 @@ def test_later_overrides_win_and_aliases_are_not_shared() -> None:
 def test_a_wrong_override_points_at_no_line() -> None:
     with pytest.raises(JobError) as caught:
         parse_job(MINIMAL, ["regions.0.learners=0"])
-    assert [(p.path, p.value, p.line) for p in caught.value.problems] == [
-        ("spec.regions.0.learners", 0, None)
-    ]
+    assert [(p.path, p.value, p.line) for p in caught.value.problems] == [("spec.regions.0.learners", 0, None)]
 
 
 # ------------------------------------------------------------------ validate, examples
@@ -493,13 +580,7 @@ def test_validate_says_what_the_job_is(tmp_path: Path) -> None:
         path, ["training.stop={steps: 20}", "training.data.paths=[./none, 's3://b/x', ./*.yaml]"]
     )
     assert code == 0
-    for said in (
-        "tiny",
-        "llama on ./none",
-        "until 20 steps per learner",
-        "3 (local 3), quorum 1",
-        "warmupSteps",
-    ):
+    for said in ("tiny", "llama on ./none", "until 20 steps per learner", "3 (local 3), quorum 1", "warmupSteps"):
         assert said in text
     assert '"./none"' in text and 's3://b/x"' not in text and '"./*.yaml"' not in text
 
@@ -538,9 +619,7 @@ def test_a_job_in_normal_form_is_read_from_a_file_within_a_bound(tmp_path: Path)
         read_job(tmp_path / "absent")
 
 
-def test_what_a_newer_operator_wrote_is_left_out_and_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_a_newer_operator_wrote_is_left_out_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A pod of a job that started before an upgrade. Everywhere else unknown fields are refused."""
     path = tmp_path / "job.json"
     learners = {"podTemplate": {"spec": {"containers": [{"name": "learner", "newer": 1}]}}}

@@ -44,9 +44,7 @@ class Receiver:
         self.got += header.bytes
         self.parts += 1
         done = self.got == header.total_bytes
-        return sync_pb2.UploadReply(
-            accepted=True, reason="" if done else services.PARTIAL
-        ).SerializeToString()
+        return sync_pb2.UploadReply(accepted=True, reason="" if done else services.PARTIAL).SerializeToString()
 
     async def download(self, raw: bytes, context: Any) -> AsyncIterator[bytes]:
         request = limits.parse(sync_pb2.DownloadRequest, raw, limits.MAX_HEADER_BYTES)
@@ -115,9 +113,7 @@ def test_refusal_is_a_reply_even_before_the_bytes_are_read() -> None:
 def test_download(known: bool, size: int) -> None:
     async def test(receiver: Receiver, channels: list[aio.Channel]) -> None:
         receiver.stored = random_bytes(size)
-        header, data = await bulk.download(
-            channels, sync_pb2.DownloadRequest(job="j"), size=size if known else None
-        )
+        header, data = await bulk.download(channels, sync_pb2.DownloadRequest(job="j"), size=size if known else None)
         assert header.found and header.total_bytes == size
         assert np.array_equal(data, receiver.stored)
 
@@ -170,9 +166,7 @@ def test_an_upload_of_another_length_than_announced_is_refused(sent: int, messag
 
 def test_nobody_there_is_an_error_that_may_be_retried() -> None:
     async def test() -> None:
-        async with aio.insecure_channel(
-            "127.0.0.1:1", options=wire_channels.channel_options(bulk=True)
-        ) as channel:
+        async with aio.insecure_channel("127.0.0.1:1", options=wire_channels.channel_options(bulk=True)) as channel:
             with pytest.raises(bulk.TransferError) as caught:
                 await bulk.upload(channel, sync_pb2.UploadHeader(), b"x", timeout=5)
             assert caught.value.retry
@@ -231,21 +225,50 @@ def test_limits() -> None:
 def test_the_largest_report_fits_a_header() -> None:
     most = (1 << 64) - 1
     row = sync_pb2.FragmentReport(
-        epoch=most, base_version=most, steps=most, tokens=most, confirmed_tokens=most,
-        dropped_overlap=most, dropped_stale=most, dropped_rolled_back=most,
-    )  # fmt: skip
+        epoch=most,
+        base_version=most,
+        steps=most,
+        tokens=most,
+        confirmed_tokens=most,
+        dropped_overlap=most,
+        dropped_stale=most,
+        dropped_rolled_back=most,
+    )
     report = sync_pb2.Report(
-        slot_step=most, trained_steps=most, trained_tokens=most, loss=1.0, compute_seconds=1.0,
+        slot_step=most,
+        trained_steps=most,
+        trained_tokens=most,
+        loss=1.0,
+        compute_seconds=1.0,
         fragments=[row] * limits.MAX_FRAGMENTS,
         cursors=[sync_pb2.LeaseCursor(lease=most, position=most)] * limits.MAX_CURSORS,
-    )  # fmt: skip
+    )
     push = sync_pb2.Push(
-        fragment=511, sequence=most, round=most, epoch=most, base_version=most, oldest_version=most,
-        first_step=most, last_step=most, steps=most, tokens=most, compute_seconds=1.0,
-        encoding="bfloat16", layout_digest="f" * 64, report=report,
-    )  # fmt: skip
+        fragment=511,
+        sequence=most,
+        round=most,
+        epoch=most,
+        base_version=most,
+        oldest_version=most,
+        first_step=most,
+        last_step=most,
+        steps=most,
+        tokens=most,
+        compute_seconds=1.0,
+        encoding="bfloat16",
+        layout_digest="f" * 64,
+        report=report,
+    )
     header = sync_pb2.UploadHeader(
-        format=1, job="j" * 30, slot=(1 << 32) - 1, incarnation=most, process="f" * 64,
-        total_bytes=most, offset=most, bytes=most, checksum=most, push=push,
-    )  # fmt: skip
+        format=1,
+        job="j" * 30,
+        slot=(1 << 32) - 1,
+        incarnation=most,
+        process="f" * 64,
+        total_bytes=most,
+        offset=most,
+        bytes=most,
+        checksum=most,
+        push=push,
+    )
     assert header.ByteSize() <= limits.MAX_HEADER_BYTES

@@ -58,9 +58,7 @@ class Desk:
         for i in range(learners):
             self.report(i + 1, 0)
 
-    def report(
-        self, connection: int, step: int, base: int = 0, confirmed: int = 0, epoch: int = 1
-    ) -> list[ev.Action]:
+    def report(self, connection: int, step: int, base: int = 0, confirmed: int = 0, epoch: int = 1) -> list[ev.Action]:
         return self.do(ev.Reported(connection, report(step, base, confirmed, epoch, len(self.core.versions))))
 
     def header(self, slot_index: int, last: int, **changes: object) -> ev.PushHeader:
@@ -85,15 +83,11 @@ class Desk:
         )
         return replace(header, **changes)  # type: ignore[arg-type]
 
-    def push(
-        self, slot: int, last: int, norm: float = 1.0, finite: bool = True, **changes: object
-    ) -> list[ev.Action]:
+    def push(self, slot: int, last: int, norm: float = 1.0, finite: bool = True, **changes: object) -> list[ev.Action]:
         return self.do(ev.PushReceived(self.header(slot, last, **changes), norm, finite, handle=100 + slot))
 
 
-def report(
-    step: int, base: int = 0, confirmed: int = 0, epoch: int = 1, fragments: int = 1
-) -> ev.ReportCounts:
+def report(step: int, base: int = 0, confirmed: int = 0, epoch: int = 1, fragments: int = 1) -> ev.ReportCounts:
     counts = ev.FragmentCounts(epoch, base, step, step * 10 - confirmed, confirmed)
     return ev.ReportCounts(step, step, step * 10, (counts,) * fragments, step_seconds=0.1)
 
@@ -159,9 +153,7 @@ TWO_REGIONS = (("r", 0), ("r", 1), ("far", 0))
 
 
 def two_regions(policy: str, state: dict | None = None, epoch: int = 1) -> Desk:
-    return Desk(
-        config(slots=3, places=TWO_REGIONS, on_region_lost=policy, region_lost_seconds=60.0), state, epoch
-    )
+    return Desk(config(slots=3, places=TWO_REGIONS, on_region_lost=policy, region_lost_seconds=60.0), state, epoch)
 
 
 def train_in_both(desk: Desk) -> None:
@@ -675,9 +667,7 @@ def test_a_crashed_syncers_downtime_counts_and_suspension_does_not() -> None:
 
 
 def test_deterministic_slots_are_places_and_rounds_open_by_themselves() -> None:
-    rules = RoundRules(
-        every=4, overlap=1, quorum=2, grace_factor=0.9, grace_cap=5.0, deterministic=True, slots=2
-    )
+    rules = RoundRules(every=4, overlap=1, quorum=2, grace_factor=0.9, grace_cap=5.0, deterministic=True, slots=2)
     desk = Desk(config(rules=rules))
     (second,) = of(desk.join(2, 1), ev.Admit)
     assert second.seat is not None and second.seat.slot == 1 and not second.initialise

@@ -45,9 +45,7 @@ def a_join(connection: int, ordinal: int, **changes: Any) -> ev.Join:
 class Life:
     """A syncer's core from one of its starts on; two fragments, two slots."""
 
-    def __init__(
-        self, state: dict[str, Any] | None, epoch: int, made: tuple[int, ...] = (), behind: bool = False
-    ):
+    def __init__(self, state: dict[str, Any] | None, epoch: int, made: tuple[int, ...] = (), behind: bool = False):
         self.core = Core(CONFIG, None if state is None else json.loads(json.dumps(state)), epoch, 0.0, 0.0)
         self.now = 0.0
         self.log = self.core.start(0.0, made, behind)
@@ -72,9 +70,23 @@ class Life:
         assert rounds is not None
         opened = rounds.open.get(fragment) or rounds.open_round(fragment, self.now, ())
         header = ev.PushHeader(
-            slot, incarnation, fragment, version, opened.id, self.core.epoch, version - 1, version - 1,
-            first, last, last - first + 1, 10 * (last - first + 1), 1.0, "float32", "L", told,
-        )  # fmt: skip
+            slot,
+            incarnation,
+            fragment,
+            version,
+            opened.id,
+            self.core.epoch,
+            version - 1,
+            version - 1,
+            first,
+            last,
+            last - first + 1,
+            10 * (last - first + 1),
+            1.0,
+            "float32",
+            "L",
+            told,
+        )
         (verdict, *_) = of(self.do(ev.PushReceived(header, 1.0, True, 7)), ev.PushVerdict)
         assert verdict.reason is None
         if not opened.merging:
@@ -328,10 +340,7 @@ def test_what_was_given_up_is_not_taken_though_the_store_has_forgotten(first: in
     """A learner gave up its work on version 1 with the syncer; another comes with it from before."""
     # Whether the state is of epoch 2, and so tells from which versions that one began.
     life = Life(settled_without_it() if began else trained()[0], 3, (1, 1), behind=True)
-    joins = [
-        lambda: life.join(11, 0, held=((2, 0), (2, 0)), settled=(2, 2)),
-        lambda: life.join(12, 1, held=HELD),
-    ]
+    joins = [lambda: life.join(11, 0, held=((2, 0), (2, 0)), settled=(2, 2)), lambda: life.join(12, 1, held=HELD)]
     joins[first]()
     joins[1 - first]()
     assert life.core.settled == 3, "given up once more"
@@ -397,9 +406,7 @@ def test_a_version_of_an_epoch_that_did_not_know_what_had_settled_is_not_taken()
 
 
 @pytest.mark.parametrize(("tenure", "continuing"), [(0, True), (1, True), (3, False)])
-def test_a_tenure_that_a_lost_state_began_is_not_taken_for_the_one_before(
-    tenure: int, continuing: bool
-) -> None:
+def test_a_tenure_that_a_lost_state_began_is_not_taken_for_the_one_before(tenure: int, continuing: bool) -> None:
     """Its process is the same, but counts from its new tenure's start."""
     state, _ = trained()
     core = Core(CONFIG, state, 2, 0.0, 0.0)
@@ -434,8 +441,7 @@ def test_a_tenure_from_before_version_0_goes_on() -> None:
 
 def test_receipts_on_the_wire() -> None:
     rows = tuple(
-        SlotRow(slot, (1 << 64) - 1 - slot, 1 << 40, 1 << 39, 1 << 20, 1 << 20, 1 << 30, 1e9)
-        for slot in range(500)
+        SlotRow(slot, (1 << 64) - 1 - slot, 1 << 40, 1 << 39, 1 << 20, 1 << 20, 1 << 30, 1e9) for slot in range(500)
     )
     assert receipt_from(receipt_to(rows)) == rows
     assert receipt_to(rows * 3) == b"", "larger than a header has room for"

@@ -16,19 +16,11 @@ REPORT = ReportCounts(100, 100, 100, ())
 
 
 def rules(**changes: object) -> RoundRules:
-    values: dict[str, object] = {
-        "every": 24,
-        "overlap": 2,
-        "quorum": 1,
-        "grace_factor": 0.9,
-        "grace_cap": 10.0,
-    }
+    values: dict[str, object] = {"every": 24, "overlap": 2, "quorum": 1, "grace_factor": 0.9, "grace_cap": 10.0}
     return RoundRules(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def push(
-    slot: int, fragment: int = 0, round: int = 1, first: int = 1, last: int = 4, sequence: int = 1
-) -> Accepted:
+def push(slot: int, fragment: int = 0, round: int = 1, first: int = 1, last: int = 4, sequence: int = 1) -> Accepted:
     header = PushHeader(
         slot,
         slot + 1,
@@ -105,9 +97,7 @@ def test_a_slot_left_out_of_a_merge_does_not_open_the_next_round() -> None:
     assert book.due([at(0, 5, [1]), at(1, 7, [1])]) == 0
 
 
-@pytest.mark.parametrize(
-    ("overlap", "fragments", "every", "limit"), [(2, 24, 24, 2), (0, 4, 8, 1), (5, 4, 10, 2)]
-)
+@pytest.mark.parametrize(("overlap", "fragments", "every", "limit"), [(2, 24, 24, 2), (0, 4, 8, 1), (5, 4, 10, 2)])
 def test_open_rounds_are_bounded(overlap: int, fragments: int, every: int, limit: int) -> None:
     book = RoundBook(fragments, rules(overlap=overlap, every=every))
     assert book.open_limit == limit == max(1, math.ceil(overlap * fragments / every))
@@ -119,9 +109,7 @@ def test_open_rounds_are_bounded(overlap: int, fragments: int, every: int, limit
     fragments=st.integers(1, 6),
     every=st.integers(6, 12),
 )
-def test_opening_rule_against_a_plain_reading(
-    steps: list[int], quorum: int, fragments: int, every: int
-) -> None:
+def test_opening_rule_against_a_plain_reading(steps: list[int], quorum: int, fragments: int, every: int) -> None:
     """K learners with H steps (first turn: (p+1)·H/P), the K-th fastest H/P since the last opening,
     the longest due first, ties by index."""
     book = RoundBook(fragments, rules(every=every, quorum=quorum))
@@ -190,9 +178,7 @@ def test_deterministic_waits_for_all_and_ignores_grace() -> None:
     quorum=st.floats(0, 10),
     sync=st.floats(0, 10),
 )
-def test_grace_is_equation_3(
-    factor: float, cap: float, overlap: int, step: float, quorum: float, sync: float
-) -> None:
+def test_grace_is_equation_3(factor: float, cap: float, overlap: int, step: float, quorum: float, sync: float) -> None:
     got = grace_seconds(factor, cap, overlap, step, quorum, sync)
     assert got == max(0.0, min(cap, factor * (overlap * step - quorum - sync)))
     assert grace_seconds(factor, cap, overlap, None, quorum, sync) == cap

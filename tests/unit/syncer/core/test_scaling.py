@@ -53,9 +53,17 @@ class Job:
         self.connection += 1
         self.connections[process] = self.connection
         join = ev.Join(
-            self.connection, process, region, ordinal, False, "L", {}, 0, (),
+            self.connection,
+            process,
+            region,
+            ordinal,
+            False,
+            "L",
+            {},
+            0,
+            (),
             previous_incarnation=self.incarnations.get(process, 0),
-        )  # fmt: skip
+        )
         actions = self.core.handle(join, self.now)
         (admit,) = [a for a in actions if isinstance(a, ev.Admit)]
         if admit.seat is not None:
@@ -66,9 +74,7 @@ class Job:
         """``step`` of the slot, ``trained`` of them by this tenure."""
         steps = step if trained is None else trained
         counts = ev.FragmentCounts(self.epoch, 0, steps, 10 * steps, 0)
-        told = ev.ReportCounts(
-            step, steps, 10 * steps, (counts,), compute_seconds=float(steps), step_seconds=1.0
-        )
+        told = ev.ReportCounts(step, steps, 10 * steps, (counts,), compute_seconds=float(steps), step_seconds=1.0)
         self.core.handle(ev.Reported(self.connections[process], told), self.now)
 
     def drain(self, process: str) -> None:
@@ -96,9 +102,7 @@ def test_up_who_is_there_keeps_his_slot_and_newcomers_begin_at_the_greatest_step
     job.start({"a": 4, "b": 2})  # b-0's place was the third, and is the fifth
     # A newcomer may come before those who were there: their slots wait for them.
     seat = job.join("a", 3)
-    assert (
-        seat is not None and seat.slot not in before.values() and seat.slot_step == 55 and not seat.continuing
-    )
+    assert seat is not None and seat.slot not in before.values() and seat.slot_step == 55 and not seat.continuing
     for process in before:
         seat = job.join(process[0], int(process[1]))
         assert seat is not None and seat.continuing
@@ -257,20 +261,12 @@ def test_a_process_is_gone_only_where_it_is() -> None:
     job = Job({"a": 2})
     assert job.join("a", 2, "cc") is None  # stands by
     before = job.core.status(job.now)
-    for region, ordinal, process in (
-        ("a", 0, "dd"),
-        ("a", 1, "a0"),
-        ("b", 0, "a0"),
-        ("a", 7, ""),
-        ("a", 1, "cc"),
-    ):
+    for region, ordinal, process in (("a", 0, "dd"), ("a", 1, "a0"), ("b", 0, "a0"), ("a", 7, ""), ("a", 1, "cc")):
         job.core.handle(ev.ProcessGone(region, ordinal, process, "deleted"), job.now)
     assert job.core.status(job.now) == before
     # A standby that is gone must not be given a slot.
     actions = job.core.handle(ev.ProcessGone("a", 2, "cc", "deleted"), job.now)
-    assert [(a.connection, a.fatal) for a in actions if isinstance(a, ev.Refuse)] == [
-        (job.connections["cc"], False)
-    ]
+    assert [(a.connection, a.fatal) for a in actions if isinstance(a, ev.Refuse)] == [(job.connections["cc"], False)]
     assert job.core.status(job.now)["standby"] == 0
     job.core.handle(ev.ProcessGone("a", 0, "a0", "deleted"), job.now)
     assert job.core.members.slots[0].state is SlotState.LOST

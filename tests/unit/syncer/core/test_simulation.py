@@ -360,11 +360,7 @@ class World:
             if life != self.life:
                 return  # crashed between two actions
             self.do(action)
-            if (
-                self.core.initialised
-                and self.core.phase not in ev.ENDED
-                and self.chance(0.0004 * self.setup.crashes)
-            ):
+            if self.core.initialised and self.core.phase not in ev.ENDED and self.chance(0.0004 * self.setup.crashes):
                 self.crash_syncer()
 
     def do(self, action: ev.Action) -> None:
@@ -450,9 +446,7 @@ class World:
             for p in range(self.setup.fragments):
                 ids = self.records[p, self.core.versions[p]].ids
                 merged = sum(self.core.ledger.merged(s, p) for s in range(len(self.core.ledger.books)))
-                assert merged == sum(self.tokens_of[i] for i in ids), (
-                    "the merged column is not what was merged"
-                )
+                assert merged == sum(self.tokens_of[i] for i in ids), "the merged column is not what was merged"
 
     # ------------------------------------------------------------ learners
 
@@ -596,10 +590,7 @@ class World:
         event = ev.Reported(connection, learner.report())
         for _ in range(2 if self.chance(0.1) else 1):
             if not self.chance(0.1):
-                self.at(
-                    self.delay(0.2),
-                    lambda: connection in self.connections and self.handle(event),
-                )
+                self.at(self.delay(0.2), lambda: connection in self.connections and self.handle(event))
 
     def push(self, learner: Learner, p: int, round: int, version: int) -> None:
         assert learner.seat is not None

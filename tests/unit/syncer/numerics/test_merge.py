@@ -30,9 +30,7 @@ def pushes(count: int, elements: int, seed: int = 0, scales: bool = True) -> lis
     ]
 
 
-def oracle(
-    pieces: list[Piece], deltas: list[np.ndarray], shares: list[float], method: str
-) -> tuple[np.ndarray, int]:
+def oracle(pieces: list[Piece], deltas: list[np.ndarray], shares: list[float], method: str) -> tuple[np.ndarray, int]:
     """Algorithm section 5 in float64."""
     out, cancelled = np.zeros(deltas[0].size), 0
     for piece in pieces:

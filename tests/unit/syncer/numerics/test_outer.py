@@ -33,9 +33,7 @@ def train(settings: OuterSpec, theta: np.ndarray, deltas: list[np.ndarray], **op
     return theta
 
 
-def torch_train(
-    optimizer: torch.optim.Optimizer, theta: torch.Tensor, deltas: list[np.ndarray]
-) -> np.ndarray:
+def torch_train(optimizer: torch.optim.Optimizer, theta: torch.Tensor, deltas: list[np.ndarray]) -> np.ndarray:
     for delta in deltas:
         theta.grad = torch.from_numpy(delta.copy())
         optimizer.step()
@@ -79,9 +77,7 @@ def test_adam_is_torchs_and_cosine_gated_is_adam_at_age_0(optimizer: str) -> Non
     fields = {"lr": 1e-3, "betas": [0.8, 0.95], "eps": 1e-8}
     parameter = torch.nn.Parameter(torch.from_numpy(theta.copy()))
     expected = torch_train(
-        torch.optim.AdamW([parameter], lr=1e-3, betas=(0.8, 0.95), eps=1e-8, weight_decay=0),
-        parameter,
-        deltas,
+        torch.optim.AdamW([parameter], lr=1e-3, betas=(0.8, 0.95), eps=1e-8, weight_decay=0), parameter, deltas
     )
     ours = train(spec(optimizer, **fields), theta, deltas)
     np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
@@ -100,8 +96,9 @@ def test_cosine_gated_scales_what_enters_the_moments_by_age() -> None:
     # An old push moves the model less; the oldest that is accepted still counts, beyond it nothing does.
     moves = []
     for age in (0, 3, 9, 10, 50):
-        after = optimizer.step(theta.copy(), old, {"merges": np.array([1]), **copy(state, drop="merges")},
-                               ages=[age], weights=[1.0])  # fmt: skip
+        after = optimizer.step(
+            theta.copy(), old, {"merges": np.array([1]), **copy(state, drop="merges")}, ages=[age], weights=[1.0]
+        )
         moves.append(float(np.abs(after["first"] - np.float32(0.9) * state["first"]).sum()))
     assert moves[0] > moves[1] > moves[2] > moves[3] and moves[2] > 0
     assert moves[3] == pytest.approx(0, abs=1e-5) and moves[4] == pytest.approx(0, abs=1e-5)

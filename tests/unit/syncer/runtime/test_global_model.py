@@ -45,9 +45,7 @@ def parameters(*overrides: str, newest: list[MergeRecord] | None = None) -> Para
 def action(fragment: int, version: int, pushes: int = 2) -> ev.Merge:
     report = ReportCounts(1, 1, 10, ())
     headers = [
-        PushHeader(
-            m, 1, fragment, version, 1, 1, version - 1, version - 1, 1, 1, 1, 10, 0.1, "int4", "", report
-        )
+        PushHeader(m, 1, fragment, version, 1, 1, version - 1, version - 1, 1, 1, 1, 10, 0.1, "int4", "", report)
         for m in range(pushes)
     ]
     responders = tuple(ev.Responder(h, i, 1 / pushes, 0) for i, h in enumerate(headers))
@@ -91,10 +89,7 @@ def test_whoever_takes_the_whole_and_whoever_takes_the_update_hold_the_same_bits
 
 @pytest.mark.parametrize("down", ["delta-int8", "delta-int4"])
 def test_what_quantisation_drops_is_not_lost(down: str) -> None:
-    quantised, exact = (
-        parameters(f"sync.compression.down={down}"),
-        parameters("sync.compression.down=float32"),
-    )
+    quantised, exact = (parameters(f"sync.compression.down={down}"), parameters("sync.compression.down=float32"))
     for made in (quantised, exact):
         for seed in range(1, 30):
             merge(made, 1, seed)
@@ -146,9 +141,7 @@ def test_sign_and_size_of_a_step() -> None:
 def test_a_merge_that_would_be_infinite_is_not_made() -> None:
     made = parameters()
     huge = np.full(LAYOUT.elements(0), 3e38, np.float32)
-    with pytest.raises(
-        Diverged, match=r"fragment 0 would become infinite in version 1 .* lower the learning"
-    ):
+    with pytest.raises(Diverged, match=r"fragment 0 would become infinite in version 1 .* lower the learning"):
         made.merge(action(0, 1, pushes=1), [huge], 1, 1)
 
 

@@ -21,9 +21,7 @@ from diloco_syncer.store.records import Array
 
 def header(data: bytes, offset: int, size: int, process: str = "p") -> sync_pb2.UploadHeader:
     digest = bulk.checksum(data[offset : offset + size])
-    return sync_pb2.UploadHeader(
-        process=process, total_bytes=len(data), offset=offset, bytes=size, checksum=digest
-    )
+    return sync_pb2.UploadHeader(process=process, total_bytes=len(data), offset=offset, bytes=size, checksum=digest)
 
 
 async def stream(data: bytes, gate: asyncio.Event | None = None) -> AsyncIterator[bytes]:
@@ -34,13 +32,7 @@ async def stream(data: bytes, gate: asyncio.Event | None = None) -> AsyncIterato
 
 
 async def part(
-    made: Assemblies,
-    key: str,
-    data: bytes,
-    offset: int,
-    size: int,
-    process: str = "p",
-    sent: bytes | None = None,
+    made: Assemblies, key: str, data: bytes, offset: int, size: int, process: str = "p", sent: bytes | None = None
 ) -> bytes | None:
     def make() -> tuple[Array, memoryview]:
         array: Array = np.zeros(len(data), np.uint8)

@@ -65,9 +65,16 @@ class Bench:
 
     def __init__(self, store: Path, *overrides: str) -> None:
         self.options = service.Options(
-            job=parse_job(JOB, overrides), store=str(store), listen="", control="", http="",
-            address_file=None, control_key=b"k" * 32, credentials=Credentials(), threads=1,
-        )  # fmt: skip
+            job=parse_job(JOB, overrides),
+            store=str(store),
+            listen="",
+            control="",
+            http="",
+            address_file=None,
+            control_key=b"k" * 32,
+            credentials=Credentials(),
+            threads=1,
+        )
         self.store = store
         self.engine: Engine
 
@@ -87,18 +94,30 @@ class Bench:
         self.engine.sessions._connections[number] = connection
         self.engine.handle(
             ev.Join(
-                connection=number, process=process, region="local", ordinal=ordinal, evaluator=evaluator,
-                layout_digest=LAYOUT.digest, digests={}, sequences=0 if evaluator else 100_000, held=(),
+                connection=number,
+                process=process,
+                region="local",
+                ordinal=ordinal,
+                evaluator=evaluator,
+                layout_digest=LAYOUT.digest,
+                digests={},
+                sequences=0 if evaluator else 100_000,
+                held=(),
             )
-        )  # fmt: skip
+        )
         return connection
 
     async def upload(self, process: str, payload: Any, **what: Any) -> sync_pb2.UploadReply:
         data = bytes(bulk.flat(payload))
         header = sync_pb2.UploadHeader(
-            format=limits.FORMAT, job="walls", process=process, total_bytes=len(data), bytes=len(data),
-            checksum=bulk.checksum(data), **what,
-        )  # fmt: skip
+            format=limits.FORMAT,
+            job="walls",
+            process=process,
+            total_bytes=len(data),
+            bytes=len(data),
+            checksum=bulk.checksum(data),
+            **what,
+        )
 
         async def stream() -> AsyncIterator[bytes]:
             yield header.SerializeToString()
@@ -110,21 +129,15 @@ class Bench:
     async def initialise(self, process: str) -> None:
         part = sync_pb2.Initial
         rows: list[tuple[Any, Any]] = [(part(part=part.LAYOUT), LAYOUT.to_json().encode())]
-        rows += [
-            (part(part=part.FRAGMENT, fragment=p), np.zeros(LAYOUT.elements(p), np.float32)) for p in (0, 1)
-        ]
+        rows += [(part(part=part.FRAGMENT, fragment=p), np.zeros(LAYOUT.elements(p), np.float32)) for p in (0, 1)]
         rows += [(part(part=part.DONE), b"")]
         for what, payload in rows:
             assert (await self.upload(process, payload, initial=what)).accepted
 
     def report(self, connection: int, step: int = 0, **changes: Any) -> sync_pb2.Report:
         rows = [sync_pb2.FragmentReport(epoch=1, base_version=0, steps=step, tokens=10 * step)] * 2
-        told = sync_pb2.Report(
-            slot_step=step, trained_steps=step, trained_tokens=10 * step, fragments=rows, **changes
-        )
-        self.engine.sessions._heard(
-            self.engine.sessions._connections[connection], sync_pb2.LearnerMessage(report=told)
-        )
+        told = sync_pb2.Report(slot_step=step, trained_steps=step, trained_tokens=10 * step, fragments=rows, **changes)
+        self.engine.sessions._heard(self.engine.sessions._connections[connection], sync_pb2.LearnerMessage(report=told))
         return told
 
     def offer(self, connection: int, fragment: int = 0) -> dict[str, Any]:
@@ -132,10 +145,19 @@ class Bench:
         slot = self.engine.core.members.by_connection(connection)
         assert slot is not None
         push = sync_pb2.Push(
-            fragment=fragment, sequence=1, round=0, epoch=1, first_step=1, last_step=1, steps=1, tokens=10,
-            compute_seconds=0.1, encoding="float32", layout_digest=LAYOUT.digest,
+            fragment=fragment,
+            sequence=1,
+            round=0,
+            epoch=1,
+            first_step=1,
+            last_step=1,
+            steps=1,
+            tokens=10,
+            compute_seconds=0.1,
+            encoding="float32",
+            layout_digest=LAYOUT.digest,
             report=self.report(connection, 1),
-        )  # fmt: skip
+        )
         return {"slot": slot.index, "incarnation": slot.incarnation, "push": push}
 
 
@@ -369,9 +391,7 @@ async def test_a_slot_holds_a_bounded_number_of_leases_and_gets_more_when_it_mov
         leases = bench.engine.core.job.leases
         assert leases is not None
         for _ in range(limits.MAX_CURSORS + 40):
-            bench.engine.sessions._heard(
-                connection, sync_pb2.LearnerMessage(lease_request=sync_pb2.LeaseRequest())
-            )
+            bench.engine.sessions._heard(connection, sync_pb2.LearnerMessage(lease_request=sync_pb2.LeaseRequest()))
         assert leases.out(0) == limits.MAX_CURSORS
         done = [sync_pb2.LeaseCursor(lease=g.lease, position=g.end) for g in leases.of(0)[:10]]
         last = leases.next_lease
@@ -394,18 +414,23 @@ async def test_a_download_that_is_overtaken_goes_on_to_its_end(tmp_path: Path) -
 
         async def part(offset: int, version: int = 0, process: str = "a") -> bytes | None:
             request = sync_pb2.DownloadRequest(
-                format=limits.FORMAT, job="walls", process=process, what=sync_pb2.DownloadRequest.FULL,
-                fragment=0, epoch=1, version=version, offset=offset, bytes=size // 4,
-            )  # fmt: skip
+                format=limits.FORMAT,
+                job="walls",
+                process=process,
+                what=sync_pb2.DownloadRequest.FULL,
+                fragment=0,
+                epoch=1,
+                version=version,
+                offset=offset,
+                bytes=size // 4,
+            )
             sent = [piece async for piece in bench.bulk.download(request.SerializeToString(), Context())]
             found = sync_pb2.DownloadHeader.FromString(sent[0]).found
             return b"".join(sent[1:]) if found else None
 
         def overtake() -> None:
             old = parameters.newest[0]
-            record = type(old)(
-                job="walls", epoch=1, fragment=0, version=old.version + 1, theta=old.theta + 1, outer={}
-            )
+            record = type(old)(job="walls", epoch=1, fragment=0, version=old.version + 1, theta=old.theta + 1, outer={})
             parameters.adopt(record, parameters.encode(record, None), asyncio.get_running_loop().time())
 
         pieces = [await part(0)]

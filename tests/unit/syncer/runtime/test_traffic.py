@@ -160,8 +160,12 @@ def test_payload_goes_to_regions_and_slots_and_outlives_a_syncer() -> None:
     rows = second.rows(None)
     assert [row["name"] for row in rows] == ["us", "eu", "ap", "", EVALUATOR]
     assert {row["name"]: (row["bytes_up"], row["bytes_down"]) for row in rows} == {
-        "us": (1111, 0), "eu": (0, 10), "ap": (0, 0), "": (0, 1), EVALUATOR: (0, 5),
-    }  # fmt: skip
+        "us": (1111, 0),
+        "eu": (0, 10),
+        "ap": (0, 0),
+        "": (0, 1),
+        EVALUATOR: (0, 5),
+    }
     assert all(row["wire_bytes_up"] is row["wire_bytes_down"] is None for row in rows)
     slots = second.with_slots([{"slot": 0}, {"slot": 1}, {"slot": 2}])
     assert [(row["bytes_up"], row["bytes_down"]) for row in slots] == [(0, 7), (1111, 0), (0, 0)]
@@ -187,9 +191,12 @@ def test_metrics_have_regions_and_leave_out_what_is_not_known() -> None:
         ],
     }
     assert set(carried(document)) == {
-        ("diloco_slot_received_bytes_total", "eu", 5), ("diloco_slot_sent_bytes_total", "eu", 6),
-        ("diloco_region_received_bytes_total", "eu", 5), ("diloco_region_received_bytes_total", "us", 5),
-        ("diloco_region_sent_bytes_total", "eu", 6), ("diloco_region_sent_bytes_total", "us", 6),
+        ("diloco_slot_received_bytes_total", "eu", 5),
+        ("diloco_slot_sent_bytes_total", "eu", 6),
+        ("diloco_region_received_bytes_total", "eu", 5),
+        ("diloco_region_received_bytes_total", "us", 5),
+        ("diloco_region_sent_bytes_total", "eu", 6),
+        ("diloco_region_sent_bytes_total", "us", 6),
         ("diloco_region_wire_received_bytes_total", "eu", 8),
         ("diloco_region_wire_sent_bytes_total", "eu", 9),
-    }  # fmt: skip
+    }

@@ -12,13 +12,7 @@ import xxhash
 
 from diloco_protocol.arrays.layout import Layout, Tensor
 from diloco_syncer.server.pages import model_file
-from diloco_syncer.server.pages.model_file import (
-    ModelFile,
-    NotSafetensors,
-    as_float32,
-    frozen_entries,
-    read_header,
-)
+from diloco_syncer.server.pages.model_file import ModelFile, NotSafetensors, as_float32, frozen_entries, read_header
 
 TENSORS = [
     Tensor("embed", (40, 16), "float32", True),
@@ -65,17 +59,28 @@ def test_it_is_the_model_whatever_the_fragments(count: int, monkeypatch: pytest.
     length = int.from_bytes(data[:8], "little")
     metadata = read_header(data[8 : 8 + length])[1]
     assert metadata == {
-        "format": "pt", "job": "tiny", "epoch": "3", "versions": json.dumps([4] * count),
+        "format": "pt",
+        "job": "tiny",
+        "epoch": "3",
+        "versions": json.dumps([4] * count),
         "layout": layout.digest,
-    }  # fmt: skip
+    }
 
 
 def test_every_type_that_torch_saves_becomes_its_float32() -> None:
     values = [0.0, 1.0, 2.0, 100.0]
     for dtype in (
-        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
-        torch.int8, torch.uint8, torch.bool,
-    ):  # fmt: skip
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    ):
         tensor = torch.tensor(values).to(dtype)
         data = np.frombuffer(safetensors.torch.save({"a": tensor}), np.uint8)
         entries, begin = frozen_entries(data)
@@ -91,19 +96,32 @@ def header(**changes: object) -> bytes:
 def test_a_header_is_read() -> None:
     entries, metadata = read_header(header())
     assert [(e.name, e.shape, e.start, e.stop, e.elements) for e in entries] == [
-        ("a", (2, 3), 0, 24, 6), ("b", (), 24, 28, 1),
-    ]  # fmt: skip
+        ("a", (2, 3), 0, 24, 6),
+        ("b", (), 24, 28, 1),
+    ]
     assert metadata == {}
 
 
 @pytest.mark.parametrize(
     "data",
     [
-        b"", b"[]", b"{", b"\xff", b'{"a": 1}', b'{"a": {}}', header(dtype="F4"), header(shape=[2, 4]),
-        header(shape=[-2, -3]), header(data_offsets=[4, 28]), header(data_offsets=[0, 20]),
-        header(data_offsets=[0]), header(shape="ab"), header(shape=None), b"[" * 100_000,
+        b"",
+        b"[]",
+        b"{",
+        b"\xff",
+        b'{"a": 1}',
+        b'{"a": {}}',
+        header(dtype="F4"),
+        header(shape=[2, 4]),
+        header(shape=[-2, -3]),
+        header(data_offsets=[4, 28]),
+        header(data_offsets=[0, 20]),
+        header(data_offsets=[0]),
+        header(shape="ab"),
+        header(shape=None),
+        b"[" * 100_000,
     ],
-)  # fmt: skip
+)
 def test_a_header_that_makes_no_sense_is_refused(data: bytes) -> None:
     with pytest.raises(NotSafetensors):
         read_header(data)

@@ -80,11 +80,7 @@ def test_the_memory_is_bounded() -> None:
 def test_a_flood_of_refusals_writes_a_line_each_ten_seconds() -> None:
     refusals = Refusals()
     said = [refusals.note("expired", at / 10) for at in range(205)]
-    assert [(at, unsaid) for at, unsaid in enumerate(said) if unsaid is not None] == [
-        (0, 0),
-        (100, 99),
-        (200, 99),
-    ]
+    assert [(at, unsaid) for at, unsaid in enumerate(said) if unsaid is not None] == [(0, 0), (100, 99), (200, 99)]
     assert refusals.note("stranger", 0.1) == 0 and refusals.counts == {"expired": 205, "stranger": 1}
 
 

@@ -94,9 +94,7 @@ class Place:
 
     async def call(self, credentials: Path | Credentials) -> str:
         """What ``Who`` answers, through a plain channel: gRPC's own checks and nothing more."""
-        made = (
-            credentials if isinstance(credentials, Credentials) else Credentials.from_directory(credentials)
-        )
+        made = credentials if isinstance(credentials, Credentials) else Credentials.from_directory(credentials)
         async with made.aio_channel(self.address, channels.channel_options()) as channel:
             try:
                 return (await channel.unary_unary("/T/Who")(b"", timeout=5)).decode()
@@ -154,9 +152,7 @@ async def test_who_calls_is_known(parties: Parties) -> None:
     assert not folder.exists()
 
 
-async def test_secrets_that_the_operator_makes_are_good_for_all_regions(
-    parties: Parties, tmp_path: Path
-) -> None:
+async def test_secrets_that_the_operator_makes_are_good_for_all_regions(parties: Parties, tmp_path: Path) -> None:
     root = RootKey(b"0123456789abcdef0123456789abcdef")
     folders = {}
     for role in ("syncer", "learner"):
@@ -197,9 +193,7 @@ async def test_strangers_and_others_are_refused_with_the_reason(parties: Parties
             before = there.refused.get(reason, 0)
             assert await there.call(folder) == "UNAVAILABLE", folder
             await until(lambda r=reason, b=before: there.refused.get(r, 0) > b, f"{folder}: {there.refused}")
-        assert (await there.call(parties.other("clients", learner, usages=client_only))).startswith(
-            "the learner"
-        )
+        assert (await there.call(parties.other("clients", learner, usages=client_only))).startswith("the learner")
         # Without a certificate, and without TLS.
         context = ssl.create_default_context(cadata=parties.authority.certificate.decode())
         context.set_alpn_protocols(["h2"])
@@ -281,8 +275,10 @@ async def test_certificates_are_replaced_while_it_serves(
             kept = {each: (folder / each).read_bytes() for each in ("tls.crt", "tls.key", "ca.crt")}
             fresh = parties.syncer("fresh")
             for file, content in (
-                ("tls.key", (fresh / "tls.key").read_bytes()), ("tls.crt", b"garbage"), ("ca.crt", b"\xff"),
-            ):  # fmt: skip
+                ("tls.key", (fresh / "tls.key").read_bytes()),
+                ("tls.crt", b"garbage"),
+                ("ca.crt", b"\xff"),
+            ):
                 (folder / file).write_bytes(content)
                 assert (await there.call(first)).startswith("the learner"), file
                 (folder / file).write_bytes(kept[file])
@@ -331,9 +327,7 @@ async def test_a_gate_begins_again_on_the_same_port(parties: Parties) -> None:
         await second.stop()
 
 
-async def test_a_join_token_is_replaced_with_time_to_follow(
-    parties: Parties, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_join_token_is_replaced_with_time_to_follow(parties: Parties, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gates, "_LOOK_SECONDS", 0.0)
     keeper = gates.Keeper(Credentials.from_directory(parties.syncer()), "tiny")
 
@@ -367,9 +361,7 @@ async def test_bytes_come_through_whole_and_a_slow_reader_holds_little(parties: 
         async with made.aio_channel(there.address, channels.channel_options(bulk=True)) as channel:
             call = channel.stream_stream("/T/Echo")()
             sent, heard = hashlib.sha256(), hashlib.sha256()
-            chunks = [
-                os.urandom(size) for size in (1, 16383, 16385, limits.CHUNK_BYTES, 3, 262144, 262145)
-            ] * 3
+            chunks = [os.urandom(size) for size in (1, 16383, 16385, limits.CHUNK_BYTES, 3, 262144, 262145)] * 3
 
             async def speak() -> None:
                 for chunk in chunks:
@@ -459,8 +451,7 @@ async def test_a_flood_of_silent_connections_keeps_nobody_out(
         silent = [there.tcp() for _ in range(50)]
         # Both: the oldest is refused just before the newest is counted.
         await until(
-            lambda: there.refused.get("handshake-flood") == 30 and there.gate.handshakes == 20,
-            "the oldest 30 to go",
+            lambda: there.refused.get("handshake-flood") == 30 and there.gate.handshakes == 20, "the oldest 30 to go"
         )
         assert (await there.call(learner)).startswith("the learner")
         assert there.refused["handshake-flood"] == 31
@@ -494,9 +485,14 @@ async def test_slow_loris_garbage_and_probes(parties: Parties, monkeypatch: pyte
         assert there.refused == {"handshake-timeout": 1}
         # Garbage: at once, and with no time of anybody's.
         for garbage in (
-            b"GET / HTTP/1.1\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", os.urandom(5000), b"\x00",
-            b"\x16\x03\x01\xff\xff" + os.urandom(20000), b"\x16" + bytes(600), first[:50] + os.urandom(2000),
-        ):  # fmt: skip
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+            os.urandom(5000),
+            b"\x00",
+            b"\x16\x03\x01\xff\xff" + os.urandom(20000),
+            b"\x16" + bytes(600),
+            first[:50] + os.urandom(2000),
+        ):
             with there.tcp() as raw, contextlib.suppress(OSError):
                 raw.sendall(garbage)
                 while raw.recv(1000):
@@ -516,15 +512,11 @@ async def test_slow_loris_garbage_and_probes(parties: Parties, monkeypatch: pyte
         assert (await there.call(learner)).startswith("the learner")
 
 
-async def test_one_certificate_has_its_share_of_connections(
-    parties: Parties, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_one_certificate_has_its_share_of_connections(parties: Parties, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_limits, "SPARE_CONNECTIONS", -20)
     async with place(parties, regions={"eu-1": 1, "us-2": 3}) as there:
         europe, america = parties.learner("eu", "eu-1"), parties.learner("us", "us-2")
-        most = connection_limits.limits(
-            {"eu-1": 1, "us-2": 3}, Credentials.from_directory(europe).names()
-        ).connections
+        most = connection_limits.limits({"eu-1": 1, "us-2": 3}, Credentials.from_directory(europe).names()).connections
         assert most == 0
         assert await there.call(europe) == "UNAVAILABLE" and there.refused["too-many-connections"] >= 1
         assert (await there.call(america)).startswith("the learner of region us-2")

@@ -98,9 +98,11 @@ def test_a_service_that_is_away_is_an_error_of_the_medium_and_comes_back(relay: 
     relay.cut()
     began = time.monotonic()
     for work in (
-        lambda: store.create("records/b", b"y"), lambda: store.read("records/a", 9),
-        lambda: store.names("records"), lambda: store.exists("records/a"),
-    ):  # fmt: skip
+        lambda: store.create("records/b", b"y"),
+        lambda: store.read("records/a", 9),
+        lambda: store.names("records"),
+        lambda: store.exists("records/a"),
+    ):
         with pytest.raises(OSError, match=r"s3://bucket/.* 127.0.0.1:\d+ cannot be reached"):
             work()
     assert time.monotonic() - began < 4 * 2 * bucket.RETRY_SECONDS
@@ -112,9 +114,7 @@ def test_a_service_that_is_away_is_an_error_of_the_medium_and_comes_back(relay: 
     assert store.exists("records/a")
 
 
-def test_a_service_that_says_nothing_is_waited_for_with_a_bound(
-    relay: Relay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_service_that_says_nothing_is_waited_for_with_a_bound(relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bucket, "QUICK_SECONDS", 0.5)
     monkeypatch.setattr(bucket, "RETRY_SECONDS", 1.0)
     store = opened()
@@ -239,12 +239,31 @@ def test_wrong_endpoints(s3: S3Service) -> None:
 
 def test_an_endpoint_that_is_none_and_a_uri_without_a_bucket(s3: S3Service) -> None:
     for endpoint in (
-        "127.0.0.1:9000", "minio", "ftp://minio", "http://host:9000x", "http://host:99999", "http://host:0",
-        "http://host:+1", "http://ho st", "http://host/ x", " http://host", "http://host\n", "http://hö.st",
-        "http://ho%st", "http://ho<st", "http://host/<x>", "http://u{v@host", "http://[::1", "http://[::1]x:90",
-        "http://[1.2.3.4]", "http://[fe80::1%25eth0]", "http://1.2.3.400", "http://1.2.3.4.5",
-        "http://host.0x", "http://:9000",
-    ):  # fmt: skip
+        "127.0.0.1:9000",
+        "minio",
+        "ftp://minio",
+        "http://host:9000x",
+        "http://host:99999",
+        "http://host:0",
+        "http://host:+1",
+        "http://ho st",
+        "http://host/ x",
+        " http://host",
+        "http://host\n",
+        "http://hö.st",
+        "http://ho%st",
+        "http://ho<st",
+        "http://host/<x>",
+        "http://u{v@host",
+        "http://[::1",
+        "http://[::1]x:90",
+        "http://[1.2.3.4]",
+        "http://[fe80::1%25eth0]",
+        "http://1.2.3.400",
+        "http://1.2.3.4.5",
+        "http://host.0x",
+        "http://:9000",
+    ):
         with given(environment(endpoint)):
             assert "set AWS_ENDPOINT_URL to https://" in refused("s3://bucket/x"), endpoint
     with given(environment(s3.url)):
@@ -256,10 +275,17 @@ def test_an_endpoint_that_is_none_and_a_uri_without_a_bucket(s3: S3Service) -> N
 
 def test_endpoints_that_are_addresses() -> None:
     for endpoint in (
-        "http://minio", "https://minio.storage.svc:9000/", "http://127.0.0.1:9000", "http://[::1]:9000",
-        "http://[FD00::1.2.3.4]", "https://s3.eu-west-1.amazonaws.com", "http://my_minio.:1/a/b?c=d",
-        "https://12345.r2.cloudflarestorage.com", "http://user:word@minio", "http://1a-2b:9000",
-    ):  # fmt: skip
+        "http://minio",
+        "https://minio.storage.svc:9000/",
+        "http://127.0.0.1:9000",
+        "http://[::1]:9000",
+        "http://[FD00::1.2.3.4]",
+        "https://s3.eu-west-1.amazonaws.com",
+        "http://my_minio.:1/a/b?c=d",
+        "https://12345.r2.cloudflarestorage.com",
+        "http://user:word@minio",
+        "http://1a-2b:9000",
+    ):
         assert bucket._is_address(endpoint), endpoint
 
 
@@ -336,10 +362,15 @@ def test_secrets_in_the_uri_are_refused_and_not_repeated() -> None:
     assert "environment" in refused(f"s3://key:{SECRET}@bucket/x")
     assert "environment" in refused(f"s3://bucket/x?aws_secret_access_key={SECRET}")
     for where in (
-        f"s3://:{SECRET}@bucket/x", f"s3://{SECRET}@bucket/x", f"s3://key:{SECRET}@[bucket/x",
-        f"s3://key:/{SECRET}@bucket/x", f"s3://key:?{SECRET}@bucket/x", f"s3://key:#{SECRET}@bucket/x",
-        f"s3://bucket/x?secret=@{SECRET}", f"s3://:{SECRET}@bucket/x?secret={SECRET}",
-    ):  # fmt: skip
+        f"s3://:{SECRET}@bucket/x",
+        f"s3://{SECRET}@bucket/x",
+        f"s3://key:{SECRET}@[bucket/x",
+        f"s3://key:/{SECRET}@bucket/x",
+        f"s3://key:?{SECRET}@bucket/x",
+        f"s3://key:#{SECRET}@bucket/x",
+        f"s3://bucket/x?secret=@{SECRET}",
+        f"s3://:{SECRET}@bucket/x?secret={SECRET}",
+    ):
         assert "syncer.storage.uri" in refused(where)
     assert "store s3://…@bucket/x: " in refused(f"s3://:{SECRET}@bucket/x?y")
 

@@ -46,10 +46,7 @@ def record(fragment: int, version: int, epoch: int = 1, number: int = 0) -> Merg
         version=version,
         theta=theta,
         digest=records.theta_digest(theta),
-        outer={
-            "momentum": rng.standard_normal(n).astype(np.float32),
-            "merges": np.array([version], np.int64),
-        },
+        outer={"momentum": rng.standard_normal(n).astype(np.float32), "merges": np.array([version], np.int64)},
         feedback=rng.standard_normal(n).astype(np.float32),
         responders=(Merged(header(fragment, version), 1.0, 2, 0.25),),
         number=number or 2 * version - 1 + fragment,
@@ -120,16 +117,13 @@ def with_header(raw: bytes, **changes: Any) -> bytes:
 def test_another_format_number_is_refused_by_name(number: Any) -> None:
     with pytest.raises(FormatRefused, match=r"here has format .*; this release reads 1"):
         MergeRecord.unpack(with_header(data_of(record(0, 1)), format=number), "here")
-    body = b"".join(pack_document({"a": 1})).replace(
-        b'"format":1', b'"format":' + json.dumps(number).encode()
-    )
+    body = b"".join(pack_document({"a": 1})).replace(b'"format":1', b'"format":' + json.dumps(number).encode())
     with pytest.raises(FormatRefused, match="here has format"):
         unpack_document(body, "here")
 
 
 @pytest.mark.parametrize(
-    "arrays",
-    [[["theta", "float32", 10**9, 0, 0]], [["theta", "object", 1, 0, 0]], [["theta", "float32", -1, 0, 0]]],
+    "arrays", [[["theta", "float32", 10**9, 0, 0]], [["theta", "object", 1, 0, 0]], [["theta", "float32", -1, 0, 0]]]
 )
 def test_a_header_that_lies_about_its_arrays_is_damage(arrays: Any) -> None:
     with pytest.raises(Damaged):
@@ -148,12 +142,7 @@ def test_documents() -> None:
 def test_names_of_records() -> None:
     for fragment, version in ((0, 1), (511, 10**11)):
         assert records.parse_record_name(record_name(fragment, version)) == (fragment, version)
-    for other in (
-        "records/x",
-        "records/f1-v2.rec",
-        "state/f00001-v000000000002.rec",
-        "records/f00001-vx.rec",
-    ):
+    for other in ("records/x", "records/f1-v2.rec", "state/f00001-v000000000002.rec", "records/f00001-vx.rec"):
         assert records.parse_record_name(other) is None
 
 
@@ -162,9 +151,7 @@ def test_names_of_records() -> None:
 
 @pytest.fixture(params=["directory", "memory"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    return open_store(
-        str(tmp_path / "store") if request.param == "directory" else f"memory://{uuid.uuid4().hex}/s"
-    )
+    return open_store(str(tmp_path / "store") if request.param == "directory" else f"memory://{uuid.uuid4().hex}/s")
 
 
 def opened(store: Store, keep: int = 2) -> Checkpoints:
@@ -177,9 +164,7 @@ def begun(store: Store) -> Checkpoints:
     """A store with version 0 in force and a first state."""
     made = opened(store)
     made.load()
-    layout = made.stage(
-        1, "layout.rec", *records.pack("blob", {}, {"blob": array(LAYOUT.to_json().encode())})
-    )
+    layout = made.stage(1, "layout.rec", *records.pack("blob", {}, {"blob": array(LAYOUT.to_json().encode())}))
     names = [made.stage(1, f"f{p:05d}.rec", *record(p, 0, made.epoch.number).pack()) for p in range(2)]
     frozen = made.stage(1, "frozen.rec", *records.pack("blob", {}, {"blob": array(FROZEN)}))
     made.commit_initial(layout, names, frozen)
@@ -332,9 +317,7 @@ def test_a_version_from_a_learner_bridges_the_gap_before_it(store: Store) -> Non
     last.write_record(record(0, 8, last.epoch.number))
     last.write_record(taken(20, 8, last.epoch.number))
     restored = opened(store).load()
-    assert [(r.version, r.follows) for r in restored.newer if r.fragment == 0] == [
-        (1, 0), (7, 1), (8, 7), (20, 8)
-    ]  # fmt: skip
+    assert [(r.version, r.follows) for r in restored.newer if r.fragment == 0] == [(1, 0), (7, 1), (8, 7), (20, 8)]
     # A damaged one takes its fragment back to what it follows.
     damage(store, record_name(0, 20))
     restored = opened(store).load()

@@ -119,9 +119,7 @@ def test_a_pod_leaves_the_store_to_one_that_came_after_it(store: Store) -> None:
     Epoch.claim(store, b"me")
     assert successor(store, "a", 5.0) == ""
     claim("a", 10.0)
-    assert successor(store, "a", 11.0) == "" and successor(store, "b", 11.0) == "", (
-        "one that is new may claim"
-    )
+    assert successor(store, "a", 11.0) == "" and successor(store, "b", 11.0) == "", "one that is new may claim"
     claim("b", 20.0)
     assert "pod b" in successor(store, "a", 21.0) and "epoch 4" in successor(store, "a", 21.0)
     assert successor(store, "b", 21.0) == "" and successor(store, "", 21.0) == ""
@@ -180,9 +178,7 @@ def test_an_object_store_without_conditional_put_is_refused() -> None:
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     mount = tmp_path / "small"
     mount.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", mount], capture_output=True, timeout=10
-    )
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", mount], capture_output=True, timeout=10)
     if made.returncode:
         pytest.skip("mounting a tmpfs is not permitted here")
     try:

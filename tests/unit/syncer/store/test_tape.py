@@ -19,21 +19,24 @@ from diloco_syncer.store.tape import Tape, TapeError
 
 @pytest.fixture(params=["directory", "memory"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    return open_store(
-        str(tmp_path / "store") if request.param == "directory" else f"memory://{uuid.uuid4().hex}/s"
-    )
+    return open_store(str(tmp_path / "store") if request.param == "directory" else f"memory://{uuid.uuid4().hex}/s")
 
 
 def record(fragment: int, version: int) -> MergeRecord:
     report = ReportCounts(2, 2, 200, (FragmentCounts(1, 0, 2, 200),) * 2)
-    header = PushHeader(
-        0, 3, fragment, version, 4, 1, version - 1, version - 1, 1, 2, 2, 200, 0.5, "int4", "", report
-    )
+    header = PushHeader(0, 3, fragment, version, 4, 1, version - 1, version - 1, 1, 2, 2, 200, 0.5, "int4", "", report)
     theta = np.full(3, version, np.float32)
     return MergeRecord(
-        "j", 1, fragment, version, theta, responders=(Merged(header, 1.0, 0, 0.25),),
-        number=2 * version - 1 + fragment, time=1.5e9, digest=theta_digest(theta),
-    )  # fmt: skip
+        "j",
+        1,
+        fragment,
+        version,
+        theta,
+        responders=(Merged(header, 1.0, 0, 0.25),),
+        number=2 * version - 1 + fragment,
+        time=1.5e9,
+        digest=theta_digest(theta),
+    )
 
 
 def filled(store: Store, versions: int = 3) -> Tape:
@@ -49,16 +52,25 @@ def test_lines(store: Store) -> None:
     tape = filled(store)
     assert tapes.verify(store) == 6 == tape.lines
     lines = list(tapes.read(store))
-    assert [(line["fragment"], line["version"]) for line in lines] == [
-        (f, v) for v in (1, 2, 3) for f in (0, 1)
-    ]
+    assert [(line["fragment"], line["version"]) for line in lines] == [(f, v) for v in (1, 2, 3) for f in (0, 1)]
     assert lines[0]["previous"] == "" and lines[0]["result"] == theta_digest(np.full(3, 1, np.float32))
     assert lines[0]["responders"] == [
         {
-            "slot": 0, "incarnation": 3, "sequence": 1, "base_epoch": 1, "base_version": 0, "first_step": 1,
-            "last_step": 2, "offer": False, "age": 0, "tokens": 200, "steps": 2, "weight": 1.0, "norm": 0.25,
+            "slot": 0,
+            "incarnation": 3,
+            "sequence": 1,
+            "base_epoch": 1,
+            "base_version": 0,
+            "first_step": 1,
+            "last_step": 2,
+            "offer": False,
+            "age": 0,
+            "tokens": 200,
+            "steps": 2,
+            "weight": 1.0,
+            "norm": 0.25,
         }
-    ]  # fmt: skip
+    ]
 
 
 def test_it_goes_on_after_a_restart(store: Store) -> None:

@@ -18,16 +18,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from diloco_worker.core.adoption import (
-    Adoption,
-    AdoptionConfig,
-    Broadcast,
-    Decision,
-    Kind,
-    PushPlan,
-    Rule,
-    first_due,
-)
+from diloco_worker.core.adoption import Adoption, AdoptionConfig, Broadcast, Decision, Kind, PushPlan, Rule, first_due
 
 Theta = dict[int, Fraction]  # step id -> coefficient; negative ids are other learners' work
 
@@ -296,9 +287,7 @@ class World(RuleBasedStateMachine):
         assert set(self.snapshots) == kept
         state = self.adoption.fragments[0]
         for open_push in state.snapshots.values():
-            assert open_push.plan.first_step == state.marks[0].point.step + 1, (
-                "it carries all that is pending"
-            )
+            assert open_push.plan.first_step == state.marks[0].point.step + 1, "it carries all that is pending"
         if self.mode is Rule.MIX:
             return
         own = minus(self.theta, self.base)
@@ -344,9 +333,7 @@ class RollingBack(World):
         self.announce()
 
 
-_QUICK = settings(
-    max_examples=200, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+_QUICK = settings(max_examples=200, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 for _machine in (World, Overwriting, Mixing, RollingBack):
     _machine.TestCase.settings = _QUICK
 TestKeep = World.TestCase
@@ -535,9 +522,7 @@ def test_drain_offers_the_longest_unmerged_first() -> None:
     assert adoption.drain_order() == [2, 0, 1]
 
 
-@pytest.mark.parametrize(
-    ("fragments", "every", "overlap"), [(1, 1, 0), (3, 4, 1), (4, 4, 3), (24, 24, 2), (5, 24, 0)]
-)
+@pytest.mark.parametrize(("fragments", "every", "overlap"), [(1, 1, 0), (3, 4, 1), (4, 4, 3), (24, 24, 2), (5, 24, 0)])
 def test_the_deterministic_schedule(fragments: int, every: int, overlap: int) -> None:
     """Driven for three turns: snapshots exactly at o_p + k·H, adoption exactly τ steps later."""
     config = AdoptionConfig(fragments, every, overlap, Rule.KEEP, deterministic=True)
@@ -565,9 +550,7 @@ def test_the_deterministic_schedule(fragments: int, every: int, overlap: int) ->
     for p in range(fragments):
         offset = -(-(p + 1) * every // fragments)
         assert offset == first_due(p, config) <= every
-        assert taken[p] == [
-            s for s in range(1, 3 * every + overlap + 1) if s >= offset and (s - offset) % every == 0
-        ]
+        assert taken[p] == [s for s in range(1, 3 * every + overlap + 1) if s >= offset and (s - offset) % every == 0]
 
 
 def adopt(adoption: Adoption, fragment: int) -> None:

@@ -22,16 +22,9 @@ def test_the_order_is_pinned() -> None:
     assert block_order(7, 3, 5, 1) == [0]
 
 
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    epoch=st.integers(0, 50),
-    block=st.integers(0, 999),
-    size=st.integers(1, 300),
-)
+@given(seed=st.integers(0, 2**32 - 1), epoch=st.integers(0, 50), block=st.integers(0, 999), size=st.integers(1, 300))
 @settings(max_examples=60, deadline=None)
-def test_an_order_is_a_permutation_that_depends_on_all_three(
-    seed: int, epoch: int, block: int, size: int
-) -> None:
+def test_an_order_is_a_permutation_that_depends_on_all_three(seed: int, epoch: int, block: int, size: int) -> None:
     order = block_order(seed, epoch, block, size)
     assert sorted(order) == list(range(size))
     if size > 20:
@@ -39,9 +32,7 @@ def test_an_order_is_a_permutation_that_depends_on_all_three(
         assert order not in [*others, block_order(seed, epoch, block + 1, size)]
 
 
-@given(
-    size=st.integers(1, 40), sequences=st.integers(1, 200), batch=st.integers(1, 17), data=st.data(),
-)  # fmt: skip
+@given(size=st.integers(1, 40), sequences=st.integers(1, 200), batch=st.integers(1, 17), data=st.data())
 @settings(max_examples=100, deadline=None)
 def test_blocks_are_covered_once_over_processes_that_die(
     size: int, sequences: int, batch: int, data: st.DataObject
@@ -118,14 +109,7 @@ def test_after_a_reconnect_the_syncer_says_what_is_held() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        grant(1, block=3),
-        grant(1, end=11),
-        grant(1, start=5, end=4),
-        grant(1, block=2, end=6),
-        grant(1, size=0),
-    ],
+    "wrong", [grant(1, block=3), grant(1, end=11), grant(1, start=5, end=4), grant(1, block=2, end=6), grant(1, size=0)]
 )
 def test_a_lease_that_contradicts_the_data_is_refused(wrong: Grant) -> None:
     with pytest.raises(WorkerError, match="the learners' data differ; give"):

@@ -27,9 +27,7 @@ from repository import ROOT
 
 def spec(fraction: float | None = 0.25, sequences: int = 1, **fields: Any) -> JobSpec:
     evaluation = EvaluationSpec(fraction=fraction) if fraction is not None else None
-    training = TrainingSpec(
-        data=DataSpec(**fields), batch=BatchSpec(sequences=sequences), evaluation=evaluation
-    )
+    training = TrainingSpec(data=DataSpec(**fields), batch=BatchSpec(sequences=sequences), evaluation=evaluation)
     return JobSpec(training=training, regions=[RegionSpec(learners=1)])
 
 

@@ -31,13 +31,16 @@ from parties import TOKEN, Parties, now
 def made(tmp_path: Path) -> Iterator[tuple[Exchange, inbox.Inbox]]:
     job = DiLoCoJob.model_validate(
         {
-            "apiVersion": "diloco.io/v1alpha1", "kind": "DiLoCoJob", "metadata": {"name": "a"},
+            "apiVersion": "diloco.io/v1alpha1",
+            "kind": "DiLoCoJob",
+            "metadata": {"name": "a"},
             "spec": {
-                "learners": {"command": ["true"]}, "regions": [{"learners": 1}],
+                "learners": {"command": ["true"]},
+                "regions": [{"learners": 1}],
                 "training": {"stop": {"steps": 1}},
             },
         }
-    )  # fmt: skip
+    )
     (tmp_path / "job.json").write_text(job_to_json(job))
     settings = WorkerSettings.from_environment(
         {"DILOCO_JOB_FILE": str(tmp_path / "job.json"), "DILOCO_SYNCER": "127.0.0.1:1"}
@@ -132,8 +135,7 @@ def test_one_thread_in_deterministic_mode_whatever_the_environment_says(
     job = made[0]._settings.job
     sync = job.spec.sync.model_copy(update={"deterministic": True})
     settings = dataclasses.replace(
-        made[0]._settings,
-        job=job.model_copy(update={"spec": job.spec.model_copy(update={"sync": sync})}),
+        made[0]._settings, job=job.model_copy(update={"spec": job.spec.model_copy(update={"sync": sync})})
     )
     model = torch.nn.Linear(2, 2)
     try:
@@ -162,9 +164,7 @@ def announced(one: Exchange, version: int, fragment: int = 0) -> sync_pb2.Announ
     return sync_pb2.Announcement(fragment=fragment, epoch=1, version=version, full=payload)
 
 
-def test_the_jobs_merges_are_every_fragments_version_as_announced_last(
-    made: tuple[Exchange, inbox.Inbox],
-) -> None:
+def test_the_jobs_merges_are_every_fragments_version_as_announced_last(made: tuple[Exchange, inbox.Inbox]) -> None:
     layout = build_layout(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)), 2)
     one = Exchange(made[0]._settings, layout, inbox.Inbox(), 0, eager=False)
     one._deliveries._fetch = lambda fragment: None  # type: ignore[method-assign]
@@ -206,10 +206,13 @@ def settings_with(tmp_path: Path, credentials: Path, pod: str) -> WorkerSettings
     (tmp_path / "job.json").write_text(job_to_json(parse_job(json.dumps(document))))
     return WorkerSettings.from_environment(
         {
-            "DILOCO_JOB_FILE": str(tmp_path / "job.json"), "DILOCO_SYNCER": "127.0.0.1:1",
-            "DILOCO_REGION": "local", "DILOCO_CREDENTIALS": str(credentials), "DILOCO_POD": pod,
+            "DILOCO_JOB_FILE": str(tmp_path / "job.json"),
+            "DILOCO_SYNCER": "127.0.0.1:1",
+            "DILOCO_REGION": "local",
+            "DILOCO_CREDENTIALS": str(credentials),
+            "DILOCO_POD": pod,
         }
-    )  # fmt: skip
+    )
 
 
 def spoil(folder: Path, parties: Parties, how: str) -> str:
@@ -257,9 +260,7 @@ def test_outside_of_pods_they_are_a_mistake_that_is_told_at_once(tmp_path: Path,
     folder = parties.learner()
     words = spoil(folder, parties, how)
     with pytest.raises(ConfigurationError, match=words):
-        Exchange(
-            settings_with(tmp_path, folder, ""), build_layout(torch.nn.Linear(4, 2), 1), inbox.Inbox(), 0
-        )
+        Exchange(settings_with(tmp_path, folder, ""), build_layout(torch.nn.Linear(4, 2), 1), inbox.Inbox(), 0)
 
 
 def test_breaking_off_ends_the_session() -> None:

@@ -28,9 +28,16 @@ def made() -> tuple[Deliveries, inbox.Inbox]:
     layout = build_layout(torch.nn.Linear(4, 2), 1)
     spawned: list[Any] = []
     return Deliveries(
-        layout, box, Outbox(), Feedback(1, False), Identity("a", "b" * 32, 0, 0), "float32",
-        lambda *work: spawned.append(work), Vector.from_array, eager=False,
-    ), box  # fmt: skip
+        layout,
+        box,
+        Outbox(),
+        Feedback(1, False),
+        Identity("a", "b" * 32, 0, 0),
+        "float32",
+        lambda *work: spawned.append(work),
+        Vector.from_array,
+        eager=False,
+    ), box
 
 
 class Broken:

@@ -61,9 +61,7 @@ class Newcomer:
             path.write_bytes(state(0.25, checkpoint.origin(9, own)))
         self.asked, self.fresh = Asked(), list[int]()
         exchange: Any = self.asked
-        self.takes = Inheritance(
-            self.model, self.optimizer, self.adoption, exchange, checkpoint, self.fresh.append
-        )
+        self.takes = Inheritance(self.model, self.optimizer, self.adoption, exchange, checkpoint, self.fresh.append)
 
     @property
     def moment(self) -> float:

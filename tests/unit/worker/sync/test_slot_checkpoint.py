@@ -93,9 +93,7 @@ def header(text: str) -> bytes:
     return len(text).to_bytes(8, "little") + text.encode()
 
 
-def test_a_disk_that_takes_nothing_costs_the_file_only(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_that_takes_nothing_costs_the_file_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "state").write_text("a file where the directory should be")
     checkpoint = place(tmp_path)
     for _ in range(5):

@@ -33,13 +33,9 @@ LLAMA: dict[str, Any] = {
 
 def job(config: dict[str, Any], data: DataSpec | None = None, **model: Any) -> DiLoCoJob:
     data = data or DataSpec(paths=["python-stdlib"], sequence_length=16)
-    training = TrainingSpec(
-        model=ModelSpec(config=config, **model), data=data, evaluation=EvaluationSpec(fraction=0.1)
-    )
+    training = TrainingSpec(model=ModelSpec(config=config, **model), data=data, evaluation=EvaluationSpec(fraction=0.1))
     spec = JobSpec(training=training, regions=[RegionSpec(learners=1)])
-    return DiLoCoJob(
-        api_version="diloco.io/v1alpha1", kind="DiLoCoJob", metadata=MetadataSpec(name="a"), spec=spec
-    )
+    return DiLoCoJob(api_version="diloco.io/v1alpha1", kind="DiLoCoJob", metadata=MetadataSpec(name="a"), spec=spec)
 
 
 def trained(of: DiLoCoJob) -> tuple[torch.nn.Module, dict[str, np.ndarray]]:
@@ -86,14 +82,7 @@ def test_language_models_load_with_the_same_loss(config: dict[str, Any], tmp_pat
 def test_image_classifier_loads(tmp_path: Path) -> None:
     from transformers import AutoModelForImageClassification
 
-    config = {
-        **LLAMA,
-        "model_type": "vit",
-        "image_size": 8,
-        "patch_size": 4,
-        "num_channels": 1,
-        "num_labels": 3,
-    }
+    config = {**LLAMA, "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "num_labels": 3}
     of = job(config, DataSpec(source="python", function="m:f"))
     model, tensors = trained(of)
     export(of, tensors, tmp_path / "out")

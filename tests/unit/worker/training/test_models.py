@@ -34,9 +34,7 @@ VIT: dict[str, Any] = {
 def spec(config: dict[str, Any] | None = None, data: DataSpec | None = None, **model: Any) -> JobSpec:
     if data is None:
         data = DataSpec(paths=["python-stdlib"], sequence_length=16)
-    training = TrainingSpec(
-        model=ModelSpec(config=config, **model), data=data, evaluation=EvaluationSpec(fraction=0.1)
-    )
+    training = TrainingSpec(model=ModelSpec(config=config, **model), data=data, evaluation=EvaluationSpec(fraction=0.1))
     return JobSpec(training=training, regions=[RegionSpec(learners=1)])
 
 
@@ -80,9 +78,7 @@ def test_loss_is_the_mean_cross_entropy_of_the_shifted_labels() -> None:
     batch = tokens()
     found = models.loss(model, batch)
     logits = model(input_ids=batch["input_ids"]).logits
-    expected = torch.nn.functional.cross_entropy(
-        logits[:, :-1].reshape(-1, 256), batch["labels"][:, 1:].reshape(-1)
-    )
+    expected = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 256), batch["labels"][:, 1:].reshape(-1))
     assert found.predictions == 2 * 15
     torch.testing.assert_close(found.value, expected)
     torch.testing.assert_close(found.nats, expected.detach())

@@ -11,15 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from diloco_protocol.spec.job import (
-    DataSpec,
-    JobSpec,
-    ModelSpec,
-    OptimizerSpec,
-    RegionSpec,
-    StopSpec,
-    TrainingSpec,
-)
+from diloco_protocol.spec.job import DataSpec, JobSpec, ModelSpec, OptimizerSpec, RegionSpec, StopSpec, TrainingSpec
 from diloco_worker.training import models, trainer
 from diloco_worker.training import optimizer as schedule
 
@@ -40,9 +32,7 @@ def job(learners: int = 3, **stop: Any) -> JobSpec:
 
 def test_total_steps() -> None:
     assert schedule.total_steps(job(steps=77).training.stop, 3, 2048) == 77
-    assert schedule.total_steps(job(tokens=2_000_000).training.stop, 3, 2048) == math.ceil(
-        2_000_000 / (3 * 2048)
-    )
+    assert schedule.total_steps(job(tokens=2_000_000).training.stop, 3, 2048) == math.ceil(2_000_000 / (3 * 2048))
     assert schedule.total_steps(job(tokens=10).training.stop, 3, 2048) == 1
     assert schedule.total_steps(job(seconds=10.0).training.stop, 3, 2048) is None
 
@@ -57,10 +47,7 @@ def test_warm_up_then_cosine_to_the_last_step() -> None:
 
 
 @given(
-    st.integers(0, 200),
-    st.integers(1, 2000) | st.none(),
-    st.integers(0, 4000),
-    st.sampled_from(["cosine", "constant"]),
+    st.integers(0, 200), st.integers(1, 2000) | st.none(), st.integers(0, 4000), st.sampled_from(["cosine", "constant"])
 )
 @settings(max_examples=100, deadline=None)
 def test_rate_is_positive_bounded_and_falls_after_the_warm_up(
@@ -122,8 +109,9 @@ def test_accumulation_is_the_step_of_the_whole_batch(accumulation: int) -> None:
 def test_bfloat16_keeps_weights_and_loss_in_float32() -> None:
     model = models.build(job(steps=1), 0)
     optimizer = schedule.build_optimizer(model, OptimizerSpec())
-    exact = trainer.step(models.build(job(steps=1), 0), torch.optim.SGD([nn.Parameter(torch.zeros(1))]),
-                         batch(4), 1, None, torch.float32)  # fmt: skip
+    exact = trainer.step(
+        models.build(job(steps=1), 0), torch.optim.SGD([nn.Parameter(torch.zeros(1))]), batch(4), 1, None, torch.float32
+    )
     loss = trainer.step(model, optimizer, batch(4), 1, None, torch.bfloat16)
     assert loss.dtype == torch.float32 and float(loss) == pytest.approx(float(exact), rel=0.02)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
