@@ -130,7 +130,7 @@ bench: $(STAMP) ## Measure merge, codec, wire, overlap and what encodings cost, 
 
 .PHONY: bench-operator
 bench-operator: $(STAMP) ## Measure the operator with 500 jobs on simulated nodes (localkube; half an hour; BENCH_ARGS=--quick)
-	$(BIN)/python bench/operator.py $(BENCH_ARGS)
+	$(BIN)/python bench/operator_load.py $(BENCH_ARGS)
 
 .PHONY: proto
 proto: $(STAMP) ## Regenerate the gRPC stubs from sync.proto

@@ -1,6 +1,6 @@
 """An operator in kopf that does nothing: it watches the kinds that ours watches, with kopf's own settings.
 
-Prints the number of objects that it has seen, once a second. `bench/operator.py` runs it, for
+Prints the number of objects that it has seen, once a second. `bench/operator_load.py` runs it, for
 what kopf and these objects cost in memory before anybody does anything with them.
 """
 

@@ -293,7 +293,7 @@ def main() -> None:
     try:
         rows = measure(args, jobs)
     except (fleet.NoCluster, programs.ProgramFailed, ApiError) as error:
-        raise SystemExit(f"bench/operator: {error}") from error
+        raise SystemExit(f"bench/operator_load: {error}") from error
     common.show(rows, args.json, f"{jobs} jobs of {args.pods} pods")
 
 
