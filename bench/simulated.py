@@ -21,7 +21,7 @@ from diloco_syncer.core import events as ev
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
 from diloco_syncer.runtime.traffic import Traffic
-from diloco_syncer.server.tls.access import Doors
+from diloco_syncer.server.tls.access import CallAuthorizer
 from diloco_worker.core.adoption import Adoption, AdoptionConfig, Broadcast, Rule
 
 LAYOUT = "0" * 64  # a digest; nobody here has a model
@@ -81,7 +81,7 @@ class Learner:
 class _Sessions:
     def __init__(self, connections: dict[int, Learner]) -> None:
         self._connections = connections
-        self.doors = Doors()
+        self.doors = CallAuthorizer()
 
     @property
     def count(self) -> int:

@@ -54,8 +54,8 @@ from diloco_syncer.server.control import Control, status_handler
 from diloco_syncer.server.pages.export import check_loopback, export_pages
 from diloco_syncer.server.pages.metrics import exposition
 from diloco_syncer.server.pages.status import report, status
-from diloco_syncer.server.tls.access import Doors
-from diloco_syncer.server.tls.listener import Gate
+from diloco_syncer.server.tls.access import CallAuthorizer
+from diloco_syncer.server.tls.listener import TlsListener
 from diloco_syncer.store.base import DirectoryStore, Epoch, HigherEpoch, open_store, successor
 from diloco_syncer.store.checkpoint import Checkpoints, Restored
 from diloco_syncer.store.tape import Tape
@@ -109,13 +109,13 @@ async def _life(options: Options) -> tuple[int, Options]:
     main = aio.server(options=channels.server_options())
     private = aio.server(options=channels.server_options(limits.MAX_REPLY_BYTES, MAX_CONTROL_CONNECTIONS))
     # Calls and replies of the control service are signed, and need no certificate (credentials.py).
-    gate = _gate(options, main)
-    bound = gate.bind(options.listen) if gate else Credentials().bind(main, options.listen)
+    listener = _gate(options, main)
+    bound = listener.bind(options.listen) if listener else Credentials().bind(main, options.listen)
     ports = bound, Credentials().bind(private, options.control)
     web = _listen(options.http, "--http")
     out = _listen(options.export, "--export") if options.export is not None else None
     engine = await asyncio.to_thread(_restore, options, asyncio.get_running_loop())
-    engine.sessions.doors, engine.stay = Doors(gate, _places(options.job)), options.stay
+    engine.sessions.doors, engine.stay = CallAuthorizer(listener, _places(options.job)), options.stay
     _recover(engine)
     control = Control(engine, options.control_key)
     bulk = Bulk(engine)
@@ -140,8 +140,8 @@ async def _life(options: Options) -> tuple[int, Options]:
     engine.start()
     await main.start()
     await private.start()
-    if gate is not None:
-        gate.start()
+    if listener is not None:
+        listener.start()
     _stop_on_signals(engine)
     if options.address_file is not None:
         _write_addresses(options, engine.epoch)
@@ -151,16 +151,16 @@ async def _life(options: Options) -> tuple[int, Options]:
     outcome = await engine.outcome
     engine.sessions.end_all()
     await asyncio.gather(main.stop(0.5), private.stop(0.5), pages.stop(), export.stop())
-    if gate is not None:
-        await asyncio.to_thread(gate.stop)
+    if listener is not None:
+        await asyncio.to_thread(listener.stop)
     await engine.close(checkpoint=outcome in (0, 1))
     if outcome not in (0, RESTART):
         log.error("%s", engine.why)  # last, where people and clusters look for it
     return outcome, replace(options, above=engine.above)
 
 
-def _gate(options: Options, server: Any) -> Gate | None:
-    """The gate before the gRPC server; None: plaintext. Raises ``CredentialsError``, of which
+def _gate(options: Options, server: Any) -> TlsListener | None:
+    """The TLS listener before the gRPC server; None: plaintext. Raises ``CredentialsError``, of which
     ``ListenError`` is no matter of credentials."""
     if not options.credentials.secure:
         return None
@@ -169,12 +169,14 @@ def _gate(options: Options, server: Any) -> Gate | None:
     except CredentialsError as error:
         log.error("the credentials read before are used on: %s", error)
         now = options.credentials
-    gate = Gate(now, options.job.metadata.name, _places(options.job))
+    listener = TlsListener(now, options.job.metadata.name, _places(options.job))
     try:
-        server.add_insecure_port(gate.inside)
+        server.add_insecure_port(listener.server_address)
     except RuntimeError as error:
-        raise ListenError(f"cannot listen on {gate.inside}: set TMPDIR to a short, writable path") from error
-    return gate
+        raise ListenError(
+            f"cannot listen on {listener.server_address}: set TMPDIR to a short, writable path"
+        ) from error
+    return listener
 
 
 def _places(job: DiLoCoJob) -> dict[str, int]:

@@ -113,7 +113,7 @@ class Learners:
 
 
 def refused(syncer: SyncerProcess) -> dict[str, int]:
-    return dict(syncer.status()["doors"]["refused"])
+    return dict(syncer.status()["tls"]["refused"])
 
 
 async def code_of(call: Any) -> str:
@@ -226,7 +226,7 @@ async def test_the_job_goes_on_under_a_flood(syncer: SyncerProcess, parties: Par
     europe, america = parties.learner("eu", "eu-1"), parties.learner("us", "us-2")
     async with Learners(syncer) as learners:
         with Flood(syncer.addresses["sync"], parties, stranger) as flood:
-            await until(lambda: syncer.status()["doors"]["handshakes"] > 200, 30)
+            await until(lambda: syncer.status()["tls"]["handshakes"] > 200, 30)
             # Somebody comes in meanwhile, by a look first as a learner does, makes version 0, and trains.
             made = Credentials.from_directory(europe)
             await vouched(made, syncer.addresses["sync"], made.names())
@@ -240,13 +240,13 @@ async def test_the_job_goes_on_under_a_flood(syncer: SyncerProcess, parties: Par
             assert (await learners(america, "us-2").join()).HasField("welcome")
             status = syncer.status()
             assert status["versions"] == [4, 4] and status["sessions"] == 2
-            assert status["doors"]["handshakes"] <= 256
+            assert status["tls"]["handshakes"] <= 256
             assert honest.ended == "" and min(flood.counts.values()) > 20, flood.counts
         counts = refused(syncer)
         assert {"stranger", "not-tls"} <= set(counts) and counts["stranger"] > 10, counts
         # A flood fills no disk: a line per reason and ten seconds.
         assert syncer.text().count('"message": "refused ') < 40
-        await until(lambda: syncer.status()["doors"]["handshakes"] == 0, 20)
+        await until(lambda: syncer.status()["tls"]["handshakes"] == 0, 20)
 
 
 class WithToken:

@@ -305,7 +305,7 @@ class Engine:
 
     def _document(self) -> dict[str, Any]:
         walls: dict[str, Any] = {"bytes_up": self.bytes_up, "bytes_down": self.bytes_down, "events": self._numbers}
-        walls["traffic"] = self.traffic.state(self.sessions.doors.gate)
+        walls["traffic"] = self.traffic.state(self.sessions.doors.listener)
         walls |= {"refused": dict(self.refused), "seconds": self.seconds}
         return {"core": self.core.state(self.clock(), time.time()), "walls": walls}
 

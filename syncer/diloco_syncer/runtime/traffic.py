@@ -3,9 +3,9 @@
 Theory of operation. There are two counts, for there are two questions. *Payload*
 (``bytes_up``, ``bytes_down``) is what the encodings cost: pushes, broadcasts, version 0, states, each
 part once it is here or gone whole. It is the job's own ``bytes_up`` and ``bytes_down``, split up.
-*Wire* (``wire_bytes_up``, ``wire_bytes_down``) is what passes the gate's sockets: payload, what was sent
+*Wire* (``wire_bytes_up``, ``wire_bytes_down``) is what passes the listener's sockets: payload, what was sent
 in vain, messages and heartbeats, HTTP/2, TLS with its handshakes. Of what a network card counts, only
-TCP/IP's and Ethernet's headers (and what TCP sends again) are missing. The gate sees it
+TCP/IP's and Ethernet's headers (and what TCP sends again) are missing. The listener sees it
 because there each connection is somebody's; without certificates it is not known (None).
 
 A connection is its learner's region's from the call on that tells whose it is, and before that its
@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from diloco_syncer.server.tls.listener import Gate
+    from diloco_syncer.server.tls.listener import TlsListener
 
 EVALUATOR = "evaluator"  # no region may have that name
 NOBODY = ""
@@ -60,17 +60,17 @@ class Traffic:
         if slot is not None:
             self._slots_down[slot] += count
 
-    def rows(self, gate: Gate | None) -> list[dict[str, Any]]:
+    def rows(self, listener: TlsListener | None) -> list[dict[str, Any]]:
         """One row per region of the job, then others that carried something. Bytes since the job began."""
-        wire = self._wire(gate)
+        wire = self._wire(listener)
         carried = {name for name in (*self._up, *self._down, *wire) if name not in self.regions}
         return [
             {
                 "name": name,
                 "bytes_up": self._up[name],
                 "bytes_down": self._down[name],
-                "wire_bytes_up": wire.get(name, (0, 0))[0] if gate is not None else None,
-                "wire_bytes_down": wire.get(name, (0, 0))[1] if gate is not None else None,
+                "wire_bytes_up": wire.get(name, (0, 0))[0] if listener is not None else None,
+                "wire_bytes_down": wire.get(name, (0, 0))[1] if listener is not None else None,
             }
             for name in (*self.regions, *sorted(carried))
         ]
@@ -81,19 +81,19 @@ class Traffic:
             row | {"bytes_up": self._slots_up[row["slot"]], "bytes_down": self._slots_down[row["slot"]]} for row in rows
         ]
 
-    def _wire(self, gate: Gate | None) -> dict[str, tuple[int, int]]:
+    def _wire(self, listener: TlsListener | None) -> dict[str, tuple[int, int]]:
         wire = dict(self._earlier)
-        for name, (up, down) in (gate.carried() if gate is not None else {}).items():
+        for name, (up, down) in (listener.bytes_by_place() if listener is not None else {}).items():
             before = wire.get(name, (0, 0))
             wire[name] = before[0] + up, before[1] + down
         return wire
 
-    def state(self, gate: Gate | None) -> dict[str, Any]:
+    def state(self, listener: TlsListener | None) -> dict[str, Any]:
         """For the checkpoint."""
         return {
             "up": dict(self._up),
             "down": dict(self._down),
-            "wire": {name: list(counts) for name, counts in self._wire(gate).items()},
+            "wire": {name: list(counts) for name, counts in self._wire(listener).items()},
             # JSON's keys are text.
             "slots_up": list(self._slots_up.items()),
             "slots_down": list(self._slots_down.items()),

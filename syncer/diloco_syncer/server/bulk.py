@@ -61,21 +61,21 @@ class Bulk:
     def _objection(self, process: str, peer: Peer, context: Any) -> str:
         """Why this peer may not speak for a process: it is of another certificate. Empty: it may."""
         sessions = self._engine.sessions
-        connection = sessions.of_process(process) if sessions.doors.limited else None
+        connection = sessions.of_process(process) if sessions.doors.secure else None
         if connection is None:
             return ""
         if akin(connection.peer.names, peer.names):
-            sessions.doors.comes_from(context, connection.place)
+            sessions.doors.assign_place(context, connection.place)
             return ""
         message = "a process with another certificate has this id"
-        sessions.doors.note(peer, WRONG_PROCESS, message)
+        sessions.doors.record_refusal(peer, WRONG_PROCESS, message)
         return message
 
     # ------------------------------------------------------------- up
 
     async def upload(self, stream: AsyncIterator[bytes], context: Any) -> bytes:
         """One part of a payload; the reply is ``partial``, or the verdict."""
-        peer = await self._engine.sessions.doors.admit(context)
+        peer = await self._engine.sessions.doors.authorize(context)
         refused = self._engine.refused
         try:
             async with asyncio.timeout(limits.STALL_SECONDS):
@@ -238,7 +238,7 @@ class Bulk:
 
     async def download(self, raw: bytes, context: Any) -> AsyncIterator[bytes]:
         """What is asked for, or the word why not."""
-        peer = await self._engine.sessions.doors.admit(context)
+        peer = await self._engine.sessions.doors.authorize(context)
         try:
             request = limits.parse(sync_pb2.DownloadRequest, raw, limits.MAX_HEADER_BYTES)
             limits.check_format(request.format)

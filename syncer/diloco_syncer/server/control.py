@@ -107,7 +107,7 @@ def status_handler(engine: Engine) -> Any:
     """The Status service for a grpc.aio server."""
 
     async def get(raw: bytes, context: Any) -> bytes:
-        await engine.sessions.doors.admit(context)
+        await engine.sessions.doors.authorize(context)
         try:
             text = bounded(status(engine), limits.MAX_CONTROL_BYTES - limits.MAX_HEADER_BYTES)
         except ValueError as error:

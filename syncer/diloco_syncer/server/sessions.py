@@ -32,7 +32,7 @@ from diloco_syncer.messages import lease_to, phase_to, refusal, seat_to
 from diloco_syncer.runtime.global_model import Broadcast, announcement
 from diloco_syncer.server.pages.links import LinkMeasures
 from diloco_syncer.server.tls import connection_limits
-from diloco_syncer.server.tls.access import Doors, may_come_from
+from diloco_syncer.server.tls.access import CallAuthorizer, may_join_region
 from diloco_syncer.server.tls.connection_limits import Peer
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Sessions:
         self._engine = engine
         self._numbers = itertools.count(1)
         self._connections: dict[int, Connection] = {}
-        self.doors = Doors()
+        self.doors = CallAuthorizer()
 
     @property
     def count(self) -> int:
@@ -102,7 +102,7 @@ class Sessions:
 
     async def serve(self, stream: AsyncIterator[bytes], context: Any) -> None:
         """One call of Sync.Session."""
-        peer = await self.doors.admit(context)
+        peer = await self.doors.authorize(context)
         await self._within_limits(peer, context)
         if self.count >= 4 * len(self._engine.core.members.slots) + SPARE_SESSIONS:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many sessions: try again later")
@@ -113,27 +113,29 @@ class Sessions:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no Join within {limits.JOIN_SECONDS:.0f} s")
         except WireError as error:
             other = isinstance(error, messages.OtherJob)
-            self.doors.note(peer, connection_limits.WRONG_JOB if other else connection_limits.BAD_JOIN, str(error))
+            self.doors.record_refusal(
+                peer, connection_limits.WRONG_JOB if other else connection_limits.BAD_JOIN, str(error)
+            )
             await context.write(refusal("bad-join", str(error), True).SerializeToString())
             return
         if not await self._believed(join, attempt, peer, context):
             return
         connection.process = join.process
         connection.place = self._engine.traffic.place(join.region, join.evaluator)
-        self.doors.comes_from(context, connection.place)
+        self.doors.assign_place(context, connection.place)
         self._connections[connection.number] = connection
         log.info("session %d: %s %s-%d joins", connection.number, join.process, join.region, join.ordinal)
-        self.doors.guards.opened(peer)
+        self.doors.limits.session_opened(peer)
         try:
             self._engine.handle(join)
             await self._pump(stream, context, connection)
         finally:
-            self.doors.guards.closed(peer)
+            self.doors.limits.session_closed(peer)
 
     async def _within_limits(self, peer: Peer, context: Any) -> None:
-        if not self.doors.limited:
+        if not self.doors.secure:
             return
-        over = self.doors.guards.join(peer, time.monotonic())
+        over = self.doors.limits.admit_join(peer, time.monotonic())
         if over is not None:
             what = "sessions" if over == connection_limits.TOO_MANY_SESSIONS else "joins in a minute"
             await self.doors.refuse(
@@ -148,14 +150,14 @@ class Sessions:
         """Whether the certificate may say this Join, now; if not, the refusal is told."""
         doors, said = self.doors, None
         newest = self.of_process(join.process)
-        if not join.evaluator and not may_come_from(peer, join.region):
+        if not join.evaluator and not may_join_region(peer, join.region):
             said = connection_limits.WRONG_REGION, f"region {join.region!r} is not of this certificate", True
         elif newest is not None and not akin(newest.peer.names, peer.names):
             said = connection_limits.WRONG_PROCESS, "a process with another certificate has this id", False
-        elif not doors.guards.fresh(join.process, attempt):
+        elif not doors.limits.is_new_attempt(join.process, attempt):
             said = connection_limits.REPLAYED, "this Join was said before: join anew", False
         if said is not None:
-            doors.note(peer, said[0], said[1])
+            doors.record_refusal(peer, said[0], said[1])
             await context.write(refusal(*said).SerializeToString())
         return said is None
 
@@ -295,7 +297,7 @@ class Sessions:
         connection = self._connections.get(action.connection)
         if connection is not None:
             if isinstance(action, ev.Refuse) and not connection.welcomed:
-                self.doors.note(connection.peer, action.reason, action.message)
+                self.doors.record_refusal(connection.peer, action.reason, action.message)
             connection.send(message)
             connection.welcomed |= isinstance(action, ev.Admit)
             if isinstance(action, ev.Refuse | ev.AskInitial):

@@ -61,20 +61,20 @@ class StatusCollector(Collector):
         yield from self._slots(document, job)
         yield from self._carried(document, job)
 
-    def _doors(self, doors: dict[str, Any], job: str) -> Iterator[Metric]:
+    def _tls(self, tls: dict[str, Any], job: str) -> Iterator[Metric]:
         refused = CounterMetricFamily(
             "diloco_refused_connections", "Connections and joins refused, by reason", labels=["job", "reason"]
         )
-        for reason, count in doors["refused"].items():
+        for reason, count in tls["refused"].items():
             refused.add_metric([job, reason], count)
         yield refused
-        if doors["secure"]:
+        if tls["secure"]:
             for key, text in (
                 ("connections", "TLS connections that are open"),
                 ("handshakes", "TLS handshakes under way"),
             ):
                 family = GaugeMetricFamily(f"diloco_{key}", text, labels=["job"])
-                family.add_metric([job], doors[key])
+                family.add_metric([job], tls[key])
                 yield family
             for key, name, text in (
                 (
@@ -89,8 +89,8 @@ class StatusCollector(Collector):
                 ),
             ):
                 family = GaugeMetricFamily(f"diloco_{name}", text, labels=["job"])
-                if doors[key] is not None:
-                    family.add_metric([job], doors[key])
+                if tls[key] is not None:
+                    family.add_metric([job], tls[key])
                 yield family
 
     def _labelled(self, document: dict[str, Any], job: str) -> Iterator[Metric]:
@@ -109,7 +109,7 @@ class StatusCollector(Collector):
         for fragment, version in enumerate(document["versions"]):
             versions.add_metric([job, str(fragment)], version)
         yield from (phase, tokens, refused, versions)
-        yield from self._doors(document["doors"], job)
+        yield from self._tls(document["tls"], job)
 
     def _slots(self, document: dict[str, Any], job: str) -> Iterator[Metric]:
         columns = {

@@ -59,10 +59,10 @@ def status(engine: Engine) -> dict[str, Any]:
     document |= {
         "bytes_up": engine.bytes_up,
         "bytes_down": engine.bytes_down,
-        "regions": engine.traffic.rows(engine.sessions.doors.gate),
+        "regions": engine.traffic.rows(engine.sessions.doors.listener),
         "refused": dict(engine.refused),
         "sessions": engine.sessions.count,
-        "doors": engine.sessions.doors.status(),
+        "tls": engine.sessions.doors.status(),
         "store_problem": engine.problem,
         "seconds": engine.seconds,
         "events": list(engine.events),
@@ -97,7 +97,7 @@ def present_report(engine: Engine) -> dict[str, Any]:
         "learners": engine.traffic.with_slots(reported["learners"]),
         "bytes_up": engine.bytes_up,
         "bytes_down": engine.bytes_down,
-        "regions": engine.traffic.rows(engine.sessions.doors.gate),
+        "regions": engine.traffic.rows(engine.sessions.doors.listener),
         "faults": [],
         "syncer": {"epoch": engine.epoch, "restarts": engine.epoch - 1, "peak_rss_bytes": peak_rss_bytes()},
     }

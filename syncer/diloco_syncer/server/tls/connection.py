@@ -1,10 +1,13 @@
-"""One TLS connection of the gate: the handshake, then bytes between it and the gRPC server inside.
+"""One TLS connection: the handshake, then bytes between the peer and the gRPC server behind the listener.
 
-No transports and no tasks: two sockets, an ``ssl.SSLObject`` over memory, and callbacks of
-the loop. Buffers for reading are shared by all links of a gate, because a callback
-leaves nothing in them. Each link counts the bytes of its outer socket, once a call.
-Back-pressure: while one side does not take what the other sent, the other is not read; so
-a link holds at most a buffer's worth in each direction.
+A connection has two sockets: ``front`` towards the peer, with TLS, and ``back`` towards the gRPC
+server, in plain text. It uses no transports and no tasks, only an ``ssl.SSLObject`` over memory and
+callbacks of the event loop. All connections of a listener share the buffers for reading, because a
+callback leaves nothing in them.
+
+Back-pressure: while one side does not take what the other sent, the other is not read. So a
+connection holds at most a buffer's worth in each direction. It counts the bytes of its front socket
+once a callback.
 """
 
 from __future__ import annotations
@@ -15,42 +18,57 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from diloco_syncer.server.tls.listener import Gate
+from typing import Protocol
 
 log = logging.getLogger(__name__)
 
 BUFFER = 256 << 10
 _LINGER_SECONDS = 5.0  # for what is still to be sent when one side has ended
 _TLS_HANDSHAKE = 22  # the first byte of everything that begins as TLS
-# OpenSSL's numbers for why a certificate was not believed.
+# OpenSSL's numbers for why a certificate was not accepted.
 _EXPIRED, _NOT_YET, _PURPOSE = 10, 9, 26
-_STRANGER = frozenset({2, 18, 19, 20, 21, 24})  # no chain to our authority; 24: issued by no authority
+_STRANGER = frozenset({2, 18, 19, 20, 21, 24})  # no chain to our authority; 24: its issuer is no authority
 
 
-class Refused(Exception):
-    """The handshake failed, or its outcome is not to be let in; a fixed word and a sentence."""
+class HandshakeRefused(Exception):
+    """A handshake failed, or its certificate is not accepted; ``reason`` is a fixed word, the message a sentence."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
 
 
-class Buffers:
-    """For reading, shared by all links of a loop."""
+class ReadBuffers:
+    """Two buffers for reading, shared by all connections of one event loop."""
 
     def __init__(self) -> None:
         self.wire = memoryview(bytearray(BUFFER))
         self.plain = memoryview(bytearray(BUFFER))
 
 
-class Link:
+class ConnectionOwner(Protocol):
+    """What a connection asks of the listener that accepted it."""
+
+    buffers: ReadBuffers
+
+    def accept_connection(self, connection: TlsConnection, tls: ssl.SSLObject) -> tuple[str, socket.socket]:
+        """Judge a finished handshake; returns the connection's name and a socket to the gRPC server.
+
+        Raises ``HandshakeRefused``.
+        """
+
+    def handshake_ended(self, connection: TlsConnection, refused: HandshakeRefused | None) -> None:
+        """A handshake ended and the connection was not accepted; None: for no reason of ours."""
+
+    def connection_closed(self, connection: TlsConnection) -> None:
+        """Both sockets of the connection are closed."""
+
+
+class TlsConnection:
     """One accepted connection until it ends."""
 
-    def __init__(self, gate: Gate, front: socket.socket, context: ssl.SSLContext, address: str) -> None:
-        self._gate = gate
+    def __init__(self, owner: ConnectionOwner, front: socket.socket, context: ssl.SSLContext, address: str) -> None:
+        self._owner = owner
         self._front = front
         self.address = address
         self._loop = asyncio.get_running_loop()
@@ -58,14 +76,14 @@ class Link:
         self._out = ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._in, self._out, server_side=True)
         self._back: socket.socket | None = None
-        self._up = b""  # not taken by the server inside yet
+        self._up = b""  # not taken by the gRPC server yet
         self._down = b""  # not taken by the peer yet
         self._heard = self._ending = self._closed = False
-        self.key = ""  # the server's name for this connection, once it is let in
+        self.key = ""  # gRPC's name for this connection, once it is accepted
         self.received = self.sent = 0  # bytes at the outer socket, as TLS has them
-        self.place = ""  # whose they are (traffic.py)
-        self.counted = (0, 0)  # of them, those that were another's before
-        self._loop.add_reader(front, self._safely, self._shake)
+        self.place = ""  # where they are counted: a region mostly (traffic.py)
+        self.counted = (0, 0)  # of them, those that were counted for another place before
+        self._loop.add_reader(front, self._safely, self._handshake)
 
     def _safely(self, what: Callable[[], None]) -> None:
         """A fault of ours costs this connection, and no other."""
@@ -77,8 +95,8 @@ class Link:
 
     # ------------------------------------------------------------- the handshake
 
-    def _shake(self) -> None:
-        wire = self._gate.buffers.wire
+    def _handshake(self) -> None:
+        wire = self._owner.buffers.wire
         try:
             count = self._front.recv_into(wire)
         except BlockingIOError:
@@ -86,12 +104,12 @@ class Link:
         except OSError:
             count = 0
         if not count:
-            # A probe that only connects is no refusal; whoever began and left may have refused us.
-            self._give_up(Refused("broken-off", "the peer left in the handshake") if self._heard else None)
+            # A probe that only connects is no refusal; a peer that began and left may have refused us.
+            self._give_up(HandshakeRefused("broken-off", "the peer left in the handshake") if self._heard else None)
             return
         try:
             if not self._heard and wire[0] != _TLS_HANDSHAKE:
-                raise Refused("not-tls", "what came is not TLS")
+                raise HandshakeRefused("not-tls", "what came is not TLS")
             self._heard = True
             self.received += count
             self._in.write(wire[:count])
@@ -101,10 +119,10 @@ class Link:
                 self._flush_out()
                 return
             except ssl.SSLError as error:
-                raise _explained(error) from error
+                raise _explain_failure(error) from error
             self._flush_out()
-            self.key, self._back = self._gate.admit(self, self._tls)
-        except Refused as refused:
+            self.key, self._back = self._owner.accept_connection(self, self._tls)
+        except HandshakeRefused as refused:
             self._give_up(refused)
             return
         self._loop.remove_reader(self._front)
@@ -112,16 +130,16 @@ class Link:
         self._loop.add_reader(self._back, self._safely, self._back_readable)
         self._decrypt()
 
-    def _give_up(self, refused: Refused | None) -> None:
+    def _give_up(self, refused: HandshakeRefused | None) -> None:
         self._flush_out()  # the alert, which tells the peer why
-        self._gate.left(self, refused)
+        self._owner.handshake_ended(self, refused)
         self.close()
 
     # ------------------------------------------------------------- the peer's bytes, in
 
     def _front_readable(self) -> None:
         try:
-            count = self._front.recv_into(self._gate.buffers.wire)
+            count = self._front.recv_into(self._owner.buffers.wire)
         except BlockingIOError:
             return
         except OSError:
@@ -130,12 +148,12 @@ class Link:
             self._end()
             return
         self.received += count
-        self._in.write(self._gate.buffers.wire[:count])
+        self._in.write(self._owner.buffers.wire[:count])
         self._decrypt()
 
     def _decrypt(self) -> None:
-        """Hand on what can be decrypted; stops at what the server inside does not take."""
-        plain, ended = self._gate.buffers.plain, False
+        """Pass on what can be decrypted; stops at what the gRPC server does not take."""
+        plain, ended = self._owner.buffers.plain, False
         while not (self._up or ended or self._closed):
             filled = 0
             try:
@@ -189,7 +207,7 @@ class Link:
 
     def _back_readable(self) -> None:
         assert self._back is not None
-        wire = self._gate.buffers.wire
+        wire = self._owner.buffers.wire
         try:
             count = self._back.recv_into(wire)
         except BlockingIOError:
@@ -245,7 +263,7 @@ class Link:
         self._down = data[sent:]
 
     def _flush_out(self) -> None:
-        """Of the handshake: small, so a peer that does not take it at once is left."""
+        """Send the handshake's answer. It is small: a peer that does not take it at once loses it."""
         with contextlib.suppress(OSError):
             while self._out.pending:
                 self.sent += self._front.send(self._out.read())
@@ -253,7 +271,7 @@ class Link:
     # ------------------------------------------------------------- the end
 
     def _end(self) -> None:
-        """One side has ended: what the other has not taken yet is still sent to it, for a while."""
+        """One side has ended: go on sending what the other has not taken yet, for at most 5 s."""
         if self._ending or self._closed:
             return
         self._ending = True
@@ -275,27 +293,27 @@ class Link:
                 self._loop.remove_reader(each)
                 self._loop.remove_writer(each)
                 each.close()
-        self._gate.gone(self)
+        self._owner.connection_closed(self)
 
 
-def _explained(error: ssl.SSLError) -> Refused:
-    """What OpenSSL says of a failed handshake, as a word."""
+def _explain_failure(error: ssl.SSLError) -> HandshakeRefused:
+    """The refusal for what OpenSSL says of a failed handshake."""
     reason = (error.reason or "").upper()
     if isinstance(error, ssl.SSLCertVerificationError):
         words = error.verify_message
         if error.verify_code == _EXPIRED:
-            return Refused("expired", "the certificate has expired: renew it")
+            return HandshakeRefused("expired", "the certificate has expired: renew it")
         if error.verify_code == _NOT_YET:
-            return Refused("not-yet-valid", "the certificate is not valid yet: look at both clocks")
+            return HandshakeRefused("not-yet-valid", "the certificate is not valid yet: look at both clocks")
         if error.verify_code == _PURPOSE:
-            return Refused("wrong-role", "the certificate is not for a client (extended key usage)")
+            return HandshakeRefused("wrong-role", "the certificate is not for a client (extended key usage)")
         if error.verify_code in _STRANGER:
-            return Refused("stranger", f"the certificate is of another authority: {words}")
-        return Refused("bad-certificate", f"the certificate is not believed: {words}")
+            return HandshakeRefused("stranger", f"the certificate is of another authority: {words}")
+        return HandshakeRefused("bad-certificate", f"the certificate is not believed: {words}")
     if "PEER_DID_NOT_RETURN_A_CERTIFICATE" in reason:
-        return Refused("no-certificate", "a client without a certificate")
+        return HandshakeRefused("no-certificate", "a client without a certificate")
     if "ALERT" in reason:
-        return Refused("distrusted", f"the peer does not believe this syncer's certificate: {reason.lower()}")
+        return HandshakeRefused("distrusted", f"the peer does not believe this syncer's certificate: {reason.lower()}")
     if reason in ("UNSUPPORTED_PROTOCOL", "NO_SHARED_CIPHER", "NO_APPLICATION_PROTOCOL", "VERSION_TOO_LOW"):
-        return Refused("other-tls", f"TLS 1.3 with HTTP/2 is spoken here: {reason.lower()}")
-    return Refused("not-tls", f"what came is not a TLS handshake: {(reason or str(error)).lower()[:120]}")
+        return HandshakeRefused("other-tls", f"TLS 1.3 with HTTP/2 is spoken here: {reason.lower()}")
+    return HandshakeRefused("not-tls", f"what came is not a TLS handshake: {(reason or str(error)).lower()[:120]}")

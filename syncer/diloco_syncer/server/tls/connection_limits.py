@@ -1,29 +1,28 @@
-"""What one certificate may have at once and per minute, and what was refused. Plain code: time is given.
+"""What one certificate may have at once and per minute; which refusals are counted and logged.
 
-Theory of operation
--------------------
-Limits hang on the certificate (its SHA-256 fingerprint) and never on an address: behind a
-node port or a load balancer all connections come from one. How many learners a
-certificate stands for follows from the regions that it names, and every limit is a
-multiple of that:
+Theory of operation. Limits hang on the certificate (its SHA-256 fingerprint) and never on an
+address: behind a node port or a load balancer all connections come from one address. How many
+learners a certificate stands for follows from the regions that it names, and every limit is a
+multiple of that number:
 
-- sessions: twice its learners and a few, since a learner that was cut off joins again
-  before its old stream is noticed to be dead;
-- joins: a bucket that holds two for each second and learner of a minute's half, and is
-  filled at that rate. A learner in trouble tries about once a second;
-- connections: a learner has a control and four bulk connections, and as many old ones may
-  not be noticed dead yet.
+- sessions: twice its learners and a few, since a learner that was cut off joins again before its
+  old stream is noticed to be dead;
+- joins: a token bucket that is refilled with two joins a second and learner, and holds half a
+  minute of that. A learner in trouble tries about once a second;
+- connections: a learner has one control and four bulk connections, and as many old ones may not
+  have been noticed dead yet.
 
-Plaintext connections and certificates that name nobody count as one certificate for the
-whole job.
+Example: a certificate for a region of 10 learners may have 38 sessions (the evaluator counts as
+one more learner). Plaintext connections and certificates that name no party count as one
+certificate for the whole job.
 
-A Join carries ``attempt``, which rises with each Join of a process. Who sends one again
-(a replay: the same bytes on another connection) is refused, before anything happens to the
-process that said it first. The highest attempts of the ``MAX_PROCESSES`` processes heard
-of last are remembered.
+A Join carries ``attempt``, which rises with each Join of a process. A Join whose attempt is not
+higher than the highest heard is a replay (the same bytes on another connection); it is refused
+before it can affect the process that sent the original. The highest attempts of the
+``MAX_PROCESSES`` processes heard of last are remembered.
 
-Refusals are counted by reason, and at most one per reason and ``SAY_SECONDS`` is logged, so
-that a flood fills no disk.
+Refusals are counted by reason, and at most one per reason and ``LOG_SECONDS`` is logged, so that a
+flood fills no disk. No I/O; the time is an argument.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from diloco_protocol.security.identity import NOBODY, Names
 
 MAX_CERTIFICATES = 4096
 MAX_PROCESSES = 65_536
-SAY_SECONDS = 10.0
+LOG_SECONDS = 10.0
 SPARE_SESSIONS, SPARE_JOINS, SPARE_CONNECTIONS = 16, 60, 64
 JOINS_PER_SECOND = 2.0  # and learner
 
@@ -55,7 +54,7 @@ REPLAYED = "replayed"
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Who is at a connection's other end. ``fingerprint`` empty: plaintext."""
+    """The other end of a connection. ``fingerprint`` empty: plaintext."""
 
     fingerprint: str = ""
     names: Names = NOBODY
@@ -68,8 +67,8 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Of one certificate. ``joins``: at once; ``per_second``: as the bucket fills."""
+class Allowance:
+    """The limits of one certificate. ``joins``: size of the token bucket; ``per_second``: its refill rate."""
 
     sessions: int
     joins: float
@@ -77,18 +76,18 @@ class Limits:
     connections: int
 
 
-def limits(regions: Mapping[str, int], names: Names) -> Limits:
-    """``regions``: learners (and spares) by region, of the whole job."""
+def allowance_of(regions: Mapping[str, int], names: Names) -> Allowance:
+    """The limits of a certificate with these names. ``regions``: learners and spares by region, of the whole job."""
     named = {one.region for one in names}
     every = not named or "" in named
     # The evaluator comes with a learner's certificate.
     count = 1 + sum(learners for region, learners in regions.items() if every or region in named)
     rate = JOINS_PER_SECOND * count
-    return Limits(2 * count + SPARE_SESSIONS, 30 * rate + SPARE_JOINS, rate, 10 * count + SPARE_CONNECTIONS)
+    return Allowance(2 * count + SPARE_SESSIONS, 30 * rate + SPARE_JOINS, rate, 10 * count + SPARE_CONNECTIONS)
 
 
-class Guards:
-    """Counts by certificate, and the replay memory. All methods belong to one thread."""
+class ConnectionLimits:
+    """Counts by certificate, and the attempts seen. Only one thread may call the methods."""
 
     def __init__(self, regions: Mapping[str, int]) -> None:
         self._regions = dict(regions)
@@ -96,9 +95,9 @@ class Guards:
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # joins left, as of when
         self._attempts: OrderedDict[str, int] = OrderedDict()
 
-    def join(self, peer: Peer, now: float) -> str | None:
-        """A session begins with a Join; the reason why it may not. ``now``: monotonic seconds."""
-        allowed, key = limits(self._regions, peer.names), peer.fingerprint
+    def admit_join(self, peer: Peer, now: float) -> str | None:
+        """Count a Join; returns the reason why its session may not begin, or None. ``now``: monotonic seconds."""
+        allowed, key = allowance_of(self._regions, peer.names), peer.fingerprint
         left, then = self._buckets.get(key, (allowed.joins, now))
         left = min(allowed.joins, left + max(0.0, now - then) * allowed.per_second)
         refused = left < 1
@@ -110,17 +109,18 @@ class Guards:
             return TOO_MANY_JOINS
         return TOO_MANY_SESSIONS if self._sessions[key] >= allowed.sessions else None
 
-    def opened(self, peer: Peer) -> None:
-        """A session of this peer is open; ``closed`` follows."""
+    def session_opened(self, peer: Peer) -> None:
+        """Count a session of this peer; ``session_closed`` must follow."""
         self._sessions[peer.fingerprint] += 1
 
-    def closed(self, peer: Peer) -> None:
+    def session_closed(self, peer: Peer) -> None:
+        """A session that was counted has ended."""
         self._sessions[peer.fingerprint] -= 1
         if not self._sessions[peer.fingerprint]:
             del self._sessions[peer.fingerprint]
 
-    def fresh(self, process: str, attempt: int) -> bool:
-        """Whether this Join was not heard before. Attempts of 0 are not counted (an older learner)."""
+    def is_new_attempt(self, process: str, attempt: int) -> bool:
+        """Whether this attempt of the process is higher than all before. Attempt 0 means: not numbered."""
         if attempt:
             if attempt <= self._attempts.get(process, 0):
                 return False
@@ -131,18 +131,18 @@ class Guards:
         return True
 
 
-class Refusals:
-    """How many were refused, and which of them to log. One instance per thread."""
+class RefusalCounter:
+    """Counts refusals by reason, and says which of them to log. One instance per thread."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self._said: dict[str, tuple[float, int]] = {}  # when a line was written, and the count then
+        self._logged: dict[str, tuple[float, int]] = {}  # when a line was written, and the count then
 
-    def note(self, reason: str, now: float) -> int | None:
-        """Count one. None: not to be logged; else how many were not since the last line."""
+    def count_refusal(self, reason: str, now: float) -> int | None:
+        """Count a refusal. None: do not log it; else log it, and this many before it were not logged."""
         self.counts[reason] += 1
-        then, count = self._said.get(reason, (-SAY_SECONDS, 0))
-        if now - then < SAY_SECONDS:
+        then, count = self._logged.get(reason, (-LOG_SECONDS, 0))
+        if now - then < LOG_SECONDS:
             return None
-        self._said[reason] = (now, self.counts[reason])
+        self._logged[reason] = (now, self.counts[reason])
         return self.counts[reason] - count - 1

@@ -1,30 +1,28 @@
-"""The gate: where mutual TLS ends, and who comes in is known.
+"""The sync port of a syncer with credentials: mutual TLS ends here, and the peer becomes known.
 
-Theory of operation
--------------------
-gRPC's own TLS tells nobody why a handshake failed, bounds no handshakes, and shows no
-reason in metrics. So where credentials are given the syncer's sync port is the gate's: a
-thread with a loop of its own accepts, makes the TLS handshake (``link``), judges the
-certificate (``diloco_protocol.security.identity``) and only then connects to the gRPC server,
-which listens on a unix socket in a directory of this process' user alone. Each such
-connection is bound to a name that nobody can guess; gRPC shows it as the call's peer, and
-``peer`` says whose certificate it was. A handshake costs the training job nothing but this
-thread's time.
+Theory of operation. gRPC's own TLS does not say why a handshake failed, bounds no handshakes, and
+shows no reason in metrics. So with credentials this listener owns the sync port. A thread with its
+own event loop accepts, makes the TLS handshake (connection.py), judges the certificate
+(``diloco_protocol.security.identity``) and only then connects to the gRPC server, which listens on a
+unix socket in a directory that only this user may enter.
 
-- **Rotation.** The files are looked at when somebody connects, at most once a second.
-  If they have changed, new connections get the new certificate, authority and join token;
-  those that are open stay. What cannot be used (half of a change, a key that does not fit)
-  leaves the old in force, and is said. A join token that was replaced is accepted for
-  ``TOKEN_SECONDS`` more, since a learner shows the one that it connected with.
-- **Bounds.** ``MAX_HANDSHAKES`` connections that have not proven anything yet, each for
-  ``HANDSHAKE_SECONDS``; one more pushes out the oldest. So while somebody floods the port a
-  handshake has that many arrivals' time, which is enough for an honest one, whatever
-  address it comes from. A certificate has its share of connections (``guards``), and all
-  together ``MAX_CONNECTIONS``.
-- **Bytes** of those who were let in are summed up by place, a region mostly (``traffic``): each
-  link counts its own, and they are added where somebody asks or a link ends.
-- **Refusals** are counted by reason and logged, not more often than one a reason and ten
-  seconds. The peer gets TLS's alert where there is one.
+Each of these inner connections is bound to a random name. gRPC reports that name as the call's peer,
+and ``find_peer`` maps it to the certificate: so a call is known by the certificate of its connection.
+A handshake costs the training job nothing but this thread's time.
+
+- **Rotation.** When a peer connects the credential files are looked at, at most once a second. If
+  they have changed, new connections get the new certificate, authority and join token; open ones
+  stay. Files that cannot be used (half of a change, a key that does not fit) leave the old ones in
+  force and are logged. A join token that was replaced is accepted for ``TOKEN_SECONDS`` more, since
+  a learner shows the token that it connected with.
+- **Bounds.** ``MAX_HANDSHAKES`` connections that have proven nothing yet, each for
+  ``HANDSHAKE_SECONDS``; one more pushes out the oldest. So while the port is flooded a handshake has
+  the time of that many arrivals, enough for an honest peer, whatever address it comes from. A
+  certificate has its share of connections (connection_limits.py), all together ``MAX_CONNECTIONS``.
+- **Bytes** are summed up by place, mostly a region (traffic.py). Each connection counts its own; they
+  are added up when they are asked for or a connection closes.
+- **Refusals** are counted by reason, and logged at most once a reason and ten seconds. The peer gets
+  TLS's alert where there is one.
 """
 
 from __future__ import annotations
@@ -49,8 +47,8 @@ from typing import Any
 from diloco_protocol.common.http_server import listening_socket, split_address
 from diloco_protocol.security import identity
 from diloco_protocol.security.credentials import Credentials, CredentialsError, ListenError
-from diloco_syncer.server.tls.connection import Buffers, Link, Refused
-from diloco_syncer.server.tls.connection_limits import TOO_MANY_CONNECTIONS, Peer, Refusals, limits
+from diloco_syncer.server.tls.connection import HandshakeRefused, ReadBuffers, TlsConnection
+from diloco_syncer.server.tls.connection_limits import TOO_MANY_CONNECTIONS, Peer, RefusalCounter, allowance_of
 
 log = logging.getLogger(__name__)
 
@@ -58,36 +56,36 @@ MAX_HANDSHAKES = 256
 HANDSHAKE_SECONDS = 10.0
 MAX_CONNECTIONS = 8192
 TOKEN_SECONDS = 600.0
-_LOOK_SECONDS = 1.0
+_RELOAD_SECONDS = 1.0
 _BACKLOG = 1024
 _AT_ONCE = 64  # accepted before others have their turn
 
 
-class Keeper:
-    """The credentials in force: those of the files, as they are now."""
+class CredentialReloader:
+    """The credentials in force; follows changes of their files."""
 
     def __init__(self, credentials: Credentials, job: str) -> None:
         """Raises ``CredentialsError`` if they are not this job's syncer's."""
         self.credentials = credentials
         self._job = job
-        self.mine, self.context = self._made(credentials)
+        self.own_names, self.context = self._load(credentials)
         self.expires = credentials.expires()  # wall-clock seconds
         self._seen = credentials.signature()
-        self._looked = time.monotonic()
+        self._checked = time.monotonic()
         self._before: tuple[Credentials, float] | None = None
         self._problem = ""
 
-    def look(self, now: float) -> None:
-        """Take what has changed in the files. Never fails."""
-        if now - self._looked < _LOOK_SECONDS:
+    def reload_if_changed(self, now: float) -> None:
+        """Load the files again if they have changed; raises nothing. ``now``: monotonic seconds."""
+        if now - self._checked < _RELOAD_SECONDS:
             return
-        self._looked = now
+        self._checked = now
         seen = self.credentials.signature()
         if seen == self._seen or not seen:
             return
         try:
             fresh = Credentials.from_directory(self.credentials.directory)
-            mine, context = self._made(fresh)
+            mine, context = self._load(fresh)
         except CredentialsError as error:
             if str(error) != self._problem:
                 log.error("the credentials have changed and cannot be used, the old ones stay: %s", error)
@@ -98,12 +96,12 @@ class Keeper:
         self._seen = seen
         self._problem = ""
         self.credentials = fresh
-        self.mine = mine
+        self.own_names = mine
         self.context = context
         self.expires = fresh.expires()
         log.info("the credentials have changed: new connections get the new ones")
 
-    def admits(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
+    def accepts_token(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
         """Whether a call knows the join token, or the one before it."""
         shown = tuple(metadata or ())
         if self.credentials.admits(shown):
@@ -111,7 +109,7 @@ class Keeper:
         before = self._before
         return before is not None and time.monotonic() < before[1] and before[0].admits(shown)
 
-    def _made(self, credentials: Credentials) -> tuple[identity.Names, ssl.SSLContext]:
+    def _load(self, credentials: Credentials) -> tuple[identity.Names, ssl.SSLContext]:
         try:
             mine = identity.own_syncer(credentials.names(), self._job)
         except identity.IdentityError as error:
@@ -123,7 +121,7 @@ def _context(credentials: Credentials) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
-    # A resumed session would bring a certificate that nobody has looked at today.
+    # A resumed session would bring a certificate that was not checked today.
     context.num_tickets = 0
     context.set_alpn_protocols(["h2"])
     folder = credentials.directory
@@ -141,36 +139,36 @@ def _context(credentials: Credentials) -> ssl.SSLContext:
     return context
 
 
-class Gate:
-    """The sync port of a syncer with credentials."""
+class TlsListener:
+    """Accepts TLS connections in a thread of its own and passes their bytes to the gRPC server."""
 
     def __init__(self, credentials: Credentials, job: str, regions: Mapping[str, int]) -> None:
         """``regions``: learners and spares of each. Raises ``CredentialsError``."""
-        self.keeper = Keeper(credentials, job)
-        self.buffers = Buffers()
-        self.refusals = Refusals()
+        self.reloader = CredentialReloader(credentials, job)
+        self.buffers = ReadBuffers()
+        self.refusals = RefusalCounter()
         self._job = job
         self._regions = dict(regions)
         self._folder = tempfile.TemporaryDirectory(prefix="diloco-")  # 0700
-        self._inside = str(Path(self._folder.name) / "sync")
+        self._server_path = str(Path(self._folder.name) / "sync")
         self._listening: socket.socket | None = None
-        self._handshakes: dict[Link, float] = {}  # until when; in order
-        self._open: dict[Link, Peer] = {}
-        self._links: dict[str, Link] = {}  # by gRPC's name of the connection
-        self._carried: dict[str, tuple[int, int]] = {}  # by place, bytes in and out of links that are closed
-        # Links end in the gate's thread while the syncer's adds up: none may be counted twice or not at all.
+        self._handshakes: dict[TlsConnection, float] = {}  # until when; in order
+        self._open: dict[TlsConnection, Peer] = {}
+        self._by_peer: dict[str, TlsConnection] = {}  # by gRPC's name of the connection
+        self._closed_bytes: dict[str, tuple[int, int]] = {}  # by place, bytes in and out of connections that are closed
+        # Connections close in the listener's thread while the syncer's sums up: each is counted exactly once.
         self._counting = threading.Lock()
         self._by_certificate: Counter[str] = Counter()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="diloco-gate", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="diloco-tls", daemon=True)
         self._stopping = asyncio.Event()
 
     # ------------------------------------------------------------- from the syncer's loop
 
     @property
-    def inside(self) -> str:
-        """Where the gRPC server shall listen."""
-        return f"unix:{self._inside}"
+    def server_address(self) -> str:
+        """The address at which the gRPC server must listen."""
+        return f"unix:{self._server_path}"
 
     @property
     def handshakes(self) -> int:
@@ -182,12 +180,11 @@ class Gate:
 
     @property
     def earliest_expiry(self) -> float | None:
-        """When the first certificate of those that are connected expires, wall-clock seconds; None: nobody
-        is connected."""
+        """When the first certificate of the connected peers expires, wall-clock seconds; None: no peer is connected."""
         return min((peer.expires for peer in list(self._open.values())), default=None)
 
     def bind(self, address: str) -> int:
-        """Listen; who connects waits until ``start``. Returns the port. Raises ``ListenError``."""
+        """Bind and listen; peers wait until ``start``. Returns the port. Raises ``ListenError``."""
         try:
             self._listening = listening_socket(*split_address(address, "--listen"))
         except OSError as error:
@@ -197,35 +194,37 @@ class Gate:
         return int(self._listening.getsockname()[1])
 
     def start(self) -> None:
-        """Let people in; the gRPC server serves."""
+        """Start to accept. The gRPC server must be serving."""
         self._thread.start()
 
-    def peer(self, called: str) -> Peer | None:
-        """Who makes a call, by gRPC's word for the peer; None: it is gone, or never came through here."""
-        link = self._links.get(called)
-        return None if link is None else self._open.get(link)
+    def find_peer(self, called: str) -> Peer | None:
+        """The peer of a call, by gRPC's name for it; None: its connection is closed, or never came through here."""
+        connection = self._by_peer.get(called)
+        return None if connection is None else self._open.get(connection)
 
-    def belongs(self, called: str, place: str) -> None:
-        """The connection on which a call comes is of that place from now on. What it has carried stays
-        where it was counted: a counter never falls."""
-        link = self._links.get(called)
-        if link is None or link.place == place:
+    def assign_place(self, called: str, place: str) -> None:
+        """Count the bytes of a call's connection for ``place`` from now on; ``called``: gRPC's name of the peer.
+
+        What the connection has carried before stays where it was counted: counters never decrease.
+        """
+        connection = self._by_peer.get(called)
+        if connection is None or connection.place == place:
             return
         with self._counting:
-            counted = link.received, link.sent
-            _add(self._carried, link)
-            link.counted, link.place = counted, place
+            counted = connection.received, connection.sent
+            _add(self._closed_bytes, connection)
+            connection.counted, connection.place = counted, place
 
-    def carried(self) -> dict[str, tuple[int, int]]:
-        """By place, bytes that came in and went out since this gate was made, as TLS has them."""
+    def bytes_by_place(self) -> dict[str, tuple[int, int]]:
+        """By place, (bytes received, bytes sent) since this listener was made, TLS included."""
         with self._counting:
-            sums = dict(self._carried)
-            for link in self._open:
-                _add(sums, link)
+            sums = dict(self._closed_bytes)
+            for connection in self._open:
+                _add(sums, connection)
         return sums
 
     def stop(self) -> None:
-        """Close everything; blocks for a moment."""
+        """Close all connections and end the thread; blocks for a moment."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join(5.0)
@@ -249,21 +248,21 @@ class Gate:
             try:
                 self._expire(time.monotonic())
             except Exception:
-                log.exception("a fault of this program, at the gate")
+                log.exception("a fault of this program, in the TLS listener")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.5):
                     await self._stopping.wait()
         self._loop.remove_reader(self._listening)
         self._listening.close()
-        for link in [*self._handshakes, *self._open]:
-            link.close()
+        for connection in [*self._handshakes, *self._open]:
+            connection.close()
 
     def _expire(self, now: float) -> None:
         while self._handshakes and (oldest := next(iter(self._handshakes))):
             if self._handshakes[oldest] > now:
                 return
-            refused = Refused("handshake-timeout", f"no handshake within {HANDSHAKE_SECONDS:.0f} s")
-            self.left(oldest, refused)
+            refused = HandshakeRefused("handshake-timeout", f"no handshake within {HANDSHAKE_SECONDS:.0f} s")
+            self.handshake_ended(oldest, refused)
             oldest.close()
 
     def _accept(self) -> None:
@@ -275,92 +274,98 @@ class Gate:
                 return
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    self._short(error)
+                    self._shed_load(error)
                     return
-                continue  # that one has left already
+                continue  # the peer has left already
             now = time.monotonic()
             if len(self._handshakes) >= MAX_HANDSHAKES:
                 oldest = next(iter(self._handshakes))
-                self.left(oldest, Refused("handshake-flood", f"{MAX_HANDSHAKES} others at once"))
+                self.handshake_ended(oldest, HandshakeRefused("handshake-flood", f"{MAX_HANDSHAKES} others at once"))
                 oldest.close()
-            self.keeper.look(now)
+            self.reloader.reload_if_changed(now)
             front.setblocking(False)
             front.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             address = f"{where[0]}:{where[1]}"
-            self._handshakes[Link(self, front, self.keeper.context, address)] = now + HANDSHAKE_SECONDS
+            self._handshakes[TlsConnection(self, front, self.reloader.context, address)] = now + HANDSHAKE_SECONDS
 
-    def _short(self, error: OSError) -> None:
-        """Of file descriptors, most likely: those who wait longest go, and others wait a little."""
-        for link in list(self._handshakes)[:_AT_ONCE]:
-            self.left(link, Refused("no-room", f"this process has no room: {error.strerror}"))
-            link.close()
+    def _shed_load(self, error: OSError) -> None:
+        """File descriptors or memory ran out: end the oldest handshakes, and pause accepting for 0.2 s."""
+        for connection in list(self._handshakes)[:_AT_ONCE]:
+            self.handshake_ended(connection, HandshakeRefused("no-room", f"this process has no room: {error.strerror}"))
+            connection.close()
         listening = self._listening
         assert listening is not None
         self._loop.remove_reader(listening)
         self._loop.call_later(0.2, lambda: self._stopping.is_set() or self._loop.add_reader(listening, self._accept))
 
-    # ------------------------------------------------------------- from links
+    # ------------------------------------------------------------- called by connections
 
-    def admit(self, link: Link, tls: ssl.SSLObject) -> tuple[str, socket.socket]:
-        """The handshake is done: judge the certificate, and connect. Raises ``Refused``."""
+    def accept_connection(self, connection: TlsConnection, tls: ssl.SSLObject) -> tuple[str, socket.socket]:
+        """Judge the certificate of a finished handshake, and connect to the gRPC server.
+
+        Returns gRPC's name for the connection and the socket. Raises ``HandshakeRefused``.
+        """
         if tls.selected_alpn_protocol() != "h2":
-            raise Refused("other-tls", "TLS 1.3 with HTTP/2 is spoken here")
+            raise HandshakeRefused("other-tls", "TLS 1.3 with HTTP/2 is spoken here")
         shown, raw = tls.getpeercert() or {}, tls.getpeercert(binary_form=True) or b""
         alternatives: Any = shown.get("subjectAltName", ())
         try:
             names = identity.names_in(str(value) for kind, value in alternatives if kind == "URI")
         except identity.IdentityError as error:
-            raise Refused("bad-certificate", str(error)) from error
+            raise HandshakeRefused("bad-certificate", str(error)) from error
         expires = ssl.cert_time_to_seconds(str(shown["notAfter"])) if "notAfter" in shown else math.inf
-        peer = Peer(hashlib.sha256(raw).hexdigest(), names, link.address, expires)
-        objection = identity.objection_to_learner(self.keeper.mine, names, self._job)
+        peer = Peer(hashlib.sha256(raw).hexdigest(), names, connection.address, expires)
+        objection = identity.objection_to_learner(self.reloader.own_names, names, self._job)
         if objection is not None:
-            raise Refused(objection.reason, objection.message)
-        allowed = limits(self._regions, names).connections
+            raise HandshakeRefused(objection.reason, objection.message)
+        allowed = allowance_of(self._regions, names).connections
         if self._by_certificate[peer.fingerprint] >= allowed or len(self._open) >= MAX_CONNECTIONS:
-            raise Refused(TOO_MANY_CONNECTIONS, f"{peer}: more than {allowed} connections of one certificate")
+            raise HandshakeRefused(TOO_MANY_CONNECTIONS, f"{peer}: more than {allowed} connections of one certificate")
         name = f"diloco-{secrets.token_hex(16)}"
         back = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             back.setblocking(False)
             back.bind(f"\0{name}")
-            back.connect(self._inside)  # of this machine: at once, or its queue is full
+            back.connect(self._server_path)  # of this machine: at once, or its queue is full
         except OSError as error:
             back.close()
-            raise Refused("no-room", f"the server inside takes nobody: {error.strerror or error}") from error
-        self._handshakes.pop(link, None)
+            raise HandshakeRefused(
+                "no-room", f"the gRPC server accepts no connection: {error.strerror or error}"
+            ) from error
+        self._handshakes.pop(connection, None)
         named = {one.region for one in names if one.region in self._regions}
-        link.place = named.pop() if len(named) == 1 else ""
+        connection.place = named.pop() if len(named) == 1 else ""
         with self._counting:
-            self._open[link] = peer
-        self._links[f"unix-abstract:{name}"] = link
+            self._open[connection] = peer
+        self._by_peer[f"unix-abstract:{name}"] = connection
         self._by_certificate[peer.fingerprint] += 1
         return f"unix-abstract:{name}", back
 
-    def left(self, link: Link, refused: Refused | None) -> None:
-        """A handshake ended without being let in."""
-        self._handshakes.pop(link, None)
+    def handshake_ended(self, connection: TlsConnection, refused: HandshakeRefused | None) -> None:
+        """A handshake ended and the connection was not accepted; ``refused`` None: there is nothing to count."""
+        self._handshakes.pop(connection, None)
         if refused is None:
             return
-        unsaid = self.refusals.note(refused.reason, time.monotonic())
+        unsaid = self.refusals.count_refusal(refused.reason, time.monotonic())
         if unsaid is not None:
             more = f" ({unsaid} like it before, not logged)" if unsaid else ""
-            log.warning("refused %s: %s: %s%s", link.address, refused.reason, refused, more)
+            log.warning("refused %s: %s: %s%s", connection.address, refused.reason, refused, more)
 
-    def gone(self, link: Link) -> None:
-        """A link is closed."""
-        self._handshakes.pop(link, None)
+    def connection_closed(self, connection: TlsConnection) -> None:
+        """Forget a closed connection; its bytes stay counted."""
+        self._handshakes.pop(connection, None)
         with self._counting:
-            peer = self._open.pop(link, None)
+            peer = self._open.pop(connection, None)
             if peer is not None:
-                _add(self._carried, link)
+                _add(self._closed_bytes, connection)
         if peer is not None:
-            self._links.pop(link.key, None)
+            self._by_peer.pop(connection.key, None)
             self._by_certificate[peer.fingerprint] -= 1
             if not self._by_certificate[peer.fingerprint]:
                 del self._by_certificate[peer.fingerprint]
 
 
-def _add(sums: dict[str, tuple[int, int]], link: Link) -> None:
-    received, sent = sums.get(link.place, (0, 0))
-    sums[link.place] = received + link.received - link.counted[0], sent + link.sent - link.counted[1]
+def _add(sums: dict[str, tuple[int, int]], connection: TlsConnection) -> None:
+    up, down = sums.get(connection.place, (0, 0))
+    up += connection.received - connection.counted[0]
+    sums[connection.place] = up, down + connection.sent - connection.counted[1]

@@ -1,4 +1,4 @@
-"""Bytes by region and slot: what the gate counts is what a socket carries, and counts outlive syncers."""
+"""Bytes by region and slot: what the listener counts is what a socket carries, and counts outlive syncers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.wire import channels
 from diloco_syncer.runtime.traffic import EVALUATOR, Traffic
 from diloco_syncer.server.pages.metrics import StatusCollector
-from diloco_syncer.server.tls.listener import Gate
+from diloco_syncer.server.tls.listener import TlsListener
 from parties import Parties
 
 pytestmark = pytest.mark.timeout(60)
@@ -55,29 +55,29 @@ class Counting:
 
 
 @contextlib.asynccontextmanager
-async def echoing(parties: Parties, traffic: Traffic) -> AsyncIterator[tuple[Gate, int]]:
-    """A gate before a server that echoes; a call of `Join` says whose the connection is."""
-    gate = Gate(Credentials.from_directory(parties.syncer()), parties.job, dict.fromkeys(traffic.regions, 2))
+async def echoing(parties: Parties, traffic: Traffic) -> AsyncIterator[tuple[TlsListener, int]]:
+    """A listener before a server that echoes; a call of `Join` says whose the connection is."""
+    listener = TlsListener(Credentials.from_directory(parties.syncer()), parties.job, dict.fromkeys(traffic.regions, 2))
     server = aio.server(options=channels.server_options())
-    port = gate.bind("127.0.0.1:0")
-    server.add_insecure_port(gate.inside)
+    port = listener.bind("127.0.0.1:0")
+    server.add_insecure_port(listener.server_address)
 
     async def echo(raw: bytes, context: Any) -> bytes:
         return raw
 
     async def join(raw: bytes, context: Any) -> bytes:
-        gate.belongs(context.peer(), traffic.place(raw.decode(), raw == EVALUATOR.encode()))
+        listener.assign_place(context.peer(), traffic.place(raw.decode(), raw == EVALUATOR.encode()))
         return b""
 
     methods = {"Echo": unary_unary_rpc_method_handler(echo), "Join": unary_unary_rpc_method_handler(join)}
     server.add_generic_rpc_handlers([method_handlers_generic_handler("T", methods)])
     await server.start()
-    gate.start()
+    listener.start()
     try:
-        yield gate, port
+        yield listener, port
     finally:
         await server.stop(0)
-        await asyncio.to_thread(gate.stop)
+        await asyncio.to_thread(listener.stop)
 
 
 async def talk(credentials: Path, port: int, size: int, join: str = "") -> None:
@@ -89,20 +89,20 @@ async def talk(credentials: Path, port: int, size: int, join: str = "") -> None:
         await channel.unary_unary("/T/Echo")(os.urandom(size), timeout=10)
 
 
-def parts(traffic: Traffic, gate: Gate | None) -> dict[str, tuple[int | None, int | None]]:
-    return {row["name"]: (row["wire_bytes_up"], row["wire_bytes_down"]) for row in traffic.rows(gate)}
+def parts(traffic: Traffic, listener: TlsListener | None) -> dict[str, tuple[int | None, int | None]]:
+    return {row["name"]: (row["wire_bytes_up"], row["wire_bytes_down"]) for row in traffic.rows(listener)}
 
 
-async def until_closed(gate: Gate) -> None:
+async def until_closed(listener: TlsListener) -> None:
     async with asyncio.timeout(10):
-        while gate.connections:
+        while listener.connections:
             await asyncio.sleep(0.01)
 
 
 async def test_the_gate_counts_what_sockets_carry_and_to_whom_it_belongs(tmp_path: Path) -> None:
     parties, traffic = Parties(tmp_path / "pki", "tiny"), Traffic(["eu", "us"])
     both = parties.other("both", [f"diloco://job/ns/tiny/learner/{region}" for region in ("eu", "us")])
-    async with echoing(parties, traffic) as (gate, port), contextlib.AsyncExitStack() as stack:
+    async with echoing(parties, traffic) as (listener, port), contextlib.AsyncExitStack() as stack:
         eu, us, named, hub = [await stack.enter_async_context(Counting(port)) for _ in range(4)]
         await asyncio.gather(
             talk(parties.learner("l-eu", "eu"), eu.port, 700_000),  # by its certificate
@@ -110,8 +110,8 @@ async def test_the_gate_counts_what_sockets_carry_and_to_whom_it_belongs(tmp_pat
             talk(both, named.port, 50_000),  # two, and it does not say
             talk(parties.learner("l-hub", "eu"), hub.port, 90_000, join=EVALUATOR),
         )
-        await until_closed(gate)
-        found = parts(traffic, gate)
+        await until_closed(listener)
+        found = parts(traffic, listener)
         for name, relay in (("eu", eu), ("us", us), ("", named), (EVALUATOR, hub)):
             # What came before a call told whose it is stays with the certificate's place.
             assert abs(found[name][0] - relay.up) < 10_000 and relay.up > 50_000, name
@@ -125,15 +125,15 @@ async def test_the_gate_counts_what_sockets_carry_and_to_whom_it_belongs(tmp_pat
             made = Credentials.from_directory(parties.learner("l-us", "us"))
             async with made.aio_channel(f"127.0.0.1:{us.port}", channels.channel_options()) as channel:
                 await channel.unary_unary("/T/Echo")(b"x" * 5000, timeout=10)
-                while parts(traffic, gate)["us"] != (us.up - unsaid[0], us.down - unsaid[1]):
+                while parts(traffic, listener)["us"] != (us.up - unsaid[0], us.down - unsaid[1]):
                     await asyncio.sleep(0.01)
         stranger = Parties(tmp_path / "other", "tiny").learner()
         with pytest.raises(aio.AioRpcError):
             await talk(stranger, eu.port, 10)
-        assert parts(traffic, gate)["eu"] == found["eu"]
+        assert parts(traffic, listener)["eu"] == found["eu"]
 
-        # The next syncer goes on from the state, whatever its own gate has seen.
-        state = json.loads(json.dumps(traffic.state(gate)))
+        # The next syncer goes on from the state, whatever its own listener has seen.
+        state = json.loads(json.dumps(traffic.state(listener)))
     after = Traffic(["eu", "us"])
     after.load(state)
     async with echoing(parties, after) as (second, port):

@@ -1,4 +1,4 @@
-"""Limits of a certificate, the replay memory, and what of many refusals is logged."""
+"""Allowance of a certificate, the replay memory, and what of many refusals is logged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from diloco_protocol.security.identity import name
 from diloco_syncer.server.tls import connection_limits as guards
-from diloco_syncer.server.tls.connection_limits import Guards, Peer, Refusals, limits
+from diloco_syncer.server.tls.connection_limits import ConnectionLimits, Peer, RefusalCounter, allowance_of
 
 REGIONS = {"eu-1": 10, "us-2": 2}
 EU = Peer("e" * 64, frozenset({name("ns", "tiny", "learner", "eu-1")}))
@@ -17,71 +17,71 @@ US = Peer("u" * 64, frozenset({name("ns", "tiny", "learner", "us-2")}))
 
 
 def test_limits_follow_the_regions_that_a_certificate_names() -> None:
-    eu, us = limits(REGIONS, EU.names), limits(REGIONS, US.names)
-    everybody = limits(REGIONS, frozenset({name("ns", "tiny", "learner")}))
+    eu, us = allowance_of(REGIONS, EU.names), allowance_of(REGIONS, US.names)
+    everybody = allowance_of(REGIONS, frozenset({name("ns", "tiny", "learner")}))
     assert (eu.sessions, us.sessions, everybody.sessions) == (38, 22, 42)
-    assert limits(REGIONS, frozenset()) == everybody
-    assert limits(REGIONS, EU.names | US.names).connections == 10 * 13 + guards.SPARE_CONNECTIONS
+    assert allowance_of(REGIONS, frozenset()) == everybody
+    assert allowance_of(REGIONS, EU.names | US.names).connections == 10 * 13 + guards.SPARE_CONNECTIONS
     assert us.joins > 60 * 2  # two learners that try about once a second are never held up
     # A region that the job does not have gets the evaluator's share and no more.
-    assert limits(REGIONS, frozenset({name("ns", "tiny", "learner", "no")})).sessions == 18
+    assert allowance_of(REGIONS, frozenset({name("ns", "tiny", "learner", "no")})).sessions == 18
 
 
 def test_one_certificates_flood_is_not_anothers() -> None:
-    held = Guards(REGIONS)
-    answers = Counter(held.join(US, 0.0) for _ in range(1000))
-    allowed = int(limits(REGIONS, US.names).joins)
+    held = ConnectionLimits(REGIONS)
+    answers = Counter(held.admit_join(US, 0.0) for _ in range(1000))
+    allowed = int(allowance_of(REGIONS, US.names).joins)
     assert answers == {None: allowed, guards.TOO_MANY_JOINS: 1000 - allowed}
-    assert held.join(EU, 0.0) is None
+    assert held.admit_join(EU, 0.0) is None
     # The bucket fills again, at its rate and up to its size.
-    rate = limits(REGIONS, US.names).per_second
-    assert [held.join(US, 1.0) for _ in range(int(rate) + 1)] == [None] * int(rate) + [guards.TOO_MANY_JOINS]
-    assert Counter(held.join(US, 1e6) for _ in range(1000))[None] == allowed
+    rate = allowance_of(REGIONS, US.names).per_second
+    assert [held.admit_join(US, 1.0) for _ in range(int(rate) + 1)] == [None] * int(rate) + [guards.TOO_MANY_JOINS]
+    assert Counter(held.admit_join(US, 1e6) for _ in range(1000))[None] == allowed
 
 
 @given(st.lists(st.floats(0, 5), max_size=300))
 def test_a_learner_that_tries_once_a_second_is_never_refused(pauses: list[float]) -> None:
-    held, now = Guards({"eu-1": 1}), 0.0
+    held, now = ConnectionLimits({"eu-1": 1}), 0.0
     peer = Peer("x", frozenset({name("ns", "tiny", "learner", "eu-1")}))
     for pause in pauses:
         now += max(pause, 0.5)
-        assert held.join(peer, now) is None
+        assert held.admit_join(peer, now) is None
 
 
 def test_sessions_are_counted_by_certificate_and_given_back() -> None:
-    held = Guards(REGIONS)
-    most = limits(REGIONS, US.names).sessions
+    held = ConnectionLimits(REGIONS)
+    most = allowance_of(REGIONS, US.names).sessions
     for _ in range(most):
-        assert held.join(US, 0.0) is None
-        held.opened(US)
-    assert held.join(US, 0.0) == guards.TOO_MANY_SESSIONS and held.join(EU, 0.0) is None
-    held.closed(US)
-    assert held.join(US, 0.0) is None
+        assert held.admit_join(US, 0.0) is None
+        held.session_opened(US)
+    assert held.admit_join(US, 0.0) == guards.TOO_MANY_SESSIONS and held.admit_join(EU, 0.0) is None
+    held.session_closed(US)
+    assert held.admit_join(US, 0.0) is None
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 5)), max_size=40))
 def test_a_join_is_believed_once(joins: list[tuple[str, int]]) -> None:
-    held, highest = Guards({}), {"a": 0, "b": 0}
+    held, highest = ConnectionLimits({}), {"a": 0, "b": 0}
     for process, attempt in joins:
-        assert held.fresh(process, attempt) == (attempt == 0 or attempt > highest[process])
+        assert held.is_new_attempt(process, attempt) == (attempt == 0 or attempt > highest[process])
         highest[process] = max(highest[process], attempt)
 
 
 def test_the_memory_is_bounded() -> None:
-    held = Guards({})
+    held = ConnectionLimits({})
     for number in range(guards.MAX_PROCESSES + 10):
-        assert held.fresh(f"{number:x}", 7)
-    assert not held.fresh(f"{guards.MAX_PROCESSES:x}", 7) and len(held._attempts) == guards.MAX_PROCESSES
+        assert held.is_new_attempt(f"{number:x}", 7)
+    assert not held.is_new_attempt(f"{guards.MAX_PROCESSES:x}", 7) and len(held._attempts) == guards.MAX_PROCESSES
     for number in range(guards.MAX_CERTIFICATES + 10):
-        held.join(Peer(str(number)), 0.0)
+        held.admit_join(Peer(str(number)), 0.0)
     assert len(held._buckets) == guards.MAX_CERTIFICATES
 
 
 def test_a_flood_of_refusals_writes_a_line_each_ten_seconds() -> None:
-    refusals = Refusals()
-    said = [refusals.note("expired", at / 10) for at in range(205)]
+    refusals = RefusalCounter()
+    said = [refusals.count_refusal("expired", at / 10) for at in range(205)]
     assert [(at, unsaid) for at, unsaid in enumerate(said) if unsaid is not None] == [(0, 0), (100, 99), (200, 99)]
-    assert refusals.note("stranger", 0.1) == 0 and refusals.counts == {"expired": 205, "stranger": 1}
+    assert refusals.count_refusal("stranger", 0.1) == 0 and refusals.counts == {"expired": 205, "stranger": 1}
 
 
 def test_a_peer_shows_who_it_is_and_nothing_secret() -> None:

@@ -1,4 +1,4 @@
-"""The gate before a gRPC server: real certificates, real sockets, and everything that may knock."""
+"""The listener before a gRPC server: real certificates, real sockets, and everything that may knock."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from diloco_protocol.security.credentials import Credentials, CredentialsError
 from diloco_protocol.wire import channels, limits
 from diloco_protocol.wire.verify_server import VouchError, vouched
 from diloco_syncer.server.tls import connection_limits
-from diloco_syncer.server.tls import listener as gates
-from diloco_syncer.server.tls.listener import Gate
+from diloco_syncer.server.tls import listener as listeners
+from diloco_syncer.server.tls.listener import TlsListener
 from parties import DAY, Parties
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.asyncio(loop_scope="module")]
@@ -38,20 +38,20 @@ async def until(condition: Callable[[], Any], what: str = "", seconds: float = 1
 
 
 class Place:
-    """A gate, and behind it a server that says who called, and echoes."""
+    """A listener, and behind it a server that says who called, and echoes."""
 
     def __init__(self, parties: Parties, credentials: Path, regions: dict[str, int] | None = None) -> None:
         self.parties = parties
-        self.gate = Gate(Credentials.from_directory(credentials), parties.job, regions or {"local": 2})
+        self.listener = TlsListener(Credentials.from_directory(credentials), parties.job, regions or {"local": 2})
         self.server = aio.server(options=channels.server_options())
         self.held = asyncio.Event()  # until it is set `Hold` does not read
 
     async def start(self, port: int = 0) -> Place:
-        self.port = self.gate.bind(f"127.0.0.1:{port}")
-        self.server.add_insecure_port(self.gate.inside)
+        self.port = self.listener.bind(f"127.0.0.1:{port}")
+        self.server.add_insecure_port(self.listener.server_address)
 
         async def who(raw: bytes, context: Any) -> bytes:
-            peer = self.gate.peer(context.peer())
+            peer = self.listener.find_peer(context.peer())
             return str(peer).encode()
 
         async def echo(stream: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
@@ -72,12 +72,12 @@ class Place:
         }
         self.server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("T", methods)])
         await self.server.start()
-        self.gate.start()
+        self.listener.start()
         return self
 
     async def stop(self) -> None:
         await self.server.stop(0)
-        await asyncio.to_thread(self.gate.stop)
+        await asyncio.to_thread(self.listener.stop)
 
     @property
     def address(self) -> str:
@@ -85,7 +85,7 @@ class Place:
 
     @property
     def refused(self) -> dict[str, int]:
-        return dict(self.gate.refusals.counts)
+        return dict(self.listener.refusals.counts)
 
     def tcp(self) -> socket.socket:
         made = socket.create_connection(("127.0.0.1", self.port), timeout=10)
@@ -117,7 +117,7 @@ class Place:
         assert said != "ok"
         assert await self.call(credentials) == "UNAVAILABLE"
         await until(lambda: self.refused.get(reason, 0) >= before + 2, f"{reason}: {self.refused}")
-        assert self.gate.connections == 0
+        assert self.listener.connections == 0
         return said
 
 
@@ -144,10 +144,10 @@ async def test_who_calls_is_known(parties: Parties) -> None:
         # cert-manager's: no usages but the URI.
         made = parties.other("manager", ["diloco://job/ns/tiny/learner"])
         assert (await there.call(made)).startswith("the learner of job ns/tiny (")
-        assert there.refused == {} and there.gate.peer("unix-abstract:diloco-guessed") is None
-        await until(lambda: there.gate.connections == 0, "closed connections to be forgotten")
-        assert not there.gate._links and not there.gate._by_certificate
-        folder = Path(there.gate.inside.removeprefix("unix:")).parent
+        assert there.refused == {} and there.listener.find_peer("unix-abstract:diloco-guessed") is None
+        await until(lambda: there.listener.connections == 0, "closed connections to be forgotten")
+        assert not there.listener._by_peer and not there.listener._by_certificate
+        folder = Path(there.listener.server_address.removeprefix("unix:")).parent
         assert folder.stat().st_mode & 0o077 == 0
     assert not folder.exists()
 
@@ -261,7 +261,7 @@ async def test_whom_a_learner_looked_at_nobody_else_can_be(parties: Parties) -> 
 async def test_certificates_are_replaced_while_it_serves(
     parties: Parties, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(gates, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(listeners, "_RELOAD_SECONDS", 0.0)
     learner = parties.learner()
     made = Credentials.from_directory(learner)
     async with place(parties) as there:
@@ -318,7 +318,7 @@ async def test_a_gate_begins_again_on_the_same_port(parties: Parties) -> None:
         assert (await channel.unary_unary("/T/Who")(b"", timeout=5)).startswith(b"the learner")
         idle = first.tcp()
         with pytest.raises(CredentialsError, match="Address already in use"):
-            Gate(Credentials.from_directory(parties.syncer()), "tiny", {}).bind(first.address)
+            TlsListener(Credentials.from_directory(parties.syncer()), "tiny", {}).bind(first.address)
         await first.stop()
         assert idle.recv(1) == b""
         second = await Place(parties, parties.folder / "syncer").start(first.port)
@@ -328,31 +328,31 @@ async def test_a_gate_begins_again_on_the_same_port(parties: Parties) -> None:
 
 
 async def test_a_join_token_is_replaced_with_time_to_follow(parties: Parties, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gates, "_LOOK_SECONDS", 0.0)
-    keeper = gates.Keeper(Credentials.from_directory(parties.syncer()), "tiny")
+    monkeypatch.setattr(listeners, "_RELOAD_SECONDS", 0.0)
+    reloader = listeners.CredentialReloader(Credentials.from_directory(parties.syncer()), "tiny")
 
     def admits(token: str) -> bool:
-        return keeper.admits([("diloco-join-token", token)])
+        return reloader.accepts_token([("diloco-join-token", token)])
 
     old = "5e" * 32
-    assert admits(old) and not admits("new") and not keeper.admits(None)
+    assert admits(old) and not admits("new") and not reloader.accepts_token(None)
     (parties.folder / "syncer" / "join-token").write_text("new")
-    keeper.look(time.monotonic())
+    reloader.reload_if_changed(time.monotonic())
     assert admits("new") and admits(old) and not admits("older")
-    monkeypatch.setattr(gates, "TOKEN_SECONDS", 0.0)
+    monkeypatch.setattr(listeners, "TOKEN_SECONDS", 0.0)
     (parties.folder / "syncer" / "join-token").write_text("newest")
-    keeper.look(time.monotonic())
+    reloader.reload_if_changed(time.monotonic())
     assert admits("newest") and not admits("new") and not admits(old)
 
 
 async def test_a_syncers_own_certificate_must_be_its_jobs(parties: Parties, tmp_path: Path) -> None:
     for folder in (parties.learner(), parties.other("x", ["diloco://job/ns/other/syncer"])):
         with pytest.raises(CredentialsError, match="the certificate is for"):
-            Gate(Credentials.from_directory(folder), "tiny", {})
+            TlsListener(Credentials.from_directory(folder), "tiny", {})
     spoilt = parties.syncer("spoilt")
     (spoilt / "tls.key").write_bytes((parties.syncer("whole") / "tls.key").read_bytes())
     with pytest.raises(CredentialsError, match="are not a certificate and its key"):
-        Gate(Credentials.from_directory(spoilt), "tiny", {})
+        TlsListener(Credentials.from_directory(spoilt), "tiny", {})
 
 
 async def test_bytes_come_through_whole_and_a_slow_reader_holds_little(parties: Parties) -> None:
@@ -393,7 +393,7 @@ async def test_bytes_come_through_whole_and_a_slow_reader_holds_little(parties: 
                 before = written
                 await asyncio.sleep(0.2)
             assert written < 12, "24 chunks of 2 MiB were taken though nobody reads"
-            held = max(len(link._up) + len(link._down) for link in there.gate._open)
+            held = max(len(link._up) + len(link._down) for link in there.listener._open)
             assert held <= 2 * (256 << 10)
             there.held.set()
             assert await call == hashlib.sha256(blob * 24).digest()
@@ -402,20 +402,20 @@ async def test_bytes_come_through_whole_and_a_slow_reader_holds_little(parties: 
 async def test_a_peer_that_does_not_read_holds_little_and_gets_all_of_it(parties: Parties) -> None:
     """Below HTTP/2, which has windows of its own: a server inside that pours, and a client that waits."""
     folder, blob = parties.learner(), os.urandom(32 << 20)
-    gate = Gate(Credentials.from_directory(parties.syncer()), "tiny", {"local": 2})
+    listener = TlsListener(Credentials.from_directory(parties.syncer()), "tiny", {"local": 2})
     poured = 0
 
     def pour() -> None:
         nonlocal poured
         with socket.socket(socket.AF_UNIX) as inside:
-            inside.bind(gate.inside.removeprefix("unix:"))
+            inside.bind(listener.server_address.removeprefix("unix:"))
             inside.listen()
-            gate.start()
+            listener.start()
             with inside.accept()[0] as one:
                 while poured < len(blob):
                     poured += one.send(blob[poured : poured + (1 << 18)])
 
-    port = gate.bind("127.0.0.1:0")
+    port = listener.bind("127.0.0.1:0")
     pouring = threading.Thread(target=pour, daemon=True)
     pouring.start()
     context = ssl.create_default_context(cadata=parties.authority.certificate.decode())
@@ -430,28 +430,29 @@ async def test_a_peer_that_does_not_read_holds_little_and_gets_all_of_it(parties
             before = poured
             await asyncio.sleep(0.3)
         assert 0 < poured < len(blob)
-        (link,) = gate._open
+        (link,) = listener._open
         assert 0 < len(link._down) <= 2 * (256 << 10)
         read = bytearray()
         while chunk := tls.recv(1 << 18):
             read += chunk
     assert read == blob
     pouring.join(10)
-    await until(lambda: gate.connections == 0)
-    await asyncio.to_thread(gate.stop)
+    await until(lambda: listener.connections == 0)
+    await asyncio.to_thread(listener.stop)
 
 
 async def test_a_flood_of_silent_connections_keeps_nobody_out(
     parties: Parties, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More than the bound, all from one address: the oldest go, and an honest learner comes in."""
-    monkeypatch.setattr(gates, "MAX_HANDSHAKES", 20)
+    monkeypatch.setattr(listeners, "MAX_HANDSHAKES", 20)
     learner = parties.learner()
     async with place(parties) as there:
         silent = [there.tcp() for _ in range(50)]
         # Both: the oldest is refused just before the newest is counted.
         await until(
-            lambda: there.refused.get("handshake-flood") == 30 and there.gate.handshakes == 20, "the oldest 30 to go"
+            lambda: there.refused.get("handshake-flood") == 30 and there.listener.handshakes == 20,
+            "the oldest 30 to go",
         )
         assert (await there.call(learner)).startswith("the learner")
         assert there.refused["handshake-flood"] == 31
@@ -459,11 +460,11 @@ async def test_a_flood_of_silent_connections_keeps_nobody_out(
         assert gone == 30
         for each in silent:
             each.close()
-        await until(lambda: there.gate.handshakes == 0, "those who left to be forgotten")
+        await until(lambda: there.listener.handshakes == 0, "those who left to be forgotten")
 
 
 async def test_slow_loris_garbage_and_probes(parties: Parties, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gates, "HANDSHAKE_SECONDS", 1.0)
+    monkeypatch.setattr(listeners, "HANDSHAKE_SECONDS", 1.0)
     learner = parties.learner()
     hello = ssl.MemoryBIO()
     client = ssl.create_default_context(cadata=parties.authority.certificate.decode())
@@ -502,7 +503,7 @@ async def test_slow_loris_garbage_and_probes(parties: Parties, monkeypatch: pyte
         # A kubelet's probe: connects and leaves. No refusal, no line in the log.
         for _ in range(10):
             there.tcp().close()
-        await until(lambda: there.gate.handshakes == 0)
+        await until(lambda: there.listener.handshakes == 0)
         assert there.refused == refused
         # In the middle of a handshake somebody leaves.
         with there.tcp() as raw:
@@ -516,8 +517,8 @@ async def test_one_certificate_has_its_share_of_connections(parties: Parties, mo
     monkeypatch.setattr(connection_limits, "SPARE_CONNECTIONS", -20)
     async with place(parties, regions={"eu-1": 1, "us-2": 3}) as there:
         europe, america = parties.learner("eu", "eu-1"), parties.learner("us", "us-2")
-        most = connection_limits.limits({"eu-1": 1, "us-2": 3}, Credentials.from_directory(europe).names()).connections
-        assert most == 0
+        names = Credentials.from_directory(europe).names()
+        assert connection_limits.allowance_of({"eu-1": 1, "us-2": 3}, names).connections == 0
         assert await there.call(europe) == "UNAVAILABLE" and there.refused["too-many-connections"] >= 1
         assert (await there.call(america)).startswith("the learner of region us-2")
 
@@ -539,4 +540,4 @@ async def test_after_tls_a_silent_peer_is_left_too(parties: Parties, monkeypatch
 
             async with asyncio.timeout(8):
                 assert await asyncio.to_thread(hung_up)
-        await until(lambda: there.gate.connections == 0)
+        await until(lambda: there.listener.connections == 0)
