@@ -295,11 +295,11 @@ class Syncer:
                     if action.initialise:
                         fragments = self.job.spec.sync.fragments
                         self._made = [self.epoch] * fragments
-                        self.handle(ev.InitialStored(LAYOUT, (ELEMENTS,) * fragments))
+                        self.handle(ev.InitialModelStored(LAYOUT, (ELEMENTS,) * fragments))
             case ev.Promote():
                 if (learner := self._connections.get(action.connection)) is not None:
                     self._seated(learner, action.seat, action.merged)
-            case ev.AskInitial() | ev.Refuse():
+            case ev.RequestInitialModel() | ev.Refuse():
                 if (learner := self._connections.pop(action.connection, None)) is not None:
                     learner.connection, learner.join_at = None, self.clock() + REJOIN_SECONDS
                     self.handle(ev.ConnectionLost(action.connection))
@@ -309,13 +309,13 @@ class Syncer:
             case ev.Merge():
                 norms = tuple(1.0 for _ in action.responders)
                 self._made[action.fragment] = self.epoch
-                self.handle(ev.Merged(action.fragment, action.version, 0.01, norms))
+                self.handle(ev.MergeDurable(action.fragment, action.version, 0.01, norms))
             case ev.Announce():
                 for connection, learner in self._connections.items():
                     self._hear(learner, action.fragment, action.merged.get(connection, ev.MergedPush()))
             case ev.SetPhase():
                 self.message = action.message
-            case ev.Note():
+            case ev.RecordEvent():
                 row = {"n": self._next_event, "time": time.time(), "kind": action.kind, "slot": action.slot}
                 row |= {"incarnation": action.incarnation, "message": action.message}
                 self.events.append(row | ({"details": action.details} if action.details else {}))

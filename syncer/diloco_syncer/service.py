@@ -45,7 +45,7 @@ from diloco_protocol.spec.job import DiLoCoJob, immutable_digests
 from diloco_protocol.wire import channels, limits, services
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
-from diloco_syncer.core.events import InitialStored
+from diloco_syncer.core.events import InitialModelStored
 from diloco_syncer.numerics import merge, outer
 from diloco_syncer.runtime.driver import RESTART, Engine
 from diloco_syncer.runtime.global_model import Parameters
@@ -220,7 +220,7 @@ def _restore(options: Options, loop: asyncio.AbstractEventLoop) -> Engine:
         parameters = Parameters(job, restored.layout, restored.newest, options.threads)
         if parameters.begun_anew:
             name = job.spec.sync.outer.optimizer
-            core.job.note("outer-restart", None, f"the outer optimizer is {name} now: its state begins anew")
+            core.record_event("outer-restart", f"the outer optimizer is {name} now: its state begins anew")
         engine.begin(restored.layout, parameters, restored.frozen)
     if restored.optimizer:
         engine.optimizer_bytes = checkpoints.read_blob(restored.optimizer).nbytes
@@ -259,8 +259,8 @@ def _recover(engine: Engine) -> None:
     restored, core = engine.restored, engine.core
     if restored.layout is not None and not core.initialised:
         layout = restored.layout
-        engine.handle(InitialStored(layout.digest, tuple(layout.elements(p) for p in range(len(layout)))))
-    core.foresee(
+        engine.handle(InitialModelStored(layout.digest, tuple(layout.elements(p) for p in range(len(layout)))))
+    core.close_superseded_tenures(
         [r.header for record in restored.newer for r in record.responders]
         + [offer.header for offer in restored.offers],
         [record.recovered.receipt for record in restored.newer if record.recovered],
@@ -269,9 +269,9 @@ def _recover(engine: Engine) -> None:
         taken = record.recovered
         if taken is None:
             headers = [r.header for r in record.responders]
-            core.recover(record.fragment, record.version, headers, record.epoch)
+            core.apply_record(record.fragment, record.version, headers, record.epoch)
         else:
-            core.take_over(record.fragment, record.version, taken.epoch, taken.receipt, record.epoch)
+            core.apply_recovered_version(record.fragment, record.version, taken.epoch, taken.receipt, record.epoch)
     for offer in restored.offers:
         try:
             if restored.layout is None or offer.header.fragment >= len(restored.layout):

@@ -35,16 +35,16 @@ from typing import Any
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.events import ENDED, Action, PhaseName, PushHeader, Reason
-from diloco_syncer.core.members.admission import Reception
-from diloco_syncer.core.members.slots import Membership, SlotState
-from diloco_syncer.core.members.state_donors import PeerBook
-from diloco_syncer.core.merging.aggregation import Merging
+from diloco_syncer.core.members.admission import Admission
+from diloco_syncer.core.members.slots import Slot, SlotState
+from diloco_syncer.core.members.state_donors import StateDonors
+from diloco_syncer.core.merging.aggregation import Aggregator
 from diloco_syncer.core.merging.ledger import Ledger
 from diloco_syncer.core.merging.rounds import RoundBook
 from diloco_syncer.core.phases import Phases
-from diloco_syncer.core.recovery.lost_versions import Lost
+from diloco_syncer.core.recovery.lost_versions import VersionRecovery
 from diloco_syncer.core.recovery.receipts import Rows, balance, foresee, receipt, take_over
-from diloco_syncer.core.state import Job
+from diloco_syncer.core.state import JobState
 from diloco_syncer.core.status import core_report, core_status
 
 
@@ -58,110 +58,134 @@ class Core:
     ) -> None:
         self.config = config
         self.epoch = epoch
-        self.job = Job(config, epoch)
-        self.peers = PeerBook(config.peer_seconds, config.checkpoint_seconds)
-        self.lost = Lost(self.job)
-        self.reception = Reception(self.job, self.peers, self.lost)
-        self.merging = Merging(self.job)
-        self.phases = Phases(self.job, self.merging, self.peers, self.lost)
+        self._state = JobState(config, epoch)
+        self.peers = StateDonors(config.peer_seconds, config.checkpoint_seconds)
+        self.lost = VersionRecovery(self._state)
+        self.reception = Admission(self._state, self.peers, self.lost)
+        self.merging = Aggregator(self._state)
+        self.phases = Phases(self._state, self.merging, self.peers, self.lost)
         self._next_check = now
         if state is not None:
-            self.job.load(state["job"], now, wall)
+            self._state.load(state["job"], now, wall)
             self.phases.load(state["phases"])
 
     # ================================================================ what the walls read
 
     @property
     def phase(self) -> PhaseName:
-        return self.job.phase
+        return self._state.phase
 
     @property
     def phase_message(self) -> str:
-        return self.job.phase_message
+        return self._state.phase_message
 
     @property
     def versions(self) -> list[int]:
-        return self.job.versions
+        return self._state.versions
 
     @property
     def initialised(self) -> bool:
-        return self.job.initialised
+        return self._state.initialised
 
     @property
     def initialiser(self) -> int | None:
         """The connection that uploads version 0."""
-        return self.job.initialiser
+        return self._state.initialiser
 
     @property
-    def members(self) -> Membership:
-        return self.job.members
+    def slots(self) -> Sequence[Slot]:
+        """All slots by index, retired ones included. To be read only."""
+        return self._state.members.slots
+
+    def slot_by_connection(self, connection: int) -> Slot | None:
+        """The slot that this connection's process holds. To be read only."""
+        return self._state.members.by_connection(connection)
+
+    def leased_blocks(self, connection: int) -> int:
+        """How many data leases this connection's slot has; 0 without a slot."""
+        slot = self.slot_by_connection(connection)
+        return self._state.leases.out(slot.index) if slot is not None and self._state.leases is not None else 0
+
+    @property
+    def merges(self) -> int:
+        """Durable merges of all fragments."""
+        return self._state.merges
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens that all slots reported as trained."""
+        return self._state.ledger.total_trained() if self._state.ledger else 0
+
+    def record_event(self, kind: str, message: str) -> None:
+        """Record an event of the job as a whole; it comes out with the next actions."""
+        self._state.note(kind, None, message)
 
     @property
     def rounds(self) -> RoundBook | None:
-        return self.job.rounds
+        return self._state.rounds
 
     @property
     def ledger(self) -> Ledger | None:
-        return self.job.ledger
+        return self._state.ledger
 
     @property
     def wake_at(self) -> float:
         """When a Tick is due at the latest (monotonic seconds)."""
         # Where no round is taken because of its grace window, none needs waking for.
-        waits = self.job.phase in (PhaseName.WAITING, PhaseName.TRAINING, PhaseName.HOLDING)
-        grace = self.job.rounds.wake_at() if self.job.rounds and waits else None
+        waits = self._state.phase in (PhaseName.WAITING, PhaseName.TRAINING, PhaseName.HOLDING)
+        grace = self._state.rounds.wake_at() if self._state.rounds and waits else None
         return self._next_check if grace is None else min(grace, self._next_check)
 
-    def admit_push(self, header: PushHeader, process: str = "") -> tuple[Reason, str] | None:
+    def check_push(self, header: PushHeader, process: str = "") -> tuple[Reason, str] | None:
         """The verdict on a header before its bytes are read; None: send them. ``process``:
         who sends it, where that is known."""
-        return self.merging.admit_push(header, process)
+        return self.merging.check_push(header, process)
 
     @property
-    def settled(self) -> int:
+    def newest_settled_epoch(self) -> int:
         """What announcements say of the store's history (lineage.py)."""
-        return self.job.history.settled
+        return self._state.history.settled
 
     @property
-    def settling(self) -> bool:
+    def is_recovering(self) -> bool:
         """Whether no push is taken until it is settled what the store has lost."""
         return self.lost.settling
 
     def receipt(self, fragment: int) -> Rows:
         """What goes with the bytes of the fragment's present version (receipts.py)."""
-        return receipt(self.job, fragment)
+        return receipt(self._state, fragment)
 
-    def admit_base(self, connection: int, fragment: int, epoch: int, version: int, rows: Rows) -> str:
+    def check_version_upload(self, connection: int, fragment: int, epoch: int, version: int, rows: Rows) -> str:
         """Whether this base may come now, before its bytes are read: empty, or why not."""
         return self.lost.admit(connection, fragment, epoch, version, rows)
 
     def status(self, now: float) -> dict[str, Any]:
         """The core's part of the status document (docs/design.md)."""
-        return core_status(self.job, now)
+        return core_status(self._state, now)
 
     def report(self, now: float) -> dict[str, Any]:
         """The core's part of report.json."""
-        return core_report(self.job, now)
+        return core_report(self._state, now)
 
     def state(self, now: float, wall: float = 0.0) -> dict[str, Any]:
         """The durable document (JSON). Accepted pushes that are not offers are not
         in it: their learners still have the work."""
-        return {"job": self.job.to_json(now, wall), "phases": self.phases.to_json()}
+        return {"job": self._state.to_json(now, wall), "phases": self.phases.to_json()}
 
     # ================================================================ start
 
-    def foresee(self, headers: Iterable[PushHeader], receipts: Iterable[Rows]) -> None:
+    def close_superseded_tenures(self, headers: Iterable[PushHeader], receipts: Iterable[Rows]) -> None:
         """First: headers of all records and offers that are newer than the state, and the receipts
         of versions that came from learners."""
-        foresee(self.job, headers, receipts)
+        foresee(self._state, headers, receipts)
 
-    def take_over(self, fragment: int, version: int, origin: int, rows: Rows, epoch: int) -> None:
+    def apply_recovered_version(self, fragment: int, version: int, origin: int, rows: Rows, epoch: int) -> None:
         """A record of ``epoch``, newer than the state, that came from a learner, which held it in epoch
         ``origin``; call in the order of the records."""
-        take_over(self.job, fragment, version, origin, rows, epoch)
-        self.job.note("recovered", None, f"fragment {fragment} goes on from version {version}, a learner's")
+        take_over(self._state, fragment, version, origin, rows, epoch)
+        self._state.note("recovered", None, f"fragment {fragment} goes on from version {version}, a learner's")
 
-    def recover(self, fragment: int, version: int, headers: Iterable[PushHeader], epoch: int) -> None:
+    def apply_record(self, fragment: int, version: int, headers: Iterable[PushHeader], epoch: int) -> None:
         """A merge record of ``epoch``, newer than the state; call in version order."""
         self.merging.recover(fragment, version, headers, epoch)
 
@@ -173,7 +197,7 @@ class Core:
         """Recovery is over: settle what did not survive, and begin this epoch. ``made``: the epoch of
         each fragment's newest version (of one from a learner: the epoch in which it held it);
         ``behind``: whether the tape tells of merges that the store has not."""
-        job = self.job
+        job = self._state
         if job.ledger:
             job.ledger.write_off_held(job.held_offers())
             balance(job.ledger)
@@ -199,36 +223,36 @@ class Core:
             case ev.PushReceived():
                 self.merging.push(event, now)
                 self.phases.moved_at = now
-            case ev.InitialStored():
+            case ev.InitialModelStored():
                 self._initial_stored(event)
-            case ev.InitialFailed():
+            case ev.InitialModelFailed():
                 self.reception.initial_failed(event.connection)
-            case ev.Merged():
+            case ev.MergeDurable():
                 self.merging.merged(event, now)
             case ev.LeaseRequested():
                 self._lease(event.connection)
             case ev.DrainRequested():
-                slot = self.job.members.by_connection(event.connection)
+                slot = self._state.members.by_connection(event.connection)
                 if slot is not None and slot.occupied:
                     slot.state = SlotState.DRAINING
-            case ev.DrainedEvent():
+            case ev.Drained():
                 self.reception.drained(event.connection)
                 self.phases.moved_at = now
-            case ev.ProcessGone():
+            case ev.ProcessEnded():
                 self.reception.process_gone(event)
             case ev.Evaluated():
                 self._evaluated(event)
             case ev.EndRequested():
                 self.phases.request_end(event.phase, event.message)
-            case ev.PeerStateWanted():
+            case ev.PeerStateRequested():
                 self.peers.want(event.connection, now)
-            case ev.PeerStateArrived():
-                self.job.out += self.peers.arrived(event.transfer)
+            case ev.PeerStateReceived():
+                self._state.out += self.peers.arrived(event.transfer)
             case ev.PeerStateFailed():
                 self.peers.failed(event.transfer)
-            case ev.BaseStored():
+            case ev.LostVersionStored():
                 self.lost.stored(event.fragment)
-            case ev.BaseFailed():
+            case ev.LostVersionFailed():
                 self.lost.failed(event.connection, event.fragment)
             case ev.Tick():
                 pass
@@ -236,12 +260,12 @@ class Core:
         return self._take_out()
 
     def _take_out(self) -> list[Action]:
-        out = list(self.job.out)
-        self.job.out.clear()
+        out = list(self._state.out)
+        self._state.out.clear()
         return out
 
     def _reported(self, connection: int, report: ev.ReportCounts, now: float) -> None:
-        job = self.job
+        job = self._state
         slot = job.members.by_connection(connection)
         if slot is None:
             return
@@ -253,7 +277,7 @@ class Core:
             self.merging.pull_open_rounds(slot)
 
     def _lease(self, connection: int) -> None:
-        job = self.job
+        job = self._state
         slot = job.members.by_connection(connection)
         if slot is None or job.leases is None or job.closing or job.phase in ENDED:
             return
@@ -261,8 +285,8 @@ class Core:
         grant = job.leases.grant(slot.index, lost)
         job.out += [ev.Persist(), ev.GrantLease(connection, grant)]
 
-    def _initial_stored(self, event: ev.InitialStored) -> None:
-        job = self.job
+    def _initial_stored(self, event: ev.InitialModelStored) -> None:
+        job = self._state
         if job.initialised:
             return
         job.make_books(event.layout_digest, event.fragment_elements)
@@ -278,7 +302,7 @@ class Core:
         job.note("initialised", None, f"version 0 is durable: {job.rounds.fragments} fragments")
 
     def _evaluated(self, event: ev.Evaluated) -> None:
-        job = self.job
+        job = self._state
         if event.connection not in job.members.evaluators:
             return
         if event.sum_versions == 0 and job.initial_loss is None:
@@ -296,7 +320,7 @@ class Core:
 
     def _advance(self, now: float) -> None:
         """Whatever is due, from what is known. Idempotent."""
-        job = self.job
+        job = self._state
         self.reception.lose_silent(now)
         self.reception.seat_standbys(now)
         self.reception.ask_initial(now)

@@ -153,7 +153,7 @@ class PushReceived:
 
 
 @dataclass(frozen=True, slots=True)
-class InitialStored:
+class InitialModelStored:
     """Version 0 of all fragments is durable."""
 
     layout_digest: str
@@ -161,7 +161,7 @@ class InitialStored:
 
 
 @dataclass(frozen=True, slots=True)
-class InitialFailed:
+class InitialModelFailed:
     """The upload of version 0 broke; somebody else must be asked."""
 
     connection: int
@@ -169,7 +169,7 @@ class InitialFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
+class MergeDurable:
     """The wall merged, and the record of (fragment, version) is durable."""
 
     fragment: int
@@ -191,14 +191,14 @@ class DrainRequested:
 
 
 @dataclass(frozen=True, slots=True)
-class DrainedEvent:
+class Drained:
     """Every fragment offered or given up."""
 
     connection: int
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessGone:
+class ProcessEnded:
     """The operator or the local runner saw the process end."""
 
     region: str
@@ -227,12 +227,12 @@ class EndRequested:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerStateWanted:
+class PeerStateRequested:
     connection: int
 
 
 @dataclass(frozen=True, slots=True)
-class PeerStateArrived:
+class PeerStateReceived:
     transfer: int
 
 
@@ -242,14 +242,14 @@ class PeerStateFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class BaseStored:
+class LostVersionStored:
     """A base that a learner held is durable as the fragment's newest record."""
 
     fragment: int
 
 
 @dataclass(frozen=True, slots=True)
-class BaseFailed:
+class LostVersionFailed:
     """That process cannot give this base, or what it gave cannot be used."""
 
     connection: int
@@ -266,20 +266,20 @@ Event = (
     | ConnectionLost
     | Reported
     | PushReceived
-    | InitialStored
-    | InitialFailed
-    | Merged
+    | InitialModelStored
+    | InitialModelFailed
+    | MergeDurable
     | LeaseRequested
     | DrainRequested
-    | DrainedEvent
-    | ProcessGone
+    | Drained
+    | ProcessEnded
     | Evaluated
     | EndRequested
-    | PeerStateWanted
-    | PeerStateArrived
+    | PeerStateRequested
+    | PeerStateReceived
     | PeerStateFailed
-    | BaseStored
-    | BaseFailed
+    | LostVersionStored
+    | LostVersionFailed
     | Tick
 )
 
@@ -347,7 +347,7 @@ class Promote:
 
 
 @dataclass(frozen=True, slots=True)
-class AskInitial:
+class RequestInitialModel:
     """This connection shall upload version 0."""
 
     connection: int
@@ -362,7 +362,7 @@ class Pull:
 
 
 @dataclass(frozen=True, slots=True)
-class PushVerdict:
+class AnswerPush:
     """The answer to PushReceived; reason None: accepted. An accepted offer is
     spooled durably by the wall before it answers."""
 
@@ -373,7 +373,7 @@ class PushVerdict:
 
 
 @dataclass(frozen=True, slots=True)
-class DropPayload:
+class ReleasePush:
     """The bytes behind the handle are not needed any more."""
 
     handle: int
@@ -430,7 +430,7 @@ class SetPhase:
 
 
 @dataclass(frozen=True, slots=True)
-class AskPeerState:
+class RequestPeerState:
     """Ask this learner to upload its inner optimizer state under ``transfer``.
     ``checkpoint``: it goes into the job's checkpoint rather than to a newcomer."""
 
@@ -440,7 +440,7 @@ class AskPeerState:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerStateAnswer:
+class OfferPeerState:
     """Tell the newcomer: download this transfer; 0: there is none."""
 
     connection: int
@@ -448,7 +448,7 @@ class PeerStateAnswer:
 
 
 @dataclass(frozen=True, slots=True)
-class AskBase:
+class RequestVersion:
     """Ask this process for the version of a fragment that it holds and the store has lost."""
 
     connection: int
@@ -458,7 +458,7 @@ class AskBase:
 
 
 @dataclass(frozen=True, slots=True)
-class BeginAgain:
+class RestartFromStore:
     """Stop, and begin again from the store, under an epoch above ``above``."""
 
     reason: str
@@ -467,12 +467,12 @@ class BeginAgain:
 
 @dataclass(frozen=True, slots=True)
 class Persist:
-    """Membership, leases or phase changed: write the state document durably now,
+    """SlotTable, leases or phase changed: write the state document durably now,
     before the actions that follow are carried out."""
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class RecordEvent:
     """One transition, for log, status page and the runner's fault accounting."""
 
     # joined first-step first-merge suspect lost gone dropped drained spare phase hold
@@ -488,18 +488,18 @@ Action = (
     Admit
     | Refuse
     | Promote
-    | AskInitial
+    | RequestInitialModel
     | Pull
-    | PushVerdict
-    | DropPayload
+    | AnswerPush
+    | ReleasePush
     | Merge
     | Announce
     | GrantLease
     | SetPhase
-    | AskPeerState
-    | PeerStateAnswer
-    | AskBase
-    | BeginAgain
+    | RequestPeerState
+    | OfferPeerState
+    | RequestVersion
+    | RestartFromStore
     | Persist
-    | Note
+    | RecordEvent
 )

@@ -21,10 +21,10 @@ from typing import Any
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.events import ENDED, Action, PhaseName
 from diloco_syncer.core.members.slots import SlotState
-from diloco_syncer.core.members.state_donors import PeerBook
-from diloco_syncer.core.merging.aggregation import Merging
-from diloco_syncer.core.recovery.lost_versions import Lost
-from diloco_syncer.core.state import Job
+from diloco_syncer.core.members.state_donors import StateDonors
+from diloco_syncer.core.merging.aggregation import Aggregator
+from diloco_syncer.core.recovery.lost_versions import VersionRecovery
+from diloco_syncer.core.state import JobState
 
 _ENOUGH = "the learners that a merge needs are there"
 
@@ -32,7 +32,7 @@ _ENOUGH = "the learners that a merge needs are there"
 class Phases:
     """The phase, and when it is left. Times are monotonic seconds."""
 
-    def __init__(self, job: Job, merging: Merging, peers: PeerBook, lost: Lost) -> None:
+    def __init__(self, job: JobState, merging: Aggregator, peers: StateDonors, lost: VersionRecovery) -> None:
         self.job = job
         self.lost = lost
         self.merging = merging
@@ -80,7 +80,7 @@ class Phases:
     def _set(self, name: PhaseName, message: str, now: float) -> list[Action]:
         self.job.phase, self.job.phase_message = name, message
         self.since = self.moved_at = now
-        return [ev.Persist(), ev.SetPhase(name, message), ev.Note("phase", -1, 0, f"{name.value}: {message}")]
+        return [ev.Persist(), ev.SetPhase(name, message), ev.RecordEvent("phase", -1, 0, f"{name.value}: {message}")]
 
     # ------------------------------------------------------------- phases
 
@@ -110,10 +110,10 @@ class Phases:
             message = f"{lost}, and failurePolicy.onRegionLost is Hold"
         if message and self.job.phase is PhaseName.TRAINING:
             self.job.clock.hold(now)
-            return [*self._set(PhaseName.HOLDING, message, now), ev.Note("hold", -1, 0, message)]
+            return [*self._set(PhaseName.HOLDING, message, now), ev.RecordEvent("hold", -1, 0, message)]
         if not message and self.job.phase is PhaseName.HOLDING:
             self.job.clock.release(now)
-            return [*self._set(PhaseName.TRAINING, _ENOUGH, now), ev.Note("resume", -1, 0, _ENOUGH)]
+            return [*self._set(PhaseName.TRAINING, _ENOUGH, now), ev.RecordEvent("resume", -1, 0, _ENOUGH)]
         return None
 
     def _watch_regions(self, now: float) -> list[Action]:
@@ -122,9 +122,10 @@ class Phases:
         members.watch_regions(now, patience)
         gone, back = members.note_absences(now, self.job.clock.elapsed(now))
         notes = [
-            ev.Note("region-lost", -1, 0, f"nobody of region {region} was heard for {patience:g} s") for region in gone
+            ev.RecordEvent("region-lost", -1, 0, f"nobody of region {region} was heard for {patience:g} s")
+            for region in gone
         ]
-        notes += [ev.Note("region-back", -1, 0, f"region {region} is heard again") for region in back]
+        notes += [ev.RecordEvent("region-back", -1, 0, f"region {region} is heard again") for region in back]
         return [ev.Persist(), *notes] if notes else []
 
     def _missed_regions(self) -> str:
@@ -141,7 +142,7 @@ class Phases:
         out: list[Action] = []
         for slot in staying:
             slot.state = SlotState.LOST
-            out.append(ev.Note("lost", slot.index, slot.incarnation, "did not drain in time"))
+            out.append(ev.RecordEvent("lost", slot.index, slot.incarnation, "did not drain in time"))
         if out:
             return out
         if self.lost.settling:

@@ -15,15 +15,15 @@ from diloco_syncer.core.clock import JobClock
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.events import Action, PhaseName, PushHeader
 from diloco_syncer.core.members.leases import LeaseBook
-from diloco_syncer.core.members.slots import Membership, Slot, SlotState
+from diloco_syncer.core.members.recent_refusals import RecentRefusals
+from diloco_syncer.core.members.slots import Slot, SlotState, SlotTable
 from diloco_syncer.core.merging.ledger import Ledger, PushId
 from diloco_syncer.core.merging.push_checks import NormGate
-from diloco_syncer.core.merging.recent_refusals import Refusals
 from diloco_syncer.core.merging.rounds import Accepted, Progress, RoundBook
-from diloco_syncer.core.recovery.lineage import History
+from diloco_syncer.core.recovery.lineage import Lineage
 
 
-class Job:
+class JobState:
     """``rounds`` and ``ledger`` are None until version 0 is durable."""
 
     def __init__(self, config: CoreConfig, epoch: int) -> None:
@@ -31,7 +31,7 @@ class Job:
         self.epoch = epoch
         self.phase = PhaseName.WAITING
         self.phase_message = ""
-        self.members = Membership(list(config.places))
+        self.members = SlotTable(list(config.places))
         self.clock = JobClock(len(config.places))
         self.leases: LeaseBook | None = None
         self.layout_digest = ""
@@ -49,9 +49,9 @@ class Job:
         self.initialiser: int | None = None  # the connection that uploads version 0
         self.invited = ("", 0.0)  # the process that was told to join again for it, and how long that counts
         self.initial_failures: Counter[str] = Counter()  # uploads that did not come through, by process
-        self.history = History()
+        self.history = Lineage()
         self.forgotten: set[int] = set()  # slots with tenures that the restored state has not heard of
-        self.refusals = Refusals()
+        self.refusals = RecentRefusals()
         self.out: list[Action] = []
 
     @property
@@ -72,7 +72,7 @@ class Job:
 
     def note(self, kind: str, slot: Slot | None, message: str, **details: object) -> None:
         index, incarnation = (-1, 0) if slot is None else (slot.index, slot.incarnation)
-        self.out.append(ev.Note(kind, index, incarnation, message, dict(details)))
+        self.out.append(ev.RecordEvent(kind, index, incarnation, message, dict(details)))
 
     def make_books(self, layout_digest: str, fragment_elements: tuple[int, ...]) -> None:
         """The layout is known: books for its fragments."""

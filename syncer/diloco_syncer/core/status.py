@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 from diloco_syncer.core.members.slots import SlotState
-from diloco_syncer.core.state import Job
+from diloco_syncer.core.state import JobState
 
 
-def goodput(job: Job, now: float) -> float:
+def goodput(job: JobState, now: float) -> float:
     """Compute seconds of merged steps ÷ (P × slots × elapsed), 0..1 (algorithm.md section 1).
 
     Wall time counts for every slot of the job, whether a process was there or not.
@@ -20,7 +20,7 @@ def goodput(job: Job, now: float) -> float:
     return job.ledger.merged_compute_seconds() / (job.ledger.fragments * slot_seconds)
 
 
-def newest_loss(job: Job) -> float | None:
+def newest_loss(job: JobState) -> float | None:
     """Nats per token: the merged model's last score, else the mean of the active learners' last steps;
     None: there is neither."""
     if job.eval_loss:
@@ -29,7 +29,7 @@ def newest_loss(job: Job) -> float | None:
     return sum(active) / len(active) if active else None
 
 
-def slot_rows(job: Job, now: float) -> list[dict[str, Any]]:
+def slot_rows(job: JobState, now: float) -> list[dict[str, Any]]:
     """One row per slot (status document, ``slots``)."""
     ledger = job.ledger
     return [
@@ -59,7 +59,7 @@ def slot_rows(job: Job, now: float) -> list[dict[str, Any]]:
     ]
 
 
-def core_status(job: Job, now: float) -> dict[str, Any]:
+def core_status(job: JobState, now: float) -> dict[str, Any]:
     """The core's part of the status document (docs/design.md)."""
     rounds = job.rounds
     active = sum(s.state.value == "active" and s.ready for s in job.members.slots)
@@ -99,7 +99,7 @@ def core_status(job: Job, now: float) -> dict[str, Any]:
     }
 
 
-def core_report(job: Job, now: float) -> dict[str, Any]:
+def core_report(job: JobState, now: float) -> dict[str, Any]:
     """The core's part of report.json, once the job has ended or as it stands."""
     totals = job.ledger.totals() if job.ledger else {"trained": 0, "merged": 0, "pending": 0, "dropped": 0}
     versions = job.versions or [0]

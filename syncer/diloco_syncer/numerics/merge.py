@@ -3,7 +3,7 @@
 Theory of operation
 -------------------
 (arXiv 2604.21428, merging.) The pushes Δ_m of a fragment carry weights w_m that sum
-to 1 (weights.py). Each piece of the fragment is merged by itself:
+to 1 (aggregation.py, normalised_weights). Each piece of the fragment is merged by itself:
 
 * *Radial-directional averaging* (RDA): R · φ(u) with R = Σ w_m·‖Δ_m‖ the mean norm,
   u = Σ w_m·φ(Δ_m) the mean direction, φ(x) = x/‖x‖ and φ(0) = 0. A plain mean of M

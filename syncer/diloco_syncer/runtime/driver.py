@@ -371,13 +371,13 @@ class Engine:
                 await self._persist(generation)
             case ev.Merge():
                 self._merges.put_nowait(action)
-            case ev.PushVerdict():
+            case ev.AnswerPush():
                 self.payloads.answer(action)
-            case ev.DropPayload():
+            case ev.ReleasePush():
                 self.payloads.drop(action.handle)
-            case ev.Note():
+            case ev.RecordEvent():
                 self._note(action)
-            case ev.BeginAgain():
+            case ev.RestartFromStore():
                 self.above = action.above
                 self.stop(RESTART, action.reason)
             case ev.SetPhase():
@@ -387,7 +387,7 @@ class Engine:
             case _:
                 self.sessions.carry_out(action, known)
 
-    def _note(self, note: ev.Note) -> None:
+    def _note(self, note: ev.RecordEvent) -> None:
         self._numbers += 1
         self.events.append(
             {
@@ -465,7 +465,7 @@ class Engine:
         norms = tuple(r.norm for r in record.responders)
         receipt = receipt_to(self.core.receipt(action.fragment))  # of the version that it follows
         self.parameters.adopt(record, broadcast, time.monotonic(), receipt)  # and at once:
-        self.handle(ev.Merged(action.fragment, action.version, took, norms))
+        self.handle(ev.MergeDurable(action.fragment, action.version, took, norms))
         self._merges_since_state += 1
         if self._merges_since_state >= max(16, len(self.parameters.newest)):
             self._merges_since_state = 0

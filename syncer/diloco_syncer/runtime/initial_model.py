@@ -153,7 +153,7 @@ class InitialUpload:
     def _fail(self, connection: int, message: str) -> None:
         if connection and connection == self._engine.core.initialiser:
             log.warning("version 0 from session %d did not come through: %s", connection, message)
-            self._engine.handle(ev.InitialFailed(connection, message))
+            self._engine.handle(ev.InitialModelFailed(connection, message))
 
     async def _take_layout(self, data: Array, attempt: int) -> None:
         try:
@@ -190,5 +190,5 @@ class InitialUpload:
         await engine.durably(engine.checkpoints.commit_initial, self._layout_name, names, frozen)
         engine.begin(layout, Parameters(engine.job, layout, newest, engine.threads), frozen)
         self._fragments = {}
-        engine.handle(ev.InitialStored(layout.digest, tuple(layout.elements(p) for p in range(len(layout)))))
+        engine.handle(ev.InitialModelStored(layout.digest, tuple(layout.elements(p) for p in range(len(layout)))))
         log.info("version 0 is durable: %d parameters in %d fragments", layout.total_elements, len(layout))

@@ -117,7 +117,7 @@ class Payloads:
 
     # ------------------------------------------------------------- the core's answers
 
-    def answer(self, verdict: ev.PushVerdict) -> None:
+    def answer(self, verdict: ev.AnswerPush) -> None:
         """The core's verdict on a push."""
         payload = self._held[verdict.handle]
         if verdict.reason is not None:

@@ -50,13 +50,13 @@ class Bases:
         expected = codec.encoded_bytes(encoding, engine.layout.elements(base.fragment))
         try:
             rows = receipt_from(base.receipt)
-            why = engine.core.admit_base(connection, base.fragment, base.epoch, base.version, rows)
+            why = engine.core.check_version_upload(connection, base.fragment, base.epoch, base.version, rows)
         except WireError as error:
             why = str(error)
         if not why and (base.encoding != encoding or size != expected):
             why = f"{size} bytes of {base.encoding!r}: as {encoding} it has {expected}"
         if why:
-            engine.handle(ev.BaseFailed(connection, base.fragment))
+            engine.handle(ev.LostVersionFailed(connection, base.fragment))
             raise BaseRefused(why)
         return rows
 
@@ -72,9 +72,9 @@ class Bases:
 
         theta, finite = await asyncio.get_running_loop().run_in_executor(engine.decode_thread, decode)
         # It may have been given up while its bytes came.
-        why = engine.core.admit_base(connection, fragment, base.epoch, base.version, rows)
+        why = engine.core.check_version_upload(connection, fragment, base.epoch, base.version, rows)
         if why or not finite:
-            engine.handle(ev.BaseFailed(connection, fragment))
+            engine.handle(ev.LostVersionFailed(connection, fragment))
             raise BaseRefused(why or "it has values that are not finite")
         old = engine.parameters.newest[fragment]
         record = MergeRecord(
@@ -94,4 +94,4 @@ class Bases:
         log.warning(
             "fragment %d: version %d is taken from a learner; the store had %d", fragment, base.version, old.version
         )
-        engine.handle(ev.BaseStored(fragment))
+        engine.handle(ev.LostVersionStored(fragment))

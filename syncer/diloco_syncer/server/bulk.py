@@ -148,15 +148,15 @@ class Bulk:
         """The place and the slot that a transfer is counted to."""
         if connection is None:
             return NOBODY, None
-        slot = self._engine.core.members.by_connection(connection.number)
+        slot = self._engine.core.slot_by_connection(connection.number)
         return connection.place, None if slot is None else slot.index
 
     async def _push(self, header: sync_pb2.UploadHeader, stream: AsyncIterator[bytes]) -> bytes:
         engine = self._engine
         push = messages.push_from(header)
-        if engine.core.settling:
+        if engine.core.is_recovering:
             raise Busy
-        refusal = engine.core.admit_push(push, header.process)
+        refusal = engine.core.check_push(push, header.process)
         if refusal is not None:
             if refusal[0] is Reason.REPEATED:
                 await engine.payloads.settled(push.id)
@@ -218,7 +218,7 @@ class Bulk:
         engine.relay.arrived(Relayed(transfer, whole, versions, asked[1]))
         if asked[1]:
             await engine.keep_optimizer(whole)
-        engine.handle(ev.PeerStateArrived(transfer))
+        engine.handle(ev.PeerStateReceived(transfer))
         return reply(True)
 
     async def _base(self, header: sync_pb2.UploadHeader, stream: AsyncIterator[bytes]) -> bytes:

@@ -82,7 +82,7 @@ class Control:
             if type(ordinal) is not int or ordinal < 0:
                 raise BadCall("ordinal: expected a whole number that is not negative")
             engine.handle(
-                ev.ProcessGone(_text(body, "region"), ordinal, _text(body, "process", ""), _text(body, "reason", ""))
+                ev.ProcessEnded(_text(body, "region"), ordinal, _text(body, "process", ""), _text(body, "reason", ""))
             )
             return {}
         if method == "checkpoint":

@@ -104,7 +104,7 @@ class Sessions:
         """One call of Sync.Session."""
         peer = await self.doors.authorize(context)
         await self._within_limits(peer, context)
-        if self.count >= 4 * len(self._engine.core.members.slots) + SPARE_SESSIONS:
+        if self.count >= 4 * len(self._engine.core.slots) + SPARE_SESSIONS:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many sessions: try again later")
         connection = Connection(next(self._numbers), peer)
         try:
@@ -236,13 +236,13 @@ class Sessions:
             case "drain_request":
                 event = ev.DrainRequested(number)
             case "drained":
-                event = ev.DrainedEvent(number)
+                event = ev.Drained(number)
             case "peer_state_wanted":
-                event = ev.PeerStateWanted(number)
+                event = ev.PeerStateRequested(number)
             case "peer_state_unavailable":
                 event = ev.PeerStateFailed(message.peer_state_unavailable.transfer)
             case "base_unavailable":
-                event = ev.BaseFailed(number, message.base_unavailable.fragment)
+                event = ev.LostVersionFailed(number, message.base_unavailable.fragment)
             case "join":
                 raise WireError("Join is said once, first")
             case _:
@@ -254,8 +254,7 @@ class Sessions:
         leases of a slot, and a report all cursors. The rest waits until cursors have moved."""
         core = self._engine.core
         while connection.leases_wanted:
-            slot = core.members.by_connection(connection.number)
-            if slot is not None and core.job.leases and core.job.leases.out(slot.index) >= MAX_LEASES:
+            if core.leased_blocks(connection.number) >= MAX_LEASES:
                 return
             connection.leases_wanted -= 1
             self._engine.handle(ev.LeaseRequested(connection.number))
@@ -274,7 +273,7 @@ class Sessions:
                 message = refusal(action.reason, action.message, action.fatal)
             case ev.Promote():
                 message = sync_pb2.SyncerMessage(promotion=sync_pb2.Promotion(seat=seat_to(action.seat)))
-            case ev.AskInitial():
+            case ev.RequestInitialModel():
                 # Only a Welcome can ask for version 0: let this learner join again.
                 message = refusal("initialise", "join again to upload version 0", False)
             case ev.Pull():
@@ -284,13 +283,13 @@ class Sessions:
                 message = sync_pb2.SyncerMessage(pull=pull)
             case ev.GrantLease():
                 message = sync_pb2.SyncerMessage(lease=lease_to(action.lease))
-            case ev.AskPeerState():
+            case ev.RequestPeerState():
                 self._engine.relay.ask(action.transfer, action.connection, action.checkpoint)
                 message = sync_pb2.SyncerMessage(peer_state_request=sync_pb2.PeerStateRequest(transfer=action.transfer))
-            case ev.AskBase():
+            case ev.RequestVersion():
                 request = sync_pb2.BaseRequest(fragment=action.fragment, epoch=action.epoch, version=action.version)
                 message = sync_pb2.SyncerMessage(base_request=request)
-            case ev.PeerStateAnswer():
+            case ev.OfferPeerState():
                 message = sync_pb2.SyncerMessage(peer_state_ready=sync_pb2.PeerStateReady(transfer=action.transfer))
             case _:
                 raise TypeError(f"not an action of the sessions: {action!r}")
@@ -300,7 +299,7 @@ class Sessions:
                 self.doors.record_refusal(connection.peer, action.reason, action.message)
             connection.send(message)
             connection.welcomed |= isinstance(action, ev.Admit)
-            if isinstance(action, ev.Refuse | ev.AskInitial):
+            if isinstance(action, ev.Refuse | ev.RequestInitialModel):
                 connection.end()
 
     def tell_phase(self, phase: PhaseName, message: str) -> None:
@@ -317,7 +316,7 @@ class Sessions:
                 continue
             merged = action.merged.get(number, nobody)
             core = self._engine.core
-            told = announcement(broadcast, core.epoch, merged, action.job_tokens, settled=core.settled)
+            told = announcement(broadcast, core.epoch, merged, action.job_tokens, settled=core.newest_settled_epoch)
             connection.send(sync_pb2.SyncerMessage(announcement=told))
 
     def _welcome(self, admit: ev.Admit, broadcasts: tuple[Broadcast, ...]) -> sync_pb2.Welcome:
@@ -328,7 +327,7 @@ class Sessions:
             "learners": spec.slots,
             "stop": spec.training.stop.model_dump(mode="json", by_alias=True),
         }
-        tokens = engine.core.ledger.total_trained() if engine.core.ledger else 0
+        tokens = engine.core.trained_tokens
         merged = admit.merged or (ev.MergedPush(),) * len(broadcasts)
         welcome = sync_pb2.Welcome(
             epoch=engine.epoch,
@@ -337,7 +336,7 @@ class Sessions:
             settings=json.dumps(settings),
             phase=phase_to(admit.phase, engine.problem or admit.message),
             fragments=[
-                announcement(broadcast, engine.epoch, push, tokens, settled=engine.core.settled)
+                announcement(broadcast, engine.epoch, push, tokens, settled=engine.core.newest_settled_epoch)
                 for broadcast, push in zip(broadcasts, merged, strict=True)
                 if broadcast.fragment not in admit.withheld
             ],

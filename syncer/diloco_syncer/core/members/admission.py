@@ -1,4 +1,4 @@
-"""Reception: who joins, who is seated, who is given up.
+"""Admission: who joins, who is seated, who is given up.
 
 ``membership`` knows the slots; here is what follows from an arrival or a loss for
 the ledger, the leases, the rounds and the others. Plain code, driven by ``core``.
@@ -10,15 +10,15 @@ from diloco_syncer.core import events as ev
 from diloco_syncer.core.events import ENDED, MergedPush, PhaseName
 from diloco_syncer.core.members.leases import LeaseBook
 from diloco_syncer.core.members.slots import Slot, SlotState
-from diloco_syncer.core.members.state_donors import PeerBook
-from diloco_syncer.core.recovery.lost_versions import EPOCHS_ABOVE, Lost
-from diloco_syncer.core.state import Job
+from diloco_syncer.core.members.state_donors import StateDonors
+from diloco_syncer.core.recovery.lost_versions import EPOCHS_ABOVE, VersionRecovery
+from diloco_syncer.core.state import JobState
 
 FURTHEST = 1 << 32  # incarnations that a lost state may have given
 
 
-class Reception:
-    def __init__(self, job: Job, peers: PeerBook, lost: Lost) -> None:
+class Admission:
+    def __init__(self, job: JobState, peers: StateDonors, lost: VersionRecovery) -> None:
         self.job = job
         self.peers = peers
         self.lost = lost
@@ -139,7 +139,7 @@ class Reception:
                 now,
             )
             return True
-        self.job.out.append(ev.BeginAgain(f"{join.region}-{join.ordinal} has heard of epoch {above}", above))
+        self.job.out.append(ev.RestartFromStore(f"{join.region}-{join.ordinal} has heard of epoch {above}", above))
         return True
 
     def _refuse(self, join: ev.Join, reason: str, message: str, now: float, fields: tuple[str, ...] = ()) -> None:
@@ -254,7 +254,7 @@ class Reception:
             slot.state = SlotState.SUSPECT
             self.job.note("suspect", slot, f"slot {slot.index}: connection lost")
 
-    def process_gone(self, event: ev.ProcessGone) -> None:
+    def process_gone(self, event: ev.ProcessEnded) -> None:
         """Somebody who knows says so. A process that neither holds a slot nor stands by is old news."""
         for connection, join in list(self.job.members.standby.items()):
             if (join.process, join.region, join.ordinal) == (event.process, event.region, event.ordinal):
@@ -333,7 +333,7 @@ class Reception:
         slot = min(seated, key=lambda slot: job.initial_failures[slot.process])
         assert slot.connection is not None
         job.invited = (slot.process, now + job.config.heartbeat_timeout)
-        job.out.append(ev.AskInitial(slot.connection))
+        job.out.append(ev.RequestInitialModel(slot.connection))
 
     def _initialises(self, slot: Slot) -> bool:
         return slot.index == 0 or not self.job.config.rules.deterministic

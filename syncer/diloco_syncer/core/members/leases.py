@@ -31,7 +31,7 @@ MAX_BLOCK = 4096  # sequences
 
 
 @dataclass(slots=True)
-class Held:
+class OpenLease:
     """A lease that is out."""
 
     slot: int
@@ -65,8 +65,8 @@ class LeaseBook:
         self.issued = 0  # index of the next block in the endless order
         self.given = [0] * slots  # leases per slot, deterministic mode
         self.next_lease = 1
-        self.held: dict[int, Held] = {}
-        self.returned: deque[Held] = deque()
+        self.held: dict[int, OpenLease] = {}
+        self.returned: deque[OpenLease] = deque()
         self._order: tuple[int, list[int]] | None = None
 
     def _block_at(self, index: int) -> tuple[int, int]:
@@ -79,13 +79,13 @@ class LeaseBook:
         """Sequences in the block; the last one may be short."""
         return min(self.block_size, self.sequences - block * self.block_size)
 
-    def _grant(self, held: Held) -> LeaseGrant:
+    def _grant(self, held: OpenLease) -> LeaseGrant:
         lease = self.next_lease
         self.next_lease += 1
         self.held[lease] = held
         return self._as_grant(lease, held)
 
-    def _as_grant(self, lease: int, held: Held) -> LeaseGrant:
+    def _as_grant(self, lease: int, held: OpenLease) -> LeaseGrant:
         return LeaseGrant(lease, held.data_epoch, held.block, held.position, held.end, self.block_size)
 
     def grant(self, slot: int, lost: Collection[int] = ()) -> LeaseGrant:
@@ -100,7 +100,7 @@ class LeaseBook:
                     return self._grant(held)
             data_epoch, block = self._block_at(self.given[slot] * self.slots + slot)
             self.given[slot] += 1
-            return self._grant(Held(slot, data_epoch, block, 0, self._block_end(block)))
+            return self._grant(OpenLease(slot, data_epoch, block, 0, self._block_end(block)))
         if not self.returned and self.issued and self.issued % self.blocks == 0:
             for other in lost:
                 self.give_back(other)
@@ -110,7 +110,7 @@ class LeaseBook:
             return self._grant(held)
         data_epoch, block = self._block_at(self.issued)
         self.issued += 1
-        return self._grant(Held(slot, data_epoch, block, 0, self._block_end(block)))
+        return self._grant(OpenLease(slot, data_epoch, block, 0, self._block_end(block)))
 
     def move(self, slot: int, cursors: Collection[tuple[int, int]]) -> None:
         """Cursors as the slot reports them; a lease that is not its own, or a step back, is ignored."""
@@ -142,7 +142,7 @@ class LeaseBook:
         self.next_lease += 1 << 16
 
     def to_json(self) -> dict[str, Any]:
-        def row(held: Held) -> list[int]:
+        def row(held: OpenLease) -> list[int]:
             return [held.slot, held.data_epoch, held.block, held.position, held.end]
 
         return {
@@ -161,6 +161,6 @@ class LeaseBook:
         book.issued = row["issued"]
         book.given = list(row["given"])
         book.next_lease = row["next_lease"]
-        book.held = {int(lease): Held(*values) for lease, values in row["held"].items()}
-        book.returned = deque(Held(*values) for values in row["returned"])
+        book.held = {int(lease): OpenLease(*values) for lease, values in row["held"].items()}
+        book.returned = deque(OpenLease(*values) for values in row["returned"])
         return book

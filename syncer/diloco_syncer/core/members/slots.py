@@ -128,7 +128,7 @@ class Absence:
     until: float | None
 
 
-class Membership:
+class SlotTable:
     """The slots of a job. ``places``: (region, ordinal) of each slot, in job order."""
 
     def __init__(self, places: list[tuple[str, int]]) -> None:

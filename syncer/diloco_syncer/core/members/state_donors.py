@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.events import Action
-from diloco_syncer.core.members.slots import Membership, SlotState
+from diloco_syncer.core.members.slots import SlotState, SlotTable
 
 
 @dataclass(slots=True)
-class Want:
+class DonorRequest:
     """A newcomer's request; ``transfer`` 0: nobody is asked at the moment."""
 
     connection: int
@@ -26,13 +26,13 @@ class Want:
     tried: set[int] = field(default_factory=set)
 
 
-class PeerBook:
+class StateDonors:
     """Open requests. ``patience`` and ``checkpoint_patience``: seconds for one answer."""
 
     def __init__(self, patience: float, checkpoint_patience: float) -> None:
         self.patience = patience
         self.checkpoint_patience = checkpoint_patience
-        self.wants: dict[int, Want] = {}
+        self.wants: dict[int, DonorRequest] = {}
         self.next_transfer = 1
         self.checkpoint_transfer = 0
         self.checkpoint_source = -1
@@ -43,7 +43,7 @@ class PeerBook:
         return self.checkpoint_transfer != 0
 
     def want(self, connection: int, now: float) -> None:
-        self.wants.setdefault(connection, Want(connection))
+        self.wants.setdefault(connection, DonorRequest(connection))
 
     def forget(self, connection: int) -> None:
         """The connection is gone: it wants nothing, and will not answer."""
@@ -61,7 +61,7 @@ class PeerBook:
         for want in list(self.wants.values()):
             if transfer and want.transfer == transfer:
                 del self.wants[want.connection]
-                return [ev.PeerStateAnswer(want.connection, transfer)]
+                return [ev.OfferPeerState(want.connection, transfer)]
         return []
 
     def failed(self, transfer: int) -> None:
@@ -72,16 +72,16 @@ class PeerBook:
             if want.transfer == transfer:
                 want.transfer = 0
 
-    def checkpoint(self, members: Membership, now: float) -> list[Action]:
+    def checkpoint(self, members: SlotTable, now: float) -> list[Action]:
         """Ask one healthy learner for the state that the job's checkpoint keeps."""
         source = self._healthiest(members, set())
         if source is None:
             return []
         self.checkpoint_transfer, self.checkpoint_source = self._number(), source
         self.checkpoint_deadline = now + self.checkpoint_patience
-        return [ev.AskPeerState(source, self.checkpoint_transfer, checkpoint=True)]
+        return [ev.RequestPeerState(source, self.checkpoint_transfer, checkpoint=True)]
 
-    def advance(self, members: Membership, closing: bool, now: float) -> list[Action]:
+    def advance(self, members: SlotTable, closing: bool, now: float) -> list[Action]:
         out: list[Action] = []
         if self.checkpoint_pending and now >= self.checkpoint_deadline:
             self.checkpoint_transfer = 0
@@ -91,18 +91,18 @@ class PeerBook:
             source = None if closing else self._healthiest(members, want.tried | set(self.wants))
             if source is None:
                 del self.wants[want.connection]
-                out.append(ev.PeerStateAnswer(want.connection, 0))
+                out.append(ev.OfferPeerState(want.connection, 0))
                 continue
             want.tried.add(source)
             want.transfer, want.source, want.deadline = self._number(), source, now + self.patience
-            out.append(ev.AskPeerState(source, want.transfer))
+            out.append(ev.RequestPeerState(source, want.transfer))
         return out
 
     def _number(self) -> int:
         self.next_transfer += 1
         return self.next_transfer - 1
 
-    def _healthiest(self, members: Membership, but: set[int]) -> int | None:
+    def _healthiest(self, members: SlotTable, but: set[int]) -> int | None:
         """The connection of the active learner with the most steps in its tenure."""
         healthy = [
             (slot.step - slot.step_at_seat, -slot.index, slot.connection)

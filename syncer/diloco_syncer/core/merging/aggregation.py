@@ -1,4 +1,4 @@
-"""Merging: pushes come in, rounds open, are taken, and become versions.
+"""Aggregator: pushes come in, rounds open, are taken, and become versions.
 
 ``rounds`` holds the rules and ``intake`` says which pushes count; here they meet
 the ledger, the members and the offers that wait. Plain code, driven by ``core``.
@@ -6,30 +6,29 @@ the ledger, the members and the offers that wait. Plain code, driven by ``core``
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from statistics import median
 
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.events import ENDED, Action, MergedPush, PhaseName, PushHeader, Reason
 from diloco_syncer.core.members.slots import Slot, SlotState
-from diloco_syncer.core.merging.push_checks import IntakeRules, check_header
+from diloco_syncer.core.merging.push_checks import PushLimits, check_header
 from diloco_syncer.core.merging.rounds import Accepted, Round, superseded
-from diloco_syncer.core.merging.weights import weights
 from diloco_syncer.core.recovery.receipts import hold
-from diloco_syncer.core.state import Job
+from diloco_syncer.core.state import JobState
 
 LATE_ROUNDS = 3  # late in so many rounds running: starved
 
 
-class Merging:
-    def __init__(self, job: Job) -> None:
+class Aggregator:
+    def __init__(self, job: JobState) -> None:
         self.job = job
         config = job.config
-        self.intake = IntakeRules(config.encoding, config.max_versions, config.rules.deterministic)
+        self.intake = PushLimits(config.encoding, config.max_versions, config.rules.deterministic)
 
     # ---------------------------------------------------------------- pushes
 
-    def admit_push(self, header: PushHeader, process: str = "") -> tuple[Reason, str] | None:
+    def check_push(self, header: PushHeader, process: str = "") -> tuple[Reason, str] | None:
         """The verdict on a header before its bytes are read; None: send them."""
         if self.job.phase in ENDED:
             return Reason.ENDED, f"the job is {self.job.phase.value}"
@@ -60,13 +59,13 @@ class Merging:
 
     def push(self, event: ev.PushReceived, now: float) -> None:
         header = event.header
-        verdict = self.admit_push(header)
+        verdict = self.check_push(header)
         if verdict is None and not event.finite:
             verdict = (Reason.NOT_FINITE, "the outer gradient has NaN or infinite values")
         if verdict is None:
             verdict = self.job.gate.check(header.fragment, event.norm)
         if verdict is not None:
-            self.job.out.append(ev.PushVerdict(event.handle, *verdict))
+            self.job.out.append(ev.AnswerPush(event.handle, *verdict))
             return
         assert self.job.rounds
         slot = self.job.members.slots[header.slot]
@@ -76,18 +75,18 @@ class Merging:
         opened = self.job.rounds.open.get(header.fragment)
         if opened is None and header.round:
             opened = self.job.rounds.open_round(header.fragment, now, self.job.progress())
-        self.job.out.append(ev.PushVerdict(event.handle, None, "", offer=not header.round))
+        self.job.out.append(ev.AnswerPush(event.handle, None, "", offer=not header.round))
         if opened is not None and not opened.merging:
             replaced = self.job.rounds.accept(opened, push, now)
         else:
             waiting = self.job.offers[header.fragment]
             replaced = superseded(waiting, header)
             self.job.offers[header.fragment] = [o for o in waiting if o not in replaced] + [push]
-        self.job.out += [ev.DropPayload(old.handle) for old in replaced]
+        self.job.out += [ev.ReleasePush(old.handle) for old in replaced]
 
     # ---------------------------------------------------------------- merging
 
-    def merged(self, event: ev.Merged, now: float) -> None:
+    def merged(self, event: ev.MergeDurable, now: float) -> None:
         assert self.job.rounds and self.job.ledger
         closed = self.job.rounds.merged(event.fragment, event.version, event.merge_seconds)
         self.job.merges += 1
@@ -99,7 +98,7 @@ class Merging:
             if not slot.merged_since and push.header.incarnation == slot.incarnation:
                 slot.merged_since = True
                 self.job.note("first-merge", slot, f"slot {slot.index} is in a merge (fragment {event.fragment})")
-            self.job.out.append(ev.DropPayload(push.handle))
+            self.job.out.append(ev.ReleasePush(push.handle))
         self._judge_lateness(closed)
         self.job.out.append(self.job.announce(event.fragment))
 
@@ -173,7 +172,7 @@ class Merging:
         times = [s.step_seconds for s in self.job.members.slots if s.state is SlotState.ACTIVE and s.step_seconds > 0]
         pushes = self.job.rounds.take(opened, median(times) if times else None)
         headers = [push.header for push in pushes]
-        shares = weights(self.job.config.weights, [h.tokens for h in headers], [h.steps for h in headers])
+        shares = normalised_weights(self.job.config.weights, [h.tokens for h in headers], [h.steps for h in headers])
         responders = tuple(
             ev.Responder(push.header, push.handle, float(share), opened.version - push.header.oldest_version)
             for push, share in zip(pushes, shares, strict=True)
@@ -250,3 +249,25 @@ class Merging:
         slot.step = max(slot.step, header.report.slot_step)
         self.job.offers[header.fragment].append(Accepted(header, handle, norm))
         return True
+
+
+def normalised_weights(kind: str, tokens: Sequence[int], steps: Sequence[int]) -> list[float]:
+    """Normalised weights, one per push.
+
+    ``tokens-quality``: tokens · (tokens / steps), quantity times quality (the
+    paper's); ``tokens``: tokens; ``uniform``: the same for all. A push of zero
+    steps weighs nothing. Raises ValueError for an unknown kind or if nothing
+    weighs anything.
+    """
+    if kind == "tokens-quality":
+        raw = [t * (t / s) if s else 0.0 for t, s in zip(tokens, steps, strict=True)]
+    elif kind == "tokens":
+        raw = [float(t) if s else 0.0 for t, s in zip(tokens, steps, strict=True)]
+    elif kind == "uniform":
+        raw = [1.0 if s else 0.0 for s in steps]
+    else:
+        raise ValueError(f"sync.merge.weights: {kind!r} is none of tokens-quality, tokens, uniform")
+    total = sum(raw)
+    if not total > 0:
+        raise ValueError("no push of the merge carries a step")
+    return [value / total for value in raw]

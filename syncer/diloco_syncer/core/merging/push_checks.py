@@ -21,7 +21,7 @@ GATE_WINDOW = 31
 
 
 @dataclass(frozen=True, slots=True)
-class IntakeRules:
+class PushLimits:
     encoding: str
     max_versions: int
     deterministic: bool
@@ -30,7 +30,7 @@ class IntakeRules:
 def check_header(
     header: PushHeader,
     *,
-    rules: IntakeRules,
+    rules: PushLimits,
     slot: Slot | None,
     version: int,
     opened: Round | None,

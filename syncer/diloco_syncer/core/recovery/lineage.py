@@ -21,7 +21,7 @@ from bisect import insort
 from typing import Any
 
 
-class History:
+class Lineage:
     """The epochs that settled in this store's past, ascending."""
 
     def __init__(self) -> None:

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.events import Action, PhaseName
 from diloco_syncer.core.recovery.receipts import Rows, contradiction
-from diloco_syncer.core.state import Job
+from diloco_syncer.core.state import JobState
 
 ASK_SECONDS = 60.0  # for an answer, besides the transfer
 SLOWEST = 64 << 10  # elements a second
@@ -44,7 +44,7 @@ EPOCHS_ABOVE = 1000  # as far as a store's epochs are believed to have gone back
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class VersionRequest:
     """A base that was asked for."""
 
     connection: int
@@ -54,16 +54,16 @@ class Ask:
     deadline: float
 
 
-class Lost:
+class VersionRecovery:
     """What was lost, who has it, and who was asked for it."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: JobState) -> None:
         self.job = job
         self.known = False
         self.made: list[int] = []  # per fragment, the epoch of its newest version
         # connection -> fragment -> (version, epoch, the newest epoch that had settled by then)
         self.holders: dict[int, dict[int, tuple[int, int, int]]] = {}
-        self.asked: dict[int, Ask] = {}
+        self.asked: dict[int, VersionRequest] = {}
         self.taken: set[int] = set()
         self.withheld: set[int] = set()  # fragments of which somebody was not told
         self.welcomed: set[str] = set()  # processes that this syncer has admitted
@@ -194,7 +194,7 @@ class Lost:
             return out
         if self.taken:
             self.ending = True
-            return [*out, ev.BeginAgain(f"fragments taken from learners: {len(self.taken)}", 0)]
+            return [*out, ev.RestartFromStore(f"fragments taken from learners: {len(self.taken)}", 0)]
         return out + self._give_up()
 
     def _all_here(self) -> bool:
@@ -218,8 +218,8 @@ class Lost:
         if -negative in busy:
             return []  # one at a time
         deadline = now + ASK_SECONDS + self.job.fragment_elements[fragment] / SLOWEST
-        self.asked[fragment] = Ask(-negative, fragment, epoch, version, deadline)
-        return [ev.AskBase(-negative, fragment, epoch, version)]
+        self.asked[fragment] = VersionRequest(-negative, fragment, epoch, version, deadline)
+        return [ev.RequestVersion(-negative, fragment, epoch, version)]
 
     def _give_up(self) -> list[Action]:
         """Nobody has anything: this is the history from now on."""

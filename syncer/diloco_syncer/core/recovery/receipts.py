@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 from diloco_syncer.core.events import FragmentCounts, MergedPush, PushHeader, ReportCounts
 from diloco_syncer.core.members.slots import Slot, SlotState
 from diloco_syncer.core.merging.ledger import Cell, Ledger
-from diloco_syncer.core.state import Job
+from diloco_syncer.core.state import JobState
 
 MOST_SLOTS = 4096  # more than a receipt has room for
 
@@ -56,7 +56,7 @@ class SlotRow:
 Rows = tuple[SlotRow, ...]
 
 
-def tenure_of(job: Job, slot: Slot) -> int:
+def tenure_of(job: JobState, slot: Slot) -> int:
     """The slot's open tenure in 64 bits, the same for no other process or seat; 0: none."""
     assert job.ledger
     first = job.ledger.books[slot.index].first_incarnation
@@ -66,7 +66,7 @@ def tenure_of(job: Job, slot: Slot) -> int:
     return int.from_bytes(digest[:8], "big") | 1
 
 
-def receipt(job: Job, fragment: int) -> Rows:
+def receipt(job: JobState, fragment: int) -> Rows:
     """The receipt of the fragment's present version."""
     assert job.ledger
     rows = []
@@ -91,7 +91,7 @@ def receipt(job: Job, fragment: int) -> Rows:
     return tuple(rows)
 
 
-def contradiction(job: Job, fragment: int, version: int, rows: Sequence[SlotRow]) -> str:
+def contradiction(job: JobState, fragment: int, version: int, rows: Sequence[SlotRow]) -> str:
     """Why this cannot be the receipt of a later version in this store's history; empty: it can."""
     assert job.ledger
     if not rows:
@@ -112,7 +112,7 @@ def contradiction(job: Job, fragment: int, version: int, rows: Sequence[SlotRow]
     return ""
 
 
-def foresee(job: Job, headers: Iterable[PushHeader], receipts: Iterable[Rows]) -> None:
+def foresee(job: JobState, headers: Iterable[PushHeader], receipts: Iterable[Rows]) -> None:
     """Before records and offers that are newer than the state are applied: end the tenures that
     are over by what they tell, and know of all slots that they tell of. Nothing of it is left to do
     after a restart whose state is the newest."""
@@ -145,7 +145,7 @@ def foresee(job: Job, headers: Iterable[PushHeader], receipts: Iterable[Rows]) -
             job.leases.give_back(slot.index)
 
 
-def take_over(job: Job, fragment: int, version: int, origin: int, rows: Rows, epoch: int) -> None:
+def take_over(job: JobState, fragment: int, version: int, origin: int, rows: Rows, epoch: int) -> None:
     """The store has this version from a learner, which had it in epoch ``origin``, and took it in
     ``epoch``; go on from it.
 

@@ -58,7 +58,7 @@ def with_links(engine: Engine, rows: list[dict[str, Any]]) -> list[dict[str, Any
     if layout is not None:
         sizes = tuple(layout.elements(p) for p in range(len(layout)))
         carried = _traffic(sizes, spec.sync.compression.up, spec.sync.compression.down, spec.slots)
-    for row, slot in zip(rows, engine.core.members.slots, strict=True):
+    for row, slot in zip(rows, engine.core.slots, strict=True):
         connection = None if slot.connection is None else engine.sessions.connection(slot.connection)
         row["link"] = None
         if connection is None:

@@ -12,7 +12,7 @@ from diloco_syncer.core import events as ev
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
 from diloco_syncer.core.events import PhaseName, Reason
-from diloco_syncer.core.merging import recent_refusals
+from diloco_syncer.core.members import recent_refusals
 from diloco_syncer.core.merging.rounds import RoundRules
 
 A = TypeVar("A")
@@ -54,7 +54,7 @@ class Desk:
         """Learners on connections 1.., version 0, everybody reported."""
         for i in range(learners):
             self.join(i + 1, i)
-        self.do(ev.InitialStored("L", (8,) * fragments))
+        self.do(ev.InitialModelStored("L", (8,) * fragments))
         for i in range(learners):
             self.report(i + 1, 0)
 
@@ -65,7 +65,7 @@ class Desk:
         opened = self.core.rounds.open.get(0) if self.core.rounds else None
         header = ev.PushHeader(
             slot_index,
-            self.core.members.slots[slot_index].incarnation,
+            self.core.slots[slot_index].incarnation,
             0,
             1,
             opened.id if opened else 0,
@@ -97,7 +97,7 @@ def of(actions: list[ev.Action], kind: type[A]) -> list[A]:
 
 
 def reason(actions: list[ev.Action]) -> Reason | None:
-    (verdict,) = of(actions, ev.PushVerdict)
+    (verdict,) = of(actions, ev.AnswerPush)
     return verdict.reason
 
 
@@ -115,7 +115,7 @@ def test_one_round_from_pull_to_announcement() -> None:
     (merge,) = of(desk.push(1, 2), ev.Merge)
     assert [r.header.slot for r in merge.responders] == [0, 1]
     assert [r.weight for r in merge.responders] == pytest.approx([2 / 3, 1 / 3])
-    (announced,) = of(desk.do(ev.Merged(0, 1, 0.1, (1.0, 1.0))), ev.Announce)
+    (announced,) = of(desk.do(ev.MergeDurable(0, 1, 0.1, (1.0, 1.0))), ev.Announce)
     assert announced.merged == {1: ev.MergedPush(1, 1), 2: ev.MergedPush(1, 1)}
     assert desk.core.versions == [1]
 
@@ -128,7 +128,7 @@ def test_grace_ends_and_the_late_push_is_refused_but_stays_pending() -> None:
     assert not of(desk.push(0, 4), ev.Merge)
     assert desk.core.wake_at <= 5.0
     assert of(desk.later(5.0), ev.Merge)
-    assert desk.core.admit_push(late) is not None
+    assert desk.core.check_push(late) is not None
     assert reason(desk.do(ev.PushReceived(late, 1.0, True, 7))) is Reason.OTHER_ROUND
     desk.report(2, 3)
     assert desk.core.ledger and desk.core.ledger.pending(1, 0) == 30
@@ -140,7 +140,7 @@ def test_k_is_never_lowered() -> None:
     desk.report(1, 4)
     desk.report(2, 4)
     desk.push(0, 4)
-    holding = desk.do(ev.ProcessGone("r", 1, "", "killed"))
+    holding = desk.do(ev.ProcessEnded("r", 1, "", "killed"))
     assert desk.core.phase is PhaseName.HOLDING
     assert "1 of 2" in of(holding, ev.SetPhase)[0].message
     assert not of(desk.later(3600.0), ev.Merge)
@@ -160,7 +160,7 @@ def train_in_both(desk: Desk) -> None:
     desk.join(1, 0)
     desk.join(2, 1)
     desk.join(3, 0, region="far")
-    desk.do(ev.InitialStored("L", (8,)))
+    desk.do(ev.InitialModelStored("L", (8,)))
     for connection in (1, 2, 3):
         desk.report(connection, 0)
     assert desk.core.phase is PhaseName.TRAINING
@@ -186,7 +186,7 @@ def full_round(desk: Desk) -> list[ev.Action]:
 def test_a_region_is_lost(policy: str) -> None:
     desk = two_regions(policy)
     train_in_both(desk)
-    desk.do(ev.ProcessGone("far", 0, "", "cut off"))
+    desk.do(ev.ProcessEnded("far", 0, "", "cut off"))
     stay(desk, 55)
     assert desk.core.phase is PhaseName.TRAINING, "not yet"
     stay(desk, 5)
@@ -196,14 +196,14 @@ def test_a_region_is_lost(policy: str) -> None:
         assert "region far was heard for 60 s" in desk.core.phase_message
     if policy == "Fail":
         return
-    told = [note.kind for note in of(desk.log, ev.Note)]
+    told = [note.kind for note in of(desk.log, ev.RecordEvent)]
     assert told.count("region-lost") == 1 and "region-back" not in told
     assert desk.core.status(desk.now)["regions_lost"] == ["far"]
     assert bool(of(full_round(desk), ev.Merge)) == (policy == "Continue")
     if policy == "Hold":
         assert desk.core.status(desk.now)["hold_since_seconds"] is not None
-    assert of(desk.join(4, 0, region="far"), ev.Note)
-    assert [note.kind for note in of(desk.log, ev.Note)].count("region-back") == 1
+    assert of(desk.join(4, 0, region="far"), ev.RecordEvent)
+    assert [note.kind for note in of(desk.log, ev.RecordEvent)].count("region-back") == 1
     assert desk.core.status(desk.now)["regions_lost"] == []
     (row,) = desk.core.report(desk.now)["regions_lost"]
     assert row["region"] == "far" and 60 <= row["to_seconds"] - row["from_seconds"] < 70
@@ -215,7 +215,7 @@ def test_a_region_is_lost(policy: str) -> None:
 def test_a_hold_for_a_region_outlives_the_syncer() -> None:
     desk = two_regions("Hold")
     train_in_both(desk)
-    desk.do(ev.ProcessGone("far", 0, "", "cut off"))
+    desk.do(ev.ProcessEnded("far", 0, "", "cut off"))
     stay(desk, 60)
     assert desk.core.phase is PhaseName.HOLDING
     again = two_regions("Hold", json.loads(json.dumps(desk.core.state(desk.now))), 2)
@@ -233,7 +233,7 @@ def test_a_region_that_was_never_there_is_not_lost() -> None:
     desk = two_regions("Fail")
     desk.join(1, 0)
     desk.join(2, 1)
-    desk.do(ev.InitialStored("L", (8,)))
+    desk.do(ev.InitialModelStored("L", (8,)))
     for connection in (1, 2):
         desk.report(connection, 0)
     stay(desk, 100)
@@ -265,9 +265,9 @@ def test_a_wrong_header_is_refused_by_name(changes: dict[str, object], expected:
     desk = Desk(config())
     desk.begin(2)
     desk.report(1, 4)
-    refused = desk.core.admit_push(desk.header(0, 4, **changes))
+    refused = desk.core.check_push(desk.header(0, 4, **changes))
     assert refused is not None and refused[0] is expected
-    assert desk.core.admit_push(desk.header(0, 4)) is None
+    assert desk.core.check_push(desk.header(0, 4)) is None
 
 
 def test_not_finite_and_repeated() -> None:
@@ -285,9 +285,9 @@ def test_steps_merged_once_stay_merged() -> None:
     desk.begin(1)
     desk.report(1, 4)
     desk.push(0, 4)
-    desk.do(ev.Merged(0, 1, 0.1, (1.0,)))
+    desk.do(ev.MergeDurable(0, 1, 0.1, (1.0,)))
     again = desk.header(0, 6, sequence=2, round=0)
-    refused = desk.core.admit_push(again)
+    refused = desk.core.check_push(again)
     assert refused is not None and refused[0] is Reason.ALREADY_MERGED
 
 
@@ -311,7 +311,7 @@ def test_norm_gate_judges_by_the_running_median() -> None:
             assert reason(desk.push(0, step, norm=3.7, **changes)) is Reason.NORM_GATE
             changes["sequence"] = 99
         assert reason(desk.push(0, step, norm=1.0 + version / 10, **changes)) is None
-        desk.do(ev.Merged(0, version + 1, 0.1, (1.0 + version / 10,)))
+        desk.do(ev.MergeDurable(0, version + 1, 0.1, (1.0 + version / 10,)))
 
 
 # ------------------------------------------------------------------ membership
@@ -319,7 +319,7 @@ def test_norm_gate_judges_by_the_running_median() -> None:
 
 def test_an_older_pod_does_not_take_its_place_back() -> None:
     desk = Desk(config())
-    desk.do(ev.InitialStored("L", (8,)))
+    desk.do(ev.InitialModelStored("L", (8,)))
     desk.join(1, 0, "a1", pod="aa")
     desk.join(2, 1, "b1", pod="bb")
     desk.join(3, 0, "c1", pod="cc")  # the node of pod aa was given up; its successor
@@ -331,23 +331,23 @@ def test_an_older_pod_does_not_take_its_place_back() -> None:
         (refused,) = of(actions, ev.Refuse)
         assert (refused.reason, refused.fatal) == ("superseded", True)
     state = desk.core.state(0.0)
-    assert desk.core.members.slots[0].process == "c1"
+    assert desk.core.slots[0].process == "c1"
     # The same after a restart of the syncer; a container of the newest pod is welcome.
-    desk.core.members.load(state["job"]["members"], 0.0)
+    desk.core._state.members.load(state["job"]["members"], 0.0)
     (refused,) = of(desk.join(6, 0, "a3", pod="aa"), ev.Refuse)
     assert refused.reason == "superseded"
     assert not [r for r in of(desk.join(7, 0, "c2", pod="cc"), ev.Refuse) if r.connection == 7]
-    assert desk.core.members.slots[0].process == "c2"
+    assert desk.core.slots[0].process == "c2"
 
 
 def test_a_process_whose_place_went_to_a_newer_one_does_not_take_it_back() -> None:
     desk = Desk(config())
-    desk.do(ev.InitialStored("L", (8,)))
+    desk.do(ev.InitialModelStored("L", (8,)))
     desk.join(1, 0, "a1")
     desk.join(2, 0, "a2")
     (refused,) = of(desk.join(3, 0, "a1", previous_incarnation=1), ev.Refuse)
     assert (refused.connection, refused.reason, refused.fatal) == (3, "superseded", True)
-    desk.do(ev.ProcessGone("r", 0, "a2", "killed"))
+    desk.do(ev.ProcessEnded("r", 0, "a2", "killed"))
     assert not of(desk.join(4, 0, "a1", previous_incarnation=1), ev.Refuse), "nobody holds it now"
 
 
@@ -362,7 +362,7 @@ def test_a_newcomer_in_the_same_place_supersedes_at_once() -> None:
     (admitted,) = of(actions, ev.Admit)
     assert admitted.seat is not None and admitted.seat.slot == 1 and not admitted.seat.continuing
     assert admitted.seat.slot_step == 3
-    fenced = desk.core.admit_push(old)
+    fenced = desk.core.check_push(old)
     assert fenced is not None and fenced[0] is Reason.FENCED
     assert desk.core.ledger and desk.core.ledger.dropped(1, 0) == {"died": 30}
 
@@ -373,7 +373,7 @@ def test_the_same_process_comes_back_with_its_work() -> None:
     desk.report(2, 3)
     desk.do(ev.ConnectionLost(2))
     desk.later(11.0)
-    assert desk.core.members.slots[1].state == "lost"
+    assert desk.core.slots[1].state == "lost"
     (admitted,) = of(desk.join(9, 1, process="p2", previous_incarnation=2), ev.Admit)
     assert admitted.seat is not None and admitted.seat.continuing
     assert admitted.seat.incarnation == 3
@@ -384,12 +384,12 @@ def test_who_came_back_has_a_first_step_and_a_first_merge_again() -> None:
     desk = Desk(config())
 
     def told(actions: list[ev.Action]) -> list[tuple[str, int]]:
-        return [(n.kind, n.incarnation) for n in of(actions, ev.Note) if n.kind.startswith("first-")]
+        return [(n.kind, n.incarnation) for n in of(actions, ev.RecordEvent) if n.kind.startswith("first-")]
 
     desk.begin(1)
     assert told(desk.report(1, 4)) == [("first-step", 1)]
     desk.push(0, 4)
-    assert told(desk.do(ev.Merged(0, 1, 0.1, (1.0,)))) == [("first-merge", 1)]
+    assert told(desk.do(ev.MergeDurable(0, 1, 0.1, (1.0,)))) == [("first-merge", 1)]
     assert told(desk.report(1, 5, base=1, confirmed=40)) == []
     desk.do(ev.ConnectionLost(1))
     desk.later(11.0)
@@ -398,7 +398,7 @@ def test_who_came_back_has_a_first_step_and_a_first_merge_again() -> None:
     assert told(desk.report(9, 8, base=1, confirmed=40)) == [("first-step", 2)]
     changes = {"base_version": 1, "first_step": 5, "steps": 4, "tokens": 40, "sequence": 2}
     assert reason(desk.push(0, 8, **changes, report=report(8, 1, 40))) is None
-    assert told(desk.do(ev.Merged(0, 2, 0.1, (1.0,)))) == [("first-merge", 2)]
+    assert told(desk.do(ev.MergeDurable(0, 2, 0.1, (1.0,)))) == [("first-merge", 2)]
 
 
 def test_a_program_started_again_under_the_same_id_begins_a_new_tenure() -> None:
@@ -414,9 +414,9 @@ def test_a_push_of_another_process_and_an_evaluation_of_a_learner_do_not_count()
     desk = Desk(config())
     desk.begin(2)
     desk.report(1, 4)
-    refused = desk.core.admit_push(desk.header(0, 4), process="p2")
+    refused = desk.core.check_push(desk.header(0, 4), process="p2")
     assert refused is not None and refused[0] is Reason.FENCED
-    assert desk.core.admit_push(desk.header(0, 4), process="p1") is None
+    assert desk.core.check_push(desk.header(0, 4), process="p1") is None
     desk.do(ev.Evaluated(1, 100, 0.1, 0, False))
     assert desk.core.report(0.0)["eval_loss"] == []
 
@@ -451,7 +451,7 @@ def test_a_spare_takes_a_lost_slot_at_once_and_the_old_process_becomes_a_spare()
     desk.begin(2)
     (waiting,) = of(desk.join(5, 2), ev.Admit)
     assert waiting.seat is None
-    (promoted,) = of(desk.do(ev.ProcessGone("r", 1, "p2", "killed")), ev.Promote)
+    (promoted,) = of(desk.do(ev.ProcessEnded("r", 1, "p2", "killed")), ev.Promote)
     assert (promoted.connection, promoted.seat.slot) == (5, 1)
     (late,) = of(desk.join(6, 1, process="p2", previous_incarnation=2), ev.Admit)
     assert late.seat is None
@@ -461,12 +461,12 @@ def test_a_broken_stream_makes_suspect_and_silence_makes_lost() -> None:
     desk = Desk(config(heartbeat_timeout=10.0))
     desk.begin(2)
     desk.do(ev.ConnectionLost(2))
-    assert desk.core.members.slots[1].state == "suspect"
+    assert desk.core.slots[1].state == "suspect"
     desk.later(9.0)
-    assert desk.core.members.slots[1].state == "suspect"
+    assert desk.core.slots[1].state == "suspect"
     desk.report(1, 1)
     desk.later(2.0)
-    assert [slot.state.value for slot in desk.core.members.slots] == ["active", "lost"]
+    assert [slot.state.value for slot in desk.core.slots] == ["active", "lost"]
 
 
 def test_a_slot_first_taken_later_starts_at_the_greatest_step() -> None:
@@ -491,7 +491,7 @@ def test_a_slot_first_taken_later_starts_at_the_greatest_step() -> None:
 def test_a_learner_of_another_job_is_refused_and_told_why(changes: dict[str, object], expected: str) -> None:
     desk = Desk(config(digests={"seed": "y"}))
     desk.join(1, 0, sequences=10)
-    desk.do(ev.InitialStored("L", (8,)))
+    desk.do(ev.InitialModelStored("L", (8,)))
     (refused,) = of(desk.join(2, 1, **changes), ev.Refuse)
     assert (refused.reason, refused.fatal) == (expected, True)
 
@@ -499,7 +499,7 @@ def test_a_learner_of_another_job_is_refused_and_told_why(changes: dict[str, obj
 def test_the_status_names_whom_it_refused_until_somebody_of_that_place_is_let_in() -> None:
     desk = Desk(config(digests={"seed": "y", "training.model": "m"}))
     desk.join(1, 0)
-    desk.do(ev.InitialStored("L", (8,)))
+    desk.do(ev.InitialModelStored("L", (8,)))
     assert desk.core.status(desk.now)["refusals"] == []
     desk.join(2, 1, digests={"seed": "x", "training.model": "other", "unknown": "z"})
     desk.now = 5.0
@@ -527,32 +527,34 @@ def test_the_next_one_is_asked_when_the_initialiser_fails() -> None:
     desk = Desk(config())
     assert of(desk.join(1, 0), ev.Admit)[0].initialise
     assert not of(desk.join(2, 1), ev.Admit)[0].initialise
-    assert of(desk.do(ev.ConnectionLost(1)), ev.AskInitial) == [ev.AskInitial(2)]
+    assert of(desk.do(ev.ConnectionLost(1)), ev.RequestInitialModel) == [ev.RequestInitialModel(2)]
 
 
 def test_whoever_failed_to_initialise_is_asked_after_the_others() -> None:
     desk = Desk(config(slots=3))
     for ordinal in range(3):
         desk.join(ordinal + 1, ordinal)
-    asked = of(desk.do(ev.InitialFailed(1, "refused")), ev.AskInitial)
-    assert asked == [ev.AskInitial(2)]
+    asked = of(desk.do(ev.InitialModelFailed(1, "refused")), ev.RequestInitialModel)
+    assert asked == [ev.RequestInitialModel(2)]
     # Its session ends, for only a Welcome can ask; that is no reason to ask the others meanwhile.
-    assert of(desk.do(ev.ConnectionLost(2)), ev.AskInitial) == []
+    assert of(desk.do(ev.ConnectionLost(2)), ev.RequestInitialModel) == []
     assert not of(desk.join(4, 0, "p1"), ev.Admit)[0].initialise, "it failed, and another one is expected"
     assert of(desk.join(5, 1, "p2", previous_incarnation=2), ev.Admit)[0].initialise
     # It fails too: now the third, who does not come back; then the first again.
-    assert of(desk.do(ev.InitialFailed(5, "refused")), ev.AskInitial) == [ev.AskInitial(3)]
+    assert of(desk.do(ev.InitialModelFailed(5, "refused")), ev.RequestInitialModel) == [ev.RequestInitialModel(3)]
     desk.do(ev.ConnectionLost(3))
     desk.now += 9.0
     for connection in (4, 5):
         desk.do(ev.Reported(connection, report(0)))
-    assert of(desk.later(1.5), ev.AskInitial) == [ev.AskInitial(4)]
+    assert of(desk.later(1.5), ev.RequestInitialModel) == [ev.RequestInitialModel(4)]
 
 
 def test_a_newcomer_initialises_rather_than_who_failed() -> None:
     desk = Desk(config())
     desk.join(1, 0)
-    assert of(desk.do(ev.InitialFailed(1, "refused")), ev.AskInitial) == [ev.AskInitial(1)], "it is alone"
+    assert of(desk.do(ev.InitialModelFailed(1, "refused")), ev.RequestInitialModel) == [ev.RequestInitialModel(1)], (
+        "it is alone"
+    )
     assert of(desk.join(2, 1), ev.Admit)[0].initialise
 
 
@@ -568,10 +570,10 @@ def test_stop_drains_merges_evaluates_and_completes() -> None:
     assert desk.core.phase is PhaseName.DRAINING and of(actions, ev.SetPhase)
     for slot, last in ((0, 4), (1, 6)):
         assert reason(desk.push(slot, last, round=0)) is None
-        actions = desk.do(ev.DrainedEvent(slot + 1))
+        actions = desk.do(ev.Drained(slot + 1))
     (merge,) = of(actions, ev.Merge)
     assert len(merge.responders) == 2
-    desk.do(ev.Merged(0, 1, 0.1, (1.0, 1.0)))
+    desk.do(ev.MergeDurable(0, 1, 0.1, (1.0, 1.0)))
     assert desk.core.phase is PhaseName.EVALUATING
     desk.do(ev.Evaluated(8, 100, 2.5, 1, True))
     assert desk.core.phase is PhaseName.COMPLETE
@@ -617,8 +619,8 @@ def test_suspend_keeps_offers_short_of_k_and_resume_merges_them() -> None:
         desk.do(ev.PeerStateFailed(transfer))
     offer = desk.header(0, 4, round=0)
     assert reason(desk.do(ev.PushReceived(offer, 1.0, True, 50))) is None
-    desk.do(ev.DrainedEvent(1))
-    desk.do(ev.DrainedEvent(2))
+    desk.do(ev.Drained(1))
+    desk.do(ev.Drained(2))
     assert desk.core.phase is PhaseName.SUSPENDED
     assert desk.core.ledger and desk.core.ledger.pending(0, 0) == 40
 
@@ -672,7 +674,7 @@ def test_deterministic_slots_are_places_and_rounds_open_by_themselves() -> None:
     (second,) = of(desk.join(2, 1), ev.Admit)
     assert second.seat is not None and second.seat.slot == 1 and not second.initialise
     assert of(desk.join(1, 0), ev.Admit)[0].initialise
-    desk.do(ev.InitialStored("L", (8,)))
+    desk.do(ev.InitialModelStored("L", (8,)))
     desk.report(1, 0)
     assert desk.core.phase is PhaseName.WAITING
     desk.report(2, 0)
@@ -691,16 +693,16 @@ def test_the_longest_tenure_gives_its_state_and_the_next_is_asked_on_failure() -
     desk.report(1, 5)
     desk.report(2, 9)
     desk.join(3, 2)
-    (ask,) = of(desk.do(ev.PeerStateWanted(3)), ev.AskPeerState)
+    (ask,) = of(desk.do(ev.PeerStateRequested(3)), ev.RequestPeerState)
     assert ask.connection == 2
-    (again,) = of(desk.do(ev.PeerStateFailed(ask.transfer)), ev.AskPeerState)
+    (again,) = of(desk.do(ev.PeerStateFailed(ask.transfer)), ev.RequestPeerState)
     assert again.connection == 1
-    assert of(desk.do(ev.PeerStateArrived(again.transfer)), ev.PeerStateAnswer) == [
-        ev.PeerStateAnswer(3, again.transfer)
+    assert of(desk.do(ev.PeerStateReceived(again.transfer)), ev.OfferPeerState) == [
+        ev.OfferPeerState(3, again.transfer)
     ]
 
 
 def test_without_a_healthy_peer_the_answer_is_none() -> None:
     desk = Desk(config())
     desk.begin(1)
-    assert of(desk.do(ev.PeerStateWanted(1)), ev.PeerStateAnswer) == [ev.PeerStateAnswer(1, 0)]
+    assert of(desk.do(ev.PeerStateRequested(1)), ev.OfferPeerState) == [ev.OfferPeerState(1, 0)]

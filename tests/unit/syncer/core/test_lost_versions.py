@@ -65,7 +65,7 @@ class Life:
     def merge(self, fragment: int, version: int, slot: int, last: int, told: ev.ReportCounts) -> None:
         """The slot's push of its steps up to ``last`` is merged alone."""
         first = 1
-        incarnation = self.core.members.slots[slot].incarnation
+        incarnation = self.core.slots[slot].incarnation
         rounds = self.core.rounds
         assert rounds is not None
         opened = rounds.open.get(fragment) or rounds.open_round(fragment, self.now, ())
@@ -87,11 +87,11 @@ class Life:
             "L",
             told,
         )
-        (verdict, *_) = of(self.do(ev.PushReceived(header, 1.0, True, 7)), ev.PushVerdict)
+        (verdict, *_) = of(self.do(ev.PushReceived(header, 1.0, True, 7)), ev.AnswerPush)
         assert verdict.reason is None
         if not opened.merging:
             self.later(10.0)
-        self.do(ev.Merged(fragment, version, 0.01, (1.0,)))
+        self.do(ev.MergeDurable(fragment, version, 0.01, (1.0,)))
 
 
 def of(actions: list[ev.Action], kind: type[A]) -> list[A]:
@@ -104,7 +104,7 @@ def trained() -> tuple[dict[str, Any], dict[int, Rows]]:
     life = Life(None, 1)
     life.join(1, 0, previous_incarnation=0)
     life.join(2, 1, previous_incarnation=0)
-    life.do(ev.InitialStored("L", (8, 8)))
+    life.do(ev.InitialModelStored("L", (8, 8)))
     for connection in (1, 2):
         life.do(ev.Reported(connection, report(counts(1, 0, 0), counts(1, 0, 0))))
     life.do(ev.Reported(1, report(counts(1, 0, 70), counts(1, 0, 70))))
@@ -127,26 +127,26 @@ def test_if_nobody_has_newer_nothing_happens() -> None:
     life = restarted()
     actions = life.join(11, 0, held=((1, 0), (1, 0)))
     (admit,) = of(actions, ev.Admit)
-    assert admit.withheld == frozenset() and not life.core.settling
+    assert admit.withheld == frozenset() and not life.core.is_recovering
     life.do(ev.Reported(11, report(counts(2, 0, 70), counts(2, 0, 70))))
     assert life.core.phase is PhaseName.TRAINING
-    assert not of(life.log, ev.AskBase) and not of(life.log, ev.BeginAgain)
+    assert not of(life.log, ev.RequestVersion) and not of(life.log, ev.RestartFromStore)
 
 
 def test_the_newest_is_asked_for_when_everybody_is_back_and_the_rest_follows_a_restart() -> None:
     state, receipts = trained()
     life = Life(state, 2, (1, 1))
     (admit,) = of(life.join(11, 0, held=HELD), ev.Admit)
-    assert admit.withheld == {0} and life.core.settling
+    assert admit.withheld == {0} and life.core.is_recovering
     life.do(ev.Reported(11, report(counts(1, 1, 0, 100), counts(1, 0, 100))))
     assert life.core.phase is PhaseName.WAITING, "training waits until it is settled"
-    assert not of(life.log, ev.AskBase), "slot 1 may hold something newer"
-    (ask,) = of(life.join(12, 1, held=((1, 0), (1, 0))), ev.AskBase)
+    assert not of(life.log, ev.RequestVersion), "slot 1 may hold something newer"
+    (ask,) = of(life.join(12, 1, held=((1, 0), (1, 0))), ev.RequestVersion)
     assert (ask.connection, ask.fragment, ask.epoch, ask.version) == (11, 0, 1, 1)
     for wrong in ((12, 0, 1, 1), (11, 1, 1, 1), (11, 0, 2, 1), (11, 0, 1, 2)):
-        assert "nobody asked" in life.core.admit_base(*wrong, receipts[0])
-    assert life.core.admit_base(11, 0, 1, 1, receipts[0]) == ""
-    (begin,) = of(life.do(ev.BaseStored(0)), ev.BeginAgain)
+        assert "nobody asked" in life.core.check_version_upload(*wrong, receipts[0])
+    assert life.core.check_version_upload(11, 0, 1, 1, receipts[0]) == ""
+    (begin,) = of(life.do(ev.LostVersionStored(0)), ev.RestartFromStore)
     assert begin.above == 0
 
     again = Core(CONFIG, life.core.state(0.0), 3, 0.0, 0.0)
@@ -167,8 +167,8 @@ def test_a_receipt_tells_of_more_than_was_told() -> None:
     """The state knows of 70 trained tokens; 100 were merged: at least so many were trained."""
     state, receipts = trained()
     core = Core(CONFIG, state, 2, 0.0, 0.0)
-    core.foresee([], [receipts[0]])
-    core.take_over(0, 1, 1, receipts[0], 2)
+    core.close_superseded_tenures([], [receipts[0]])
+    core.apply_recovered_version(0, 1, 1, receipts[0], 2)
     core.start(0.0, (1, 1))
     assert core.ledger is not None and core.ledger.check() == []
     assert (core.ledger.trained(0), core.ledger.merged(0, 0), core.ledger.pending(0, 1)) == (100, 100, 100)
@@ -179,8 +179,8 @@ def test_a_tenure_that_the_state_has_not_heard_of() -> None:
     state, receipts = trained()
     rows = tuple(replace(row, tenure=77) if row.slot == 0 else row for row in receipts[0])
     core = Core(CONFIG, state, 2, 0.0, 0.0)
-    core.foresee([], [rows])
-    core.take_over(0, 1, 1, rows, 2)
+    core.close_superseded_tenures([], [rows])
+    core.apply_recovered_version(0, 1, 1, rows, 2)
     core.start(0.0, (1, 1))
     assert core.ledger is not None and core.ledger.check() == []
     assert core.ledger.merged(0, 0) == 100 and core.ledger.trained(0) == 100
@@ -192,17 +192,17 @@ def test_a_tenure_that_the_state_has_not_heard_of() -> None:
 def test_the_next_is_asked_and_what_is_not_to_be_had_is_rolled_back() -> None:
     life = restarted()
     life.join(11, 0, held=HELD)
-    (first,) = of(life.join(12, 1, held=HELD), ev.AskBase)
-    (second,) = of(life.do(ev.BaseFailed(first.connection, 0)), ev.AskBase)
+    (first,) = of(life.join(12, 1, held=HELD), ev.RequestVersion)
+    (second,) = of(life.do(ev.LostVersionFailed(first.connection, 0)), ev.RequestVersion)
     assert {first.connection, second.connection} == {11, 12}
     actions = life.later(1000.0) if second.connection == 12 else life.do(ev.ConnectionLost(11))
-    assert not of(actions, ev.BeginAgain)
+    assert not of(actions, ev.RestartFromStore)
     life = restarted()
     life.join(12, 1)
     life.join(11, 0, held=HELD)
-    actions = life.do(ev.BaseFailed(11, 0))
+    actions = life.do(ev.LostVersionFailed(11, 0))
     assert [(a.fragment, a.version) for a in of(actions, ev.Announce)] == [(0, 0)]
-    assert not life.core.settling
+    assert not life.core.is_recovering
     # Its 100 confirmed tokens are in no version any more.
     life.do(ev.Reported(11, report(counts(2, 0, 0, 100), counts(2, 0, 100))))
     assert life.core.ledger is not None and life.core.ledger.check() == []
@@ -211,23 +211,23 @@ def test_the_next_is_asked_and_what_is_not_to_be_had_is_rolled_back() -> None:
     # And nobody can bring them back later: this is another history now.
     again = Life(life.core.state(0.0), 3, (1, 1))
     (admit,) = of(again.join(31, 1, held=HELD), ev.Admit)
-    assert admit.withheld == frozenset() and not again.core.settling
+    assert admit.withheld == frozenset() and not again.core.is_recovering
 
 
 def test_somebody_who_is_silent_is_waited_for_no_longer_than_any_other() -> None:
     life = restarted()
     life.join(11, 0, held=HELD)
-    assert not of(life.later(CONFIG.heartbeat_timeout - 1), ev.AskBase)
+    assert not of(life.later(CONFIG.heartbeat_timeout - 1), ev.RequestVersion)
     life.do(ev.Reported(11, report(counts(1, 1, 0, 100), counts(1, 0, 100))))
-    assert of(life.later(2.0), ev.AskBase), "slot 1 was given up"
+    assert of(life.later(2.0), ev.RequestVersion), "slot 1 was given up"
 
 
 def test_a_tape_that_tells_of_more_makes_the_first_wait_for_the_others() -> None:
     life = restarted(behind=True)
     life.join(11, 0, held=((1, 0), (1, 0)))
     life.do(ev.Reported(11, report(counts(2, 0, 70), counts(2, 0, 70))))
-    assert life.core.phase is PhaseName.WAITING and life.core.settling
-    (ask,) = of(life.join(12, 1, held=HELD), ev.AskBase)
+    assert life.core.phase is PhaseName.WAITING and life.core.is_recovering
+    (ask,) = of(life.join(12, 1, held=HELD), ev.RequestVersion)
     assert ask.connection == 12
 
 
@@ -236,7 +236,7 @@ def test_nothing_newer_anywhere_and_the_job_goes_on() -> None:
     for connection, ordinal in ((11, 0), (12, 1)):
         life.join(connection, ordinal, held=((1, 0), (1, 0)))
         life.do(ev.Reported(connection, report(counts(2, 0, 70), counts(2, 0, 70))))
-    assert life.core.phase is PhaseName.TRAINING and not of(life.log, ev.BeginAgain)
+    assert life.core.phase is PhaseName.TRAINING and not of(life.log, ev.RestartFromStore)
 
 
 @pytest.mark.parametrize("epoch", [2, 5])
@@ -244,7 +244,7 @@ def test_an_epoch_that_this_syncer_has_not_told(epoch: int) -> None:
     """The store went back with its epochs: one (epoch, version) would have two meanings."""
     life = restarted()
     actions = life.join(11, 0, held=((epoch, 1), (1, 0)))
-    (again,) = of(actions, ev.BeginAgain)
+    (again,) = of(actions, ev.RestartFromStore)
     assert again.above == epoch and not of(actions, ev.Admit)
     assert isinstance(actions[0], ev.Persist), "a syncer that was succeeded finds out first"
     life = restarted()
@@ -276,30 +276,30 @@ def test_an_empty_store_does_not_begin_anew_under_those_who_are_ahead() -> None:
 def test_a_receipt_that_cannot_be(changes: dict[str, int], word: str) -> None:
     state, receipts = trained()
     core = Core(CONFIG, state, 2, 0.0, 0.0)
-    core.foresee([], [receipts[0]])
-    core.take_over(0, 1, 1, receipts[0], 2)
+    core.close_superseded_tenures([], [receipts[0]])
+    core.apply_recovered_version(0, 1, 1, receipts[0], 2)
     core.start(0.0, (1, 1))
     for ordinal in (0, 1):
         core.handle(a_join(11 + ordinal, ordinal, held=((1, 2), (1, 0))), 0.0)
-    core.handle(ev.BaseFailed(12, 0), 0.0)
+    core.handle(ev.LostVersionFailed(12, 0), 0.0)
     newer = tuple(replace(row, version=2 if row.slot else row.version) for row in receipts[0])
-    assert core.admit_base(11, 0, 1, 2, newer) == ""
-    assert "no receipt" in core.admit_base(11, 0, 1, 2, ())
+    assert core.check_version_upload(11, 0, 1, 2, newer) == ""
+    assert "no receipt" in core.check_version_upload(11, 0, 1, 2, ())
     wrong = (replace(newer[0], **{**changes, "version": changes.get("version", 1) + 1}), newer[1])
-    assert word in core.admit_base(11, 0, 1, 2, wrong)
+    assert word in core.check_version_upload(11, 0, 1, 2, wrong)
 
 
 def test_a_receipt_tells_of_slots_that_the_state_has_not_heard_of() -> None:
     """Slot 1's process came after the state, and is in a record: its merges are in the version."""
     life = Life(None, 1)
     life.join(1, 0, previous_incarnation=0)
-    life.do(ev.InitialStored("L", (8, 8)))
+    life.do(ev.InitialModelStored("L", (8, 8)))
     state = life.core.state(life.now)
     told = report(counts(1, 0, 40), counts(1, 0, 40))
     header = ev.PushHeader(1, 2, 0, 1, 1, 1, 0, 0, 1, 4, 4, 40, 1.0, "float32", "L", told)
     core = Core(CONFIG, state, 2, 0.0, 0.0)
-    core.foresee([header], [])
-    core.recover(0, 1, [header], 1)
+    core.close_superseded_tenures([header], [])
+    core.apply_record(0, 1, [header], 1)
     core.start(0.0, (1, 1))
     assert core.ledger is not None and core.ledger.check() == []
     assert {row.slot: row.merged_tokens for row in core.receipt(0)} == {0: 0, 1: 40}
@@ -312,13 +312,13 @@ def test_slots_that_a_lost_state_had() -> None:
     header = ev.PushHeader(3, 9, 0, 1, 1, 1, 0, 0, 1, 4, 4, 40, 1.0, "float32", "L", told)
     more = replace(receipts[1][0], slot=4, tenure=7, merged_tokens=50, tenure_tokens=50)
     core = Core(CONFIG, state, 2, 0.0, 0.0)
-    core.foresee([header], [(*receipts[1], more)])
-    core.recover(0, 1, [header], 1)
-    core.take_over(1, 1, 1, (*receipts[1], more), 1)
+    core.close_superseded_tenures([header], [(*receipts[1], more)])
+    core.apply_record(0, 1, [header], 1)
+    core.apply_recovered_version(1, 1, 1, (*receipts[1], more), 1)
     core.start(0.0, (1, 1))
     assert core.ledger is not None and core.ledger.check() == []
     assert [row["merged"] for row in core.ledger.rows()] == [40, 150]
-    assert [slot.retired for slot in core.members.slots] == [False, False, True, True, True]
+    assert [slot.retired for slot in core.slots] == [False, False, True, True, True]
     assert [row.slot for row in core.receipt(1)] == [0, 1, 4]
 
 
@@ -328,8 +328,8 @@ def settled_without_it() -> dict[str, Any]:
     state = life.core.state(0.0)
     life.join(12, 1)
     life.join(11, 0, held=HELD)
-    life.do(ev.BaseFailed(11, 0))
-    assert life.core.settled == 2 and not life.core.settling
+    life.do(ev.LostVersionFailed(11, 0))
+    assert life.core.newest_settled_epoch == 2 and not life.core.is_recovering
     assert state["job"]["history"]["epochs"] == [1], "it has forgotten that"
     return state
 
@@ -343,8 +343,8 @@ def test_what_was_given_up_is_not_taken_though_the_store_has_forgotten(first: in
     joins = [lambda: life.join(11, 0, held=((2, 0), (2, 0)), settled=(2, 2)), lambda: life.join(12, 1, held=HELD)]
     joins[first]()
     joins[1 - first]()
-    assert life.core.settled == 3, "given up once more"
-    assert not of(life.log, ev.AskBase) and not of(life.log, ev.BeginAgain)
+    assert life.core.newest_settled_epoch == 3, "given up once more"
+    assert not of(life.log, ev.RequestVersion) and not of(life.log, ev.RestartFromStore)
     told = {a.connection: a for a in of(life.log, ev.Admit)}
     # If it is not known whether version 1 was in that history, its holder waits for the decision.
     waits = first == 1 or not began
@@ -361,9 +361,9 @@ def test_who_gave_up_what_was_taken_meanwhile_begins_anew() -> None:
     life.later(CONFIG.heartbeat_timeout - 1)
     life.do(ev.Reported(12, report(counts(1, 1, 0), counts(1, 0, 0))))
     life.later(2.0)
-    (ask,) = of(life.log, ev.AskBase)
-    assert life.core.admit_base(12, 0, ask.epoch, ask.version, receipts[0]) == ""
-    assert of(life.do(ev.BaseStored(0)), ev.BeginAgain)
+    (ask,) = of(life.log, ev.RequestVersion)
+    assert life.core.check_version_upload(12, 0, ask.epoch, ask.version, receipts[0]) == ""
+    assert of(life.do(ev.LostVersionStored(0)), ev.RestartFromStore)
     (late,) = of(life.join(11, 0, held=((2, 0), (2, 0)), settled=(2, 2)), ev.Admit)
     assert late.seat is not None and not late.seat.continuing
 
@@ -384,25 +384,25 @@ def test_merges_in_the_store_tell_which_epochs_settled() -> None:
     core = Core(CONFIG, state, 3, 0.0, 0.0)
     told = report(counts(2, 0, 80), counts(2, 0, 80))
     header = ev.PushHeader(0, 1, 1, 1, 1, 2, 0, 0, 1, 8, 8, 80, 1.0, "float32", "L", told)
-    core.foresee([header], [])
-    core.recover(1, 1, [header], 2)
+    core.close_superseded_tenures([header], [])
+    core.apply_record(1, 1, [header], 2)
     core.start(0.0, (1, 2))
     core.handle(a_join(11, 1, held=HELD), 0.0)
     actions = core.handle(a_join(12, 0, held=((2, 0), (2, 0)), settled=(1, 1)), 0.0)
-    assert core.settled == 3 and not of(actions, ev.AskBase), "given up"
+    assert core.newest_settled_epoch == 3 and not of(actions, ev.RequestVersion), "given up"
 
 
 def test_a_version_of_an_epoch_that_did_not_know_what_had_settled_is_not_taken() -> None:
     """Epoch 3 began from a store that had forgotten that epoch 2 went on without version 1."""
     life = Life(trained()[0], 4, (1, 1))
     life.join(11, 0, held=((3, 1), (3, 0)), settled=(1, 1))
-    assert life.core.settling
+    assert life.core.is_recovering
     actions = life.join(12, 1, held=((2, 0), (2, 0)), settled=(2, 2))
-    assert life.core.settled == 4 and not of(actions, ev.AskBase), "given up"
+    assert life.core.newest_settled_epoch == 4 and not of(actions, ev.RequestVersion), "given up"
     life = Life(trained()[0], 4, (1, 1))
     life.join(11, 0, held=((3, 1), (3, 0)), settled=(2, 2))
     actions = life.join(12, 1, held=((2, 0), (2, 0)), settled=(2, 2))
-    assert [ask.epoch for ask in of(actions, ev.AskBase)] == [3]
+    assert [ask.epoch for ask in of(actions, ev.RequestVersion)] == [3]
 
 
 @pytest.mark.parametrize(("tenure", "continuing"), [(0, True), (1, True), (3, False)])
@@ -422,7 +422,7 @@ def test_an_incarnation_is_not_given_to_its_process_again() -> None:
     state, _ = trained()
     core = Core(CONFIG, state, 2, 0.0, 0.0)
     core.start(0.0, (1, 1))
-    newest = core.members.next_incarnation
+    newest = core._state.members.next_incarnation
     back = a_join(11, 0, tenure=newest, previous_incarnation=0)
     (admit,) = of(core.handle(back, 0.0), ev.Admit)
     assert admit.seat is not None and admit.seat.incarnation == newest + 1
@@ -434,7 +434,7 @@ def test_a_tenure_from_before_version_0_goes_on() -> None:
     life.join(1, 0, previous_incarnation=0)
     life.do(ev.ConnectionLost(1))
     life.join(2, 0, previous_incarnation=1, tenure=1)
-    life.do(ev.InitialStored("L", (8, 8)))
+    life.do(ev.InitialModelStored("L", (8, 8)))
     (admit,) = of(life.join(3, 0, previous_incarnation=2, tenure=1), ev.Admit)
     assert admit.seat is not None and admit.seat.continuing
 

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_syncer.core.events import PushHeader, ReportCounts
-from diloco_syncer.core.merging.averages import MovingAverage, grace_seconds
-from diloco_syncer.core.merging.rounds import Accepted, Progress, RoundBook, RoundRules
+from diloco_syncer.core.merging.rounds import Accepted, MovingAverage, Progress, RoundBook, RoundRules, grace_seconds
 
 REPORT = ReportCounts(100, 100, 100, ())
 

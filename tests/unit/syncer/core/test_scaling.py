@@ -34,7 +34,7 @@ class Job:
         for place in self.core.config.places:
             self.join(*place)
             if not self.core.initialised:
-                self.core.handle(ev.InitialStored("L", (8,)), self.now)
+                self.core.handle(ev.InitialModelStored("L", (8,)), self.now)
             self.report(f"{place[0]}{place[1]}", 0)
 
     def start(self, regions: Regions) -> None:
@@ -78,15 +78,15 @@ class Job:
         self.core.handle(ev.Reported(self.connections[process], told), self.now)
 
     def drain(self, process: str) -> None:
-        self.core.handle(ev.DrainedEvent(self.connections.pop(process)), self.now)
+        self.core.handle(ev.Drained(self.connections.pop(process)), self.now)
         del self.incarnations[process]
 
     def slots(self) -> dict[str, int]:
         """Processes by slot, of those that hold one."""
-        return {slot.process: slot.index for slot in self.core.members.slots if slot.process}
+        return {slot.process: slot.index for slot in self.core.slots if slot.process}
 
     def retired(self) -> list[int]:
-        return [slot.index for slot in self.core.members.slots if slot.retired]
+        return [slot.index for slot in self.core.slots if slot.retired]
 
     @property
     def trained(self) -> int:
@@ -129,7 +129,7 @@ def test_down_who_stays_keeps_his_slot_and_who_leaves_may_finish() -> None:
     assert job.slots() == before and job.trained == 1500
     # They leave: by a drain, as a pod that is removed does; or for good, when somebody says so.
     job.drain("a1")
-    job.core.handle(ev.ProcessGone("b", 1, "b1", "deleted"), job.now)
+    job.core.handle(ev.ProcessEnded("b", 1, "b1", "deleted"), job.now)
     rows = {row["slot"]: row for row in job.core.status(job.now)["slots"]}
     assert rows[1]["state"] == rows[4]["state"] == "drained"
     assert [row["retired"] for row in rows.values()] == [False, True, True, False, True]
@@ -138,7 +138,7 @@ def test_down_who_stays_keeps_his_slot_and_who_leaves_may_finish() -> None:
     assert job.core.status(job.now)["standby"] == 1
     # A container that is started again in such a pod: the one before it is gone, and its work with it.
     assert job.join("a", 2, "again") is None
-    assert job.core.members.slots[2].state is SlotState.DRAINED
+    assert job.core.slots[2].state is SlotState.DRAINED
     assert job.trained == 1500
     totals = job.core.ledger.totals() if job.core.ledger else {}
     # 300 of each: a-1's were not offered (drain), b-1's and a-2's died with their processes.
@@ -158,7 +158,7 @@ def test_down_and_up_again_goes_on_with_the_history_and_at_the_greatest_step() -
         job.drain(f"a{i}")
     job.report("a0", 90)
     job.start({"a": 5})
-    assert job.retired() == [] and len(job.core.members.slots) == 5
+    assert job.retired() == [] and len(job.core.slots) == 5
     for i in range(5):
         seat = job.join("a", i, f"new{i}" if i > 1 else "")
         assert seat is not None
@@ -188,7 +188,7 @@ def test_a_region_that_goes_and_one_that_comes() -> None:
     for i in range(2):
         seat = job.join("c", i)
         assert seat is not None and seat.slot == 3 + i and seat.slot_step == 20
-    assert len(job.core.members.current) == 3
+    assert len(job.core._state.members.current) == 3
 
 
 def test_a_spare_that_took_over_is_not_taken_for_one_who_leaves() -> None:
@@ -196,10 +196,10 @@ def test_a_spare_that_took_over_is_not_taken_for_one_who_leaves() -> None:
     job.report("a0", 20)
     job.report("a1", 20)
     assert job.join("a", 2) is None  # a spare
-    job.core.handle(ev.ProcessGone("a", 1, "a1", "killed"), job.now)
+    job.core.handle(ev.ProcessEnded("a", 1, "a1", "killed"), job.now)
     job.core.handle(ev.Tick(), job.now)
     assert job.slots() == {"a0": 0, "a2": 1}
-    job.incarnations["a2"] = job.core.members.slots[1].incarnation
+    job.incarnations["a2"] = job.core.slots[1].incarnation
     job.start({"a": 2})
     assert not job.retired()
     seat = job.join("a", 2)
@@ -212,19 +212,19 @@ def test_goodput_is_judged_by_the_slots_that_there_were() -> None:
     job.report("a0", 1)
     began = job.now
     job.now += 100.0
-    assert job.core.job.clock.slot_seconds(job.now) == pytest.approx(400.0)
+    assert job.core._state.clock.slot_seconds(job.now) == pytest.approx(400.0)
     job.start({"a": 1})
     restarted = job.now
     job.join("a", 0)
     job.report("a0", 2)
     job.now += 50.0
-    known = job.core.job.clock.slot_seconds(job.now)
+    known = job.core._state.clock.slot_seconds(job.now)
     assert known == pytest.approx(4 * 100.0 + (job.now - began - 100.0), abs=4 * (restarted - began - 100.0))
     # A state that was written before there was such a figure.
     old = json.loads(json.dumps(job.core.state(job.now, job.now)))
     del old["job"]["clock"]["slot_seconds"]
     core = Core(config({"a": 2}), old, 9, job.now, job.now)
-    assert core.job.clock.slot_seconds(job.now) == pytest.approx(2 * core.job.clock.elapsed(job.now))
+    assert core._state.clock.slot_seconds(job.now) == pytest.approx(2 * core._state.clock.elapsed(job.now))
 
 
 def test_states_of_before_there_were_retired_slots_are_read() -> None:
@@ -236,7 +236,7 @@ def test_states_of_before_there_were_retired_slots_are_read() -> None:
     for row in state["job"]["members"]["slots"]:
         del row["retired"]
     core = Core(config({"a": 2}), state, 2, 0.0, 0.0)
-    assert [slot.retired for slot in core.members.slots] == [False, False, True]
+    assert [slot.retired for slot in core.slots] == [False, False, True]
 
 
 # ------------------------------------------------------------------ pods beside those that train
@@ -251,9 +251,9 @@ def test_an_idle_learner_takes_nothing_and_hears_the_phase() -> None:
     after = job.core.status(job.now)
     assert after["standby"] == 0 and after["slots"] == before["slots"]
     # Nor is it seated when a slot is free, or its connection's end of any account.
-    job.core.handle(ev.ProcessGone("a", 1, "a1", "killed"), job.now)
+    job.core.handle(ev.ProcessEnded("a", 1, "a1", "killed"), job.now)
     job.core.handle(ev.Tick(), job.now)
-    assert job.core.members.slots[1].state is SlotState.LOST
+    assert job.core.slots[1].state is SlotState.LOST
     job.core.handle(ev.ConnectionLost(99), job.now)
 
 
@@ -262,11 +262,11 @@ def test_a_process_is_gone_only_where_it_is() -> None:
     assert job.join("a", 2, "cc") is None  # stands by
     before = job.core.status(job.now)
     for region, ordinal, process in (("a", 0, "dd"), ("a", 1, "a0"), ("b", 0, "a0"), ("a", 7, ""), ("a", 1, "cc")):
-        job.core.handle(ev.ProcessGone(region, ordinal, process, "deleted"), job.now)
+        job.core.handle(ev.ProcessEnded(region, ordinal, process, "deleted"), job.now)
     assert job.core.status(job.now) == before
     # A standby that is gone must not be given a slot.
-    actions = job.core.handle(ev.ProcessGone("a", 2, "cc", "deleted"), job.now)
+    actions = job.core.handle(ev.ProcessEnded("a", 2, "cc", "deleted"), job.now)
     assert [(a.connection, a.fatal) for a in actions if isinstance(a, ev.Refuse)] == [(job.connections["cc"], False)]
     assert job.core.status(job.now)["standby"] == 0
-    job.core.handle(ev.ProcessGone("a", 0, "a0", "deleted"), job.now)
-    assert job.core.members.slots[0].state is SlotState.LOST
+    job.core.handle(ev.ProcessEnded("a", 0, "a0", "deleted"), job.now)
+    assert job.core.slots[0].state is SlotState.LOST

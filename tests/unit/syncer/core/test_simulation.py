@@ -245,12 +245,12 @@ class World:
             newer = [(p, v, r) for (p, v), r in sorted(self.records.items()) if v > begun[p]]
             headers = [h for _, _, record in newer for h in record.read()]
             offers = [header_from_json(json.loads(text)) for text, _ in self.spool.values()]
-            self.core.foresee(headers + offers, [r.taken[1] for _, _, r in newer if r.taken])
+            self.core.close_superseded_tenures(headers + offers, [r.taken[1] for _, _, r in newer if r.taken])
             for p, v, record in newer:
                 if record.taken:
-                    self.core.take_over(p, v, *record.taken, record.epoch)
+                    self.core.apply_recovered_version(p, v, *record.taken, record.epoch)
                 else:
-                    self.core.recover(p, v, record.read(), record.epoch)
+                    self.core.apply_record(p, v, record.read(), record.epoch)
             for push_id, (text, ids) in list(self.spool.items()):
                 handle = next(self.numbers)
                 if self.core.restore_offer(header_from_json(json.loads(text)), handle, 1.0):
@@ -304,7 +304,7 @@ class World:
             self.connections.pop(connection, None)
             self.handle(ev.ConnectionLost(connection))
         if self.random.random() < 0.5:
-            self.handle(ev.ProcessGone(*learner.place, learner.process, "killed"))
+            self.handle(ev.ProcessEnded(*learner.place, learner.process, "killed"))
 
     def respawn(self, place: tuple[str, int]) -> None:
         """A process for this place, if it is one and has none."""
@@ -374,9 +374,9 @@ class World:
                 if action.initialise:
                     self.at(0.1, lambda c=action.connection: self.initialise(c))
                 self.seated(learner, action.seat, action.merged, action.withheld)
-            case ev.AskBase():
+            case ev.RequestVersion():
                 self.at(self.delay(0.5), lambda: self.give_base(action))
-            case ev.BeginAgain():
+            case ev.RestartFromStore():
                 assert action.above == 0
                 self.seen["recoveries"] += 1
                 self.life += 1
@@ -384,7 +384,7 @@ class World:
                 self.end_life()
             case ev.Promote():
                 self.seated(self.connections[action.connection], action.seat, action.merged)
-            case ev.AskInitial():
+            case ev.RequestInitialModel():
                 learner = self.connections.pop(action.connection, None)
                 if learner is not None:
                     learner.connection = None
@@ -410,8 +410,8 @@ class World:
             case ev.Announce():
                 for connection, learner in list(self.connections.items()):
                     self.announce(learner, action.fragment, action.merged.get(connection, ev.MergedPush()))
-            case ev.PushVerdict() | ev.DropPayload() | ev.SetPhase() | ev.Note() | ev.GrantLease():
-                self.seen["given up"] += isinstance(action, ev.Note) and "going on from" in action.message
+            case ev.AnswerPush() | ev.ReleasePush() | ev.SetPhase() | ev.RecordEvent() | ev.GrantLease():
+                self.seen["given up"] += isinstance(action, ev.RecordEvent) and "going on from" in action.message
                 if isinstance(action, ev.SetPhase) and action.phase is PhaseName.DRAINING:
                     for learner in self.connections.values():
                         learner.draining = True
@@ -436,7 +436,7 @@ class World:
         if self.chance(0.01 * self.setup.crashes):
             self.crash_syncer()
             return
-        self.handle(ev.Merged(p, v, 0.05, tuple(1.0 for _ in content)))
+        self.handle(ev.MergeDurable(p, v, 0.05, tuple(1.0 for _ in content)))
         if life == self.life:
             self.check()
 
@@ -495,7 +495,7 @@ class World:
     def settled_by(self, learner: Learner) -> tuple[int, ...]:
         return tuple(learner.holdings[p][4] for p, _ in enumerate(self.held_by(learner)))
 
-    def give_base(self, ask: ev.AskBase) -> None:
+    def give_base(self, ask: ev.RequestVersion) -> None:
         """A learner was asked for what it holds; the wall makes it durable."""
         learner, p = self.connections.get(ask.connection), ask.fragment
         if learner is None or not self.up() or self.chance(0.05):
@@ -503,16 +503,16 @@ class World:
         epoch, version, ids, rows, _ = learner.holdings[p]
         why = "not here" if (epoch, version) != (ask.epoch, ask.version) else ""
         if not why:
-            why = self.core.admit_base(ask.connection, p, epoch, version, rows)
+            why = self.core.check_version_upload(ask.connection, p, epoch, version, rows)
             assert "nobody asked" in why or not why, why
         if why or self.chance(self.setup.refusals):
-            self.handle(ev.BaseFailed(ask.connection, p))
+            self.handle(ev.LostVersionFailed(ask.connection, p))
             return
         assert version > self.core.versions[p]
         assert (p, version) not in self.records
         self.records[p, version] = Record(epoch, ids, [], self.epoch, (epoch, rows))
         self.seen["taken"] += 1
-        self.handle(ev.BaseStored(p))
+        self.handle(ev.LostVersionStored(p))
 
     def seated(
         self,
@@ -542,14 +542,14 @@ class World:
         if connection in self.connections and self.core.initialiser == connection:
             for p in range(self.setup.fragments):
                 self.records[p, 0] = Record(self.epoch, frozenset(), [], self.epoch)
-            self.handle(ev.InitialStored("L", (10,) * self.setup.fragments))
+            self.handle(ev.InitialModelStored("L", (10,) * self.setup.fragments))
 
     def announce(self, learner: Learner, p: int, merged: ev.MergedPush) -> None:
         version = self.core.versions[p]
         epoch, ids, connection = self.epoch, self.records[p, version].ids, learner.connection
         identity = ("f", p, hash(ids))
         news = Broadcast(p, epoch, version, identity, (0, 0), merged.sequence, merged.version)
-        rows, settled = self.core.receipt(p), self.core.settled
+        rows, settled = self.core.receipt(p), self.core.newest_settled_epoch
 
         def arrive() -> None:
             if learner.connection == connection:  # a broken session takes its downloads with it
@@ -635,16 +635,16 @@ class World:
                 self.at(self.delay(0.4), lambda: self.arrive(learner, header, ids, life))
 
     def arrive(self, learner: Learner, header: ev.PushHeader, ids: Ids, life: int) -> None:
-        if not self.up() or life != self.life or self.core.settling:
+        if not self.up() or life != self.life or self.core.is_recovering:
             return  # settling: told to try again later
-        refused = self.core.admit_push(header)
+        refused = self.core.check_push(header)
         if refused is None:
             handle = next(self.numbers)
             self.payload[handle] = ids
             if header.round == 0:  # spooled before it is accepted: durable before it is acknowledged
                 self.spool[header.id] = (json.dumps(header_to_json(header)), ids)
             actions = self.core.handle(ev.PushReceived(header, 1.0, True, handle), self.now)
-            verdict = next(a for a in actions if isinstance(a, ev.PushVerdict))
+            verdict = next(a for a in actions if isinstance(a, ev.AnswerPush))
             if verdict.reason is not None:
                 self.spool.pop(header.id, None)
                 refused = (verdict.reason, verdict.message)
@@ -685,7 +685,7 @@ class World:
             connection = learner.connection
             assert connection is not None
             self.handle(ev.Reported(connection, learner.report()))
-            self.handle(ev.DrainedEvent(connection))
+            self.handle(ev.Drained(connection))
             self.connections.pop(connection, None)
             learner.connection = None
             if learner in self.learners and self.core.phase not in (PhaseName.DRAINING, *ev.ENDED):
@@ -791,7 +791,7 @@ def test_scaling_a_running_job_keeps_the_books_exact(
     world = World(replace(setup, crashes=5.0, scales=0.7))
     world.run()
     settle(world)
-    current = [slot for slot in world.core.members.slots if not slot.retired]
+    current = [slot for slot in world.core.slots if not slot.retired]
     assert len(current) == len(world.config.places)
 
 
@@ -803,7 +803,7 @@ def test_the_simulation_scales() -> None:
         world.run()
         settle(world)
         seen += world.seen
-        retired += sum(slot.retired for slot in world.core.members.slots)
+        retired += sum(slot.retired for slot in world.core.slots)
     assert min(seen[what] for what in ("scalings", "removed by draining", "removed by force")) > 5, seen
     assert retired > 5
 

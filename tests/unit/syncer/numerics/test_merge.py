@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_protocol.arrays.layout import Piece
-from diloco_syncer.core.merging.weights import weights
+from diloco_syncer.core.merging.aggregation import normalised_weights
 from diloco_syncer.numerics.merge import merge, piece_squares
 
 
@@ -202,12 +202,12 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
 
 def test_weights_are_quantity_times_quality() -> None:
     # 1000 tokens in 10 steps, 3000 in 20: 1000·100 against 3000·150.
-    assert weights("tokens-quality", [1000, 3000], [10, 20]) == pytest.approx([100 / 550, 450 / 550])
-    assert weights("tokens", [1000, 3000], [10, 20]) == pytest.approx([0.25, 0.75])
-    assert weights("uniform", [1000, 3000], [10, 20]) == [0.5, 0.5]
+    assert normalised_weights("tokens-quality", [1000, 3000], [10, 20]) == pytest.approx([100 / 550, 450 / 550])
+    assert normalised_weights("tokens", [1000, 3000], [10, 20]) == pytest.approx([0.25, 0.75])
+    assert normalised_weights("uniform", [1000, 3000], [10, 20]) == [0.5, 0.5]
     for kind in ("tokens-quality", "tokens", "uniform"):
-        assert weights(kind, [1000, 500], [10, 0]) == [1.0, 0.0]  # no steps: weight 0
+        assert normalised_weights(kind, [1000, 500], [10, 0]) == [1.0, 0.0]  # no steps: weight 0
         with pytest.raises(ValueError):
-            weights(kind, [0], [0])
+            normalised_weights(kind, [0], [0])
     with pytest.raises(ValueError, match="'steps' is none of"):
-        weights("steps", [1], [1])
+        normalised_weights("steps", [1], [1])

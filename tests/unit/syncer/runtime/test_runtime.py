@@ -142,7 +142,7 @@ class Bench:
 
     def offer(self, connection: int, fragment: int = 0) -> dict[str, Any]:
         """The header fields of an offer of one step."""
-        slot = self.engine.core.members.by_connection(connection)
+        slot = self.engine.core.slot_by_connection(connection)
         assert slot is not None
         push = sync_pb2.Push(
             fragment=fragment,
@@ -197,7 +197,7 @@ async def test_a_retry_of_an_offer_hears_repeated_only_when_the_offer_is_durable
             bench.connect(2, 1, "b")
             await until(lambda: not bench.engine._actions or bench.engine._actions[0])
             first = asyncio.create_task(bench.upload("a", delta, **fields))
-            await until(lambda: bench.engine.core.admit_push(_header(fields)) is not None)
+            await until(lambda: bench.engine.core.check_push(_header(fields)) is not None)
             again = asyncio.create_task(bench.upload("a", delta, **fields))
             done, _ = await asyncio.wait((first, again), timeout=0.3)
             assert not done and not list(tmp_path.glob("offers/*"))
@@ -270,11 +270,11 @@ async def test_bytes_by_region_and_slot_are_the_totals_and_outlive_the_syncer(tm
 
 async def test_version_0_that_is_refused_is_asked_of_somebody_else(tmp_path: Path) -> None:
     async with Bench(tmp_path) as bench:
-        heard: list[ev.InitialFailed] = []
+        heard: list[ev.InitialModelFailed] = []
         handle = bench.engine.handle
 
         def watched(event: ev.Event) -> None:
-            heard.extend([event] if isinstance(event, ev.InitialFailed) else [])
+            heard.extend([event] if isinstance(event, ev.InitialModelFailed) else [])
             handle(event)
 
         bench.engine.handle = watched  # type: ignore[method-assign]
@@ -329,7 +329,7 @@ async def test_a_syncer_of_a_job_that_has_ended_ends(tmp_path: Path) -> None:
     async with Bench(tmp_path, "training.stop={steps: 5}") as bench:
         bench.connect(1, 0, "a")
         await bench.initialise("a")
-        bench.engine.core.members.slots[0].step = 5
+        bench.engine.core.slots[0].step = 5
         bench.engine.handle(ev.EndRequested(PhaseName.COMPLETE, "the stop is reached"))
         bench.engine.sessions._connections.clear()
         await until(lambda: (tmp_path / "report.json").exists())
@@ -376,19 +376,19 @@ async def test_an_evaluation_is_its_sessions_and_in_range(tmp_path: Path) -> Non
             return sync_pb2.LearnerMessage(evaluation=sync_pb2.Evaluation(tokens=tokens, loss=1.5, **fields))
 
         heard(learner, told())
-        assert not bench.engine.core.job.eval_loss
+        assert not bench.engine.core.status(0.0)["eval_loss"]
         for message in (told(1 << 63), told(sum_versions=1 << 63)):
             with pytest.raises(limits.WireError, match="out of range"):
                 heard(evaluator, message)
         heard(evaluator, told())
-        assert bench.engine.core.job.eval_loss == [(5, 1.5)]
+        assert bench.engine.core.status(0.0)["eval_loss"] == [[5, 1.5]]
 
 
 async def test_a_slot_holds_a_bounded_number_of_leases_and_gets_more_when_it_moves(tmp_path: Path) -> None:
     async with Bench(tmp_path) as bench:
         connection = bench.connect(1, 0, "a")
         await bench.initialise("a")
-        leases = bench.engine.core.job.leases
+        leases = bench.engine.core._state.leases
         assert leases is not None
         for _ in range(limits.MAX_CURSORS + 40):
             bench.engine.sessions._heard(connection, sync_pb2.LearnerMessage(lease_request=sync_pb2.LeaseRequest()))
@@ -397,7 +397,7 @@ async def test_a_slot_holds_a_bounded_number_of_leases_and_gets_more_when_it_mov
         last = leases.next_lease
         bench.report(1, cursors=done)
         assert leases.out(0) == limits.MAX_CURSORS and leases.next_lease == last + 10
-        slot = bench.engine.core.members.slots[0]
+        slot = bench.engine.core.slots[0]
         assert slot.state is SlotState.ACTIVE
 
 

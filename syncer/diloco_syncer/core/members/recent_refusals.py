@@ -19,23 +19,23 @@ MOST = 64
 
 
 @dataclass(frozen=True, slots=True)
-class _Refused:
+class _RefusedPlace:
     reason: str
     message: str
     fields: tuple[str, ...]
     at: float  # the core's clock
 
 
-class Refusals:
+class RecentRefusals:
     """The last refusal of each place."""
 
     def __init__(self) -> None:
-        self._by_place: OrderedDict[tuple[str, str, int], _Refused] = OrderedDict()
+        self._by_place: OrderedDict[tuple[str, str, int], _RefusedPlace] = OrderedDict()
 
     def note(self, join: ev.Join, reason: str, message: str, fields: tuple[str, ...], now: float) -> None:
         """A Join was refused for good. ``fields``: in which the jobs differ, where that is why."""
         place = _place(join)
-        self._by_place[place] = _Refused(reason, message, fields, now)
+        self._by_place[place] = _RefusedPlace(reason, message, fields, now)
         self._by_place.move_to_end(place)
         if len(self._by_place) > MOST:
             self._by_place.popitem(last=False)
