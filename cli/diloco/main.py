@@ -102,11 +102,11 @@ def run(
 
         diloco run examples/tiny-gpt.yaml --chaos 20s:kill:learner-1,step=150:cut:learner-2:5s,40s:kill:syncer
     """
-    from diloco.local.run import Options, UsageError
+    from diloco.local.run import RunOptions, UsageError
     from diloco.local.run import run as run_job
 
     try:
-        code = run_job(Options(job, workdir, report, chaos, seed, overrides, http))
+        code = run_job(RunOptions(job, workdir, report, chaos, seed, overrides, http))
     except UsageError as error:
         raise fail(str(error), WRONG) from None
     raise typer.Exit(code)

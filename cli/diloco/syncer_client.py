@@ -17,7 +17,7 @@ PAGE_SECONDS = 2.0
 CALL_SECONDS = 5.0
 
 
-class HubError(Exception):
+class SyncerError(Exception):
     """The syncer did not answer, or refused; the message says which."""
 
 
@@ -26,9 +26,9 @@ async def fetch_json(address: str, path: str, seconds: float = PAGE_SECONDS) -> 
     try:
         return await asyncio.wait_for(_fetch(address, path), seconds)
     except TimeoutError as error:
-        raise HubError(f"no answer from http://{address}{path} within {seconds:g} s") from error
+        raise SyncerError(f"no answer from http://{address}{path} within {seconds:g} s") from error
     except (OSError, ValueError, EOFError) as error:
-        raise HubError(f"http://{address}{path}: {error}") from error
+        raise SyncerError(f"http://{address}{path}: {error}") from error
 
 
 async def _fetch(address: str, path: str) -> dict[str, Any]:
@@ -65,7 +65,7 @@ async def _rest(reader: asyncio.StreamReader) -> bytes:
     return body
 
 
-class Hub:
+class SyncerClient:
     """The syncer whose addresses stand in ``address_file`` (read anew: a restart may move it)."""
 
     def __init__(self, address_file: Path, control_key: Path) -> None:
@@ -97,9 +97,9 @@ class Hub:
                 self._client = ControlClient(address, read_key(self._control_key))
             return await self._client.call(method, body, seconds)
         except CredentialsError as error:
-            raise HubError(f"control call {method}: {error}") from error
+            raise SyncerError(f"control call {method}: {error}") from error
         except ControlError as error:
-            raise HubError(str(error)) from error
+            raise SyncerError(str(error)) from error
 
     async def close(self) -> None:
         if self._client is not None:
@@ -109,5 +109,5 @@ class Hub:
     def _where(self, service: str) -> str:
         address = self.address()
         if address is None:
-            raise HubError("the syncer has not written its address yet")
+            raise SyncerError("the syncer has not written its address yet")
         return str(address[service])

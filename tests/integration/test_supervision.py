@@ -28,10 +28,10 @@ def signals_as_before() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def job(folder: Path, steps: int) -> run.Options:
+def job(folder: Path, steps: int) -> run.RunOptions:
     (folder / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog and runs away\n" * 2000)
     (folder / "job.yaml").write_text(JOB.format(steps=steps, learners=1))
-    return run.Options(folder / "job.yaml", folder / "run")
+    return run.RunOptions(folder / "job.yaml", folder / "run")
 
 
 def signalled(monkeypatch: pytest.MonkeyPatch, number: int, when: Callable[[Runner], bool]) -> list[float]:

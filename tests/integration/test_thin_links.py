@@ -18,7 +18,7 @@ import pytest
 import torch
 from syncer_client import SyncerProcess, wait_for
 
-from diloco.local.screen import View, picture
+from diloco.local.screen import RunView, picture
 from diloco_protocol.bandwidth import links
 from diloco_protocol.spec.load import parse_job
 from diloco_worker import Learner
@@ -190,7 +190,7 @@ def view_text(status: dict[str, Any]) -> str:
 
     console = Console(width=200)
     with console.capture() as captured:
-        console.print(picture(View("thin", None, status, {}, serving=True), []))
+        console.print(picture(RunView("thin", None, status, {}, serving=True), []))
     return captured.get()
 
 

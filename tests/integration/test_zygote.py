@@ -20,7 +20,7 @@ import pytest
 # A zygote whose workers run a small program instead of the trainer: what is tested is the forking.
 PROGRAM = """
 import os, signal, sys, time
-from diloco_worker import zygote
+from diloco_worker import forkserver
 
 def worker():
     what = os.environ["WHAT"]
@@ -40,8 +40,8 @@ def worker():
 
 events = os.dup(1)
 os.dup2(2, 1)
-z = zygote.Zygote(0, events, worker)
-z._tell(event="ready", threads=zygote.count_threads(), pid=os.getpid())
+z = forkserver.Zygote(0, events, worker)
+z._tell(event="ready", threads=forkserver.count_threads(), pid=os.getpid())
 sys.exit(z.run())
 """
 

@@ -142,11 +142,11 @@ def issue(
     """
 
     def run() -> None:
-        from diloco.certs.files import issue_all, look, utc_now
+        from diloco.certs.files import describe_folder, issue_all, utc_now
 
         targets = _targets(job, syncer, region, namespace, secret)
         for folder in issue_all(pki, targets, out, dns, days, server_name):
-            found = look(folder)
+            found = describe_folder(folder)
             who = ", ".join(map(str, sorted(found.names)))
             print(f"{folder}: {who}, good for {found.days_left(utc_now())} days")
             if (folder / "secret.yaml").exists():
@@ -196,12 +196,12 @@ def show(folders: Annotated[list[Path], typer.Argument(metavar="DIR|FILE...", sh
     """
 
     def run() -> None:
-        from diloco.certs.files import look, utc_now
+        from diloco.certs.files import describe_folder, utc_now
 
         for folder in folders:
             if folder.name == "join-token" and len(folders) > 1:  # the shell's * brings it too
                 continue
-            found = look(folder)
+            found = describe_folder(folder)
             now = utc_now()
             print(f"{folder}")
             for each in sorted(found.names):

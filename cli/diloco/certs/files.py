@@ -163,7 +163,7 @@ def renew(pki: Path, folder: Path, days: int, now: Clock = utc_now) -> Described
     """A new key and certificate with the same names; the rest stays. Whoever reads the folder takes them
     for its next connections. Raises ``CertsError``, OSError."""
     authority = _authority(pki)
-    old = look(folder)
+    old = describe_folder(folder)
     trusted = _read(folder / "ca.crt", "the authority that it trusts")
     if authority.certificate.strip() not in trusted:
         raise CertsError(
@@ -193,7 +193,7 @@ def renew(pki: Path, folder: Path, days: int, now: Clock = utc_now) -> Described
     return describe(made.certificate)
 
 
-def look(folder: Path) -> Described:
+def describe_folder(folder: Path) -> Described:
     """What the certificate of a folder says; ``folder`` may be the file itself. Raises ``CertsError``."""
     path = folder / "tls.crt" if folder.is_dir() else folder
     try:

@@ -25,7 +25,7 @@ HEARD_SECONDS = 10.0  # until an operator that has not looked at a job counts as
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class ApplyOptions:
     """What the command line said. ``timeout``: seconds; None: without end."""
 
     where: Where
@@ -37,7 +37,7 @@ class Options:
     timeout: float | None = None
 
 
-def apply(options: Options) -> int:
+def apply(options: ApplyOptions) -> int:
     """Apply the file to every context; returns the exit code. Raises ClusterError where none was reached."""
     try:
         job, document = load_manifest(options.file, options.overrides)
@@ -74,7 +74,7 @@ def _with_namespace(where: Where, job: DiLoCoJob) -> Where:
     return Where(where.contexts, where.namespace or named, where.kubeconfig)
 
 
-def _after(clusters: Sequence[Cluster], name: str, options: Options) -> int:
+def _after(clusters: Sequence[Cluster], name: str, options: ApplyOptions) -> int:
     """What became of it: whether an operator took note, and with --wait how it ended."""
     code = 0
     try:
@@ -115,7 +115,7 @@ def _tell(line: str) -> None:
 # ------------------------------------------------------------------ one cluster
 
 
-def apply_to(cluster: Cluster, job: DiLoCoJob, document: dict[str, Any], options: Options) -> str:
+def apply_to(cluster: Cluster, job: DiLoCoJob, document: dict[str, Any], options: ApplyOptions) -> str:
     """Apply the document to one cluster: ``created``, ``configured`` or ``unchanged``.
     Raises ClusterError."""
     name = job.metadata.name

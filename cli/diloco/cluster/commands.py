@@ -120,13 +120,13 @@ def apply(
         raise fail("name one job file: diloco apply JOB.yaml, or -f JOB.yaml", WRONG)
 
     def run() -> int:
-        from diloco.cluster.apply import Options
+        from diloco.cluster.apply import ApplyOptions
         from diloco.cluster.apply import apply as apply_job
 
         chosen = job or file
         assert chosen is not None
         there = where(context, namespace, kubeconfig)
-        return apply_job(Options(there, chosen, overrides, dry_run, force, wait, timeout))
+        return apply_job(ApplyOptions(there, chosen, overrides, dry_run, force, wait, timeout))
 
     raise in_cluster(run)
 
@@ -196,10 +196,10 @@ def logs(
     """
 
     def run() -> int:
-        from diloco.cluster.logs import Options, show_logs
+        from diloco.cluster.logs import LogOptions, show_logs
 
         there = where(context, namespace, kubeconfig)
-        return show_logs(Options(there, job, target, follow, since, tail, previous, raw))
+        return show_logs(LogOptions(there, job, target, follow, since, tail, previous, raw))
 
     raise in_cluster(run)
 

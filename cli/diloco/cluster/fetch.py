@@ -17,7 +17,7 @@ from typing import Any
 
 from diloco.cluster.client import FAILED, TIMEOUT, WRONG, Cluster, ClusterError, Object, Where
 from diloco.cluster.port_forward import Forward, dial, forwarded
-from diloco.syncer_client import HubError, fetch_json
+from diloco.syncer_client import SyncerError, fetch_json
 
 HTTP_PORT, EXPORT_PORT = 7702, 7703  # docs/design.md, operator
 REPORT_SECONDS = 60.0
@@ -68,7 +68,7 @@ def page(cluster: Cluster, job: Object, path: str, seconds: float) -> dict[str, 
     with syncer_port(cluster, job, HTTP_PORT, min(seconds, TIMEOUT)) as (forward, pod):
         try:
             return asyncio.run(fetch_json(forward.address, path, seconds))
-        except HubError as error:
+        except SyncerError as error:
             raise ClusterError(forward.problem or f"the syncer's page {path} (pod {pod}): {error}") from error
 
 
@@ -92,7 +92,7 @@ class Pages:
                 far = dial(self._cluster, pod, HTTP_PORT, PAGE_SECONDS)
                 self._forward = Forward(self._cluster, pod, HTTP_PORT, far)
             document = asyncio.run(fetch_json(self._forward.address, "/status", PAGE_SECONDS))
-        except (ClusterError, HubError) as error:
+        except (ClusterError, SyncerError) as error:
             self.problem = (self._forward and self._forward.problem) or str(error)
             self._again_at = time.monotonic() + PAGE_AGAIN_SECONDS
             self.close()

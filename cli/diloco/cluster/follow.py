@@ -1,6 +1,6 @@
 """Waiting for something to become so in a cluster, telling what happens meanwhile.
 
-``Story`` is plain: it takes what was read and returns the lines that are new. ``follow``
+``ProgressReporter`` is plain: it takes what was read and returns the lines that are new. ``follow``
 reads the copies of a job in turn, every ``POLL_SECONDS``, until each of them has an
 outcome; an API server that does not answer is waited for, since training goes on without it.
 """
@@ -31,7 +31,7 @@ Judge = Callable[[Object | None], Outcome | None]
 
 
 @dataclass(slots=True)
-class Story:
+class ProgressReporter:
     """What was told already of one copy of a job. ``at``: the unix time from which events are news."""
 
     at: float
@@ -41,7 +41,7 @@ class Story:
     events: dict[str, int] = field(default_factory=dict)  # uid -> times
     conditions: dict[str, str] = field(default_factory=dict)  # type -> status
 
-    def tell(self, job: Object, events: Sequence[Object], page: Object | None, now: float) -> list[str]:
+    def new_lines(self, job: Object, events: Sequence[Object], page: Object | None, now: float) -> list[str]:
         """The lines that are new: events in order, conditions that turned, and the progress: the syncer's
         (``page``: its status document), or where it is not to be had the job's status'."""
         lines = []
@@ -146,7 +146,7 @@ def _message(job: Object, kind: str) -> str:
 @dataclass(slots=True)
 class _Copy:
     cluster: Cluster
-    story: Story
+    story: ProgressReporter
     pages: Pages
     outcome: Outcome | None = None
     silent: bool = False
@@ -169,7 +169,7 @@ def follow(
     ClusterError where a cluster refuses to be asked; one that does not answer is asked again.
     """
     end = None if timeout is None else time.monotonic() + timeout
-    copies = [_Copy(cluster, Story(time.time() - 1.0), Pages(cluster, name)) for cluster in clusters]
+    copies = [_Copy(cluster, ProgressReporter(time.time() - 1.0), Pages(cluster, name)) for cluster in clusters]
     try:
         _follow(copies, name, judge, end, say, quiet, sleep)
     finally:
@@ -228,7 +228,7 @@ def _look(copy: _Copy, name: str, judge: Judge, say: Callable[[str], None], seve
         # A page that cannot be had costs up to PAGE_SECONDS; not where there is nothing to show yet.
         running = (copy.job.get("status") or {}).get("phase") in ("Running", "Holding", "Finishing")
         page = copy.pages.read(copy.job) if running else None
-        for line in copy.story.tell(copy.job, events, page, time.time()):
+        for line in copy.story.new_lines(copy.job, events, page, time.time()):
             say(prefix + line)
     copy.outcome = judge(copy.job)
 

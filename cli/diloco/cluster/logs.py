@@ -33,7 +33,7 @@ _KNOWN = frozenset({"time", "level", "job", "role", "region", "ordinal", "slot",
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class LogOptions:
     """What the command line said. ``since``: seconds; ``tail``: lines of each pod."""
 
     where: Where
@@ -174,7 +174,7 @@ def lines(response: Any) -> Iterator[str]:
         yield rest.decode("utf-8", "replace")
 
 
-def _query(one: Source, options: Options, follow: bool) -> dict[str, Any]:
+def _query(one: Source, options: LogOptions, follow: bool) -> dict[str, Any]:
     query: dict[str, Any] = {"container": one.container, "timestamps": "true"}
     if follow:
         query["follow"] = "true"
@@ -191,7 +191,7 @@ def _path(cluster: Cluster, one: Source) -> str:
     return f"{cluster.core_path('pods')}/{one.pod}/log"
 
 
-def _read(cluster: Cluster, one: Source, options: Options, missing: list[str]) -> Iterator[tuple[str, Source, str]]:
+def _read(cluster: Cluster, one: Source, options: LogOptions, missing: list[str]) -> Iterator[tuple[str, Source, str]]:
     """(time, source, line) of what there is; a pod without a log is added to ``missing``."""
     import urllib3
 
@@ -221,7 +221,7 @@ def _note(text: str) -> None:
 class _Follower:
     """Threads that follow pods, and the bounded queue that they fill."""
 
-    def __init__(self, cluster: Cluster, options: Options) -> None:
+    def __init__(self, cluster: Cluster, options: LogOptions) -> None:
         self.cluster = cluster
         self.options = options
         self.lines: queue.Queue[tuple[Source, str]] = queue.Queue(maxsize=1000)
@@ -280,7 +280,7 @@ class _Follower:
         return bool(pod["metadata"]["uid"] != one.uid)
 
 
-def show_logs(options: Options, out: Callable[[str], None] | None = None) -> int:
+def show_logs(options: LogOptions, out: Callable[[str], None] | None = None) -> int:
     """``diloco logs``: the exit code. Raises ClusterError."""
     (cluster,) = clusters if len(clusters := options.where.open()) == 1 else _several()
     job = cluster.job(options.name)
@@ -308,7 +308,7 @@ def _several() -> Any:
     raise ClusterError("this takes one --context", code=WRONG)
 
 
-def _follow(cluster: Cluster, options: Options, job: Object, printer: _Printer) -> int:
+def _follow(cluster: Cluster, options: LogOptions, job: Object, printer: _Printer) -> int:
     follower = _Follower(cluster, options)
     look_at = 0.0
     looked = False
@@ -341,7 +341,7 @@ def _follow(cluster: Cluster, options: Options, job: Object, printer: _Printer) 
 class _Printer:
     """Writes lines with whose they are, in a column; a single pod's without."""
 
-    def __init__(self, options: Options, sources: Sequence[Source], out: Callable[[str], None] | None) -> None:
+    def __init__(self, options: LogOptions, sources: Sequence[Source], out: Callable[[str], None] | None) -> None:
         self._raw = options.raw
         self._prefixed = options.target is None or len(sources) > 1
         self._width = 0

@@ -18,7 +18,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from diloco.local.screen import View, nats, number, picture, progress, progress_line, summary
+from diloco.local.screen import RunView, nats, number, picture, progress, progress_line, summary
 
 Object = dict[str, Any]
 
@@ -275,7 +275,7 @@ def job_picture(job: Object, page: Object | None, events: Sequence[Object], now:
         places = [(str(slot.get("region")), int(slot.get("ordinal") or 0)) for slot in slots]
         # A slot that nobody has had has no place yet.
         names = {(region, ordinal): f"{region}-{ordinal}" for region, ordinal in places if region}
-        parts.append(picture(View(name, stop(job), page, names, serving=True), []))
+        parts.append(picture(RunView(name, stop(job), page, names, serving=True), []))
         if page.get("message"):
             parts.append(Text(str(page["message"])))
     else:
@@ -302,7 +302,7 @@ def job_picture(job: Object, page: Object | None, events: Sequence[Object], now:
 
 def _head(job: Object, now: float) -> Table:
     document = from_status(job, now)
-    view = View(str(job["metadata"]["name"]), stop(job), document)
+    view = RunView(str(job["metadata"]["name"]), stop(job), document)
     head = Table.grid(padding=(0, 3))
     phase = str(document["phase"])
     active, required = document["quorum"]["active"], document["quorum"]["required"]
@@ -324,8 +324,8 @@ def job_line(job: Object, page: Object | None, now: float) -> str:
     if not status.get("phase"):
         return UNSEEN
     if page is not None:
-        return progress_line(View(str(job["metadata"]["name"]), stop(job), page, serving=True))
-    view = View(str(job["metadata"]["name"]), stop(job), document)
+        return progress_line(RunView(str(job["metadata"]["name"]), stop(job), page, serving=True))
+    view = RunView(str(job["metadata"]["name"]), stop(job), document)
     return (
         f"{document['elapsed_seconds']:7.1f} s  {document['phase']}  {progress(view)}"
         f"  loss {nats((document['eval_loss'] or [[0, None]])[-1][1])}"

@@ -107,7 +107,7 @@ def _watch(clusters: Sequence[Cluster], name: str) -> int:
         with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
             while not all(view.over for view in views):
                 for view in views:
-                    view.look(name)
+                    view.refresh(name)
                 live.update(Group(*(part for view in views for part in view.parts)), refresh=True)
                 time.sleep(POLL_SECONDS)
     finally:
@@ -125,7 +125,7 @@ class _Watched:
     parts: list[Any] = field(default_factory=list)
     over: bool = False
 
-    def look(self, name: str) -> None:
+    def refresh(self, name: str) -> None:
         from rich.text import Text
 
         try:

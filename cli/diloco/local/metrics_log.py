@@ -19,7 +19,7 @@ MAX_READ_BYTES = 1 << 20  # of one process's file, each time
 MAX_LINE_BYTES = 1 << 16
 
 
-class Journal:
+class MetricsLog:
     """Appends to ``metrics.jsonl``; call ``write`` now and then, ``close`` at the end."""
 
     def __init__(self, file: Path, metrics: Path, tensorboard: Path | None) -> None:

@@ -16,7 +16,7 @@ OUTCOMES = {"complete": ("complete", 0), "failed": ("failed", 1), "suspended": (
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RunOutcome:
     """How the run ended: report.json's ``outcome``, the exit code, and why."""
 
     outcome: str
@@ -26,8 +26,8 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    verdict: Verdict
+class RunResult:
+    verdict: RunOutcome
     report: dict[str, Any] | None  # the syncer's; None: it could not be had
     status: dict[str, Any]  # the last one seen
     faults: list[Injected]
@@ -38,7 +38,7 @@ class Result:
     complete_already: bool = False  # before this run began
 
 
-def complete(result: Result, job: DiLoCoJob) -> dict[str, Any]:
+def complete_report(result: RunResult, job: DiLoCoJob) -> dict[str, Any]:
     """report.json: the syncer's report with what only the runner knows. Where the syncer
     could not be asked, figures are those of its last status, or null."""
     from diloco_protocol.spec.job import spec_digest

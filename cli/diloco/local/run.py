@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from diloco.local.chaos import schedule as chaos
 
 if TYPE_CHECKING:
-    from diloco.local.outcome import Result
+    from diloco.local.outcome import RunResult
     from diloco.processes.workdir import Workdir
-    from diloco.processes.worker_specs import Serving
+    from diloco.processes.worker_specs import ServeOptions
     from diloco_protocol.spec.job import DiLoCoJob
 
 LOG_LINES = 12  # shown of the log of what made a run fail
@@ -27,7 +27,7 @@ class UsageError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class RunOptions:
     job: Path
     workdir: Path | None = None
     report: Path | None = None
@@ -35,12 +35,12 @@ class Options:
     seed: int | None = None
     overrides: Sequence[str] = field(default_factory=tuple)
     http: str = "127.0.0.1:0"
-    serving: Serving | None = None  # learners are other machines'
+    serving: ServeOptions | None = None  # learners are other machines'
 
 
-def run(options: Options) -> int:
+def run(options: RunOptions) -> int:
     """Run the job; returns the exit code. Raises UsageError."""
-    from diloco.local.outcome import complete
+    from diloco.local.outcome import complete_report
     from diloco.processes.workdir import WorkdirError, claim, locked
     from diloco.processes.worker_specs import without_meaning
     from diloco.validate import problems_text
@@ -67,7 +67,7 @@ def run(options: Options) -> int:
             result = _run_job(job, workdir, options, schedule, again)
             # What is complete stays as it was reported: its time, its faults.
             earlier = workdir.earlier_report() if result.complete_already else None
-            report = earlier or complete(result, job)
+            report = earlier or complete_report(result, job)
             data = json.dumps(report, indent=1).encode() + b"\n"
             for path in [workdir.report, *([options.report] if options.report else [])]:
                 try:
@@ -82,7 +82,7 @@ def run(options: Options) -> int:
         raise UsageError(str(error)) from error
 
 
-def _check_here(job: DiLoCoJob, options: Options) -> None:
+def _check_here(job: DiLoCoJob, options: RunOptions) -> None:
     """What can be known to be wrong before anything is started."""
     if job.spec.syncer.shards > 1:
         raise UsageError(
@@ -129,12 +129,12 @@ def check_listen(address: str, option: str = "--http") -> None:
 
 
 def _run_job(
-    job: DiLoCoJob, workdir: Workdir, options: Options, schedule: Sequence[chaos.Fault], again: bool
-) -> Result:
+    job: DiLoCoJob, workdir: Workdir, options: RunOptions, schedule: Sequence[chaos.Fault], again: bool
+) -> RunResult:
     from rich.console import Console
 
     from diloco.local.runner import Runner
-    from diloco.local.screen import make
+    from diloco.local.screen import make_screen
     from diloco_protocol.security.credentials import CredentialsError
     from diloco_protocol.wire.control_auth import make_key
 
@@ -144,7 +144,7 @@ def _run_job(
         raise UsageError(f"workdir {workdir.path}: {error}") from error
     # A person who pipes the output still wants whole lines, whatever the pipe's width.
     console = Console(soft_wrap=True)
-    screen = make(console)
+    screen = make_screen(console)
     try:
         learners = job.spec.slots
         screen.event(
@@ -164,7 +164,7 @@ def _run_job(
         screen.close()
 
 
-def _tell(result: Result, report: dict[str, Any], workdir: Workdir) -> None:
+def _tell(result: RunResult, report: dict[str, Any], workdir: Workdir) -> None:
     from rich.console import Console
 
     from diloco.local.screen import summary
@@ -197,4 +197,4 @@ def tail(path: Path, lines: int) -> list[str]:
         return []
 
 
-__all__ = ["Options", "UsageError", "check_listen", "run", "tail"]
+__all__ = ["RunOptions", "UsageError", "check_listen", "run", "tail"]

@@ -30,33 +30,33 @@ from typing import TYPE_CHECKING, Any
 from diloco.local.chaos.injector import Injector
 from diloco.local.chaos.proxy import Proxy
 from diloco.local.chaos.schedule import Fault
-from diloco.local.metrics_log import Journal
-from diloco.local.outcome import OUTCOMES, Result, Verdict
-from diloco.local.screen import Screen, View
-from diloco.local.watch import Watch
-from diloco.processes.processes import Child, Process, StartError, Zygote
+from diloco.local.metrics_log import MetricsLog
+from diloco.local.outcome import OUTCOMES, RunOutcome, RunResult
+from diloco.local.screen import RunView, Screen
+from diloco.local.watch import StatusWatch
+from diloco.processes.launch import Child, ForkServerClient, Process, StartError
 from diloco.processes.supervisor import Abandon, Exit, Fail, Finished, Kind, Restart, Supervisor
-from diloco.processes.watchdog import Vigil, progress
+from diloco.processes.watchdog import Watchdog, progress
 from diloco.processes.workdir import Workdir
 from diloco.processes.worker_specs import (
-    Member,
-    Serving,
+    ServeOptions,
+    WorkerSpec,
     base_environment,
     device_names,
     gpus,
-    members,
-    served,
+    served_worker_specs,
     threads_each,
     worker_environment,
+    worker_specs,
 )
-from diloco.syncer_client import Hub, HubError
+from diloco.syncer_client import SyncerClient, SyncerError
 
 if TYPE_CHECKING:
     from diloco_protocol.spec.job import DiLoCoJob
 
 POLL_SECONDS = 0.5
 POLL_CHAOS_SECONDS = 0.1  # while faults are still to come
-JOURNAL_SECONDS = 1.0
+METRICS_SECONDS = 1.0
 DRAIN_SECONDS = 10.0  # after Ctrl-C, for learners to offer their work and the syncer to end
 LEAVE_SECONDS = 10.0  # after the job's end, for processes to leave by themselves
 TERM_SECONDS = 3.0  # between SIGTERM and SIGKILL
@@ -72,7 +72,7 @@ class Runner:
         schedule: Sequence[Fault],
         screen: Screen,
         http: str = "127.0.0.1:0",
-        serving: Serving | None = None,
+        serving: ServeOptions | None = None,
     ) -> None:
         """``serving``: learners are other machines' (`diloco syncer serve`)."""
         self.job = job
@@ -80,23 +80,23 @@ class Runner:
         self.screen = screen
         self._job_directory = job_directory
         self._serving = serving
-        self._members = members(job) if serving is None else served(job, serving)
+        self._workers = worker_specs(job) if serving is None else served_worker_specs(job, serving)
         learners = job.spec.slots + sum(region.spares for region in job.spec.regions)
         threads = threads_each(len(os.sched_getaffinity(0)), learners)
         self._env = base_environment(os.environ, threads)
         self._gpus = gpus(os.environ, device_names())
-        self._zygote = Zygote(
+        self._forkserver = ForkServerClient(
             {**self._env, "OPENBLAS_NUM_THREADS": "1", "DILOCO_JOB_FILE": str(workdir.job)},
             job_directory,
-            workdir.log("zygote"),
+            workdir.log("forkserver"),
         )
         policy = job.spec.failure_policy
         self.supervisor = Supervisor(
             policy.max_replacements, random.Random(), [(frozenset(r.exit_codes), r.action) for r in policy.rules]
         )
-        self.hub = Hub(workdir.address, workdir.control_key)
+        self.syncer = SyncerClient(workdir.address, workdir.control_key)
         stop = job.spec.training.stop
-        self.view = View(job.metadata.name, (stop.kind, stop.limit))
+        self.view = RunView(job.metadata.name, (stop.kind, stop.limit))
         self.running: dict[str, Process] = {}
         self.proxies: dict[str, Proxy] = {}
         self.injector = Injector(self, schedule, job.spec.seed)
@@ -104,30 +104,30 @@ class Runner:
         self._sync_port = self._control_port = "127.0.0.1:0"
         if serving is not None:
             self._sync_port = serving.listen
-        self.watch = Watch(
-            self.hub, self.view, screen, self.supervisor, self._members, workdir.store, self.injector.merged
+        self.watch = StatusWatch(
+            self.syncer, self.view, screen, self.supervisor, self._workers, workdir.store, self.injector.merged
         )
-        self._vigil = Vigil()
+        self._watchdog = Watchdog()
         self._complete_already = False
         self._begun = time.monotonic()
         self._peak_rss = 0
         self._stopping = False
         self._interrupts = 0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._verdict: asyncio.Future[Verdict] | None = None
+        self._outcome: asyncio.Future[RunOutcome] | None = None
 
     # -------------------------------------------------------------- the run
 
-    async def run(self) -> Result:
+    async def run(self) -> RunResult:
         """From the first start to the last process's end."""
         loop = asyncio.get_running_loop()
-        self._verdict = loop.create_future()
+        self._outcome = loop.create_future()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._on_signal, number)
-        journal = Journal(self.workdir.metrics_file, self.workdir.metrics, self.workdir.tensorboard)
+        metrics_log = MetricsLog(self.workdir.metrics_file, self.workdir.metrics, self.workdir.tensorboard)
         try:
-            self._spawn(self._life(journal))
-            verdict = await self._verdict
+            self._spawn(self._life(metrics_log))
+            verdict = await self._outcome
             await self._leave(verdict)
             for fault in self.injector.waiting:
                 self.screen.event(f"chaos: it did not come to {fault.text}", "yellow")
@@ -137,13 +137,13 @@ class Runner:
             await self._end_processes()
             for proxy in self.proxies.values():
                 await proxy.close()
-            await self.hub.close()
+            await self.syncer.close()
             with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
-                journal.close()
+                metrics_log.close()
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 loop.remove_signal_handler(number)
                 signal.signal(number, signal.SIG_IGN)  # only the report is left to write
-        return Result(
+        return RunResult(
             verdict,
             self.watch.report,
             self.view.status,
@@ -155,22 +155,22 @@ class Runner:
             self._complete_already,
         )
 
-    async def _life(self, journal: Journal) -> None:
+    async def _life(self, metrics_log: MetricsLog) -> None:
         """Start everything, then follow the syncer's status until the end."""
         with contextlib.suppress(FileNotFoundError):
             self.workdir.address.unlink()  # an earlier run's
         if self.injector.cuts:
-            for member in self._members:
-                self.proxies[member.name] = Proxy(self._sync_address)
-                await self.proxies[member.name].start()
+            for worker in self._workers:
+                self.proxies[worker.name] = Proxy(self._sync_address)
+                await self.proxies[worker.name].start()
         own = self.job.spec.learners.command is None and self._serving is None
-        if own or any(m.kind is Kind.EVALUATOR for m in self._members):
+        if own or any(m.kind is Kind.EVALUATOR for m in self._workers):
             self._spawn(self._preload())
         self._spawn(self._keep_syncer())
-        while not await self._look():
+        while not await self._poll():
             why = self._given_up()
             if why:
-                self._decide(Verdict("failed", 1, why, "syncer"))
+                self._decide(RunOutcome("failed", 1, why, "syncer"))
                 return
             await asyncio.sleep(0.05)
         if self.watch.ended:
@@ -181,40 +181,40 @@ class Runner:
                 "bold",
             )
             return
-        for member in self._members:
-            self._spawn(self._keep(member))
-        next_journal = 0.0
+        for worker in self._workers:
+            self._spawn(self._keep(worker))
+        next_metrics = 0.0
         while True:
             self.injector.step()
-            if time.monotonic() >= next_journal:
-                next_journal = time.monotonic() + JOURNAL_SECONDS
+            if time.monotonic() >= next_metrics:
+                next_metrics = time.monotonic() + METRICS_SECONDS
                 try:
-                    journal.write(self.view.status if self.view.serving else None)
+                    metrics_log.write(self.view.status if self.view.serving else None)
                 except OSError as error:  # a full disk: the job's own state has its own handling
-                    next_journal = float("inf")
+                    next_metrics = float("inf")
                     self.screen.event(f"metrics are not written any more: {error}", "red")
             await asyncio.sleep(POLL_CHAOS_SECONDS if self.injector.waiting else POLL_SECONDS)
-            if not await self._look() and (why := self._given_up()):
+            if not await self._poll() and (why := self._given_up()):
                 self.screen.event(f"{why}: it is killed", "red")
                 self.running["syncer"].signal(signal.SIGKILL)
-                self._vigil.excused(time.monotonic())  # until it is gone
+                self._watchdog.on_excused(time.monotonic())  # until it is gone
 
     async def _preload(self) -> None:
         try:
-            await self._zygote.load()
+            await self._forkserver.load()
         except (StartError, OSError) as error:
-            self._decide(Verdict("failed", 1, str(error), "zygote"))
+            self._decide(RunOutcome("failed", 1, str(error), "forkserver"))
 
-    async def _look(self) -> bool:
+    async def _poll(self) -> bool:
         """Read the syncer's status, False if it does not answer; an ended phase ends the run."""
-        answered = await self.watch.look()
+        answered = await self.watch.poll()
         if answered:
-            self._vigil.answered(time.monotonic())
+            self._watchdog.on_answered(time.monotonic())
         self._sample_rss()
         if answered and self.watch.ended:
             outcome, code = OUTCOMES.get(self.watch.phase, ("failed", 1))
             message = str(self.view.status.get("message") or "") if code else ""
-            self._decide(Verdict(outcome, code, message))
+            self._decide(RunOutcome(outcome, code, message))
         return answered
 
     def _given_up(self) -> str:
@@ -223,8 +223,8 @@ class Runner:
         if process is None:
             return ""
         if self.injector.paused("syncer"):
-            self._vigil.excused(time.monotonic())
-        return self._vigil.check(time.monotonic(), progress(process.pid))
+            self._watchdog.on_excused(time.monotonic())
+        return self._watchdog.check(time.monotonic(), progress(process.pid))
 
     def _sample_rss(self) -> None:
         """The syncer's peak resident memory, which the kernel forgets with the process."""
@@ -239,14 +239,14 @@ class Runner:
         self._peak_rss = max(self._peak_rss, int(peak.split()[1]) * 1024)
 
     def _sync_address(self) -> str | None:
-        address = self.hub.address()
+        address = self.syncer.address()
         return None if address is None else str(address["sync"])
 
     # -------------------------------------------------------------- what the injector asks
 
     @property
-    def learners(self) -> list[Member]:
-        return [member for member in self._members if member.learner is not None]
+    def learners(self) -> list[WorkerSpec]:
+        return [worker for worker in self._workers if worker.learner is not None]
 
     @property
     def elapsed(self) -> float:
@@ -286,20 +286,20 @@ class Runner:
                 env = {k: v for k, v in self._env.items() if k != "NUMBA_NUM_THREADS" or k in os.environ}
                 process: Process = await Child.start("syncer", command, env, self.workdir.log("syncer"))
             except StartError as error:
-                self._decide(Verdict("failed", 1, str(error)))
+                self._decide(RunOutcome("failed", 1, str(error)))
                 return
-            self._vigil.started(time.monotonic())
+            self._watchdog.on_started(time.monotonic())
             self.running["syncer"] = process
             how = await process.wait()
             self.running.pop("syncer", None)
             self.injector.ended("syncer", time.time())
             if how.code == 0 and (phase := self._last_phase()) is not None:
-                self._decide(Verdict(*OUTCOMES.get(phase, ("failed", 1))))
+                self._decide(RunOutcome(*OUTCOMES.get(phase, ("failed", 1))))
                 return
             if how.code == 1 and self.watch.phase == "failed":
-                self._decide(Verdict("failed", 1, str(self.view.status.get("message") or ""), "syncer"))
+                self._decide(RunOutcome("failed", 1, str(self.view.status.get("message") or ""), "syncer"))
                 return
-            if not await self._after(Member("syncer", Kind.SYNCER, "", 0), how):
+            if not await self._after(WorkerSpec("syncer", Kind.SYNCER, "", 0), how):
                 return
 
     def _last_phase(self) -> str | None:
@@ -308,11 +308,11 @@ class Runner:
             return "suspended"
         if self.watch.ended:
             return self.watch.phase
-        address = self.hub.address()
+        address = self.syncer.address()
         return self.workdir.ended_in(int(address["epoch"])) if address is not None else None
 
     def _recall_ports(self) -> None:
-        address = self.hub.address()
+        address = self.syncer.address()
         if address is None:
             return
         self._control_port, self._http = (free_or_any(str(address[name])) for name in ("control", "http"))
@@ -321,93 +321,93 @@ class Runner:
         else:
             self._sync_port = str(address["sync"])  # other machines know it: it does not move
 
-    async def _keep(self, member: Member) -> None:
+    async def _keep(self, worker: WorkerSpec) -> None:
         """Keep one worker running."""
         while not self._stopping:
             how: Exit
             try:
-                process = await self._start(member)
+                process = await self._start(worker)
             except (StartError, OSError) as error:
                 self.screen.event(str(error), "red")
                 how = Exit(code=1)
             else:
-                self.running[member.name] = process
+                self.running[worker.name] = process
                 how = await process.wait()
-                self.running.pop(member.name, None)
-                self.injector.ended(member.name, time.time())
-                if member.kind is Kind.LEARNER and not self._stopping:
-                    self._spawn(self._report_gone(member, self.watch.process_ids[member.name], how))
-            if not await self._after(member, how):
+                self.running.pop(worker.name, None)
+                self.injector.ended(worker.name, time.time())
+                if worker.kind is Kind.LEARNER and not self._stopping:
+                    self._spawn(self._report_gone(worker, self.watch.process_ids[worker.name], how))
+            if not await self._after(worker, how):
                 return
 
-    async def _after(self, member: Member, how: Exit) -> bool:
+    async def _after(self, worker: WorkerSpec, how: Exit) -> bool:
         """Do what the supervisor says about an end; True: start it again now."""
-        if how.code == 0 and member.kind is not Kind.SYNCER:
-            await self._look()  # it may have left because the job ends, which we have not heard yet
+        if how.code == 0 and worker.kind is not Kind.SYNCER:
+            await self._poll()  # it may have left because the job ends, which we have not heard yet
         decision = self.supervisor.ended(
-            member.name, member.kind, how, time.monotonic(), wanted=self._wants(member, how)
+            worker.name, worker.kind, how, time.monotonic(), wanted=self._wants(worker, how)
         )
         if isinstance(decision, Restart):
             delay = max(0.0, decision.at - time.monotonic())
             again = f"again in {delay:.1f} s" if delay > 0 else "again at once"
-            self.screen.event(f"{member.name} ended ({how}), starting it {again}", "yellow")
-            self.view.notes[member.name] = "starting"
+            self.screen.event(f"{worker.name} ended ({how}), starting it {again}", "yellow")
+            self.view.notes[worker.name] = "starting"
             await asyncio.sleep(delay)
             return not self._stopping
         if isinstance(decision, Abandon):
-            self.screen.event(f"{decision.message}; see {self.workdir.log(member.name)}", "red")
+            self.screen.event(f"{decision.message}; see {self.workdir.log(worker.name)}", "red")
         elif isinstance(decision, Fail):
-            self._decide(Verdict("failed", decision.exit_code, decision.message, member.name))
+            self._decide(RunOutcome("failed", decision.exit_code, decision.message, worker.name))
         elif isinstance(decision, Finished) and not self._stopping and (how.signal is not None or how.code):
-            self.screen.event(f"{member.name} ended ({how})", "yellow")
+            self.screen.event(f"{worker.name} ended ({how})", "yellow")
         return False
 
-    def _wants(self, member: Member, how: Exit) -> bool:
+    def _wants(self, worker: WorkerSpec, how: Exit) -> bool:
         """Whether the job still needs a process that ended so."""
         if self._stopping or self._interrupts or self.watch.ended:
             return False
-        if member.kind is Kind.LEARNER:
+        if worker.kind is Kind.LEARNER:
             # In deterministic mode a learner leaves by itself when its share is done.
             done = self.job.spec.sync.deterministic and how.code == 0
             return not self.watch.closing and not done
         return True
 
-    async def _start(self, member: Member) -> Process:
+    async def _start(self, worker: WorkerSpec) -> Process:
         process_id = uuid.uuid4().hex
-        self.watch.process_ids[member.name] = process_id
-        proxy = self.proxies.get(member.name)
+        self.watch.process_ids[worker.name] = process_id
+        proxy = self.proxies.get(worker.name)
         gpu = None
         if len(self._gpus) > 1 and self.job.spec.training.device != "cpu":
-            gpu = self._gpus[self._members.index(member) % len(self._gpus)]
+            gpu = self._gpus[self._workers.index(worker) % len(self._gpus)]
         env = worker_environment(
-            member, process_id, self.workdir, self._job_directory, proxy.address if proxy else None, gpu
+            worker, process_id, self.workdir, self._job_directory, proxy.address if proxy else None, gpu
         )
         if self._serving is not None and self._serving.evaluator_credentials is not None:
             env["DILOCO_CREDENTIALS"] = str(self._serving.evaluator_credentials)
-        log = self.workdir.log(member.name)
+        log = self.workdir.log(worker.name)
         command = self.job.spec.learners.command
-        self.view.notes.pop(member.name, None)
-        if command is None or member.kind is Kind.EVALUATOR:
-            return await self._zygote.spawn(member.name, env, log)
+        self.view.notes.pop(worker.name, None)
+        if command is None or worker.kind is Kind.EVALUATOR:
+            return await self._forkserver.spawn(worker.name, env, log)
         program = [sys.executable if command[0] == "python" else command[0], *command[1:]]
-        return await Child.start(member.name, program, {**self._env, **env}, log, cwd=self._job_directory, guard=True)
+        return await Child.start(worker.name, program, {**self._env, **env}, log, cwd=self._job_directory, guard=True)
 
-    async def _report_gone(self, member: Member, process_id: str, how: Exit) -> None:
+    async def _report_gone(self, worker: WorkerSpec, process_id: str, how: Exit) -> None:
         """Tell the syncer at once; it would find out by silence, but later."""
-        body = {"region": member.region, "ordinal": member.ordinal, "process": process_id, "reason": str(how)}
+        body = {"region": worker.region, "ordinal": worker.ordinal, "process": process_id, "reason": str(how)}
         for tries in range(GONE_TRIES):
             try:
-                await self.hub.call("process-gone", body, seconds=2.0)
+                await self.syncer.call("process-gone", body, seconds=2.0)
                 return
-            except HubError:
+            except SyncerError:
                 await asyncio.sleep(0.2 * 2**tries * random.uniform(0.5, 1.5))
 
     # -------------------------------------------------------------- the end
 
-    def _decide(self, verdict: Verdict) -> None:
-        assert self._verdict is not None
-        if not self._verdict.done():
-            self._verdict.set_result(verdict)
+    def _decide(self, verdict: RunOutcome) -> None:
+        assert self._outcome is not None
+        if not self._outcome.done():
+            self._outcome.set_result(verdict)
 
     def _on_signal(self, number: int) -> None:
         self._interrupts += 1
@@ -418,27 +418,27 @@ class Runner:
             self.screen.event("stopping at once", "bold red")
             self._stopping = True
             self._kill_all()
-            self._decide(Verdict("interrupted", 130))
+            self._decide(RunOutcome("interrupted", 130))
 
     async def _interrupt(self) -> None:
         started = self.view.status.get("phase") not in (None, "waiting")
         try:
             if not started:
-                raise HubError("nothing has been trained yet")
-            await self.hub.call("announce", {"phase": "interrupted", "message": "stopped by the user"})
+                raise SyncerError("nothing has been trained yet")
+            await self.syncer.call("announce", {"phase": "interrupted", "message": "stopped by the user"})
             await asyncio.sleep(DRAIN_SECONDS)
             self.screen.event(
                 f"the job did not drain within {DRAIN_SECONDS:.0f} s; its last durable state is kept", "red"
             )
-        except HubError:
+        except SyncerError:
             pass  # there is nobody to drain to; what is durable stays
-        self._decide(Verdict("interrupted", 130))
+        self._decide(RunOutcome("interrupted", 130))
 
-    async def _leave(self, verdict: Verdict) -> None:
+    async def _leave(self, verdict: RunOutcome) -> None:
         """Let the processes go by themselves, where the syncer has told them to."""
         if verdict.outcome == "failed" and verdict.log_of and self.view.serving and not self._stopping:
-            with contextlib.suppress(HubError):
-                await self.hub.call("announce", {"phase": "failed", "message": verdict.message}, seconds=2.0)
+            with contextlib.suppress(SyncerError):
+                await self.syncer.call("announce", {"phase": "failed", "message": verdict.message}, seconds=2.0)
         if self.watch.report is None and self.view.serving and not self._stopping:
             await self.watch.fetch_report()
         deadline = time.monotonic() + (LEAVE_SECONDS if self.watch.ended else 0.0)
@@ -462,7 +462,7 @@ class Runner:
             for process in processes:
                 process.signal(signal.SIGKILL)
             await self._await_ends(processes, TERM_SECONDS)
-        await self._zygote.close()
+        await self._forkserver.close()
 
     async def _await_ends(self, processes: Sequence[Process], seconds: float) -> None:
         if processes:
@@ -474,7 +474,7 @@ class Runner:
     def _kill_all(self) -> None:
         for process in self.running.values():
             process.signal(signal.SIGKILL)
-        self._zygote.kill()
+        self._forkserver.kill()
 
     def _spawn(self, coroutine: Any) -> None:
         task = asyncio.create_task(coroutine)
@@ -484,7 +484,7 @@ class Runner:
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._decide(Verdict("failed", 1, f"the runner failed: {type(error).__name__}: {error}"))
+            self._decide(RunOutcome("failed", 1, f"the runner failed: {type(error).__name__}: {error}"))
             asyncio.get_running_loop().call_exception_handler({"message": "runner task failed", "exception": error})
 
 

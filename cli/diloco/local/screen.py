@@ -29,7 +29,7 @@ _STATE_STYLES = {"active": "green", "suspect": "yellow", "lost": "red", "drainin
 
 
 @dataclass(slots=True)
-class View:
+class RunView:
     """All that is shown; the runner keeps it up to date."""
 
     job: str
@@ -44,7 +44,7 @@ class Screen(Protocol):
     def event(self, text: str, style: str = "") -> None:
         """Something happened."""
 
-    def update(self, view: View) -> None:
+    def update(self, view: RunView) -> None:
         """The figures have changed."""
 
     def close(self) -> None: ...
@@ -66,7 +66,7 @@ def merged_loss(status: dict[str, Any]) -> Any:
     return evaluations[-1][1] if evaluations else None
 
 
-def progress(view: View) -> str:
+def progress(view: RunView) -> str:
     """How far the job is towards its stop."""
     status = view.status
     slots = status.get("slots") or []
@@ -84,7 +84,7 @@ def progress(view: View) -> str:
     return text if unit == "tokens" else f"{text}, {number(reached['tokens'])} tokens"
 
 
-def silence(view: View) -> str:
+def silence(view: RunView) -> str:
     """That the syncer does not answer, where it should."""
     ended = view.status.get("phase") in ("complete", "failed", "suspended", "deleted")
     return "" if view.serving or ended or not view.status else "the syncer does not answer"
@@ -100,7 +100,7 @@ def version_strip(versions: list[int], width: int = 64) -> str:
     return f"{strip}  {low}" if low == high else f"{strip}  {low} to {high}"
 
 
-def progress_line(view: View) -> str:
+def progress_line(view: RunView) -> str:
     """The run on one line."""
     status = view.status
     if not status:
@@ -118,7 +118,7 @@ def progress_line(view: View) -> str:
     )
 
 
-def picture(view: View, events: list[Text]) -> RenderableType:
+def picture(view: RunView, events: list[Text]) -> RenderableType:
     status = view.status
     quorum = status.get("quorum") or {}
     head = Table.grid(padding=(0, 3))
@@ -267,7 +267,7 @@ class Lines:
     def event(self, text: str, style: str = "") -> None:
         self._print(text)
 
-    def update(self, view: View) -> None:
+    def update(self, view: RunView) -> None:
         now = time.monotonic()
         if now >= self._next and view.status:
             self._next = now + LINE_SECONDS
@@ -291,7 +291,7 @@ class Live:
 
         self._events: deque[Text] = deque(maxlen=EVENTS_SHOWN)
         self._start = time.monotonic()
-        self._view: View | None = None
+        self._view: RunView | None = None
         self._console = console
         self._live = RichLive(console=console, refresh_per_second=4, auto_refresh=False, transient=False)
         self._live.start()
@@ -304,7 +304,7 @@ class Live:
         else:
             self._live.update(Group(*self._events), refresh=True)
 
-    def update(self, view: View) -> None:
+    def update(self, view: RunView) -> None:
         self._view = view
         # What is taller than the terminal is cut off at its end, where the newest events are.
         figures = len(self._console.render_lines(picture(view, []), self._console.options))
@@ -321,6 +321,6 @@ class Live:
         self._live.stop()
 
 
-def make(console: Console) -> Screen:
+def make_screen(console: Console) -> Screen:
     """The picture on a terminal, lines elsewhere."""
     return Live(console) if console.is_terminal and not console.is_dumb_terminal else Lines(console.file)

@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from diloco.processes.workdir import WorkdirError, find, read_address
-from diloco.syncer_client import HubError, fetch_json
+from diloco.syncer_client import SyncerError, fetch_json
 
 _ADDRESS = re.compile(r"(?:http://)?(\[[0-9a-fA-F:]+\]|[^:/\s]+):([0-9]{1,5})(?:/status)?/?")
 
@@ -40,7 +40,7 @@ def read_status(where: str | None) -> dict[str, Any]:
         name = json.loads(workdir.job.read_text(encoding="utf-8"))["metadata"]["name"]
         if document.get("job") == name:  # else the port is another's by now
             return {"running": True, **document}
-    except (FileNotFoundError, WorkdirError, HubError, ValueError, KeyError):
+    except (FileNotFoundError, WorkdirError, SyncerError, ValueError, KeyError):
         pass  # it is not running: what it left is shown
     try:
         report = json.loads(workdir.report.read_text(encoding="utf-8"))
@@ -57,7 +57,7 @@ def _from_address(address: str) -> dict[str, Any]:
     """From the status page, or if that port does not speak HTTP, by gRPC."""
     try:
         return asyncio.run(fetch_json(address, "/status"))
-    except HubError as error:
+    except SyncerError as error:
         if isinstance(error.__cause__, ConnectionRefusedError):
             raise StatusError(f"nothing listens on {address}: is the job running?") from error
         http_error = error
@@ -83,7 +83,7 @@ def show(document: dict[str, Any]) -> None:
     """Print it for people."""
     from rich.console import Console
 
-    from diloco.local.screen import View, picture, summary
+    from diloco.local.screen import RunView, picture, summary
 
     console = Console(soft_wrap=True)
     if not document["running"]:
@@ -94,7 +94,7 @@ def show(document: dict[str, Any]) -> None:
         (str(s.get("region")), int(s.get("ordinal") or 0)): f"{s.get('region')}-{s.get('ordinal')}"
         for s in document.get("slots") or []
     }
-    view = View(str(document.get("job")), None, document, names, serving=True)
+    view = RunView(str(document.get("job")), None, document, names, serving=True)
     console.print(picture(view, []))
     if message := document.get("message"):
         console.print(str(message), highlight=False)

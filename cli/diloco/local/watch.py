@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from diloco.local.chaos.fault_report import Event
-from diloco.local.screen import Screen, View
+from diloco.local.screen import RunView, Screen
 from diloco.processes.supervisor import Kind, Supervisor
-from diloco.processes.worker_specs import Member
-from diloco.syncer_client import Hub, HubError
+from diloco.processes.worker_specs import WorkerSpec
+from diloco.syncer_client import SyncerClient, SyncerError
 
 CLOSING = frozenset({"draining", "evaluating"})
 ENDED = frozenset({"complete", "failed", "suspended", "deleted"})
@@ -25,27 +25,27 @@ STARVED_SECONDS = 60.0  # between two words on the screen that one slot starves
 EVENT_STYLES = {"lost": "red", "gone": "red", "suspect": "yellow", "joined": "green", "taken": "green", "phase": "cyan"}
 
 
-class Watch:
-    """``process_ids`` (member → DILOCO_PROCESS of its newest process) is the runner's to fill;
+class StatusWatch:
+    """``process_ids`` (worker → DILOCO_PROCESS of its newest process) is the runner's to fill;
     ``on_merge`` is called when there have been more merges."""
 
     def __init__(
         self,
-        hub: Hub,
-        view: View,
+        syncer: SyncerClient,
+        view: RunView,
         screen: Screen,
         supervisor: Supervisor,
-        members: Sequence[Member],
+        workers: Sequence[WorkerSpec],
         store: Path,
         on_merge: Callable[[], None],
     ) -> None:
-        self.hub = hub
+        self.syncer = syncer
         self.view = view
         self.screen = screen
         self.supervisor = supervisor
         self.process_ids: dict[str, str] = {}
         self.report: dict[str, Any] | None = None
-        self._members = members
+        self._workers = workers
         self._store = store
         self._on_merge = on_merge
         self._events: dict[tuple[int, float, str, int], Event] = {}
@@ -79,25 +79,25 @@ class Watch:
     def events(self) -> list[Event]:
         return list(self._events.values())
 
-    def member_of(self, slot: dict[str, Any]) -> Member | None:
-        """The member whose newest process holds this slot."""
-        for member in self._members:
-            if member.kind is Kind.LEARNER and self.process_ids.get(member.name) == slot.get("process"):
-                return member
+    def worker_of(self, slot: dict[str, Any]) -> WorkerSpec | None:
+        """The worker whose newest process holds this slot."""
+        for worker in self._workers:
+            if worker.kind is Kind.LEARNER and self.process_ids.get(worker.name) == slot.get("process"):
+                return worker
         return None
 
     def slot_of(self, name: str) -> dict[str, Any] | None:
-        """The slot that this member's newest process holds."""
+        """The slot that this worker's newest process holds."""
         identity = self.process_ids.get(name)
         slots = self.view.status.get("slots") or []
         held = (slot for slot in slots if slot.get("process") == identity and slot.get("state") != "empty")
         return next(held, None) if identity else None
 
-    async def look(self) -> bool:
+    async def poll(self) -> bool:
         """Read the status once; False if there was none."""
         try:
-            status = await self.hub.status()
-        except HubError:
+            status = await self.syncer.status()
+        except SyncerError:
             self.view.serving = False
             self.screen.update(self.view)
             return False
@@ -106,10 +106,10 @@ class Watch:
         self._tell_problem(str(status.get("store_problem") or ""))
         self._follow_merges(status)
         self._follow_events(status)
-        places = {(m.region, m.ordinal): m.name for m in self._members if m.kind is Kind.LEARNER}
+        places = {(m.region, m.ordinal): m.name for m in self._workers if m.kind is Kind.LEARNER}
         for slot in status.get("slots") or []:
-            if (member := self.member_of(slot)) is not None:  # a spare may sit in it
-                places[str(slot.get("region")), int(slot.get("ordinal") or 0)] = member.name
+            if (worker := self.worker_of(slot)) is not None:  # a spare may sit in it
+                places[str(slot.get("region")), int(slot.get("ordinal") or 0)] = worker.name
             elif slot.get("region"):  # another machine's
                 place = str(slot.get("region")), int(slot.get("ordinal") or 0)
                 places.setdefault(place, f"{place[0]}-{place[1]}")
@@ -120,8 +120,8 @@ class Watch:
         return True
 
     async def fetch_report(self) -> None:
-        with contextlib.suppress(HubError):  # the last one that was had stands
-            self.report = await self.hub.call("report", {})
+        with contextlib.suppress(SyncerError):  # the last one that was had stands
+            self.report = await self.syncer.call("report", {})
 
     def _follow_merges(self, status: dict[str, Any]) -> None:
         merges = int(status.get("merges") or 0)
@@ -164,9 +164,9 @@ class Watch:
             if key in self._events or event.time < self._begun - 1.0:
                 continue
             self._events[key] = event
-            member = self.member_of(slots[event.slot]) if event.slot in slots else None
-            if event.kind == "first-merge" and member is not None:
-                self.supervisor.healthy(member.name)
+            worker = self.worker_of(slots[event.slot]) if event.slot in slots else None
+            if event.kind == "first-merge" and worker is not None:
+                self.supervisor.healthy(worker.name)
             if event.kind == "starved":
                 if event.time < self._told_starved.get(event.slot, 0.0) + STARVED_SECONDS:
                     continue

@@ -90,9 +90,9 @@ def serve(
 
         diloco syncer serve examples/tiny-gpt.yaml --workdir runs/served --listen 127.0.0.1:7700
     """
-    from diloco.local.run import Options, UsageError, run
+    from diloco.local.run import RunOptions, UsageError, run
     from diloco.machines.join import here
-    from diloco.processes.worker_specs import Serving
+    from diloco.processes.worker_specs import ServeOptions
 
     if credentials is None and not plaintext and not here(listen.rpartition(":")[0]):
         raise fail(
@@ -106,14 +106,14 @@ def serve(
             raise fail(f"{option} {folder}: there is no such folder", WRONG)
     if credentials is not None and evaluator_credentials is None:
         evaluator = False
-    serving = Serving(
+    serving = ServeOptions(
         listen,
         None if credentials is None else credentials.absolute(),
         evaluator,
         None if evaluator_credentials is None else evaluator_credentials.absolute(),
     )
     try:
-        code = run(Options(job, workdir, overrides=overrides, http=http, serving=serving))
+        code = run(RunOptions(job, workdir, overrides=overrides, http=http, serving=serving))
     except UsageError as error:
         raise fail(str(error), WRONG) from None
     raise typer.Exit(code)
@@ -166,7 +166,7 @@ def join(
 
         diloco learner join 127.0.0.1:7700 --workdir learners/second
     """
-    from diloco.machines.join import JoinError, Options
+    from diloco.machines.join import JoinError, JoinOptions
     from diloco.machines.join import join as join_job
     from diloco.validate import problems_text
     from diloco_protocol.spec.load import JobError
@@ -174,7 +174,7 @@ def join(
     if overrides and job is None:
         raise fail("--set changes a job file: give JOB.yaml too", WRONG)
     try:
-        code = join_job(Options(address, job, credentials, plaintext, region, workdir, overrides))
+        code = join_job(JoinOptions(address, job, credentials, plaintext, region, workdir, overrides))
     except JobError as error:
         raise fail(problems_text(error), WRONG) from None
     except JoinError as error:

@@ -31,7 +31,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from diloco.console import COMPLETE, FAILED, INTERRUPTED, WRONG
-from diloco.processes.processes import TETHER
+from diloco.processes.launch import TETHER
 from diloco.processes.workdir import Workdir, WorkdirError, locked
 from diloco.processes.worker_specs import base_environment, threads_each
 
@@ -62,7 +62,7 @@ class JoinError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class JoinOptions:
     address: str
     job: Path | None = None
     credentials: Path | None = None
@@ -72,7 +72,7 @@ class Options:
     overrides: Sequence[str] = ()
 
 
-def join(options: Options) -> int:
+def join(options: JoinOptions) -> int:
     """Run this machine's learner until it leaves or the job ends; returns the exit code. Raises JoinError;
     JobError for a wrong job file."""
     from diloco_protocol.common.files import FileError, write_whole
@@ -97,12 +97,12 @@ def join(options: Options) -> int:
             print(
                 f"joining {job.metadata.name} at {options.address} as {region}-{place}, in {workdir.path}", flush=True
             )
-            return _Keeper(job, workdir, options, region, place).run()
+            return _LearnerProcess(job, workdir, options, region, place).run()
     except (WorkdirError, FileError, OSError) as error:
         raise JoinError(str(error)) from error
 
 
-def _check(options: Options) -> None:
+def _check(options: JoinOptions) -> None:
     match = _ADDRESS.fullmatch(options.address)
     if match is None or not 0 < int(match[2]) < 65536:
         raise JoinError(f"{options.address}: write the syncer's host:port, such as hub.example.org:7700")
@@ -194,10 +194,10 @@ def _ordinal(workdir: Workdir) -> int:
     return drawn
 
 
-class _Keeper:
+class _LearnerProcess:
     """Keeps one learner process running, in the foreground."""
 
-    def __init__(self, job: DiLoCoJob, workdir: Workdir, options: Options, region: str, place: int) -> None:
+    def __init__(self, job: DiLoCoJob, workdir: Workdir, options: JoinOptions, region: str, place: int) -> None:
         self._job = job
         self._directory = (options.job or Path("job.yaml")).absolute().parent
         env = base_environment(os.environ, threads_each(len(os.sched_getaffinity(0)), 1))

@@ -124,7 +124,7 @@ class Supervisor:
         in_vain = SYNCER_IN_VAIN if kind is Kind.SYNCER else WORKER_IN_VAIN
         why = in_vain.get(how.code) if how.code is not None else None
         if kind is Kind.LEARNER and how.code == 4 and name in self._was_in:
-            why = None  # it was a member, and lost its place to another process: it may stand by
+            why = None  # it was a worker, and lost its place to another process: it may stand by
         self._was_in.discard(name)
         if kind is Kind.EVALUATOR:
             tries = self._vain.get(name, 0)

@@ -18,7 +18,7 @@ START_SECONDS = 3600.0
 
 
 @dataclass(slots=True)
-class Vigil:
+class Watchdog:
     """Over one syncer process after the other. Times are monotonic seconds."""
 
     begun: float = 0.0
@@ -26,18 +26,18 @@ class Vigil:
     answers: bool = False
     figure: int = -1
 
-    def started(self, now: float) -> None:
+    def on_started(self, now: float) -> None:
         """A new process."""
         self.begun = self.heard = now
         self.answers = False
         self.figure = -1
 
-    def answered(self, now: float) -> None:
+    def on_answered(self, now: float) -> None:
         """It said its status."""
         self.heard = now
         self.answers = True
 
-    def excused(self, now: float) -> None:
+    def on_excused(self, now: float) -> None:
         """It is held up on purpose."""
         self.heard = now
 

@@ -33,7 +33,7 @@ CLUSTER_ONLY = (
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class WorkerSpec:
     """One worker process of the job. ``learner`` is its index over all of the job's
     learners (chaos' learner-N); None for spares and the evaluator."""
 
@@ -45,7 +45,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
+class ServeOptions:
     """A run whose learners are on other machines: here are the syncer and the evaluator.
 
     ``listen``: host:port for learners. ``credentials``: the syncer's directory, None: plaintext.
@@ -58,24 +58,24 @@ class Serving:
     evaluator_credentials: Path | None = None
 
 
-def served(job: DiLoCoJob, serving: Serving) -> list[Member]:
+def served_worker_specs(job: DiLoCoJob, serving: ServeOptions) -> list[WorkerSpec]:
     """The worker processes beside a syncer that serves other machines."""
-    return [m for m in members(job) if m.kind is Kind.EVALUATOR and serving.evaluator]
+    return [m for m in worker_specs(job) if m.kind is Kind.EVALUATOR and serving.evaluator]
 
 
-def members(job: DiLoCoJob) -> list[Member]:
+def worker_specs(job: DiLoCoJob) -> list[WorkerSpec]:
     """Learners of all regions, in the job's order, then spares, then the evaluator.
 
     Ordinals count within the region; spares come after its learners.
     """
-    learners, spares = list[Member](), list[Member]()
+    learners, spares = list[WorkerSpec](), list[WorkerSpec]()
     for region in job.spec.regions:
         for ordinal in range(region.learners):
             index = len(learners)
-            learners.append(Member(f"learner-{index}", Kind.LEARNER, region.name, ordinal, index))
+            learners.append(WorkerSpec(f"learner-{index}", Kind.LEARNER, region.name, ordinal, index))
         for ordinal in range(region.learners, region.learners + region.spares):
-            spares.append(Member(f"spare-{len(spares)}", Kind.LEARNER, region.name, ordinal))
-    evaluator = [Member("evaluator", Kind.EVALUATOR, job.spec.regions[0].name, 0)] if job.spec.evaluated else []
+            spares.append(WorkerSpec(f"spare-{len(spares)}", Kind.LEARNER, region.name, ordinal))
+    evaluator = [WorkerSpec("evaluator", Kind.EVALUATOR, job.spec.regions[0].name, 0)] if job.spec.evaluated else []
     return [*learners, *spares, *evaluator]
 
 
@@ -94,16 +94,16 @@ def base_environment(environ: Mapping[str, str], threads: int) -> dict[str, str]
 
 
 def worker_environment(
-    member: Member, process: str, workdir: Workdir, job_directory: Path, syncer: str | None, gpu: str | None
+    worker: WorkerSpec, process: str, workdir: Workdir, job_directory: Path, syncer: str | None, gpu: str | None
 ) -> dict[str, str]:
     """``DILOCO_*`` of one process (docs/design.md, worker). ``syncer``: host:port of its proxy,
     None: it reads the address file. ``gpu``: the one device that it shall see."""
     env = {
         "DILOCO_JOB_FILE": str(workdir.job),
         "DILOCO_JOB_DIRECTORY": str(job_directory),
-        "DILOCO_ROLE": "evaluator" if member.kind is Kind.EVALUATOR else "learner",
-        "DILOCO_REGION": member.region,
-        "DILOCO_ORDINAL": str(member.ordinal),
+        "DILOCO_ROLE": "evaluator" if worker.kind is Kind.EVALUATOR else "learner",
+        "DILOCO_REGION": worker.region,
+        "DILOCO_ORDINAL": str(worker.ordinal),
         "DILOCO_PROCESS": process,
         "DILOCO_WORKDIR": str(workdir.path),
         "DILOCO_IDLE_AT_END": "0",

@@ -10,11 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from diloco.machines import join as joining
-from diloco.machines.join import JoinError, Options
+from diloco.machines.join import JoinError, JoinOptions
 from diloco.main import app
 from diloco.processes.supervisor import Kind
 from diloco.processes.workdir import Workdir
-from diloco.processes.worker_specs import Serving, served
+from diloco.processes.worker_specs import ServeOptions, served_worker_specs
 from diloco_protocol.spec.job import DiLoCoJob, immutable_digests
 from diloco_protocol.spec.load import job_from_json, load_job, parse_job
 from diloco_syncer.server.pages.job_page import handout
@@ -126,11 +126,11 @@ def test_a_place_is_drawn_once(tmp_path: Path) -> None:
 
 def test_addresses_of_this_machine_need_no_certificates() -> None:
     for address in ("127.0.0.1:7700", "localhost:1", "[::1]:7700", "127.0.0.53:9"):
-        joining._check(Options(address))
+        joining._check(JoinOptions(address))
     for address in ("10.0.0.1:7700", "hub:1", "[fe80::1]:7700", "localhost.example.org:1", "127.example.org:1"):
         with pytest.raises(JoinError, match="--credentials"):
-            joining._check(Options(address))
-        joining._check(Options(address, plaintext=True))
+            joining._check(JoinOptions(address))
+        joining._check(JoinOptions(address, plaintext=True))
 
 
 def test_what_is_handed_out_is_the_job_without_templates() -> None:
@@ -145,7 +145,7 @@ def test_what_is_handed_out_is_the_job_without_templates() -> None:
 
 
 def test_a_serving_machine_runs_the_evaluator_at_most() -> None:
-    kinds = [member.kind for member in served(job(), Serving("127.0.0.1:0"))]
+    kinds = [member.kind for member in served_worker_specs(job(), ServeOptions("127.0.0.1:0"))]
     assert kinds == [Kind.EVALUATOR]
-    assert served(job(), Serving("127.0.0.1:0", evaluator=False)) == []
-    assert served(job("training.evaluation=null"), Serving("127.0.0.1:0")) == []
+    assert served_worker_specs(job(), ServeOptions("127.0.0.1:0", evaluator=False)) == []
+    assert served_worker_specs(job("training.evaluation=null"), ServeOptions("127.0.0.1:0")) == []

@@ -1,0 +1,4 @@
+"""Faults on purpose: what ``--chaos`` may say, when each fault is due, how it is done, what it cost.
+
+``schedule`` and ``fault_report`` are decisions without I/O; ``injector`` and ``proxy`` carry them out.
+"""

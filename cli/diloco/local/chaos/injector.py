@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 from diloco.local.chaos.fault_report import Injected
 from diloco.local.chaos.proxy import Proxy
-from diloco.local.chaos.schedule import Clockwork, Fault, choose
-from diloco.local.screen import Screen, View
-from diloco.processes.processes import Process
-from diloco.processes.worker_specs import Member
+from diloco.local.chaos.schedule import Fault, FaultSchedule, choose
+from diloco.local.screen import RunView, Screen
+from diloco.processes.launch import Process
+from diloco.processes.worker_specs import WorkerSpec
 
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "pause": signal.SIGSTOP}
 
@@ -27,7 +27,7 @@ SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "pause": signal.SIGST
 class Host(Protocol):
     """What the injector needs of the runner."""
 
-    view: View
+    view: RunView
     screen: Screen
 
     @property
@@ -37,7 +37,7 @@ class Host(Protocol):
     def proxies(self) -> Mapping[str, Proxy]: ...
 
     @property
-    def learners(self) -> Sequence[Member]: ...
+    def learners(self) -> Sequence[WorkerSpec]: ...
 
     @property
     def elapsed(self) -> float: ...
@@ -50,7 +50,7 @@ class Injector:
 
     def __init__(self, host: Host, schedule: Sequence[Fault], seed: int) -> None:
         self._host = host
-        self._clockwork = Clockwork(schedule)
+        self._clockwork = FaultSchedule(schedule)
         self._seed = seed
         self._first_merge: float | None = None
         self._held: list[tuple[int, Fault]] = []  # due, their target is not running
@@ -95,7 +95,7 @@ class Injector:
             self._hit(fault, "syncer", None)
             return True
         by_index = {m.learner: m for m in self._host.learners if m.learner is not None and m.name in self._host.running}
-        seated = [i for i, member in by_index.items() if self._host.slot_of(member.name) is not None]
+        seated = [i for i, worker in by_index.items() if self._host.slot_of(worker.name) is not None]
         candidates = seated if fault.learner is None and seated else list(by_index)
         chosen = choose(fault, index, candidates, self._seed)
         if chosen is None:

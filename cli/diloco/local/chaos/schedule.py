@@ -92,7 +92,7 @@ def choose(fault: Fault, index: int, running: Sequence[int], seed: int) -> int |
     return random.Random(f"chaos/{seed}/{index}").choice(sorted(running))
 
 
-class Clockwork:
+class FaultSchedule:
     """Says which faults of a schedule are due; each is given out once, in time's order."""
 
     def __init__(self, schedule: Sequence[Fault]) -> None:

@@ -17,7 +17,7 @@ from diloco.cluster.apply import changed_for_ever, foreign_paths, managers
 from diloco.cluster.change import parse_targets, scale_patch, stays
 from diloco.cluster.client import ClusterError, Where, forbidden, nearest
 from diloco.cluster.fetch import show_report, syncer_pod
-from diloco.cluster.follow import Story, ended, hindered, resumed, seen, suspended
+from diloco.cluster.follow import ProgressReporter, ended, hindered, resumed, seen, suspended
 from diloco.cluster.render import (
     concerns,
     condition_style,
@@ -674,24 +674,24 @@ def test_an_event_is_a_sentence() -> None:
 
 
 def test_the_story_tells_each_thing_once() -> None:
-    story = Story(at=NOW - 200)
+    reporter = ProgressReporter(at=NOW - 200)
     told = an_event("DiLoCoJob", "tiny", "Started", "training begins")
     old = an_event("DiLoCoJob", "tiny", "Before", "long past", lastTimestamp="2027-01-15T07:00:00Z")
-    first = story.tell(a_job(**RUNNING), [told, old], None, NOW)
+    first = reporter.new_lines(a_job(**RUNNING), [told, old], None, NOW)
     assert first[0] == "Started: training begins" and "Running" in first[-1] and len(first) == 2
-    assert story.tell(a_job(**RUNNING), [told, old], None, NOW + 1) == []
+    assert reporter.new_lines(a_job(**RUNNING), [told, old], None, NOW + 1) == []
     met = [a_condition("Ready", message="all 3 are in"), a_condition("QuorumMet", "False", message="1 of 2")]
-    turned = story.tell(a_job(**{**RUNNING, "conditions": met}), [told], None, NOW + 2)
+    turned = reporter.new_lines(a_job(**{**RUNNING, "conditions": met}), [told], None, NOW + 2)
     assert turned == ["Ready: all 3 are in", "QuorumMet is False: 1 of 2"]
-    again = story.tell(a_job(**RUNNING), [{**told, "count": 2}], None, NOW + 7)
+    again = reporter.new_lines(a_job(**RUNNING), [{**told, "count": 2}], None, NOW + 7)
     assert again[0] == "Started: training begins"  # it happened again
     assert not any("3/3" in line or "2/3" in line for line in again)  # the figures are as they were
     later = {**RUNNING, "progress": {**RUNNING["progress"], "tokens": 300_000}}
-    assert "300,000 of" in story.tell(a_job(**later), [], None, NOW + 9)[-1]
-    assert not any("of 1,000,000" in line for line in story.tell(a_job(**RUNNING), [], None, NOW + 11))
-    assert "250,000 of" in story.tell(a_job(**RUNNING), [], None, NOW + 15)[-1]
-    assert "250,000 of" in story.tell(a_job(**RUNNING), [], None, NOW + 80)[-1]  # a sign of life
-    assert "1,000/s)  loss 2.400  merged 2.500" in story.tell(a_job(**RUNNING), [], PAGE, NOW + 90)[-1]
+    assert "300,000 of" in reporter.new_lines(a_job(**later), [], None, NOW + 9)[-1]
+    assert not any("of 1,000,000" in line for line in reporter.new_lines(a_job(**RUNNING), [], None, NOW + 11))
+    assert "250,000 of" in reporter.new_lines(a_job(**RUNNING), [], None, NOW + 15)[-1]
+    assert "250,000 of" in reporter.new_lines(a_job(**RUNNING), [], None, NOW + 80)[-1]  # a sign of life
+    assert "1,000/s)  loss 2.400  merged 2.500" in reporter.new_lines(a_job(**RUNNING), [], PAGE, NOW + 90)[-1]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.local.chaos.schedule import ChaosError, Clockwork, Fault, check, choose, parse
+from diloco.local.chaos.schedule import ChaosError, Fault, FaultSchedule, check, choose, parse
 
 
 def test_every_form() -> None:
@@ -83,7 +83,7 @@ def test_any_text_is_read_or_refused_clearly(text: str) -> None:
 
 
 def test_clockwork_gives_each_fault_once() -> None:
-    clockwork = Clockwork(parse("3s:kill:learner-0,1s:kill:learner-1,step=10:kill:learner-2"))
+    clockwork = FaultSchedule(parse("3s:kill:learner-0,1s:kill:learner-1,step=10:kill:learner-2"))
     assert clockwork.due(None, 9) == []
     assert [index for index, _ in clockwork.due(None, 10)] == [2]
     assert clockwork.due(0.5, 10) == []

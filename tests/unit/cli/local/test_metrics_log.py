@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from diloco.local.metrics_log import Journal
+from diloco.local.metrics_log import MetricsLog
 
 STATUS: dict[str, Any] = {
     "phase": "training",
@@ -29,15 +29,15 @@ def test_both_sources_in_one_file(tmp_path: Path) -> None:
     metrics.mkdir()
     old = metrics / "learner-local-0.jsonl"
     old.write_text('{"step": 1, "loss": 9.0}\n')  # an earlier run's
-    journal = Journal(tmp_path / "metrics.jsonl", metrics, None)
+    metrics_log = MetricsLog(tmp_path / "metrics.jsonl", metrics, None)
     with old.open("a") as file:
         file.write('{"step": 2, "loss": 5.0}\n{"step": 3, "lo')
-    journal.follow()
-    journal.sample(STATUS)
+    metrics_log.follow()
+    metrics_log.sample(STATUS)
     with old.open("a") as file:
         file.write('ss": 4.0}\n{"torn\n[]\n')
     (metrics / "evaluator-local-0.jsonl").write_text('{"loss": 4.5}\n')
-    journal.close()
+    metrics_log.close()
     found = rows(tmp_path / "metrics.jsonl")
     assert [(row["source"], row.get("step"), row.get("loss")) for row in found] == [
         ("learner-local-0", 2, 5.0),
@@ -49,9 +49,9 @@ def test_both_sources_in_one_file(tmp_path: Path) -> None:
 
 
 def test_a_status_that_says_nothing_yet(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "metrics.jsonl", tmp_path / "absent", None)
-    journal.sample({"phase": "waiting", "versions": []})
-    journal.close()
+    metrics_log = MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "absent", None)
+    metrics_log.sample({"phase": "waiting", "versions": []})
+    metrics_log.close()
     assert rows(tmp_path / "metrics.jsonl")[0]["versions"] == [0, 0]
 
 
@@ -60,11 +60,11 @@ def test_tensorboard_reads_the_events(tmp_path: Path) -> None:
 
     metrics = tmp_path / "metrics"
     metrics.mkdir()
-    journal = Journal(tmp_path / "metrics.jsonl", metrics, tmp_path / "tensorboard")
+    metrics_log = MetricsLog(tmp_path / "metrics.jsonl", metrics, tmp_path / "tensorboard")
     (metrics / "learner-local-0.jsonl").write_text('{"step": 2, "loss": 5.0}\n{"step": 3, "loss": NaN}\n')
-    journal.sample(STATUS)
-    journal.sample(STATUS)
-    journal.close()
+    metrics_log.sample(STATUS)
+    metrics_log.sample(STATUS)
+    metrics_log.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("merged/loss")] == [(0, 5.5), (900, 4.5)]

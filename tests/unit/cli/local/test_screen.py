@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from diloco.local.screen import Lines, Live, View, fault_text, progress, progress_line, summary, version_strip
+from diloco.local.screen import Lines, Live, RunView, fault_text, progress, progress_line, summary, version_strip
 
 STATUS: dict[str, Any] = {
     "job": "tiny",
@@ -41,9 +41,9 @@ STATUS: dict[str, Any] = {
 }
 
 
-def view(**changes: Any) -> View:
+def view(**changes: Any) -> RunView:
     names = {("local", 0): "learner-0", ("local", 1): "learner-1"}
-    return View("tiny", ("tokens", 2_000_000), {**STATUS, **changes}, names, {"learner-1": "starting"}, True)
+    return RunView("tiny", ("tokens", 2_000_000), {**STATUS, **changes}, names, {"learner-1": "starting"}, True)
 
 
 def test_the_strip_shows_who_is_ahead() -> None:
@@ -142,7 +142,7 @@ def test_the_picture_before_anything_is_known() -> None:
     out = io.StringIO()
     live = Live(Console(file=out, force_terminal=True, width=120))
     live.event("starting tiny")
-    live.update(View("tiny", ("steps", 10)))
+    live.update(RunView("tiny", ("steps", 10)))
     live.close()
     assert "starting" in out.getvalue() and "none yet" in out.getvalue()
 

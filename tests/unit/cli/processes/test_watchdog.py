@@ -10,35 +10,35 @@ from pathlib import Path
 
 import pytest
 
-from diloco.processes.watchdog import SILENT_SECONDS, START_SECONDS, Vigil, progress
+from diloco.processes.watchdog import SILENT_SECONDS, START_SECONDS, Watchdog, progress
 from diloco.processes.workdir import Workdir
 
 
-def begun() -> Vigil:
-    vigil = Vigil()
-    vigil.started(1000.0)
-    return vigil
+def begun() -> Watchdog:
+    watchdog = Watchdog()
+    watchdog.on_started(1000.0)
+    return watchdog
 
 
 def test_a_start_that_works_is_waited_for_and_one_that_stands_still_is_not() -> None:
-    vigil, now = begun(), 1000.0
+    watchdog, now = begun(), 1000.0
     for ticks in range(20):  # a large store is read, for twenty minutes
         now += SILENT_SECONDS - 1
-        assert not vigil.check(now, ticks)
-    assert "has done nothing" in vigil.check(now + SILENT_SECONDS + 1, 19)
-    assert "did not serve within" in vigil.check(1000.0 + START_SECONDS + 1, 20)
+        assert not watchdog.check(now, ticks)
+    assert "has done nothing" in watchdog.check(now + SILENT_SECONDS + 1, 19)
+    assert "did not serve within" in watchdog.check(1000.0 + START_SECONDS + 1, 20)
 
 
 def test_one_that_has_answered_must_go_on_answering_however_busy_it_is() -> None:
-    vigil = begun()
-    vigil.check(1200.0, 5)
-    vigil.answered(1201.0)
-    assert not vigil.check(1201.0 + SILENT_SECONDS, 6)
-    assert "has not answered" in vigil.check(1202.0 + SILENT_SECONDS, 7)
-    vigil.excused(1300.0)
-    assert not vigil.check(1300.0 + SILENT_SECONDS, 7)
-    vigil.started(2000.0)  # the next one may take its time again
-    assert not vigil.check(2000.0 + SILENT_SECONDS - 1, 0)
+    watchdog = begun()
+    watchdog.check(1200.0, 5)
+    watchdog.on_answered(1201.0)
+    assert not watchdog.check(1201.0 + SILENT_SECONDS, 6)
+    assert "has not answered" in watchdog.check(1202.0 + SILENT_SECONDS, 7)
+    watchdog.on_excused(1300.0)
+    assert not watchdog.check(1300.0 + SILENT_SECONDS, 7)
+    watchdog.on_started(2000.0)  # the next one may take its time again
+    assert not watchdog.check(2000.0 + SILENT_SECONDS - 1, 0)
 
 
 def test_progress_rises_with_work_and_stands_with_none() -> None:

@@ -9,10 +9,10 @@ from diloco.processes.workdir import Workdir
 from diloco.processes.worker_specs import (
     base_environment,
     gpus,
-    members,
     threads_each,
     without_meaning,
     worker_environment,
+    worker_specs,
 )
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import parse_job
@@ -35,7 +35,7 @@ def job(*overrides: str) -> DiLoCoJob:
 
 
 def test_learners_of_all_regions_then_spares_then_the_evaluator() -> None:
-    found = [(m.name, m.kind, m.region, m.ordinal, m.learner) for m in members(job())]
+    found = [(m.name, m.kind, m.region, m.ordinal, m.learner) for m in worker_specs(job())]
     assert found == [
         ("learner-0", Kind.LEARNER, "east", 0, 0),
         ("learner-1", Kind.LEARNER, "east", 1, 1),
@@ -43,7 +43,7 @@ def test_learners_of_all_regions_then_spares_then_the_evaluator() -> None:
         ("spare-0", Kind.LEARNER, "east", 2, None),
         ("evaluator", Kind.EVALUATOR, "east", 0, None),
     ]
-    assert [m.name for m in members(job("training.evaluation=null"))][-1] == "spare-0"
+    assert [m.name for m in worker_specs(job("training.evaluation=null"))][-1] == "spare-0"
 
 
 def test_threads_are_shared_out_and_never_none() -> None:
@@ -60,12 +60,12 @@ def test_the_environment_of_another_job_does_not_leak() -> None:
 
 def test_a_worker_is_told_who_it_is_and_where_the_syncer_is() -> None:
     workdir = Workdir(Path("/run"))
-    learner = members(job())[2]
+    learner = worker_specs(job())[2]
     env = worker_environment(learner, "ab12", workdir, Path("/jobs"), None, None)
     assert env["DILOCO_ROLE"] == "learner" and env["DILOCO_REGION"] == "west" and env["DILOCO_ORDINAL"] == "0"
     assert env["DILOCO_PROCESS"] == "ab12" and env["DILOCO_JOB_DIRECTORY"] == "/jobs"
     assert env["DILOCO_SYNCER_FILE"] == "/run/address.json" and "DILOCO_SYNCER" not in env
-    env = worker_environment(members(job())[-1], "ab12", workdir, Path("/jobs"), "127.0.0.1:5", "1")
+    env = worker_environment(worker_specs(job())[-1], "ab12", workdir, Path("/jobs"), "127.0.0.1:5", "1")
     assert env["DILOCO_ROLE"] == "evaluator" and env["DILOCO_SYNCER"] == "127.0.0.1:5"
     assert env["CUDA_VISIBLE_DEVICES"] == "1"
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from diloco.local.screen import View, links_text, picture, slot_note, thin_links
+from diloco.local.screen import RunView, links_text, picture, slot_note, thin_links
 from diloco_protocol.bandwidth.links import LEAST_TRANSFERS, Measured
 from diloco_protocol.wire import sync_pb2
 from diloco_syncer.server.pages.links import LinkMeasures
@@ -107,6 +107,6 @@ def test_the_picture_shows_the_slowest_link_and_why_it_is_thin() -> None:
     assert [slot_note(row) for row in status["slots"]] == ["", "thin link", "", ""]
     console = Console(width=160)
     with console.capture() as captured:
-        console.print(picture(View("j", None, status, {}, serving=True), []))
+        console.print(picture(RunView("j", None, status, {}, serving=True), []))
     assert "thin link" in captured.get() and "eu-1: needs 12 Mbit/s" in captured.get()
     assert links_text({"slots": [slot(0)]}) == "" == links_text({})

@@ -1,6 +1,6 @@
 """Processes of a run: started, signalled, awaited; none may outlive the runner.
 
-Workers of the built-in trainer are forked by the zygote (diloco_worker.forkserver); the
+Workers of the built-in trainer are forked by the forkserver (diloco_worker.forkserver); the
 syncer and a job's own ``learners.command`` are started through ``child_guard.py``. Both ways
 the kernel ends them when the runner dies, even by SIGKILL. All run outside of the
 terminal's foreground process group, so that Ctrl-C reaches the runner alone, which
@@ -22,8 +22,8 @@ from typing import Any, Protocol
 from diloco.processes.supervisor import Exit
 
 TETHER = Path(__file__).with_name("child_guard.py")
-START_SECONDS = 30.0  # for the zygote to answer a spawn
-LOAD_SECONDS = 180.0  # for the zygote to load the libraries, on a cold disk
+START_SECONDS = 30.0  # for the forkserver to answer a spawn
+LOAD_SECONDS = 180.0  # for the forkserver to load the libraries, on a cold disk
 MAX_EVENT_BYTES = 1 << 20
 
 
@@ -99,12 +99,14 @@ class Child:
 
 
 class Forked:
-    """A worker that the zygote forked."""
+    """A worker that the forkserver forked."""
 
-    def __init__(self, name: str, zygote: Zygote, identity: str, pid: int, ended: asyncio.Future[Exit]) -> None:
+    def __init__(
+        self, name: str, forkserver: ForkServerClient, identity: str, pid: int, ended: asyncio.Future[Exit]
+    ) -> None:
         self.name = name
         self.pid = pid
-        self._zygote = zygote
+        self._forkserver = forkserver
         self._identity = identity
         self._ended = ended
 
@@ -113,13 +115,13 @@ class Forked:
 
     def signal(self, number: int) -> None:
         if not self._ended.done():
-            self._zygote.signal(self._identity, number)
+            self._forkserver.signal(self._identity, number)
 
 
-class Zygote:
+class ForkServerClient:
     """The client of ``python -m diloco_worker.forkserver``.
 
-    If the zygote itself dies, so do its children, and each is reported as killed; the
+    If the forkserver itself dies, so do its children, and each is reported as killed; the
     next spawn starts another one.
     """
 
@@ -176,7 +178,7 @@ class Zygote:
         return self._ready
 
     async def spawn(self, name: str, env: Mapping[str, str], log: Path) -> Forked:
-        """Fork a worker with this environment on top of the zygote's. Raises StartError."""
+        """Fork a worker with this environment on top of the forkserver's. Raises StartError."""
         await self.load()
         self._count += 1
         identity = f"{name}.{self._count}"
@@ -190,13 +192,13 @@ class Zygote:
             pid = await asyncio.wait_for(asyncio.shield(started), START_SECONDS)
         except TimeoutError as error:
             self.signal(identity, signal.SIGKILL)
-            raise StartError(f"{name}: the zygote did not answer within {START_SECONDS:.0f} s") from error
+            raise StartError(f"{name}: the forkserver did not answer within {START_SECONDS:.0f} s") from error
         finally:
             self._starting.pop(identity, None)
         return Forked(name, self, identity, pid, ended)
 
     def signal(self, identity: str, number: int) -> None:
-        with contextlib.suppress(StartError):  # a zygote that is gone has taken its children with it
+        with contextlib.suppress(StartError):  # a forkserver that is gone has taken its children with it
             self._send({"op": "signal", "id": identity, "signal": int(number)})
 
     async def close(self) -> None:
@@ -214,14 +216,14 @@ class Zygote:
         await asyncio.wait([reader], timeout=5.0)
 
     def kill(self) -> None:
-        """SIGKILL the zygote and all that it forked, at once."""
+        """SIGKILL the forkserver and all that it forked, at once."""
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def _send(self, request: dict[str, Any]) -> None:
         if self._process is None or self._process.returncode is not None or self._process.stdin is None:
-            raise StartError("the zygote has ended")
+            raise StartError("the forkserver has ended")
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
 
     async def _read(self, process: asyncio.subprocess.Process, ready: asyncio.Future[None]) -> None:
@@ -238,7 +240,7 @@ class Zygote:
         await process.wait()
 
     def _gone(self, ready: asyncio.Future[None], why: str) -> None:
-        failure = StartError(f"the zygote is gone: {why}")
+        failure = StartError(f"the forkserver is gone: {why}")
         if not ready.done():
             ready.set_exception(failure)
         for starting in self._starting.values():
