@@ -26,17 +26,17 @@ from typing import Any
 from diloco_operator import names
 from diloco_operator.job import seconds, stamp
 from diloco_operator.model import (
-    Asked,
+    ApplyError,
+    ClusterEvent,
     Delete,
     EventWanted,
-    Memory,
-    Note,
     Object,
     Observed,
     Plan,
+    PlanMemory,
     PlanSettings,
+    ProgramAnswer,
     Ref,
-    Trouble,
 )
 from diloco_operator.plan.plan import plan
 
@@ -173,16 +173,16 @@ class World:
         self.settings = settings
         self.now = START
         self.rng = random.Random(seed)
-        self.memory = Memory()
+        self.memory = PlanMemory()
         self.objects: dict[Ref, Object] = {}
         self.pods: dict[str, PodSim] = {}  # by UID
         self.nodes = {f"node-{i}": True for i in range(3)}
         self.node_since = dict.fromkeys(self.nodes, START)
-        self.notes: list[Note] = []
-        self.troubles: tuple[Trouble, ...] = ()
+        self.cluster_events: list[ClusterEvent] = []
+        self.apply_errors: tuple[ApplyError, ...] = ()
         self.secrets: set[str] = set()
         self.syncer = SyncerSim()
-        self.asked: Asked | None = None
+        self.asked: ProgramAnswer | None = None
         self.asked_at = -1e9
         self.report: Object | None = None
         self.events: list[tuple[float, EventWanted]] = []
@@ -353,8 +353,8 @@ class World:
         if self.quota is None or len(self.pods) < self.quota:
             return True
         message = f'pods "{name}" is forbidden: exceeded quota: small, requested: pods=1, used: pods={self.quota}'
-        self.notes = [n for n in self.notes if (n.kind, n.name) != ref]
-        self.notes.append(Note(ref.kind, ref.name, "FailedCreate", message, self.now))
+        self.cluster_events = [n for n in self.cluster_events if (n.kind, n.name) != ref]
+        self.cluster_events.append(ClusterEvent(ref.kind, ref.name, "FailedCreate", message, self.now))
         return False
 
     def _make(self, name: str, template: Object, labels: dict[str, str]) -> None:
@@ -610,7 +610,7 @@ class World:
             return
         self.asked_at = self.now
         if self.syncer.pod and not self.syncer_silent:
-            self.asked = Asked(self.document(), "", self.now, None)
+            self.asked = ProgramAnswer(self.document(), "", self.now, None)
             if self.syncer.phase in ("complete", "failed"):
                 self.report = {
                     "outcome": self.syncer.phase,
@@ -620,7 +620,7 @@ class World:
                 }
         else:
             since = self.asked.failing_since if self.asked is not None else None
-            self.asked = Asked(None, "no answer", self.now, since if since is not None else self.now)
+            self.asked = ProgramAnswer(None, "no answer", self.now, since if since is not None else self.now)
 
     # ------------------------------------------------------------- the operator
 
@@ -646,8 +646,8 @@ class World:
             objects={ref: _copy(obj) for ref, obj in {**self.foreign, **self.objects}.items()},
             pods=tuple(_copy(pod.obj) for pod in self.pods.values()),
             nodes=None if self.blind else nodes,
-            notes=tuple(n for n in self.notes if self.now - n.time < 600),
-            troubles=self.troubles,
+            cluster_events=tuple(n for n in self.cluster_events if self.now - n.time < 600),
+            apply_errors=self.apply_errors,
             syncer=self.asked,
             report=self.report,
         )
@@ -747,11 +747,11 @@ class World:
         self.next_turn = self.now
 
     def _apply(self, made: Plan) -> None:
-        troubles = []
+        apply_errors = []
         for manifest in made.apply:
             ref = Ref(manifest["kind"], manifest["metadata"]["name"])
             if ref in self.foreign:
-                troubles.append(Trouble(ref, "conflict", f"{ref.kind} {ref.name} is not this job's"))
+                apply_errors.append(ApplyError(ref, "conflict", f"{ref.kind} {ref.name} is not this job's"))
                 continue
             live = self.objects.get(ref)
             new = _copy(manifest)
@@ -765,9 +765,9 @@ class World:
                 if "deletionTimestamp" in live["metadata"]:
                     new["metadata"]["deletionTimestamp"] = live["metadata"]["deletionTimestamp"]
             self.objects[ref] = new
-        if set(troubles) != set(self.troubles):
+        if set(apply_errors) != set(self.apply_errors):
             self.next_turn = self.now
-        self.troubles = tuple(troubles)
+        self.apply_errors = tuple(apply_errors)
 
     def _call(self, method: str, body: Object) -> None:
         hub = self.syncer
@@ -818,7 +818,7 @@ class Far(World):
     def observed(self) -> Observed:
         found = super().observed()
         pages = {
-            pod.name: Asked({**self.page, "process": pod.process}, "", self.now)
+            pod.name: ProgramAnswer({**self.page, "process": pod.process}, "", self.now)
             for pod in self.of("learner")
             if pod.running
         }

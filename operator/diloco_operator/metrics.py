@@ -28,8 +28,8 @@ class Metrics:
             "old version, tried again), internal.",
             "kind",
         )
-        self.troubles = self._counter(
-            "troubles",
+        self.apply_errors = self._counter(
+            "apply_errors",
             "Parts of a plan that could not be carried out, by reason: conflict, invalid, forbidden, quota, other.",
             "reason",
         )

@@ -3,7 +3,7 @@
 Theory of operation. The walls (handlers, observe, apply, control) watch the cluster and
 ask the job's syncer; once per reconcile they freeze what they know into an ``Observed``.
 ``plan.plan(observed, memory, settings)`` reads nothing else, decides, and returns a
-``Plan``; the walls carry it out in the order of its fields and keep the ``Memory`` for the
+``Plan``; the walls carry it out in the order of its fields and keep the ``PlanMemory`` for the
 next turn. All times are wall-clock unix seconds. API objects are the dicts that the API
 server sends (camelCase), never changed in place.
 """
@@ -29,7 +29,7 @@ class Ref(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class ClusterEvent:
     """A Kubernetes Event about one of the job's objects or pods, seen lately."""
 
     kind: str
@@ -40,7 +40,7 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
+class ApplyError:
     """What kept the walls from carrying out a part of an earlier plan."""
 
     ref: Ref
@@ -51,7 +51,7 @@ class Trouble:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ProgramAnswer:
     """A program's answer to the operator, or why there is none."""
 
     document: dict[str, Any] | None  # of the syncer: the status document (docs/design.md)
@@ -69,16 +69,16 @@ class Observed:
     objects: dict[Ref, Object] = field(default_factory=dict)  # children that carry the job's label
     pods: tuple[Object, ...] = ()  # with the job's label, the terminating ones included
     nodes: dict[str, Object] | None = None  # by name; None: this operator may not read nodes
-    notes: tuple[Note, ...] = ()
-    troubles: tuple[Trouble, ...] = ()
-    syncer: Asked | None = None  # None: the syncer is not in this cluster, or has no pod to ask
+    cluster_events: tuple[ClusterEvent, ...] = ()
+    apply_errors: tuple[ApplyError, ...] = ()
+    syncer: ProgramAnswer | None = None  # None: the syncer is not in this cluster, or has no pod to ask
     # Status documents of learners' status ports, by pod name: only where the syncer is elsewhere.
-    learners: dict[str, Asked] = field(default_factory=dict)
+    learners: dict[str, ProgramAnswer] = field(default_factory=dict)
     report: dict[str, Any] | None = None  # report.json, once the syncer has said an end
 
 
 @dataclass(slots=True)
-class Sighting:
+class PodSnapshot:
     """A pod as the plan saw it last, for telling and counting what happened to it since."""
 
     uid: str
@@ -90,12 +90,12 @@ class Sighting:
 
 
 @dataclass(slots=True)
-class Memory:
+class PlanMemory:
     """What the plan wants to remember until the next turn, and may lose when the operator
     restarts: nothing here decides over work, only over counting and patience."""
 
     # place (a learner's pod name, or `syncer`) -> its pod as last seen
-    seen: dict[str, Sighting] = field(default_factory=dict)
+    seen: dict[str, PodSnapshot] = field(default_factory=dict)
     # pod UIDs whose going is this operator's own doing (rollout, scaling, suspension)
     own_deletions: set[str] = field(default_factory=set)
     # place -> (times deleted as crash-looping or silent, not again before)

@@ -30,6 +30,7 @@ from .walls import (
     Syncer,
     Wants,
     account,
+    apply_errors,
     children,
     config_map,
     get,
@@ -41,7 +42,6 @@ from .walls import (
     settled,
     stateful_set,
     status,
-    troubles,
     wants_secret,
 )
 
@@ -70,7 +70,7 @@ def test_a_fault_in_a_template_leaves_what_runs_and_names_the_field(
             wants.plan = plan
 
             def named_field(field: str = field) -> str:
-                reason, message = troubles(wants.observed[NS, "faulty"])[ref]
+                reason, message = apply_errors(wants.observed[NS, "faulty"])[ref]
                 return reason if field in message else ""
 
             assert until("said", named_field, 15) == "invalid"
@@ -85,7 +85,7 @@ def test_a_fault_in_a_template_leaves_what_runs_and_names_the_field(
             status=status(o),
         )
         until("mended", lambda: get(kube, path)["spec"]["template"]["spec"].get("hostname") == "fine", 15)
-        until("not said any more", lambda: not wants.observed[NS, "faulty"].troubles, 10)
+        until("not said any more", lambda: not wants.observed[NS, "faulty"].apply_errors, 10)
 
 
 def test_a_quota_that_is_full_is_said_and_healed(kube: Cluster, operate: Callable[..., Running]) -> None:
@@ -103,7 +103,7 @@ def test_a_quota_that_is_full_is_said_and_healed(kube: Cluster, operate: Callabl
             until("ready", operator.ready, 30)
             kube.apply(job("poor"))
             ref = Ref("PersistentVolumeClaim", "poor-syncer")
-            said = until("said", lambda: troubles(wants.observed[NS, "poor"]).get(ref), 15)
+            said = until("said", lambda: apply_errors(wants.observed[NS, "poor"]).get(ref), 15)
             assert said[0] == "quota" and "persistentvolumeclaims" in said[1]
             assert get(kube, named("statefulsets", "poor-local")), "the others were made"
             kube.kubectl("delete", "quota", "small")
@@ -127,8 +127,10 @@ def test_a_role_that_is_too_small_is_named_with_verb_and_resource_and_healed(
     with operate(wants, kubeconfig=small) as operator:
         until("ready", operator.ready, 30)
         kube.apply(job("humble"))
-        observed = until("said", lambda: (o := wants.observed.get((NS, "humble"))) and len(o.troubles) >= 3 and o, 20)
-        said = [t.message for t in observed.troubles if t.reason == "forbidden"]
+        observed = until(
+            "said", lambda: (o := wants.observed.get((NS, "humble"))) and len(o.apply_errors) >= 3 and o, 20
+        )
+        said = [t.message for t in observed.apply_errors if t.reason == "forbidden"]
         assert any("may not patch configmaps" in m for m in said), said
         assert any("may not list, watch pods" in m for m in said), said
         assert observed.nodes is None, "nodes are optional, and not there"
@@ -146,12 +148,12 @@ def test_a_role_that_is_too_small_is_named_with_verb_and_resource_and_healed(
         assert len([m for m in lines if m.startswith("forbidden: the operator may not list pods")]) >= 1
         account(kube, tmp_path, set())
         until("healed", lambda: get(kube, named("configmaps", "humble-settings")), 40)
-        until("not said any more", lambda: not wants.observed[NS, "humble"].troubles, 40)
+        until("not said any more", lambda: not wants.observed[NS, "humble"].apply_errors, 40)
         until("nodes are read", lambda: wants.observed[NS, "humble"].nodes is not None, 40)
         account(kube, tmp_path, {("pods", "list"), ("pods", "watch")})  # taken away while it runs
-        until("said again", lambda: troubles(wants.observed[NS, "humble"]).get(Ref("Pod", "")), 40)
+        until("said again", lambda: apply_errors(wants.observed[NS, "humble"]).get(Ref("Pod", "")), 40)
         account(kube, tmp_path, set())
-        until("healed again", lambda: not wants.observed[NS, "humble"].troubles, 60)
+        until("healed again", lambda: not wants.observed[NS, "humble"].apply_errors, 60)
 
 
 def test_a_token_that_is_refused_is_tried_with_patience(
@@ -357,9 +359,9 @@ def test_why_a_pod_does_not_start_is_noted(kube: Cluster, operate: Callable[...,
         kube.apply(job("stuck"))
         settled(kube, "stuck")
         kube.apply(pod("stuck-x", "stuck", "evaluator", nodeSelector={"no": "such"}))
-        notes = until("noted", lambda: wants.observed[NS, "stuck"].notes, 30)
-        assert {n.kind for n in notes} <= {"Pod", "PodDisruptionBudget"}, "of this job's objects alone"
-        [note] = [n for n in notes if n.kind == "Pod"]
+        cluster_events = until("noted", lambda: wants.observed[NS, "stuck"].cluster_events, 30)
+        assert {n.kind for n in cluster_events} <= {"Pod", "PodDisruptionBudget"}, "of this job's objects alone"
+        [note] = [n for n in cluster_events if n.kind == "Pod"]
         assert (note.name, note.reason) == ("stuck-x", "FailedScheduling")
         assert abs(note.time - time.time()) < 120
         asked = quiet(operator, 20)

@@ -24,6 +24,7 @@ from .walls import (
     WRITES,
     Running,
     Wants,
+    apply_errors,
     children,
     config_map,
     get,
@@ -34,7 +35,6 @@ from .walls import (
     settled,
     stateful_set,
     status,
-    troubles,
     wants_secret,
 )
 
@@ -244,14 +244,14 @@ def test_a_foreign_object_is_left_alone_and_said_and_it_heals(kube: Cluster, ope
         kube.apply(job("clash"))
         settled(kube, "clash")
         ref = Ref("ConfigMap", "clash-settings")
-        said = until("said", lambda: troubles(wants.observed[NS, "clash"]).get(ref), 10)
+        said = until("said", lambda: apply_errors(wants.observed[NS, "clash"]).get(ref), 10)
         assert said[0] == "conflict" and "is not this job's" in said[1]
         # Our label on it does not make it ours.
         kube.kubectl("label", "cm", "clash-settings", "diloco.io/job=clash")
         time.sleep(6)
         after = get(kube, path)
         assert after["data"] == before["data"] and APPLIED not in after["metadata"].get("annotations", {})
-        assert troubles(wants.observed[NS, "clash"])[ref][0] == "conflict"
+        assert apply_errors(wants.observed[NS, "clash"])[ref][0] == "conflict"
         until(
             "in the status",
             lambda: "clash-settings" in json.dumps(get(kube, named("dilocojobs", "clash"))["status"]),
@@ -259,7 +259,7 @@ def test_a_foreign_object_is_left_alone_and_said_and_it_heals(kube: Cluster, ope
         )
         kube.kubectl("delete", "cm", "clash-settings")
         until("healed", lambda: (m := get(kube, path)) and m["data"] == {"a": "1"}, 15)
-        until("not said any more", lambda: not wants.observed[NS, "clash"].troubles, 10)
+        until("not said any more", lambda: not wants.observed[NS, "clash"].apply_errors, 10)
 
 
 def test_an_object_of_an_earlier_job_of_that_name_is_not_taken_over(
@@ -280,10 +280,11 @@ def test_an_object_of_an_earlier_job_of_that_name_is_not_taken_over(
         until(
             "said",
             lambda: (
-                troubles(wants.observed[NS, "twice"]).get(Ref("ConfigMap", "twice-settings"), ("",))[0] == "conflict"
+                apply_errors(wants.observed[NS, "twice"]).get(Ref("ConfigMap", "twice-settings"), ("",))[0]
+                == "conflict"
             ),
             15,
         )
         assert wants.observed[NS, "twice"].job["metadata"]["uid"] != first
-        assert Ref("PersistentVolumeClaim", "twice-syncer") not in troubles(wants.observed[NS, "twice"])
+        assert Ref("PersistentVolumeClaim", "twice-syncer") not in apply_errors(wants.observed[NS, "twice"])
         assert get(kube, named("persistentvolumeclaims", "twice-syncer"))["metadata"]["uid"] == claim_before

@@ -27,7 +27,7 @@ from diloco_operator import names
 from diloco_operator.app import Operator
 from diloco_operator.kube.client import configuration
 from diloco_operator.kube.kinds import needs
-from diloco_operator.model import Memory, Object, Observed, Plan, PlanSettings, Ref, SecretWanted
+from diloco_operator.model import Object, Observed, Plan, PlanMemory, PlanSettings, Ref, SecretWanted
 from diloco_operator.settings import Settings
 from diloco_protocol.wire import limits, sync_pb2
 from diloco_protocol.wire.control_auth import NonceCache, sign_reply, verify_call
@@ -49,7 +49,7 @@ class Wants:
         self.observed: dict[tuple[str, str], Observed] = {}
         self.turns = 0
 
-    def __call__(self, observed: Observed, memory: Memory, settings: PlanSettings) -> Plan:
+    def __call__(self, observed: Observed, memory: PlanMemory, settings: PlanSettings) -> Plan:
         meta = observed.job["metadata"]
         self.observed[meta["namespace"], meta["name"]] = observed
         self.turns += 1
@@ -251,18 +251,18 @@ def children(job: Object, **pod: Any) -> tuple[Object, ...]:
 
 
 def status(observed: Observed, phase: str = "Pending") -> Object:
-    """A status that tells the troubles as conditions."""
+    """A status that shows the apply errors as conditions."""
     generation = observed.job["metadata"]["generation"]
     conditions = [
         {
-            "type": f"Trouble{i}",
+            "type": f"ApplyError{i}",
             "status": "True",
-            "reason": trouble.reason.capitalize(),
-            "message": f"{trouble.ref.kind} {trouble.ref.name}: {trouble.message}",
+            "reason": apply_error.reason.capitalize(),
+            "message": f"{apply_error.ref.kind} {apply_error.ref.name}: {apply_error.message}",
             "observedGeneration": generation,
             "lastTransitionTime": "2026-01-01T00:00:00Z",
         }
-        for i, trouble in enumerate(observed.troubles[:16])
+        for i, apply_error in enumerate(observed.apply_errors[:16])
     ]
     return {"phase": phase, "observedGeneration": generation, "conditions": conditions}
 
@@ -295,9 +295,9 @@ def job(name: str, namespace: str = "default") -> Object:
     )
 
 
-def troubles(observed: Observed) -> dict[Ref, tuple[str, str]]:
+def apply_errors(observed: Observed) -> dict[Ref, tuple[str, str]]:
     """By object: reason and message."""
-    return {trouble.ref: (trouble.reason, trouble.message) for trouble in observed.troubles}
+    return {apply_error.ref: (apply_error.reason, apply_error.message) for apply_error in observed.apply_errors}
 
 
 # ------------------------------------------------------------------ fixtures (conftest.py)

@@ -336,7 +336,7 @@ Failure = Literal["conflict", "invalid", "forbidden", "quota", "other"]
 
 
 def failure(error: ApiError) -> Failure:
-    """What kind of trouble a failed write is (types.Trouble)."""
+    """The reason of a failed write, as ``model.ApplyError`` has it."""
     if error.status == 403 and "exceeded quota" in str(error):
         return "quota"
     if error.status in (401, 403):

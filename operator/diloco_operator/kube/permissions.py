@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from diloco_operator.kube.client import Api, ApiError
 from diloco_operator.kube.kinds import BY_NAME, JOB, Need, needs
-from diloco_operator.model import Ref, Trouble
+from diloco_operator.model import ApplyError, Ref
 from diloco_operator.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Permissions:
         self.lacking = frozenset(lacking)
         return unknown
 
-    def troubles(self, namespace: str) -> list[Trouble]:
+    def apply_errors(self, namespace: str) -> list[ApplyError]:
         """What is missing for jobs of a namespace, one for each resource."""
         verbs: dict[Need, list[str]] = {}
         for lack in self.lacking:
@@ -100,7 +100,7 @@ class Permissions:
                 verbs.setdefault(lack.need, []).append(lack.verb)
         kinds = {kind.plural: kind.name for kind in BY_NAME.values()}
         return [
-            Trouble(
+            ApplyError(
                 Ref(kinds.get(need.resource, JOB.name), ""),
                 "forbidden",
                 f"the operator may not {', '.join(sorted(missing))} {need.resource} (for {need.why}): "

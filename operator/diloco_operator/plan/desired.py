@@ -133,11 +133,11 @@ def _nudge(view: View, ref: Ref) -> bool:
     wanted = view.replicas(ref) or 0
     if len(there) >= wanted:
         return False
-    for note in view.observed.notes:
-        if note.reason != "FailedCreate":
+    for event in view.observed.cluster_events:
+        if event.reason != "FailedCreate":
             continue
-        made_by_set = ref.kind == "Deployment" and note.kind == "ReplicaSet"
-        if (note.kind, note.name) == ref or (made_by_set and note.name.startswith(f"{ref.name}-")):
+        made_by_set = ref.kind == "Deployment" and event.kind == "ReplicaSet"
+        if (event.kind, event.name) == ref or (made_by_set and event.name.startswith(f"{ref.name}-")):
             return True
     return False
 
@@ -149,7 +149,7 @@ def _holder(view: View, role: str, region: str) -> Ref:
 
 
 def _missed(view: View) -> frozenset[str]:
-    """Secrets of which a pod's trouble says that they are not there."""
+    """Secrets of which a pod's obstacle says that they are not there."""
     found = (pod.obstacle.secret for pod in view.pods if pod.obstacle is not None)
     return frozenset(name for name in found if name)
 

@@ -5,7 +5,7 @@ stage of its life (lifecycle.py), looks after pods (replacement.py, rollout.py, 
 says which objects there shall be (manifests.py, desired.py), and writes all of that down as
 status (regions.py, decide.py, conditions.py) and Events (transitions.py). Everything is decided
 by level, from what is there now: a turn that was lost, or an operator that was away, changes
-nothing but the time at which something is done. ``Memory`` holds counts and patience only.
+nothing but the time at which something is done. ``PlanMemory`` holds counts and patience only.
 
 The order in which a job comes to be: finalizer, settings, claim, services, Secrets; when the
 watches show settings and claim as this job's own, what holds pods. A foreign object of one
@@ -25,7 +25,7 @@ from pydantic import ValidationError
 
 from diloco_operator import names
 from diloco_operator.job import Job, Place, place, read, stamp, unsupported
-from diloco_operator.model import Delete, Memory, Object, Observed, Plan, PlanSettings, Ref
+from diloco_operator.model import Delete, Object, Observed, Plan, PlanMemory, PlanSettings, Ref
 from diloco_operator.objects import pods
 from diloco_operator.objects.manifests import Images, reachable_at
 from diloco_operator.plan import lifecycle, regions
@@ -52,7 +52,7 @@ LOSS = "the last loss"
 """Under this name memory has when it was, and what."""
 
 
-def plan(observed: Observed, memory: Memory, settings: PlanSettings) -> Plan:
+def plan(observed: Observed, memory: PlanMemory, settings: PlanSettings) -> Plan:
     """The plan for one job. ``memory`` is changed in place. Raises nothing for a bad job."""
     job = read(observed.job)
     if job.deleted_at is not None:
@@ -68,7 +68,7 @@ def _planned(view: View) -> Plan:
     refused = _refused(job, view.here)
     course = lifecycle.course(view)
     starts = course.training and not view.begun and refused is None
-    found = Findings(course, regions.Report(), troubles=view.observed.troubles, refused=refused)
+    found = Findings(course, regions.Report(), apply_errors=view.observed.apply_errors, refused=refused)
     found.nodes = node_loss.watch(view)
     lost = replacement.Outcome()
     replaced = _replacements(view)
@@ -125,7 +125,7 @@ def _refused(job: Job, here: Place) -> tuple[str, str] | None:
     return None
 
 
-def _invalid(observed: Observed, memory: Memory, job: Job) -> Plan:
+def _invalid(observed: Observed, memory: PlanMemory, job: Job) -> Plan:
     """The API server has let a spec pass that the models refuse. Nothing else is touched."""
     before = list(job.status.get("conditions") or [])
     conditions = Conditions(before, job.generation, observed.now)
@@ -151,7 +151,7 @@ def _invalid(observed: Observed, memory: Memory, job: Job) -> Plan:
     )
 
 
-def _deleted(observed: Observed, memory: Memory, settings: PlanSettings, job: Job) -> Plan:
+def _deleted(observed: Observed, memory: PlanMemory, settings: PlanSettings, job: Job) -> Plan:
     """Learners are told first; then the volume goes, if it is to; then the job is let go, and what it owns
     is collected. Works for a spec that cannot be read, too."""
     if names.FINALIZER not in job.finalizers:

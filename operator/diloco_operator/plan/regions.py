@@ -223,10 +223,10 @@ def _refused(view: View, pod: Pod) -> str:
 
 def _not_made(view: View, ref: Ref) -> str:
     """Why the controller could not make a pod, from its last Event."""
-    notes = [n for n in view.observed.notes if (n.kind, n.name) == ref and n.reason == "FailedCreate"]
-    if not notes:
+    cluster_events = [n for n in view.observed.cluster_events if (n.kind, n.name) == ref and n.reason == "FailedCreate"]
+    if not cluster_events:
         return ""
-    return explained(max(notes, key=lambda note: note.time).message)
+    return explained(max(cluster_events, key=lambda event: event.time).message)
 
 
 def explained(message: str) -> str:

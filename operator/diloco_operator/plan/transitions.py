@@ -2,7 +2,7 @@
 
 Theory of operation. A transition is a difference between the job's status as it is and the
 status that this turn plans. Because the status is written before Events are sent, an
-operator that starts anew finds nothing to tell again. ``Memory.told`` has what was told last
+operator that starts anew finds nothing to tell again. ``PlanMemory.told`` has what was told last
 of each subject, for turns that still see an older status. What has no place in the status
 (a pod lost, a pod deleted) is told where it is found (replacement, rollout, node_loss).
 """

@@ -13,7 +13,7 @@ from typing import Any
 
 from diloco_operator import names
 from diloco_operator.job import Job, Place, seconds
-from diloco_operator.model import Asked, Memory, Object, Observed, PlanSettings, Ref
+from diloco_operator.model import Object, Observed, PlanMemory, PlanSettings, ProgramAnswer, Ref
 from diloco_operator.plan.pods import pod_status
 from diloco_operator.plan.pods.pod_status import Pod
 
@@ -81,7 +81,7 @@ class View:
     """One instant. ``memory`` is the plan's to change."""
 
     observed: Observed
-    memory: Memory
+    memory: PlanMemory
     settings: PlanSettings
     job: Job
     here: Place
@@ -89,7 +89,7 @@ class View:
     silent_for: float = field(init=False)  # seconds since the syncer last answered; 0: it did now
 
     def __post_init__(self) -> None:
-        found = (pod_status.read(pod, self.observed.notes) for pod in self.observed.pods)
+        found = (pod_status.read(pod, self.observed.cluster_events) for pod in self.observed.pods)
         self.pods = tuple(pod for pod in found if pod is not None)
         asked = self.observed.syncer
         self.silent_for = self.lasting("no answer", self.document is None)
@@ -151,7 +151,7 @@ class View:
     # ------------------------------------------------------------- the syncer's word
 
     @property
-    def asked(self) -> Asked | None:
+    def asked(self) -> ProgramAnswer | None:
         return self.observed.syncer
 
     @cached_property

@@ -21,7 +21,7 @@ from diloco_operator.informer.cache import Cache
 from diloco_operator.kube.client import Api, ApiError, failure
 from diloco_operator.kube.kinds import BY_NAME, WITH_PODS
 from diloco_operator.logs import about
-from diloco_operator.model import Key, Object, Ref, Trouble
+from diloco_operator.model import ApplyError, Key, Object, Ref
 from diloco_operator.names import GENERATION, is_ours
 from diloco_operator.reconcile.diff import APPLIED, differences, digest, marked, state
 
@@ -40,7 +40,7 @@ class Applied:
     # object -> digests of what was sent and of what the API server made of it, and when
     settled: dict[Ref, tuple[str, str, float]] = field(default_factory=dict)
     # digest of the pod-carrying manifests of a generation -> their fault (None: tried and fine), and when
-    tried: dict[str, tuple[tuple[Trouble, ...], float]] = field(default_factory=dict)
+    tried: dict[str, tuple[tuple[ApplyError, ...], float]] = field(default_factory=dict)
 
 
 def ref_of(manifest: Object) -> Ref:
@@ -77,34 +77,34 @@ class Applier:
 
     async def apply(
         self, key: Key, uid: str, manifests: Sequence[Object], live: dict[Ref, Object], memory: Applied
-    ) -> dict[Ref, Trouble]:
+    ) -> dict[Ref, ApplyError]:
         """Apply what is not in order. ``live``: the job's objects as the cache has them. Returns what could
         not be; raises ApiError where the API server is not there."""
         now = time.monotonic()
-        troubles: dict[Ref, Trouble] = {}
+        apply_errors: dict[Ref, ApplyError] = {}
         pending: list[Object] = []
         for manifest in manifests:
             wanted, ref = marked(manifest), ref_of(manifest)
             there = live.get(ref)
             if there is not None and not is_ours(ref, there, key[1], uid):
-                troubles[ref] = _conflict(ref, there)
+                apply_errors[ref] = _conflict(ref, there)
             elif there is None or not in_order(wanted, there, memory, now):
                 pending.append(wanted)
         if not pending:
-            return troubles
+            return apply_errors
         held, faults = await self._try_dry(key, uid, pending, live, memory, now)
-        troubles |= {trouble.ref: trouble for trouble in faults}
+        apply_errors |= {apply_error.ref: apply_error for apply_error in faults}
         for wanted in pending:
             ref = ref_of(wanted)
-            if ref not in held and ref not in troubles:
-                trouble = await self._one(key, uid, wanted, live.get(ref), memory, now)
-                if trouble is not None:
-                    troubles[ref] = trouble
-        return troubles
+            if ref not in held and ref not in apply_errors:
+                apply_error = await self._one(key, uid, wanted, live.get(ref), memory, now)
+                if apply_error is not None:
+                    apply_errors[ref] = apply_error
+        return apply_errors
 
     async def _one(
         self, key: Key, uid: str, wanted: Object, there: Object | None, memory: Applied, now: float
-    ) -> Trouble | None:
+    ) -> ApplyError | None:
         ref = ref_of(wanted)
         kind = BY_NAME[ref.kind]
         try:
@@ -115,7 +115,7 @@ class Applier:
             why = "it is not there" if there is None else ", ".join(differences(wanted, there)) or "rendered anew"
             made = await self._api.apply(kind, wanted)
         except ApiError as error:
-            return _trouble(ref, error)
+            return _apply_error(ref, error)
         self._cache.put(kind, made)
         if there is None or made["metadata"].get("resourceVersion") != there["metadata"].get("resourceVersion"):
             log.info("%s %s applied (%s)", ref.kind, ref.name, why, extra=about(key))
@@ -125,7 +125,7 @@ class Applier:
 
     async def _try_dry(
         self, key: Key, uid: str, pending: Sequence[Object], live: dict[Ref, Object], memory: Applied, now: float
-    ) -> tuple[set[Ref], tuple[Trouble, ...]]:
+    ) -> tuple[set[Ref], tuple[ApplyError, ...]]:
         """The dry run of pod-carrying objects of a new generation: what is held back, and the faults."""
         new = [
             wanted for wanted in pending if wanted["kind"] in WITH_PODS and _is_new(wanted, live.get(ref_of(wanted)))
@@ -135,7 +135,9 @@ class Applier:
         what = digest({"all": new})
         faults, at = memory.tried.get(what, ((), now - 2 * TRY_AGAIN_SECONDS))
         if now - at > TRY_AGAIN_SECONDS:
-            found = [trouble for wanted in new if (trouble := await self._dry(key, uid, wanted, live)) is not None]
+            found = [
+                apply_error for wanted in new if (apply_error := await self._dry(key, uid, wanted, live)) is not None
+            ]
             faults = tuple(found)
             memory.tried = {what: (faults, now)}
             for fault in faults:
@@ -148,7 +150,7 @@ class Applier:
         held = {ref_of(wanted) for wanted in pending if wanted["kind"] in WITH_PODS or wanted["kind"] == "ConfigMap"}
         return held, faults
 
-    async def _dry(self, key: Key, uid: str, wanted: Object, live: dict[Ref, Object]) -> Trouble | None:
+    async def _dry(self, key: Key, uid: str, wanted: Object, live: dict[Ref, Object]) -> ApplyError | None:
         ref = ref_of(wanted)
         kind = BY_NAME[ref.kind]
         try:
@@ -158,7 +160,7 @@ class Applier:
                     return None  # the conflict is found, and said, where it is applied
             await self._api.apply(kind, wanted, dry_run=True)
         except ApiError as error:
-            return _trouble(ref, error)
+            return _apply_error(ref, error)
         return None
 
 
@@ -170,7 +172,7 @@ def _is_new(wanted: Object, there: Object | None) -> bool:
     return there is None or _annotation(there, GENERATION) != _annotation(wanted, GENERATION)
 
 
-def _conflict(ref: Ref, there: Object) -> Trouble:
+def _conflict(ref: Ref, there: Object) -> ApplyError:
     owners = [
         f"{owner.get('kind')} {owner.get('name')} (UID {owner.get('uid')})"
         for owner in there["metadata"].get("ownerReferences") or ()
@@ -178,14 +180,14 @@ def _conflict(ref: Ref, there: Object) -> Trouble:
     ]
     whose = f"belongs to {owners[0]}" if owners else "is not this job's"
     cure = "it is left as it is. Delete or rename it, or give the job another name"
-    return Trouble(ref, "conflict", f"{ref.kind} {ref.name} {whose}; {cure}")
+    return ApplyError(ref, "conflict", f"{ref.kind} {ref.name} {whose}; {cure}")
 
 
-def _trouble(ref: Ref, error: ApiError) -> Trouble:
+def _apply_error(ref: Ref, error: ApiError) -> ApplyError:
     """Raises ``error`` again where trying the whole turn again is all there is to do."""
     if error.unreachable:
         raise error
-    return Trouble(ref, failure(error), explained(error))
+    return ApplyError(ref, failure(error), explained(error))
 
 
 def explained(error: ApiError) -> str:

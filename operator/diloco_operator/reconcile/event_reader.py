@@ -17,14 +17,14 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
 from diloco_operator.kube.client import Api, ApiError
-from diloco_operator.model import Note, Object, Ref
+from diloco_operator.model import ClusterEvent, Object, Ref
 
 log = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 8.0
 AGAIN_SECONDS = 15.0
 FORGET_SECONDS = 600.0
-MAX_NOTES = 100  # of one job
+MAX_EVENTS_OF_JOB = 100  # of one job
 MOST = 3  # objects of a job that are asked about by name
 KEPT = 256  # answers
 MAX_MESSAGE = 1000
@@ -66,24 +66,24 @@ def waiting(objects: Mapping[Ref, Object], pods: Iterable[Object], now: float) -
     return found
 
 
-_Read = list[tuple[Note, str]]
-"""Notes, each with the UID of what it is about."""
+_Read = list[tuple[ClusterEvent, str]]
+"""Events, each with the UID of what it is about."""
 
 
-class Notes:
+class EventReader:
     """Reads Events."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
-        # what was asked for -> when (monotonic), notes, and whether that is all
+        # what was asked for -> when (monotonic), Events, and whether that is all
         self._read: OrderedDict[tuple[str, str], tuple[float, _Read, bool]] = OrderedDict()
         self._locks: dict[str, asyncio.Lock] = {}
         self._silent_until = 0.0
 
     async def about(
         self, namespace: str, job: str, waits: Sequence[Ref], uids: Mapping[Ref, str], now: float
-    ) -> tuple[Note, ...]:
-        """The latest notes about a job's objects and pods (``uids``: their UIDs; those of an earlier pod of
+    ) -> tuple[ClusterEvent, ...]:
+        """The latest Events about a job's objects and pods (``uids``: their UIDs; those of an earlier pod of
         the same name are nobody's), oldest first; none if they cannot be read. ``waits``: whose are wanted
         most, where there are too many to read all."""
         # A Deployment's pods are made by a ReplicaSet, which is not watched.
@@ -94,22 +94,22 @@ class Notes:
                 for ref in waits[:MOST]:
                     read = read + (await self._ask(namespace, _selector(ref)))[0]
         found = {
-            note
-            for note, uid in read
-            if now - note.time < FORGET_SECONDS
+            event
+            for event, uid in read
+            if now - event.time < FORGET_SECONDS
             and (
-                uids.get(Ref(note.kind, note.name)) == uid
-                or (note.kind == "ReplicaSet" and of_deployment.fullmatch(note.name))
+                uids.get(Ref(event.kind, event.name)) == uid
+                or (event.kind == "ReplicaSet" and of_deployment.fullmatch(event.name))
             )
         }
-        return tuple(sorted(found, key=lambda note: (note.time, note.name, note.reason))[-MAX_NOTES:])
+        return tuple(sorted(found, key=lambda event: (event.time, event.name, event.reason))[-MAX_EVENTS_OF_JOB:])
 
     async def _ask(self, namespace: str, selector: str) -> tuple[_Read, bool]:
         """The warnings that ``selector`` (of fields) takes, as of the last AGAIN_SECONDS, and whether all."""
         key = (namespace, selector)
-        at, notes, whole = self._read.get(key, (-1e9, [], True))
+        at, cluster_events, whole = self._read.get(key, (-1e9, [], True))
         if time.monotonic() - at < AGAIN_SECONDS:
-            return notes, whole
+            return cluster_events, whole
         try:
             items, whole = await self._api.warnings(namespace, selector)
         except ApiError as error:
@@ -117,12 +117,12 @@ class Notes:
                 log.warning("Kubernetes Events of namespace %s cannot be read: %s", namespace, error)
                 self._silent_until = time.monotonic() + 300.0
             items, whole = [], True
-        notes = [note for item in items if (note := _note(item)) is not None]
-        self._read[key] = (time.monotonic(), notes, whole)
+        cluster_events = [event for item in items if (event := _cluster_event(item)) is not None]
+        self._read[key] = (time.monotonic(), cluster_events, whole)
         self._read.move_to_end(key)
         while len(self._read) > KEPT:
             self._read.popitem(last=False)
-        return notes, whole
+        return cluster_events, whole
 
 
 def _selector(ref: Ref) -> str:
@@ -132,8 +132,8 @@ def _selector(ref: Ref) -> str:
     return f"involvedObject.kind={ref.kind},involvedObject.name={ref.name}"
 
 
-def _note(item: Object) -> tuple[Note, str] | None:
-    """The note in an Event, and the UID of what it is about; None: it is not about anything."""
+def _cluster_event(item: Object) -> tuple[ClusterEvent, str] | None:
+    """The event in an Event, and the UID of what it is about; None: it is not about anything."""
     about = item.get("involvedObject") or {}
     series = item.get("series") or {}
     times = (
@@ -146,5 +146,5 @@ def _note(item: Object) -> tuple[Note, str] | None:
     if when is None or not about.get("kind") or not about.get("name"):
         return None
     message = str(item.get("message") or "")[:MAX_MESSAGE]
-    note = Note(str(about["kind"]), str(about["name"]), str(item.get("reason") or ""), message, when)
-    return note, str(about.get("uid") or "")
+    event = ClusterEvent(str(about["kind"]), str(about["name"]), str(item.get("reason") or ""), message, when)
+    return event, str(about.get("uid") or "")

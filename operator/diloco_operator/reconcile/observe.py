@@ -12,7 +12,7 @@ from typing import Any
 
 from diloco_operator.informer.cache import Cache
 from diloco_operator.kube.kinds import JOB
-from diloco_operator.model import Asked, Key, Note, Object, Observed, Ref, Trouble
+from diloco_operator.model import ApplyError, ClusterEvent, Key, Object, Observed, ProgramAnswer, Ref
 from diloco_operator.names import LABEL_ROLE
 
 
@@ -90,10 +90,10 @@ def freeze(
     now: float,
     *,
     status: dict[str, Any] | None,
-    notes: Sequence[Note],
-    troubles: Sequence[Trouble],
-    syncer: Asked | None,
-    learners: dict[str, Asked],
+    cluster_events: Sequence[ClusterEvent],
+    apply_errors: Sequence[ApplyError],
+    syncer: ProgramAnswer | None,
+    learners: dict[str, ProgramAnswer],
     report: dict[str, Any] | None,
 ) -> Observed:
     """The whole. ``status``: one that was planned and could not be written yet, and counts as the job's."""
@@ -104,8 +104,8 @@ def freeze(
         objects=seen.objects,
         pods=seen.pods,
         nodes=seen.nodes,
-        notes=tuple(notes),
-        troubles=tuple(troubles),
+        cluster_events=tuple(cluster_events),
+        apply_errors=tuple(apply_errors),
         syncer=syncer,
         learners=learners,
         report=report,

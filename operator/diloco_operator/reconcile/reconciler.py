@@ -2,7 +2,7 @@
 
 Theory of operation. A turn is by level: whatever woke it, it looks at all that is known
 (observe.py), asks the plan, and carries the plan out in its order. What cannot be carried
-out becomes a ``Trouble``, which the next plan hears of and the status shows; if the troubles
+out becomes an ``ApplyError``, which the next plan hears of and the status shows; if these errors
 changed there is another turn at once. An API server that does not answer ends the turn
 with an error, and the queue comes back with backoff.
 
@@ -27,22 +27,22 @@ from diloco_operator.kube.permissions import Permissions
 from diloco_operator.logs import about
 from diloco_operator.metrics import Metrics
 from diloco_operator.model import (
+    ApplyError,
+    ClusterEvent,
     Delete,
     EventWanted,
     Key,
-    Memory,
-    Note,
     Object,
     Observed,
     Plan,
+    PlanMemory,
     PlanSettings,
     Ref,
-    Trouble,
 )
 from diloco_operator.names import FINALIZER
 from diloco_operator.plan import plan as planning
 from diloco_operator.reconcile.apply import Applied, Applier, explained
-from diloco_operator.reconcile.event_reader import Notes, waiting
+from diloco_operator.reconcile.event_reader import EventReader, waiting
 from diloco_operator.reconcile.event_recorder import EventWriter
 from diloco_operator.reconcile.job_secrets import manifest as secret_manifest
 from diloco_operator.reconcile.observe import Seen, freeze, learner_pods, role_runs, see, syncer_is_here, syncer_pod
@@ -53,7 +53,7 @@ from diloco_operator.settings import Settings
 
 log = logging.getLogger(__name__)
 
-PlanFunction = Callable[[Observed, Memory, PlanSettings], Plan]
+PlanFunction = Callable[[Observed, PlanMemory, PlanSettings], Plan]
 
 AT_ONCE_SECONDS = 0.3
 CONFLICT_SECONDS = 0.5  # until the watch has brought what changed under a write
@@ -66,9 +66,9 @@ class Record:
     """What is remembered of one job."""
 
     uid: str
-    memory: Memory = field(default_factory=Memory)
+    memory: PlanMemory = field(default_factory=PlanMemory)
     applied: Applied = field(default_factory=Applied)
-    troubles: tuple[Trouble, ...] = ()
+    apply_errors: tuple[ApplyError, ...] = ()
     made: dict[str, float] = field(default_factory=dict)  # Secret -> when it was made (monotonic)
     status: Written = field(default_factory=Written)
     events: list[EventWanted] = field(default_factory=list)
@@ -103,7 +103,7 @@ class Reconciler:
         self._nodes_are_read = nodes_are_read
         self._plan = plan
         self._applier = Applier(api, cache)
-        self._notes = Notes(api)
+        self._event_reader = EventReader(api)
         self._records: dict[Key, Record] = {}
 
     def phases(self) -> dict[str, int]:
@@ -146,8 +146,8 @@ class Reconciler:
             seen,
             now,
             status=record.status.unwritten,
-            notes=await self._read_notes(key, seen, now),
-            troubles=(*record.troubles, *self._permissions.troubles(key[0])),
+            cluster_events=await self._read_cluster_events(key, seen, now),
+            apply_errors=(*record.apply_errors, *self._permissions.apply_errors(key[0])),
             syncer=asked,
             learners=learners,
             report=report,
@@ -156,7 +156,7 @@ class Reconciler:
         record.events = [*record.events, *plan.events][-MAX_EVENTS:]
         record.status.planned(plan.status)
         self._count(record, plan.status)
-        troubles = await self._carry_out(key, record, seen, plan, target, now)
+        apply_errors = await self._carry_out(key, record, seen, plan, target, now)
         root = self._keys.key
         self._asker.every(
             key,
@@ -166,34 +166,34 @@ class Reconciler:
             {} if here else learner_pods(seen.pods),
             not (seen.job.get("status") or {}).get("report"),
         )
-        changed = set(troubles) != set(record.troubles)
-        for trouble in set(troubles) - set(record.troubles):
-            self._metrics.troubles.labels(trouble.reason).inc()
-            log.warning("%s %s: %s", trouble.ref.kind, trouble.ref.name, trouble.message, extra=about(key))
-        record.troubles = troubles
+        changed = set(apply_errors) != set(record.apply_errors)
+        for apply_error in set(apply_errors) - set(record.apply_errors):
+            self._metrics.apply_errors.labels(apply_error.reason).inc()
+            log.warning("%s %s: %s", apply_error.ref.kind, apply_error.ref.name, apply_error.message, extra=about(key))
+        record.apply_errors = apply_errors
         return AT_ONCE_SECONDS if changed else min(plan.wake_in, self._settings.resync_seconds)
 
     # ------------------------------------------------------------------ carrying out, in the plan's order
 
     async def _carry_out(
         self, key: Key, record: Record, seen: Seen, plan: Plan, target: tuple[str, str] | None, now: float
-    ) -> tuple[Trouble, ...]:
+    ) -> tuple[ApplyError, ...]:
         meta = seen.job["metadata"]
         ending = bool(meta.get("deletionTimestamp"))
         has = FINALIZER in (meta.get("finalizers") or ())
-        troubles: list[Trouble] = []
+        apply_errors: list[ApplyError] = []
         if plan.finalizer and not has and not ending:
-            await self._trying(troubles, JOB.name, key[1], self._finalizer(key, seen.job, True))
-        await self._make_secrets(key, record, seen, plan, troubles)
+            await self._trying(apply_errors, JOB.name, key[1], self._finalizer(key, seen.job, True))
+        await self._make_secrets(key, record, seen, plan, apply_errors)
         applied = await self._applier.apply(key, record.uid, plan.apply, seen.objects, record.applied)
-        troubles += applied.values()
+        apply_errors += applied.values()
         root = self._keys.key
         if target is not None and root is not None:
             await self._asker.call(key, target[1], root.control_key(record.uid), plan.calls)
         for delete in plan.deletes:
-            await self._trying(troubles, delete.ref.kind, delete.ref.name, self._delete(key, delete))
+            await self._trying(apply_errors, delete.ref.kind, delete.ref.name, self._delete(key, delete))
         await self._trying(
-            troubles,
+            apply_errors,
             JOB.name,
             key[1],
             write_status(self._api, self._cache, key, record.uid, record.status, plan.urgent),
@@ -202,22 +202,22 @@ class Reconciler:
         await self._events.write(key, seen.job, events, now)
         if plan.delete_job:
             log.info("deleting the job: its time to live is over", extra=about(key))
-            await self._trying(troubles, JOB.name, key[1], self._delete_job(key, record.uid))
+            await self._trying(apply_errors, JOB.name, key[1], self._delete_job(key, record.uid))
         if has and not plan.finalizer:
             job = self._cache.get(JOB, *key)
             if job is not None and job["metadata"]["uid"] == record.uid:
-                await self._trying(troubles, JOB.name, key[1], self._finalizer(key, job, False))
-        return tuple(troubles)
+                await self._trying(apply_errors, JOB.name, key[1], self._finalizer(key, job, False))
+        return tuple(apply_errors)
 
-    async def _trying(self, troubles: list[Trouble], kind: str, name: str, doing: Any) -> None:
-        """Await a write; what is refused becomes a trouble. Raises ApiError where trying again helps."""
+    async def _trying(self, apply_errors: list[ApplyError], kind: str, name: str, doing: Any) -> None:
+        """Await a write; what is refused becomes an ApplyError. Raises ApiError where trying again helps."""
         try:
             await doing
         except ApiError as error:
             if error.unreachable or error.status == 409:
                 raise
             if error.status != 404:
-                troubles.append(Trouble(Ref(kind, name), failure(error), explained(error)))
+                apply_errors.append(ApplyError(Ref(kind, name), failure(error), explained(error)))
 
     async def _finalizer(self, key: Key, job: Object, wanted: bool) -> None:
         meta = job["metadata"]
@@ -236,7 +236,9 @@ class Reconciler:
         else:
             self._cache.put(JOB, made)
 
-    async def _make_secrets(self, key: Key, record: Record, seen: Seen, plan: Plan, troubles: list[Trouble]) -> None:
+    async def _make_secrets(
+        self, key: Key, record: Record, seen: Seen, plan: Plan, apply_errors: list[ApplyError]
+    ) -> None:
         root = self._keys.key
         now = time.monotonic()
         for wanted in plan.secrets:
@@ -247,7 +249,7 @@ class Reconciler:
                 continue
             ref = Ref(SECRET.name, wanted.name)
             if root is None:
-                troubles.append(Trouble(ref, "other", self._keys.problem))
+                apply_errors.append(ApplyError(ref, "other", self._keys.problem))
                 continue
             try:
                 await self._api.create(SECRET, key[0], secret_manifest(wanted, root))
@@ -256,7 +258,7 @@ class Reconciler:
                 if error.unreachable:
                     raise
                 if error.status != 409:
-                    troubles.append(Trouble(ref, failure(error), explained(error)))
+                    apply_errors.append(ApplyError(ref, failure(error), explained(error)))
                     continue
             record.made[wanted.name] = now
 
@@ -285,13 +287,13 @@ class Reconciler:
 
     # ------------------------------------------------------------------ small things
 
-    async def _read_notes(self, key: Key, seen: Seen, now: float) -> tuple[Note, ...]:
+    async def _read_cluster_events(self, key: Key, seen: Seen, now: float) -> tuple[ClusterEvent, ...]:
         waits = waiting(seen.objects, seen.pods, now)
         if not waits:
             return ()
         uids = {ref: str(obj["metadata"]["uid"]) for ref, obj in seen.objects.items()}
         uids |= {Ref(POD.name, pod["metadata"]["name"]): str(pod["metadata"]["uid"]) for pod in seen.pods}
-        return await self._notes.about(key[0], key[1], waits, uids, now)
+        return await self._event_reader.about(key[0], key[1], waits, uids, now)
 
     def _count(self, record: Record, status: dict[str, Any] | None) -> None:
         if status is None:

@@ -27,7 +27,7 @@ from typing import Any
 
 from diloco_operator.logs import about
 from diloco_operator.metrics import Metrics
-from diloco_operator.model import Asked, Call, Key
+from diloco_operator.model import Call, Key, ProgramAnswer
 from diloco_operator.names import CONTROL_PORT, WORKER_PORT
 from diloco_protocol.wire.control_client import ControlClient, ControlError
 
@@ -52,15 +52,15 @@ class _Kept:
 
     __slots__ = ("asked", "blob", "pod")
 
-    def __init__(self, pod: str, asked: Asked) -> None:
+    def __init__(self, pod: str, asked: ProgramAnswer) -> None:
         self.pod = pod  # UID
         document = asked.document
         self.blob = None if document is None else zlib.compress(json.dumps(document).encode(), 1)
-        self.asked = Asked(None, asked.error, asked.at, asked.failing_since)
+        self.asked = ProgramAnswer(None, asked.error, asked.at, asked.failing_since)
 
-    def load(self) -> Asked:
+    def load(self) -> ProgramAnswer:
         document = None if self.blob is None else json.loads(zlib.decompress(self.blob))
-        return Asked(document, self.asked.error, self.asked.at, self.asked.failing_since)
+        return ProgramAnswer(document, self.asked.error, self.asked.at, self.asked.failing_since)
 
 
 @dataclass(slots=True)
@@ -123,11 +123,13 @@ class Asker:
         if job is not None and job.timer is not None:
             job.timer.cancel()
 
-    def answers(self, key: Key, pod: str | None) -> tuple[Asked | None, dict[str, Asked], Report | None]:
+    def answers(
+        self, key: Key, pod: str | None
+    ) -> tuple[ProgramAnswer | None, dict[str, ProgramAnswer], Report | None]:
         """The syncer's last answer (``pod``: UID of the pod that is the syncer now; None: there is none, and
         so no answer), learners' by pod name, and the report."""
         # That a pod was not asked yet (by an operator that has just begun) is not that there is none.
-        syncer = Asked(None, NOT_ASKED) if pod is not None else None
+        syncer = ProgramAnswer(None, NOT_ASKED) if pod is not None else None
         job = self._jobs.get(key)
         if job is None:
             return syncer, {}, None
@@ -135,7 +137,7 @@ class Asker:
             syncer = job.syncer.load()
             if job.syncer.pod != pod:
                 # An answer of its predecessor says nothing about it, but how long nobody answers goes on.
-                syncer = Asked(None, NOT_ASKED, syncer.at, syncer.failing_since)
+                syncer = ProgramAnswer(None, NOT_ASKED, syncer.at, syncer.failing_since)
         learners = {
             name: kept.load()
             for name, kept in job.learners.items()
@@ -215,7 +217,7 @@ class Asker:
                 log.info("the syncer does not answer: %s", error, extra=about(key))
         elif job.syncer is not None and job.syncer.asked.failing_since is not None:
             log.info("the syncer answers again", extra=about(key))
-        job.syncer = _Kept(pod, Asked(document, error, now, since))
+        job.syncer = _Kept(pod, ProgramAnswer(document, error, now, since))
         if document is None:
             return
         phase = str(document.get("phase"))
@@ -262,7 +264,7 @@ class Asker:
             same = before is not None and before.pod == pod
             since = before.asked.failing_since if before is not None and same else None
             since = since if since is not None else now
-        job.learners[name] = _Kept(pod, Asked(document, error, now, since))
+        job.learners[name] = _Kept(pod, ProgramAnswer(document, error, now, since))
 
 
 def _words(body: Report) -> str:

@@ -18,10 +18,10 @@ from diloco_operator.informer.reflector import Backoffs
 from diloco_operator.kube import kinds
 from diloco_operator.kube.client import ApiError, failure
 from diloco_operator.metrics import Metrics
-from diloco_operator.model import Note, Object, Ref
+from diloco_operator.model import ClusterEvent, Object, Ref
 from diloco_operator.reconcile import observe, status_writer
 from diloco_operator.reconcile.apply import explained
-from diloco_operator.reconcile.event_reader import _note, seconds, waiting
+from diloco_operator.reconcile.event_reader import _cluster_event, seconds, waiting
 from diloco_operator.reconcile.event_recorder import stamp
 from diloco_protocol.common.logs import MAX_MESSAGE
 
@@ -138,7 +138,7 @@ def test_tries_of_a_watch_have_no_end_and_are_spread() -> None:
     assert waits_ != [wait for wait, _ in zip(second, range(200), strict=False)]
 
 
-# ------------------------------------------------------------------ what is read in pods and notes
+# ------------------------------------------------------------------ what is read in pods and cluster_events
 
 
 def pod(name: str, role: str, **status: Any) -> Object:
@@ -233,13 +233,13 @@ def test_when_it_is_worth_asking_why() -> None:
 )
 def test_an_events_time_however_it_is_told(times: dict[str, Any], when: float) -> None:
     about = {"kind": "Pod", "name": "p", "uid": "u"}
-    found = _note({"involvedObject": about, "reason": "FailedMount", "message": "x" * 5000, **times})
-    assert found == (Note("Pod", "p", "FailedMount", "x" * 1000, when), "u")
+    found = _cluster_event({"involvedObject": about, "reason": "FailedMount", "message": "x" * 5000, **times})
+    assert found == (ClusterEvent("Pod", "p", "FailedMount", "x" * 1000, when), "u")
 
 
 def test_an_event_that_is_none() -> None:
-    assert _note({"involvedObject": {"kind": "Pod"}, "lastTimestamp": "2027-01-15T08:00:00Z"}) is None
-    assert _note({"involvedObject": {"kind": "Pod", "name": "p"}, "lastTimestamp": "yesterday"}) is None
+    assert _cluster_event({"involvedObject": {"kind": "Pod"}, "lastTimestamp": "2027-01-15T08:00:00Z"}) is None
+    assert _cluster_event({"involvedObject": {"kind": "Pod", "name": "p"}, "lastTimestamp": "yesterday"}) is None
     assert seconds(stamp(NOW)) == NOW
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from diloco_operator import names
 from diloco_operator.job import stamp
-from diloco_operator.model import Ref, Trouble
+from diloco_operator.model import ApplyError, Ref
 from diloco_operator.objects.manifests import reachable_at
 from diloco_operator.plan import refusals
 from diloco_operator.plan.conditions import hub_conditions, region_conditions
@@ -68,7 +68,7 @@ class Findings:
     regions: Report
     rolled: Rollout = field(default_factory=Rollout)
     nodes: Lost = field(default_factory=Lost)
-    troubles: Sequence[Trouble] = ()
+    apply_errors: Sequence[ApplyError] = ()
     refused: tuple[str, str] | None = None
     failure: tuple[str, str] | None = None
     held_back: bool = False  # the syncer's change waits for the rollout
@@ -183,14 +183,14 @@ def _answering(view: View, pod: Pod, out: Conditions) -> None:
 def _not_made(view: View) -> str:
     """Why the syncer's pod could not be made: a ReplicaSet's Event."""
     head = f"{view.job.name}-syncer-"
-    notes = [
+    cluster_events = [
         n
-        for n in view.observed.notes
+        for n in view.observed.cluster_events
         if n.reason == "FailedCreate" and n.kind == "ReplicaSet" and n.name.startswith(head)
     ]
-    if not notes:
+    if not cluster_events:
         return ""
-    said = explained(max(notes, key=lambda note: note.time).message)
+    said = explained(max(cluster_events, key=lambda event: event.time).message)
     return said[0].upper() + said[1:] + "."
 
 
@@ -205,8 +205,8 @@ def _claim(view: View, pod: Pod) -> str:
     live = view.observed.objects.get(ref)
     if live is None or (live.get("status") or {}).get("phase") != "Pending":
         return ""
-    notes = [n for n in view.observed.notes if Ref(n.kind, n.name) == ref]
-    why = f": {shortened(max(notes, key=lambda n: n.time).message)}" if notes else ""
+    cluster_events = [n for n in view.observed.cluster_events if Ref(n.kind, n.name) == ref]
+    why = f": {shortened(max(cluster_events, key=lambda n: n.time).message)}" if cluster_events else ""
     return f" (claim {ref.name} is not bound{why}; syncer.storage names its class and size)"
 
 
@@ -260,19 +260,19 @@ def _region_lost(view: View, found: Findings, out: Conditions) -> None:
 # ------------------------------------------------------------------ what is wrong
 
 
-def told(trouble: Trouble) -> str:
-    """A trouble in a sentence with its cure."""
-    cure = _CURES.get(trouble.reason, "")
-    message = shortened(trouble.message, 1000).rstrip(".")
-    return f"{trouble.ref.kind} {trouble.ref.name}: {message}. {cure}".strip()
+def told(apply_error: ApplyError) -> str:
+    """A failed write in a sentence with its cure."""
+    cure = _CURES.get(apply_error.reason, "")
+    message = shortened(apply_error.message, 1000).rstrip(".")
+    return f"{apply_error.ref.kind} {apply_error.ref.name}: {message}. {cure}".strip()
 
 
-def _sorted(troubles: Sequence[Trouble]) -> list[Trouble]:
-    return sorted(troubles, key=lambda t: (t.ref, t.reason, t.message))
+def _sorted(apply_errors: Sequence[ApplyError]) -> list[ApplyError]:
+    return sorted(apply_errors, key=lambda t: (t.ref, t.reason, t.message))
 
 
 def _conflict(found: Findings, out: Conditions) -> None:
-    theirs = [t for t in found.troubles if t.reason == "conflict"]
+    theirs = [t for t in found.apply_errors if t.reason == "conflict"]
     if theirs:
         out.say("NameConflict", True, "NameTaken", " ".join(sorted(map(told, theirs))))
     else:
@@ -280,7 +280,7 @@ def _conflict(found: Findings, out: Conditions) -> None:
 
 
 def _degraded(view: View, found: Findings, out: Conditions) -> None:
-    said = [told(t) for t in _sorted(found.troubles) if t.reason != "conflict"]
+    said = [told(t) for t in _sorted(found.apply_errors) if t.reason != "conflict"]
     reason = "ApplyFailed" if said else ""
     if found.course.training:
         causes = {
@@ -366,7 +366,7 @@ def _ready(view: View, found: Findings, out: Conditions) -> None:
         reason, message = _stage(found)
         out.say("Ready", False, reason, course.message or message)
         return
-    essential = [t for t in _sorted(found.troubles) if t.ref.kind in _ESSENTIAL]
+    essential = [t for t in _sorted(found.apply_errors) if t.ref.kind in _ESSENTIAL]
     if essential:
         out.say("Ready", False, _REASONS[essential[0].reason], " ".join(map(told, essential)))
         return

@@ -15,7 +15,7 @@ from typing import Any
 
 from diloco_operator import names
 from diloco_operator.job import seconds
-from diloco_operator.model import Note, Object
+from diloco_operator.model import ClusterEvent, Object
 from diloco_protocol.vocabulary import MAKES_ROOM
 
 _IMAGE = frozenset(
@@ -118,7 +118,7 @@ class Pod:
         return not self.terminating and not self.over
 
 
-def read(obj: Object, notes: Iterable[Note]) -> Pod | None:
+def read(obj: Object, cluster_events: Iterable[ClusterEvent]) -> Pod | None:
     """The facts; None for a pod that is none of a job's parts."""
     metadata, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
     labels = metadata.get("labels") or {}
@@ -134,7 +134,7 @@ def read(obj: Object, notes: Iterable[Note]) -> Pod | None:
     deleted = metadata.get("deletionTimestamp")
     obstacle = None
     if not over and running is None:
-        mine = [n for n in notes if n.kind == "Pod" and n.name == metadata["name"]]
+        mine = [n for n in cluster_events if n.kind == "Pod" and n.name == metadata["name"]]
         obstacle = _obstacle(status, state, conditions, mine, last, ends)
     return Pod(
         name=metadata["name"],
@@ -255,13 +255,13 @@ def _obstacle(
     status: Mapping[str, Any],
     state: Mapping[str, Any],
     conditions: Mapping[Any, Mapping[str, Any]],
-    notes: list[Note],
+    cluster_events: list[ClusterEvent],
     last: End | None,
     ends: int,
 ) -> Obstacle | None:
     scheduled = conditions.get("PodScheduled")
     if scheduled is not None and scheduled.get("status") == "False":
-        message = scheduled.get("message") or _newest(notes, ("FailedScheduling",)) or "no node takes it"
+        message = scheduled.get("message") or _newest(cluster_events, ("FailedScheduling",)) or "no node takes it"
         if scheduled.get("reason") == "SchedulingGated":
             return Obstacle("unschedulable", f"it waits for its scheduling gates: {shortened(message)}")
         claim = "persistentvolumeclaim" in message.lower()
@@ -283,7 +283,7 @@ def _obstacle(
         (_START_NOTES, "other", "it cannot be set up"),
         (("Failed", "BackOff"), "image", "its image cannot be pulled"),
     ):
-        message = _newest(notes, reasons)
+        message = _newest(cluster_events, reasons)
         if message:
             return Obstacle(kind, f"{said}: {shortened(message)}{_cure(message)}", _missing_secret(message))
     return None
@@ -314,9 +314,9 @@ def _waiting(container: Mapping[str, Any], waiting: Mapping[str, Any] | None, wh
     return None
 
 
-def _newest(notes: list[Note], reasons: Iterable[str]) -> str:
-    fitting = [note for note in notes if note.reason in reasons]
-    return max(fitting, key=lambda note: note.time).message if fitting else ""
+def _newest(cluster_events: list[ClusterEvent], reasons: Iterable[str]) -> str:
+    fitting = [event for event in cluster_events if event.reason in reasons]
+    return max(fitting, key=lambda event: event.time).message if fitting else ""
 
 
 def _cure(message: str) -> str:

@@ -19,7 +19,7 @@ in by itself. What is left for the operator:
 * **Follow** the successor until it is in the quorum (or stands by for it).
 
 A pod that cannot start is left alone: a new one could not either. The status names why.
-What is remembered (``Memory``) is what pods were like a moment ago. An operator that starts
+What is remembered (``PlanMemory``) is what pods were like a moment ago. An operator that starts
 anew knows nothing of that: it counts nothing for the past, and fences after a moment.
 """
 
@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from diloco_operator.model import Call, Delete, EventWanted, Ref, Sighting
+from diloco_operator.model import Call, Delete, EventWanted, PodSnapshot, Ref
 from diloco_operator.plan.pods.pod_status import End, Pod
 from diloco_operator.plan.refusals import CREDENTIALS, UNFIT, curable
 from diloco_operator.plan.view import UID_DIGITS, View
@@ -139,7 +139,7 @@ def _syncer(view: View, out: Outcome, gone: set[str]) -> None:
         )
 
 
-def _sighting(view: View, pod: Pod) -> Sighting:
+def _sighting(view: View, pod: Pod) -> PodSnapshot:
     before = view.memory.seen.get(SYNCER if pod.role == SYNCER else pod.name)
     excused = pod.excused
     if not excused and pod.uid in view.memory.own_deletions:
@@ -153,10 +153,10 @@ def _sighting(view: View, pod: Pod) -> Sighting:
     cause = str(pod.last_end) if broke and not pod.running else ""
     slot = view.slot_of(pod)
     process = slot.process if slot is not None else ""
-    return Sighting(pod.uid, pod.ends, pod.started, excused, cause, process)
+    return PodSnapshot(pod.uid, pod.ends, pod.started, excused, cause, process)
 
 
-def _gone(view: View, place: str, before: Sighting, successor: Pod | None, out: Outcome, gone: set[str]) -> None:
+def _gone(view: View, place: str, before: PodSnapshot, successor: Pod | None, out: Outcome, gone: set[str]) -> None:
     memory = view.memory
     gone.add(before.uid)
     memory.seen.pop(place, None)
@@ -179,7 +179,7 @@ def _gone(view: View, place: str, before: Sighting, successor: Pod | None, out: 
     out.events.append(EventWanted("Warning", what, f"{who} is gone ({why}); {there}."))
 
 
-def _crashed(view: View, pod: Pod, before: Sighting, out: Outcome) -> None:
+def _crashed(view: View, pod: Pod, before: PodSnapshot, out: Outcome) -> None:
     place = SYNCER if pod.role == SYNCER else pod.name
     end = pod.last_end
     if end is None or pod.terminating or pod.uid in view.memory.own_deletions:

@@ -7,7 +7,7 @@ from typing import Any
 
 from diloco_operator import names
 from diloco_operator.job import stamp
-from diloco_operator.model import Memory, Observed, Plan, PlanSettings
+from diloco_operator.model import Observed, Plan, PlanMemory, PlanSettings
 from diloco_operator.plan.plan import plan
 from operator_world import SPREAD, START, Far, World, job_object
 
@@ -119,7 +119,7 @@ def test_the_hub_knows_remote_learners_from_the_syncer() -> None:
 
 def made(cluster: str | None, **spec: Any) -> Plan:
     job = job_object(**spec)
-    return plan(Observed(now=START, job=job), Memory(), PlanSettings(cluster, "o", "s", "w"))
+    return plan(Observed(now=START, job=job), PlanMemory(), PlanSettings(cluster, "o", "s", "w"))
 
 
 def test_a_job_that_is_placed_elsewhere() -> None:

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from diloco_operator import names
-from diloco_operator.model import Memory
+from diloco_operator.model import PlanMemory
 from operator_world import World, job_object
 
 FAULTS = (
@@ -87,7 +87,7 @@ def happen(world: World, what: str, number: int) -> None:
     elif what in ("silence", "speak"):
         world.syncer_silent = what == "silence"
     elif what == "restart":
-        world.memory = Memory()
+        world.memory = PlanMemory()
     elif what in ("away", "return"):
         world.operator_away = what == "away"
     elif what == "remove":

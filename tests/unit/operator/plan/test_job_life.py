@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from diloco_operator import names
-from diloco_operator.model import Asked, PlanSettings
+from diloco_operator.model import PlanSettings, ProgramAnswer
 from operator_world import World, idle, job_object, started, template
 
 # ------------------------------------------------------------------ start and steady state
@@ -80,13 +80,13 @@ def test_a_spare_takes_over_and_the_successor_stands_by() -> None:
 def test_an_operator_that_starts_anew_changes_and_tells_nothing() -> None:
     world = started()
     world.run(20)
-    from diloco_operator.model import Memory
+    from diloco_operator.model import PlanMemory
 
     events, uids = len(world.events), set(world.pods)
-    world.memory = Memory()
+    world.memory = PlanMemory()
     world.settings = PlanSettings(None, "diloco-system", "diloco-syncer:2", "diloco-worker:2")
     # Its first look is before the syncer has been asked.
-    world.asked, before = Asked(None, "this pod has not been asked yet"), world.status
+    world.asked, before = ProgramAnswer(None, "this pod has not been asked yet"), world.status
     first = world.turn()
     assert first.status == before and not first.urgent and not first.events
     idle(world)

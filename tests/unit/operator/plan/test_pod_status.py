@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from diloco_operator.model import Note
+from diloco_operator.model import ClusterEvent
 from diloco_operator.plan.pods import pod_status
 from diloco_operator.plan.pods.pod_status import End
 from diloco_protocol.common import logs
@@ -32,8 +32,8 @@ def pod(container: dict[str, Any] | None = None, **status: Any) -> dict[str, Any
     }
 
 
-def facts(container: dict[str, Any] | None = None, notes: list[Note] | None = None, **status: Any) -> Any:
-    found = pod_status.read(pod(container, **status), notes or [])
+def facts(container: dict[str, Any] | None = None, events: list[ClusterEvent] | None = None, **status: Any) -> Any:
+    found = pod_status.read(pod(container, **status), events or [])
     assert found is not None
     return found
 
@@ -46,15 +46,15 @@ def ended(code: int, reason: str = "Error", message: str = "", **more: Any) -> d
     return {"terminated": {"exitCode": code, "reason": reason, "message": message, **more}}
 
 
-def note(reason: str, message: str, name: str = "job-local-2") -> Note:
-    return Note("Pod", name, reason, message, 1.0)
+def event(reason: str, message: str, name: str = "job-local-2") -> ClusterEvent:
+    return ClusterEvent("Pod", name, reason, message, 1.0)
 
 
 UNSCHEDULED = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
 
 
 @pytest.mark.parametrize(
-    ("container", "status", "notes", "kind", "words"),
+    ("container", "status", "cluster_events", "kind", "words"),
     [
         (
             None,
@@ -66,7 +66,7 @@ UNSCHEDULED = {"type": "PodScheduled", "status": "False", "reason": "Unschedulab
         (
             None,
             {"conditions": [UNSCHEDULED]},
-            [note("FailedScheduling", "0/1 nodes: taint x")],
+            [event("FailedScheduling", "0/1 nodes: taint x")],
             "unschedulable",
             ["taint x"],
         ),
@@ -109,22 +109,22 @@ UNSCHEDULED = {"type": "PodScheduled", "status": "False", "reason": "Unschedulab
         (
             waiting("ContainerCreating"),
             {},
-            [note("FailedMount", 'MountVolume.SetUp failed for volume "c" : secret "job-learner-1" not found')],
+            [event("FailedMount", 'MountVolume.SetUp failed for volume "c" : secret "job-learner-1" not found')],
             "volume",
             ["create the Secret job-learner-1"],
         ),
         (
             waiting("ContainerCreating"),
             {},
-            [note("FailedMount", 'MountVolume.SetUp failed for volume "c" : configmap "corpus" not found')],
+            [event("FailedMount", 'MountVolume.SetUp failed for volume "c" : configmap "corpus" not found')],
             "volume",
             ["create the ConfigMap corpus"],
         ),
-        (waiting("ContainerCreating"), {}, [note("FailedMount", "x", name="another")], None, []),
+        (waiting("ContainerCreating"), {}, [event("FailedMount", "x", name="another")], None, []),
         (
             waiting("ContainerCreating"),
             {},
-            [note("FailedCreatePodSandBox", "no address left")],
+            [event("FailedCreatePodSandBox", "no address left")],
             "other",
             ["no address left"],
         ),
@@ -169,9 +169,9 @@ UNSCHEDULED = {"type": "PodScheduled", "status": "False", "reason": "Unschedulab
     ],
 )
 def test_why_a_pod_does_not_start(
-    container: Any, status: dict[str, Any], notes: list[Note], kind: str | None, words: list[str]
+    container: Any, status: dict[str, Any], cluster_events: list[ClusterEvent], kind: str | None, words: list[str]
 ) -> None:
-    found = facts(container, notes, **status).obstacle
+    found = facts(container, cluster_events, **status).obstacle
     assert (found.kind if found is not None else None) == kind
     for word in words:
         assert word in found.message
@@ -179,7 +179,7 @@ def test_why_a_pod_does_not_start(
 
 def test_a_secret_that_is_not_there_is_named() -> None:
     message = 'MountVolume.SetUp failed for volume "credentials" : secret "job-learner-1" not found'
-    assert facts(waiting("ContainerCreating"), [note("FailedMount", message)]).obstacle.secret == "job-learner-1"
+    assert facts(waiting("ContainerCreating"), [event("FailedMount", message)]).obstacle.secret == "job-learner-1"
     assert facts(waiting("CreateContainerConfigError", 'secret "a" not found')).obstacle.secret == "a"
     assert facts(waiting("CreateContainerConfigError", "couldn't find key a")).obstacle.secret == ""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from diloco_operator.model import Asked, Observed
+from diloco_operator.model import Observed, ProgramAnswer
 from diloco_operator.plan.conditions.region_conditions import DIFFERS_SECONDS, differences
 from diloco_operator.plan.pods.pod_status import End
 from diloco_operator.plan.refusals import current, ended, rank, reason
@@ -291,7 +291,7 @@ def test_one_that_is_connected_is_enough() -> None:
         first = sorted(found.learners)[0]
         refused = {"reason": "unauthenticated", "message": "no"}
         page = {**world.page, "connected": False, "slot": None, "refused": refused}
-        learners = {**found.learners, first: Asked(page, "", found.now)}
+        learners = {**found.learners, first: ProgramAnswer(page, "", found.now)}
         return Observed(**{**{f: getattr(found, f) for f in found.__slots__}, "learners": learners})
 
     world.observed = mixed  # type: ignore[method-assign]

@@ -38,9 +38,9 @@ def test_a_process_that_is_gone_is_fenced_at_once() -> None:
 
 def test_an_operator_that_was_away_fences_after_a_moment() -> None:
     world = started()
-    from diloco_operator.model import Memory
+    from diloco_operator.model import PlanMemory
 
-    world.memory, world.operator_away = Memory(), True
+    world.memory, world.operator_away = PlanMemory(), True
     world.unschedulable = {"job-local-1"}
     world.delete_pod("job-local-1", force=True)
     world.syncer.slots[1].heard = world.now + 1000  # a long heartbeat timeout

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from diloco_operator import names
-from diloco_operator.model import Note, Ref
+from diloco_operator.model import ClusterEvent, Ref
 from diloco_operator.plan.plan import plan
 from operator_world import SETTINGS, World, job_object, started
 
@@ -100,14 +100,14 @@ def test_a_job_that_is_not_taken_keeps_what_it_has(spec: dict[str, Any], reason:
 def test_a_fault_that_the_dry_run_finds_is_told_and_heals() -> None:
     world = World(job_object(count=1))
     world.run(5)
-    from diloco_operator.model import Trouble
+    from diloco_operator.model import ApplyError
 
-    fault = Trouble(names.stateful_set("job", "local"), "invalid", "containers[0].ports[0].containerPort: wrong")
+    fault = ApplyError(names.stateful_set("job", "local"), "invalid", "containers[0].ports[0].containerPort: wrong")
     real = world._apply
 
     def refusing(made: Any) -> None:
         real(made)
-        world.troubles = (*world.troubles, fault)
+        world.apply_errors = (*world.apply_errors, fault)
         world.next_turn = world.now
 
     world._apply = refusing  # type: ignore[method-assign]
@@ -116,17 +116,17 @@ def test_a_fault_that_the_dry_run_finds_is_told_and_heals() -> None:
     assert ready["reason"] == "Refused" and "containerPort" in ready["message"]
     assert world.told("Refused") == 1
     world._apply = real  # type: ignore[method-assign]
-    world.troubles = ()
+    world.apply_errors = ()
     world.until(World.whole)
 
 
 def test_what_is_good_to_have_does_not_stop_training() -> None:
-    from diloco_operator.model import Trouble
+    from diloco_operator.model import ApplyError
 
     world = started(1)
-    fault = Trouble(Ref("PodDisruptionBudget", "job-local"), "forbidden", "poddisruptionbudgets is forbidden")
+    fault = ApplyError(Ref("PodDisruptionBudget", "job-local"), "forbidden", "poddisruptionbudgets is forbidden")
     world._apply, real = (lambda made: None), world._apply  # type: ignore[method-assign, assignment]
-    world.troubles, world.next_turn = (fault,), world.now
+    world.apply_errors, world.next_turn = (fault,), world.now
     world.run(20)
     assert world.truth("Ready") == "True" and world.truth("Degraded") == "True"
     assert "poddisruptionbudgets" in world.condition("Degraded")["message"] and world.told("ApplyFailed") == 1
@@ -140,8 +140,8 @@ def test_a_missing_secret_is_made_again() -> None:
     assert name in world.secrets and not any(s.missed for s in world.plans[-1].secrets)
     world.delete_pod("job-local-0", force=True)
     world.run(0.5)
-    world.notes.append(
-        Note(
+    world.cluster_events.append(
+        ClusterEvent(
             "Pod",
             "job-local-0",
             "FailedMount",
@@ -164,9 +164,9 @@ def test_a_lost_region_is_told_and_comes_back() -> None:
     world.run(40)
     assert world.truth("RegionLost") == "False" and world.region("far")["lostSince"]
     since = world.region("far")["lostSince"]
-    from diloco_operator.model import Memory
+    from diloco_operator.model import PlanMemory
 
-    world.memory = Memory()  # the operator restarts: the time goes on
+    world.memory = PlanMemory()  # the operator restarts: the time goes on
     world.run(40)
     assert world.truth("RegionLost") == "True" and "far" in world.condition("RegionLost")["message"]
     assert world.region("far")["lostSince"] == since and world.told("RegionLost") == 1

@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from diloco_operator.metrics import Metrics
-from diloco_operator.model import Asked, Call
+from diloco_operator.model import Call, ProgramAnswer
 from diloco_operator.reconcile import syncer_poller
 from diloco_operator.reconcile.syncer_poller import NOT_ASKED, Asker
 from diloco_protocol.common.http_server import HttpServer, json_page
@@ -168,7 +168,7 @@ async def test_since_when_nobody_answers_and_that_somebody_does_again(
     # The pod is replaced: the answers of the one before are none of its own, but how long nobody
     # answered goes on.
     other, _, _ = asker.answers(JOB, "pod-2")
-    assert other == Asked(None, other.error if other else "", first.at, first.failing_since)
+    assert other == ProgramAnswer(None, other.error if other else "", first.at, first.failing_since)
     await syncer.start()
     async with asyncio.timeout(10):
         while (now := asker.answers(JOB, "pod-1")[0]) is None or now.document is None:
@@ -265,7 +265,7 @@ async def test_a_new_pod_is_asked_at_once_and_no_pod_not_at_all(syncer: Syncer) 
     asker.forget(JOB)
     assert asker.answers(JOB, None) == (None, {}, None)
     # A pod that was not asked yet is not no pod: an operator that begins anew knows of one.
-    assert asker.answers(JOB, "pod-2") == (Asked(None, NOT_ASKED), {}, None)
+    assert asker.answers(JOB, "pod-2") == (ProgramAnswer(None, NOT_ASKED), {}, None)
     await asker.close()
 
 
