@@ -15,7 +15,7 @@ import pytest
 
 from .clusters import ROOT, Cluster, open_cluster, until
 from .jobs import Job, small_job
-from .walls import kube, kube_bare, operate
+from .operator_shell import kube, kube_bare, operate
 
 __all__ = ["kube", "kube_bare", "operate"]
 

@@ -1,6 +1,6 @@
-"""The operator's walls on a real API server: faults of jobs, of rights, of the API server, and pods.
+"""The operator's I/O shell on a real API server: faults of jobs, of rights, of the API server, and pods.
 
-The operator runs in this process, outside of the cluster, with a plan of the test's own (walls.py).
+The operator runs in this process, outside of the cluster, with a plan of the test's own (operator_shell.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from diloco_operator.reconcile import syncer_poller
 from diloco_operator.reconcile.job_secrets import RootKey
 
 from .clusters import Cluster, until
-from .walls import (
+from .operator_shell import (
     CRD,
     NS,
     Running,

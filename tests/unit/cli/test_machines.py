@@ -1,5 +1,5 @@
 """`diloco syncer serve` and `diloco learner join`: what they refuse, and what is settled before anything
-runs. tests/integration/test_bare_machines.py runs them."""
+runs. tests/integration/run/test_bare_machines.py runs them."""
 
 from __future__ import annotations
 

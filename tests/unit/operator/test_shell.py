@@ -1,4 +1,4 @@
-"""The operator's thin walls: what of them is plain code. What needs an API server is in tests/e2e."""
+"""The operator's thin I/O shell: what of it is plain code. What needs an API server is in tests/e2e."""
 
 from __future__ import annotations
 

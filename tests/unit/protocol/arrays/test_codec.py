@@ -333,7 +333,7 @@ def test_a_kernel_without_a_place_for_a_cache_is_compiled_in_memory(caplog) -> N
 
 def test_a_broken_cache_is_passed_by(tmp_path) -> None:  # type: ignore[no-untyped-def]
     program = (
-        "import numpy as np\nfrom diloco_protocol import codec\n"
+        "import numpy as np\nfrom diloco_protocol.arrays import codec\n"
         "assert codec.norm_and_finite(np.ones(4, np.float32)) == (2.0, True)\n"
     )
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}

@@ -1,4 +1,4 @@
-"""The syncer's walls in one process, without its servers: what is told to whom, and when it is durable."""
+"""The syncer's runtime in one process, without its servers: what is told to whom, and when it is durable."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LAYOUT = Layout.build([Tensor("w", (64, 8), "float32", False)], fragments=2)
 JOB = """
 apiVersion: diloco.io/v1alpha1
 kind: DiLoCoJob
-metadata: {name: walls}
+metadata: {name: small}
 spec:
   training: {model: null, data: null, stop: {steps: 1000}, evaluation: null}
   sync:
@@ -111,7 +111,7 @@ class Bench:
         data = bytes(bulk.flat(payload))
         header = sync_pb2.UploadHeader(
             format=limits.FORMAT,
-            job="walls",
+            job="small",
             process=process,
             total_bytes=len(data),
             bytes=len(data),
@@ -415,7 +415,7 @@ async def test_a_download_that_is_overtaken_goes_on_to_its_end(tmp_path: Path) -
         async def part(offset: int, version: int = 0, process: str = "a") -> bytes | None:
             request = sync_pb2.DownloadRequest(
                 format=limits.FORMAT,
-                job="walls",
+                job="small",
                 process=process,
                 what=sync_pb2.DownloadRequest.FULL,
                 fragment=0,
@@ -430,7 +430,7 @@ async def test_a_download_that_is_overtaken_goes_on_to_its_end(tmp_path: Path) -
 
         def overtake() -> None:
             old = parameters.newest[0]
-            record = type(old)(job="walls", epoch=1, fragment=0, version=old.version + 1, theta=old.theta + 1, outer={})
+            record = type(old)(job="small", epoch=1, fragment=0, version=old.version + 1, theta=old.theta + 1, outer={})
             parameters.adopt(record, parameters.encode(record, None), asyncio.get_running_loop().time())
 
         pieces = [await part(0)]

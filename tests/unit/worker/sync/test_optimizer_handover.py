@@ -131,7 +131,7 @@ def test_nothing_anywhere_is_a_fresh_start_with_warm_up(
     newcomer: Callable[..., Newcomer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(optimizer_handover, "WAIT_SECONDS", 0.0)
-    monkeypatch.setattr(optimizer_handover.wire, "transfer_seconds", lambda size: 0.0)
+    monkeypatch.setattr(optimizer_handover.limits, "transfer_seconds", lambda size: 0.0)
     one = newcomer()
     one.takes.want(True)
     for _ in range(2):  # neither a peer's nor the job's comes in time

@@ -1,7 +1,7 @@
-"""The operator's walls on a real API server: what they send, and that they heal.
+"""The operator's I/O shell on a real API server: what they send, and that they heal.
 
 The operator runs in this process, outside of the cluster, with a plan of the test's own
-(walls.py). A cluster of its own, of one node, since the operator looks after all of it.
+(operator_shell.py). A cluster of its own, of one node, since the operator looks after all of it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from diloco_operator.plan import plan as planning
 from diloco_operator.reconcile.diff import APPLIED
 
 from .clusters import Cluster, until
-from .walls import (
+from .operator_shell import (
     NS,
     WRITES,
     Running,

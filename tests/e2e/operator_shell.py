@@ -1,6 +1,6 @@
 """An operator in this process on a real API server, with a plan that a test writes.
 
-Tests of the walls say what is wanted and see what is observed; what the real plan wants is
+Tests of the operator's I/O shell say what is wanted and see what is observed; what the real plan wants is
 tested elsewhere. Requests are counted by the operator's own metrics.
 """
 
@@ -305,7 +305,7 @@ def apply_errors(observed: Observed) -> dict[Ref, tuple[str, str]]:
 
 @pytest.fixture(scope="session")
 def kube_bare() -> Iterator[Cluster]:
-    found = open_cluster(os.environ.get("WALLS_CLUSTER", "lkwalls"), nodes=1)
+    found = open_cluster(os.environ.get("SHELL_CLUSTER", "lkshell"), nodes=1)
     if isinstance(found, str):
         pytest.skip(found)
     if "api" not in found.can:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_learner import Rows, Syncer, make_job, one_step, small_model, until
+from learner_process import Rows, Syncer, make_job, one_step, small_model, until
 
 from diloco_protocol.arrays import codec
 from diloco_syncer.store import tape

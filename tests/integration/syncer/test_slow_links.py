@@ -121,6 +121,7 @@ def service(tmp_path: Path) -> Iterator[SyncerProcess]:
 def learner(service: SyncerProcess, region: str, address: str) -> subprocess.Popen[bytes]:
     environ = {
         **os.environ,
+        "PYTHONPATH": str(Path(__file__).parent.parent),  # of the helpers that this file imports
         "DILOCO_JOB_FILE": str(service.folder / "job.json"),
         "DILOCO_SYNCER": address,
         "DILOCO_ROLE": "learner",

@@ -1,0 +1,171 @@
+"""A syncer process and a learner process of the library, with a small torch model.
+
+Not a test: what the tests of the learner library share. Learner processes run this file.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.spec.load import job_to_json
+from diloco_worker import Learner
+
+SYNC = {
+    "fragments": 3,
+    "every": 4,
+    "overlap": 1,
+    "heartbeat": {"intervalSeconds": 0.1, "timeoutSeconds": 5},
+    "grace": {"factor": 0.9, "capSeconds": 0.2},
+}
+
+
+def make_job(
+    sync: dict[str, Any], stop: dict[str, Any], learners: int = 1, seed: int = 3, service: dict[str, Any] | None = None
+) -> DiLoCoJob:
+    return DiLoCoJob.model_validate(
+        {
+            "apiVersion": "diloco.io/v1alpha1",
+            "kind": "DiLoCoJob",
+            "metadata": {"name": "small"},
+            "spec": {
+                "seed": seed,
+                "sync": {**SYNC, **sync},
+                "syncer": service or {},
+                "learners": {"command": ["true"]},
+                "regions": [{"name": "local", "learners": learners}],
+                "training": {"stop": stop, "batch": {"sequences": 4}, "evaluation": None},
+            },
+        }
+    )
+
+
+class Syncer:
+    """A syncer process on a store directory; ``start`` again after ``kill`` goes on from it."""
+
+    def __init__(self, folder: Path, job: DiLoCoJob) -> None:
+        self.folder, self.address_file = folder, folder / "address.json"
+        self.job_file = folder / "job.json"
+        self.job_file.write_text(job_to_json(job), encoding="utf-8")
+        (folder / "control.key").write_text("0123456789abcdef" * 4 + "\n", encoding="utf-8")
+        self.process: subprocess.Popen[bytes] | None = None
+        self.log = (folder / "syncer.log").open("ab")
+
+    def start(self) -> None:
+        self.address_file.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "diloco_syncer", "--job", str(self.job_file), "--store"]
+        command += [str(self.folder / "store"), "--address-file", str(self.address_file)]
+        command += ["--control-key-file", str(self.folder / "control.key")]
+        self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log)
+        until(self.address_file.exists, "the syncer's address file", 60)
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(10)
+
+    def stop(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.kill()
+        self.log.close()
+
+    def status(self) -> dict[str, Any]:
+        address = json.loads(self.address_file.read_text(encoding="utf-8"))["http"]
+        with urllib.request.urlopen(f"http://{address}/status", timeout=5) as reply:
+            document: dict[str, Any] = json.load(reply)
+        return document
+
+    def report(self) -> dict[str, Any]:
+        address = json.loads(self.address_file.read_text(encoding="utf-8"))["http"]
+        with urllib.request.urlopen(f"http://{address}/report", timeout=5) as reply:
+            document: dict[str, Any] = json.load(reply)
+        return document
+
+    def last_report(self) -> dict[str, Any]:
+        """What the syncer wrote when the job was over."""
+        assert self.process is not None
+        assert self.process.wait(30) == 0
+        document: dict[str, Any] = json.loads((self.folder / "store" / "report.json").read_bytes())
+        return document
+
+    def learner(self, ordinal: int, rows: int = 64) -> subprocess.Popen[bytes]:
+        """A learner process (run_learner); its log goes to the syncer's."""
+        command = [sys.executable, __file__, str(rows)]
+        environ = {**os.environ, **self.environ(ordinal=ordinal)}
+        return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=self.log)
+
+    def tape(self) -> dict[tuple[int, int], str]:
+        """(fragment, version) -> digest of the merged parameters."""
+        lines = (self.folder / "store" / "tape.jsonl").read_text(encoding="utf-8").splitlines()
+        merges = [row for row in map(json.loads, lines) if row["kind"] == "merge"]
+        return {(row["fragment"], row["version"]): row["result"] for row in merges}
+
+    def environ(self, role: str = "learner", ordinal: int = 0) -> dict[str, str]:
+        return {
+            "DILOCO_JOB_FILE": str(self.job_file),
+            "DILOCO_SYNCER_FILE": str(self.address_file),
+            "DILOCO_ROLE": role,
+            "DILOCO_ORDINAL": str(ordinal),
+            "DILOCO_WORKDIR": str(self.folder),
+        }
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"waited {seconds} s for {what}"
+        time.sleep(0.01)
+
+
+class Rows:
+    """Sequences of 8 numbers whose sum is to be learnt."""
+
+    def __init__(self, count: int = 64) -> None:
+        self.rows = torch.randn(count, 8, generator=torch.Generator().manual_seed(5))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.rows[index]
+
+
+def small_model(seed: int = 1) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+
+
+def one_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
+    loss = (model(batch).squeeze(1) - batch.sum(1)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def run_learner(rows: int) -> None:
+    """A learner process of its own, as a user would write it."""
+    logging.basicConfig(level=logging.INFO)
+    torch.set_num_threads(1)
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    with Learner.from_environment(model, optimizer) as learner:
+        for batch in learner.batches(Rows(rows)):
+            loss = one_step(model, optimizer, batch)
+            learner.after_step(tokens=batch.numel(), loss=loss)
+    print(json.dumps(learner.metrics))
+
+
+if __name__ == "__main__":
+    run_learner(int(sys.argv[1]))
