@@ -29,7 +29,7 @@ def main() -> int:
     try:
         logs.configure()
         settings = WorkerSettings.from_environment()
-        logs.tell(job=settings.job.metadata.name)
+        logs.set_fields(job=settings.job.metadata.name)
         return _run(settings)
     except JobError as error:
         for problem in error.problems:

@@ -6,7 +6,7 @@ or runner could not tell a wrong configuration, which no restart cures, from a f
 So what nobody caught is handled here, by the interpreter's own hook for that.
 
 Of a program that fails, the kubelet keeps the end of the log (FallbackToLogsOnError). One that ends
-well says why in the file that a kubelet reads after every end (``leave_word``).
+well says why in the file that a kubelet reads after every end (``write_termination_message``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _json = False
 TERMINATION_LOG = Path("/dev/termination-log")  # made by the kubelet (terminationMessagePath)
 
 
-def leave_word(text: str, path: Path = TERMINATION_LOG) -> None:
+def write_termination_message(text: str, path: Path = TERMINATION_LOG) -> None:
     """Nothing outside of a pod."""
     with contextlib.suppress(OSError):  # then the pod's end has no reason, and counts as one without
         if path.exists():

@@ -105,14 +105,14 @@ def _import(module: str) -> None:
     try:
         importlib.import_module(module)
     except Exception as error:
-        print(f"zygote: {module} is left to the workers: {error!r}", file=sys.stderr, flush=True)
+        print(f"fork server: {module} is left to the workers: {error!r}", file=sys.stderr, flush=True)
 
 
 def count_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-class Zygote:
+class ForkServer:
     """The parent's side: one thread, a table of children, and a loop around ``select``."""
 
     def __init__(self, requests: int, events: int, target: Callable[[], int | None]) -> None:
@@ -159,7 +159,7 @@ class Zygote:
             return False
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         if len(self._buffer) > MAX_LINE_BYTES:
-            self._tell(event="error", id="", message=f"a request is longer than {MAX_LINE_BYTES} bytes")
+            self._send_event(event="error", id="", message=f"a request is longer than {MAX_LINE_BYTES} bytes")
             return False
         for line in lines:
             if line.strip():
@@ -179,7 +179,7 @@ class Zygote:
             else:
                 raise ValueError(f"unknown op {request['op']!r}")
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-            self._tell(event="error", id=name, message=f"{type(error).__name__}: {error}")
+            self._send_event(event="error", id=name, message=f"{type(error).__name__}: {error}")
 
     def _spawn(self, name: str, env: dict[str, str], log: str) -> None:
         if name in self._pids:
@@ -195,7 +195,7 @@ class Zygote:
         finally:
             os.close(output)
         self._pids[name] = pid
-        self._tell(event="started", id=name, pid=pid)
+        self._send_event(event="started", id=name, pid=pid)
 
     def _signal(self, name: str, number: int) -> None:
         pid = self._pids.get(name)
@@ -243,9 +243,9 @@ class Zygote:
                 del self._pids[name]
                 code = os.waitstatus_to_exitcode(status)
                 if code < 0:
-                    self._tell(event="exited", id=name, signal=-code)
+                    self._send_event(event="exited", id=name, signal=-code)
                 else:
-                    self._tell(event="exited", id=name, code=code)
+                    self._send_event(event="exited", id=name, code=code)
 
     def _kill_all(self) -> None:
         for pid in self._pids.values():
@@ -255,7 +255,7 @@ class Zygote:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
 
-    def _tell(self, **event: Any) -> None:
+    def _send_event(self, **event: Any) -> None:
         data = json.dumps(event).encode() + b"\n"
         while data:
             data = data[os.write(self._events, data) :]
@@ -297,15 +297,17 @@ def main() -> int:
     preload(os.environ.get("DILOCO_JOB_FILE"))
     gc.collect()
     gc.freeze()  # the collector would touch, and so copy, the shared pages in every child
-    zygote = Zygote(0, events, _worker)
+    server = ForkServer(0, events, _worker)
     threads = count_threads()
     if threads != 1:
-        print(f"zygote: {threads} threads before the first fork; children may hang", file=sys.stderr, flush=True)
+        print(f"fork server: {threads} threads before the first fork; children may hang", file=sys.stderr, flush=True)
     try:
-        zygote._tell(event="ready", pid=os.getpid(), threads=threads, seconds=round(time.monotonic() - started, 3))
+        server._send_event(
+            event="ready", pid=os.getpid(), threads=threads, seconds=round(time.monotonic() - started, 3)
+        )
     except BrokenPipeError:
         return 0
-    return zygote.run()
+    return server.run()
 
 
 if __name__ == "__main__":

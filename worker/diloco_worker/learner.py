@@ -7,7 +7,7 @@
 
 The loop trains by itself; everything else happens in a background thread
 (``exchange``) and, for as long as a fragment's copy takes, at the step boundaries
-that ``after_step`` marks (``participant``). What the training thread spends inside
+that ``after_step`` marks (``synchronizer``). What the training thread spends inside
 this library, waiting included, is ``metrics["stalled_seconds"]``; the rest of its
 time, from a batch being handed out to ``after_step``, is ``compute_seconds``.
 
@@ -36,19 +36,19 @@ from diloco_protocol.vocabulary import MAKES_ROOM
 from diloco_protocol.wire import sync_pb2
 from diloco_worker import device as compute
 from diloco_worker import exit_hooks, logs
-from diloco_worker.core.connection_status import Standing
-from diloco_worker.data.prefetch import Batch, Feed, stack
+from diloco_worker.core.connection_status import ConnectionStatus
+from diloco_worker.data.prefetch import Batch, BatchPrefetcher, stack
 from diloco_worker.fragments import ModelFragments, build_layout
 from diloco_worker.metrics_file import MetricsFile
-from diloco_worker.net import inbox
-from diloco_worker.net.client import Exchange
+from diloco_worker.net.client import SyncerClient
+from diloco_worker.net.inbox import Inbox
 from diloco_worker.phases import CLOSING, ENDED, GOING, LEAVING
 from diloco_worker.settings import ConfigurationError, WorkerError, WorkerSettings
 from diloco_worker.status_page import StatusPort, open_port
 from diloco_worker.sync import optimizer_state
 from diloco_worker.sync.drain import offer_everything
 from diloco_worker.sync.slot_checkpoint import SlotCheckpoint
-from diloco_worker.sync.synchronizer import Participant
+from diloco_worker.sync.synchronizer import Synchronizer
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class Learner:
     def __init__(self, settings: WorkerSettings, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         spec = settings.job.spec
         self._job = settings.job
-        logs.tell(job=self._job.metadata.name)
+        logs.set_fields(job=self._job.metadata.name)
         if spec.sync.deterministic:
             compute.be_deterministic()
         self._settings = settings
@@ -79,10 +79,10 @@ class Learner:
         if self.layout.note:
             log.warning("%s", self.layout.note)
         self._fragments = ModelFragments(model, self.layout)
-        self._inbox = inbox.Inbox()
-        self._exchange: Exchange | None = None
-        self._participant: Participant | None = None
-        self._feed: Feed | None = None
+        self._inbox = Inbox()
+        self._client: SyncerClient | None = None
+        self._synchronizer: Synchronizer | None = None
+        self._prefetcher: BatchPrefetcher | None = None
         self._terminated = False
         self._terminated_at = 0.0
         self._left = False
@@ -103,7 +103,7 @@ class Learner:
         )
         self._port: StatusPort | None = open_port(settings)
         if self._port is not None:
-            self._port.standing, self._port.figures = self._standing, self._figures
+            self._port.connection, self._port.figures = self._connection_status, self._figures
 
     @classmethod
     def from_environment(
@@ -126,39 +126,39 @@ class Learner:
     def job(self) -> DiLoCoJob:
         """The job; what the syncer says of ``sync`` and ``training.stop`` goes before the job file.
         Another object when that has changed."""
-        if self._participant is not None and self._participant.spec is not self._job.spec:
-            self._job = self._job.model_copy(update={"spec": self._participant.spec})
+        if self._synchronizer is not None and self._synchronizer.spec is not self._job.spec:
+            self._job = self._job.model_copy(update={"spec": self._synchronizer.spec})
         return self._job
 
     @property
     def learners(self) -> int:
         """M: slots of the job, as the syncer has it."""
-        return self._participant.learners if self._participant else self._job.spec.slots
+        return self._synchronizer.learners if self._synchronizer else self._job.spec.slots
 
     @property
     def slot(self) -> int:
         """The slot that this process holds; -1: none (yet)."""
-        return self._participant.slot if self._participant else -1
+        return self._synchronizer.slot if self._synchronizer else -1
 
     @property
     def step(self) -> int:
         """The slot's step: how many were made, over all processes that held it. Schedules run on it."""
-        return self._participant.adoption.now.step if self._participant else 0
+        return self._synchronizer.adoption.now.step if self._synchronizer else 0
 
     @property
     def tokens(self) -> int:
         """The slot's trained tokens, over all processes that held it."""
-        return self._participant.tokens if self._participant else 0
+        return self._synchronizer.tokens if self._synchronizer else 0
 
     @property
     def phase(self) -> str:
         """waiting, training, holding, draining, evaluating, complete, failed, suspended or deleted."""
-        return self._participant.phase if self._participant else "waiting"
+        return self._synchronizer.phase if self._synchronizer else "waiting"
 
     @property
     def draining(self) -> bool:
         """Whether no further step is to be made."""
-        return self._terminated or (self._participant is not None and self._participant.over)
+        return self._terminated or (self._synchronizer is not None and self._synchronizer.over)
 
     @property
     def exit_code(self) -> int:
@@ -175,7 +175,7 @@ class Learner:
     def rewarm_scale(self) -> float:
         """In (0, 1]: factor for the next step's learning rate after the inner optimizer had to
         start fresh in the middle of a job; 1 otherwise."""
-        return self._participant.rewarm.scale(self.step) if self._participant else 1.0
+        return self._synchronizer.rewarm.scale(self.step) if self._synchronizer else 1.0
 
     # ------------------------------------------------------------------ the loop
 
@@ -194,49 +194,51 @@ class Learner:
         """
         batch_spec = self.job.spec.training.batch
         count = sequences if sequences is not None else batch_spec.sequences * batch_spec.accumulation
-        participant = self._start(len(dataset))
-        exchange = self._exchange
-        assert exchange is not None
+        synchronizer = self._start(len(dataset))
+        client = self._client
+        assert client is not None
         spec = self.job.spec
         # At most half of this slot's share of an epoch, so that leasing ahead starves nobody.
         reserve = min(spec.max_steps_alone * count, len(dataset) // (2 * spec.slots))
-        feed = Feed(dataset, count, spec.seed, exchange.request_leases, self._inbox.poke, collate, reserve)
-        self._feed = feed
-        participant.on_leases = feed.reconcile
-        participant.on_lease = feed.granted
-        participant.on_disconnect = feed.ask_again
-        exchange.start()
+        prefetcher = BatchPrefetcher(
+            dataset, count, spec.seed, client.request_leases, self._inbox.notify, collate, reserve
+        )
+        self._prefetcher = prefetcher
+        synchronizer.on_leases = prefetcher.reconcile_leases
+        synchronizer.on_lease = prefetcher.add_lease
+        synchronizer.on_disconnect = prefetcher.repeat_requests
+        client.start()
         try:
             while True:
                 entered = time.monotonic()
-                batch = self._next_batch(participant, feed)
+                batch = self._next_batch(synchronizer, prefetcher)
                 left = time.monotonic()
                 self._stalled += left - entered
                 if batch is None:
                     return
                 self._used.extend(batch.cursors)
-                self._used_tenure = participant.tenure
+                self._used_tenure = synchronizer.tenure
                 self._compute_from = left
                 yield batch.data
         finally:
-            feed.close()
+            prefetcher.close()
 
     def steps(self) -> Iterator[int]:
         """For a loop that brings its own data (no leases): the slot's step, before each step.
 
         Ends as ``batches`` does.
         """
-        participant = self._start(0)
-        assert self._exchange is not None
-        self._exchange.start()
+        synchronizer = self._start(0)
+        assert self._client is not None
+        self._client.start()
         while True:
             entered = time.monotonic()
-            participant.await_ready()
+            synchronizer.await_ready()
             left = time.monotonic()
             self._stalled += left - entered
-            if participant.over:
+            if synchronizer.over:
                 return
-            self._used_tenure = participant.tenure
+            self._used_tenure = synchronizer.tenure
             self._compute_from = left
             yield self.step
 
@@ -247,8 +249,8 @@ class Learner:
         read when the device has it, without waiting. ``lr`` only goes into the metrics file.
         """
         entered = time.monotonic()
-        participant = self._participant
-        if participant is None or self._compute_from is None:
+        synchronizer = self._synchronizer
+        if synchronizer is None or self._compute_from is None:
             raise WorkerError(
                 "after_step was called before the first batch: iterate over learner.batches(dataset), "
                 "or over learner.steps() where the loop brings its own data"
@@ -256,85 +258,85 @@ class Learner:
         compute = entered - self._compute_from
         if loss is not None:
             self._loss.put(loss)
-        if participant.tenure == self._used_tenure and participant.seated:
+        if synchronizer.tenure == self._used_tenure and synchronizer.seated:
             self._steps_seconds.append(compute)
-            if self._feed is not None:
-                self._feed.commit(self._used)
-            participant.stepped(int(tokens), compute)
+            if self._prefetcher is not None:
+                self._prefetcher.commit(self._used)
+            synchronizer.stepped(int(tokens), compute)
         else:
-            participant.boundary()  # the slot was lost during the step: its work is nobody's
+            synchronizer.boundary()  # the slot was lost during the step: its work is nobody's
         self._used.clear()
-        if not participant.ready:
-            participant.await_ready()
-        self._write_record(participant, lr)
+        if not synchronizer.ready:
+            synchronizer.await_ready()
+        self._write_record(synchronizer, lr)
         self._compute_from = time.monotonic()
         self._stalled += self._compute_from - entered
 
-    def _next_batch(self, participant: Participant, feed: Feed) -> Batch | None:
+    def _next_batch(self, synchronizer: Synchronizer, prefetcher: BatchPrefetcher) -> Batch | None:
         while True:
-            participant.await_ready()
-            if participant.over:
+            synchronizer.await_ready()
+            if synchronizer.over:
                 return None
-            tenure = participant.tenure
-            batch = feed.take()
-            if batch is not None and participant.tenure == tenure:
+            tenure = synchronizer.tenure
+            batch = prefetcher.pop_batch()
+            if batch is not None and synchronizer.tenure == tenure:
                 return batch
             if batch is None:
                 self._inbox.wait(0.1)
 
     # ------------------------------------------------------------------ start
 
-    def _start(self, sequences: int) -> Participant:
-        if self._participant is not None:
+    def _start(self, sequences: int) -> Synchronizer:
+        if self._synchronizer is not None:
             raise WorkerError("a Learner runs one loop: make a new one for another")
-        exchange = Exchange(self._settings, self.layout, self._inbox, sequences, self._fragments.pinned)
-        participant = Participant(
+        client = SyncerClient(self._settings, self.layout, self._inbox, sequences, self._fragments.pinned)
+        synchronizer = Synchronizer(
             self.job.spec,
             self._model,
             self._optimizer,
             self.layout,
-            exchange,
+            client,
             self._inbox,
             self._fragments,
             lambda: self._terminated,
             self._checkpoint,
         )
-        participant.describe = self._describe
-        self._exchange = exchange
-        self._participant = participant
-        return participant
+        synchronizer.describe = self._describe
+        self._client = client
+        self._synchronizer = synchronizer
+        return synchronizer
 
     def _describe(self, report: sync_pb2.Report) -> None:
         """The fields of a report that are this object's."""
         report.stalled_seconds = self._stalled
         report.loss = self._loss.value()
         report.step_seconds = self._step_seconds()
-        if self._feed is not None:
-            for lease, position in self._feed.cursors():
+        if self._prefetcher is not None:
+            for lease, position in self._prefetcher.cursors():
                 report.cursors.add(lease=lease, position=position)
 
     def _step_seconds(self) -> float:
         seconds = list(self._steps_seconds)  # one piece: the status port's thread asks, too
         return statistics.median(seconds) if seconds else 0.0
 
-    def _standing(self) -> Standing:
+    def _connection_status(self) -> ConnectionStatus:
         """For the status port, from its thread."""
-        return self._exchange.standing if self._exchange else Standing()
+        return self._client.connection if self._client else ConnectionStatus()
 
     def _figures(self) -> dict[str, float | None]:
         """For the status port, from its thread: nothing here waits, or asks a device."""
-        if self._participant is None or self._exchange is None:
+        if self._synchronizer is None or self._client is None:
             return {}
-        return {**self._numbers(self._loss.known), **self._exchange.link}
+        return {**self._numbers(self._loss.known), **self._client.link}
 
     def _numbers(self, loss: float) -> dict[str, float]:
-        up, down = self._exchange.transferred if self._exchange else (0, 0)
+        up, down = self._client.transferred if self._client else (0, 0)
         return {
             "step": self.step,
             "tokens": self.tokens,
             "loss": loss,
             "step_seconds": self._step_seconds(),
-            "compute_seconds": self._participant.adoption.now.seconds if self._participant else 0.0,
+            "compute_seconds": self._synchronizer.adoption.now.seconds if self._synchronizer else 0.0,
             "stalled_seconds": self._stalled,
             "bytes_up": up,
             "bytes_down": down,
@@ -355,8 +357,8 @@ class Learner:
                 self.leave()
                 self._idle()
         finally:
-            if self._exchange is not None:
-                self._exchange.stop()
+            if self._client is not None:
+                self._client.stop()
             if self._port is not None:
                 self._port.close()
             self._record.flush()
@@ -378,68 +380,68 @@ class Learner:
     def leave(self) -> None:
         """Drain: offer everything, wait for the acknowledgements, give up the slot. Bounded, after
         SIGTERM by DILOCO_DRAIN_SECONDS; once."""
-        participant, exchange = self._participant, self._exchange
-        if participant is None or exchange is None or self._left:
+        synchronizer, client = self._synchronizer, self._client
+        if synchronizer is None or client is None or self._left:
             return
         self._left = True
-        if not participant.seated or participant.phase in ENDED:
+        if not synchronizer.seated or synchronizer.phase in ENDED:
             return
-        if participant.phase not in LEAVING:
+        if synchronizer.phase not in LEAVING:
             message = sync_pb2.LearnerMessage(drain_request=sync_pb2.DrainRequest())
-            exchange.say("drain", message, lasting=True)
-        if participant.adoption.complete:
-            if participant.own_stop:
-                participant.resolve_outstanding(_RESOLVE_SECONDS)
-            offer_everything(participant, lambda: self._leave_by() - _FAREWELL_SECONDS)
-        if participant.phase in ENDED or not participant.seated:
+            client.say("drain", message, lasting=True)
+        if synchronizer.adoption.complete:
+            if synchronizer.own_stop:
+                synchronizer.resolve_outstanding(_RESOLVE_SECONDS)
+            offer_everything(synchronizer, lambda: self._leave_by() - _FAREWELL_SECONDS)
+        if synchronizer.phase in ENDED or not synchronizer.seated:
             return
-        participant.send_report()
+        synchronizer.send_report()
         # A syncer that was away for all of the drain is not waited for again.
-        goodbye = _GOODBYE_SECONDS if participant.online else _FAREWELL_SECONDS
-        if not exchange.farewell(min(goodbye, max(_FAREWELL_SECONDS, self._leave_by() - time.monotonic()))):
+        goodbye = _GOODBYE_SECONDS if synchronizer.online else _FAREWELL_SECONDS
+        if not client.leave(min(goodbye, max(_FAREWELL_SECONDS, self._leave_by() - time.monotonic()))):
             log.warning("the syncer was not reached to say goodbye; it will see that this process is gone")
         else:
-            log.info("drained: slot %d is free", participant.slot)
+            log.info("drained: slot %d is free", synchronizer.slot)
 
     def _idle(self) -> None:
         """In a cluster a learner never ends by itself, for its pod would be started again: at the job's
         end it shows the phase on its status port until it is removed. A job that goes on after its
         end (resumed, or its stop moved) needs a process that trains: then this one makes room."""
-        if not self._settings.idle_at_end or self._terminated or self._exchange is None:
+        if not self._settings.idle_at_end or self._terminated or self._client is None:
             return
-        before = self._exchange
+        before = self._client
         before.stop()
-        self._exchange = Exchange(self._settings, self.layout, inbox.Inbox(), 0, idle=True)
-        self._exchange.standing = replace(before.standing, slot=-1, standby=False)
-        self._exchange.start()
+        self._client = SyncerClient(self._settings, self.layout, Inbox(), 0, idle=True)
+        self._client.connection = replace(before.connection, slot=-1, standby=False)
+        self._client.start()
         if self._port is not None:
             self._port.idle = True
-        logs.tell(slot=-1)
-        log.info("the job is %s: idle until removed", before.standing.phase)
-        ended = before.standing.phase in CLOSING
+        logs.set_fields(slot=-1)
+        log.info("the job is %s: idle until removed", before.connection.phase)
+        ended = before.connection.phase in CLOSING
         while not self._terminated:
-            phase = self._exchange.standing.phase
+            phase = self._client.connection.phase
             ended |= phase in ENDED
             if ended and phase in GOING:
                 log.info(MAKES_ROOM)
-                exit_hooks.leave_word(MAKES_ROOM)
+                exit_hooks.write_termination_message(MAKES_ROOM)
                 return
             time.sleep(_IDLE_SLICE)
 
     # ------------------------------------------------------------------ metrics file
 
-    def _write_record(self, participant: Participant, lr: float | None) -> None:
+    def _write_record(self, synchronizer: Synchronizer, lr: float | None) -> None:
         """One line per step."""
         loss = self._loss.value()
         row = {
             "time": round(time.time(), 3),
-            "slot": participant.slot,
-            "step": participant.adoption.now.step,
-            "tokens": participant.tokens,
+            "slot": synchronizer.slot,
+            "step": synchronizer.adoption.now.step,
+            "tokens": synchronizer.tokens,
             "loss": loss if math.isfinite(loss) else None,
             "lr": lr,
             "step_seconds": self._steps_seconds[-1] if self._steps_seconds else 0.0,
-            "compute_seconds": participant.adoption.now.seconds,
+            "compute_seconds": synchronizer.adoption.now.seconds,
             "stalled_seconds": self._stalled,
         }
         self._record.add(row)

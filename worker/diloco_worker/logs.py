@@ -16,7 +16,7 @@ from diloco_worker.settings import ConfigurationError
 _fields: dict[str, object] = {}  # of every JSON line of this process
 
 
-def tell(**fields: object) -> None:
+def set_fields(**fields: object) -> None:
     """From now on lines say so: ``job``, ``slot`` (-1: none)."""
     _fields.update(fields)
 
@@ -27,7 +27,7 @@ def configure(environ: Mapping[str, str] | None = None) -> None:
     env = os.environ if environ is None else environ
     form, level = env.get("DILOCO_LOG_FORMAT", "text"), env.get("DILOCO_LOG_LEVEL", "INFO").upper()
     ordinal = env.get("DILOCO_ORDINAL", "0")
-    tell(
+    set_fields(
         job="",
         region=env.get("DILOCO_REGION", "local"),
         ordinal=int(ordinal) if ordinal.isdecimal() else ordinal,

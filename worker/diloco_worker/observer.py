@@ -26,10 +26,10 @@ import torch
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.wire import sync_pb2
 from diloco_worker.core.adoption import Kind
-from diloco_worker.core.connection_status import Standing
+from diloco_worker.core.connection_status import ConnectionStatus
 from diloco_worker.fragments import ModelFragments, build_layout, frozen_tensors, load_frozen, most_frozen_bytes
-from diloco_worker.net import inbox
-from diloco_worker.net.client import Exchange
+from diloco_worker.net.client import SyncerClient
+from diloco_worker.net.inbox import Announced, Downloaded, Failed, FrozenDownloaded, Inbox, PhaseChanged, Welcomed
 from diloco_worker.phases import ENDED
 from diloco_worker.settings import ConfigurationError, WorkerSettings
 from diloco_worker.status_page import open_port
@@ -47,11 +47,11 @@ class Observer:
         self.layout = build_layout(model, spec.sync.fragments, spec.sync.every, spec.sync.merge.mean_tensors)
         self._model = model
         self._fragments = ModelFragments(model, self.layout)
-        self._inbox = inbox.Inbox()
-        self._exchange = Exchange(settings, self.layout, self._inbox, 0, self._fragments.pinned, eager=False)
+        self._inbox = Inbox()
+        self._client = SyncerClient(settings, self.layout, self._inbox, 0, self._fragments.pinned, eager=False)
         self._port = open_port(settings)
         if self._port is not None:
-            self._port.standing, self._port.figures = lambda: self.standing, self._figures
+            self._port.connection, self._port.figures = lambda: self.connection, self._figures
         self.score: dict[str, float] = {}  # tokens and loss of the last report, for the status port
         self._versions: list[tuple[int, int] | None] = [None] * len(self.layout)
         self._announced: list[tuple[int, int]] = [(0, 0)] * len(self.layout)
@@ -72,15 +72,15 @@ class Observer:
         return cls(settings, model)
 
     def __enter__(self) -> Self:
-        self._exchange.start()
+        self._client.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None and self._exchange.connected:
-            self._exchange.flushed(5.0)
-        self._exchange.stop()
+        if kind is None and self._client.connected:
+            self._client.flushed(5.0)
+        self._client.stop()
         if self._port is not None:
             self._port.close()
 
@@ -90,13 +90,13 @@ class Observer:
             self._port.idle = idle
 
     def _figures(self) -> dict[str, float | None]:
-        up, down = self._exchange.transferred
-        return {**self.score, "bytes_up": up, "bytes_down": down, **self._exchange.link}
+        up, down = self._client.transferred
+        return {**self.score, "bytes_up": up, "bytes_down": down, **self._client.link}
 
     @property
-    def standing(self) -> Standing:
+    def connection(self) -> ConnectionStatus:
         """Where this process stands with the syncer; for any thread."""
-        return self._exchange.standing
+        return self._client.connection
 
     @property
     def complete(self) -> bool:
@@ -123,7 +123,7 @@ class Observer:
     def refresh(self) -> None:
         """Ask for the newest version of every fragment; ``refreshing`` until they are in the model."""
         self._wanted = list(self._announced)
-        self._exchange.fetch_announced()
+        self._client.fetch_announced()
 
     @property
     def refreshing(self) -> bool:
@@ -144,21 +144,21 @@ class Observer:
     def poll(self) -> bool:
         """Take what is here; whether the model or the phase changed. Raises WorkerError."""
         changed = False
-        for item in self._inbox.take():
+        for item in self._inbox.take_all():
             match item:
-                case inbox.Arrived():
+                case Downloaded():
                     changed |= self._take(item)
-                case inbox.Heard():
+                case Announced():
                     self._announced[item.news.fragment] = (item.news.epoch, item.news.version)
                     self.announced_tokens = max(self.announced_tokens, item.job_tokens)
-                case inbox.Welcomed():
+                case Welcomed():
                     if self.refreshing:
-                        self._exchange.fetch_announced()  # the connection broke in the middle
-                case inbox.PhaseChanged():
+                        self._client.fetch_announced()  # the connection broke in the middle
+                case PhaseChanged():
                     changed |= item.phase != self.phase
                     self.phase = item.phase
                     self.message = item.message
-                case inbox.FrozenArrived():
+                case FrozenDownloaded():
                     if item.data is None:
                         raise ConfigurationError(
                             "the job's version 0 has no frozen parameters and this model has: "
@@ -166,7 +166,7 @@ class Observer:
                         )
                     load_frozen(self._model, item.data)
                     self._frozen_needed, changed = False, True
-                case inbox.Failure():
+                case Failed():
                     raise item.error
                 case _:
                     pass  # learners' business
@@ -196,9 +196,9 @@ class Observer:
         initial = evaluation.sum_versions == 0
         key = "final" if final else "initial" if initial else "evaluation"
         # The initial one is made once, so it is said in every session; of the others the next one serves.
-        self._exchange.say(key, sync_pb2.LearnerMessage(evaluation=evaluation), lasting=initial)
+        self._client.say(key, sync_pb2.LearnerMessage(evaluation=evaluation), lasting=initial)
 
-    def _take(self, arrived: inbox.Arrived) -> bool:
+    def _take(self, arrived: Downloaded) -> bool:
         news = arrived.news
         have = self._versions[news.fragment]
         if have is not None and (news.epoch, news.version) <= have:
@@ -208,5 +208,5 @@ class Observer:
         self.job_tokens = max(self.job_tokens, arrived.job_tokens)
         if self._frozen_needed and not self._frozen_asked:
             self._frozen_asked = True
-            self._exchange.fetch_frozen(most_frozen_bytes(self._model))
+            self._client.fetch_frozen(most_frozen_bytes(self._model))
         return True

@@ -2,7 +2,7 @@
 
 ``DILOCO_STATUS=HOST:PORT`` opens it; in the library, so that a program of the user's own has
 it too. A thread of its own serves it (protocol's http_pages.py), whatever the training
-thread is at: what it shows are the exchange's ``Standing``, which is one value, and figures
+thread is at: what it shows are the exchange's ``ConnectionStatus``, which is one value, and figures
 that are plain numbers, read as they are.
 
     /healthz   200: the process lives
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from diloco_protocol.common.http_server import METRICS_TYPE, AddressError, ThreadedPages, json_page, text_page
-from diloco_worker.core.connection_status import Standing
+from diloco_worker.core.connection_status import ConnectionStatus
 from diloco_worker.phases import PHASES
 from diloco_worker.settings import ConfigurationError, WorkerSettings
 
@@ -56,12 +56,12 @@ def open_port(settings: WorkerSettings) -> StatusPort | None:
 
 
 class StatusPort:
-    """Serves until ``close``. ``standing`` and ``figures`` may be replaced at any time."""
+    """Serves until ``close``. ``connection`` and ``figures`` may be replaced at any time."""
 
     def __init__(self, settings: WorkerSettings, address: str) -> None:
         self._settings = settings
         self._address = address
-        self.standing: Callable[[], Standing] = Standing
+        self.connection: Callable[[], ConnectionStatus] = ConnectionStatus
         self.figures: Callable[[], Figures] = dict
         self.idle = False  # at the job's end, waiting to be removed
         pages = {
@@ -85,43 +85,43 @@ class StatusPort:
 
     def document(self) -> dict[str, Any]:
         """The status document."""
-        settings, standing, figures = self._settings, self.standing(), self.figures()
-        refused, message = standing.refused, standing.message
-        if not standing.connected:
-            message = f"no session with the syncer: {standing.reason}"
+        settings, connection, figures = self._settings, self.connection(), self.figures()
+        refused, message = connection.refused, connection.message
+        if not connection.connected:
+            message = f"no session with the syncer: {connection.reason}"
         return {
             "job": settings.job.metadata.name,
             "role": settings.role,
             "region": settings.region,
             "ordinal": settings.ordinal,
             "process": settings.process,
-            "phase": standing.phase,
+            "phase": connection.phase,
             "message": message,
-            "connected": standing.connected,
-            "tried": standing.tried,
-            "joined": standing.joined,
-            "standby": standing.standby,
+            "connected": connection.connected,
+            "tried": connection.tried,
+            "joined": connection.joined,
+            "standby": connection.standby,
             "idle": self.idle,
-            "slot": standing.slot if standing.slot >= 0 else None,
-            "merges": standing.merges,
+            "slot": connection.slot if connection.slot >= 0 else None,
+            "merges": connection.merges,
             "step": figures.get("step"),
             "tokens": figures.get("tokens"),
             "loss": _finite(figures.get("loss")),
-            "epoch": standing.epoch or None,
+            "epoch": connection.epoch or None,
             "link": {
                 "up_bytes_per_second": figures.get("link_up"),
                 "down_bytes_per_second": figures.get("link_down"),
                 "round_trip_seconds": figures.get("round_trip_seconds"),
             },
             "refused": None if refused is None else {"reason": refused[0], "message": refused[1]},
-            "hub": None if standing.hub is None else standing.hub.document(),
+            "settings": None if connection.settings is None else connection.settings.document(),
         }
 
     def _ready(self) -> tuple[int, bytes]:
-        standing = self.standing()
-        if standing.joined:
+        connection = self.connection()
+        if connection.joined:
             return 200, b"ok\n"
-        return 503, f"not joined yet: {standing.reason}\n".encode()
+        return 503, f"not joined yet: {connection.reason}\n".encode()
 
     def _metrics(self) -> bytes:
         from prometheus_client import CollectorRegistry, generate_latest
@@ -134,7 +134,7 @@ class StatusPort:
         """The metrics."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        settings, standing, figures = self._settings, self.standing(), self.figures()
+        settings, connection, figures = self._settings, self.connection(), self.figures()
         names = ["job", "role", "region", "ordinal"]
         labels = [settings.job.metadata.name, settings.role, settings.region, str(settings.ordinal)]
         for key, (kind, name, text) in _METRICS.items():
@@ -145,9 +145,9 @@ class StatusPort:
                 made.add_metric(labels, value)
                 yield made
         for name, text, said in (
-            ("connected", "1 while there is a session with the syncer", standing.connected),
-            ("joined", "1 once this process has joined", standing.joined),
-            ("standby", "1 while it waits for a slot", standing.standby),
+            ("connected", "1 while there is a session with the syncer", connection.connected),
+            ("joined", "1 once this process has joined", connection.joined),
+            ("standby", "1 while it waits for a slot", connection.standby),
         ):
             made = GaugeMetricFamily(f"diloco_worker_{name}", text, labels=names)
             made.add_metric(labels, float(said))
@@ -155,13 +155,13 @@ class StatusPort:
         reconnects = CounterMetricFamily(
             "diloco_worker_reconnects", "Sessions with the syncer after the first", labels=names
         )
-        reconnects.add_metric(labels, max(0, standing.sessions - 1))
+        reconnects.add_metric(labels, max(0, connection.sessions - 1))
         yield reconnects
         phase = GaugeMetricFamily(
             "diloco_worker_phase", "1 for the job's phase as last heard", labels=[*names, "phase"]
         )
         for word in PHASES:
-            phase.add_metric([*labels, word], float(standing.phase == word))
+            phase.add_metric([*labels, word], float(connection.phase == word))
         yield phase
 
 

@@ -217,7 +217,7 @@ def test_killing_the_runner_leaves_no_orphan(start: Callable[..., Run]) -> None:
     run = start(steps=100_000)
     run.waits_for("first-merge: slot 1")
     children = run.children()
-    assert len(children) >= 5  # zygote, syncer, two learners, evaluator
+    assert len(children) >= 5  # fork server, syncer, two learners, evaluator
     run.process.kill()
     _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive, [child.cmdline() for child in alive]

@@ -1,4 +1,4 @@
-"""The zygote, driven as the runner drives it: real forks, real signals, real libraries."""
+"""The fork server, driven as the runner drives it: real forks, real signals, real libraries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-# A zygote whose workers run a small program instead of the trainer: what is tested is the forking.
+# A fork server whose workers run a small program instead of the trainer: what is tested is the forking.
 PROGRAM = """
 import os, signal, sys, time
 from diloco_worker import forkserver
@@ -40,8 +40,8 @@ def worker():
 
 events = os.dup(1)
 os.dup2(2, 1)
-z = forkserver.Zygote(0, events, worker)
-z._tell(event="ready", threads=forkserver.count_threads(), pid=os.getpid())
+z = forkserver.ForkServer(0, events, worker)
+z._send_event(event="ready", threads=forkserver.count_threads(), pid=os.getpid())
 sys.exit(z.run())
 """
 
@@ -65,7 +65,7 @@ class Client:
             readable, _, _ = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))
             assert readable, "no event came"
             data = os.read(self.process.stdout.fileno(), 65536)
-            assert data, "the zygote has ended"
+            assert data, "the fork server has ended"
             self._buffer += data
         line, self._buffer = self._buffer.split(b"\n", 1)
         return dict(json.loads(line))
@@ -179,7 +179,7 @@ def test_when_the_runner_is_killed_while_libraries_load_nothing_stays(tmp_path: 
         "time.sleep(120)\n"
     )
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    for early in (False, True):  # the second may be gone before the zygote has begun
+    for early in (False, True):  # the second may be gone before the fork server has begun
         runner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=env)
         assert runner.stdout is not None
         pid = int(runner.stdout.readline())
@@ -193,7 +193,7 @@ def test_when_the_runner_is_killed_while_libraries_load_nothing_stays(tmp_path: 
         until(lambda pid=pid: gone(pid))
 
 
-def test_when_the_zygote_is_killed_so_are_the_workers(client: Client, tmp_path: Path) -> None:
+def test_when_the_fork_server_is_killed_so_are_the_workers(client: Client, tmp_path: Path) -> None:
     pid = client.spawn("w", tmp_path / "log", WHAT="sleep")
     until(lambda: (tmp_path / "log").exists() and "hello" in (tmp_path / "log").read_text())
     client.process.kill()

@@ -17,7 +17,7 @@ from diloco_protocol.wire import sync_pb2
 from diloco_worker import Learner, Observer
 from diloco_worker.fragments import ModelFragments, build_layout
 from diloco_worker.net import inbox
-from diloco_worker.net.client import Exchange
+from diloco_worker.net.client import SyncerClient
 from diloco_worker.net.session import Session
 from diloco_worker.settings import WorkerSettings
 
@@ -41,20 +41,20 @@ def test_a_slow_initialiser_and_newcomer_keeps_its_slot(service: Syncer) -> None
     model = small_model()
     layout = build_layout(model, 3, 4)
     box = inbox.Inbox()
-    exchange = Exchange(WorkerSettings.from_environment(service.environ()), layout, box, 64)
-    exchange.start()
+    client = SyncerClient(WorkerSettings.from_environment(service.environ()), layout, box, 64)
+    client.start()
     try:
         until(lambda: "joined" in events(service), "a seat")
         time.sleep(1.3)
         fragments = ModelFragments(model, layout)
-        exchange.upload_initial([fragments.snapshot(p) for p in range(3)], b"")
+        client.upload_initial([fragments.snapshot(p) for p in range(3)], b"")
         until(lambda: "initialised" in events(service), "version 0")
         time.sleep(1.3)
         assert service.status()["slots"][0]["state"] == "active"
         assert service.status()["slots"][0]["incarnation"] == 1
         assert not events(service) & {"lost", "suspect"}
     finally:
-        exchange.stop()
+        client.stop()
 
 
 def test_a_lost_goodbye_is_said_again(service: Syncer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ def test_wrong_environment_names_the_variable(run, name: str, value: str) -> Non
 
 
 def test_importing_the_trainer_starts_nothing() -> None:
-    """The zygote forks after these imports: no thread, no RPC core, nothing of CUDA."""
+    """The fork server forks after these imports: no thread, no RPC core, nothing of CUDA."""
     code = (
         "import os, sys, torch, diloco_worker.__main__\n"
         "import diloco_worker.training.trainer, diloco_worker.training.evaluator\n"

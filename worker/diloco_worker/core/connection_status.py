@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diloco_worker.core.syncer_settings import HubSettings
+from diloco_worker.core.syncer_settings import SyncerSettings
 
 NOT_TRIED = "not tried yet"
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ConnectionStatus:
     """``joined``: a session was accepted once in this process's life. ``reason``: why there is no session."""
 
     connected: bool = False
@@ -29,7 +29,7 @@ class Standing:
     # Of the job, as announced last: every fragment's version summed. It falls when the syncer's store was
     # set back. None: not every fragment has been heard of.
     merges: int | None = None
-    hub: HubSettings | None = None  # what the syncer said last; None: nothing that is understood
+    settings: SyncerSettings | None = None  # what the syncer said last; None: nothing that is understood
 
     @property
     def tried(self) -> bool:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from diloco_worker.settings import WorkerError
 
-# Finished leases still reported. No fewer than may be held (feed), so that all that were
+# Finished leases still reported. No fewer than may be held (prefetcher), so that all that were
 # finished while the syncer was away are told; wire.MAX_CURSORS bounds both together.
 _KEPT_FINISHED = 128
 
@@ -45,7 +45,7 @@ def block_order(seed: int, data_epoch: int, block: int, size: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
+class LeaseGrant:
     """One lease (sync.proto Lease): positions ``start`` to ``end`` of ``block``."""
 
     lease: int
@@ -65,8 +65,8 @@ class Draw:
 
 
 @dataclass(slots=True)
-class _Held:
-    grant: Grant
+class _OpenLease:
+    grant: LeaseGrant
     order: list[int]
     drawn: int  # next position to draw
     trained: int  # the cursor
@@ -78,7 +78,7 @@ class Leases:
     def __init__(self, seed: int, sequences: int) -> None:
         self.seed = seed
         self.sequences = sequences
-        self._held: OrderedDict[int, _Held] = OrderedDict()
+        self._held: OrderedDict[int, _OpenLease] = OrderedDict()
         self._finished: OrderedDict[int, int] = OrderedDict()
 
     @property
@@ -87,7 +87,7 @@ class Leases:
         return sum(held.grant.end - held.drawn for held in self._held.values())
 
     @property
-    def held(self) -> int:
+    def unfinished(self) -> int:
         """Leases that are not finished."""
         return len(self._held)
 
@@ -96,7 +96,7 @@ class Leases:
         """Of the newest lease; 0: there was none."""
         return next(reversed(self._held.values())).grant.block_size if self._held else 0
 
-    def grant(self, grant: Grant) -> bool:
+    def add(self, grant: LeaseGrant) -> bool:
         """Add a lease; False if it is known. Raises WorkerError if it contradicts the data set."""
         if grant.lease in self._held or grant.lease in self._finished:
             return False
@@ -109,10 +109,10 @@ class Leases:
                 "the learners' data differ; give every learner the same training.data"
             )
         order = block_order(self.seed, grant.data_epoch, grant.block, size)
-        self._held[grant.lease] = _Held(grant, order, grant.start, grant.start)
+        self._held[grant.lease] = _OpenLease(grant, order, grant.start, grant.start)
         return True
 
-    def reconcile(self, grants: Iterable[Grant]) -> None:
+    def reconcile(self, grants: Iterable[LeaseGrant]) -> None:
         """After a reconnect: the syncer says which leases the slot holds. One that it does
         not know any more is not drawn from further; finished ones that it has noted are
         forgotten."""
@@ -122,7 +122,7 @@ class Leases:
         for lease in [lease for lease in self._finished if lease not in listed]:
             del self._finished[lease]
         for grant in listed.values():
-            self.grant(grant)
+            self.add(grant)
 
     def clear(self) -> None:
         """The slot was lost: nothing is leased."""

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class HubSettings:
+class SyncerSettings:
     """Welcome.settings. ``learners``: slots of the job."""
 
     sync: SyncSpec
@@ -31,7 +31,7 @@ class HubSettings:
     stop: StopSpec
 
     @classmethod
-    def read(cls, text: str) -> HubSettings | None:
+    def read(cls, text: str) -> SyncerSettings | None:
         """From JSON; None, and a line in the log, if it is not understood (an older or newer release):
         the job file is used then. An empty text says nothing."""
         if not text:
@@ -48,7 +48,7 @@ class HubSettings:
             return None
 
     @classmethod
-    def of(cls, spec: JobSpec) -> HubSettings:
+    def of(cls, spec: JobSpec) -> SyncerSettings:
         """What the process's own job file says."""
         return cls(spec.sync, spec.slots, spec.training.stop)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from diloco_worker.core.leases import Draw, Grant, Leases
+from diloco_worker.core.leases import Draw, LeaseGrant, Leases
 from diloco_worker.settings import ConfigurationError
 
 _AHEAD = 3  # collated batches waiting
@@ -45,7 +45,7 @@ class Batch:
     cursors: tuple[tuple[int, int], ...]
 
 
-class Feed:
+class BatchPrefetcher:
     """``dataset``: map-style (``__len__``, ``__getitem__``); ``sequences`` of it make a batch.
 
     ``reserve``: sequences that shall be leased ahead. ``request(n)`` asks the syncer for n
@@ -89,15 +89,15 @@ class Feed:
 
     # ------------------------------------------------------- leases, from the exchange
 
-    def granted(self, grant: Grant) -> None:
+    def add_lease(self, grant: LeaseGrant) -> None:
         """The syncer leased one more block."""
         with self._changed:
             self._asked = max(0, self._asked - 1)
-            self._leases.grant(grant)
+            self._leases.add(grant)
             self._known = True
             self._changed.notify_all()
 
-    def reconcile(self, grants: Iterable[Grant], continuing: bool) -> None:
+    def reconcile_leases(self, grants: Iterable[LeaseGrant], continuing: bool) -> None:
         """After a (re)connect: the leases of the seat; a new tenure forgets its old ones."""
         with self._changed:
             self._asked = 0
@@ -108,7 +108,7 @@ class Feed:
             self._leases.reconcile(grants)
             self._changed.notify_all()
 
-    def ask_again(self) -> None:
+    def repeat_requests(self) -> None:
         """The connection broke: a request on its way may be lost."""
         with self._changed:
             self._asked = 0
@@ -116,7 +116,7 @@ class Feed:
 
     # ------------------------------------------------------- the training thread's side
 
-    def take(self) -> Batch | None:
+    def pop_batch(self) -> Batch | None:
         """The next batch; None: there is none yet. Raises what the data set raised."""
         with self._changed:
             if self._ready:
@@ -164,7 +164,7 @@ class Feed:
             while not self._closed:
                 block = max(1, self._leases.block_size)
                 missing = max(self._reserve, block) - self._leases.remaining - self._asked * block
-                most = min(_MOST_REQUESTS, _MOST_LEASES - self._leases.held) if self._known else 1
+                most = min(_MOST_REQUESTS, _MOST_LEASES - self._leases.unfinished) if self._known else 1
                 room = most - self._asked
                 if missing > 0 and room > 0:
                     more = min(-(-missing // block), room)

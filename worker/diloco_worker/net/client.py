@@ -3,17 +3,17 @@
 Theory of operation
 -------------------
 The training thread talks to this thread by calls that return at once, and hears
-from it through its ``mail.Inbox``, which it empties at step boundaries. It never
+from it through its ``Inbox``, which it empties at step boundaries. It never
 waits for the network.
 
 The loop connects, joins, and pumps the session (``session``) until it breaks; then
 it waits with jittered exponential backoff, reads the syncer's address again, and
 joins again, saying which versions it holds and which slot it had. While connected:
 
-- a pull becomes ``mail.Pulled``; the training thread answers with a snapshot
+- a pull becomes ``PushRequested``; the training thread answers with a snapshot
   (``push``), which is encoded and uploaded;
-- an announcement becomes ``mail.Heard`` at once and, when its bytes were
-  downloaded and decoded, ``mail.Arrived``. An observer is not ``eager``:
+- an announcement becomes ``Announced`` at once and, when its bytes were
+  downloaded and decoded, ``Downloaded``. An observer is not ``eager``:
   it hears of everything and downloads what it asks for (``fetch_announced``);
 - what the training thread wants to say (reports, lease requests, drain) is state
   in the ``Outbox``, so that what a broken session lost is said in the next one.
@@ -21,7 +21,7 @@ joins again, saying which versions it holds and which slot it had. While connect
 What goes up and down in bulk is deliveries.py's, in tasks beside the session.
 
 A push that got no answer before the connection broke has an open fate
-(``Verdict.accepted`` None); the work stays above the base, and the next broadcast
+(``PushAnswered.accepted`` None); the work stays above the base, and the next broadcast
 tells. Everything that came from the network is checked here, before the training
 thread sees it.
 """
@@ -46,15 +46,28 @@ from diloco_protocol.security.identity import NOBODY, IdentityError, Names, own_
 from diloco_protocol.spec.job import immutable_digests
 from diloco_protocol.wire import channels, limits, sync_pb2
 from diloco_protocol.wire.verify_server import UNUSABLE, VouchError, vouched
-from diloco_worker.core.connection_status import Standing
-from diloco_worker.core.leases import Grant
-from diloco_worker.core.syncer_settings import HubSettings
+from diloco_worker.core.connection_status import ConnectionStatus
+from diloco_worker.core.leases import LeaseGrant
+from diloco_worker.core.syncer_settings import SyncerSettings
 from diloco_worker.fragments import Floats, Vector
-from diloco_worker.net import inbox as mail
 from diloco_worker.net.deliveries import Deliveries
-from diloco_worker.net.link_probe import Probe
+from diloco_worker.net.inbox import (
+    Disconnected,
+    Failed,
+    Inbox,
+    InitialRequested,
+    LeaseGranted,
+    PhaseChanged,
+    PushRequested,
+    Seated,
+    StateDownloaded,
+    StateRequested,
+    Unseated,
+    Welcomed,
+)
+from diloco_worker.net.link_probe import LinkProbe
 from diloco_worker.net.session import LEASE, Outbox, Session, SessionEnded
-from diloco_worker.net.transfers import Feedback, Identity, Push, Transfers, pause
+from diloco_worker.net.transfers import ErrorFeedback, Identity, Push, Transfers, pause
 from diloco_worker.settings import ConfigurationError, RefusedError, WorkerError, WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -65,20 +78,20 @@ _SOON_SECONDS = 60.0  # after losing the syncer it is tried about once a second,
 _STEADY_SECONDS = 10.0  # a session that lived so long starts the backoff anew
 
 
-class Exchange:
+class SyncerClient:
     """The background of one worker process (learner or evaluator)."""
 
     def __init__(
         self,
         settings: WorkerSettings,
         layout: Layout,
-        inbox: mail.Inbox,
+        inbox: Inbox,
         sequences: int,
         pinned: Callable[[Floats], Vector] = Vector.from_array,
         eager: bool = True,
         idle: bool = False,
     ) -> None:
-        """``idle``: take no slot and no broadcasts; only ``standing`` is of use then."""
+        """``idle``: take no slot and no broadcasts; only ``connection`` is of use then."""
         self._settings = settings
         self._credentials: Credentials | None = None  # None: there were none yet that could be used
         self._names = NOBODY
@@ -87,15 +100,15 @@ class Exchange:
             raise ConfigurationError(problem)
         self._attempt = 0
         self._idle = idle
-        self.standing = Standing()
+        self.connection = ConnectionStatus()
         sync = settings.job.spec.sync
-        self._hub = HubSettings.of(settings.job.spec)  # in use
+        self._syncer_settings = SyncerSettings.of(settings.job.spec)  # in use
         self._layout = layout
         self._inbox = inbox
         self._sequences = sequences
         self._heartbeat = sync.heartbeat.interval_seconds
         self._digests = immutable_digests(settings.job)
-        self.feedback = Feedback(len(layout), sync.compression.error_feedback)
+        self.feedback = ErrorFeedback(len(layout), sync.compression.error_feedback)
         self.report_wanted = True  # false: the newest report is younger than a report's interval
         self.connected = False
         self._tenure = 0  # the incarnation under which the newest one began, over or not
@@ -103,8 +116,8 @@ class Exchange:
         self._executor = ThreadPoolExecutor(2, thread_name_prefix="diloco-codec")
         self._thread = threading.Thread(target=self._run, name="diloco-exchange", daemon=True)
         # Bounded by what a step boundary may leave: a push per fragment, a report, some requests.
-        self._bell: SimpleQueue[tuple[Callable[..., object], tuple[Any, ...]] | None] = SimpleQueue()
-        self._ringer = threading.Thread(target=self._ring, name="diloco-bell", daemon=True)
+        self._calls: SimpleQueue[tuple[Callable[..., object], tuple[Any, ...]] | None] = SimpleQueue()
+        self._waker = threading.Thread(target=self._forward_calls, name="diloco-bell", daemon=True)
         self._outbox = Outbox()
         self._deliveries = Deliveries(
             layout,
@@ -125,13 +138,13 @@ class Exchange:
         self._work: set[asyncio.Task[None]] = set()
         self._versions: dict[int, int] = {}  # announced last, of this session or one before
         self._bytes = [0, 0]  # up, down, of earlier connections
-        self._probe = Probe()
+        self._probe = LinkProbe()
 
     # ------------------------------------------------------- from the training thread
 
     def start(self) -> None:
         self._thread.start()
-        self._ringer.start()
+        self._waker.start()
 
     def report(self, report: sync_pb2.Report) -> None:
         """The newest report; older ones that were not sent are superseded."""
@@ -149,25 +162,25 @@ class Exchange:
             self.say(key, sync_pb2.LearnerMessage(lease_request=sync_pb2.LeaseRequest()))
 
     def push(self, push: Push) -> None:
-        """Encode and send a push; its Verdict comes by mail."""
+        """Encode and send a push; its PushAnswered comes by inbox."""
         self._call(self._deliveries.push, push)
 
-    def settled(self, fragment: int, merged: int, forget: Sequence[int]) -> None:
+    def resolve_pushes(self, fragment: int, merged: int, forget: Sequence[int]) -> None:
         """The fate of pushes is known: error feedback follows."""
         if self.feedback.enabled:
-            self._call(self.feedback.settled, fragment, merged, forget)
+            self._call(self.feedback.resolve_pushes, fragment, merged, forget)
 
-    def new_tenure(self) -> None:
+    def begin_tenure(self) -> None:
         """Pushes of the tenure before are nobody's: what error feedback keeps for them goes."""
         if self.feedback.enabled:
-            self._call(self.feedback.new_tenure)
+            self._call(self.feedback.forget_open_pushes)
 
     def upload_initial(self, vectors: Sequence[Vector], frozen: bytes) -> None:
         """Upload version 0; broadcasts of it follow."""
         self._call(self._spawn_with, self._deliveries.upload_initial, vectors, frozen)
 
     def fetch_frozen(self, limit: int) -> None:
-        """Download the frozen parameters: FrozenArrived comes by mail."""
+        """Download the frozen parameters: FrozenDownloaded comes by inbox."""
         self._call(self._spawn_with, self._deliveries.fetch_frozen, limit)
 
     def fetch_announced(self) -> None:
@@ -175,11 +188,11 @@ class Exchange:
         self._call(self._deliveries.fetch_announced)
 
     def fetch_optimizer(self, limit: int) -> None:
-        """Download the optimizer state of the job's checkpoint: StateArrived comes by mail."""
+        """Download the optimizer state of the job's checkpoint: StateDownloaded comes by inbox."""
         self._call(self._spawn_with, self._deliveries.fetch_state, sync_pb2.DownloadRequest.OPTIMIZER, limit, 0)
 
     def want_peer_state(self, limit: int) -> None:
-        """Ask for a healthy peer's inner optimizer state: StateArrived comes by mail."""
+        """Ask for a healthy peer's inner optimizer state: StateDownloaded comes by inbox."""
         self._state_limit = limit
         self.say("peer", sync_pb2.LearnerMessage(peer_state_wanted=sync_pb2.PeerStateWanted()))
 
@@ -217,13 +230,13 @@ class Exchange:
             time.sleep(0.02)
         return False
 
-    def farewell(self, timeout: float) -> bool:
+    def leave(self, timeout: float) -> bool:
         """Say Drained, hang up, and wait until the syncer has read it; said again if the session
         breaks first. False: it did not come through in time."""
         self.say("drained", sync_pb2.LearnerMessage(drained=sync_pb2.Drained()), lasting=True)
         end = time.monotonic() + timeout
         while not self._parted and time.monotonic() < end and self._thread.is_alive():
-            self._call(self._part)
+            self._call(self._half_close)
             time.sleep(0.02)
         return self._parted
 
@@ -232,19 +245,19 @@ class Exchange:
         if self._thread.is_alive():
             self._call(self._close)
             self._thread.join(timeout)
-            self._bell.put(None)
-            self._ringer.join(1.0)
+            self._calls.put(None)
+            self._waker.join(1.0)
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _call(self, function: Callable[..., object], *arguments: Any) -> None:
-        self._bell.put((function, arguments))
+        self._calls.put((function, arguments))
 
-    def _ring(self) -> None:
+    def _forward_calls(self) -> None:
         """Hand calls on to the loop, from a thread of its own. Waking the loop is a system call
         that gives up the interpreter lock, and whoever makes it gets the lock back only after
         the loop has done its work: measured, 0.9 ms of the training thread's time a push. A
         SimpleQueue wakes this thread without giving up the lock."""
-        while (call := self._bell.get()) is not None:
+        while (call := self._calls.get()) is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
                 self._loop.call_soon_threadsafe(call[0], *call[1])
 
@@ -265,7 +278,7 @@ class Exchange:
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.close()
 
-    def _part(self) -> None:
+    def _half_close(self) -> None:
         """Hang up once Drained was handed over: that the syncer then ends the session in good
         order says that it has read it."""
         session = self._session
@@ -295,7 +308,7 @@ class Exchange:
                 reason = await self._connect(address)
             if time.monotonic() - started > _STEADY_SECONDS:
                 attempt, lost = 0, time.monotonic()
-            self.standing = replace(self.standing, reason=reason)
+            self.connection = replace(self.connection, reason=reason)
             if self._closing or self._parted:
                 return
             if reason != said or attempt % 20 == 19:
@@ -310,13 +323,13 @@ class Exchange:
         """One connection, from its beginning to its end; why it ended. Raises RefusedError."""
         problem = self._read_credentials()
         if self._credentials is None:  # a pod's Secret may be put right while it waits
-            self.standing = replace(self.standing, refused=(UNUSABLE, problem))
+            self.connection = replace(self.connection, refused=(UNUSABLE, problem))
             return problem
         try:
             credentials = await vouched(self._credentials, address, self._names)
         except VouchError as error:
             if error.reason:  # not for good: a Secret may be put right, on either side
-                self.standing = replace(self.standing, refused=(error.reason, str(error)))
+                self.connection = replace(self.connection, refused=(error.reason, str(error)))
             return str(error)
         metadata = credentials.metadata()
         control = credentials.aio_channel(address, channels.channel_options())
@@ -339,8 +352,8 @@ class Exchange:
             self._outbox.begin_session()
             self._session = session
             self.connected = True
-            self.standing = replace(
-                self.standing, connected=True, joined=True, refused=None, sessions=self.standing.sessions + 1
+            self.connection = replace(
+                self.connection, connected=True, joined=True, refused=None, sessions=self.connection.sessions + 1
             )
             self._handle(first)
             await session.run(self._outbox, self._heartbeat, self._handle, self._probe.stamp)
@@ -349,7 +362,7 @@ class Exchange:
             assert isinstance(ending, SessionEnded)
             reason = str(ending)
             if ending.unauthenticated:  # not for good: a syncer with another token may follow
-                self.standing = replace(self.standing, refused=("unauthenticated", reason))
+                self.connection = replace(self.connection, refused=("unauthenticated", reason))
             self._parted = session.hung_up and ending.clean and self._outbox.empty
         except* limits.WireError as group:
             reason = f"the syncer broke the protocol: {_first(group)}"
@@ -360,7 +373,7 @@ class Exchange:
             self._session = None
             self.connected = False
             self._deliveries.close()
-            self.standing = replace(self.standing, connected=False)
+            self.connection = replace(self.connection, connected=False)
             session.cancel()
             await self._cancel_work()
             self._bytes = list(self.transferred)
@@ -368,7 +381,7 @@ class Exchange:
             for channel in [control, *bulk]:
                 await channel.close(None)
             if lost:
-                self._inbox.put(mail.Disconnected())
+                self._inbox.put(Disconnected())
         return reason
 
     def _read_credentials(self) -> str:
@@ -408,7 +421,7 @@ class Exchange:
 
     def _refused(self, refusal: sync_pb2.Refusal) -> None:
         log.warning("refused by the syncer (%s): %s", refusal.reason, refusal.message)
-        self.standing = replace(self.standing, refused=(refusal.reason, refusal.message))
+        self.connection = replace(self.connection, refused=(refusal.reason, refusal.message))
         if refusal.fatal:
             raise RefusedError(refusal.reason, refusal.message)
 
@@ -424,22 +437,22 @@ class Exchange:
         elif kind == "pull":
             pull = message.pull
             self._known(pull.fragment)
-            self._inbox.put(mail.Pulled(pull.fragment, pull.round, pull.epoch, pull.version))
+            self._inbox.put(PushRequested(pull.fragment, pull.round, pull.epoch, pull.version))
         elif kind == "announcement":
             self._announced(message.announcement)
         elif kind == "lease":
-            self._inbox.put(mail.Leased(_grant(message.lease)))
+            self._inbox.put(LeaseGranted(_lease_grant(message.lease)))
         elif kind == "phase":
             self._phase(message.phase)
         elif kind == "peer_state_request":
-            self._inbox.put(mail.StateWanted(message.peer_state_request.transfer))
+            self._inbox.put(StateRequested(message.peer_state_request.transfer))
         elif kind == "peer_state_ready":
             transfer = message.peer_state_ready.transfer
             if transfer:
                 what = sync_pb2.DownloadRequest.PEER_STATE
                 self._spawn_with(self._deliveries.fetch_state, what, self._state_limit, transfer)
             else:
-                self._inbox.put(mail.StateArrived(True, None))
+                self._inbox.put(StateDownloaded(True, None))
         elif kind == "base_request":
             self._known(message.base_request.fragment)
             self._spawn_with(self._deliveries.give_base, message.base_request)
@@ -450,53 +463,51 @@ class Exchange:
 
     def _welcome(self, welcome: sync_pb2.Welcome) -> None:
         standby = welcome.standby and not self._idle
-        self.standing = replace(self.standing, epoch=welcome.epoch, standby=standby, slot=-1)
+        self.connection = replace(self.connection, epoch=welcome.epoch, standby=standby, slot=-1)
         if self._idle:
             self._phase(welcome.phase)
             return
         trained = any(announcement.version > 0 for announcement in welcome.fragments)
-        self._heed(welcome.settings)
-        self._inbox.put(mail.Welcomed(trained, welcome.optimizer_bytes, self._hub))
+        self._apply_settings(welcome.settings)
+        self._inbox.put(Welcomed(trained, welcome.optimizer_bytes, self._syncer_settings))
         if welcome.HasField("seat"):
             self._seated(welcome.seat)
         elif not welcome.observer:
             self._take_place(0, 0)
             self._outbox.report(None)
-            self._inbox.put(mail.Unseated())
+            self._inbox.put(Unseated())
         for announcement in welcome.fragments:
             self._announced(announcement)
         self._phase(welcome.phase)
         if welcome.initialise:
-            self._inbox.put(mail.InitialWanted())
+            self._inbox.put(InitialRequested())
 
-    def _heed(self, settings: str) -> None:
-        """The syncer's settings go before this process's own."""
-        hub = HubSettings.read(settings)
-        self.standing = replace(self.standing, hub=hub)
-        if hub is None or hub == self._hub:
+    def _apply_settings(self, document: str) -> None:
+        """Use the syncer's settings instead of the job file's."""
+        settings = SyncerSettings.read(document)
+        self.connection = replace(self.connection, settings=settings)
+        if settings is None or settings == self._syncer_settings:
             return
         log.info("the syncer's settings differ from this process's, and are used from now on")
-        self._hub = hub
-        self._deliveries.encoding = hub.sync.compression.up
-        self._heartbeat = hub.sync.heartbeat.interval_seconds
-        self.feedback.enabled = hub.sync.compression.error_feedback
+        self._syncer_settings = settings
+        self._deliveries.encoding = settings.sync.compression.up
+        self._heartbeat = settings.sync.heartbeat.interval_seconds
+        self.feedback.enabled = settings.sync.compression.error_feedback
 
     def _seated(self, seat: sync_pb2.Seat) -> None:
         self._take_place(seat.slot, seat.incarnation)
-        self.standing = replace(self.standing, standby=False, slot=seat.slot)
+        self.connection = replace(self.connection, standby=False, slot=seat.slot)
         if not seat.continuing:
             self._tenure = seat.incarnation
             self._outbox.report(None)
-        leases = tuple(_grant(lease) for lease in seat.leases)
-        self._inbox.put(
-            mail.Seated(seat.slot, seat.incarnation, seat.continuing, seat.slot_step, seat.slot_tokens, leases)
-        )
+        leases = tuple(_lease_grant(lease) for lease in seat.leases)
+        self._inbox.put(Seated(seat.slot, seat.incarnation, seat.continuing, seat.slot_step, seat.slot_tokens, leases))
 
     def _phase(self, phase: sync_pb2.Phase) -> None:
         if phase.name != sync_pb2.PHASE_UNSPECIFIED:
             name = sync_pb2.PhaseName.Name(phase.name).removeprefix("PHASE_").lower()
-            self.standing = replace(self.standing, phase=name, message=phase.message)
-            self._inbox.put(mail.PhaseChanged(name, phase.message))
+            self.connection = replace(self.connection, phase=name, message=phase.message)
+            self._inbox.put(PhaseChanged(name, phase.message))
 
     def _take_place(self, slot: int, incarnation: int) -> None:
         old = self._deliveries.identity
@@ -509,7 +520,7 @@ class Exchange:
         self._deliveries.announced(news)
         self._versions[news.fragment] = news.version
         if len(self._versions) == len(self._layout):
-            self.standing = replace(self.standing, merges=sum(self._versions.values()))
+            self.connection = replace(self.connection, merges=sum(self._versions.values()))
 
     def _known(self, fragment: int) -> None:
         if fragment >= len(self._layout):
@@ -530,7 +541,7 @@ class Exchange:
 
     def _fail(self, error: BaseException) -> None:
         failure = error if isinstance(error, WorkerError) else WorkerError(f"{type(error).__name__}: {error}")
-        self._inbox.put(mail.Failure(failure))
+        self._inbox.put(Failed(failure))
 
     async def _cancel_work(self) -> None:
         for task in list(self._work):
@@ -555,8 +566,8 @@ def _own_names(credentials: Credentials, settings: WorkerSettings) -> Names:
         raise CredentialsError(f"{credentials.directory}/tls.crt: {error}") from error
 
 
-def _grant(lease: sync_pb2.Lease) -> Grant:
-    return Grant(lease.lease, lease.data_epoch, lease.block, lease.start, lease.end, lease.block_size)
+def _lease_grant(lease: sync_pb2.Lease) -> LeaseGrant:
+    return LeaseGrant(lease.lease, lease.data_epoch, lease.block, lease.start, lease.end, lease.block_size)
 
 
 def _first(group: BaseExceptionGroup[Any]) -> BaseException:

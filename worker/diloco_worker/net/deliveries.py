@@ -7,7 +7,7 @@ decoding go to threads (``transfers``). Between ``begin`` and ``close`` there is
 ``transfers`` is its connections. What ends with them:
 
 - announcements not fetched yet: the next session announces every fragment anew;
-- queued pushes, and one that got no answer: their fate is open (``Verdict.accepted`` None).
+- queued pushes, and one that got no answer: their fate is open (``PushAnswered.accepted`` None).
 
 What stays: the versions held, which a Join names, and the newest roll-back of each fragment.
 
@@ -28,10 +28,10 @@ from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.wire import bulk, limits, sync_pb2
 from diloco_worker.core.adoption import Broadcast
 from diloco_worker.fragments import Floats, Vector
-from diloco_worker.net import inbox as mail
-from diloco_worker.net.fragment_cache import Holding, Holdings
+from diloco_worker.net.fragment_cache import CachedVersion, FragmentCache
+from diloco_worker.net.inbox import Announced, Downloaded, FrozenDownloaded, Inbox, PushAnswered, StateDownloaded
 from diloco_worker.net.session import Outbox
-from diloco_worker.net.transfers import Feedback, Identity, Push, Transfers, pause
+from diloco_worker.net.transfers import ErrorFeedback, Identity, Push, Transfers, pause
 from diloco_worker.settings import ConfigurationError
 
 log = logging.getLogger(__name__)
@@ -52,9 +52,9 @@ class Deliveries:
     def __init__(
         self,
         layout: Layout,
-        inbox: mail.Inbox,
+        inbox: Inbox,
         outbox: Outbox,
-        feedback: Feedback,
+        feedback: ErrorFeedback,
         identity: Identity,
         encoding: str,
         spawn: Spawn,
@@ -66,7 +66,7 @@ class Deliveries:
         self.identity = identity
         self.encoding = encoding
         self.feedback = feedback
-        self.holdings = Holdings(len(layout))
+        self.holdings = FragmentCache(len(layout))
         self.transfers: Transfers | None = None
         self.open = False  # pushes and version 0 may go out
         self._layout = layout
@@ -125,7 +125,7 @@ class Deliveries:
         self._news[news.fragment] = news
         if news.reset:
             self._resets[news.fragment] = (news.epoch, news.version)
-        self._inbox.put(mail.Heard(self._broadcast(news), news.job_tokens))
+        self._inbox.put(Announced(self._broadcast(news), news.job_tokens))
         if self._eager or self.holdings.get(news.fragment) is None:
             self._fetch(news.fragment)
 
@@ -165,13 +165,13 @@ class Deliveries:
                 attempt = 0
                 self.holdings.put(holding)
                 vector = self._pinned(holding.values)
-                self._inbox.put(mail.Arrived(self._broadcast(news), vector, news.job_tokens))
+                self._inbox.put(Downloaded(self._broadcast(news), vector, news.job_tokens))
                 if self._news.get(fragment) is news or not self._eager:
                     break
         finally:
             self._fetching.discard(fragment)
 
-    async def _holding(self, news: sync_pb2.Announcement, attempt: int) -> Holding | None:
+    async def _holding(self, news: sync_pb2.Announcement, attempt: int) -> CachedVersion | None:
         assert self.transfers is not None
         known = self.holdings.get(news.fragment)
         if known is not None and known.news.version == news.version and known.news.full == news.full:
@@ -241,11 +241,11 @@ class Deliveries:
     # ------------------------------------------------------- pushes
 
     def push(self, push: Push) -> None:
-        """Encoded and sent, a few at a time in order; the Verdict comes by mail."""
+        """Encoded and sent, a few at a time in order; the PushAnswered comes by inbox."""
         if not self.open or len(self._pushes) >= _MOST_QUEUED_PUSHES:
             self._verdict(push, None, "", "there is no connection")
             return
-        self.feedback.queued(push.plan.fragment, push.plan.sequence)
+        self.feedback.expect_push(push.plan.fragment, push.plan.sequence)
         self._pushes.append(push)
         if self._pushing < _PUSHES_AT_ONCE:
             self._pushing += 1
@@ -287,24 +287,24 @@ class Deliveries:
 
     def _verdict(self, push: Push, accepted: bool | None, reason: str, message: str) -> None:
         plan = push.plan
-        self._inbox.put(mail.Verdict(plan.fragment, plan.sequence, accepted, reason, message))
+        self._inbox.put(PushAnswered(plan.fragment, plan.sequence, accepted, reason, message))
 
     # ------------------------------------------------------- states
 
     async def fetch_frozen(self, limit: int) -> None:
-        """The frozen parameters: FrozenArrived comes by mail. ``limit``: most bytes."""
+        """The frozen parameters: FrozenDownloaded comes by inbox. ``limit``: most bytes."""
         found = await self._blob(sync_pb2.DownloadRequest.FROZEN, limit, 0)
-        self._inbox.put(mail.FrozenArrived(found[1] if found else None))
+        self._inbox.put(FrozenDownloaded(found[1] if found else None))
 
     async def fetch_state(self, what: Any, limit: int, transfer: int) -> None:
-        """An inner optimizer's state (``what``: the checkpoint's or a peer's): StateArrived comes by mail."""
+        """An inner optimizer's state (``what``: the checkpoint's or a peer's): StateDownloaded comes by inbox."""
         found = await self._blob(what, limit, transfer)
         peer = what == sync_pb2.DownloadRequest.PEER_STATE
         if found is None:
-            self._inbox.put(mail.StateArrived(peer, None))
+            self._inbox.put(StateDownloaded(peer, None))
         else:
             versions = tuple((held.epoch, held.version) for held in found[0].versions)
-            self._inbox.put(mail.StateArrived(peer, found[1], versions))
+            self._inbox.put(StateDownloaded(peer, found[1], versions))
 
     async def _blob(self, what: Any, limit: int, transfer: int) -> tuple[sync_pb2.DownloadHeader, bytes] | None:
         for attempt in range(_BLOB_TRIES):

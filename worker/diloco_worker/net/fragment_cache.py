@@ -17,7 +17,7 @@ from diloco_worker.fragments import Floats
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class CachedVersion:
     """One version: how it was announced, its values float32[elements], and its receipt, unread."""
 
     news: sync_pb2.Announcement
@@ -37,18 +37,18 @@ class Holding:
         return data
 
 
-class Holdings:
-    """The newest ``Holding`` of each fragment. Belongs to the exchange's thread."""
+class FragmentCache:
+    """The newest ``CachedVersion`` of each fragment. Belongs to the exchange's thread."""
 
     def __init__(self, fragments: int) -> None:
         self._fragments = fragments
-        self._newest: dict[int, Holding] = {}
+        self._newest: dict[int, CachedVersion] = {}
 
-    def put(self, holding: Holding) -> None:
+    def put(self, holding: CachedVersion) -> None:
         """A version is here; it replaces the one before."""
         self._newest[holding.news.fragment] = holding
 
-    def get(self, fragment: int) -> Holding | None:
+    def get(self, fragment: int) -> CachedVersion | None:
         """The newest version of the fragment."""
         return self._newest.get(fragment)
 

@@ -12,8 +12,8 @@ import time
 from dataclasses import dataclass, replace
 
 from diloco_worker.core.adoption import Broadcast
-from diloco_worker.core.leases import Grant
-from diloco_worker.core.syncer_settings import HubSettings
+from diloco_worker.core.leases import LeaseGrant
+from diloco_worker.core.syncer_settings import SyncerSettings
 from diloco_worker.fragments import Vector
 
 
@@ -26,7 +26,7 @@ class Seated:
     continuing: bool
     slot_step: int
     slot_tokens: int
-    leases: tuple[Grant, ...]
+    leases: tuple[LeaseGrant, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,11 @@ class Welcomed:
 
     trained: bool
     optimizer_bytes: int
-    hub: HubSettings | None = None
+    settings: SyncerSettings | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class Announced:
     """A broadcast was announced; its bytes come by themselves, or (observers) when asked for."""
 
     news: Broadcast
@@ -54,7 +54,7 @@ class Heard:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class Downloaded:
     """A broadcast's bytes are here: ready to be adopted."""
 
     news: Broadcast
@@ -63,7 +63,7 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True)
-class Pulled:
+class PushRequested:
     """The syncer asks for a push in this round; ``version`` is v_p."""
 
     fragment: int
@@ -73,7 +73,7 @@ class Pulled:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class PushAnswered:
     """The answer to a push. ``accepted`` None: none came, its fate is open."""
 
     fragment: int
@@ -84,10 +84,10 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Leased:
+class LeaseGranted:
     """One more block."""
 
-    grant: Grant
+    grant: LeaseGrant
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,26 +99,26 @@ class PhaseChanged:
 
 
 @dataclass(frozen=True, slots=True)
-class InitialWanted:
+class InitialRequested:
     """This process shall upload version 0."""
 
 
 @dataclass(frozen=True, slots=True)
-class FrozenArrived:
+class FrozenDownloaded:
     """The job's frozen parameters, safetensors; None: version 0 has none."""
 
     data: bytes | None
 
 
 @dataclass(frozen=True, slots=True)
-class StateWanted:
+class StateRequested:
     """A newcomer (or the checkpoint) wants this learner's inner optimizer state."""
 
     transfer: int
 
 
 @dataclass(frozen=True, slots=True)
-class StateArrived:
+class StateDownloaded:
     """An inner optimizer state, safetensors, of a peer or of the job's checkpoint; None: there is
     none to be had. ``versions``: (epoch, version) per fragment at the peer's snapshot."""
 
@@ -133,7 +133,7 @@ class Disconnected:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class Failed:
     """The background cannot go on: the training thread raises this."""
 
     error: Exception
@@ -143,18 +143,18 @@ Item = (
     Seated
     | Unseated
     | Welcomed
-    | Heard
-    | Arrived
-    | Pulled
-    | Verdict
-    | Leased
+    | Announced
+    | Downloaded
+    | PushRequested
+    | PushAnswered
+    | LeaseGranted
     | PhaseChanged
-    | InitialWanted
-    | FrozenArrived
-    | StateWanted
-    | StateArrived
+    | InitialRequested
+    | FrozenDownloaded
+    | StateRequested
+    | StateDownloaded
     | Disconnected
-    | Failure
+    | Failed
 )
 
 
@@ -171,12 +171,12 @@ class Inbox:
         self._items: dict[tuple[object, ...], Item] = {}
         self._count = 0
         self._filled = threading.Condition()
-        self._poked = False
+        self._notified = False
 
-    def poke(self) -> None:
-        """Wake whoever waits: something that is not mail is there (a batch)."""
+    def notify(self) -> None:
+        """Wake whoever waits: something that is not inbox is there (a batch)."""
         with self._filled:
-            self._poked = True
+            self._notified = True
             self._filled.notify_all()
 
     def put(self, item: Item) -> None:
@@ -187,7 +187,7 @@ class Inbox:
             self._items[key] = item  # a dict keeps the order: what was replaced comes at the end
             self._filled.notify_all()
 
-    def take(self) -> list[Item]:
+    def take_all(self) -> list[Item]:
         """Everything there is now, without waiting."""
         if not self._items:
             return []
@@ -197,28 +197,28 @@ class Inbox:
         return items
 
     def wait(self, timeout: float) -> bool:
-        """Until there is mail, or a poke, at most ``timeout`` seconds."""
+        """Until there is inbox, or a call of ``notify``, at most ``timeout`` seconds."""
         end = time.monotonic() + timeout
         with self._filled:
-            while not self._items and not self._poked:
+            while not self._items and not self._notified:
                 left = end - time.monotonic()
                 if left <= 0:
                     return False
                 self._filled.wait(left)
-            self._poked = False
+            self._notified = False
             return True
 
 
 def _states(item: Item) -> tuple[object, ...] | None:
     """What the item tells the state of: a newer one of the same makes it old news. None: an event."""
     match item:
-        case Arrived() | Heard():
+        case Downloaded() | Announced():
             return type(item), item.news.fragment
-        case Pulled():
-            return Pulled, item.fragment
+        case PushRequested():
+            return PushRequested, item.fragment
         case Seated() | Unseated():
             return (Seated,)
-        case PhaseChanged() | Welcomed() | InitialWanted() | Disconnected() | Failure():
+        case PhaseChanged() | Welcomed() | InitialRequested() | Disconnected() | Failed():
             return (type(item),)
         case _:
             return None
@@ -226,7 +226,7 @@ def _states(item: Item) -> tuple[object, ...] | None:
 
 def _following(before: Item | None, item: Item) -> Item:
     """``item`` in place of ``before``: a tenure that was not noticed to begin does not go on."""
-    if isinstance(before, Failure):
+    if isinstance(before, Failed):
         return before  # the first is the cause
     if isinstance(item, Seated) and item.continuing and before is not None:
         return replace(item, continuing=isinstance(before, Seated) and before.continuing)

@@ -22,7 +22,7 @@ _ECHOES = 16  # of which the shortest counts
 _LOST_SECONDS = 60.0  # after which an echo is not waited for any more
 
 
-class Probe:
+class LinkProbe:
     """One process's link, as seen from its side."""
 
     def __init__(self) -> None:

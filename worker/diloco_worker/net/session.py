@@ -62,7 +62,7 @@ class Outbox:
 
     def begin_session(self) -> None:
         """A new session: lasting messages are said again, and lease requests are forgotten
-        (the feed asks again when it knows what the slot holds)."""
+        (the prefetcher asks again when it knows what the slot holds)."""
         for key in [key for key in self._other if key.startswith(LEASE)]:
             del self._other[key]
         self._other.update(self._lasting)

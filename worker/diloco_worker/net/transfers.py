@@ -25,7 +25,7 @@ from diloco_protocol.common.meter import Meter
 from diloco_protocol.wire import bulk, limits, services, sync_pb2
 from diloco_worker.core.adoption import PushPlan
 from diloco_worker.fragments import Floats, Vector
-from diloco_worker.net.fragment_cache import Holding
+from diloco_worker.net.fragment_cache import CachedVersion
 
 T = TypeVar("T")
 _BUSY_TRIES = 20
@@ -42,7 +42,7 @@ class Push:
     report: sync_pb2.Report
 
 
-class Feedback:
+class ErrorFeedback:
     """Error feedback of all fragments: sum of what was decoded + residual = sum of merged Δ."""
 
     def __init__(self, fragments: int, enabled: bool) -> None:
@@ -57,23 +57,23 @@ class Feedback:
         return self._residual[fragment]
 
     @property
-    def open(self) -> int:
+    def open_pushes(self) -> int:
         """Pushes whose fate is open, over all fragments."""
         return sum(len(pushes) for pushes in self._open)
 
-    def queued(self, fragment: int, sequence: int) -> None:
+    def expect_push(self, fragment: int, sequence: int) -> None:
         """A push will be encoded. One that is settled before that keeps nothing."""
         if self.enabled:
             with self._lock:
                 self._open[fragment].setdefault(sequence, None)
 
-    def encoded(self, fragment: int, sequence: int, dropped: Floats) -> None:
+    def record_dropped(self, fragment: int, sequence: int, dropped: Floats) -> None:
         """What r_p becomes if this push is merged."""
         with self._lock:
             if sequence in self._open[fragment]:
                 self._open[fragment][sequence] = dropped
 
-    def settled(self, fragment: int, merged: int, forget: Sequence[int]) -> None:
+    def resolve_pushes(self, fragment: int, merged: int, forget: Sequence[int]) -> None:
         """``merged`` (0: none) was merged; the others in ``forget`` were not."""
         with self._lock:
             dropped = self._open[fragment].get(merged)
@@ -82,7 +82,7 @@ class Feedback:
             for sequence in (merged, *forget):
                 self._open[fragment].pop(sequence, None)
 
-    def new_tenure(self) -> None:
+    def forget_open_pushes(self) -> None:
         """Nothing of the tenure before will be confirmed; r_p of what was merged stays."""
         with self._lock:
             for pushes in self._open:
@@ -125,7 +125,7 @@ class Transfers:
     # ------------------------------------------------------------------ up
 
     async def push(
-        self, push: Push, who: Identity, encoding: str, layout_digest: str, feedback: Feedback
+        self, push: Push, who: Identity, encoding: str, layout_digest: str, feedback: ErrorFeedback
     ) -> sync_pb2.UploadReply:
         """Encode and upload one push; the syncer's verdict. Raises wire.TransferError when no
         answer came, in which case the push may have been accepted."""
@@ -189,7 +189,7 @@ class Transfers:
         )
         return await self._upload(header, data)
 
-    async def base(self, who: Identity, holding: Holding) -> sync_pb2.UploadReply:
+    async def base(self, who: Identity, holding: CachedVersion) -> sync_pb2.UploadReply:
         """Give back a version that the syncer's store lost. Raises wire.TransferError."""
         news = holding.news
         header = sync_pb2.UploadHeader(
@@ -229,8 +229,8 @@ class Transfers:
     # ------------------------------------------------------------------ down
 
     async def fragment(
-        self, who: Identity, news: sync_pb2.Announcement, elements: int, held: Holding | None
-    ) -> Holding | None:
+        self, who: Identity, news: sync_pb2.Announcement, elements: int, held: CachedVersion | None
+    ) -> CachedVersion | None:
         """The announced version of a fragment, float32[elements]; None: the syncer has it no more.
 
         ``held``: what this process has of the fragment; a delta may apply to it.
@@ -247,11 +247,11 @@ class Transfers:
                 update = await self.run(codec.decode, found[1], news.delta.encoding, elements)
                 values: Floats = held.values + update
                 if full.encoding != "float32" or await self.run(bulk.checksum, values) == full.checksum:
-                    return Holding(news, values, found[0])
+                    return CachedVersion(news, values, found[0])
         found = await self._fetch(who, sync_pb2.DownloadRequest.FULL, news, full)
         if found is None:
             return None
-        return Holding(news, await self.run(codec.decode, found[1], full.encoding, elements), found[0])
+        return CachedVersion(news, await self.run(codec.decode, found[1], full.encoding, elements), found[0])
 
     async def _fetch(
         self, who: Identity, what: Any, news: sync_pb2.Announcement, payload: sync_pb2.Payload
@@ -286,7 +286,7 @@ class Transfers:
         return header, await self.run(data.tobytes)
 
 
-def encode_push(push: Push, encoding: str, feedback: Feedback) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def encode_push(push: Push, encoding: str, feedback: ErrorFeedback) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Δ = base - θ (plus the residual), encoded."""
     plan = push.plan
     delta: Floats = np.subtract(push.base.array, push.theta.array)
@@ -296,7 +296,7 @@ def encode_push(push: Push, encoding: str, feedback: Feedback) -> np.ndarray[Any
     if residual is None:
         residual = np.zeros_like(delta)
     encoded, dropped = codec.encode_with_feedback(delta, residual, encoding)
-    feedback.encoded(plan.fragment, plan.sequence, dropped)
+    feedback.record_dropped(plan.fragment, plan.sequence, dropped)
     return encoded
 
 

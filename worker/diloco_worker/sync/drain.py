@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from diloco_worker.phases import ENDED
-from diloco_worker.sync.synchronizer import Participant
+from diloco_worker.sync.synchronizer import Synchronizer
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class _Offer:
 
 
 def offer_everything(
-    participant: Participant, until: Callable[[], float] = lambda: math.inf
+    synchronizer: Synchronizer, until: Callable[[], float] = lambda: math.inf
 ) -> list[tuple[int, int, str]]:
     """Offer, wait for the acknowledgements. Returns what was given up: (fragment, tokens, why).
 
@@ -66,42 +66,42 @@ def offer_everything(
     drains because its job ends may be told to leave meanwhile.
     Raises WorkerError if the learner cannot go on (fenced for good, contradicting broadcasts).
     """
-    participant.begin_drain()
-    offers = [_Offer() for _ in participant.adoption.fragments]
+    synchronizer.begin_drain()
+    offers = [_Offer() for _ in synchronizer.adoption.fragments]
     now = time.monotonic()
     end, patience = now + LONGEST_SECONDS, now + PATIENCE_SECONDS
     while True:
-        participant.boundary()
+        synchronizer.boundary()
         now = time.monotonic()
-        if _look(participant, offers, now):
+        if _look(synchronizer, offers, now):
             patience = now + PATIENCE_SECONDS
         left = [p for p, offer in enumerate(offers) if not offer.done and not offer.given_up]
-        if not left or participant.phase in ENDED or not participant.seated:
+        if not left or synchronizer.phase in ENDED or not synchronizer.seated:
             break
         if now > min(end, patience, until()):
             for p in left:
                 offers[p].given_up = "no acknowledgement in time"
             break
-        participant.wait_mail(0.05)
+        synchronizer.wait_mail(0.05)
     given_up = []
     for p, offer in enumerate(offers):
-        tokens = participant.adoption.pending_tokens(p)
+        tokens = synchronizer.adoption.pending_tokens(p)
         if not offer.done and tokens:
-            given_up.append((p, tokens, offer.given_up or f"the job is {participant.phase}"))
+            given_up.append((p, tokens, offer.given_up or f"the job is {synchronizer.phase}"))
     for p, tokens, why in given_up:
         log.warning("fragment %d: %d tokens were not taken over: %s", p, tokens, why)
     return given_up
 
 
-def _look(participant: Participant, offers: list[_Offer], now: float) -> bool:
+def _look(synchronizer: Synchronizer, offers: list[_Offer], now: float) -> bool:
     """Take verdicts, send offers that are due; whether anything moved on."""
     progress = False
-    adoption = participant.adoption
+    adoption = synchronizer.adoption
     for p, offer in enumerate(offers):
         base = adoption.fragments[p].base
         version = base.version if base is not None else 0
         if offer.sequence is not None:
-            verdict = participant.verdicts.pop((p, offer.sequence), None)
+            verdict = synchronizer.verdicts.pop((p, offer.sequence), None)
             if verdict is None:
                 continue
             offer.sequence, progress = None, True
@@ -116,7 +116,7 @@ def _look(participant: Participant, offers: list[_Offer], now: float) -> bool:
                 offer.again_at = now + 0.2 * 2**offer.tries
         if offer.waits_above is not None and version > offer.waits_above:
             offer.waits_above, offer.again_at, progress = None, now, True
-    if not participant.online:
+    if not synchronizer.online:
         return progress
     flying = sum(offer.sequence is not None for offer in offers)
     order = adoption.drain_order()
@@ -133,7 +133,7 @@ def _look(participant: Participant, offers: list[_Offer], now: float) -> bool:
         if now >= offer.again_at:
             base = adoption.fragments[p].base
             offer.made_on = base.version if base is not None else 0
-            offer.sequence = participant.offer(p)
+            offer.sequence = synchronizer.offer(p)
             offer.tries += 1
             flying += 1
     return progress

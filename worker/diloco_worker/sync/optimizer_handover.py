@@ -25,10 +25,10 @@ import torch
 
 from diloco_protocol.wire import limits
 from diloco_worker.core.adoption import Adoption
-from diloco_worker.net import inbox
-from diloco_worker.net.client import Exchange
+from diloco_worker.net.client import SyncerClient
+from diloco_worker.net.inbox import StateDownloaded
 from diloco_worker.sync import optimizer_state
-from diloco_worker.sync.optimizer_state import Received, StateRefused
+from diloco_worker.sync.optimizer_state import ReceivedState, StateRefused
 from diloco_worker.sync.slot_checkpoint import SlotCheckpoint
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ PEER, JOB, OWN = "peer", "job's checkpoint", "slot's own checkpoint"
 Held = Sequence[tuple[int, int]]  # (epoch, version) per fragment
 
 
-class Inheritance:
+class OptimizerHandover:
     """Of one learner; only the training thread calls it. ``begin_fresh`` gets the slot's step
     from which on the learning rate is warmed up."""
 
@@ -47,20 +47,20 @@ class Inheritance:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         adoption: Adoption,
-        exchange: Exchange,
+        client: SyncerClient,
         checkpoint: SlotCheckpoint,
         begin_fresh: Callable[[int], None],
     ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._adoption = adoption
-        self._exchange = exchange
+        self._client = client
         self._checkpoint = checkpoint
         self._fresh = begin_fresh
         self._limit = optimizer_state.most_bytes(model)
         self._job_has_one = False
         self._from = ""  # what is being waited for: PEER, JOB, OWN, or nothing
-        self._here: list[tuple[str, Received]] = []  # states that came, best first
+        self._here: list[tuple[str, ReceivedState]] = []  # states that came, best first
         self._deadline = 0.0
 
     # ------------------------------------------------------------------ what it takes
@@ -83,18 +83,18 @@ class Inheritance:
             return
         self._deadline = time.monotonic() + max(WAIT_SECONDS, limits.transfer_seconds(self._limit) / 2)
         if self._from == PEER:
-            self._exchange.want_peer_state(self._limit)
+            self._client.want_peer_state(self._limit)
         elif self._from == JOB:
-            self._exchange.fetch_optimizer(self._limit)
+            self._client.fetch_optimizer(self._limit)
 
-    def take(self, item: inbox.StateArrived) -> None:
+    def receive_state(self, item: StateDownloaded) -> None:
         """An answer came."""
         if self._here or self._from != (PEER if item.peer else JOB):
             return  # too late
         if not item.peer:
             self._choose(item.data, "the job's checkpoint has none to be had")
         elif item.data is not None:
-            self._here = [(PEER, Received(item.data, item.versions))]
+            self._here = [(PEER, ReceivedState(item.data, item.versions))]
         else:
             self._look_on_disks("no peer has one")
 
@@ -150,16 +150,16 @@ class Inheritance:
     def _choose(self, job: bytes | None, why: str) -> None:
         """Order the job's and the slot's own, the newer first. One that does not say where it was
         made counts as the older."""
-        found: list[tuple[tuple[int, int, int], str, Received]] = []
+        found: list[tuple[tuple[int, int, int], str, ReceivedState]] = []
         if job is not None:
             try:
                 origin = optimizer_state.origin_of(job)
-                found.append((origin.age if origin else (0, 0, 0), JOB, Received(job, ())))
+                found.append((origin.age if origin else (0, 0, 0), JOB, ReceivedState(job, ())))
             except StateRefused as error:
                 why = f"the state of the {JOB} is not used: {error}"
         own = self._checkpoint.load()
         if own is not None:
-            found.append((own[1].age, OWN, Received(own[0], own[1].versions)))
+            found.append((own[1].age, OWN, ReceivedState(own[0], own[1].versions)))
         found.sort(key=lambda one: one[0], reverse=True)
         self._here = [(name, state) for _, name, state in found]
         self._next(why, chosen=True)
@@ -182,9 +182,9 @@ class Inheritance:
             origin = self._checkpoint.origin(self._adoption.now.step, held)
             encode = optimizer_state.snapshot(self._model, self._optimizer, origin)
         if encode is None:
-            self._exchange.no_state(transfer)
+            self._client.no_state(transfer)
         else:
-            self._exchange.send_state(transfer, encode, held)
+            self._client.send_state(transfer, encode, held)
 
     def checkpoint(self, held: Callable[[], Held]) -> None:
         """After a step: the slot's own checkpoint, where one is due."""

@@ -173,7 +173,7 @@ def _metadata(data: bytes) -> dict[str, str]:
 
 
 @dataclass(slots=True)
-class Received:
+class ReceivedState:
     """A peer's state that waits until this learner's versions are at least the peer's."""
 
     data: bytes

@@ -2,12 +2,12 @@
 
 Theory of operation
 -------------------
-``Participant`` joins four things: the adoption rule (which decides), the model's
+``Synchronizer`` joins four things: the adoption rule (which decides), the model's
 fragments (which are copied and moved), the inbox (what the background heard) and
 the exchange (what the background shall say). Only the training thread calls it, so
 that nothing here is locked, and parameters move only between two steps.
 
-A *boundary* takes the mail, adopts the broadcasts that arrived, answers pulls with
+A *boundary* takes the inbox, adopts the broadcasts that arrived, answers pulls with
 snapshots, and leaves the newest report. That takes as long as copying a fragment
 or two. It waits only in ``await_ready`` (at the start, without a slot, paused, in
 deterministic mode), and in ``drain``; every wait ends when this process shall
@@ -27,15 +27,33 @@ from diloco_protocol.spec.job import JobSpec
 from diloco_protocol.wire import sync_pb2
 from diloco_worker import logs
 from diloco_worker.core.adoption import Adoption, AdoptionConfig, Broadcast, Decision, Kind, Rule
-from diloco_worker.core.leases import Grant
-from diloco_worker.core.syncer_settings import HubSettings
+from diloco_worker.core.leases import LeaseGrant
+from diloco_worker.core.syncer_settings import SyncerSettings
 from diloco_worker.fragments import ModelFragments, Vector, frozen_bytes, frozen_tensors, load_frozen, most_frozen_bytes
-from diloco_worker.net import inbox as mail
-from diloco_worker.net.client import Exchange
+from diloco_worker.net.client import SyncerClient
+from diloco_worker.net.inbox import (
+    Announced,
+    Disconnected,
+    Downloaded,
+    Failed,
+    FrozenDownloaded,
+    Inbox,
+    InitialRequested,
+    Item,
+    LeaseGranted,
+    PhaseChanged,
+    PushAnswered,
+    PushRequested,
+    Seated,
+    StateDownloaded,
+    StateRequested,
+    Unseated,
+    Welcomed,
+)
 from diloco_worker.net.transfers import Push
 from diloco_worker.phases import CLOSING, ENDED
 from diloco_worker.settings import ConfigurationError, WorkerError
-from diloco_worker.sync.optimizer_handover import Inheritance
+from diloco_worker.sync.optimizer_handover import OptimizerHandover
 from diloco_worker.sync.optimizer_state import Rewarm
 from diloco_worker.sync.slot_checkpoint import SlotCheckpoint
 
@@ -59,7 +77,7 @@ def adoption_config(spec: JobSpec, fragments: int) -> AdoptionConfig:
     )
 
 
-class Participant:
+class Synchronizer:
     """One learner in the job. ``stopping`` says that the process was told to end."""
 
     def __init__(
@@ -68,18 +86,18 @@ class Participant:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         layout: Layout,
-        exchange: Exchange,
-        inbox: mail.Inbox,
+        client: SyncerClient,
+        inbox: Inbox,
         fragments: ModelFragments,
         stopping: Callable[[], bool],
         checkpoint: SlotCheckpoint,
     ) -> None:
         self.spec = spec  # with the hub's settings, once they are known
-        self._hub = HubSettings.of(spec)
+        self._syncer_settings = SyncerSettings.of(spec)
         self._model = model
         self._optimizer = optimizer
         self._layout = layout
-        self._exchange = exchange
+        self._client = client
         self._inbox = inbox
         self._fragments = fragments
         self._stopping = stopping
@@ -91,25 +109,25 @@ class Participant:
         self.phase = "waiting"
         self.message = ""
         self.tenure = 0  # counts tenures; a batch drawn in an earlier one is not trained
-        self.on_leases: Callable[[tuple[Grant, ...], bool], None] = lambda grants, continuing: None
-        self.on_lease: Callable[[Grant], None] = lambda grant: None
+        self.on_leases: Callable[[tuple[LeaseGrant, ...], bool], None] = lambda grants, continuing: None
+        self.on_lease: Callable[[LeaseGrant], None] = lambda grant: None
         self.on_disconnect: Callable[[], None] = lambda: None
         self.describe: Callable[[sync_pb2.Report], None] = lambda report: None
-        self.verdicts: dict[tuple[int, int], mail.Verdict] = {}  # of offers, while draining
+        self.verdicts: dict[tuple[int, int], PushAnswered] = {}  # of offers, while draining
         self._draining = False
         self._offered: dict[int, Push] = {}  # per fragment, the offer that was sent and not refused
         self._bases: list[Vector | None] = [None] * len(layout)
         self._snapshots: dict[tuple[int, int], Vector] = {}
-        self._arrived: dict[int, mail.Arrived] = {}  # to be adopted
-        self._latest: dict[int, mail.Arrived] = {}  # newest seen, adopted or not
+        self._arrived: dict[int, Downloaded] = {}  # to be adopted
+        self._latest: dict[int, Downloaded] = {}  # newest seen, adopted or not
         self._heard: dict[int, Broadcast] = {}
-        self._pulls: dict[int, mail.Pulled] = {}
+        self._pulls: dict[int, PushRequested] = {}
         self._frozen_needed = bool(frozen_tensors(model))
         self._frozen_asked = False
         self._optimizer_bytes = 0
         self._job_trained = False
         self._waiting: dict[tuple[int, int], Push] = {}  # deterministic mode: pushes not merged yet
-        self._inheritance = Inheritance(model, optimizer, self.adoption, exchange, checkpoint, self.rewarm.begin)
+        self._handover = OptimizerHandover(model, optimizer, self.adoption, client, checkpoint, self.rewarm.begin)
 
     # ------------------------------------------------------------------ looking
 
@@ -126,7 +144,7 @@ class Participant:
             and self.adoption.complete
             and self.phase in ("training", "holding")
             and not self._frozen_needed
-            and not self._inheritance.awaited
+            and not self._handover.awaited
             and not self._deadlines()
             and not self.adoption.paused
         )
@@ -144,7 +162,7 @@ class Participant:
     @property
     def learners(self) -> int:
         """Slots of the job, as the hub has it."""
-        return self._hub.learners
+        return self._syncer_settings.learners
 
     @property
     def tokens(self) -> int:
@@ -168,11 +186,11 @@ class Participant:
         self.adoption.on_step(tokens, compute_seconds)
         self.boundary()
         if self.seated:
-            self._inheritance.checkpoint(self.held)
+            self._handover.checkpoint(self.held)
 
     def boundary(self) -> None:
         """What is due between two steps. Raises WorkerError if the learner cannot go on."""
-        for item in self._inbox.take():
+        for item in self._inbox.take_all():
             self._receive(item)
         moved = self._adopt()
         if not self._draining and self.seated and self.adoption.complete:
@@ -180,9 +198,9 @@ class Participant:
                 self._push_due()
             else:
                 self._answer_pulls()
-        if self._inheritance.awaited:
-            self._inheritance.use(self.held())
-        if moved or self._exchange.report_wanted:
+        if self._handover.awaited:
+            self._handover.use(self.held())
+        if moved or self._client.report_wanted:
             self.send_report()
 
     def await_ready(self) -> None:
@@ -195,7 +213,7 @@ class Participant:
     def send_report(self) -> None:
         """Leave the newest report; nothing before all fragments have a base."""
         if self.seated and self.adoption.complete:
-            self._exchange.report(self.report())
+            self._client.report(self.report())
 
     def report(self) -> sync_pb2.Report:
         """The report as of now."""
@@ -221,63 +239,63 @@ class Participant:
         self.describe(report)
         return report
 
-    # ------------------------------------------------------------------ mail
+    # ------------------------------------------------------------------ inbox
 
-    def _receive(self, item: mail.Item) -> None:
+    def _receive(self, item: Item) -> None:
         match item:
-            case mail.Arrived():
+            case Downloaded():
                 fragment = item.news.fragment
                 self._arrived[fragment] = self._latest[fragment] = item
-            case mail.Heard():
+            case Announced():
                 self._heard[item.news.fragment] = item.news
-            case mail.Pulled():
+            case PushRequested():
                 self._pulls[item.fragment] = item
-            case mail.Verdict():
+            case PushAnswered():
                 self._judged(item)
-            case mail.PhaseChanged():
+            case PhaseChanged():
                 if item.phase != self.phase:
                     log.info("the job is %s: %s", item.phase, item.message)
                 self.phase = item.phase
                 self.message = item.message
-            case mail.Leased():
+            case LeaseGranted():
                 self.on_lease(item.grant)
-            case mail.Seated():
+            case Seated():
                 self._sit(item)
-            case mail.Unseated():
+            case Unseated():
                 if self.seated:
                     log.warning("the slot %d was taken by another process: standing by", self.slot)
                 self.slot = -1
-                logs.tell(slot=-1)
-            case mail.Welcomed():
+                logs.set_fields(slot=-1)
+            case Welcomed():
                 self._optimizer_bytes = item.optimizer_bytes
                 self._job_trained = item.trained
-                if item.hub is not None and item.hub != self._hub:
-                    self._heed(item.hub)
+                if item.settings is not None and item.settings != self._syncer_settings:
+                    self._apply_settings(item.settings)
                 for push in self._waiting.values():
-                    self._exchange.push(push)  # deterministic mode: no pull asks again
-            case mail.InitialWanted():
+                    self._client.push(push)  # deterministic mode: no pull asks again
+            case InitialRequested():
                 self._initialise()
-            case mail.FrozenArrived():
+            case FrozenDownloaded():
                 self._take_frozen(item)
-            case mail.StateWanted():
-                self._inheritance.give(item.transfer, self.held())
-            case mail.StateArrived():
-                self._inheritance.take(item)
-            case mail.Disconnected():
+            case StateRequested():
+                self._handover.give(item.transfer, self.held())
+            case StateDownloaded():
+                self._handover.receive_state(item)
+            case Disconnected():
                 self._pulls.clear()
                 self.on_disconnect()
-            case mail.Failure():
+            case Failed():
                 raise item.error
 
-    def _heed(self, hub: HubSettings) -> None:
+    def _apply_settings(self, settings: SyncerSettings) -> None:
         """The job was changed while this process ran."""
-        self.spec, self._hub = hub.applied(self.spec), hub
+        self.spec, self._syncer_settings = settings.applied(self.spec), settings
         self.adoption.config = adoption_config(self.spec, len(self._layout))
 
-    def _sit(self, seat: mail.Seated) -> None:
+    def _sit(self, seat: Seated) -> None:
         continuing = seat.continuing and self.tenure > 0 and self.seated
         self.slot = seat.slot
-        logs.tell(slot=seat.slot)
+        logs.set_fields(slot=seat.slot)
         if not continuing:
             self.tenure += 1
             self.slot_tokens = seat.slot_tokens
@@ -288,21 +306,21 @@ class Participant:
             self._offered.clear()
             self._pulls.clear()
             self._arrived.update(self._latest)
-            self._exchange.new_tenure()
+            self._client.begin_tenure()
             above_zero = self._job_trained or any(item.news.version > 0 for item in self._latest.values())
             if seat.slot_step or self._optimizer_bytes or above_zero:
-                self._inheritance.want(self._optimizer_bytes > 0)
+                self._handover.want(self._optimizer_bytes > 0)
             log.info("slot %d, incarnation %d, from step %d", seat.slot, seat.incarnation, seat.slot_step)
         else:
-            self._inheritance.ask_again()
+            self._handover.ask_again()
         self.on_leases(seat.leases, continuing)
 
     def _initialise(self) -> None:
         vectors = [self._fragments.snapshot(p) for p in range(len(self._layout))]
         self._frozen_needed = False
-        self._exchange.upload_initial(vectors, frozen_bytes(self._model))
+        self._client.upload_initial(vectors, frozen_bytes(self._model))
 
-    def _take_frozen(self, item: mail.FrozenArrived) -> None:
+    def _take_frozen(self, item: FrozenDownloaded) -> None:
         if item.data is None:
             raise ConfigurationError(
                 "the job's version 0 has no frozen parameters and this model has: give every learner the same model"
@@ -310,7 +328,7 @@ class Participant:
         load_frozen(self._model, item.data)
         self._frozen_needed = False
 
-    def _judged(self, verdict: mail.Verdict) -> None:
+    def _judged(self, verdict: PushAnswered) -> None:
         self.verdicts[verdict.fragment, verdict.sequence] = verdict
         while len(self.verdicts) > 4 * len(self._layout):
             del self.verdicts[next(iter(self.verdicts))]
@@ -338,7 +356,7 @@ class Participant:
             moved |= self._carry_out(self.adoption.on_broadcast(arrived.news), arrived.vector)
         if self._frozen_needed and not self._frozen_asked and self.adoption.complete:
             self._frozen_asked = True
-            self._exchange.fetch_frozen(most_frozen_bytes(self._model))
+            self._client.fetch_frozen(most_frozen_bytes(self._model))
         return moved
 
     def _carry_out(self, decision: Decision, new: Vector) -> bool:
@@ -366,7 +384,7 @@ class Participant:
             self._snapshots.pop((fragment, sequence), None)
             self._waiting.pop((fragment, sequence), None)
         if merged or forget:
-            self._exchange.settled(fragment, merged, forget)
+            self._client.resolve_pushes(fragment, merged, forget)
 
     # ------------------------------------------------------------------ pushes
 
@@ -376,7 +394,7 @@ class Participant:
         Where an earlier offer has no answer, that very offer is sent again."""
         push = self._offered.get(fragment)
         if push is not None:
-            self._exchange.push(push)
+            self._client.push(push)
         else:
             push = self.push(fragment, round=0, version=0)
             if push is None:
@@ -398,7 +416,7 @@ class Participant:
         push = Push(plan, base, theta, self.report())
         if round and self.spec.sync.deterministic:
             self._waiting[fragment, plan.sequence] = push
-        self._exchange.push(push)
+        self._client.push(push)
         return push
 
     def _answer_pulls(self) -> None:
@@ -440,15 +458,15 @@ class Participant:
             if all(state.snapshot_step is None for state in self.adoption.fragments):
                 break
             self._inbox.wait(_SLICE)
-            for item in self._inbox.take():
+            for item in self._inbox.take_all():
                 self._receive(item)
-            if self._exchange.report_wanted:
+            if self._client.report_wanted:
                 self.send_report()
 
     @property
     def online(self) -> bool:
         """Whether there is a session with the syncer."""
-        return self._exchange.connected
+        return self._client.connected
 
     def wait_mail(self, seconds: float) -> None:
         """Until the background says something, at most so long."""

@@ -39,19 +39,19 @@ AGAIN_SECONDS = 5.0
 
 
 @dataclass(slots=True)
-class Due:
+class EvaluationSchedule:
     """When a score is due: at the first model seen, then every so many tokens. Plain code."""
 
     every_tokens: int
     next_tokens: int = 0
 
-    def at(self, tokens: int) -> bool:
+    def is_due(self, tokens: int) -> bool:
         """Whether a model of that many tokens would be scored."""
         return tokens >= self.next_tokens
 
-    def take(self, tokens: int) -> bool:
+    def claim(self, tokens: int) -> bool:
         """Whether to score a model of that many tokens now; counts it as scored."""
-        if not self.at(tokens):
+        if not self.is_due(tokens):
             return False
         self.next_tokens = (tokens // self.every_tokens + 1) * self.every_tokens
         return True
@@ -86,7 +86,7 @@ class _Evaluator:
         self._model = model
         self._batches = batches
         self._dtype = dtype
-        self._due = Due(settings.job.spec.training.evaluation.every_tokens)
+        self._due = EvaluationSchedule(settings.job.spec.training.evaluation.every_tokens)
         self._metrics = MetricsFile(settings.metrics_path())
         self._terminated = False
 
@@ -147,9 +147,9 @@ class _Evaluator:
                 elif time.monotonic() - told > AGAIN_SECONDS:  # a syncer that restarted has not heard it
                     observer.report(final, final=True)
                     told = time.monotonic()
-            elif self._due.take(observer.job_tokens):
+            elif self._due.claim(observer.job_tokens):
                 self._score(observer, final=False)
-            elif observer.phase == "evaluating" or self._due.at(observer.announced_tokens):
+            elif observer.phase == "evaluating" or self._due.is_due(observer.announced_tokens):
                 observer.refresh()
 
     def _score(self, observer: Observer, final: bool) -> float:

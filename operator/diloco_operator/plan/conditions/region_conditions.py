@@ -87,7 +87,7 @@ def drained(view: View) -> bool:
 
 
 def _differs(view: View, out: Conditions) -> None:
-    told = [page["hub"] for page in view.pages if page.get("connected") and isinstance(page.get("hub"), dict)]
+    told = [page["settings"] for page in view.pages if page.get("connected") and isinstance(page.get("settings"), dict)]
     before = view.condition("CopyDiffers")
     if not told:
         if before:  # what was last known stands

@@ -360,10 +360,10 @@ def hub_settings(**sync: Any) -> dict[str, Any]:
 def test_the_copy_names_the_fields_in_which_it_differs() -> None:
     world = ready()
     assert world.truth("CopyDiffers") == "Unknown"
-    world.page["hub"] = hub_settings()
+    world.page["settings"] = hub_settings()
     world.run(30)
     assert world.truth("CopyDiffers") == "False"
-    world.page["hub"] = hub_settings(every=77) | {"learners": 9}
+    world.page["settings"] = hub_settings(every=77) | {"learners": 9}
     world.run(DIFFERS_SECONDS / 2)
     assert world.truth("CopyDiffers") == "False", "an edit may be on its way here"
     world.run(DIFFERS_SECONDS)
@@ -375,7 +375,7 @@ def test_the_copy_names_the_fields_in_which_it_differs() -> None:
     world.page |= {"connected": False}
     world.run(30)
     assert world.condition("CopyDiffers")["message"] == found["message"], "what was known stands"
-    world.page |= {"connected": True, "hub": hub_settings()}
+    world.page |= {"connected": True, "settings": hub_settings()}
     world.run(30)
     assert world.truth("CopyDiffers") == "False" and world.told("CopyDiffersOver") == 1
 
@@ -391,7 +391,10 @@ def test_differences_are_paths_of_the_job() -> None:
 def test_many_differences_are_counted() -> None:
     world = ready()
     everything = {key: "other" for key in hub_settings()["sync"]}
-    world.page["hub"] = hub_settings(**everything) | {"learners": 9, "stop": {"tokens": 1, "steps": 2, "seconds": 3}}
+    world.page["settings"] = hub_settings(**everything) | {
+        "learners": 9,
+        "stop": {"tokens": 1, "steps": 2, "seconds": 3},
+    }
     world.run(120)
     message = world.condition("CopyDiffers")["message"]
     assert " more. " in message and len(message) < 1000

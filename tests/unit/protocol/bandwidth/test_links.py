@@ -11,17 +11,17 @@ from diloco.local.screen import RunView, links_text, picture, slot_note, thin_li
 from diloco_protocol.bandwidth.links import LEAST_TRANSFERS, Measured
 from diloco_protocol.wire import sync_pb2
 from diloco_syncer.server.pages.links import LinkMeasures
-from diloco_worker.net.link_probe import Probe
+from diloco_worker.net.link_probe import LinkProbe
 
 
-def stamped(probe: Probe, now: float, every: float = 1.0) -> sync_pb2.Report:
+def stamped(probe: LinkProbe, now: float, every: float = 1.0) -> sync_pb2.Report:
     report = sync_pb2.Report()
     probe.stamp(report, now, every)
     return report
 
 
 def test_an_echo_is_asked_for_once_a_heartbeat_and_the_shortest_counts() -> None:
-    probe = Probe()
+    probe = LinkProbe()
     first = stamped(probe, 10.0)
     assert first.echo and not first.HasField("link")
     assert not stamped(probe, 10.5).echo  # one at a time
@@ -39,7 +39,7 @@ def test_an_echo_is_asked_for_once_a_heartbeat_and_the_shortest_counts() -> None
 
 
 def test_echoes_of_others_say_nothing_and_a_lost_one_is_asked_for_again() -> None:
-    probe = Probe()
+    probe = LinkProbe()
     asked = stamped(probe, 0.0).echo
     probe.heard(asked + 1, 0.1)
     probe.heard(0, 0.1)
@@ -56,7 +56,7 @@ def test_echoes_of_others_say_nothing_and_a_lost_one_is_asked_for_again() -> Non
 
 
 def test_a_report_tells_the_speed_once_enough_was_carried() -> None:
-    probe = Probe()
+    probe = LinkProbe()
     for n in range(LEAST_TRANSFERS):
         assert not stamped(probe, 2.0 * n).link.down_bytes_per_second
         probe.down.begin(2.0 * n)

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_worker.core.leases import Draw, Grant, Leases, block_order
+from diloco_worker.core.leases import Draw, LeaseGrant, Leases, block_order
 from diloco_worker.settings import WorkerError
 
 
-def grant(lease: int, block: int = 0, start: int = 0, end: int = 10, size: int = 10, epoch: int = 0) -> Grant:
-    return Grant(lease, epoch, block, start, end, size)
+def grant(lease: int, block: int = 0, start: int = 0, end: int = 10, size: int = 10, epoch: int = 0) -> LeaseGrant:
+    return LeaseGrant(lease, epoch, block, start, end, size)
 
 
 def test_the_order_is_pinned() -> None:
@@ -47,7 +47,7 @@ def test_blocks_are_covered_once_over_processes_that_die(
         leases = Leases(5, sequences)
         for b in range(blocks):
             if cursors[b] < ends[b]:
-                leases.grant(Grant(b + 1, 0, b, cursors[b], ends[b], size))
+                leases.add(LeaseGrant(b + 1, 0, b, cursors[b], ends[b], size))
         ahead: deque[Draw] = deque()
         for _ in range(data.draw(st.integers(1, 8), label="steps until it dies")):
             while len(ahead) < 3 and leases.remaining:
@@ -67,8 +67,8 @@ def test_blocks_are_covered_once_over_processes_that_die(
 
 def test_a_batch_runs_over_the_end_of_a_lease() -> None:
     leases = Leases(0, 20)
-    leases.grant(grant(1, block=0))
-    leases.grant(grant(2, block=1))
+    leases.add(grant(1, block=0))
+    leases.add(grant(2, block=1))
     assert leases.remaining == 20
     first, second = leases.draw(8), leases.draw(8)
     assert first is not None and second is not None
@@ -87,8 +87,8 @@ def test_a_batch_runs_over_the_end_of_a_lease() -> None:
 
 def test_a_lease_goes_on_from_its_cursor_in_the_same_order() -> None:
     whole, rest = Leases(3, 10), Leases(3, 10)
-    whole.grant(grant(1))
-    rest.grant(grant(9, start=4))
+    whole.add(grant(1))
+    rest.add(grant(9, start=4))
     everything, tail = whole.draw(10), rest.draw(6)
     assert everything is not None and tail is not None
     assert everything.sequences[4:] == tail.sequences
@@ -97,8 +97,8 @@ def test_a_lease_goes_on_from_its_cursor_in_the_same_order() -> None:
 def test_after_a_reconnect_the_syncer_says_what_is_held() -> None:
     leases = Leases(0, 30)
     for lease in (1, 2):
-        assert leases.grant(grant(lease, block=lease - 1))
-    assert not leases.grant(grant(1)), "a lease that is said twice is one"
+        assert leases.add(grant(lease, block=lease - 1))
+    assert not leases.add(grant(1)), "a lease that is said twice is one"
     draw = leases.draw(10)
     assert draw is not None
     leases.commit(draw.cursors)
@@ -111,15 +111,15 @@ def test_after_a_reconnect_the_syncer_says_what_is_held() -> None:
 @pytest.mark.parametrize(
     "wrong", [grant(1, block=3), grant(1, end=11), grant(1, start=5, end=4), grant(1, block=2, end=6), grant(1, size=0)]
 )
-def test_a_lease_that_contradicts_the_data_is_refused(wrong: Grant) -> None:
+def test_a_lease_that_contradicts_the_data_is_refused(wrong: LeaseGrant) -> None:
     with pytest.raises(WorkerError, match="the learners' data differ; give"):
-        Leases(0, 25).grant(wrong)
+        Leases(0, 25).add(wrong)
 
 
 def test_finished_leases_do_not_grow_without_end() -> None:
     leases = Leases(0, 2000)
     for lease in range(1, 201):
-        leases.grant(grant(lease, block=lease - 1))
+        leases.add(grant(lease, block=lease - 1))
         draw = leases.draw(10)
         assert draw is not None
         leases.commit(draw.cursors)

@@ -18,7 +18,7 @@ from diloco_protocol.wire import sync_pb2
 from diloco_worker import Learner, device
 from diloco_worker.fragments import build_layout
 from diloco_worker.net import inbox
-from diloco_worker.net.client import Exchange
+from diloco_worker.net.client import SyncerClient
 from diloco_worker.net.session import Outbox
 from diloco_worker.phases import CLOSING, ENDED, LEAVING
 from diloco_worker.settings import ConfigurationError, WorkerSettings
@@ -28,7 +28,7 @@ from parties import TOKEN, Parties, now
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Iterator[tuple[Exchange, inbox.Inbox]]:
+def made(tmp_path: Path) -> Iterator[tuple[SyncerClient, inbox.Inbox]]:
     job = DiLoCoJob.model_validate(
         {
             "apiVersion": "diloco.io/v1alpha1",
@@ -46,7 +46,7 @@ def made(tmp_path: Path) -> Iterator[tuple[Exchange, inbox.Inbox]]:
         {"DILOCO_JOB_FILE": str(tmp_path / "job.json"), "DILOCO_SYNCER": "127.0.0.1:1"}
     )
     box = inbox.Inbox()
-    one = Exchange(settings, build_layout(torch.nn.Linear(4, 2), 1), box, 0)
+    one = SyncerClient(settings, build_layout(torch.nn.Linear(4, 2), 1), box, 0)
     yield one, box
     one._loop.close()
 
@@ -127,7 +127,7 @@ def test_a_newer_message_is_not_taken_for_the_one_sent() -> None:
 
 
 def test_one_thread_in_deterministic_mode_whatever_the_environment_says(
-    monkeypatch: pytest.MonkeyPatch, made: tuple[Exchange, inbox.Inbox]
+    monkeypatch: pytest.MonkeyPatch, made: tuple[SyncerClient, inbox.Inbox]
 ) -> None:
     threads = torch.get_num_threads()
     monkeypatch.setenv("DILOCO_THREADS", "2")
@@ -159,43 +159,43 @@ def test_the_phases_are_those_of_the_wire() -> None:
 # ------------------------------------------------------------------ what it tells of where it stands
 
 
-def announced(one: Exchange, version: int, fragment: int = 0) -> sync_pb2.Announcement:
+def announced(one: SyncerClient, version: int, fragment: int = 0) -> sync_pb2.Announcement:
     payload = sync_pb2.Payload(encoding="float32", bytes=4 * one._layout.elements(fragment))
     return sync_pb2.Announcement(fragment=fragment, epoch=1, version=version, full=payload)
 
 
-def test_the_jobs_merges_are_every_fragments_version_as_announced_last(made: tuple[Exchange, inbox.Inbox]) -> None:
+def test_the_jobs_merges_are_every_fragments_version_as_announced_last(made: tuple[SyncerClient, inbox.Inbox]) -> None:
     layout = build_layout(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)), 2)
-    one = Exchange(made[0]._settings, layout, inbox.Inbox(), 0, eager=False)
+    one = SyncerClient(made[0]._settings, layout, inbox.Inbox(), 0, eager=False)
     one._deliveries._fetch = lambda fragment: None  # type: ignore[method-assign]
-    assert one.standing.merges is None
+    assert one.connection.merges is None
     one._announced(announced(one, 3))
-    assert one.standing.merges is None, "a fragment has not been heard of"
+    assert one.connection.merges is None, "a fragment has not been heard of"
     one._announced(announced(one, 4, 1))
-    assert one.standing.merges == 7
+    assert one.connection.merges == 7
     one._deliveries.end()  # a session ends
     one._announced(announced(one, 5))
-    assert one.standing.merges == 9
+    assert one.connection.merges == 9
     one._announced(announced(one, 1))
-    assert one.standing.merges == 5, "a store that was set back"
+    assert one.connection.merges == 5, "a store that was set back"
     one._loop.close()
 
 
-def test_the_hubs_settings_are_shown_as_they_were_said(made: tuple[Exchange, inbox.Inbox]) -> None:
+def test_the_hubs_settings_are_shown_as_they_were_said(made: tuple[SyncerClient, inbox.Inbox]) -> None:
     one, _ = made
-    own = one._hub.document()
+    own = one._syncer_settings.document()
     said = {**own, "sync": {**own["sync"], "every": 77}, "learners": 9}
-    one._heed(json.dumps(said))
-    assert one.standing.hub is not None and one.standing.hub.document() == said
+    one._apply_settings(json.dumps(said))
+    assert one.connection.settings is not None and one.connection.settings.document() == said
     port = StatusPort(one._settings, "127.0.0.1:0")
     try:
-        port.standing = lambda: dataclasses.replace(one.standing, merges=12)
+        port.connection = lambda: dataclasses.replace(one.connection, merges=12)
         page = port.document()
     finally:
         port.close()
-    assert page["hub"] == said and page["merges"] == 12 and page["tried"] is False
-    one._heed("{}")
-    assert one.standing.hub is None, "nothing that is understood"
+    assert page["settings"] == said and page["merges"] == 12 and page["tried"] is False
+    one._apply_settings("{}")
+    assert one.connection.settings is None, "nothing that is understood"
 
 
 # ------------------------------------------------------------------ credentials that cannot be used
@@ -242,10 +242,10 @@ def test_a_pods_credentials_may_be_put_right_while_it_waits(tmp_path: Path, how:
     folder = parties.learner()
     words = spoil(folder, parties, how)
     settings = settings_with(tmp_path, folder, "ab" * 16)
-    one = Exchange(settings, build_layout(torch.nn.Linear(4, 2), 1), inbox.Inbox(), 0)
+    one = SyncerClient(settings, build_layout(torch.nn.Linear(4, 2), 1), inbox.Inbox(), 0)
     try:
         said = one._loop.run_until_complete(one._connect("127.0.0.1:1"))
-        assert words in said and one.standing.refused == ("credentials-unusable", said)
+        assert words in said and one.connection.refused == ("credentials-unusable", said)
         assert "PRIVATE KEY" not in said and TOKEN not in said
         parties.learner()
         said = one._loop.run_until_complete(one._connect("127.0.0.1:1"))
@@ -260,7 +260,7 @@ def test_outside_of_pods_they_are_a_mistake_that_is_told_at_once(tmp_path: Path,
     folder = parties.learner()
     words = spoil(folder, parties, how)
     with pytest.raises(ConfigurationError, match=words):
-        Exchange(settings_with(tmp_path, folder, ""), build_layout(torch.nn.Linear(4, 2), 1), inbox.Inbox(), 0)
+        SyncerClient(settings_with(tmp_path, folder, ""), build_layout(torch.nn.Linear(4, 2), 1), inbox.Inbox(), 0)
 
 
 def test_breaking_off_ends_the_session() -> None:

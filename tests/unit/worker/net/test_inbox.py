@@ -9,8 +9,8 @@ from diloco_worker.net import inbox
 VECTOR = Vector.__new__(Vector)
 
 
-def arrived(fragment: int, version: int) -> inbox.Arrived:
-    return inbox.Arrived(broadcast(fragment, version), VECTOR, 0)
+def arrived(fragment: int, version: int) -> inbox.Downloaded:
+    return inbox.Downloaded(broadcast(fragment, version), VECTOR, 0)
 
 
 def broadcast(fragment: int, version: int) -> Broadcast:
@@ -25,26 +25,26 @@ def test_a_learner_that_does_not_look_gets_the_newest_of_each() -> None:
     box = inbox.Inbox()
     for version in range(1000):
         for fragment in range(3):
-            box.put(inbox.Heard(broadcast(fragment, version)))
+            box.put(inbox.Announced(broadcast(fragment, version)))
             box.put(arrived(fragment, version))
-            box.put(inbox.Pulled(fragment, version, 1, version))
+            box.put(inbox.PushRequested(fragment, version, 1, version))
         box.put(inbox.PhaseChanged("holding" if version % 2 else "training", ""))
         box.put(inbox.Disconnected())
         box.put(inbox.Welcomed(True, 0))
         box.put(seated(version + 1, continuing=version > 0))
-    items = box.take()
+    items = box.take_all()
     assert len(items) == 3 * 3 + 4
-    assert {item.news.version for item in items if isinstance(item, inbox.Arrived | inbox.Heard)} == {999}
-    assert {item.round for item in items if isinstance(item, inbox.Pulled)} == {999}
-    assert box.take() == []
+    assert {item.news.version for item in items if isinstance(item, inbox.Downloaded | inbox.Announced)} == {999}
+    assert {item.round for item in items if isinstance(item, inbox.PushRequested)} == {999}
+    assert box.take_all() == []
 
 
 def test_what_is_no_state_is_kept_in_order() -> None:
     box = inbox.Inbox()
-    put = [inbox.Verdict(0, 1, True, "", ""), inbox.StateWanted(1), inbox.Verdict(0, 2, None, "", "")]
+    put = [inbox.PushAnswered(0, 1, True, "", ""), inbox.StateRequested(1), inbox.PushAnswered(0, 2, None, "", "")]
     for item in put:
         box.put(item)
-    assert box.take() == put
+    assert box.take_all() == put
 
 
 def test_a_tenure_that_began_unnoticed_does_not_go_on() -> None:
@@ -52,17 +52,17 @@ def test_a_tenure_that_began_unnoticed_does_not_go_on() -> None:
     box.put(seated(4, continuing=False))
     box.put(inbox.Disconnected())
     box.put(seated(5, continuing=True))
-    assert box.take() == [inbox.Disconnected(), seated(5, continuing=False)]
+    assert box.take_all() == [inbox.Disconnected(), seated(5, continuing=False)]
     box.put(inbox.Unseated())
     box.put(seated(6, continuing=True))
-    assert box.take() == [seated(6, continuing=False)]
+    assert box.take_all() == [seated(6, continuing=False)]
     box.put(seated(7, continuing=True))
-    assert box.take() == [seated(7, continuing=True)]
+    assert box.take_all() == [seated(7, continuing=True)]
 
 
 def test_the_first_failure_is_the_cause() -> None:
     box = inbox.Inbox()
-    first = inbox.Failure(ValueError("first"))
+    first = inbox.Failed(ValueError("first"))
     box.put(first)
-    box.put(inbox.Failure(ValueError("second")))
-    assert box.take() == [first]
+    box.put(inbox.Failed(ValueError("second")))
+    assert box.take_all() == [first]

@@ -15,9 +15,9 @@ from diloco_worker.core.adoption import PushPlan
 from diloco_worker.fragments import Vector, build_layout
 from diloco_worker.net import deliveries, inbox
 from diloco_worker.net.deliveries import Deliveries
-from diloco_worker.net.fragment_cache import Holding
+from diloco_worker.net.fragment_cache import CachedVersion
 from diloco_worker.net.session import Outbox
-from diloco_worker.net.transfers import Feedback, Identity, Push, encode_push
+from diloco_worker.net.transfers import ErrorFeedback, Identity, Push, encode_push
 from diloco_worker.settings import ConfigurationError
 
 
@@ -31,7 +31,7 @@ def made() -> tuple[Deliveries, inbox.Inbox]:
         layout,
         box,
         Outbox(),
-        Feedback(1, False),
+        ErrorFeedback(1, False),
         Identity("a", "b" * 32, 0, 0),
         "float32",
         lambda *work: spawned.append(work),
@@ -76,7 +76,7 @@ def test_a_push_without_an_answer_has_an_open_fate(made: tuple[Deliveries, inbox
     one, box = made
     one.begin(Broken(), Ends().break_off, False)  # type: ignore[arg-type]
     asyncio.run(one._send_push(a_push()))
-    assert box.take() == [inbox.Verdict(0, 1, None, "", "no answer came")]
+    assert box.take_all() == [inbox.PushAnswered(0, 1, None, "", "no answer came")]
 
 
 def test_version_0_is_tried_again_and_then_left_to_another(
@@ -90,7 +90,7 @@ def test_version_0_is_tried_again_and_then_left_to_another(
     asyncio.run(one.upload_initial(start, b""))
     assert broken.tries == 4
     assert ends.reason == "version 0 did not come through in 4 tries"
-    assert box.take() == []
+    assert box.take_all() == []
 
 
 def test_version_0_with_infinities_is_fatal_and_said(made: tuple[Deliveries, inbox.Inbox]) -> None:
@@ -103,29 +103,29 @@ def test_version_0_with_infinities_is_fatal_and_said(made: tuple[Deliveries, inb
 
 def test_a_roll_back_that_was_overtaken_is_not_forgotten(made: tuple[Deliveries, inbox.Inbox]) -> None:
     one, box = made
-    one.holdings.put(Holding(sync_pb2.Announcement(), np.zeros(10, np.float32), b""))
+    one.holdings.put(CachedVersion(sync_pb2.Announcement(), np.zeros(10, np.float32), b""))
     full = sync_pb2.Payload(encoding="bfloat16", bytes=20)
     for version, reset in ((4, False), (5, True), (6, False)):
         one.announced(sync_pb2.Announcement(epoch=2, version=version, reset=reset, full=full))
-    (heard,) = box.take()  # of three announcements the newest
-    assert isinstance(heard, inbox.Heard)
+    (heard,) = box.take_all()  # of three announcements the newest
+    assert isinstance(heard, inbox.Announced)
     assert (heard.news.version, heard.news.reset_at) == (6, (2, 5))
 
 
 def test_a_push_without_a_session_has_an_open_fate(made: tuple[Deliveries, inbox.Inbox]) -> None:
     one, box = made
     one.push(a_push())
-    assert box.take() == [inbox.Verdict(0, 1, None, "", "there is no connection")]
+    assert box.take_all() == [inbox.PushAnswered(0, 1, None, "", "there is no connection")]
     # Queued in a session, and the session ends before it is sent.
     one.begin(Broken(), Ends().break_off, False)  # type: ignore[arg-type]
     one.push(a_push(2))
-    assert box.take() == []
+    assert box.take_all() == []
     one.close()
     one.push(a_push(3))
     one.end()
-    assert box.take() == [
-        inbox.Verdict(0, 3, None, "", "there is no connection"),
-        inbox.Verdict(0, 2, None, "", "the connection broke"),
+    assert box.take_all() == [
+        inbox.PushAnswered(0, 3, None, "", "there is no connection"),
+        inbox.PushAnswered(0, 2, None, "", "the connection broke"),
     ]
 
 
@@ -142,21 +142,21 @@ def test_channels_that_believe_one_certificate_are_doubted(made: tuple[Deliverie
 
 
 def test_feedback_keeps_nothing_of_a_push_that_was_settled_before_it_was_encoded() -> None:
-    feedback = Feedback(1, True)
+    feedback = ErrorFeedback(1, True)
     for sequence in range(1, 100):
-        feedback.queued(0, sequence)
-        feedback.settled(0, 0, (sequence,))
+        feedback.expect_push(0, sequence)
+        feedback.resolve_pushes(0, 0, (sequence,))
         encode_push(a_push(sequence), "int4", feedback)
-    assert feedback.open == 0 and feedback.residual(0) is None
+    assert feedback.open_pushes == 0 and feedback.residual(0) is None
 
 
 def test_a_new_tenure_forgets_open_pushes_and_keeps_what_was_merged() -> None:
-    feedback = Feedback(1, True)
+    feedback = ErrorFeedback(1, True)
     for sequence in (1, 2):
-        feedback.queued(0, sequence)
+        feedback.expect_push(0, sequence)
         encode_push(a_push(sequence), "int4", feedback)
-    feedback.settled(0, 1, ())
+    feedback.resolve_pushes(0, 1, ())
     residual = feedback.residual(0)
-    assert residual is not None and feedback.open == 1
-    feedback.new_tenure()
-    assert feedback.open == 0 and feedback.residual(0) is residual
+    assert residual is not None and feedback.open_pushes == 1
+    feedback.forget_open_pushes()
+    assert feedback.open_pushes == 0 and feedback.residual(0) is residual

@@ -14,7 +14,7 @@ import torch
 from diloco_worker.core.adoption import Adoption, AdoptionConfig, Broadcast
 from diloco_worker.net import inbox
 from diloco_worker.sync import optimizer_handover
-from diloco_worker.sync.optimizer_handover import JOB, OWN, PEER, Inheritance
+from diloco_worker.sync.optimizer_handover import JOB, OWN, PEER, OptimizerHandover
 from diloco_worker.sync.optimizer_state import Origin, most_bytes, snapshot
 from diloco_worker.sync.slot_checkpoint import SlotCheckpoint
 
@@ -60,8 +60,8 @@ class Newcomer:
         if own is not None:
             path.write_bytes(state(0.25, checkpoint.origin(9, own)))
         self.asked, self.fresh = Asked(), list[int]()
-        exchange: Any = self.asked
-        self.takes = Inheritance(self.model, self.optimizer, self.adoption, exchange, checkpoint, self.fresh.append)
+        client: Any = self.asked
+        self.takes = OptimizerHandover(self.model, self.optimizer, self.adoption, client, checkpoint, self.fresh.append)
 
     @property
     def moment(self) -> float:
@@ -77,7 +77,7 @@ def newcomer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Callable[..., 
 def test_a_peers_state_comes_first(newcomer: Callable[..., Newcomer]) -> None:
     one = newcomer(((1, 6), (1, 6)))
     one.takes.want(True)
-    one.takes.take(inbox.StateArrived(True, state(0.5, None), ((1, 6), (1, 7))))
+    one.takes.receive_state(inbox.StateDownloaded(True, state(0.5, None), ((1, 6), (1, 7))))
     one.takes.use(HELD)
     assert one.takes.awaited, "until this learner's versions are the peer's"
     one.takes.use(((1, 6), (1, 7)))
@@ -106,10 +106,10 @@ def test_without_a_peer_the_newer_one_on_a_disk(
 ) -> None:
     one = newcomer(own)
     one.takes.want(job is not None)
-    one.takes.take(inbox.StateArrived(True, None))
+    one.takes.receive_state(inbox.StateDownloaded(True, None))
     if job is not None:
         assert one.asked.calls == [PEER, JOB]
-        one.takes.take(inbox.StateArrived(False, state(0.75, job)))
+        one.takes.receive_state(inbox.StateDownloaded(False, state(0.75, job)))
     for _ in range(3):
         one.takes.use(HELD)
     assert f"goes on from the state of the {taken}" in caplog.text
@@ -120,9 +120,9 @@ def test_without_a_peer_the_newer_one_on_a_disk(
 def test_one_that_does_not_fit_leaves_the_other(newcomer: Callable[..., Newcomer]) -> None:
     one = newcomer(((1, 5), (1, 5)))
     one.takes.want(True)
-    one.takes.take(inbox.StateArrived(True, b"garbage"))
+    one.takes.receive_state(inbox.StateDownloaded(True, b"garbage"))
     one.takes.use(HELD)
-    one.takes.take(inbox.StateArrived(False, b"garbage"))
+    one.takes.receive_state(inbox.StateDownloaded(False, b"garbage"))
     one.takes.use(HELD)
     assert one.moment == 0.25
 
@@ -154,6 +154,6 @@ def test_a_session_that_breaks_takes_the_request_with_it(newcomer: Callable[...,
 def test_no_peer_and_nothing_on_any_disk_is_a_fresh_start(newcomer: Callable[..., Newcomer]) -> None:
     one = newcomer()
     one.takes.want(False)
-    one.takes.take(inbox.StateArrived(True, None))
+    one.takes.receive_state(inbox.StateDownloaded(True, None))
     assert not one.takes.awaited and one.fresh == [0]
     assert one.asked.calls == [PEER]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from diloco_worker.sync.optimizer_state import Received, Rewarm, StateRefused, most_bytes, restore, snapshot
+from diloco_worker.sync.optimizer_state import ReceivedState, Rewarm, StateRefused, most_bytes, restore, snapshot
 
 
 def build(seed: int = 0) -> torch.nn.Module:
@@ -110,11 +110,11 @@ def test_only_what_the_optimizer_trains_is_in_it() -> None:
 
 
 def test_a_state_waits_for_the_peers_versions() -> None:
-    received = Received(b"", ((1, 3), (1, 2)))
+    received = ReceivedState(b"", ((1, 3), (1, 2)))
     assert not received.usable([(1, 3), (1, 1)])
     assert received.usable([(1, 3), (1, 2)])
     assert received.usable([(2, 0), (1, 9)])
-    assert Received(b"", ()).usable([(1, 0)])
+    assert ReceivedState(b"", ()).usable([(1, 0)])
 
 
 def test_a_fresh_optimizer_warms_up() -> None:

@@ -157,5 +157,5 @@ def test_evaluation_does_not_depend_on_how_batches_are_cut() -> None:
 
 
 def test_evaluations_fall_due_by_tokens() -> None:
-    due = evaluator.Due(100)
-    assert [t for t in (0, 50, 99, 100, 150, 420, 450, 500) if due.take(t)] == [0, 100, 420, 500]
+    due = evaluator.EvaluationSchedule(100)
+    assert [t for t in (0, 50, 99, 100, 150, 420, 450, 500) if due.claim(t)] == [0, 100, 420, 500]
