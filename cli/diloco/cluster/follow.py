@@ -146,7 +146,7 @@ def _message(job: Object, kind: str) -> str:
 @dataclass(slots=True)
 class _Copy:
     cluster: Cluster
-    story: ProgressReporter
+    reporter: ProgressReporter
     pages: Pages
     outcome: Outcome | None = None
     silent: bool = False
@@ -228,7 +228,7 @@ def _look(copy: _Copy, name: str, judge: Judge, say: Callable[[str], None], seve
         # A page that cannot be had costs up to PAGE_SECONDS; not where there is nothing to show yet.
         running = (copy.job.get("status") or {}).get("phase") in ("Running", "Holding", "Finishing")
         page = copy.pages.read(copy.job) if running else None
-        for line in copy.story.new_lines(copy.job, events, page, time.time()):
+        for line in copy.reporter.new_lines(copy.job, events, page, time.time()):
             say(prefix + line)
     copy.outcome = judge(copy.job)
 

@@ -27,7 +27,7 @@ class RunOutcome:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    verdict: RunOutcome
+    ended: RunOutcome
     report: dict[str, Any] | None  # the syncer's; None: it could not be had
     status: dict[str, Any]  # the last one seen
     faults: list[Injected]
@@ -73,8 +73,8 @@ def complete_report(result: RunResult, job: DiLoCoJob) -> dict[str, Any]:
         "syncer": {"epoch": status.get("epoch")},
     }
     report = {**known, **(result.report or {})}
-    report["outcome"] = result.verdict.outcome
-    report["message"] = result.verdict.message
+    report["outcome"] = result.ended.outcome
+    report["message"] = result.ended.message
     report["wall_seconds"] = round(result.wall_seconds, 3)
     report["faults"] = faults.rows(result.faults, result.events)
     syncer = report["syncer"]

@@ -75,9 +75,9 @@ def run(options: RunOptions) -> int:
                     write_whole(path, data)
                 except (FileError, OSError) as error:
                     print(f"error: the report cannot be written: {error.strerror or error}", file=sys.stderr)
-                    return result.verdict.exit_code or 1
+                    return result.ended.exit_code or 1
             _tell(result, report, workdir)
-            return result.verdict.exit_code
+            return result.ended.exit_code
     except WorkdirError as error:
         raise UsageError(str(error)) from error
 
@@ -169,19 +169,19 @@ def _tell(result: RunResult, report: dict[str, Any], workdir: Workdir) -> None:
 
     from diloco.local.screen import summary
 
-    verdict = result.verdict
+    ended = result.ended
     console = Console(soft_wrap=True)
     if not console.is_terminal:
         console.width = 200  # nobody's window: lines stay whole
     console.print()
     console.print(summary(report))
     console.print(f"report: {workdir.report}", highlight=False)
-    if verdict.outcome == "interrupted":
+    if ended.outcome == "interrupted":
         console.print(f"the same command goes on from {workdir.store}", highlight=False)
-    if verdict.outcome == "failed":
-        print(f"error: {verdict.message or 'the job failed'}", file=sys.stderr)
-        if verdict.log_of:
-            log = workdir.log(verdict.log_of)
+    if ended.outcome == "failed":
+        print(f"error: {ended.message or 'the job failed'}", file=sys.stderr)
+        if ended.log_of:
+            log = workdir.log(ended.log_of)
             print(f"the end of {log}:", file=sys.stderr)
             for line in tail(log, LOG_LINES):
                 print(f"  {line}", file=sys.stderr)

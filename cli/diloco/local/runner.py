@@ -3,7 +3,7 @@
 One task per process keeps it running: start, wait, ask the supervisor what its end
 means, start again. One task reads the syncer's status twice a second; phases, chaos,
 metrics and the screen follow from it. Whatever decides how the run ends sets the
-verdict once; then all processes are ended, the report is completed and written.
+outcome once; then all processes are ended, the report is completed and written.
 
 Ends. *Complete* and *failed* come from the syncer's phase, failed also from the
 supervisor. Ctrl-C (and SIGTERM, SIGHUP) asks the syncer to interrupt: learners offer
@@ -45,6 +45,7 @@ from diloco.processes.worker_specs import (
     device_names,
     gpus,
     served_worker_specs,
+    syncer_command,
     threads_each,
     worker_environment,
     worker_specs,
@@ -64,6 +65,8 @@ GONE_TRIES = 5  # process-gone calls while the syncer does not answer
 
 
 class Runner:
+    """One run of a job on this machine; ``run()`` returns how it ended."""
+
     def __init__(
         self,
         job: DiLoCoJob,
@@ -126,9 +129,9 @@ class Runner:
             loop.add_signal_handler(number, self._on_signal, number)
         metrics_log = MetricsLog(self.workdir.metrics_file, self.workdir.metrics, self.workdir.tensorboard)
         try:
-            self._spawn(self._life(metrics_log))
-            verdict = await self._outcome
-            await self._leave(verdict)
+            self._spawn(self._follow_job(metrics_log))
+            outcome = await self._outcome
+            await self._wait_for_exits(outcome)
             for fault in self.injector.waiting:
                 self.screen.event(f"chaos: it did not come to {fault.text}", "yellow")
         finally:
@@ -144,7 +147,7 @@ class Runner:
                 loop.remove_signal_handler(number)
                 signal.signal(number, signal.SIG_IGN)  # only the report is left to write
         return RunResult(
-            verdict,
+            outcome,
             self.watch.report,
             self.view.status,
             self.injector.done,
@@ -155,7 +158,7 @@ class Runner:
             self._complete_already,
         )
 
-    async def _life(self, metrics_log: MetricsLog) -> None:
+    async def _follow_job(self, metrics_log: MetricsLog) -> None:
         """Start everything, then follow the syncer's status until the end."""
         with contextlib.suppress(FileNotFoundError):
             self.workdir.address.unlink()  # an earlier run's
@@ -168,7 +171,7 @@ class Runner:
             self._spawn(self._preload())
         self._spawn(self._keep_syncer())
         while not await self._poll():
-            why = self._given_up()
+            why = self._reason_to_kill_syncer()
             if why:
                 self._decide(RunOutcome("failed", 1, why, "syncer"))
                 return
@@ -182,7 +185,7 @@ class Runner:
             )
             return
         for worker in self._workers:
-            self._spawn(self._keep(worker))
+            self._spawn(self._keep_worker(worker))
         next_metrics = 0.0
         while True:
             self.injector.step()
@@ -194,7 +197,7 @@ class Runner:
                     next_metrics = float("inf")
                     self.screen.event(f"metrics are not written any more: {error}", "red")
             await asyncio.sleep(POLL_CHAOS_SECONDS if self.injector.waiting else POLL_SECONDS)
-            if not await self._poll() and (why := self._given_up()):
+            if not await self._poll() and (why := self._reason_to_kill_syncer()):
                 self.screen.event(f"{why}: it is killed", "red")
                 self.running["syncer"].signal(signal.SIGKILL)
                 self._watchdog.on_excused(time.monotonic())  # until it is gone
@@ -217,7 +220,7 @@ class Runner:
             self._decide(RunOutcome(outcome, code, message))
         return answered
 
-    def _given_up(self) -> str:
+    def _reason_to_kill_syncer(self) -> str:
         """Why the syncer that runs and does not answer is of no use any more; empty: it may be yet."""
         process = self.running.get("syncer")
         if process is None:
@@ -261,27 +264,7 @@ class Runner:
         """Keep the syncer running; after a restart it listens where it did before."""
         while not self._stopping:
             self._recall_ports()
-            command = [
-                sys.executable,
-                "-m",
-                "diloco_syncer",
-                "--job",
-                str(self.workdir.job),
-                "--store",
-                str(self.workdir.store),
-                "--listen",
-                self._sync_port,
-                "--control",
-                self._control_port,
-                "--http",
-                self._http,
-                "--address-file",
-                str(self.workdir.address),
-                "--control-key-file",
-                str(self.workdir.control_key),
-            ]
-            if self._serving is not None and self._serving.credentials is not None:
-                command += ["--credentials", str(self._serving.credentials)]
+            command = syncer_command(self.workdir, self._sync_port, self._control_port, self._http, self._serving)
             try:
                 env = {k: v for k, v in self._env.items() if k != "NUMBA_NUM_THREADS" or k in os.environ}
                 process: Process = await Child.start("syncer", command, env, self.workdir.log("syncer"))
@@ -299,7 +282,7 @@ class Runner:
             if how.code == 1 and self.watch.phase == "failed":
                 self._decide(RunOutcome("failed", 1, str(self.view.status.get("message") or ""), "syncer"))
                 return
-            if not await self._after(WorkerSpec("syncer", Kind.SYNCER, "", 0), how):
+            if not await self._apply_restart_decision(WorkerSpec("syncer", Kind.SYNCER, "", 0), how):
                 return
 
     def _last_phase(self) -> str | None:
@@ -321,7 +304,7 @@ class Runner:
         else:
             self._sync_port = str(address["sync"])  # other machines know it: it does not move
 
-    async def _keep(self, worker: WorkerSpec) -> None:
+    async def _keep_worker(self, worker: WorkerSpec) -> None:
         """Keep one worker running."""
         while not self._stopping:
             how: Exit
@@ -337,15 +320,15 @@ class Runner:
                 self.injector.ended(worker.name, time.time())
                 if worker.kind is Kind.LEARNER and not self._stopping:
                     self._spawn(self._report_gone(worker, self.watch.process_ids[worker.name], how))
-            if not await self._after(worker, how):
+            if not await self._apply_restart_decision(worker, how):
                 return
 
-    async def _after(self, worker: WorkerSpec, how: Exit) -> bool:
+    async def _apply_restart_decision(self, worker: WorkerSpec, how: Exit) -> bool:
         """Do what the supervisor says about an end; True: start it again now."""
         if how.code == 0 and worker.kind is not Kind.SYNCER:
             await self._poll()  # it may have left because the job ends, which we have not heard yet
         decision = self.supervisor.ended(
-            worker.name, worker.kind, how, time.monotonic(), wanted=self._wants(worker, how)
+            worker.name, worker.kind, how, time.monotonic(), wanted=self._is_still_needed(worker, how)
         )
         if isinstance(decision, Restart):
             delay = max(0.0, decision.at - time.monotonic())
@@ -362,7 +345,7 @@ class Runner:
             self.screen.event(f"{worker.name} ended ({how})", "yellow")
         return False
 
-    def _wants(self, worker: WorkerSpec, how: Exit) -> bool:
+    def _is_still_needed(self, worker: WorkerSpec, how: Exit) -> bool:
         """Whether the job still needs a process that ended so."""
         if self._stopping or self._interrupts or self.watch.ended:
             return False
@@ -404,10 +387,10 @@ class Runner:
 
     # -------------------------------------------------------------- the end
 
-    def _decide(self, verdict: RunOutcome) -> None:
+    def _decide(self, outcome: RunOutcome) -> None:
         assert self._outcome is not None
         if not self._outcome.done():
-            self._outcome.set_result(verdict)
+            self._outcome.set_result(outcome)
 
     def _on_signal(self, number: int) -> None:
         self._interrupts += 1
@@ -434,11 +417,11 @@ class Runner:
             pass  # there is nobody to drain to; what is durable stays
         self._decide(RunOutcome("interrupted", 130))
 
-    async def _leave(self, verdict: RunOutcome) -> None:
+    async def _wait_for_exits(self, outcome: RunOutcome) -> None:
         """Let the processes go by themselves, where the syncer has told them to."""
-        if verdict.outcome == "failed" and verdict.log_of and self.view.serving and not self._stopping:
+        if outcome.outcome == "failed" and outcome.log_of and self.view.serving and not self._stopping:
             with contextlib.suppress(SyncerError):
-                await self.syncer.call("announce", {"phase": "failed", "message": verdict.message}, seconds=2.0)
+                await self.syncer.call("announce", {"phase": "failed", "message": outcome.message}, seconds=2.0)
         if self.watch.report is None and self.view.serving and not self._stopping:
             await self.watch.fetch_report()
         deadline = time.monotonic() + (LEAVE_SECONDS if self.watch.ended else 0.0)

@@ -4,6 +4,7 @@ has no meaning here. Plain code."""
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +92,22 @@ def base_environment(environ: Mapping[str, str], threads: int) -> dict[str, str]
     if level := environ.get("DILOCO_LOG_LEVEL"):
         env["DILOCO_LOG_LEVEL"] = level
     return {**{name: str(threads) for name in THREADS}, **env}
+
+
+def syncer_command(workdir: Workdir, sync: str, control: str, http: str, serving: ServeOptions | None) -> list[str]:
+    """The syncer's command line. ``sync``, ``control``, ``http``: the host:port that each server listens on."""
+    options = {
+        "--job": workdir.job,
+        "--store": workdir.store,
+        "--listen": sync,
+        "--control": control,
+        "--http": http,
+        "--address-file": workdir.address,
+        "--control-key-file": workdir.control_key,
+    }
+    if serving is not None and serving.credentials is not None:
+        options["--credentials"] = serving.credentials
+    return [sys.executable, "-m", "diloco_syncer", *(str(word) for option in options.items() for word in option)]
 
 
 def worker_environment(

@@ -1,4 +1,4 @@
-"""Carries out the faults of a ``--chaos`` schedule on a run's processes, and keeps book.
+"""Carry out the faults of a ``--chaos`` schedule on a run's processes, and list what was done.
 
 A fault whose target is not running when it is due (it is being restarted) waits until
 it is; what never came about is said at the end. A fault on ``learner`` takes one that
@@ -46,11 +46,14 @@ class Host(Protocol):
 
 
 class Injector:
-    """``step`` now and then; ``merged`` and ``ended`` when that happens. ``done`` is the book."""
+    """Carries out faults: call ``step`` at each poll, ``merged`` and ``ended`` when that happens.
+
+    ``done`` lists the faults that were carried out.
+    """
 
     def __init__(self, host: Host, schedule: Sequence[Fault], seed: int) -> None:
         self._host = host
-        self._clockwork = FaultSchedule(schedule)
+        self._schedule = FaultSchedule(schedule)
         self._seed = seed
         self._first_merge: float | None = None
         self._held: list[tuple[int, Fault]] = []  # due, their target is not running
@@ -62,7 +65,7 @@ class Injector:
     @property
     def waiting(self) -> tuple[Fault, ...]:
         """Faults that are still to come."""
-        return (*(fault for _, fault in self._held), *self._clockwork.waiting)
+        return (*(fault for _, fault in self._held), *self._schedule.waiting)
 
     def paused(self, name: str) -> bool:
         """Whether this process is stopped on purpose."""
@@ -84,7 +87,7 @@ class Injector:
         since = None if self._first_merge is None else time.monotonic() - self._first_merge
         slots = self._host.view.status.get("slots") or []
         greatest = max((int(slot.get("step") or 0) for slot in slots), default=0)
-        due = self._held + self._clockwork.due(since, greatest)
+        due = self._held + self._schedule.due(since, greatest)
         self._held = [(index, fault) for index, fault in due if not self._inject(index, fault)]
 
     def _inject(self, index: int, fault: Fault) -> bool:
