@@ -210,7 +210,7 @@ def test_status_without_a_syncer(shell: Shell, tmp_path: Path) -> None:
                 "namespace": shell.namespace,
             },
             "type": "Warning",
-            "reason": "LearnerLost",
+            "reason": "LearnerGone",
             "message": "local-2 is gone: OOMKilled",
             "firstTimestamp": "2026-01-01T00:00:00Z",
             "lastTimestamp": "2026-01-01T00:00:00Z",
@@ -219,7 +219,7 @@ def test_status_without_a_syncer(shell: Shell, tmp_path: Path) -> None:
         namespace=shell.namespace,
     )
     for command in ("status", "events"):
-        assert "LearnerLost: local-2 is gone: OOMKilled (3 times)" in shell(command, "seen")
+        assert "LearnerGone: local-2 is gone: OOMKilled (3 times)" in shell(command, "seen")
     shell.set_status("seen", phase="Complete", conditions=[a_condition("Complete", "done")])
     assert "Complete" in shell("status", "seen", "--watch")  # ends with the job
 

@@ -87,7 +87,7 @@ def test_an_evicted_learner(cluster: Cluster, start: Any) -> None:
         evict(other)
     until(f"a successor of {victim}", lambda: job.identities()[victim][0] != before[victim][0], 90)
     job.in_merges(3)
-    until("it is told", lambda: said(job, "LearnerLost", "it was evicted"), 60)
+    until("it is told", lambda: said(job, "LearnerGone", "it was evicted"), 60)
     until("its return too", lambda: said(job, "LearnerReplaced", victim), 60)
     assert replaced(job) == 0
     now = job.identities()

@@ -26,7 +26,7 @@ EVENTS_SHOWN = 10
 UNSEEN = "no operator has looked at it yet"
 # Conditions that tell of trouble when they are true; the others do when they are false.
 _TROUBLE = frozenset(
-    {"RegionLost", "LinksThin", "SpecDrift", "CopyDiffers", "NameConflict", "Degraded", "Failed", "Invalid"}
+    {"RegionLost", "LinksTooSlow", "SpecDrift", "SettingsDiffer", "NameConflict", "Degraded", "Failed", "Invalid"}
 )
 _ENDS = {"Complete": "green", "Failed": "bold red"}  # and the style of each
 _NEUTRAL = frozenset({"Suspended", "Complete"})  # false: nothing to tell

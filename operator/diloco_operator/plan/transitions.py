@@ -81,8 +81,8 @@ def tell(view: View, found: Findings, verdicts: Conditions, status: Object) -> l
     before = {str(c.get("type")): c for c in verdicts.before}
     _beginning(view, story, status)
     _refusal(story, before.get("Ready", {}), verdicts.found["Ready"])
-    for kind in ("NameConflict", "SpecDrift", "CopyDiffers", "RegionLost", "LinksThin", "HubReachable"):
-        if kind in ("LinksThin", "SpecDrift") and not found.course.training:
+    for kind in ("NameConflict", "SpecDrift", "SettingsDiffer", "RegionLost", "LinksTooSlow", "HubReachable"):
+        if kind in ("LinksTooSlow", "SpecDrift") and not found.course.training:
             story.forget(kind)  # nobody is there, so it is not over either
         elif kind in verdicts.found:
             _fault(story, kind, before.get(kind, {}), verdicts.found[kind])
@@ -144,8 +144,8 @@ def _fault(story: Story, kind: str, before: Mapping[str, Any], now: Mapping[str,
     over = {
         "NameConflict": "The names that the job needs are free.",
         "SpecDrift": "The job is the same again.",
-        "CopyDiffers": "The settings are the hub's again.",
-        "LinksThin": "Every link is as wide as the job needs again.",
+        "SettingsDiffer": "The settings are the hub's again.",
+        "LinksTooSlow": "Every link is as wide as the job needs again.",
         "RegionLost": "Every region is heard again.",
         "HubReachable": str(now.get("message")),
     }

@@ -100,12 +100,12 @@ def test_thin_links(world: World, run_job: RunJob) -> None:
             told = {row["region"]: row["link"] for row in job.training()["slots"]}
             print({region: link["message"] or "no complaint" for region, link in told.items()})
         assert all(link["thin"] and "merges" in link["message"] for link in told.values())
-        job.wait_condition("LinksThin", timeout=60)
+        job.wait_condition("LinksTooSlow", timeout=60)
     finally:
         for name in (EU, US):
             world.clusters[name].fault("fast")
     assert found[1.2].stalled <= 0.02 and found[1.2].merges > 0.8 * free.merges
     assert found[0.5].steps > 0.85 * free.steps  # nobody waits
     assert 0.3 * free.merges < found[0.5].merges < 0.9 * free.merges
-    job.wait_condition("LinksThin", "False", timeout=300)
+    job.wait_condition("LinksTooSlow", "False", timeout=300)
     job.exact()

@@ -145,7 +145,7 @@ def test_a_job_that_is_suspended_at_the_hub_pauses_everywhere(world: World, run_
         there = world.job("paused", name)
         there.wait_condition("HubReachable", timeout=60)
         told = {event["reason"] for event in there.events()}
-        assert "HubDrained" in told and not told & {"HubUnreachable", "LearnerCrashed", "LearnerLost"}, told
+        assert "HubDrained" in told and not told & {"HubUnreachable", "LearnerCrashed", "LearnerGone"}, told
         assert not (there.status().get("replacements") or {}).get("total")
     job.exact()
 

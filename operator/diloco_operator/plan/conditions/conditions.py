@@ -2,8 +2,8 @@
 
 Which there are. ``Ready``, ``Suspended``, ``Complete``, ``Failed``, ``Degraded`` and
 ``NameConflict`` are on every job, True or False. ``SyncerReady``, ``QuorumMet``,
-``RegionLost`` and ``LinksThin`` are the word of the syncer's cluster, and absent on other
-clusters' copies of the job; ``HubReachable`` and ``CopyDiffers`` are what a cluster without
+``RegionLost`` and ``LinksTooSlow`` are the word of the syncer's cluster, and absent on other
+clusters' copies of the job; ``HubReachable`` and ``SettingsDiffer`` are what a cluster without
 the syncer can tell by its learners, and absent at the syncer's. ``SpecDrift`` is on both
 sides: at the syncer's of whoever was refused for it, elsewhere of the learners here. What
 cannot be known at the moment is Unknown. A job whose spec is refused keeps the conditions
@@ -30,9 +30,9 @@ ORDER = (
     "SyncerReady",
     "HubReachable",
     "RegionLost",
-    "LinksThin",
+    "LinksTooSlow",
     "SpecDrift",
-    "CopyDiffers",
+    "SettingsDiffer",
     "NameConflict",
     "Degraded",
     "Suspended",

@@ -32,7 +32,7 @@ _CURE = (
 
 def judge(view: View, stage: tuple[str, str] | None, out: Conditions) -> None:
     """``stage``: reason and message of why nobody is to be connected now; None: learners are."""
-    for kind, decide in (("LinksThin", _thin), ("SpecDrift", _drift)):
+    for kind, decide in (("LinksTooSlow", _too_slow), ("SpecDrift", _drift)):
         before = view.condition(kind)
         if stage is not None:
             out.say(kind, False, *stage)
@@ -47,23 +47,23 @@ def judge(view: View, stage: tuple[str, str] | None, out: Conditions) -> None:
 # ------------------------------------------------------------------ links
 
 
-def _thin(view: View, out: Conditions) -> None:
+def _too_slow(view: View, out: Conditions) -> None:
     slots = [slot for slot in view.slots if slot.link is not None]
     lasting = [slot for slot in slots if view.lasting(_fact(slot), _is_thin(slot)) >= THIN_SECONDS]
     facts = {_fact(slot) for slot in slots}
     for fact in [f for f in view.memory.since if f.startswith("thin ") and f not in facts]:
         del view.memory.since[fact]
     well = view.lasting("links are well", not any(map(_is_thin, slots)))
-    before = view.condition("LinksThin")
+    before = view.condition("LinksTooSlow")
     told = str(before.get("message")) if before.get("status") == "True" else ""
     regions = sorted({slot.region for slot in lasting})
     fresh = [region for region in regions if f"Region {region} " not in told]
     if fresh:
-        out.say("LinksThin", True, "ThinnerThanNeeded", _told(told, fresh, lasting))
+        out.say("LinksTooSlow", True, "SlowerThanNeeded", _told(told, fresh, lasting))
     elif told and well < WELL_SECONDS:
-        out.say("LinksThin", True, str(before.get("reason")), told)
+        out.say("LinksTooSlow", True, str(before.get("reason")), told)
     else:
-        out.say("LinksThin", False, "WideEnough", "")
+        out.say("LinksTooSlow", False, "FastEnough", "")
 
 
 def _fact(slot: Slot) -> str:

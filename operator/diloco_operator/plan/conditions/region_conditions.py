@@ -88,26 +88,26 @@ def drained(view: View) -> bool:
 
 def _differs(view: View, out: Conditions) -> None:
     told = [page["settings"] for page in view.pages if page.get("connected") and isinstance(page.get("settings"), dict)]
-    before = view.condition("CopyDiffers")
+    before = view.condition("SettingsDiffer")
     if not told:
         if before:  # what was last known stands
-            out.say("CopyDiffers", before["status"], str(before.get("reason")), str(before.get("message")))
+            out.say("SettingsDiffer", before["status"], str(before.get("reason")), str(before.get("message")))
         else:
-            out.say("CopyDiffers", "Unknown", "NotHeard", "No learner here has heard of the hub's settings.")
+            out.say("SettingsDiffer", "Unknown", "NotHeard", "No learner here has heard of the hub's settings.")
         return
     own = _own(view.job)
     fields = sorted({field for hub in told for field in differences(own, hub)})
     lasts = view.lasting("copy differs", bool(fields))
     if fields and (lasts >= DIFFERS_SECONDS or before.get("status") == "True"):
         out.say(
-            "CopyDiffers",
+            "SettingsDiffer",
             True,
             "FieldsDiffer",
             f"Not as at the hub, whose settings are in force here too: {listed(fields)}. "
             "Apply the same job in every cluster.",
         )
     else:
-        out.say("CopyDiffers", False, "SameSettings", "")
+        out.say("SettingsDiffer", False, "SameSettings", "")
 
 
 def _own(job: Job) -> dict[str, Any]:

@@ -164,7 +164,7 @@ def _gone(view: View, place: str, before: PodSnapshot, successor: Pod | None, ou
     memory.own_deletions.discard(before.uid)
     memory.followed.setdefault(place, (view.now, before.process))
     who = "The syncer's pod" if place == SYNCER else f"Pod {place}"
-    what = "SyncerLost" if place == SYNCER else "LearnerLost"
+    what = "SyncerGone" if place == SYNCER else "LearnerGone"
     if own:
         return  # it was told when it was done
     if not before.started:

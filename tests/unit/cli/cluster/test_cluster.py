@@ -521,7 +521,7 @@ def test_the_picture_with_the_syncers_page_is_the_local_one() -> None:
 
 
 def test_the_picture_without_the_page_shows_the_regions() -> None:
-    event = an_event("DiLoCoJob", "tiny", "LearnerLost", "west-0 is gone,\n a new one starts", type="Warning")
+    event = an_event("DiLoCoJob", "tiny", "LearnerGone", "west-0 is gone,\n a new one starts", type="Warning")
     text = shown(job_picture(a_job(**RUNNING), None, [event], NOW))
     for words in (
         "Running",
@@ -534,7 +534,7 @@ def test_the_picture_without_the_page_shows_the_regions() -> None:
         "west",
         "Degraded",
         "west-0: no image worker:x",
-        "100 s ago  LearnerLost: west-0 is gone, a new one starts",
+        "100 s ago  LearnerGone: west-0 is gone, a new one starts",
     ):
         assert words in text, words
     assert "none yet" not in text  # the fragments' versions are not known, which is not none

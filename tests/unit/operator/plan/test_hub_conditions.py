@@ -50,10 +50,10 @@ def test_a_link_that_stays_thin_is_told_once_with_numbers_that_stand() -> None:
     world = served()
     world.links = {"near": WIDE, "away": THIN}
     world.run(THIN_SECONDS / 2)
-    assert world.truth("LinksThin") == "False"
+    assert world.truth("LinksTooSlow") == "False"
     world.run(THIN_SECONDS)
-    found = world.condition("LinksThin")
-    assert found["status"] == "True" and found["reason"] == "ThinnerThanNeeded"
+    found = world.condition("LinksTooSlow")
+    assert found["status"] == "True" and found["reason"] == "SlowerThanNeeded"
     for part in (
         "Region away (learner ",
         "up 9.9 Mbit/s of 100 Mbit/s needed",
@@ -62,56 +62,56 @@ def test_a_link_that_stays_thin_is_told_once_with_numbers_that_stand() -> None:
         "diloco plan",
     ):
         assert part in found["message"], found["message"]
-    assert "near" not in found["message"] and world.told("LinksThin") == 1
+    assert "near" not in found["message"] and world.told("LinksTooSlow") == 1
     world.links["away"] = {**THIN, "up_bytes_per_second": 1.9e6}
     world.run(60)
-    assert world.condition("LinksThin")["message"] == found["message"]
+    assert world.condition("LinksTooSlow")["message"] == found["message"]
     assert world.truth("Ready") == "True"
 
 
 def test_a_link_near_its_need_does_not_flap() -> None:
     world = served()
     world.links = {"away": THIN}
-    world.until(lambda w: w.truth("LinksThin") == "True", 200)
+    world.until(lambda w: w.truth("LinksTooSlow") == "True", 200)
     for _ in range(5):
         world.links = {"away": WIDE}
         world.run(WELL_SECONDS / 2)
         world.links = {"away": THIN}
         world.run(30)
-    assert world.truth("LinksThin") == "True" and world.told("LinksThin") == 1
+    assert world.truth("LinksTooSlow") == "True" and world.told("LinksTooSlow") == 1
     world.links = {"away": WIDE}
     world.run(WELL_SECONDS + 60)
-    assert world.truth("LinksThin") == "False" and world.told("LinksThinOver") == 1
+    assert world.truth("LinksTooSlow") == "False" and world.told("LinksTooSlowOver") == 1
     for _ in range(5):
         world.links = {"away": THIN}
         world.run(THIN_SECONDS / 2)
         world.links = {"away": WIDE}
         world.run(20)
-    assert world.truth("LinksThin") == "False" and world.told("LinksThin") == 1
+    assert world.truth("LinksTooSlow") == "False" and world.told("LinksTooSlow") == 1
 
 
 def test_a_job_that_is_suspended_has_no_thin_links_and_tells_of_none() -> None:
     world = served()
     world.links = {"away": THIN}
     world.refused = [refusal(0, "seed")]
-    world.until(lambda w: w.truth("LinksThin") == "True", 200)
+    world.until(lambda w: w.truth("LinksTooSlow") == "True", 200)
     world.edit(suspend=True)
     world.until(lambda w: w.truth("Suspended") == "True", 200)
-    assert world.truth("LinksThin") == world.truth("SpecDrift") == "False"
-    assert not world.told("LinksThinOver") and not world.told("SpecDriftOver")
+    assert world.truth("LinksTooSlow") == world.truth("SpecDrift") == "False"
+    assert not world.told("LinksTooSlowOver") and not world.told("SpecDriftOver")
     world.edit(suspend=False)
-    world.until(lambda w: w.truth("LinksThin") == "True", 400)
-    assert world.told("LinksThin") == 2 and world.told("SpecDrift") == 2
+    world.until(lambda w: w.truth("LinksTooSlow") == "True", 400)
+    assert world.told("LinksTooSlow") == 2 and world.told("SpecDrift") == 2
 
 
 def test_another_region_that_is_thin_too_is_added() -> None:
     world = served()
     world.links = {"away": THIN}
-    world.until(lambda w: w.truth("LinksThin") == "True", 200)
+    world.until(lambda w: w.truth("LinksTooSlow") == "True", 200)
     world.links = {"away": THIN, "near": THIN}
     world.run(THIN_SECONDS + 60)
-    message = world.condition("LinksThin")["message"]
-    assert "Region away " in message and "Region near " in message and world.told("LinksThin") == 1
+    message = world.condition("LinksTooSlow")["message"]
+    assert "Region away " in message and "Region near " in message and world.told("LinksTooSlow") == 1
 
 
 def test_two_links_that_are_thin_in_turn_are_both_told_once() -> None:
@@ -120,36 +120,36 @@ def test_two_links_that_are_thin_in_turn_are_both_told_once() -> None:
     for turn in range(40):
         world.links = {"away": THIN, "near": WIDE} if turn % 2 else {"away": WIDE, "near": THIN}
         world.run(60)
-        if world.truth("LinksThin") == "True":
-            told.append(str(world.condition("LinksThin")["message"]))
+        if world.truth("LinksTooSlow") == "True":
+            told.append(str(world.condition("LinksTooSlow")["message"]))
     assert len(told) > 30 and len(set(told)) == 2 and told == sorted(told, key=len), set(told)
     assert told[-1].startswith(told[0].partition(" Merges ")[0])
     assert "Region near (learner " in told[-1] and "Region away (learner " in told[-1]
-    assert told[-1].count("Cure:") == 1 and world.told("LinksThin") == 1
+    assert told[-1].count("Cure:") == 1 and world.told("LinksTooSlow") == 1
 
 
 def test_a_region_whose_name_begins_another_is_its_own() -> None:
     regions = [{"name": n, "cluster": "hub", "learners": 1} for n in ("eu-1", "eu")]
     world = served(regions=regions)
     world.links = {"eu-1": THIN}
-    world.until(lambda w: w.truth("LinksThin") == "True", 200)
+    world.until(lambda w: w.truth("LinksTooSlow") == "True", 200)
     world.links = {"eu-1": THIN, "eu": THIN}
     world.run(THIN_SECONDS + 60)
-    assert "Region eu (learner 0)" in world.condition("LinksThin")["message"]
+    assert "Region eu (learner 0)" in world.condition("LinksTooSlow")["message"]
 
 
 def test_what_was_known_of_links_stands_while_the_syncer_is_silent_and_for_a_new_operator() -> None:
     world = served()
     world.links = {"away": THIN}
-    world.until(lambda w: w.truth("LinksThin") == "True", 200)
-    found = world.condition("LinksThin")
+    world.until(lambda w: w.truth("LinksTooSlow") == "True", 200)
+    found = world.condition("LinksTooSlow")
     world.syncer_silent = True
     world.run(60)
-    assert world.condition("LinksThin") == found
+    assert world.condition("LinksTooSlow") == found
     world.syncer_silent = False
     world.memory = type(world.memory)()
     world.run(60)
-    assert world.condition("LinksThin") == found and world.told("LinksThin") == 1
+    assert world.condition("LinksTooSlow") == found and world.told("LinksTooSlow") == 1
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_links_of_which_little_is_known(link: Any) -> None:
     world.links = {"away": link}
     world.run(THIN_SECONDS + 60)
     thin = isinstance(link, dict) and bool(link.get("thin"))
-    assert world.truth("LinksThin") == ("True" if thin else "False")
+    assert world.truth("LinksTooSlow") == ("True" if thin else "False")
 
 
 def test_many_regions_fit_into_the_message() -> None:
@@ -169,7 +169,7 @@ def test_many_regions_fit_into_the_message() -> None:
     world = served(regions=regions)
     world.links = {row["name"]: THIN for row in regions}
     world.run(THIN_SECONDS + 60)
-    message = world.condition("LinksThin")["message"]
+    message = world.condition("LinksTooSlow")["message"]
     assert len(message) < 4000 and "Region region-63 too." in message and message.endswith("needed.")
 
 

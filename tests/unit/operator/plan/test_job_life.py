@@ -325,7 +325,7 @@ def test_scaling_up_and_down() -> None:
     world.until(World.whole)
     assert world.status["learners"] == "2/2"
     assert {p.name: p.uid for p in world.of("learner")} == {n: first[n] for n in sorted(first)[:2]}
-    assert world.told("Scaled") == 2 and world.told("LearnerLost") == 0
+    assert world.told("Scaled") == 2 and world.told("LearnerGone") == 0
     assert not world.status.get("replacements")
     idle(world)
 

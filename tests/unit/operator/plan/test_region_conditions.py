@@ -359,25 +359,25 @@ def hub_settings(**sync: Any) -> dict[str, Any]:
 
 def test_the_copy_names_the_fields_in_which_it_differs() -> None:
     world = ready()
-    assert world.truth("CopyDiffers") == "Unknown"
+    assert world.truth("SettingsDiffer") == "Unknown"
     world.page["settings"] = hub_settings()
     world.run(30)
-    assert world.truth("CopyDiffers") == "False"
+    assert world.truth("SettingsDiffer") == "False"
     world.page["settings"] = hub_settings(every=77) | {"learners": 9}
     world.run(DIFFERS_SECONDS / 2)
-    assert world.truth("CopyDiffers") == "False", "an edit may be on its way here"
+    assert world.truth("SettingsDiffer") == "False", "an edit may be on its way here"
     world.run(DIFFERS_SECONDS)
-    found = world.condition("CopyDiffers")
+    found = world.condition("SettingsDiffer")
     assert found["status"] == "True" and found["reason"] == "FieldsDiffer"
     assert "sync.every" in found["message"] and "regions[].learners (in all)" in found["message"]
     assert world.truth("Ready") == "True" and world.truth("Degraded") == "False"
-    assert world.told("CopyDiffers") == 1
+    assert world.told("SettingsDiffer") == 1
     world.page |= {"connected": False}
     world.run(30)
-    assert world.condition("CopyDiffers")["message"] == found["message"], "what was known stands"
+    assert world.condition("SettingsDiffer")["message"] == found["message"], "what was known stands"
     world.page |= {"connected": True, "settings": hub_settings()}
     world.run(30)
-    assert world.truth("CopyDiffers") == "False" and world.told("CopyDiffersOver") == 1
+    assert world.truth("SettingsDiffer") == "False" and world.told("SettingsDifferOver") == 1
 
 
 def test_differences_are_paths_of_the_job() -> None:
@@ -396,5 +396,5 @@ def test_many_differences_are_counted() -> None:
         "stop": {"tokens": 1, "steps": 2, "seconds": 3},
     }
     world.run(120)
-    message = world.condition("CopyDiffers")["message"]
+    message = world.condition("SettingsDiffer")["message"]
     assert " more. " in message and len(message) < 1000

@@ -14,7 +14,7 @@ def test_a_learner_is_deleted() -> None:
     world = started()
     world.delete_pod("job-local-1", force=True)
     world.until(lambda w: w.told("LearnerReplaced") == 1)
-    assert world.told("LearnerLost") == 1
+    assert world.told("LearnerGone") == 1
     assert world.status["replacements"]["total"] == 1
     world.until(World.whole)
     idle(world)
@@ -48,7 +48,7 @@ def test_an_operator_that_was_away_fences_after_a_moment() -> None:
     world.operator_away = False
     world.run(12)
     assert world.syncer.slots[1].state == "lost"
-    assert world.told("LearnerLost") == 0 and not world.status.get("replacements")
+    assert world.told("LearnerGone") == 0 and not world.status.get("replacements")
 
 
 def test_a_crashing_learner_is_counted_told_and_fails_the_job_at_the_limit() -> None:
@@ -119,7 +119,7 @@ def test_the_syncer_is_deleted() -> None:
     world.until(lambda w: w.truth("SyncerReady") == "False", 30)
     world.until(World.whole)
     assert world.syncer.epoch == 2 and {p.uid for p in world.of("learner")} == learners
-    assert world.told("SyncerLost") == 1 and world.told("SyncerReplaced") == 1
+    assert world.told("SyncerGone") == 1 and world.told("SyncerReplaced") == 1
     assert world.status["replacements"]["total"] == 1
     idle(world)
 

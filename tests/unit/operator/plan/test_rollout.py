@@ -18,7 +18,7 @@ def test_a_changed_image_rolls_out_one_by_one() -> None:
     assert fewest == 2 and not first & set(world.pods) and world.syncer.epoch == epoch
     reasons = [e.reason for _, e in world.events]
     assert reasons.count("RollingOut") == 3 and reasons.count("RolledOut") == 1
-    assert reasons.count("LearnerReplaced") == 3 and reasons.count("LearnerLost") == 0
+    assert reasons.count("LearnerReplaced") == 3 and reasons.count("LearnerGone") == 0
     assert not world.status.get("replacements"), "what the operator does is not counted"
     idle(world)
 
@@ -71,7 +71,7 @@ def test_a_pod_that_never_started_is_no_loss_when_it_goes() -> None:
         world.delete_pod("job-local-1")
         world.run(10)
     assert world.truth("Failed") == "False" and not world.status.get("replacements")
-    assert world.told("LearnerLost") == 0
+    assert world.told("LearnerGone") == 0
     world.unschedulable = set()
     world.until(World.whole)
 
@@ -136,7 +136,7 @@ def test_the_syncer_comes_last() -> None:
     world.until(lambda w: syncer not in w.pods)
     assert {p.image for p in world.of("learner") if not p.terminating} == {"other:1"}
     world.until(World.whole)
-    assert world.told("SyncerReplaced") == 1 and world.told("SyncerLost") == 0
+    assert world.told("SyncerReplaced") == 1 and world.told("SyncerGone") == 0
     assert not world.status.get("replacements")
 
 
