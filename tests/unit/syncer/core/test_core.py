@@ -662,10 +662,10 @@ def test_a_crashed_syncers_downtime_counts_and_suspension_does_not() -> None:
     desk.report(1, 1)
     desk.now = 10.0
     running = desk.core.state(10.0, wall=1000.0)
-    assert Core(config(slots=1), running, 2, 0.0, wall=1005.0).job.clock.elapsed(0.0) == pytest.approx(15.0)
+    assert Core(config(slots=1), running, 2, 0.0, wall=1005.0)._state.clock.elapsed(0.0) == pytest.approx(15.0)
     desk.do(ev.EndRequested(PhaseName.FAILED, "x"))
     ended = desk.core.state(10.0, wall=1000.0)
-    assert Core(config(slots=1), ended, 2, 0.0, wall=1005.0).job.clock.elapsed(0.0) == pytest.approx(10.0)
+    assert Core(config(slots=1), ended, 2, 0.0, wall=1005.0)._state.clock.elapsed(0.0) == pytest.approx(10.0)
 
 
 def test_deterministic_slots_are_places_and_rounds_open_by_themselves() -> None:

@@ -150,8 +150,8 @@ def test_the_newest_is_asked_for_when_everybody_is_back_and_the_rest_follows_a_r
     assert begin.above == 0
 
     again = Core(CONFIG, life.core.state(0.0), 3, 0.0, 0.0)
-    again.foresee([], [receipts[0]])
-    again.take_over(0, 1, 1, receipts[0], 2)
+    again.close_superseded_tenures([], [receipts[0]])
+    again.apply_recovered_version(0, 1, 1, receipts[0], 2)
     again.start(0.0, (1, 1))
     assert again.versions == [1, 0] and again.ledger is not None
     assert again.ledger.check() == []
@@ -369,8 +369,8 @@ def test_who_gave_up_what_was_taken_meanwhile_begins_anew() -> None:
 
     for settled, continuing in (((2, 2), False), ((1, 1), True)):
         again = Core(CONFIG, json.loads(json.dumps(life.core.state(0.0))), 4, 0.0, 0.0)
-        again.foresee([], [receipts[0]])
-        again.take_over(0, 1, 1, receipts[0], 3)
+        again.close_superseded_tenures([], [receipts[0]])
+        again.apply_recovered_version(0, 1, 1, receipts[0], 3)
         again.start(0.0, (1, 1))
         back = a_join(21, 1, held=((2, 0), (2, 0)), settled=settled, previous_incarnation=9)
         (admit,) = of(again.handle(back, 0.0), ev.Admit)
