@@ -1,5 +1,5 @@
-"""Makes the tables that several kinds of tests share importable (pytest imports tests by file), and
-says where Hypothesis takes its examples from."""
+"""Makes the modules that several kinds of tests share importable (pytest imports tests by file), says
+where Hypothesis takes its examples from, and holds tests to two rules: skips.py, alone.py."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from pathlib import Path
 from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+from alone import pytest_runtest_protocol
+from skips import pytest_make_collect_report, pytest_runtest_makereport
+
+__all__ = ["pytest_make_collect_report", "pytest_runtest_makereport", "pytest_runtest_protocol"]
 
 # A run's outcome depends on the code alone: examples follow from each test's source. To look for
 # new ones: make test PYTEST_ARGS=--hypothesis-profile=fresh

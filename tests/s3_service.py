@@ -32,8 +32,7 @@ class S3Service:
 
     def __init__(self, folder: Path, rights: bool = False, tls: tuple[Path, ...] = ()) -> None:
         if not PYTHON.exists():
-            message = f"no S3 to test against: {PYTHON.parent.parent} is not there (make setup)"
-            pytest.fail(message) if os.environ.get("CI") else pytest.skip(message)
+            pytest.skip(f"no S3 to test against: {PYTHON.parent.parent} is not there (make setup)")
         port = folder / "s3-port"
         self._log = open(folder / "s3-log", "ab")  # noqa: SIM115
         env = {k: v for k, v in os.environ.items() if not k.startswith(OURS)}

@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 import yaml
 
-from .clusters import ROOT, Cluster, until
+from repository import ROOT
+
+from .clusters import Cluster, until
 from .jobs import GROUP, small_job
 
 CRD = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/dilocojobs.diloco.io"

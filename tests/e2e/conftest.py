@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from .clusters import ROOT, Cluster, open_cluster, until
+from repository import ROOT
+
+from .clusters import Cluster, open_cluster, until
 from .jobs import Job, small_job
 from .operator_shell import kube, kube_bare, operate
 

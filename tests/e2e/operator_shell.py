@@ -31,8 +31,9 @@ from diloco_operator.model import Object, Observed, Plan, PlanMemory, PlanSettin
 from diloco_operator.settings import Settings
 from diloco_protocol.wire import limits, sync_pb2
 from diloco_protocol.wire.control_auth import NonceCache, sign_reply, verify_call
+from repository import ROOT
 
-from .clusters import ROOT, Cluster, open_cluster, until
+from .clusters import Cluster, open_cluster, until
 
 CRD = ROOT / "manifests" / "crd.yaml"
 NS = "default"

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from .clusters import ROOT, Cluster, CommandFailed, until
+from repository import ROOT
+
+from .clusters import Cluster, CommandFailed, until
 from .conftest import SYSTEM, images, install
 from .jobs import Job, small_job
 

@@ -19,7 +19,9 @@ from typing import Any
 import pytest
 import yaml
 
-from .clusters import ROOT, Cluster, CommandFailed, until
+from repository import ROOT
+
+from .clusters import Cluster, CommandFailed, until
 from .conftest import SYSTEM, VERSION, install
 from .jobs import small_job
 

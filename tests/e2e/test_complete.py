@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from diloco_protocol.spec.load import load_manifest
+from repository import ROOT
 
-from .clusters import ROOT, Cluster, until
+from .clusters import Cluster, until
 from .jobs import Job
 
 

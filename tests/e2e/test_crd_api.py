@@ -23,6 +23,7 @@ from diloco_operator.crd.rules import LEFT_TO_THE_OPERATOR
 from diloco_operator.crd.schema import definition, schema
 from diloco_protocol.spec.job import DiLoCoJob, immutable_digests
 from diloco_protocol.spec.load import JobError, job_from_object, job_to_json, load_job, load_manifest, parse_job
+from repository import ROOT
 from wrong_jobs import (
     BASE,
     CLUSTERS,
@@ -40,7 +41,7 @@ from wrong_jobs import (
     wrong_values,
 )
 
-from .clusters import ROOT, Cluster, until
+from .clusters import Cluster, until
 from .conftest import SYSTEM
 
 pytestmark = [pytest.mark.ci, pytest.mark.timeout(300)]

@@ -17,7 +17,9 @@ from typing import Any
 
 import pytest
 
-from .clusters import ROOT, Cluster, until
+from repository import ROOT
+
+from .clusters import Cluster, until
 from .conftest import SYSTEM
 from .jobs import Job, wall
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from .clusters import ROOT, Cluster, run, until
+from repository import ROOT
+
+from .clusters import Cluster, run, until
 from .conftest import VERSION
 from .jobs import Job, small_job, wall
 

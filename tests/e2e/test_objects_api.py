@@ -24,8 +24,9 @@ from diloco_operator.objects.manifests import Images
 from diloco_operator.reconcile.diff import differences
 from diloco_protocol.spec.load import job_to_json, load_job
 from operator_world import job_object
+from repository import ROOT
 
-from .clusters import ROOT, Cluster, CommandFailed
+from .clusters import Cluster, CommandFailed
 
 pytestmark = [pytest.mark.timeout(300)]
 
