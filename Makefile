@@ -26,12 +26,18 @@ DEMO_CHAOS ?= 30s:kill:learner-1
 CRDS := manifests/crd.yaml charts/diloco/files/crd.yaml
 # Words for pytest, for instance PYTEST_ARGS="-k ledger -x".
 PYTEST_ARGS ?=
+# How many tests run at once (0: in one process, for --pdb and -s). Each has processes of its own.
+JOBS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n : 8)))
+PYTEST := $(BIN)/python -m pytest
+AT_ONCE := -n $(JOBS) --dist worksteal
 BENCHES := merge codec wire overlap encodings
 BENCH_ARGS ?=
 
+##@ Begin here
 .PHONY: help
-help: ## List these targets
-	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | sort | awk -F'|' '{printf "%-14s %s\n", $$1, $$2}'
+help: ## List these targets, by purpose
+	@awk -F':.*## ' '/^##@/ {print "\n" substr($$0, 5)} \
+	  /^[a-z][a-z0-9 -]*:.*## / {if (length($$1) > 16) {print "  " $$1; $$1 = ""}; printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: setup
 setup: $(STAMP) $(S3_SERVICE)/.installed ## Make .venv and install everything, pinned (TORCH_INDEX=URL chooses the build of torch)
@@ -58,14 +64,21 @@ demo: $(STAMP) ## Train a small model with three learners, kill one, and show wh
 	  rm -rf $(DEMO_DIR); fi
 	$(BIN)/diloco run $(DEMO_JOB) --workdir $(DEMO_DIR) --chaos $(DEMO_CHAOS)
 
+##@ Tests
 .PHONY: test
-test: $(STAMP) $(S3_SERVICE)/.installed ## Run the quick tests (within 10 minutes on two cores)
-	$(BIN)/python -m pytest -m "not slow and not e2e" $(PYTEST_ARGS)
+test: $(STAMP) $(S3_SERVICE)/.installed ## Run the quick tests (within 5 minutes on two cores)
+	$(PYTEST) $(AT_ONCE) -m "not slow and not e2e" $(PYTEST_ARGS)
+
+UNIT_TESTS := test-protocol test-syncer test-worker test-operator test-cli
+.PHONY: $(UNIT_TESTS)
+test-protocol test-syncer test-worker test-operator test-cli: $(STAMP) $(S3_SERVICE)/.installed ## Run one package's unit tests (each within a minute)
+	$(PYTEST) $(AT_ONCE) -m "not slow" tests/unit/$(@:test-%=%) $(PYTEST_ARGS)
 
 .PHONY: test-slow
-test-slow: $(STAMP) $(S3_SERVICE)/.installed ## Run the slow tests
-	$(BIN)/python -m pytest -m "slow and not e2e" $(PYTEST_ARGS)
+test-slow: $(STAMP) $(S3_SERVICE)/.installed ## Run the slow tests, one after another
+	$(PYTEST) -m "slow and not e2e" $(PYTEST_ARGS)
 
+##@ Images and clusters
 # The cluster for the next ones: localkube ($LOCALKUBE or on PATH), kind, or current (KUBECONFIG).
 CLUSTER ?=
 # Of the images: their tag (empty: the project's version).
@@ -80,7 +93,7 @@ chart: $(STAMP) ## Check the chart: lint, render, tests; with KUBECONFIG also a 
 	$(BIN)/python tools/chart.py check
 	$(BIN)/python tools/chart.py readme --check
 	$(BIN)/python tools/chart.py install --check
-	$(BIN)/python -m pytest -q tests/unit/project/test_chart.py tests/unit/project/test_chart_rendered.py
+	$(PYTEST) -q tests/unit/project/test_chart.py tests/unit/project/test_chart_rendered.py
 
 # Words for pytest: E2E_ARGS="-m 'ci and not regions'" is the part that .ci/run runs.
 E2E_ARGS ?=
@@ -90,11 +103,11 @@ E2E_NEEDS := $(STAMP) $(if $(IMAGES_BUILT),,images)
 
 .PHONY: e2e
 e2e: $(E2E_NEEDS) ## Run the tests on a real cluster (CLUSTER=localkube|kind|current; about an hour)
-	CLUSTER=$(CLUSTER) $(BIN)/python -m pytest tests/e2e -m "e2e and not regions" -s $(E2E_ARGS)
+	CLUSTER=$(CLUSTER) $(PYTEST) tests/e2e -m "e2e and not regions" -s $(E2E_ARGS)
 
 .PHONY: e2e-regions
 e2e-regions: $(E2E_NEEDS) ## Run the tests of one job across several clusters (CLUSTER=localkube|kind)
-	CLUSTER=$(CLUSTER) $(BIN)/python -m pytest tests/e2e -m regions -s $(E2E_ARGS)
+	CLUSTER=$(CLUSTER) $(PYTEST) tests/e2e -m regions -s $(E2E_ARGS)
 
 .PHONY: cluster-demo
 cluster-demo: $(STAMP) ## The tour on a real cluster (CLUSTER=localkube|kind|current)
@@ -104,12 +117,14 @@ cluster-demo: $(STAMP) ## The tour on a real cluster (CLUSTER=localkube|kind|cur
 regions-demo: $(STAMP) ## One job over two clusters (CLUSTER=localkube|kind)
 	VENV=$(VENV) tools/regions_demo.sh $(CLUSTER)
 
+##@ Code
 .PHONY: lint
-lint: $(STAMP) ## Style, types, doors between rooms, and whether generated files are current
+lint: $(STAMP) ## Check style, types, import rules, structure, and whether generated files are current
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python tools/structure.py --check
 	$(BIN)/python tools/check_proto.py
 	$(BIN)/python -m diloco_protocol.spec.reference --check docs/job.md
 	$(BIN)/python -m diloco_operator.reference --check docs/operator.md
@@ -124,6 +139,7 @@ format: $(STAMP) ## Format the code and sort its imports
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 
+##@ Measurements
 .PHONY: bench
 bench: $(STAMP) ## Measure merge, codec, wire, overlap and what encodings cost, each against its references (BENCH_ARGS=--quick)
 	@for name in $(BENCHES); do echo "== $$name"; $(BIN)/python bench/$$name.py $(BENCH_ARGS); done
@@ -132,6 +148,7 @@ bench: $(STAMP) ## Measure merge, codec, wire, overlap and what encodings cost, 
 bench-operator: $(STAMP) ## Measure the operator with 500 jobs on simulated nodes (localkube; half an hour; BENCH_ARGS=--quick)
 	$(BIN)/python bench/operator_load.py $(BENCH_ARGS)
 
+##@ Generated files
 .PHONY: proto
 proto: $(STAMP) ## Regenerate the gRPC stubs from sync.proto
 	$(BIN)/python tools/check_proto.py --write
@@ -153,6 +170,7 @@ lock: $(STAMP) ## Write requirements.lock from what is installed in .venv
 	$(PIP_INSTALL) -e '.[$(EXTRAS),datasets]'
 	$(BIN)/python tools/lock.py
 
+##@ Tidying up
 .PHONY: clean
 clean: ## Remove caches, build products and runs/demo (not .venv)
 	rm -rf build dist $(DEMO_DIR) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .numba_cache
