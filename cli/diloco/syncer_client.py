@@ -81,7 +81,7 @@ class SyncerClient:
             return None
 
     async def status(self) -> dict[str, Any]:
-        """The status document (docs/design.md, syncer). Raises HubError."""
+        """The status document (docs/contracts.md). Raises HubError."""
         return await fetch_json(self._where("http"), "/status")
 
     async def call(self, method: str, body: dict[str, Any], seconds: float = CALL_SECONDS) -> dict[str, Any]:

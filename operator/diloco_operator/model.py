@@ -54,7 +54,7 @@ class ApplyError:
 class ProgramAnswer:
     """A program's answer to the operator, or why there is none."""
 
-    document: dict[str, Any] | None  # of the syncer: the status document (docs/design.md)
+    document: dict[str, Any] | None  # of the syncer: the status document (docs/contracts.md)
     error: str = ""  # empty, or why there is no document
     at: float = 0.0  # when it was answered (or tried)
     failing_since: float | None = None  # since when every try failed; None: the last one did not

@@ -1,6 +1,6 @@
 """What a job's objects are called, labelled and annotated, and where things lie in its pods.
 
-docs/design.md (operator) has these names as the contract between operator, images,
+docs/contracts.md has these names as the contract between operator, images,
 chart and command line; here they are defined once for the operator.
 """
 

@@ -109,7 +109,7 @@ class Learner:
     def from_environment(
         cls, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, environ: Mapping[str, str] | None = None
     ) -> Self:
-        """Build from ``DILOCO_*`` (docs/design.md, worker); opens no connection yet.
+        """Build from ``DILOCO_*`` (docs/contracts.md); opens no connection yet.
 
         ``model``'s parameters must be where they will be trained, and stay there.
         Raises ConfigurationError; one that nobody handles ends the program with its exit code.

@@ -65,7 +65,7 @@ class Observer:
 
     @classmethod
     def from_environment(cls, model: torch.nn.Module, *, environ: Mapping[str, str] | None = None) -> Self:
-        """Build from ``DILOCO_*`` (docs/design.md, worker). Raises ConfigurationError."""
+        """Build from ``DILOCO_*`` (docs/contracts.md). Raises ConfigurationError."""
         settings = WorkerSettings.from_environment(environ)
         if settings.role != "evaluator":
             raise ConfigurationError(f"DILOCO_ROLE is {settings.role!r}: an observer needs the role evaluator")

@@ -50,7 +50,7 @@ class RefusedError(WorkerError):
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """One worker process's settings, from its environment (docs/design.md, worker).
+    """One worker process's settings, from its environment (docs/contracts.md).
 
     ``syncer`` is a fixed ``host:port``; else ``syncer_file`` is the address
     file, read again before each connection, because a restarted syncer may

@@ -8,7 +8,7 @@ that are plain numbers, read as they are.
     /healthz   200: the process lives
     /readyz    200 once this process has joined, for its whole life; 503 before. A syncer that
                is away is no reason to call a learner unready: it trains on
-    /status    JSON (docs/design.md, operator)
+    /status    JSON (docs/contracts.md)
     /metrics   Prometheus
 
 A process has one. The built-in program opens it before it loads data and model, which may

@@ -19,7 +19,7 @@ from diloco.cluster.client import FAILED, TIMEOUT, WRONG, Cluster, ClusterError,
 from diloco.cluster.port_forward import Forward, dial, forwarded
 from diloco.syncer_client import SyncerError, fetch_json
 
-HTTP_PORT, EXPORT_PORT = 7702, 7703  # docs/design.md, operator
+HTTP_PORT, EXPORT_PORT = 7702, 7703  # docs/contracts.md
 REPORT_SECONDS = 60.0
 PAGE_SECONDS = 5.0
 PAGE_AGAIN_SECONDS = 10.0  # between tries where it is not to be had

@@ -40,7 +40,7 @@ class MetricsLog:
             self._events.flush()
 
     def sample(self, status: dict[str, Any]) -> None:
-        """Write the figures of a status document (docs/design.md, syncer)."""
+        """Write the figures of a status document (docs/contracts.md)."""
         versions = status.get("versions") or [0]
         evaluations = status.get("eval_loss") or []
         row = {

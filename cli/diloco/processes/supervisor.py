@@ -10,7 +10,7 @@ a given time, stop trying, or nothing because the end was as it should be. The r
 * ``failurePolicy.maxReplacements`` replacements of learners and syncer without any
   merge in between, and the job has failed: something is wrong that another start
   will not cure. Every merge sets the count back to zero.
-* Some exit codes say that a start is in vain (design.md): 2, the configuration is
+* Some exit codes say that a start is in vain (docs/contracts.md): 2, the configuration is
   wrong; 4, the syncer refused the learner for good (one that was in a merge
   has lost its place to another, and may come back to stand by); for the syncer 3, a
   higher epoch has the store, 4, the store cannot be written, and 5, its credentials

@@ -33,7 +33,7 @@ class WorkdirError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Workdir:
-    """Names of what lies in a run's directory (docs/design.md, cli)."""
+    """Names of what lies in a run's directory (docs/contracts.md)."""
 
     path: Path
 

@@ -113,7 +113,7 @@ def syncer_command(workdir: Workdir, sync: str, control: str, http: str, serving
 def worker_environment(
     worker: WorkerSpec, process: str, workdir: Workdir, job_directory: Path, syncer: str | None, gpu: str | None
 ) -> dict[str, str]:
-    """``DILOCO_*`` of one process (docs/design.md, worker). ``syncer``: host:port of its proxy,
+    """``DILOCO_*`` of one process (docs/contracts.md). ``syncer``: host:port of its proxy,
     None: it reads the address file. ``gpu``: the one device that it shall see."""
     env = {
         "DILOCO_JOB_FILE": str(workdir.job),

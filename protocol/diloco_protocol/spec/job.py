@@ -189,7 +189,7 @@ def spec_digest(job: DiLoCoJob) -> str:
 def immutable_digests(job: DiLoCoJob) -> dict[str, str]:
     """Field path below spec → SHA-256 (hex), for what may not change once the job has started.
 
-    A learner sends them when it joins; one that differs is kept out (algorithm.md, Drift).
+    A learner sends them when it joins; one that differs is kept out (algorithm.md section 8, Drift).
     """
     spec = job.spec.model_dump(mode="json")
     return {

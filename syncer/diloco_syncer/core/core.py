@@ -160,7 +160,7 @@ class Core:
         return self.lost.admit(connection, fragment, epoch, version, rows)
 
     def status(self, now: float) -> dict[str, Any]:
-        """The core's part of the status document (docs/design.md)."""
+        """The core's part of the status document (docs/contracts.md)."""
         return core_status(self._state, now)
 
     def report(self, now: float) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def slot_rows(job: JobState, now: float) -> list[dict[str, Any]]:
 
 
 def core_status(job: JobState, now: float) -> dict[str, Any]:
-    """The core's part of the status document (docs/design.md)."""
+    """The core's part of the status document (docs/contracts.md)."""
     rounds = job.rounds
     active = sum(s.state.value == "active" and s.ready for s in job.members.slots)
     holds = job.clock.holds

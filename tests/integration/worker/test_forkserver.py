@@ -209,7 +209,7 @@ def test_the_real_one_is_single_threaded_and_a_worker_starts_in_no_time(tmp_path
         started = time.monotonic()
         client.spawn("w", tmp_path / "log", DILOCO_JOB_FILE=str(tmp_path / "absent.json"), DILOCO_ROLE="learner")
         event = client.event()
-        # No job file: the worker says so and ends with 2, configuration wrong (docs/design.md, worker).
+        # No job file: the worker says so and ends with 2, configuration wrong (docs/contracts.md).
         assert event == {"event": "exited", "id": "w", "code": 2}, (tmp_path / "log").read_text()
         assert time.monotonic() - started < 5
         assert "absent.json" in (tmp_path / "log").read_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,7 +27,20 @@ NAMES = [
     certificate_name("ns", "tiny", "learner"),
     certificate_name("ns", "tiny", "learner", "eu-1"),
 ]
+PAGES = [*DOCS.rglob("*.md"), DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md"]
+LINK = re.compile(r"\]\(([^)#\s]*)(#([^)]*))?\)")
 UNITS = {"": 1, "s": 1, "characters": 1, "KiB": 1 << 10, "KiB/s": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+def prose_of(page: Path) -> str:
+    """The page without its blocks of code."""
+    return re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
+
+
+def anchors_of(page: Path) -> set[str]:
+    """What a link may name after ``#``: headings, as GitHub writes them."""
+    headings = re.findall(r"^#+ (.*)$", prose_of(page), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("name", sorted(sync_pb2.DESCRIPTOR.message_types_by_name))
@@ -150,9 +164,23 @@ def test_metrics_that_operations_names_exist() -> None:
 
 
 def test_links_between_documents_lead_somewhere() -> None:
-    pages = [*DOCS.glob("*.md"), DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md"]
-    for page in pages:
-        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
-        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
-            if "://" not in target:
-                assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
+    for page in PAGES:
+        for target, _, anchor in LINK.findall(prose_of(page)):
+            if "://" in target:
+                continue
+            found = (page.parent / target).resolve() if target else page
+            assert found.exists(), f"{page.name} links to {target}, which is not there"
+            if anchor and found.suffix == ".md":
+                assert anchor in anchors_of(found), (
+                    f"{page.name} links to {target}#{anchor}, a heading that is not there"
+                )
+
+
+def test_every_decision_is_in_the_index() -> None:
+    folder = DOCS / "decisions"
+    index = (folder / "README.md").read_text(encoding="utf-8")
+    for page in sorted(folder.glob("*.md")):
+        title = re.fullmatch(r"# (?:\d{3}: )?(.+)", page.read_text(encoding="utf-8").splitlines()[0])
+        assert title, f"{page.name} begins with its title"
+        if page.name != "README.md":
+            assert re.search(rf"^- \[.*\]\({page.name}\) {re.escape(title.group(1))}$", index, re.M), page.name

@@ -1,6 +1,6 @@
 """The training data in an order of the seed's, without a list of it.
 
-The syncer leases blocks of consecutive sequences (algorithm.md, section 8), and data
+The syncer leases blocks of consecutive sequences (algorithm.md section 8), and data
 lie in the order of their files, often sorted by what they are about: a learner that
 trained a block as it lies would see one subject at a time, and learners would drift apart.
 So sequence i of the training data is item p(i) of the source, p being a permutation

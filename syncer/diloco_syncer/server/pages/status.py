@@ -52,7 +52,7 @@ def peak_rss_bytes() -> int:
 
 
 def status(engine: Engine) -> dict[str, Any]:
-    """The status document (docs/design.md)."""
+    """The status document (docs/contracts.md)."""
     document = {"job": engine.job.metadata.name} | engine.core.status(engine.clock())
     document["message"] = engine.message
     document["slots"] = engine.traffic.with_slots(with_links(engine, document["slots"]))
