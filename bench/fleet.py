@@ -22,7 +22,9 @@ import yaml
 
 from diloco_operator.crd import schema as crd
 from diloco_operator.kube import kinds
-from kubeapi import MERGE, Api, ApiError
+from diloco_operator.kube.client import MERGE_PATCH
+from diloco_operator.kube.errors import ApiError
+from kubeapi import Api
 
 CLUSTER = "lkbench"
 NAMESPACE = "diloco-bench"  # the operator's own
@@ -78,7 +80,7 @@ def cluster(kubeconfig: str | None, pods: int, keep: bool) -> Iterator[str]:
 
 def give_addresses(api: Api) -> list[str]:
     """Give every simulated node that has none a range of pod addresses; all ranges. Raises NoCluster."""
-    nodes = list(api.items("/api/v1/nodes", "type=kwok"))
+    nodes = list(api.items("/api/v1/nodes", {"labelSelector": "type=kwok"}))
     if not nodes:
         raise NoCluster("the cluster has no node with the label type=kwok")
     have = {cidr for node in nodes if (cidr := node["spec"].get("podCIDR"))}
@@ -88,7 +90,7 @@ def give_addresses(api: Api) -> list[str]:
             cidr = next(free)
             have.add(cidr)
             body = {"spec": {"podCIDR": cidr, "podCIDRs": [cidr]}}
-            api.ask("PATCH", f"/api/v1/nodes/{node['metadata']['name']}", body, content=MERGE)
+            api.request("PATCH", f"/api/v1/nodes/{node['metadata']['name']}", None, body, MERGE_PATCH)
     outside = sorted(cidr for cidr in have if not ipaddress.ip_network(cidr).subnet_of(RANGE))
     if outside:
         raise NoCluster(f"pods would get addresses in {', '.join(outside)}, which are not {RANGE}")
@@ -158,7 +160,7 @@ def admit_operator(api: Api, folder: Path, kubeconfig: str) -> str:
     }
     api.apply(f"/apis/{flows}/v1/flowschemas/{NAMESPACE}", schema)
     path = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/{ACCOUNT}/token"
-    token = api.ask("POST", path, {"spec": {"expirationSeconds": 24 * 3600}})["status"]["token"]
+    token = api.request("POST", path, body={"spec": {"expirationSeconds": 24 * 3600}})["status"]["token"]
     return _kubeconfig(Path(kubeconfig), token, folder / "operator.kubeconfig")
 
 
@@ -187,7 +189,7 @@ def _kubeconfig(source: Path, token: str, path: Path) -> str:
 def requests_counted(api: Api) -> float:
     """Requests of the operator's account since the API server started, as the API server counts."""
     total = 0.0
-    for line in api.metrics().splitlines():
+    for line in api.read_text("/metrics").splitlines():
         if line.startswith("apiserver_flowcontrol_dispatched_requests_total") and f'"{NAMESPACE}"' in line:
             total += float(line.rpartition(" ")[2])
     return total
@@ -242,7 +244,7 @@ def create_jobs(api: Api, jobs: int, pods: int, beat: float) -> float:
     began = time.monotonic()
     for number in range(jobs):
         document = job(number, pods, beat)
-        api.ask("POST", f"{JOBS}/namespaces/{document['metadata']['namespace']}/dilocojobs", document)
+        api.request("POST", f"{JOBS}/namespaces/{document['metadata']['namespace']}/dilocojobs", body=document)
     return time.monotonic() - began
 
 

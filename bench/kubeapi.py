@@ -1,99 +1,39 @@
-"""The API server, asked from a benchmark: plain blocking requests, and a list that is followed."""
+"""The API server, asked from a benchmark: the one Kubernetes client, and a list that is followed."""
 
 from __future__ import annotations
 
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-from urllib.parse import urlencode
 
 import kubernetes.client
 import kubernetes.config
 import urllib3
 
-SECONDS = 30.0
-APPLY = "application/apply-patch+yaml"
-MERGE = "application/merge-patch+json"
+from diloco_operator.kube.client import APPLY_PATCH, Client
+from diloco_operator.kube.errors import ApiError
+
 WATCH_SECONDS = 240
 
 
-class ApiError(Exception):
-    """A request was refused or not answered; ``status`` 0: no answer."""
+class Api(Client):
+    """Blocking requests with the rights of a kubeconfig's current context."""
 
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
+    def __init__(self, kubeconfig: str) -> None:
+        config = kubernetes.client.Configuration()
+        kubernetes.config.load_kube_config(kubeconfig, client_configuration=config)
+        super().__init__(config, "diloco-bench")
 
-
-class Api:
-    """``server``: URL; ``token``: of whoever asks, empty where ``pool`` has client certificates."""
-
-    def __init__(self, server: str, token: str, pool: urllib3.PoolManager) -> None:
-        self.server, self._token, self._pool = server, token, pool
-
-    @classmethod
-    def from_kubeconfig(cls, path: str) -> Api:
-        """With the rights of the kubeconfig's current context."""
-        made = kubernetes.client.Configuration()
-        kubernetes.config.load_kube_config(path, client_configuration=made)
-        pool = urllib3.PoolManager(
-            maxsize=16,
-            ca_certs=made.ssl_ca_cert,
-            cert_file=made.cert_file,
-            key_file=made.key_file,
-            cert_reqs="CERT_REQUIRED" if made.verify_ssl else "CERT_NONE",
-            retries=False,
-        )
-        return cls(made.host, made.get_api_key_with_prefix("BearerToken") or "", pool)
-
-    # ------------------------------------------------------------- requests
-
-    def raw(self, method: str, path: str, body: Any = None, content: str = "application/json", **query: str) -> bytes:
-        """The answer's bytes. Raises ApiError."""
-        headers = {"Content-Type": content} | ({"Authorization": self._token} if self._token else {})
-        try:
-            answer = self._pool.request(
-                method,
-                self.server + path + (f"?{urlencode(query)}" if query else ""),
-                headers=headers,
-                body=None if body is None else json.dumps(body).encode(),
-                timeout=SECONDS,
-            )
-        except urllib3.exceptions.HTTPError as error:
-            raise ApiError(0, f"{method} {path}: {error}") from error
-        if answer.status >= 300:
-            raise ApiError(answer.status, f"{method} {path}: {answer.status} {answer.data[:500]!r}")
-        return bytes(answer.data)
-
-    def ask(self, method: str, path: str, body: Any = None, **more: Any) -> dict[str, Any]:
-        """The answer as JSON. Raises ApiError."""
-        return dict(json.loads(self.raw(method, path, body, **more)))
-
-    def get(self, path: str, **query: str) -> dict[str, Any]:
-        """Raises ApiError."""
-        return self.ask("GET", path, **query)
-
-    def items(self, path: str, selector: str = "", page: int = 250) -> Iterator[dict[str, Any]]:
-        """All objects of a collection, a page at a time."""
-        query = {"limit": str(page)} | ({"labelSelector": selector} if selector else {})
-        while True:
-            answer = self.get(path, **query)
-            yield from answer["items"]
-            onward = answer["metadata"].get("continue")
-            if not onward:
-                return
-            query["continue"] = onward
+    def get(self, path: str) -> dict[str, Any]:
+        """One object. Raises ApiError."""
+        return self.request("GET", path)
 
     def apply(self, path: str, manifest: dict[str, Any], **query: str) -> dict[str, Any]:
         """Server-side apply to the object's path. Raises ApiError."""
         query = {"fieldManager": "diloco-bench", "force": "true"} | query
-        return self.ask("PATCH", path, manifest, content=APPLY, **query)
-
-    def metrics(self) -> str:
-        """The API server's own metrics, as text."""
-        return self.raw("GET", "/metrics").decode()
+        return self.request("PATCH", path, query, manifest, APPLY_PATCH)
 
     # ------------------------------------------------------------- following a list
 
@@ -118,7 +58,7 @@ class Api:
     def _list(
         self, path: str, selector: str, known: dict[str, dict[str, Any]], saw: Callable[[bool, dict[str, Any]], None]
     ) -> str:
-        answer = self.get(path, labelSelector=selector)
+        answer = self.request("GET", path, {"labelSelector": selector})
         found = {item["metadata"]["uid"]: item for item in answer["items"]}
         for uid in set(known) - set(found):
             saw(True, known.pop(uid))
@@ -138,17 +78,7 @@ class Api:
     ) -> str:
         query = {"watch": "1", "labelSelector": selector, "resourceVersion": version}
         query |= {"timeoutSeconds": str(WATCH_SECONDS), "allowWatchBookmarks": "true"}
-        headers = {"Authorization": self._token} if self._token else {}
-        stream = self._pool.request(
-            "GET",
-            f"{self.server}{path}?{urlencode(query)}",
-            headers=headers,
-            preload_content=False,
-            timeout=urllib3.Timeout(connect=SECONDS, read=WATCH_SECONDS + SECONDS),
-        )
-        try:
-            if stream.status != 200:
-                return ""
+        with self.stream("GET", path, query, silence=WATCH_SECONDS + 30.0) as stream:
             rest = b""
             while not stop.is_set() and (chunk := stream.read1(1 << 20)):
                 *lines, rest = (rest + chunk).split(b"\n")
@@ -167,5 +97,3 @@ class Api:
                         known[item["metadata"]["uid"]] = item
                     saw(gone, item)
             return version
-        finally:
-            stream.release_conn() if stop.is_set() else stream.close()

@@ -36,7 +36,8 @@ import programs
 import standin
 from diloco_operator import names
 from diloco_operator.kube import kinds
-from kubeapi import Api, ApiError
+from diloco_operator.kube.errors import ApiError
+from kubeapi import Api
 from scrape import Snapshot, difference, errors, quantile, reconciles, snapshot, words
 
 BEAT = 20.0  # seconds between two steps of a learner
@@ -119,7 +120,7 @@ class Bench:
 
     def made(self) -> int:
         path = f"/apis/apps/v1/{kinds.STATEFUL_SET.plural}"
-        return sum(1 for _ in self.api.items(path, names.LABEL_JOB))
+        return sum(1 for _ in self.api.items(path, {"labelSelector": names.LABEL_JOB}))
 
     def whole(self) -> bool:
         """Raises NotYet with what there is."""
@@ -152,7 +153,7 @@ class Bench:
 
     def burst(self) -> None:
         """Pods killed at random, all at once; until every job is whole again."""
-        found = list(self.api.items("/api/v1/pods", names.LABEL_JOB))
+        found = list(self.api.items("/api/v1/pods", {"labelSelector": names.LABEL_JOB}))
         chosen = random.sample(found, max(2, round(KILLED * len(found))))
         before = snapshot(self.operator, self.api)
         killed: dict[str, float] = {}
@@ -160,7 +161,7 @@ class Bench:
             meta = pod["metadata"]
             path = f"/api/v1/namespaces/{meta['namespace']}/pods/{meta['name']}"
             killed[meta["uid"].replace("-", "")] = time.monotonic()
-            self.api.ask("DELETE", path, {"gracePeriodSeconds": 0})
+            self.api.request("DELETE", path, body={"gracePeriodSeconds": 0})
         fleet.until("every pod back", lambda: self.told()["pods"] >= self.jobs * self.pods, 180)
         took = fleet.until("every job whole", self.whole, 300)
         after = snapshot(self.operator, self.api)
@@ -202,7 +203,7 @@ class Bench:
             meta = fleet.job(number, self.pods, BEAT)["metadata"]
             for kind in kinds.CHILDREN:
                 selector = f"{names.LABEL_JOB}={meta['name']}"
-                for item in list(self.api.items(kind.path(meta["namespace"]), selector)):
+                for item in list(self.api.items(kind.path(meta["namespace"]), {"labelSelector": selector})):
                     item.pop("status", None)
                     item |= {"apiVersion": kind.api_version, "kind": kind.name}
                     kept = {key: item["metadata"][key] for key in ("name", "namespace", "labels")}
@@ -304,7 +305,7 @@ def measure(args: Any, jobs: int) -> list[common.Row]:
     context = multiprocessing.get_context("spawn")
     pipe, end = context.Pipe()
     with fleet.cluster(args.kubeconfig, jobs * args.pods, args.keep) as kubeconfig, fleet.local_addresses():
-        api = Api.from_kubeconfig(kubeconfig)
+        api = Api(kubeconfig)
         fleet.give_addresses(api)
         fleet.make_namespaces(api, jobs)
         rights = fleet.admit_operator(api, folder, kubeconfig)

@@ -28,11 +28,12 @@ from grpc import aio
 
 import simulated
 from diloco_operator import names
+from diloco_operator.kube.errors import ApiError
 from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.spec.load import job_from_json
 from diloco_protocol.wire import channels, limits
 from diloco_syncer.server.control import Control
-from kubeapi import Api, ApiError
+from kubeapi import Api
 
 log = logging.getLogger("standin")
 
@@ -223,7 +224,7 @@ def run(pipe: Connection, kubeconfig: str, beat: float) -> None:
 
 async def _run(pipe: Connection, kubeconfig: str, beat: float) -> None:
     loop = asyncio.get_running_loop()
-    api = Api.from_kubeconfig(kubeconfig)
+    api = Api(kubeconfig)
     stand_in = StandIn(api, beat)
     stop = threading.Event()
 

@@ -12,7 +12,8 @@ import sys
 
 from diloco_operator import logs
 from diloco_operator.app import run
-from diloco_operator.kube.client import ConfigError, configuration
+from diloco_operator.kube.client import configuration
+from diloco_operator.kube.errors import ConfigError
 from diloco_operator.settings import SettingsError, load
 
 

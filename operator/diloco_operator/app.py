@@ -14,7 +14,8 @@ from diloco_operator.health import Health
 from diloco_operator.informer.cache import Cache
 from diloco_operator.informer.census import Census
 from diloco_operator.informer.reflector import Stream, Watches
-from diloco_operator.kube.client import Api, ApiError
+from diloco_operator.kube.api import Api
+from diloco_operator.kube.errors import ApiError
 from diloco_operator.kube.kinds import NODE
 from diloco_operator.kube.permissions import Permissions
 from diloco_operator.logs import about
@@ -113,9 +114,8 @@ class Operator:
         self.queue.add(key)
 
     def _recovered(self) -> None:
-        """The API server answers again: what waits for it need not wait longer."""
-        log.info("the API server answers again")
-        self._wake_all(set(self.cache.jobs()))
+        """The API server answers again: what waits for it need not wait longer. Called from any thread."""
+        self._from_thread(self._wake_all)(set(self.cache.jobs()))
 
     def _wake_all(self, keys: set[Key]) -> None:
         for key in keys:

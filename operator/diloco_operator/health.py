@@ -16,7 +16,8 @@ from collections.abc import Callable
 
 from diloco_operator.informer.census import Census
 from diloco_operator.informer.reflector import Stream, Watches
-from diloco_operator.kube.client import Api, ApiError
+from diloco_operator.kube.api import Api
+from diloco_operator.kube.errors import ApiError
 from diloco_operator.metrics import Metrics
 from diloco_operator.reconcile.root_key import KeyFinder
 from diloco_operator.reconcile.workqueue import WorkQueue

@@ -14,104 +14,110 @@ Exit codes: 0 no job in scope carries the finalizer; 1 something failed, and sai
 from __future__ import annotations
 
 import argparse
-import asyncio
 import random
 import sys
 import time
 from collections.abc import Sequence
 
-from diloco_operator.kube.client import Api, ApiError, ConfigError, configuration
+from diloco_operator.kube.api import FIELD_MANAGER
+from diloco_operator.kube.client import MERGE_PATCH, METADATA_LIST, Client, configuration
+from diloco_operator.kube.errors import ApiError, ConfigError
 from diloco_operator.kube.kinds import DEPLOYMENT, JOB, POD
 from diloco_operator.model import Object
 from diloco_operator.names import FINALIZER
 
 SECONDS = 240.0  # in all; the hook's Job has a deadline a little above
-PAGE = 250
 ROUNDS = 5  # lists until none carries the finalizer: jobs may come meanwhile
-_METADATA = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 
 
 class Failed(Exception):
     """It cannot be done; the message says what and the way out."""
 
 
-async def stop(api: Api, namespace: str, name: str) -> None:
-    """Scale the Deployment to 0 and wait until its pods are gone. Raises ApiError."""
-    deployment = await api.get(DEPLOYMENT, namespace, name)
-    if deployment is None:
-        return
-    selector = ",".join(f"{k}={v}" for k, v in deployment["spec"]["selector"]["matchLabels"].items())
-    await api.merge(DEPLOYMENT, namespace, name, {"spec": {"replicas": 0}}, "scale")
-    print(f"operator {namespace}/{name} is stopped", flush=True)
-    while await api.list_versions(POD, namespace, selector):
-        await asyncio.sleep(1.0)
+class Uninstaller:
+    """What is done before the operator is uninstalled, until ``end`` (monotonic seconds)."""
 
+    def __init__(self, client: Client, end: float) -> None:
+        self._client = client
+        self._end = end
 
-async def carriers(api: Api, namespace: str | None) -> list[Object]:
-    """The metadata of the jobs with our finalizer. Raises ApiError."""
-    found: list[Object] = []
-    onward = ""
-    while True:
-        query = {"limit": str(PAGE)} | ({"continue": onward} if onward else {})
-        answer = await api.raw("list", JOB.plural, "GET", JOB.path(namespace), query, accept=_METADATA)
-        for item in answer.get("items") or ():
-            if FINALIZER in (item["metadata"].get("finalizers") or ()):
-                found.append(item["metadata"])
-        onward = (answer.get("metadata") or {}).get("continue") or ""
-        if not onward:
-            return found
+    def run(self, namespaces: Sequence[str | None], deployment: str | None, operators: str) -> None:
+        """Stop the operator's ``deployment`` in the namespace ``operators`` (None: none), and take the finalizer
+        off all jobs in ``namespaces`` (None: all); tried again while the API server does not answer.
 
-
-async def release(api: Api, meta: Object) -> None:
-    """Take the finalizer off one job; other finalizers stay. Raises ApiError."""
-    rest = [name for name in meta["finalizers"] if name != FINALIZER]
-    patch: Object = {"metadata": {"resourceVersion": meta["resourceVersion"], "finalizers": rest}}
-    try:
-        await api.merge(JOB, meta["namespace"], meta["name"], patch)
-    except ApiError as error:
-        if error.status not in (404, 409):  # gone; or changed meanwhile, and found again in the next round
-            raise
-        return
-    print(f"finalizer {FINALIZER} taken off {meta['namespace']}/{meta['name']}", flush=True)
-
-
-async def release_all(api: Api, namespaces: Sequence[str | None]) -> None:
-    """Until no job in these namespaces (None: all) carries it. Raises ApiError, Failed."""
-    for _ in range(ROUNDS):
-        found = [meta for namespace in namespaces for meta in await carriers(api, namespace)]
-        if not found:
-            return
-        for meta in found:
-            await release(api, meta)
-    raise Failed(
-        f"some jobs carry the finalizer {FINALIZER} again: another operator looks after them, or this one "
-        "was not stopped (--stop)"
-    )
-
-
-async def run(api: Api, namespaces: Sequence[str | None], deployment: str | None, operators: str, end: float) -> None:
-    """All of it, tried again while the API server does not answer, until ``end`` (monotonic seconds).
-
-    Raises ApiError, Failed.
-    """
-    wait = 0.5
-    while True:
-        try:
-            async with asyncio.timeout(max(0.0, end - time.monotonic())):
+        Raises ApiError, Failed.
+        """
+        wait = 0.5
+        while True:
+            try:
                 if deployment is not None:
-                    await stop(api, operators, deployment)
-                await release_all(api, namespaces)
-            return
-        except TimeoutError as error:
-            raise Failed("out of time: the operator's pods do not end, or too many jobs") from error
+                    self._stop_operator(operators, deployment)
+                self._release_jobs(namespaces)
+                return
+            except ApiError as error:
+                if not error.unreachable or time.monotonic() + wait > self._end:
+                    raise
+                print(f"{error}; trying again", file=sys.stderr, flush=True)
+                time.sleep(wait * random.uniform(0.7, 1.0))
+                wait = min(2 * wait, 10.0)
+
+    def _stop_operator(self, namespace: str, name: str) -> None:
+        """Scale the Deployment to 0 and wait until its pods are gone."""
+        try:
+            deployment = self._client.request("GET", DEPLOYMENT.path(namespace, name))
         except ApiError as error:
-            if error.status == 404 and error.resource == JOB.plural:
-                return  # no CRD, no jobs
-            if not error.unreachable or time.monotonic() + wait > end:
+            if error.status == 404:
+                return
+            raise
+        selector = ",".join(f"{k}={v}" for k, v in deployment["spec"]["selector"]["matchLabels"].items())
+        self._merge(DEPLOYMENT.path(namespace, name, "scale"), {"spec": {"replicas": 0}})
+        print(f"operator {namespace}/{name} is stopped", flush=True)
+        while any(self._client.items(POD.path(namespace), {"labelSelector": selector}, accept=METADATA_LIST)):
+            self._check_time()
+            time.sleep(1.0)
+
+    def _release_jobs(self, namespaces: Sequence[str | None]) -> None:
+        """Take the finalizer off until no job carries it."""
+        for _ in range(ROUNDS):
+            found = [meta for namespace in namespaces for meta in self._carriers(namespace)]
+            if not found:
+                return
+            for meta in found:
+                self._check_time()
+                self._release(meta)
+        raise Failed(
+            f"some jobs carry the finalizer {FINALIZER} again: another operator looks after them, or this one "
+            "was not stopped (--stop)"
+        )
+
+    def _carriers(self, namespace: str | None) -> list[Object]:
+        """The metadata of the jobs that carry the finalizer."""
+        try:
+            jobs = [item["metadata"] for item in self._client.items(JOB.path(namespace), accept=METADATA_LIST)]
+        except ApiError as error:
+            if error.status == 404:
+                return []  # no CRD, no jobs
+            raise
+        return [meta for meta in jobs if FINALIZER in (meta.get("finalizers") or ())]
+
+    def _release(self, meta: Object) -> None:
+        """Take the finalizer off one job; other finalizers stay."""
+        rest = [name for name in meta["finalizers"] if name != FINALIZER]
+        patch: Object = {"metadata": {"resourceVersion": meta["resourceVersion"], "finalizers": rest}}
+        try:
+            self._merge(JOB.path(meta["namespace"], meta["name"]), patch)
+        except ApiError as error:
+            if error.status not in (404, 409):  # gone; or changed meanwhile, and found again in the next round
                 raise
-            print(f"{error}; trying again", file=sys.stderr, flush=True)
-            await asyncio.sleep(wait * random.uniform(0.7, 1.0))
-            wait = min(2 * wait, 10.0)
+            return
+        print(f"finalizer {FINALIZER} taken off {meta['namespace']}/{meta['name']}", flush=True)
+
+    def _merge(self, path: str, patch: Object) -> None:
+        self._client.request("PATCH", path, {"fieldManager": FIELD_MANAGER}, patch, MERGE_PATCH, seconds=15.0)
+
+    def _check_time(self) -> None:
+        if time.monotonic() > self._end:
+            raise Failed("out of time: the operator's pods do not end, or too many jobs")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -136,21 +142,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser().parse_args(arguments)
     namespaces: list[str | None] = [name for name in given.watch_namespaces.split(",") if name] or [None]
     try:
-        api = Api(configuration(), threads=4, timeout=15.0)
+        uninstaller = Uninstaller(Client(configuration(), FIELD_MANAGER), time.monotonic() + given.seconds)
     except ConfigError as error:
-        print(f"unfinalize: {error}", file=sys.stderr)
+        print(f"uninstall: {error}", file=sys.stderr)
         return 1
     try:
-        asyncio.run(run(api, namespaces, given.stop, given.namespace, time.monotonic() + given.seconds))
+        uninstaller.run(namespaces, given.stop, given.namespace)
     except (ApiError, Failed) as error:
         print(
-            f"unfinalize: {error}\nThe way out by hand is in docs/operator.md (uninstalling): helm uninstall "
+            f"uninstall: {error}\nThe way out by hand is in docs/operator.md (uninstalling): helm uninstall "
             "--no-hooks, and a patch of each job.",
             file=sys.stderr,
         )
         return 1
-    finally:
-        api.close()
     print(f"no DiLoCoJob in scope carries {FINALIZER}")
     return 0
 

@@ -1,29 +1,30 @@
-"""The command line's wall to a cluster: a kubeconfig's context, and its API server.
+"""A cluster as the command line sees it: a context of a kubeconfig, and words for what goes wrong with it.
 
-Requests are plain JSON over the official client's connection settings (certificates,
-tokens, credential plugins, proxies); what comes back are the dicts that the API server
-sends. Every request ends within ``TIMEOUT`` seconds, and every failure is a
-``ClusterError`` that names what failed and the cure.
+Requests are those of the one Kubernetes client (``diloco_operator.kube.client``). Here are the contexts, the paths
+of a namespace, and ``ClusterError``: each of its messages names the context, what failed, and the cure. Every request
+ends within ``TIMEOUT`` seconds.
 
-The package ``kubernetes`` is loaded when a context is opened, not before: ``diloco run``
-and ``--help`` work without it.
+The client and the package ``kubernetes`` are loaded when a context is opened, not before: ``diloco run`` and
+``--help`` work without them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import difflib
-import json
 import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlencode
+from typing import TYPE_CHECKING, Any
+
+from diloco_operator.kube.errors import ApiError
+
+if TYPE_CHECKING:
+    from diloco_operator.kube.client import Client
 
 TIMEOUT = 10.0  # seconds until an API server counts as not answering
-MAX_REPLY_BYTES = 256 << 20
 FAILED, WRONG = 1, 2  # exit codes (main.py)
 
 GROUP, VERSION, PLURAL = "diloco.io", "v1alpha1", "dilocojobs"
@@ -79,14 +80,11 @@ class Where:
 class Cluster:
     """One context of a kubeconfig: a cluster, an account and a namespace."""
 
-    def __init__(self, configuration: Any, context: str, namespace: str, kubeconfig: Path | None = None) -> None:
-        from kubernetes.client.rest import RESTClientObject
-
-        self.configuration = configuration
+    def __init__(self, client: Client, context: str, namespace: str, kubeconfig: Path | None = None) -> None:
+        self.client = client
         self.context = context
         self.namespace = namespace
         self._named = f" --kubeconfig {kubeconfig}" if kubeconfig else ""
-        self._pool = RESTClientObject(configuration).pool_manager
 
     def __repr__(self) -> str:
         return f"Cluster({self.context!r}, {self.namespace!r})"
@@ -131,86 +129,37 @@ class Cluster:
         seconds: float = TIMEOUT,
     ) -> Object:
         """One request; the reply's JSON object. Raises ClusterError."""
-        with self._send(method, path, query, body, content, seconds, seconds) as response:
-            data = self._read(response, path, seconds)
-        if response.status >= 400:
-            raise self.refusal(path, response.status, data)
-        if (document := _object(data)) is None:
-            raise ClusterError(f"{self.server} answered {path} with something that is no JSON object")
-        return document
+        try:
+            return self.client.request(method, path, query, body, content, seconds=seconds)
+        except ApiError as error:
+            raise self.explain(path, error, seconds) from error
 
     @contextlib.contextmanager
     def stream(self, path: str, query: dict[str, Any], silence: float | None) -> Iterator[Any]:
         """A reply as it comes: urllib3's response, its bytes unread. ``silence``: seconds without a byte
         that are borne; None: any. Raises ClusterError."""
-        with self._send("GET", path, query, None, "", TIMEOUT, silence) as response:
-            if response.status >= 400:
-                raise self.refusal(path, response.status, self._read(response, path, TIMEOUT))
-            yield response
-
-    @contextlib.contextmanager
-    def _send(
-        self,
-        method: str,
-        path: str,
-        query: dict[str, Any] | None,
-        body: Any,
-        content: str,
-        seconds: float,
-        silence: float | None,
-    ) -> Iterator[Any]:
-        import urllib3
-
-        headers = {"Accept": "application/json", "User-Agent": "diloco", **self.authorization()}
-        if body is not None:
-            headers["Content-Type"] = content
-        url = self.configuration.host + path + (f"?{urlencode(query)}" if query else "")
-        try:
-            response = self._pool.request(
-                method,
-                url,
-                body=None if body is None else json.dumps(body, allow_nan=False).encode(),
-                headers=headers,
-                timeout=urllib3.Timeout(connect=seconds, read=silence),
-                retries=False,
-                preload_content=False,
-            )
-        except urllib3.exceptions.HTTPError as error:
-            raise self._unreachable(error, seconds) from error
-        except UnicodeError as error:
-            raise ClusterError(f"{url!r} cannot be asked for: {error}", code=WRONG) from error
-        try:
-            yield response
-        finally:
-            # A connection whose reply was not read to its end cannot serve the next request.
-            response.release_conn() if response.closed else response.close()
-
-    def _read(self, response: Any, path: str, seconds: float) -> bytes:
-        import urllib3
-
-        try:
-            data = bytes(response.read(MAX_REPLY_BYTES + 1))
-        except (urllib3.exceptions.HTTPError, OSError) as error:
-            raise self._unreachable(error, seconds) from error
-        if len(data) > MAX_REPLY_BYTES:
-            raise ClusterError(f"{self.server} answered {path} with more than {MAX_REPLY_BYTES} bytes")
-        return data
-
-    def authorization(self) -> dict[str, str]:
-        """The header that says who asks; a plugin of the kubeconfig renews its token here."""
-        try:
-            settings = self.configuration.auth_settings().values()
-        except Exception as error:  # whatever a plugin raises
-            raise ClusterError(
-                f"context {self.context}: its credentials cannot be had: {error}", "Settings", WRONG
-            ) from error
-        return {one["key"]: one["value"] for one in settings if one["in"] == "header" and one["value"]}
+        with contextlib.ExitStack() as stack:
+            try:
+                reply = stack.enter_context(self.client.stream("GET", path, query, silence=silence))
+            except ApiError as error:
+                raise self.explain(path, error) from error
+            yield reply
 
     # ------------------------------------------------------------------ what went wrong
 
     @property
     def server(self) -> str:
-        return f"{self.configuration.host} (context {self.context})"
+        return f"{self.client.host} (context {self.context})"
+
+    def explain(self, path: str, error: ApiError, seconds: float = TIMEOUT) -> ClusterError:
+        """A request for ``path`` that failed, in words for people."""
+        if error.reason == "Credentials":
+            return ClusterError(f"context {self.context}: {error}", "Settings", WRONG)
+        if isinstance(error.__cause__, Exception) and error.status == 0:
+            return self._unreachable(error.__cause__, seconds)
+        if error.status == 0 or (error.status == 400 and isinstance(error.__cause__, UnicodeError)):
+            return ClusterError(f"context {self.context}: {error}", code=WRONG if error.status else FAILED)
+        return self._refusal(path, error)
 
     def _unreachable(self, error: Exception, seconds: float) -> ClusterError:
         text = str(error.__cause__ or error)
@@ -227,11 +176,10 @@ class Cluster:
             why = f"cannot be reached ({reason_of(text)})"
         return ClusterError(f"{self.server} {why}: {cure}", "Unreachable")
 
-    def refusal(self, path: str, code: int, body: bytes) -> ClusterError:
-        """What a reply with a status of 400 and above means."""
-        status = _object(body) or {"message": body[:300].decode("utf-8", "replace").strip()}
-        reason = str(status.get("reason") or code)
-        message = str(status.get("message") or f"status {code}")
+    def _refusal(self, path: str, error: ApiError) -> ClusterError:
+        """What a reply with a status of 300 and above means."""
+        code, status, message = error.status, error.document, str(error)
+        reason = error.reason or str(code)
         details = status.get("details") or {}
         if code == 401:
             return ClusterError(
@@ -240,7 +188,7 @@ class Cluster:
                 "Unauthorized",
                 WRONG,
             )
-        if code == 403 and reason == "Forbidden" and "exceeded quota" not in message:
+        if code == 403 and reason == "Forbidden" and not error.over_quota:
             if path.endswith("/portforward") and not _FORBIDDEN.search(message):
                 # The right to create one is asked for after the one to get it, and not named.
                 message = f'cannot create resource "pods/portforward" in the namespace "{self.namespace}"'
@@ -293,27 +241,15 @@ class Cluster:
 
     def all_of(self, path: str, **query: Any) -> list[Object]:
         """A whole list, read in pages. Raises ClusterError."""
-        items: list[Object] = []
-        query = {**query, "limit": 500}
-        while True:
-            page = self.get(path, **query)
-            items += page.get("items") or []
-            if not (more := (page.get("metadata") or {}).get("continue")):
-                return items
-            query["continue"] = more
+        try:
+            return list(self.client.items(path, query))
+        except ApiError as error:
+            raise self.explain(path, error) from error
 
     def pods(self, job: str, role: str | None = None) -> list[Object]:
         """The job's pods, those that are going included. Raises ClusterError."""
         selector = f"{GROUP}/job={job}" + (f",{GROUP}/role={role}" if role else "")
         return self.all_of(self.core_path("pods"), labelSelector=selector)
-
-
-def _object(data: bytes) -> Object | None:
-    try:
-        document = json.loads(data) if data else {}
-    except ValueError:
-        return None
-    return document if isinstance(document, dict) else None
 
 
 def reason_of(text: str) -> str:
@@ -357,6 +293,8 @@ def open_cluster(context: str | None, namespace: str | None, kubeconfig: Path | 
     try:
         from kubernetes import client, config
         from yaml import YAMLError
+
+        from diloco_operator.kube.client import Client
     except ImportError as error:
         raise ClusterError(
             "the package kubernetes is not installed: pip install 'decoupled-diloco[kube]'", "Settings", WRONG
@@ -365,12 +303,16 @@ def open_cluster(context: str | None, namespace: str | None, kubeconfig: Path | 
     paths = str(kubeconfig) if kubeconfig else os.environ.get("KUBECONFIG") or "~/.kube/config"
     present = [one for one in paths.split(os.pathsep) if one and Path(one).expanduser().is_file()]
     configuration = client.Configuration()
-    configuration.connection_pool_maxsize = 100  # streams of logs, one a pod
+
+    def connect(name: str, own: str) -> Cluster:
+        # 100 connections: streams of logs, one a pod
+        return Cluster(Client(configuration, MANAGER, 100, TIMEOUT), name, namespace or own, kubeconfig)
+
     try:
         if not present and kubeconfig is None and context is None and "KUBERNETES_SERVICE_HOST" in os.environ:
             config.load_incluster_config(client_configuration=configuration)
             own = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace").read_text().strip()
-            return Cluster(configuration, "in-cluster", namespace or own)
+            return connect("in-cluster", own)
         if not present:
             raise ClusterError(
                 f"there is no kubeconfig at {paths}: name one with --kubeconfig or the variable KUBECONFIG",
@@ -390,4 +332,4 @@ def open_cluster(context: str | None, namespace: str | None, kubeconfig: Path | 
     except (config.ConfigException, YAMLError, OSError, KeyError, TypeError, ValueError) as error:
         raise ClusterError(f"the kubeconfig {paths} cannot be used: {error}", "Settings", WRONG) from error
     own = (found.get("context") or {}).get("namespace") or "default"
-    return Cluster(configuration, str(name), namespace or own, kubeconfig)
+    return connect(str(name), own)

@@ -30,6 +30,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from diloco.cluster.client import TIMEOUT, Cluster, ClusterError
+from diloco_operator.kube.errors import ApiError, refusal
 
 STALL_SECONDS = 120.0  # that one frame may take to come whole, or to be taken by the reader
 PING_SECONDS = 20.0
@@ -155,13 +156,14 @@ def dial(cluster: Cluster, pod: str, port: int, seconds: float = TIMEOUT) -> Any
     import websocket
     from kubernetes.stream.ws_client import websocket_proxycare
 
-    configuration = cluster.configuration
+    configuration = cluster.client.config
     path = f"{cluster.core_path('pods')}/{pod}/portforward"
     url = "ws" + configuration.host.removeprefix("http") + f"{path}?ports={port}"
-    options: dict[str, Any] = {
-        "header": [f"{key}: {value}" for key, value in cluster.authorization().items()],
-        "subprotocols": [PROTOCOL],
-    }
+    try:
+        headers = [f"{key}: {value}" for key, value in cluster.client.authorization().items()]
+    except ApiError as error:
+        raise cluster.explain(path, error) from error
+    options: dict[str, Any] = {"header": headers, "subprotocols": [PROTOCOL]}
     if configuration.proxy or configuration.proxy_headers:
         options = websocket_proxycare(options, configuration, url, {})
     far = websocket.WebSocket(sslopt=_tls(configuration), skip_utf8_validation=True)
@@ -170,7 +172,7 @@ def dial(cluster: Cluster, pod: str, port: int, seconds: float = TIMEOUT) -> Any
         far.connect(url, **options)
     except websocket.WebSocketBadStatusException as error:
         body = getattr(error, "resp_body", None) or b""
-        raise cluster.refusal(path, error.status_code, body) from error
+        raise cluster.explain(path, refusal("get", path, error.status_code, body)) from error
     except websocket.WebSocketTimeoutException as error:
         raise ClusterError(
             f"{cluster.server} opens no connection to the pod {pod} within {seconds:g} s: is its node up?",

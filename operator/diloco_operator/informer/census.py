@@ -16,7 +16,8 @@ from collections.abc import Callable
 
 from diloco_operator.informer.cache import Cache
 from diloco_operator.informer.reflector import Stream
-from diloco_operator.kube.client import Api, ApiError
+from diloco_operator.kube.api import Api
+from diloco_operator.kube.errors import ApiError
 from diloco_operator.model import Key
 
 log = logging.getLogger(__name__)

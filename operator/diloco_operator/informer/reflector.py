@@ -30,7 +30,8 @@ import aiohttp
 import kopf
 
 from diloco_operator.informer.cache import JOB_LABEL, Cache
-from diloco_operator.kube.client import Api, ApiError
+from diloco_operator.kube.api import Api
+from diloco_operator.kube.errors import ApiError
 from diloco_operator.kube.kinds import GROUP, JOB, LABELLED, NODE, VERSION, Kind
 from diloco_operator.metrics import Metrics
 from diloco_operator.model import Key
@@ -40,7 +41,6 @@ log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 270
 SILENT_SECONDS = WATCH_SECONDS + 150
-AWAY_SECONDS = 3.0
 ABANDON_SECONDS = 3.0
 PAGE = 100  # objects of one answer: bounds what is in memory at once
 _CRD_HINT = (
@@ -126,9 +126,6 @@ class Watches:
         self._stop: Callable[[], None] = lambda: None
         self._sessions: list[aiohttp.ClientSession] = []
         self._failure = ""  # the last answer that kopf takes for fatal
-        self._refused = False  # the last request was, for its token
-        self._away_since: float | None = None
-        self._said_away = False
 
     # ------------------------------------------------------------------ supervision
 
@@ -309,16 +306,7 @@ class Watches:
                 request.headers["Authorization"] = basic
             response = await handler(request)
             if response.status != 401:
-                if self._refused:
-                    self._refused = False
-                    log.info("the API server takes the operator's token again")
                 break
-            if not self._refused:
-                self._refused = True
-                log.error(
-                    "the API server refuses the operator's token (401): has its ServiceAccount been "
-                    "deleted, or its kubeconfig expired? Trying again"
-                )
             self._requested(request.url, 401)
             response.close()
             await asyncio.sleep(wait)
@@ -334,10 +322,9 @@ class Watches:
         stream = self._stream_of(url.path)
         watching = url.query.get("watch") == "true"
         verb = "watch" if watching else "list"
-        self._metrics.request(verb, stream.kind.plural if stream else "discovery", status, None)
+        self._api.observe(verb, stream.kind.plural if stream else "discovery", status)
         if stream is None:
             return
-        self._away(status == 0)
         if status == 403:
             if stream.denied is None:
                 log.error(
@@ -366,20 +353,6 @@ class Watches:
         elif stream.listing:
             stream.listing = False
             self._listed(stream)
-
-    def _away(self, unanswered: bool) -> None:
-        """Say once that the API server is away, and once that it is back."""
-        now = time.monotonic()
-        if not unanswered:
-            if self._said_away and self._away_since is not None:
-                log.info("the API server answers again, after %.0f s", now - self._away_since)
-            self._away_since = None
-            self._said_away = False
-        elif self._away_since is None:
-            self._away_since = now
-        elif not self._said_away and now - self._away_since > AWAY_SECONDS:
-            self._said_away = True
-            log.warning("the API server at %s does not answer; the watches go on trying", self._config.host)
 
     def _stream_of(self, path: str) -> Stream | None:
         parts = path.strip("/").split("/")

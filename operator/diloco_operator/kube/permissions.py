@@ -12,7 +12,8 @@ import logging
 from collections.abc import Set
 from typing import NamedTuple
 
-from diloco_operator.kube.client import Api, ApiError
+from diloco_operator.kube.api import Api
+from diloco_operator.kube.errors import ApiError
 from diloco_operator.kube.kinds import BY_NAME, JOB, Need, needs
 from diloco_operator.model import ApplyError, Ref
 from diloco_operator.settings import Settings

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from diloco_operator.informer.cache import Cache
-from diloco_operator.kube.client import Api, ApiError, failure
+from diloco_operator.kube.api import Api
+from diloco_operator.kube.errors import ApiError, classify_failure
 from diloco_operator.kube.kinds import BY_NAME, WITH_PODS
 from diloco_operator.logs import about
 from diloco_operator.model import ApplyError, Key, Object, Ref
@@ -187,13 +188,13 @@ def _apply_error(ref: Ref, error: ApiError) -> ApplyError:
     """Raises ``error`` again where trying the whole turn again is all there is to do."""
     if error.unreachable:
         raise error
-    return ApplyError(ref, failure(error), explained(error))
+    return ApplyError(ref, classify_failure(error), explained(error))
 
 
 def explained(error: ApiError) -> str:
     """A refusal in one sentence; of a forbidden request the verb and resource."""
     message = str(error).strip()
-    if failure(error) == "forbidden" and "cannot " in message:
+    if classify_failure(error) == "forbidden" and "cannot " in message:
         # "… is forbidden: User "system:serviceaccount:…" cannot patch resource …": the part for people
         return (
             f"the operator may not {error.verb} {error.resource}: grant it that (docs/operator.md, "

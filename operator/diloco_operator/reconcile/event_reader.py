@@ -16,7 +16,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
-from diloco_operator.kube.client import Api, ApiError
+from diloco_operator.kube.api import Api
+from diloco_operator.kube.errors import ApiError
 from diloco_operator.model import ClusterEvent, Object, Ref
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from diloco_operator.kube.client import Api, ApiError
+from diloco_operator.kube.api import Api
+from diloco_operator.kube.errors import ApiError
 from diloco_operator.kube.kinds import EVENT, JOB
 from diloco_operator.logs import about
 from diloco_operator.model import EventWanted, Key, Object

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_operator.informer.cache import Cache
-from diloco_operator.kube.client import Api, ApiError, failure
+from diloco_operator.kube.api import Api
+from diloco_operator.kube.errors import ApiError, classify_failure
 from diloco_operator.kube.kinds import BY_NAME, JOB, POD, SECRET
 from diloco_operator.kube.permissions import Permissions
 from diloco_operator.logs import about
@@ -217,7 +218,7 @@ class Reconciler:
             if error.unreachable or error.status == 409:
                 raise
             if error.status != 404:
-                apply_errors.append(ApplyError(Ref(kind, name), failure(error), explained(error)))
+                apply_errors.append(ApplyError(Ref(kind, name), classify_failure(error), explained(error)))
 
     async def _finalizer(self, key: Key, job: Object, wanted: bool) -> None:
         meta = job["metadata"]
@@ -258,7 +259,7 @@ class Reconciler:
                 if error.unreachable:
                     raise
                 if error.status != 409:
-                    apply_errors.append(ApplyError(ref, failure(error), explained(error)))
+                    apply_errors.append(ApplyError(ref, classify_failure(error), explained(error)))
                     continue
             record.made[wanted.name] = now
 

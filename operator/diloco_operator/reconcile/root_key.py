@@ -15,7 +15,8 @@ import secrets
 import time
 from pathlib import Path
 
-from diloco_operator.kube.client import Api, ApiError
+from diloco_operator.kube.api import Api
+from diloco_operator.kube.errors import ApiError
 from diloco_operator.kube.kinds import SECRET
 from diloco_operator.names import MANAGER
 from diloco_operator.reconcile.apply import explained

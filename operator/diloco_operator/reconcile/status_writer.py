@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco_operator.informer.cache import Cache
-from diloco_operator.kube.client import Api, ApiError
+from diloco_operator.kube.api import Api
+from diloco_operator.kube.errors import ApiError
 from diloco_operator.kube.kinds import JOB
 from diloco_operator.model import Key, Object
 

@@ -16,7 +16,7 @@ from diloco_operator import logs, reference
 from diloco_operator.informer.cache import Cache
 from diloco_operator.informer.reflector import Backoffs
 from diloco_operator.kube import kinds
-from diloco_operator.kube.client import ApiError, failure
+from diloco_operator.kube.errors import ApiError, classify_failure
 from diloco_operator.metrics import Metrics
 from diloco_operator.model import ClusterEvent, Object, Ref
 from diloco_operator.reconcile import observe, status_writer
@@ -114,7 +114,7 @@ def test_progress_waits_and_everything_else_does_not() -> None:
 )
 def test_refusals_by_kind(status: int, message: str, reason: str) -> None:
     error = ApiError("patch", "statefulsets", status, message)
-    assert failure(error) == reason
+    assert classify_failure(error) == reason
     assert not error.unreachable
     assert message[:40] in explained(error)
 

@@ -254,7 +254,7 @@ def test_contexts(tmp_path: Path) -> None:
     (current,) = Where((), "lab", path).open()
     assert (current.context, current.namespace) == ("hub", "lab")
     assert current.flags == f"--context hub --kubeconfig {path} -n lab"
-    assert current.authorization() == {"authorization": "Bearer secret-token"}
+    assert current.client.authorization() == {"authorization": "Bearer secret-token"}
     assert "secret-token" not in repr(current)
     with pytest.raises(ClusterError, match=r"no context hob; did you mean hub\? There are 2: far, hub") as error:
         Where(("hob",), None, path).open()

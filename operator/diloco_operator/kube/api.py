@@ -1,0 +1,270 @@
+"""The operator's requests to the API server, in a bounded pool of threads beside the event loop.
+
+Objects are the plain dicts that the API server sends. Every request has a timeout and is tried once: the caller
+knows whether to try again. All requests, those of the informer's streams too, are reported to ``Api.observe``, which
+counts them and logs when the API server goes away, comes back, or refuses the operator's credentials.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from diloco_operator.kube.client import APPLY_PATCH, MERGE_PATCH, METADATA_LIST, PAGE, Client
+from diloco_operator.kube.errors import ApiError
+from diloco_operator.kube.kinds import ACCESS_REVIEW, EVENT, Kind
+from diloco_operator.model import Object
+
+log = logging.getLogger(__name__)
+
+FIELD_MANAGER = "diloco-operator"
+AWAY_SECONDS = 3.0  # without an answer until it is logged
+
+Observer = Callable[[str, str, int, float | None], None]
+"""Called after every request: verb, resource, HTTP status (0: no answer), seconds (None: a stream)."""
+
+
+class Availability:
+    """Whether the API server answers and accepts the operator's credentials; each change is logged once.
+
+    ``recovered`` is called when there is an answer again after a request that had none. Thread-safe.
+    """
+
+    def __init__(self, host: str, recovered: Callable[[], None]) -> None:
+        self._host = host
+        self._recovered = recovered
+        self._lock = threading.Lock()
+        self._away_since: float | None = None
+        self._logged_away = False
+        self._refused = False
+
+    def record(self, status: int) -> None:
+        """A request ended with this HTTP status (0: no answer)."""
+        with self._lock:
+            back = status != 0 and self._away_since is not None
+            if status == 0:
+                self._record_silence()
+            else:
+                self._record_answer(status)
+        if back:
+            self._recovered()
+
+    def _record_silence(self) -> None:
+        now = time.monotonic()
+        if self._away_since is None:
+            self._away_since = now
+        elif not self._logged_away and now - self._away_since > AWAY_SECONDS:
+            self._logged_away = True
+            log.warning("the API server at %s does not answer; trying again", self._host)
+
+    def _record_answer(self, status: int) -> None:
+        if self._away_since is not None:
+            if self._logged_away:
+                log.info("the API server answers again, after %.0f s", time.monotonic() - self._away_since)
+            self._away_since = None
+            self._logged_away = False
+        if (status == 401) == self._refused:
+            return
+        self._refused = status == 401
+        if self._refused:
+            log.error(
+                "the API server refuses the operator's token (401): has its ServiceAccount been deleted, or its "
+                "kubeconfig expired? Trying again"
+            )
+        else:
+            log.info("the API server accepts the operator's token again")
+
+
+class Api:
+    """Requests to the API server.
+
+    ``threads``: requests side by side; ``streams``: connections for the informer beside them; ``timeout``: seconds
+    for each request; ``recovered``: called when there is an answer again after a request that had none.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        threads: int,
+        timeout: float,
+        observer: Observer | None = None,
+        recovered: Callable[[], None] = lambda: None,
+        streams: int = 0,
+    ) -> None:
+        self.client = Client(config, FIELD_MANAGER, threads + streams)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="api")
+        self._timeout = timeout
+        self._observer = observer
+        self._availability = Availability(self.client.host, recovered)
+
+    @property
+    def host(self) -> str:
+        """The API server's URL."""
+        return self.client.host
+
+    def close(self) -> None:
+        """Let go of threads; requests under way are not waited for."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def observe(self, verb: str, resource: str, status: int, seconds: float | None = None) -> None:
+        """A request has ended. Thread-safe."""
+        self._availability.record(status)
+        if self._observer is not None:
+            self._observer(verb, resource, status, seconds)
+
+    # ------------------------------------------------------------------ verbs
+
+    async def get(self, kind: Kind, namespace: str | None, name: str) -> Object | None:
+        """The object; None if there is none. Raises ApiError."""
+        try:
+            return await self._ask("get", kind, "GET", kind.path(namespace, name))
+        except ApiError as error:
+            if error.status == 404:
+                return None
+            raise
+
+    async def list_versions(
+        self, kind: Kind, namespace: str | None, selector: str = ""
+    ) -> dict[tuple[str, str], tuple[str, str]]:
+        """(namespace, name) -> (uid, resourceVersion) of all objects. Raises ApiError."""
+        found: dict[tuple[str, str], tuple[str, str]] = {}
+        query = {"limit": str(PAGE)} | ({"labelSelector": selector} if selector else {})
+        while True:
+            answer = await self._ask("list", kind, "GET", kind.path(namespace), query, accept=METADATA_LIST)
+            for item in answer.get("items") or ():
+                meta = item["metadata"]
+                found[meta.get("namespace", ""), meta["name"]] = meta["uid"], meta["resourceVersion"]
+            query["continue"] = (answer.get("metadata") or {}).get("continue") or ""
+            if not query["continue"]:
+                return found
+
+    async def warnings(self, namespace: str, selector: str = "", limit: int = 500) -> tuple[list[Object], bool]:
+        """Kubernetes Events of a namespace that are not Normal (``selector``: and that these fields select),
+        at most ``limit``, and whether that is all. Raises ApiError."""
+        fields = ",".join(["type!=Normal", *([selector] if selector else [])])
+        query = {"limit": str(limit), "fieldSelector": fields}
+        answer = await self._ask("list", EVENT, "GET", EVENT.path(namespace), query)
+        return list(answer.get("items") or ()), not (answer.get("metadata") or {}).get("continue")
+
+    async def create(self, kind: Kind, namespace: str | None, manifest: Object) -> Object:
+        """POST. Raises ApiError (409: it exists)."""
+        return await self._ask("create", kind, "POST", kind.path(namespace), {}, manifest)
+
+    async def apply(self, kind: Kind, manifest: Object, dry_run: bool = False) -> Object:
+        """Server-side apply as our field manager, forced: conflicts are only over fields in ``manifest``.
+        Unknown fields are refused. Raises ApiError."""
+        meta = manifest["metadata"]
+        query = {"fieldManager": FIELD_MANAGER, "force": "true", "fieldValidation": "Strict"}
+        query |= {"dryRun": "All"} if dry_run else {}
+        path = kind.path(meta["namespace"], meta["name"])
+        return await self._ask("patch", kind, "PATCH", path, query, manifest, content=APPLY_PATCH)
+
+    async def merge(self, kind: Kind, namespace: str, name: str, patch: Object, sub: str = "") -> Object:
+        """A merge patch of the object or its subresource ``sub``; with a resourceVersion in its metadata
+        it is refused (409) if the object has changed. Raises ApiError."""
+        query = {"fieldManager": FIELD_MANAGER}
+        path = kind.path(namespace, name, sub)
+        return await self._ask("patch", kind, "PATCH", path, query, patch, content=MERGE_PATCH, sub=sub)
+
+    async def delete(self, kind: Kind, namespace: str, name: str, uid: str, grace: int | None = None) -> Object | None:
+        """Delete the object with this UID. What remains of it while it ends; None: it is gone. ``grace``:
+        seconds; None: its own. Raises ApiError."""
+        body: Object = {
+            "apiVersion": "v1",
+            "kind": "DeleteOptions",
+            "propagationPolicy": "Background",
+            "preconditions": {"uid": uid},
+        }
+        if grace is not None:
+            body["gracePeriodSeconds"] = grace
+        try:
+            answer = await self._ask("delete", kind, "DELETE", kind.path(namespace, name), {}, body)
+        except ApiError as error:
+            if error.status in (404, 409):  # gone; or another of that name is there
+                return None
+            raise
+        ends = (answer.get("metadata") or {}).get("deletionTimestamp") and answer.get("kind") == kind.name
+        return answer if ends else None
+
+    async def allowed(self, group: str, resource: str, verb: str, namespace: str | None) -> bool:
+        """Whether this operator may do it (SelfSubjectAccessReview). Raises ApiError."""
+        resource, _, sub = resource.partition("/")
+        asked = {"group": group, "resource": resource, "subresource": sub, "verb": verb}
+        if namespace is not None:
+            asked["namespace"] = namespace
+        review = {
+            "apiVersion": ACCESS_REVIEW.api_version,
+            "kind": ACCESS_REVIEW.name,
+            "spec": {"resourceAttributes": asked},
+        }
+        answer = await self._ask("create", ACCESS_REVIEW, "POST", ACCESS_REVIEW.path(), {}, review)
+        return bool((answer.get("status") or {}).get("allowed"))
+
+    async def resources(self, group: str, version: str) -> set[str]:
+        """The plural names that the API server serves in a group; empty: it has not the group.
+
+        Raises ApiError.
+        """
+        try:
+            answer = await self.raw("get", "apigroup", "GET", f"/apis/{group}/{version}")
+        except ApiError as error:
+            if error.status == 404:
+                return set()
+            raise
+        return {item["name"] for item in answer.get("resources") or ()}
+
+    # ------------------------------------------------------------------ one request
+
+    async def _ask(
+        self,
+        verb: str,
+        kind: Kind,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        body: Object | None = None,
+        content: str = "application/json",
+        accept: str = "application/json",
+        sub: str = "",
+    ) -> Object:
+        resource = f"{kind.plural}/{sub}" if sub else kind.plural
+        return await self.raw(verb, resource, method, path, query, body, content, accept)
+
+    async def raw(
+        self,
+        verb: str,
+        resource: str,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        body: Object | None = None,
+        content: str = "application/json",
+        accept: str = "application/json",
+    ) -> Object:
+        """One request; ``verb`` and ``resource`` are for metrics and errors. Raises ApiError."""
+        loop = asyncio.get_running_loop()
+        began = time.monotonic()
+        try:
+            # The request has its own timeout; this one also ends a wait for a thread that does not come.
+            async with asyncio.timeout(4 * self._timeout):
+                status, answer = await loop.run_in_executor(
+                    self._pool,
+                    lambda: self.client.request_with_status(
+                        method, path, query, body, content, accept=accept, seconds=self._timeout
+                    ),
+                )
+        except TimeoutError as error:
+            self.observe(verb, resource, 0, time.monotonic() - began)
+            raise ApiError(verb, resource, 0, f"the API server at {self.host} does not answer in time") from error
+        except ApiError as error:
+            self.observe(verb, resource, error.status, time.monotonic() - began)
+            error.verb = verb
+            error.resource = resource
+            raise
+        self.observe(verb, resource, status, time.monotonic() - began)
+        return answer

@@ -1,0 +1,76 @@
+"""What can go wrong between a program and an API server. Loads no library, so that anyone may import it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+Failure = Literal["conflict", "invalid", "forbidden", "quota", "other"]
+
+
+class ConfigError(Exception):
+    """There is no way to the API server; the message says what was looked for."""
+
+
+class ApiError(Exception):
+    """A request failed.
+
+    ``verb``, ``resource``: of the request, for messages and metrics. ``status``: the HTTP status, 0 where nobody
+    answered (``__cause__`` is then the network's error). ``reason`` and ``document``: the API server's word for it
+    and its whole Status object.
+    """
+
+    def __init__(
+        self,
+        verb: str,
+        resource: str,
+        status: int,
+        message: str,
+        reason: str = "",
+        document: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.verb = verb
+        self.resource = resource
+        self.status = status
+        self.reason = reason
+        self.document = document or {}
+
+    @property
+    def unreachable(self) -> bool:
+        """No answer, or one from something that is not ready: trying again helps."""
+        return self.status == 0 or self.status == 429 or self.status >= 500
+
+    @property
+    def over_quota(self) -> bool:
+        """Whether a ResourceQuota refused it, which the API server calls forbidden too."""
+        return self.status == 403 and "exceeded quota" in str(self)
+
+
+def parse_object(data: bytes) -> dict[str, Any] | None:
+    """The JSON object in a reply's body, an empty one in an empty body; None: it is something else."""
+    try:
+        document = json.loads(data) if data else {}
+    except ValueError:
+        return None
+    return document if isinstance(document, dict) else None
+
+
+def refusal(verb: str, resource: str, status: int, body: bytes) -> ApiError:
+    """The error that a reply with a status of 300 and above stands for."""
+    document = parse_object(body) or {"message": body[:300].decode("utf-8", "replace").strip()}
+    message = str(document.get("message") or f"HTTP status {status}")
+    if status == 500 and "failed to create typed patch object" in message:
+        status = 422  # how server-side apply says that a field is unknown or of another type
+    return ApiError(verb, resource, status, message, str(document.get("reason") or ""), document)
+
+
+def classify_failure(error: ApiError) -> Failure:
+    """Which kind of trouble (model.py) a failed write is."""
+    if error.over_quota:
+        return "quota"
+    if error.status in (401, 403):
+        return "forbidden"
+    if error.status in (400, 422):
+        return "invalid"
+    return "other"
