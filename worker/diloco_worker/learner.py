@@ -330,7 +330,7 @@ class Learner:
         return {**self._numbers(self._loss.known), **self._client.link}
 
     def _numbers(self, loss: float) -> dict[str, float]:
-        up, down = self._client.transferred if self._client else (0, 0)
+        up, down = self._client.bytes_transferred if self._client else (0, 0)
         return {
             "step": self.step,
             "tokens": self.tokens,
@@ -388,7 +388,7 @@ class Learner:
             return
         if synchronizer.phase not in LEAVING:
             message = sync_pb2.LearnerMessage(drain_request=sync_pb2.DrainRequest())
-            client.say("drain", message, lasting=True)
+            client.send("drain", message, lasting=True)
         if synchronizer.adoption.complete:
             if synchronizer.own_stop:
                 synchronizer.resolve_outstanding(_RESOLVE_SECONDS)
@@ -409,16 +409,16 @@ class Learner:
         end (resumed, or its stop moved) needs a process that trains: then this one makes room."""
         if not self._settings.idle_at_end or self._terminated or self._client is None:
             return
-        before = self._client
-        before.stop()
-        self._client = SyncerClient(self._settings, self.layout, Inbox(), 0, idle=True)
-        self._client.connection = replace(before.connection, slot=-1, standby=False)
+        self._client.stop()
+        before = self._client.connection
+        status = replace(before, slot=-1, standby=False)
+        self._client = SyncerClient(self._settings, self.layout, Inbox(), 0, idle=True, status=status)
         self._client.start()
         if self._port is not None:
             self._port.idle = True
         logs.set_fields(slot=-1)
-        log.info("the job is %s: idle until removed", before.connection.phase)
-        ended = before.connection.phase in CLOSING
+        log.info("the job is %s: idle until removed", before.phase)
+        ended = before.phase in CLOSING
         while not self._terminated:
             phase = self._client.connection.phase
             ended |= phase in ENDED

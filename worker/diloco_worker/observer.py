@@ -79,7 +79,7 @@ class Observer:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None and self._client.connected:
-            self._client.flushed(5.0)
+            self._client.wait_sent(5.0)
         self._client.stop()
         if self._port is not None:
             self._port.close()
@@ -90,7 +90,7 @@ class Observer:
             self._port.idle = idle
 
     def _figures(self) -> dict[str, float | None]:
-        up, down = self._client.transferred
+        up, down = self._client.bytes_transferred
         return {**self.score, "bytes_up": up, "bytes_down": down, **self._client.link}
 
     @property
@@ -149,11 +149,13 @@ class Observer:
                 case Downloaded():
                     changed |= self._take(item)
                 case Announced():
-                    self._announced[item.news.fragment] = (item.news.epoch, item.news.version)
+                    self._announced[item.broadcast.fragment] = (item.broadcast.epoch, item.broadcast.version)
                     self.announced_tokens = max(self.announced_tokens, item.job_tokens)
                 case Welcomed():
-                    if self.refreshing:
-                        self._client.fetch_announced()  # the connection broke in the middle
+                    if self.refreshing:  # the connection broke in the middle
+                        self._client.fetch_announced()
+                    if self._frozen_needed and self._frozen_asked:
+                        self._client.fetch_frozen(most_frozen_bytes(self._model))
                 case PhaseChanged():
                     changed |= item.phase != self.phase
                     self.phase = item.phase
@@ -196,10 +198,10 @@ class Observer:
         initial = evaluation.sum_versions == 0
         key = "final" if final else "initial" if initial else "evaluation"
         # The initial one is made once, so it is said in every session; of the others the next one serves.
-        self._client.say(key, sync_pb2.LearnerMessage(evaluation=evaluation), lasting=initial)
+        self._client.send(key, sync_pb2.LearnerMessage(evaluation=evaluation), lasting=initial)
 
     def _take(self, arrived: Downloaded) -> bool:
-        news = arrived.news
+        news = arrived.broadcast
         have = self._versions[news.fragment]
         if have is not None and (news.epoch, news.version) <= have:
             return False

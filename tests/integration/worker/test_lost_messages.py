@@ -66,7 +66,7 @@ def test_a_lost_goodbye_is_said_again(service: Syncer, monkeypatch: pytest.Monke
         kind = message.WhichOneof("kind")
         if kind in ("drain_request", "drained") and kind not in swallowed:
             swallowed.append(kind)
-            self.break_off("the network is gone")
+            self.end("the network is gone")
             return True
         return await send(self, message)
 
@@ -91,7 +91,7 @@ def test_a_lost_initial_evaluation_is_said_again(service: Syncer, monkeypatch: p
     async def lossy(self: Session, message: sync_pb2.LearnerMessage) -> bool:
         if message.HasField("evaluation") and not swallowed:
             swallowed.append(message)
-            self.break_off("the network is gone")
+            self.end("the network is gone")
             return True
         return await send(self, message)
 

@@ -1,9 +1,10 @@
-"""What this process has of the job's parameters: the newest broadcast of each fragment.
+"""What this process has of the job's parameters: the newest version of each fragment that it downloaded.
 
-Kept for three ends: a broadcast that is announced again after a reconnect need not
-be downloaded again, a delta applies to it, and a syncer whose store has lost a
-version gets it back from here, byte for byte and with its receipt. The values are those that
-the training thread adopts, or has adopted, as its base; nobody changes them.
+A version is kept for three uses. If it is announced again after a reconnect it need not be downloaded
+again; a delta applies to it; and a syncer whose store has lost the version gets it back from here,
+byte for byte and with its receipt (the syncer's own record of what is in it, which is not read here).
+
+The values are those that the training thread adopts, or has adopted, as its base. Nobody changes them.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from diloco_worker.fragments import Floats
 
 @dataclass(frozen=True, slots=True)
 class CachedVersion:
-    """One version: how it was announced, its values float32[elements], and its receipt, unread."""
+    """One version: its announcement, its values float32[elements], and its receipt."""
 
-    news: sync_pb2.Announcement
+    announcement: sync_pb2.Announcement
     values: Floats
     receipt: bytes
 
-    def is_version(self, epoch: int, version: int) -> bool:
-        """Whether it is this one, and complete enough to be given back."""
-        return (self.news.epoch, self.news.version) == (epoch, version) and bool(self.receipt)
+    def can_return(self, epoch: int, version: int) -> bool:
+        """Whether this is the version named, and complete enough to be given back to the syncer."""
+        return (self.announcement.epoch, self.announcement.version) == (epoch, version) and bool(self.receipt)
 
-    def encoded(self) -> Bytes:
-        """The broadcast's bytes, uint8. Raises wire.TransferError if the values do not give them back."""
-        full = self.news.full
+    def encode(self) -> Bytes:
+        """The broadcast's bytes, uint8. Raises bulk.TransferError if the values do not give them back."""
+        full = self.announcement.full
         data = codec.encode(self.values, full.encoding)
         if bulk.checksum(data) != full.checksum:
             raise bulk.TransferError("its bytes are not those of the broadcast", retry=False)
@@ -38,23 +39,37 @@ class CachedVersion:
 
 
 class FragmentCache:
-    """The newest ``CachedVersion`` of each fragment. Belongs to the exchange's thread."""
+    """The newest ``CachedVersion`` of each fragment, and its newest roll-back. Only the client's thread uses it.
+
+    It outlives sessions, and so does what it knows of roll-backs: the broadcast that was flagged as one may
+    have been overtaken by a later version before it was downloaded.
+    """
 
     def __init__(self, fragments: int) -> None:
         self._fragments = fragments
         self._newest: dict[int, CachedVersion] = {}
+        self._resets: dict[int, tuple[int, int]] = {}
 
-    def put(self, holding: CachedVersion) -> None:
-        """A version is here; it replaces the one before."""
-        self._newest[holding.news.fragment] = holding
+    def put(self, version: CachedVersion) -> None:
+        """Keep a version in place of the one before."""
+        self._newest[version.announcement.fragment] = version
 
     def get(self, fragment: int) -> CachedVersion | None:
         """The newest version of the fragment."""
         return self._newest.get(fragment)
 
-    def versions(self) -> list[sync_pb2.Held]:
-        """What is said at Join: every fragment's, as it was announced, or nothing if one is missing."""
+    def record_reset(self, announcement: sync_pb2.Announcement) -> None:
+        """Remember this announcement if it is flagged as a roll-back."""
+        if announcement.reset:
+            self._resets[announcement.fragment] = (announcement.epoch, announcement.version)
+
+    def newest_reset(self, fragment: int) -> tuple[int, int]:
+        """(epoch, version) of the fragment's newest roll-back; (0, 0): there was none."""
+        return self._resets.get(fragment, (0, 0))
+
+    def held_versions(self) -> list[sync_pb2.Held]:
+        """What a Join names: every fragment's version, as it was announced; nothing if one is missing."""
         if len(self._newest) < self._fragments:
             return []
-        told = [self._newest[p].news for p in range(self._fragments)]
-        return [sync_pb2.Held(epoch=news.epoch, version=news.version, settled=news.settled) for news in told]
+        announced = [self._newest[p].announcement for p in range(self._fragments)]
+        return [sync_pb2.Held(epoch=one.epoch, version=one.version, settled=one.settled) for one in announced]

@@ -1,8 +1,8 @@
-"""What the background thread says to the training thread, and the box that it lies in.
+"""What the background thread tells the training thread, and the inbox in which it waits.
 
-The training thread empties the box at step boundaries; putting and taking hold a
-lock for as long as a deque's append takes. Only at the start, in deterministic
-mode, while paused and while draining does it wait for something to come.
+The training thread takes the messages at its step boundaries (``take_all``); putting and taking hold a lock
+for as long as a dict's update takes. The training thread waits for a message (``wait``) only at the start,
+in deterministic mode, while it is paused, and while it drains.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from diloco_worker.fragments import Vector
 
 @dataclass(frozen=True, slots=True)
 class Seated:
-    """This process holds a slot now. ``continuing``: the same tenure goes on."""
+    """This process holds a slot now. ``continuing``: the same tenure goes on.
+
+    ``slot_step`` and ``slot_tokens``: how far the slot was when the tenure began."""
 
     slot: int
     incarnation: int
@@ -36,9 +38,9 @@ class Unseated:
 
 @dataclass(frozen=True, slots=True)
 class Welcomed:
-    """A session began; what follows is said by this syncer. ``trained``: some fragment is above
-    version 0. ``optimizer_bytes``: size of the inner optimizer state in the job's checkpoint, 0: none.
-    ``hub``: the settings that hold, None where the job file's do."""
+    """A session began; the messages after this one are of it. ``trained``: some fragment is above version 0.
+    ``optimizer_bytes``: size of the inner optimizer state in the job's checkpoint, 0: there is none.
+    ``settings``: those in force; None: the job file's are."""
 
     trained: bool
     optimizer_bytes: int
@@ -47,24 +49,26 @@ class Welcomed:
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """A broadcast was announced; its bytes come by themselves, or (observers) when asked for."""
+    """A broadcast was announced. Its bytes follow by themselves, or, for an observer, when it asks for them.
 
-    news: Broadcast
-    job_tokens: int = 0  # trained in all, when it was merged
+    ``job_tokens``: trained in the whole job when it was merged."""
+
+    broadcast: Broadcast
+    job_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Downloaded:
-    """A broadcast's bytes are here: ready to be adopted."""
+    """A broadcast's values, float32[elements], are here: it can be adopted."""
 
-    news: Broadcast
+    broadcast: Broadcast
     vector: Vector
     job_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class PushRequested:
-    """The syncer asks for a push in this round; ``version`` is v_p."""
+    """The syncer asks for a push of the fragment in this round; ``version`` is the fragment's v_p."""
 
     fragment: int
     round: int
@@ -74,7 +78,7 @@ class PushRequested:
 
 @dataclass(frozen=True, slots=True)
 class PushAnswered:
-    """The answer to a push. ``accepted`` None: none came, its fate is open."""
+    """The syncer answered a push. ``accepted`` None: no answer came, and the push's fate is open."""
 
     fragment: int
     sequence: int
@@ -85,14 +89,14 @@ class PushAnswered:
 
 @dataclass(frozen=True, slots=True)
 class LeaseGranted:
-    """One more block."""
+    """The syncer leased one more block to this slot."""
 
     grant: LeaseGrant
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseChanged:
-    """The job's phase, in the words of the status document."""
+    """The job's phase, one of the status document's."""
 
     phase: str
     message: str
@@ -100,27 +104,27 @@ class PhaseChanged:
 
 @dataclass(frozen=True, slots=True)
 class InitialRequested:
-    """This process shall upload version 0."""
+    """The syncer asks this process to upload version 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class FrozenDownloaded:
-    """The job's frozen parameters, safetensors; None: version 0 has none."""
+    """The job's frozen parameters, as safetensors; None: version 0 has none."""
 
     data: bytes | None
 
 
 @dataclass(frozen=True, slots=True)
 class StateRequested:
-    """A newcomer (or the checkpoint) wants this learner's inner optimizer state."""
+    """The syncer asks for this learner's inner optimizer state, for a newcomer or for the job's checkpoint."""
 
     transfer: int
 
 
 @dataclass(frozen=True, slots=True)
 class StateDownloaded:
-    """An inner optimizer state, safetensors, of a peer or of the job's checkpoint; None: there is
-    none to be had. ``versions``: (epoch, version) per fragment at the peer's snapshot."""
+    """An inner optimizer state, as safetensors, of a peer or of the job's checkpoint; ``data`` None: there is none
+    to be had. ``versions``: (epoch, version) per fragment when the peer took it."""
 
     peer: bool
     data: bytes | None
@@ -129,17 +133,17 @@ class StateDownloaded:
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
-    """The session broke; answers that were on their way will not come."""
+    """The session broke: answers that were on their way will not come."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The background cannot go on: the training thread raises this."""
+    """The background cannot go on: the training thread raises ``error``."""
 
     error: Exception
 
 
-Item = (
+Message = (
     Seated
     | Unseated
     | Welcomed
@@ -159,75 +163,77 @@ Item = (
 
 
 class Inbox:
-    """Items in the order in which they were put; of each that states what *is* only the newest.
+    """Messages in the order in which they were put; of each that tells a *state*, only the newest.
 
-    A broadcast per fragment (an announcement names this learner's newest merged push in any
-    version up to it, so an overtaken one is not missed), a pull per fragment, the phase, the
-    seat and the welcome: however long the training thread does not look, they do not pile up.
-    Verdicts, leases and states answer what that thread asked for, and are bounded by it.
+    States are a broadcast per fragment, a pull per fragment, the phase, the seat and the welcome. However long
+    the training thread does not look, they do not pile up. An overtaken broadcast is not missed, because an
+    announcement names this learner's newest merged push in any version up to it. All other messages answer
+    what the training thread asked for, and are bounded by that.
     """
 
     def __init__(self) -> None:
-        self._items: dict[tuple[object, ...], Item] = {}
+        self._messages: dict[tuple[object, ...], Message] = {}
         self._count = 0
-        self._filled = threading.Condition()
+        self._changed = threading.Condition()
         self._notified = False
 
     def notify(self) -> None:
-        """Wake whoever waits: something that is not inbox is there (a batch)."""
-        with self._filled:
+        """Wake whoever waits: something that is no message is there (a batch)."""
+        with self._changed:
             self._notified = True
-            self._filled.notify_all()
+            self._changed.notify_all()
 
-    def put(self, item: Item) -> None:
-        with self._filled:
+    def put(self, message: Message) -> None:
+        """Add a message, in place of the one that tells an older state of the same thing."""
+        with self._changed:
             self._count += 1
-            key = _states(item) or (self._count,)
-            item = _following(self._items.pop(key, None), item)
-            self._items[key] = item  # a dict keeps the order: what was replaced comes at the end
-            self._filled.notify_all()
+            key = _state_key(message) or (self._count,)
+            message = _replacement(self._messages.pop(key, None), message)
+            self._messages[key] = message  # a dict keeps the order: what was replaced comes at the end
+            self._changed.notify_all()
 
-    def take_all(self) -> list[Item]:
-        """Everything there is now, without waiting."""
-        if not self._items:
+    def take_all(self) -> list[Message]:
+        """Remove and return all messages, without waiting."""
+        if not self._messages:
             return []
-        with self._filled:
-            items = list(self._items.values())
-            self._items.clear()
-        return items
+        with self._changed:
+            messages = list(self._messages.values())
+            self._messages.clear()
+        return messages
 
     def wait(self, timeout: float) -> bool:
-        """Until there is inbox, or a call of ``notify``, at most ``timeout`` seconds."""
+        """Wait at most ``timeout`` seconds for a message or a ``notify``; whether one came."""
         end = time.monotonic() + timeout
-        with self._filled:
-            while not self._items and not self._notified:
+        with self._changed:
+            while not self._messages and not self._notified:
                 left = end - time.monotonic()
                 if left <= 0:
                     return False
-                self._filled.wait(left)
+                self._changed.wait(left)
             self._notified = False
             return True
 
 
-def _states(item: Item) -> tuple[object, ...] | None:
-    """What the item tells the state of: a newer one of the same makes it old news. None: an event."""
-    match item:
+def _state_key(message: Message) -> tuple[object, ...] | None:
+    """What the message tells the state of; None: it tells an event, and all of them are kept."""
+    match message:
         case Downloaded() | Announced():
-            return type(item), item.news.fragment
+            return type(message), message.broadcast.fragment
         case PushRequested():
-            return PushRequested, item.fragment
+            return PushRequested, message.fragment
         case Seated() | Unseated():
             return (Seated,)
         case PhaseChanged() | Welcomed() | InitialRequested() | Disconnected() | Failed():
-            return (type(item),)
+            return (type(message),)
         case _:
             return None
 
 
-def _following(before: Item | None, item: Item) -> Item:
-    """``item`` in place of ``before``: a tenure that was not noticed to begin does not go on."""
+def _replacement(before: Message | None, message: Message) -> Message:
+    """What is kept of ``message`` where ``before`` told an older state. The first failure stays, because it is the
+    cause. A tenure whose beginning was not read yet does not count as continuing."""
     if isinstance(before, Failed):
-        return before  # the first is the cause
-    if isinstance(item, Seated) and item.continuing and before is not None:
-        return replace(item, continuing=isinstance(before, Seated) and before.continuing)
-    return item
+        return before
+    if isinstance(message, Seated) and message.continuing and before is not None:
+        return replace(message, continuing=isinstance(before, Seated) and before.continuing)
+    return message

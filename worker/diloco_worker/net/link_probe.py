@@ -1,13 +1,12 @@
-"""What this process measures of its link to the syncer, by what travels anyway.
+"""What this process measures of its link to the syncer, from traffic that is there anyway.
 
-Throughput comes from the bulk transfers (protocol's meter.py). The round trip is that of an
-echo: once a heartbeat a report asks for one, and the syncer answers at once. The shortest
-of the last sixteen counts, for the longer ones waited behind bulk bytes or a busy thread.
-Reports tell the syncer of both. All of it begins anew with each session: another
-connection may take another way.
+Throughput comes from the bulk transfers (diloco_protocol.common.meter). The round trip is that of an
+echo: once a heartbeat a report asks for one, and the syncer answers at once. The shortest of the last
+sixteen counts, because longer ones waited behind bulk bytes or a busy thread. Reports tell the syncer of
+both. Each session starts measuring anew, because another connection may take another way.
 
-Plain code: the time (seconds, monotonic) comes in as an argument. ``figures`` may be read by
-any thread.
+There is no I/O and no clock here: the time (monotonic seconds) comes in as an argument. Any thread may
+call ``measurements``.
 """
 
 from __future__ import annotations
@@ -23,24 +22,29 @@ _LOST_SECONDS = 60.0  # after which an echo is not waited for any more
 
 
 class LinkProbe:
-    """One process's link, as seen from its side."""
+    """The link of one process, as seen from its side."""
 
     def __init__(self) -> None:
         self._number = 0
-        self.begin()
-
-    def begin(self) -> None:
-        """A new session."""
         self.up = Meter()
         self.down = Meter()
+        self.round_trip: float | None = None  # seconds, the shortest of the last echoes
         self._trips: deque[float] = deque(maxlen=_ECHOES)
-        self.round_trip: float | None = None  # seconds, the shortest of these
         self._asked: float | None = None  # when the echo that is under way was asked for
         self._next = float("-inf")
 
+    def reset(self) -> None:
+        """Start measuring anew: a session began."""
+        self.up = Meter()
+        self.down = Meter()
+        self.round_trip = None
+        self._trips.clear()
+        self._asked = None
+        self._next = float("-inf")
+
     def stamp(self, report: sync_pb2.Report, now: float, every: float) -> None:
-        """Put into a report that is about to be sent what is known, and every ``every`` seconds the
-        wish for an echo."""
+        """Complete a report that is about to be sent: what was measured, and every ``every`` seconds the
+        request for an echo."""
         if self.down.transfers >= LEAST_TRANSFERS and self.down.rate is not None:
             report.link.down_bytes_per_second = self.down.rate
         if self.round_trip is not None:
@@ -52,13 +56,13 @@ class LinkProbe:
             self._next = now + every
             report.echo = self._number
 
-    def heard(self, number: int, now: float) -> None:
-        """An echo; one of an earlier session, or given up, says nothing."""
+    def record_echo(self, number: int, now: float) -> None:
+        """Measure the round trip of an echo; one of an earlier session, or given up, is ignored."""
         if number == self._number and self._asked is not None:
             self._trips.append(max(0.0, now - self._asked))
             self.round_trip = min(self._trips)
             self._asked = None
 
-    def figures(self) -> dict[str, float | None]:
-        """For the status port: bytes per second, seconds; None: not measured."""
+    def measurements(self) -> dict[str, float | None]:
+        """What the status port shows: bytes per second, seconds; None: not measured."""
         return {"link_up": self.up.rate, "link_down": self.down.rate, "round_trip_seconds": self.round_trip}

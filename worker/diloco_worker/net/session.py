@@ -1,9 +1,11 @@
 """One session: the control stream from Join to its end.
 
-The stream carries small protobuf messages only, each measured before it is
-parsed. What is to be said is kept as *state*, not as a queue: the newest report,
-and at most one of each other message; so a slow link never builds a backlog, and
-what a broken session did not deliver is said in the next one.
+The stream carries small protobuf messages only, and each is measured before it is parsed. What is to be
+sent is kept as *state*, not as a queue: the newest report, and at most one message under each key. So a
+slow link never builds a backlog, and what a broken session did not deliver is sent in the next one.
+
+Example: the learner leaves reports for steps 7, 8 and 9 while the stream is busy; only 9's is sent, and
+nothing is lost, because counts in reports are cumulative.
 """
 
 from __future__ import annotations
@@ -19,12 +21,16 @@ from diloco_protocol.wire import limits, services, sync_pb2
 
 _EOF: Any = aio.EOF  # type: ignore[attr-defined]  # its stubs lack the name
 REPORT_SECONDS = 0.02  # reports are at least so far apart
-REPORT, LEASE = "report", "lease-"  # keys of the outbox: the report, and what lease requests begin with
+_REPORT = "report"  # the report's key among the messages to send
+LEASE_KEY = "lease-"  # what the keys of lease requests begin with
 
 
 class SessionEnded(Exception):
-    """The stream is over; the message says how. ``clean``: the syncer ended it in good order, so
-    what was said before hanging up has been read. ``unauthenticated``: it did not let us in."""
+    """The stream is over; the message says how.
+
+    ``clean``: the syncer ended it in good order, so it has read everything that was sent before this side
+    half-closed the stream. ``unauthenticated``: the syncer did not accept this process's token.
+    """
 
     def __init__(self, message: str, clean: bool = False, unauthenticated: bool = False) -> None:
         super().__init__(message)
@@ -33,84 +39,87 @@ class SessionEnded(Exception):
 
 
 class Outbox:
-    """What is to be said. All methods belong to the loop's thread.
+    """What is to be sent to the syncer. Only the client's thread calls its methods.
 
-    A message stays until the transport took it (``sent``); a *lasting* one is said again in
-    every session, because the end of a session may swallow what the transport took.
+    A message stays until the transport took it (``mark_sent``). A *lasting* one is sent again in every
+    session, because the end of a session may swallow what the transport took.
     """
 
     def __init__(self) -> None:
         self._report: sync_pb2.Report | None = None  # the newest
-        self._fresh = False
-        self._reports = self._saying = 0  # reports left so far; the one that is being sent
-        self._other: dict[str, sync_pb2.LearnerMessage] = {}
+        self._new_report = False
+        self._reports = 0  # put so far
+        self._reports_sending = 0  # of which this was the newest when the sending began
+        self._messages: dict[str, sync_pb2.LearnerMessage] = {}
         self._lasting: dict[str, sync_pb2.LearnerMessage] = {}
-        self.wake = asyncio.Event()
+        self.changed = asyncio.Event()
 
-    def report(self, report: sync_pb2.Report | None) -> None:
-        """Replace the report; None: nothing to report (yet)."""
+    def put_report(self, report: sync_pb2.Report | None) -> None:
+        """Replace the report; None: there is nothing to report (yet)."""
         self._report = report
-        self._fresh = report is not None
+        self._new_report = report is not None
         self._reports += 1
+        self.changed.set()
 
-    def say(self, key: str, message: sync_pb2.LearnerMessage, lasting: bool = False) -> None:
-        """Say ``message`` as soon as possible; a newer one under the same key replaces it."""
-        self._other[key] = message
+    def put(self, key: str, message: sync_pb2.LearnerMessage, lasting: bool = False) -> None:
+        """Send ``message`` as soon as possible; a newer one under the same key replaces it."""
+        self._messages[key] = message
         if lasting:
             self._lasting[key] = message
-        self.wake.set()
+        self.changed.set()
 
     def begin_session(self) -> None:
-        """A new session: lasting messages are said again, and lease requests are forgotten
-        (the prefetcher asks again when it knows what the slot holds)."""
-        for key in [key for key in self._other if key.startswith(LEASE)]:
-            del self._other[key]
-        self._other.update(self._lasting)
+        """Prepare a new session: lasting messages are sent again, and lease requests are forgotten, because
+        the prefetcher asks again when it knows what the slot holds."""
+        for key in [key for key in self._messages if key.startswith(LEASE_KEY)]:
+            del self._messages[key]
+        self._messages.update(self._lasting)
 
     @property
-    def fresh(self) -> bool:
+    def has_new_report(self) -> bool:
         """Whether there is a report that was not sent."""
-        return self._fresh
+        return self._new_report
 
     @property
-    def urgent(self) -> bool:
-        """Whether there is something else to say; it does not wait for the next report's time."""
-        return bool(self._other)
+    def has_messages(self) -> bool:
+        """Whether there is a message beside the report; it does not wait for the next report's time."""
+        return bool(self._messages)
 
     @property
-    def empty(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether everything was handed to the transport."""
-        return not self._other and not self._fresh
+        return not self._messages and not self._new_report
 
-    def waiting(self) -> list[tuple[str, sync_pb2.LearnerMessage]]:
-        """What to send now: the newest report, then the messages that follow it.
+    def begin_sending(self) -> list[tuple[str, sync_pb2.LearnerMessage]]:
+        """What to send now, with the keys for ``mark_sent``: the newest report, then the other messages.
 
-        Without one an empty report goes out: a heartbeat, so that a slot is not lost while its
-        learner uploads version 0 or downloads what it will start from."""
+        Without a report an empty one goes out as a heartbeat, so that a slot is not lost while its learner
+        uploads version 0 or downloads what it will start from.
+        """
         report = self._report if self._report is not None else sync_pb2.Report()
-        self._saying = self._reports
-        return [(REPORT, sync_pb2.LearnerMessage(report=report)), *self._other.items()]
+        self._reports_sending = self._reports
+        return [(_REPORT, sync_pb2.LearnerMessage(report=report)), *self._messages.items()]
 
-    def sent(self, key: str, message: sync_pb2.LearnerMessage) -> None:
-        """The transport took what ``waiting`` named; a newer one under the key stays."""
-        if key == REPORT:
-            self._fresh = self._fresh and self._saying != self._reports
-        elif self._other.get(key) is message:
-            del self._other[key]
+    def mark_sent(self, key: str, message: sync_pb2.LearnerMessage) -> None:
+        """Forget what the transport took; a newer message under the key stays."""
+        if key == _REPORT:
+            self._new_report = self._new_report and self._reports_sending != self._reports
+        elif self._messages.get(key) is message:
+            del self._messages[key]
 
 
 class Session:
-    """One stream. ``open`` joins, ``run`` pumps both directions until the stream ends."""
+    """One stream. ``open`` joins, ``run`` sends and receives until the stream ends."""
 
     def __init__(self, channel: aio.Channel, metadata: Sequence[tuple[str, str]]) -> None:
         method: Any = channel.stream_stream(services.SESSION, request_serializer=None, response_deserializer=None)
         self._call = method(metadata=tuple(metadata))
         self._writing = asyncio.Lock()
-        self._broken_off: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.hung_up = False
+        self._end_reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.half_closed = False  # nothing more is sent
 
     async def open(self, join: sync_pb2.Join) -> sync_pb2.SyncerMessage:
-        """Say Join; the first message back, a Welcome or a Refusal. Raises SessionEnded."""
+        """Send Join, and return the first message back, a Welcome or a Refusal. Raises SessionEnded."""
         try:
             async with asyncio.timeout(limits.JOIN_SECONDS):
                 await self._send(sync_pb2.LearnerMessage(join=join))
@@ -125,64 +134,68 @@ class Session:
         handle: Callable[[sync_pb2.SyncerMessage], None],
         stamp: Callable[[sync_pb2.Report, float, float], None] = lambda report, now, every: None,
     ) -> None:
-        """Until the stream ends; always raises SessionEnded (or what ``handle`` raises). ``stamp`` gets
-        each report before it is sent, the loop's time, and the heartbeat's seconds."""
+        """Send what is in the outbox and pass each message received to ``handle``, until the stream ends.
+
+        Always raises SessionEnded, or what ``handle`` raises. ``stamp(report, now, every)`` completes each
+        report before it is sent: the loop's time, and the seconds between heartbeats.
+        """
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._speak(outbox, heartbeat_seconds, stamp))
-            group.create_task(self._break())
+            group.create_task(self._send_outbox(outbox, heartbeat_seconds, stamp))
+            group.create_task(self._raise_when_ended())
             async for message in self._messages():
                 handle(message)
 
-    async def hang_up(self) -> None:
-        """Say that nothing more follows: the syncer then ends the stream, and ``run`` with it."""
-        self.hung_up = True
+    async def half_close(self) -> None:
+        """Tell the syncer that nothing more follows: it then ends the stream, and ``run`` with it."""
+        self.half_closed = True
         async with self._writing:
             with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):  # it is over already
                 await self._call.done_writing()
 
-    def break_off(self, reason: str) -> None:
+    def end(self, reason: str) -> None:
         """End ``run`` from this side."""
-        if not self._broken_off.done():
-            self._broken_off.set_result(reason)
+        if not self._end_reason.done():
+            self._end_reason.set_result(reason)
 
     def cancel(self) -> None:
+        """Drop the stream at once."""
         self._call.cancel()
 
-    async def _break(self) -> None:
-        raise SessionEnded(await self._broken_off)
+    async def _raise_when_ended(self) -> None:
+        raise SessionEnded(await self._end_reason)
 
-    async def _speak(
+    async def _send_outbox(
         self, outbox: Outbox, heartbeat_seconds: float, stamp: Callable[[sync_pb2.Report, float, float], None]
     ) -> None:
         loop = asyncio.get_running_loop()
         next_report = next_heartbeat = loop.time()
         while True:
             now = loop.time()
-            if outbox.urgent or now >= next_heartbeat or (outbox.fresh and now >= next_report):
-                for key, message in outbox.waiting():
-                    if key == REPORT:  # a copy of what the training thread left
+            if outbox.has_messages or now >= next_heartbeat or (outbox.has_new_report and now >= next_report):
+                for key, message in outbox.begin_sending():
+                    if key == _REPORT:  # a copy of what the training thread left
                         stamp(message.report, loop.time(), heartbeat_seconds)
                     if not await self._send(message):
                         return
-                    outbox.sent(key, message)
+                    outbox.mark_sent(key, message)
                 now = loop.time()
                 next_report, next_heartbeat = now + REPORT_SECONDS, now + heartbeat_seconds
-            outbox.wake.clear()
-            if not outbox.urgent:
-                due = min(next_heartbeat, next_report) if outbox.fresh else next_heartbeat
+            outbox.changed.clear()
+            if not outbox.has_messages:
+                due = min(next_heartbeat, next_report) if outbox.has_new_report else next_heartbeat
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout_at(due):
-                        await outbox.wake.wait()
+                        await outbox.changed.wait()
 
     async def _messages(self) -> AsyncIterator[sync_pb2.SyncerMessage]:
         while True:
             yield await self._receive()
 
     async def _send(self, message: sync_pb2.LearnerMessage) -> bool:
-        """Hand a message to the transport; False: this side has hung up."""
+        """Hand a message to the transport; False: this side has half-closed the stream."""
         try:
             async with self._writing:
-                if self.hung_up:
+                if self.half_closed:
                     return False
                 await self._call.write(message.SerializeToString())
                 return True

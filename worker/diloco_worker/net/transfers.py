@@ -1,293 +1,436 @@
-"""Bulk bytes up and down: encoding, uploading, downloading, decoding.
+"""What one session moves in bulk beside its control stream: versions down, pushes up, optimizer states both ways.
 
-Runs in the background thread's loop. What takes long without waiting (codec,
-checksums) runs in an executor thread, where numba's kernels hold no interpreter
-lock. Error feedback lives here: the residual r_p of each fragment, and for each
-push whose fate is open what its encoding dropped (algorithm.md section 7).
+Theory of operation
+-------------------
+A ``Transfers`` lives as long as one session with the syncer. What outlives sessions it shares with its
+predecessors (``TransferContext``): the inbox, the fragment cache, error feedback.
+
+Everything here runs in the client's event loop. What takes long is a task of its own (``spawn``), and
+encoding, decoding and checksums run in executor threads (``bulk_channels``).
+
+*Down.* Each announcement is passed to the training thread at once as ``Announced``, and as ``Downloaded``
+when its bytes are here. One download runs per fragment at a time, of the newest announcement; a version
+that was overtaken meanwhile is skipped. Example: versions 4, 5 and 6 are announced while 3 is being
+downloaded; then 6 is downloaded next, as a whole, because a delta applies to the version before only.
+
+*Up.* Pushes are encoded and sent in order, two at a time. The syncer's answer is passed on as
+``PushAnswered``. If the session ends first, the push's fate is open (``accepted`` None): its work stays
+above the base, and a later broadcast names the push if it was merged.
+
+A transfer that failed for good ends the session where the syncer may have another certificate by now,
+which only a new connection finds out.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
-from dataclasses import dataclass
-from typing import Any, TypeVar
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
-from grpc import aio
 
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.kernels import Bytes
-from diloco_protocol.common.meter import Meter
-from diloco_protocol.wire import bulk, limits, services, sync_pb2
-from diloco_worker.core.adoption import PushPlan
+from diloco_protocol.arrays.layout import Layout
+from diloco_protocol.wire import bulk, limits, sync_pb2
+from diloco_worker.core.adoption import Broadcast, PushPlan
 from diloco_worker.fragments import Floats, Vector
-from diloco_worker.net.fragment_cache import CachedVersion
+from diloco_worker.net.bulk_channels import BulkChannels, pause
+from diloco_worker.net.error_feedback import ErrorFeedback
+from diloco_worker.net.fragment_cache import CachedVersion, FragmentCache
+from diloco_worker.net.inbox import Announced, Downloaded, FrozenDownloaded, Inbox, PushAnswered, StateDownloaded
+from diloco_worker.net.session import Outbox
+from diloco_worker.settings import ConfigurationError
 
-T = TypeVar("T")
-_BUSY_TRIES = 20
-_TRIES = 4
+log = logging.getLogger(__name__)
+
+_PUSHES_AT_ONCE = 2  # one is encoded while another is uploaded
+_MOST_QUEUED_PUSHES = 2 * limits.MAX_FRAGMENTS
+_STATE_TRIES = 4
+_INITIAL_TRIES = 4  # of version 0 in one session, beside those of each part
+_INITIAL_PAUSE = 0.25
+
+
+class Spawn(Protocol):
+    """``spawn(work, *arguments)`` runs a coroutine function as a task, until it ends or the session does."""
+
+    def __call__(self, work: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """One push on its way: Δ = ``base`` - ``theta``, float32[elements] each."""
+    """One push: Δ = ``base`` - ``theta``, float32[elements] each, and the report that goes with it."""
 
     plan: PushPlan
     base: Vector
     theta: Vector
     report: sync_pb2.Report
 
-
-class ErrorFeedback:
-    """Error feedback of all fragments: sum of what was decoded + residual = sum of merged Δ."""
-
-    def __init__(self, fragments: int, enabled: bool) -> None:
-        self.enabled = enabled
-        self._residual: list[Floats | None] = [None] * fragments
-        # Per fragment, of each push whose fate is open: what its encoding dropped, None before it is encoded.
-        self._open: list[dict[int, Floats | None]] = [{} for _ in range(fragments)]
-        self._lock = threading.Lock()  # encoding runs beside the loop
-
-    def residual(self, fragment: int) -> Floats | None:
-        """r_p, float32[elements]; None stands for zero."""
-        return self._residual[fragment]
-
-    @property
-    def open_pushes(self) -> int:
-        """Pushes whose fate is open, over all fragments."""
-        return sum(len(pushes) for pushes in self._open)
-
-    def expect_push(self, fragment: int, sequence: int) -> None:
-        """A push will be encoded. One that is settled before that keeps nothing."""
-        if self.enabled:
-            with self._lock:
-                self._open[fragment].setdefault(sequence, None)
-
-    def record_dropped(self, fragment: int, sequence: int, dropped: Floats) -> None:
-        """What r_p becomes if this push is merged."""
-        with self._lock:
-            if sequence in self._open[fragment]:
-                self._open[fragment][sequence] = dropped
-
-    def resolve_pushes(self, fragment: int, merged: int, forget: Sequence[int]) -> None:
-        """``merged`` (0: none) was merged; the others in ``forget`` were not."""
-        with self._lock:
-            dropped = self._open[fragment].get(merged)
-            if dropped is not None:
-                self._residual[fragment] = dropped
-            for sequence in (merged, *forget):
-                self._open[fragment].pop(sequence, None)
-
-    def forget_open_pushes(self) -> None:
-        """Nothing of the tenure before will be confirmed; r_p of what was merged stays."""
-        with self._lock:
-            for pushes in self._open:
-                pushes.clear()
+    def answered(self, accepted: bool | None, reason: str, message: str) -> PushAnswered:
+        """The answer to this push. ``accepted`` None: none came."""
+        return PushAnswered(self.plan.fragment, self.plan.sequence, accepted, reason, message)
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
-    """Who speaks: the header fields that fence a stale process."""
+class TransferContext:
+    """What all sessions of one worker process share.
 
-    job: str
-    process: str
-    slot: int
-    incarnation: int
+    ``to_vector`` makes the vector that the training thread gets, of decoded values float32[elements].
+    ``eager``: every announced version is downloaded; otherwise the first of each fragment, and later
+    ones when ``fetch_announced`` asks for them.
+    """
+
+    layout: Layout
+    inbox: Inbox
+    outbox: Outbox
+    cache: FragmentCache
+    feedback: ErrorFeedback
+    to_vector: Callable[[Floats], Vector] = Vector.from_array
+    eager: bool = True
 
 
 class Transfers:
-    """The bulk calls of one connection."""
+    """The bulk transfers of one session. ``encoding`` is that of pushes; the client sets it when the syncer
+    names another."""
 
     def __init__(
         self,
-        channels: Sequence[aio.Channel],
-        metadata: Sequence[tuple[str, str]],
-        executor: Executor,
-        up: Meter | None = None,
-        down: Meter | None = None,
+        context: TransferContext,
+        channels: BulkChannels,
+        encoding: str,
+        spawn: Spawn,
+        end_session: Callable[[str], None],
+        pinned_server: bool = False,
     ) -> None:
-        self._channels = list(channels)
-        self._up = up
-        self._down = down
-        self._metadata = tuple(metadata)
-        self._executor = executor
-        self.bytes_up = 0
-        self.bytes_down = 0
+        """``end_session(reason)`` makes the client connect anew. ``pinned_server``: the channels trust one
+        server certificate only."""
+        self.encoding = encoding
+        self._context = context
+        self._layout = context.layout
+        self._inbox = context.inbox
+        self._cache = context.cache
+        self._channels = channels
+        self._spawn = spawn
+        self._end_session = end_session
+        self._pinned_server = pinned_server
+        self._announced: dict[int, sync_pb2.Announcement] = {}  # the newest, per fragment
+        self._fetching: set[int] = set()
+        self._pushes: list[Push] = []
+        self._pushing = 0
 
-    async def run(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Run ``work`` beside the loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work, *arguments)
+    def set_identity(self, slot: int, incarnation: int) -> None:
+        """Upload in the name of this slot and incarnation from now on."""
+        self._channels.slot = slot
+        self._channels.incarnation = incarnation
 
-    # ------------------------------------------------------------------ up
+    def close(self) -> None:
+        """Answer the pushes that are still queued. The tasks that were spawned must have ended."""
+        for push in self._pushes:
+            self._inbox.put(push.answered(None, "", "the connection broke"))
+        self._pushes.clear()
 
-    async def push(
-        self, push: Push, who: Identity, encoding: str, layout_digest: str, feedback: ErrorFeedback
-    ) -> sync_pb2.UploadReply:
-        """Encode and upload one push; the syncer's verdict. Raises wire.TransferError when no
-        answer came, in which case the push may have been accepted."""
-        plan = push.plan
-        encoded = await self.run(encode_push, push, encoding, feedback)
-        header = sync_pb2.UploadHeader(
-            job=who.job,
-            slot=who.slot,
-            incarnation=who.incarnation,
-            process=who.process,
-            push=sync_pb2.Push(
-                fragment=plan.fragment,
-                sequence=plan.sequence,
-                round=plan.round,
-                epoch=plan.epoch,
-                base_version=plan.base_version,
-                oldest_version=plan.oldest_version,
-                first_step=plan.first_step,
-                last_step=plan.last_step,
-                steps=plan.steps,
-                tokens=plan.tokens,
-                compute_seconds=plan.compute_seconds,
-                encoding=encoding,
-                layout_digest=layout_digest,
-                report=push.report,
-            ),
+    # ------------------------------------------------------- versions, down
+
+    def on_announcement(self, announcement: sync_pb2.Announcement) -> None:
+        """Pass an announcement of one of the layout's fragments on, and download it. Raises WireError for one
+        that cannot be of this layout."""
+        fragment = announcement.fragment
+        self._check_announcement(announcement)
+        self._announced[fragment] = announcement
+        self._cache.record_reset(announcement)
+        self._inbox.put(Announced(self._broadcast(announcement), announcement.job_tokens))
+        if self._context.eager or self._cache.get(fragment) is None:
+            self._fetch(fragment)
+
+    def _check_announcement(self, announcement: sync_pb2.Announcement) -> None:
+        fragment = announcement.fragment
+        elements = self._layout.elements(fragment)
+        for payload in (announcement.full, *([announcement.delta] if announcement.HasField("delta") else [])):
+            if payload.encoding not in codec.ENCODINGS:
+                raise limits.WireError(f"fragment {fragment} is announced in encoding {payload.encoding!r}")
+            if payload.bytes != codec.encoded_bytes(payload.encoding, elements):
+                raise limits.WireError(
+                    f"fragment {fragment} is announced with {payload.bytes} bytes of "
+                    f"{payload.encoding}, and it has {elements} elements"
+                )
+        if announcement.merged_version > announcement.version:
+            raise limits.WireError(f"fragment {fragment}: a push merged after version {announcement.version} is named")
+
+    def fetch_announced(self) -> None:
+        """Download the newest version of every fragment that is not here yet."""
+        for fragment, announcement in self._announced.items():
+            cached = self._cache.get(fragment)
+            wanted = (announcement.epoch, announcement.version)
+            if cached is None or (cached.announcement.epoch, cached.announcement.version) != wanted:
+                self._fetch(fragment)
+
+    def _broadcast(self, announcement: sync_pb2.Announcement) -> Broadcast:
+        full = announcement.full
+        return Broadcast(
+            fragment=announcement.fragment,
+            epoch=announcement.epoch,
+            version=announcement.version,
+            identity=(full.encoding, full.bytes, full.checksum),
+            reset_at=self._cache.newest_reset(announcement.fragment),
+            merged_sequence=announcement.merged_sequence,
+            merged_version=announcement.merged_version,
         )
-        return await self._upload(header, encoded)
 
-    async def initial(self, who: Identity, layout_json: str, vectors: Sequence[Vector], frozen: bytes) -> None:
-        """Upload version 0. Raises wire.TransferError if a part was refused or did not come through."""
+    def _fetch(self, fragment: int) -> None:
+        if fragment not in self._fetching:
+            self._fetching.add(fragment)
+            self._spawn(self._fetch_fragment, fragment)
+
+    async def _fetch_fragment(self, fragment: int) -> None:
+        """Download the newest announced version, and again while a newer one was announced."""
+        attempt = 0
+        try:
+            while True:
+                announcement = self._announced[fragment]
+                version = await self._obtain_version(announcement)
+                if version is None:
+                    await asyncio.sleep(pause(attempt))
+                    attempt += 1
+                    continue
+                attempt = 0
+                self._cache.put(version)
+                vector = self._context.to_vector(version.values)
+                self._inbox.put(Downloaded(self._broadcast(announcement), vector, announcement.job_tokens))
+                if self._announced[fragment] is announcement or not self._context.eager:
+                    break
+        finally:
+            self._fetching.discard(fragment)
+
+    async def _obtain_version(self, announcement: sync_pb2.Announcement) -> CachedVersion | None:
+        """The version, from the cache or downloaded; None, and a line in the log: it did not arrive."""
+        cached = self._cache.get(announcement.fragment)
+        if (
+            cached is not None
+            and cached.announcement.version == announcement.version
+            and cached.announcement.full == announcement.full
+        ):
+            return replace(cached, announcement=announcement)  # announced again after a reconnect: the same bytes
+        try:
+            version = await self._download_version(announcement, cached)
+            if version is not None:
+                return version
+            why = "the syncer has it no more"
+        except (bulk.TransferError, limits.WireError) as error:
+            why = str(error)
+            self._reconnect_if_pinned(error)
+        log.warning("fragment %d version %d did not arrive: %s", announcement.fragment, announcement.version, why)
+        return None
+
+    async def _download_version(
+        self, announcement: sync_pb2.Announcement, cached: CachedVersion | None
+    ) -> CachedVersion | None:
+        """The announced version, as a delta to ``cached`` where that is the one before, otherwise in whole.
+        None: the syncer has it no more."""
+        full = announcement.full
+        elements = self._layout.elements(announcement.fragment)
+        if (
+            announcement.HasField("delta")
+            and cached is not None
+            and (cached.announcement.epoch, cached.announcement.version)
+            == (announcement.epoch, announcement.version - 1)
+            and not announcement.reset
+        ):
+            found = await self._download(sync_pb2.DownloadRequest.DELTA, announcement, announcement.delta)
+            if found is not None:
+                update = await self._channels.run(codec.decode, found[1], announcement.delta.encoding, elements)
+                values: Floats = cached.values + update
+                if full.encoding != "float32" or await self._channels.run(bulk.checksum, values) == full.checksum:
+                    return CachedVersion(announcement, values, found[0])
+        found = await self._download(sync_pb2.DownloadRequest.FULL, announcement, full)
+        if found is None:
+            return None
+        return CachedVersion(
+            announcement, await self._channels.run(codec.decode, found[1], full.encoding, elements), found[0]
+        )
+
+    async def _download(
+        self, what: Any, announcement: sync_pb2.Announcement, payload: sync_pb2.Payload
+    ) -> tuple[bytes, Bytes] | None:
+        """Receipt and bytes, uint8; None: the syncer has it no more."""
+        fragment, version = announcement.fragment, announcement.version
+        found = await self._channels.download(
+            size=payload.bytes, what=what, fragment=fragment, epoch=announcement.epoch, version=version
+        )
+        if found is None:
+            return None
+        header, data = found
+        if await self._channels.run(bulk.checksum, data) != payload.checksum:
+            raise limits.WireError(
+                f"fragment {fragment} version {version}: its bytes are not those that were announced"
+            )
+        return header.receipt, data
+
+    def _reconnect_if_pinned(self, error: Exception) -> None:
+        """End the session if a transfer failed for good and the syncer may have another certificate by now."""
+        if self._pinned_server and isinstance(error, bulk.TransferError):
+            self._end_session(f"bulk transfers fail: {error}")
+
+    # ------------------------------------------------------- versions, up
+
+    async def return_version(self, request: sync_pb2.BaseRequest) -> None:
+        """Send a version that the syncer's store lost, or say that it is not to be had here."""
+        fragment, cached = request.fragment, self._cache.get(request.fragment)
+        why = "it is not here any more"
+        if cached is not None and cached.can_return(request.epoch, request.version):
+            base = sync_pb2.Base(
+                fragment=fragment,
+                epoch=request.epoch,
+                version=request.version,
+                encoding=cached.announcement.full.encoding,
+                receipt=cached.receipt,
+            )
+            try:
+                reply = await self._channels.upload(await self._channels.run(cached.encode), base=base)
+                if reply.accepted:
+                    log.info("fragment %d: the syncer took version %d back", fragment, request.version)
+                    return
+                why = f"refused ({reply.reason}): {reply.message}"
+            except bulk.TransferError as error:
+                why = str(error)
+        log.warning("fragment %d version %d is not given back: %s", fragment, request.version, why)
+        unavailable = sync_pb2.BaseUnavailable(fragment=fragment)
+        self._context.outbox.put(f"no-base-{fragment}", sync_pb2.LearnerMessage(base_unavailable=unavailable))
+
+    async def upload_initial(self, vectors: Sequence[Vector], frozen: bytes) -> None:
+        """Upload version 0. After a few tries the session is ended, so that the syncer asks another learner, or
+        this one again. Raises ConfigurationError for a start that is not finite."""
+        for fragment, vector in enumerate(vectors):
+            if not (await self._channels.run(lambda v=vector: codec.norm_and_finite(v.array)))[1]:
+                raise ConfigurationError(
+                    f"the model's start has values that are not finite (fragment {fragment}): version 0 "
+                    "would be useless; check how the model is built, or the weights that it starts from"
+                )
+        for attempt in range(_INITIAL_TRIES):
+            try:
+                await self._upload_initial_parts(vectors, frozen)
+                return
+            except bulk.TransferError as error:
+                log.warning("version 0 did not come through: %s", error)
+            await asyncio.sleep(pause(attempt, first=_INITIAL_PAUSE))
+            if len(self._announced) == len(self._layout):
+                return  # it exists: only the last answer was lost
+        self._end_session(f"version 0 did not come through in {_INITIAL_TRIES} tries")
+
+    async def _upload_initial_parts(self, vectors: Sequence[Vector], frozen: bytes) -> None:
+        """Raises bulk.TransferError if a part was refused or did not come through."""
         part = sync_pb2.Initial
         payloads: list[tuple[sync_pb2.Initial, Any]] = [
-            (part(part=part.LAYOUT), layout_json.encode("ascii")),
+            (part(part=part.LAYOUT), self._layout.to_json().encode("ascii")),
             *((part(part=part.FRAGMENT, fragment=p), vector) for p, vector in enumerate(vectors)),
             *([(part(part=part.FROZEN), frozen)] if frozen else []),
             (part(part=part.DONE), b""),
         ]
         for what, payload in payloads:
             if isinstance(payload, Vector):
-                payload = await self.run(lambda vector=payload: vector.array)
-            header = sync_pb2.UploadHeader(
-                job=who.job, slot=who.slot, incarnation=who.incarnation, process=who.process, initial=what
-            )
-            reply = await self._upload(header, payload)
+                payload = await self._channels.run(lambda vector=payload: vector.array)
+            reply = await self._channels.upload(payload, initial=what)
             if not reply.accepted:
                 raise bulk.TransferError(f"version 0 was refused ({reply.reason}): {reply.message}", retry=True)
 
-    async def optimizer_state(
-        self, who: Identity, transfer: int, data: bytes, versions: Sequence[tuple[int, int]]
-    ) -> sync_pb2.UploadReply:
-        """Upload this learner's inner optimizer state under ``transfer``."""
-        header = sync_pb2.UploadHeader(
-            job=who.job,
-            slot=who.slot,
-            incarnation=who.incarnation,
-            process=who.process,
-            peer_state=sync_pb2.PeerState(
-                transfer=transfer, versions=[sync_pb2.Held(epoch=e, version=v) for e, v in versions]
-            ),
-        )
-        return await self._upload(header, data)
+    # ------------------------------------------------------- pushes
 
-    async def base(self, who: Identity, holding: CachedVersion) -> sync_pb2.UploadReply:
-        """Give back a version that the syncer's store lost. Raises wire.TransferError."""
-        news = holding.news
-        header = sync_pb2.UploadHeader(
-            job=who.job,
-            slot=who.slot,
-            incarnation=who.incarnation,
-            process=who.process,
-            base=sync_pb2.Base(
-                fragment=news.fragment,
-                epoch=news.epoch,
-                version=news.version,
-                encoding=news.full.encoding,
-                receipt=holding.receipt,
-            ),
-        )
-        return await self._upload(header, await self.run(holding.encoded))
+    def push(self, push: Push) -> None:
+        """Encode and send a push after those that are queued; ``PushAnswered`` follows in the inbox."""
+        if len(self._pushes) >= _MOST_QUEUED_PUSHES:
+            self._inbox.put(push.answered(None, "", "too many pushes wait to be sent"))
+            return
+        self._context.feedback.expect_push(push.plan.fragment, push.plan.sequence)
+        self._pushes.append(push)
+        if self._pushing < _PUSHES_AT_ONCE:
+            self._pushing += 1
+            self._spawn(self._send_pushes)
 
-    async def _upload(self, header: sync_pb2.UploadHeader, payload: Any) -> sync_pb2.UploadReply:
-        """One upload under one id, tried again when the syncer is busy or a part broke."""
-        broken = 0
-        for attempt in range(_BUSY_TRIES):
-            try:
-                reply = await bulk.upload(self._channels, header, payload, metadata=self._metadata, meter=self._up)
-            except bulk.TransferError as error:
-                broken += 1
-                if not error.retry or broken >= _TRIES:
-                    raise
-            except limits.WireError as error:
-                raise bulk.TransferError(str(error), retry=False) from error
-            else:
-                if reply.accepted or reply.reason != services.BUSY:
-                    self.bytes_up += len(bulk.flat(payload))
-                    return reply
-            await asyncio.sleep(pause(attempt))
-        raise bulk.TransferError("the syncer was busy for too long", retry=True)
+    async def _send_pushes(self) -> None:
+        try:
+            while self._pushes:
+                await self._send_push(self._pushes.pop(0))
+        finally:
+            self._pushing -= 1
 
-    # ------------------------------------------------------------------ down
-
-    async def fragment(
-        self, who: Identity, news: sync_pb2.Announcement, elements: int, held: CachedVersion | None
-    ) -> CachedVersion | None:
-        """The announced version of a fragment, float32[elements]; None: the syncer has it no more.
-
-        ``held``: what this process has of the fragment; a delta may apply to it.
-        """
-        full = news.full
-        if (
-            news.HasField("delta")
-            and held is not None
-            and (held.news.epoch, held.news.version) == (news.epoch, news.version - 1)
-            and not news.reset
-        ):
-            found = await self._fetch(who, sync_pb2.DownloadRequest.DELTA, news, news.delta)
-            if found is not None:
-                update = await self.run(codec.decode, found[1], news.delta.encoding, elements)
-                values: Floats = held.values + update
-                if full.encoding != "float32" or await self.run(bulk.checksum, values) == full.checksum:
-                    return CachedVersion(news, values, found[0])
-        found = await self._fetch(who, sync_pb2.DownloadRequest.FULL, news, full)
-        if found is None:
-            return None
-        return CachedVersion(news, await self.run(codec.decode, found[1], full.encoding, elements), found[0])
-
-    async def _fetch(
-        self, who: Identity, what: Any, news: sync_pb2.Announcement, payload: sync_pb2.Payload
-    ) -> tuple[bytes, Bytes] | None:
-        """Receipt and bytes, uint8."""
-        request = sync_pb2.DownloadRequest(
-            job=who.job, process=who.process, what=what, fragment=news.fragment, epoch=news.epoch, version=news.version
-        )
-        header, data = await bulk.download(
-            self._channels, request, size=payload.bytes, metadata=self._metadata, meter=self._down
-        )
-        if not header.found:
-            return None
-        self.bytes_down += payload.bytes
-        if await self.run(bulk.checksum, data) != payload.checksum:
-            raise limits.WireError(
-                f"fragment {news.fragment} version {news.version}: its bytes are not those that were announced"
+    async def _send_push(self, push: Push) -> None:
+        plan = push.plan
+        try:
+            encoding = self.encoding
+            encoded = await self._channels.run(encode_push, push, encoding, self._context.feedback)
+            message = sync_pb2.Push(
+                **asdict(plan), encoding=encoding, layout_digest=self._layout.digest, report=push.report
             )
-        return header.receipt, data
+            reply = await self._channels.upload(encoded, push=message)
+        except bulk.TransferError as error:
+            log.warning("push %d of fragment %d got no answer: %s", plan.sequence, plan.fragment, error)
+            self._inbox.put(push.answered(None, "", "no answer came"))
+            self._reconnect_if_pinned(error)
+            return
+        except asyncio.CancelledError:
+            self._inbox.put(push.answered(None, "", "the connection broke"))
+            raise
+        # `repeated`: the id came through before, so an earlier answer was lost.
+        accepted = reply.accepted or reply.reason == "repeated"
+        if not accepted:
+            level = logging.DEBUG if reply.reason == "other-round" else logging.INFO  # late: it happens
+            text = "push %d of fragment %d was refused (%s): %s"
+            log.log(level, text, plan.sequence, plan.fragment, reply.reason, reply.message)
+        self._inbox.put(push.answered(accepted, reply.reason, reply.message))
 
-    async def blob(
-        self, who: Identity, what: Any, limit: int, transfer: int = 0
+    # ------------------------------------------------------- states
+
+    async def fetch_frozen(self, limit: int) -> None:
+        """Download the frozen parameters, at most ``limit`` bytes; ``FrozenDownloaded`` follows in the inbox."""
+        found = await self._download_state(sync_pb2.DownloadRequest.FROZEN, limit, 0)
+        self._inbox.put(FrozenDownloaded(found[1] if found else None))
+
+    async def fetch_state(self, what: Any, limit: int, transfer: int) -> None:
+        """Download an inner optimizer's state (``what``: OPTIMIZER, the job checkpoint's, or PEER_STATE), at most
+        ``limit`` bytes; ``StateDownloaded`` follows in the inbox."""
+        found = await self._download_state(what, limit, transfer)
+        peer = what == sync_pb2.DownloadRequest.PEER_STATE
+        if found is None:
+            self._inbox.put(StateDownloaded(peer, None))
+        else:
+            versions = tuple((held.epoch, held.version) for held in found[0].versions)
+            self._inbox.put(StateDownloaded(peer, found[1], versions))
+
+    async def _download_state(
+        self, what: Any, limit: int, transfer: int
     ) -> tuple[sync_pb2.DownloadHeader, bytes] | None:
-        """FROZEN, PEER_STATE, OPTIMIZER or LAYOUT, at most ``limit`` bytes; None: there is none."""
-        request = sync_pb2.DownloadRequest(job=who.job, process=who.process, what=what, transfer=transfer)
-        header, data = await bulk.download(
-            self._channels, request, limit=limit, metadata=self._metadata, meter=self._down
-        )
-        if not header.found:
-            return None
-        self.bytes_down += data.nbytes
-        return header, await self.run(data.tobytes)
+        """Header and bytes of FROZEN, PEER_STATE or OPTIMIZER; None: there is none, or it did not arrive."""
+        name = sync_pb2.DownloadRequest.What.Name(what)
+        for attempt in range(_STATE_TRIES):
+            try:
+                found = await self._channels.download(limit=limit, what=what, transfer=transfer)
+            except limits.WireError as error:
+                log.warning("%s was not taken: %s", name, error)
+                return None
+            except bulk.TransferError as error:
+                log.warning("%s did not arrive: %s", name, error)
+                if not error.retry:
+                    return None
+                await asyncio.sleep(pause(attempt))
+            else:
+                return None if found is None else (found[0], await self._channels.run(found[1].tobytes))
+        return None
+
+    async def send_state(self, transfer: int, encode: Callable[[], bytes], versions: Iterable[tuple[int, int]]) -> None:
+        """Upload this learner's inner optimizer state, made on ``versions`` ((epoch, version) per fragment)."""
+        held = [sync_pb2.Held(epoch=epoch, version=version) for epoch, version in versions]
+        state = sync_pb2.PeerState(transfer=transfer, versions=held)
+        try:
+            reply = await self._channels.upload(await self._channels.run(encode), peer_state=state)
+            if not reply.accepted:
+                log.warning("the optimizer state was refused (%s): %s", reply.reason, reply.message)
+        except bulk.TransferError as error:
+            log.warning("the optimizer state did not come through: %s", error)
 
 
 def encode_push(push: Push, encoding: str, feedback: ErrorFeedback) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Δ = base - θ (plus the residual), encoded."""
+    """Δ = base - θ, with error feedback plus the residual, encoded: uint8."""
     plan = push.plan
     delta: Floats = np.subtract(push.base.array, push.theta.array)
     if not feedback.enabled:
@@ -298,8 +441,3 @@ def encode_push(push: Push, encoding: str, feedback: ErrorFeedback) -> np.ndarra
     encoded, dropped = codec.encode_with_feedback(delta, residual, encoding)
     feedback.record_dropped(plan.fragment, plan.sequence, dropped)
     return encoded
-
-
-def pause(attempt: int, first: float = 0.1, longest: float = 5.0) -> float:
-    """Seconds to wait before try ``attempt`` + 1: exponential with full jitter above half."""
-    return min(longest, first * 2.0**attempt) * random.uniform(0.5, 1.0)

@@ -83,7 +83,7 @@ class OptimizerHandover:
             return
         self._deadline = time.monotonic() + max(WAIT_SECONDS, limits.transfer_seconds(self._limit) / 2)
         if self._from == PEER:
-            self._client.want_peer_state(self._limit)
+            self._client.request_peer_state(self._limit)
         elif self._from == JOB:
             self._client.fetch_optimizer(self._limit)
 
@@ -182,7 +182,7 @@ class OptimizerHandover:
             origin = self._checkpoint.origin(self._adoption.now.step, held)
             encode = optimizer_state.snapshot(self._model, self._optimizer, origin)
         if encode is None:
-            self._client.no_state(transfer)
+            self._client.decline_state(transfer)
         else:
             self._client.send_state(transfer, encode, held)
 

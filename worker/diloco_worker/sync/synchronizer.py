@@ -39,8 +39,8 @@ from diloco_worker.net.inbox import (
     FrozenDownloaded,
     Inbox,
     InitialRequested,
-    Item,
     LeaseGranted,
+    Message,
     PhaseChanged,
     PushAnswered,
     PushRequested,
@@ -213,7 +213,7 @@ class Synchronizer:
     def send_report(self) -> None:
         """Leave the newest report; nothing before all fragments have a base."""
         if self.seated and self.adoption.complete:
-            self._client.report(self.report())
+            self._client.send_report(self.report())
 
     def report(self) -> sync_pb2.Report:
         """The report as of now."""
@@ -241,13 +241,13 @@ class Synchronizer:
 
     # ------------------------------------------------------------------ inbox
 
-    def _receive(self, item: Item) -> None:
+    def _receive(self, item: Message) -> None:
         match item:
             case Downloaded():
-                fragment = item.news.fragment
+                fragment = item.broadcast.fragment
                 self._arrived[fragment] = self._latest[fragment] = item
             case Announced():
-                self._heard[item.news.fragment] = item.news
+                self._heard[item.broadcast.fragment] = item.broadcast
             case PushRequested():
                 self._pulls[item.fragment] = item
             case PushAnswered():
@@ -271,6 +271,8 @@ class Synchronizer:
                 self._job_trained = item.trained
                 if item.settings is not None and item.settings != self._syncer_settings:
                     self._apply_settings(item.settings)
+                if self._frozen_needed and self._frozen_asked:  # the connection broke in the middle
+                    self._client.fetch_frozen(most_frozen_bytes(self._model))
                 for push in self._waiting.values():
                     self._client.push(push)  # deterministic mode: no pull asks again
             case InitialRequested():
@@ -307,7 +309,7 @@ class Synchronizer:
             self._pulls.clear()
             self._arrived.update(self._latest)
             self._client.begin_tenure()
-            above_zero = self._job_trained or any(item.news.version > 0 for item in self._latest.values())
+            above_zero = self._job_trained or any(item.broadcast.version > 0 for item in self._latest.values())
             if seat.slot_step or self._optimizer_bytes or above_zero:
                 self._handover.want(self._optimizer_bytes > 0)
             log.info("slot %d, incarnation %d, from step %d", seat.slot, seat.incarnation, seat.slot_step)
@@ -353,7 +355,7 @@ class Synchronizer:
             if not self._draining and not self.adoption.may_adopt(fragment):
                 continue
             arrived = self._arrived.pop(fragment)
-            moved |= self._carry_out(self.adoption.on_broadcast(arrived.news), arrived.vector)
+            moved |= self._carry_out(self.adoption.on_broadcast(arrived.broadcast), arrived.vector)
         if self._frozen_needed and not self._frozen_asked and self.adoption.complete:
             self._frozen_asked = True
             self._client.fetch_frozen(most_frozen_bytes(self._model))
@@ -454,7 +456,7 @@ class Synchronizer:
                 arrived = self._arrived.get(fragment)
                 if self.adoption.deadline(fragment) is not None and arrived is not None:
                     del self._arrived[fragment]
-                    self._carry_out(self.adoption.on_broadcast(arrived.news), arrived.vector)
+                    self._carry_out(self.adoption.on_broadcast(arrived.broadcast), arrived.vector)
             if all(state.snapshot_step is None for state in self.adoption.fragments):
                 break
             self._inbox.wait(_SLICE)

@@ -6,20 +6,28 @@ import asyncio
 import dataclasses
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.security.certificates import issue
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json, parse_job
 from diloco_protocol.wire import sync_pb2
 from diloco_worker import Learner, device
-from diloco_worker.fragments import build_layout
+from diloco_worker.core.adoption import PushPlan
+from diloco_worker.core.connection_status import ConnectionStatus
+from diloco_worker.fragments import Vector, build_layout
 from diloco_worker.net import inbox
+from diloco_worker.net.bulk_channels import BulkChannels
 from diloco_worker.net.client import SyncerClient
+from diloco_worker.net.connection import SyncerConnection
 from diloco_worker.net.session import Outbox
+from diloco_worker.net.transfers import Push, Transfers
 from diloco_worker.phases import CLOSING, ENDED, LEAVING
 from diloco_worker.settings import ConfigurationError, WorkerSettings
 from diloco_worker.status_page import StatusPort
@@ -28,7 +36,7 @@ from parties import TOKEN, Parties, now
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Iterator[tuple[SyncerClient, inbox.Inbox]]:
+def made(tmp_path: Path) -> Iterator[tuple[SyncerConnection, inbox.Inbox]]:
     job = DiLoCoJob.model_validate(
         {
             "apiVersion": "diloco.io/v1alpha1",
@@ -46,16 +54,26 @@ def made(tmp_path: Path) -> Iterator[tuple[SyncerClient, inbox.Inbox]]:
         {"DILOCO_JOB_FILE": str(tmp_path / "job.json"), "DILOCO_SYNCER": "127.0.0.1:1"}
     )
     box = inbox.Inbox()
-    one = SyncerClient(settings, build_layout(torch.nn.Linear(4, 2), 1), box, 0)
-    yield one, box
-    one._loop.close()
+    yield connection(settings, build_layout(torch.nn.Linear(4, 2), 1), box), box
+
+
+def connection(settings: WorkerSettings, layout: Layout, box: inbox.Inbox) -> SyncerConnection:
+    """Which downloads what it is asked to."""
+    status = ConnectionStatus()
+    return SyncerConnection(settings, layout, box, 0, ThreadPoolExecutor(1), Vector.from_array, False, False, status)
+
+
+def begin_session(one: SyncerConnection) -> None:
+    """One in which nothing is carried."""
+    channels = BulkChannels([], (), "a", "b", ThreadPoolExecutor(1), one.counts)
+    one._transfers = Transfers(one._context, channels, "float32", lambda *work: None, lambda reason: None)
 
 
 # ------------------------------------------------------------------ what is to be said
 
 
 def kinds(outbox: Outbox) -> list[str]:
-    return [str(message.WhichOneof("kind")) for _, message in outbox.waiting()]
+    return [str(message.WhichOneof("kind")) for _, message in outbox.begin_sending()]
 
 
 def lease() -> sync_pb2.LearnerMessage:
@@ -67,59 +85,59 @@ def drained() -> sync_pb2.LearnerMessage:
 
 
 def all_sent(outbox: Outbox) -> None:
-    for key, message in outbox.waiting():
-        outbox.sent(key, message)
+    for key, message in outbox.begin_sending():
+        outbox.mark_sent(key, message)
 
 
 def test_there_is_always_a_heartbeat() -> None:
     outbox = Outbox()
-    ((_, message),) = outbox.waiting()
+    ((_, message),) = outbox.begin_sending()
     assert message.HasField("report") and message.report == sync_pb2.Report()
-    assert outbox.empty
+    assert outbox.is_empty
 
 
 def test_what_was_not_sent_is_still_to_be_said() -> None:
     outbox = Outbox()
-    outbox.say("a", drained())
-    outbox.report(sync_pb2.Report(slot_step=1))
-    waiting = outbox.waiting()
-    outbox.sent(*waiting[0])  # then the stream broke
-    assert not outbox.empty
+    outbox.put("a", drained())
+    outbox.put_report(sync_pb2.Report(slot_step=1))
+    waiting = outbox.begin_sending()
+    outbox.mark_sent(*waiting[0])  # then the stream broke
+    assert not outbox.is_empty
     outbox.begin_session()
     assert kinds(outbox) == ["report", "drained"]
     all_sent(outbox)
-    assert outbox.empty
+    assert outbox.is_empty
 
 
 def test_a_report_that_came_while_the_last_was_sent_is_fresh() -> None:
     outbox = Outbox()
-    outbox.report(sync_pb2.Report(slot_step=1))
-    waiting = outbox.waiting()
-    outbox.report(sync_pb2.Report(slot_step=2))
-    outbox.sent(*waiting[0])
-    assert outbox.fresh
+    outbox.put_report(sync_pb2.Report(slot_step=1))
+    waiting = outbox.begin_sending()
+    outbox.put_report(sync_pb2.Report(slot_step=2))
+    outbox.mark_sent(*waiting[0])
+    assert outbox.has_new_report
     all_sent(outbox)
-    assert not outbox.fresh
+    assert not outbox.has_new_report
 
 
 def test_lasting_messages_are_said_in_every_session_and_leases_in_one() -> None:
     outbox = Outbox()
-    outbox.say("drained", drained(), lasting=True)
-    outbox.say("lease-0", lease())
-    outbox.say("other", drained())
+    outbox.put("drained", drained(), lasting=True)
+    outbox.put("lease-0", lease())
+    outbox.put("other", drained())
     all_sent(outbox)
-    outbox.say("lease-1", lease())
+    outbox.put("lease-1", lease())
     outbox.begin_session()
     assert kinds(outbox) == ["report", "drained"]
 
 
 def test_a_newer_message_is_not_taken_for_the_one_sent() -> None:
     outbox = Outbox()
-    outbox.say("a", drained())
-    waiting = outbox.waiting()
-    outbox.say("a", lease())
+    outbox.put("a", drained())
+    waiting = outbox.begin_sending()
+    outbox.put("a", lease())
     for key, message in waiting:
-        outbox.sent(key, message)
+        outbox.mark_sent(key, message)
     assert kinds(outbox) == ["report", "lease_request"]
 
 
@@ -127,7 +145,7 @@ def test_a_newer_message_is_not_taken_for_the_one_sent() -> None:
 
 
 def test_one_thread_in_deterministic_mode_whatever_the_environment_says(
-    monkeypatch: pytest.MonkeyPatch, made: tuple[SyncerClient, inbox.Inbox]
+    monkeypatch: pytest.MonkeyPatch, made: tuple[SyncerConnection, inbox.Inbox]
 ) -> None:
     threads = torch.get_num_threads()
     monkeypatch.setenv("DILOCO_THREADS", "2")
@@ -159,43 +177,52 @@ def test_the_phases_are_those_of_the_wire() -> None:
 # ------------------------------------------------------------------ what it tells of where it stands
 
 
-def announced(one: SyncerClient, version: int, fragment: int = 0) -> sync_pb2.Announcement:
+def announced(one: SyncerConnection, version: int, fragment: int = 0) -> sync_pb2.Announcement:
     payload = sync_pb2.Payload(encoding="float32", bytes=4 * one._layout.elements(fragment))
     return sync_pb2.Announcement(fragment=fragment, epoch=1, version=version, full=payload)
 
 
-def test_the_jobs_merges_are_every_fragments_version_as_announced_last(made: tuple[SyncerClient, inbox.Inbox]) -> None:
+def test_the_jobs_merges_are_every_fragments_version_as_announced_last(
+    made: tuple[SyncerConnection, inbox.Inbox],
+) -> None:
     layout = build_layout(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)), 2)
-    one = SyncerClient(made[0]._settings, layout, inbox.Inbox(), 0, eager=False)
-    one._deliveries._fetch = lambda fragment: None  # type: ignore[method-assign]
-    assert one.connection.merges is None
-    one._announced(announced(one, 3))
-    assert one.connection.merges is None, "a fragment has not been heard of"
-    one._announced(announced(one, 4, 1))
-    assert one.connection.merges == 7
-    one._deliveries.end()  # a session ends
-    one._announced(announced(one, 5))
-    assert one.connection.merges == 9
-    one._announced(announced(one, 1))
-    assert one.connection.merges == 5, "a store that was set back"
-    one._loop.close()
+    one = connection(made[0]._settings, layout, inbox.Inbox())
+    begin_session(one)
+    assert one.status.merges is None
+    one._on_announcement(announced(one, 3))
+    assert one.status.merges is None, "a fragment has not been heard of"
+    one._on_announcement(announced(one, 4, 1))
+    assert one.status.merges == 7
+    begin_session(one)  # after the one before has ended
+    one._on_announcement(announced(one, 5))
+    assert one.status.merges == 9
+    one._on_announcement(announced(one, 1))
+    assert one.status.merges == 5, "a store that was set back"
 
 
-def test_the_hubs_settings_are_shown_as_they_were_said(made: tuple[SyncerClient, inbox.Inbox]) -> None:
+def test_the_hubs_settings_are_shown_as_they_were_said(made: tuple[SyncerConnection, inbox.Inbox]) -> None:
     one, _ = made
     own = one._syncer_settings.document()
     said = {**own, "sync": {**own["sync"], "every": 77}, "learners": 9}
     one._apply_settings(json.dumps(said))
-    assert one.connection.settings is not None and one.connection.settings.document() == said
+    assert one.status.settings is not None and one.status.settings.document() == said
     port = StatusPort(one._settings, "127.0.0.1:0")
     try:
-        port.connection = lambda: dataclasses.replace(one.connection, merges=12)
+        port.connection = lambda: dataclasses.replace(one.status, merges=12)
         page = port.document()
     finally:
         port.close()
     assert page["settings"] == said and page["merges"] == 12 and page["tried"] is False
     one._apply_settings("{}")
-    assert one.connection.settings is None, "nothing that is understood"
+    assert one.status.settings is None, "nothing that is understood"
+
+
+def test_a_push_without_a_session_has_an_open_fate(made: tuple[SyncerConnection, inbox.Inbox]) -> None:
+    one, box = made
+    plan = PushPlan(0, 3, 1, 1, 0, 0, 1, 4, 4, 128, 0.1)
+    zeros = Vector.from_array(np.zeros(10, np.float32))
+    one.push(Push(plan, zeros, zeros, sync_pb2.Report()))
+    assert box.take_all() == [inbox.PushAnswered(0, 3, None, "", "there is no connection")]
 
 
 # ------------------------------------------------------------------ credentials that cannot be used
@@ -242,16 +269,13 @@ def test_a_pods_credentials_may_be_put_right_while_it_waits(tmp_path: Path, how:
     folder = parties.learner()
     words = spoil(folder, parties, how)
     settings = settings_with(tmp_path, folder, "ab" * 16)
-    one = SyncerClient(settings, build_layout(torch.nn.Linear(4, 2), 1), inbox.Inbox(), 0)
-    try:
-        said = one._loop.run_until_complete(one._connect("127.0.0.1:1"))
-        assert words in said and one.connection.refused == ("credentials-unusable", said)
-        assert "PRIVATE KEY" not in said and TOKEN not in said
-        parties.learner()
-        said = one._loop.run_until_complete(one._connect("127.0.0.1:1"))
-        assert "cannot connect" in said
-    finally:
-        one._loop.close()
+    one = connection(settings, build_layout(torch.nn.Linear(4, 2), 1), inbox.Inbox())
+    said = asyncio.run(one._connect("127.0.0.1:1"))
+    assert words in said and one.status.refused == ("credentials-unusable", said)
+    assert "PRIVATE KEY" not in said and TOKEN not in said
+    parties.learner()
+    said = asyncio.run(one._connect("127.0.0.1:1"))
+    assert "cannot connect" in said
 
 
 @pytest.mark.parametrize("how", ["region", "job", "role", "no authority", "no pem"])
@@ -271,8 +295,8 @@ def test_breaking_off_ends_the_session() -> None:
     async def run() -> None:
         async with aio.insecure_channel("127.0.0.1:1") as channel:
             session = Session(channel, ())
-            session.break_off("enough")
-            await session._break()
+            session.end("enough")
+            await session._raise_when_ended()
 
     with pytest.raises(SessionEnded, match="enough"):
         asyncio.run(run())

@@ -34,7 +34,7 @@ def test_a_learner_that_does_not_look_gets_the_newest_of_each() -> None:
         box.put(seated(version + 1, continuing=version > 0))
     items = box.take_all()
     assert len(items) == 3 * 3 + 4
-    assert {item.news.version for item in items if isinstance(item, inbox.Downloaded | inbox.Announced)} == {999}
+    assert {item.broadcast.version for item in items if isinstance(item, inbox.Downloaded | inbox.Announced)} == {999}
     assert {item.round for item in items if isinstance(item, inbox.PushRequested)} == {999}
     assert box.take_all() == []
 

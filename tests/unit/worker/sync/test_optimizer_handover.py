@@ -23,12 +23,12 @@ HELD: Versions = ((1, 6), (1, 6))
 
 
 class Asked:
-    """The exchange's side: what was asked for."""
+    """The syncer's client: what was asked for."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def want_peer_state(self, limit: int) -> None:
+    def request_peer_state(self, limit: int) -> None:
         self.calls.append(PEER)
 
     def fetch_optimizer(self, limit: int) -> None:

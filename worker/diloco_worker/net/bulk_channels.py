@@ -1,0 +1,108 @@
+"""The bulk connections of one session: whole payloads up and down, under this process's identity.
+
+An upload is tried again under the same id while the syncer is busy or parts break, so that it counts
+once. Encoding, decoding and checksums run in executor threads (``run``), where numba's kernels hold no
+interpreter lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from grpc import aio
+
+from diloco_protocol.arrays.kernels import Bytes
+from diloco_protocol.common.meter import Meter
+from diloco_protocol.wire import bulk, limits, services, sync_pb2
+
+T = TypeVar("T")
+_BUSY_TRIES = 20
+_TRIES = 4
+
+
+@dataclass(slots=True)
+class ByteCounts:
+    """Bulk bytes of a process, over all its sessions."""
+
+    up: int = 0
+    down: int = 0
+
+
+class BulkChannels:
+    """``slot`` and ``incarnation`` go into every upload's header, where they fence a stale process; the client
+    sets them when the syncer names others. ``up`` and ``down`` measure the throughput."""
+
+    def __init__(
+        self,
+        channels: Sequence[aio.Channel],
+        metadata: Sequence[tuple[str, str]],
+        job: str,
+        process: str,
+        executor: Executor,
+        counts: ByteCounts,
+        up: Meter | None = None,
+        down: Meter | None = None,
+    ) -> None:
+        self.slot = 0
+        self.incarnation = 0
+        self._channels = list(channels)
+        self._metadata = tuple(metadata)
+        self._job = job
+        self._process = process
+        self._executor = executor
+        self._counts = counts
+        self._up = up
+        self._down = down
+
+    async def run(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Run ``work`` in an executor thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work, *arguments)
+
+    async def upload(self, payload: Any, **kind: Any) -> sync_pb2.UploadReply:
+        """Upload a contiguous buffer; ``kind`` is the header's field that says what it is.
+
+        Raises TransferError when no answer came, in which case the upload may have been accepted."""
+        header = sync_pb2.UploadHeader(
+            job=self._job, slot=self.slot, incarnation=self.incarnation, process=self._process, **kind
+        )
+        broken = 0
+        for attempt in range(_BUSY_TRIES):
+            try:
+                reply = await bulk.upload(self._channels, header, payload, metadata=self._metadata, meter=self._up)
+            except bulk.TransferError as error:
+                broken += 1
+                if not error.retry or broken >= _TRIES:
+                    raise
+            except limits.WireError as error:
+                raise bulk.TransferError(str(error), retry=False) from error
+            else:
+                if reply.accepted or reply.reason != services.BUSY:
+                    self._counts.up += len(bulk.flat(payload))
+                    return reply
+            await asyncio.sleep(pause(attempt))
+        raise bulk.TransferError("the syncer was busy for too long", retry=True)
+
+    async def download(
+        self, *, size: int | None = None, limit: int = limits.MAX_FRAGMENT_BYTES, **what: Any
+    ) -> tuple[sync_pb2.DownloadHeader, Bytes] | None:
+        """Download what the request's fields ``what`` name: header and bytes, uint8; None: the syncer has no
+        such thing. ``size``: exactly so many bytes; otherwise at most ``limit``. Raises TransferError, and
+        WireError for another size."""
+        request = sync_pb2.DownloadRequest(job=self._job, process=self._process, **what)
+        header, data = await bulk.download(
+            self._channels, request, size=size, limit=limit, metadata=self._metadata, meter=self._down
+        )
+        if not header.found:
+            return None
+        self._counts.down += data.nbytes
+        return header, data
+
+
+def pause(attempt: int, first: float = 0.1, longest: float = 5.0) -> float:
+    """Seconds to wait before try ``attempt`` + 1: exponential with full jitter above half."""
+    return min(longest, first * 2.0**attempt) * random.uniform(0.5, 1.0)

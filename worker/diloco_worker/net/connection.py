@@ -1,0 +1,427 @@
+"""The connection to the syncer: join, the session's messages, and joining again when it breaks.
+
+Theory of operation
+-------------------
+``serve`` connects, joins, and runs the session (``session``) until it breaks. Then it waits with jittered
+exponential backoff, reads the syncer's address again and joins again, naming the versions that this
+process holds and the slot that it had.
+
+While a session lasts, each kind of message has its way. A pull becomes ``PushRequested`` in the inbox. An
+announcement becomes ``Announced`` at once, and ``Downloaded`` when its bytes were downloaded and decoded
+(``transfers``). Everything that came from the network is checked here, before the training thread sees it.
+
+All of it runs in the client's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Executor
+from dataclasses import replace
+from typing import Any
+
+from diloco_protocol.arrays.layout import Layout
+from diloco_protocol.spec.job import immutable_digests
+from diloco_protocol.wire import channels, limits, sync_pb2
+from diloco_protocol.wire.verify_server import VouchError
+from diloco_worker.core.connection_status import ConnectionStatus
+from diloco_worker.core.leases import LeaseGrant
+from diloco_worker.core.syncer_settings import SyncerSettings
+from diloco_worker.fragments import Floats, Vector
+from diloco_worker.net.authentication import WorkerCredentials
+from diloco_worker.net.bulk_channels import BulkChannels, ByteCounts, pause
+from diloco_worker.net.error_feedback import ErrorFeedback
+from diloco_worker.net.fragment_cache import FragmentCache
+from diloco_worker.net.inbox import (
+    Disconnected,
+    Failed,
+    Inbox,
+    InitialRequested,
+    LeaseGranted,
+    PhaseChanged,
+    PushRequested,
+    Seated,
+    StateDownloaded,
+    StateRequested,
+    Unseated,
+    Welcomed,
+)
+from diloco_worker.net.link_probe import LinkProbe
+from diloco_worker.net.session import Outbox, Session, SessionEnded
+from diloco_worker.net.transfers import Push, TransferContext, Transfers
+from diloco_worker.settings import RefusedError, WorkerError, WorkerSettings
+
+log = logging.getLogger(__name__)
+
+_BULK_CHANNELS = 4  # connections are made when a payload is large enough to be split
+_CLOSE_SECONDS = 2.0  # for the syncer to end the session, once it is half-closed
+_SOON_SECONDS = 60.0  # after losing the syncer it is tried about once a second, then less often
+_STEADY_SECONDS = 10.0  # a session that lasted so long starts the backoff anew
+_REPORT_SECONDS = 0.02  # a report that is younger than this is not replaced without need
+
+
+class SyncerConnection:
+    """The connection of one worker process. Any thread may read ``status``, ``connected``, ``report_wanted`` and
+    ``drain_confirmed``; the methods belong to the loop's thread."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        layout: Layout,
+        inbox: Inbox,
+        sequences: int,
+        executor: Executor,
+        to_vector: Callable[[Floats], Vector],
+        eager: bool,
+        idle: bool,
+        status: ConnectionStatus,
+    ) -> None:
+        """The arguments are those of ``SyncerClient``; ``executor`` runs codec and checksums."""
+        sync = settings.job.spec.sync
+        self.status = status
+        self.connected = False
+        self.report_wanted = True  # false: the newest report is younger than a report's interval
+        self.drain_confirmed = False  # the syncer has read Drained
+        self.feedback = ErrorFeedback(len(layout), sync.compression.error_feedback)
+        self.outbox = Outbox()
+        self.counts = ByteCounts()
+        self.probe = LinkProbe()
+        self.state_limit = 0  # bytes of a peer's optimizer state
+        self._settings = settings
+        self._credentials = WorkerCredentials(settings)
+        self._syncer_settings = SyncerSettings.of(settings.job.spec)  # in use
+        self._heartbeat = sync.heartbeat.interval_seconds
+        self._layout = layout
+        self._inbox = inbox
+        self._sequences = sequences
+        self._executor = executor
+        self._idle = idle
+        self._digests = immutable_digests(settings.job)
+        self._cache = FragmentCache(len(layout))
+        self._context = TransferContext(layout, inbox, self.outbox, self._cache, self.feedback, to_vector, eager)
+        # What the syncer has said of this process; it outlives sessions.
+        self._incarnation = 0
+        self._tenure = 0  # the incarnation under which the newest tenure began, over or not
+        self._versions: dict[int, int] = {}  # announced last, of this session or one before
+        self._attempt = 0
+        self._session: Session | None = None
+        self._transfers: Transfers | None = None
+        self._tasks: set[asyncio.Task[None]] = set()  # beside the session
+        self._closing = False
+
+    def half_close(self) -> None:
+        """Half-close the session once Drained was handed over. If the syncer then ends it in good order, it has
+        read Drained."""
+        session = self._session
+        if session is not None and self.outbox.is_empty and not session.half_closed:
+            self._spawn(session.half_close)
+
+    def close(self, serving: asyncio.Task[None]) -> None:
+        """End ``serving``, the task of ``serve``: half-close the session, so that what was sent last arrives, and
+        do not wait long for the syncer's answer."""
+        self._closing = True
+        if self._session is None:
+            serving.cancel()
+        else:
+            self._spawn(self._session.half_close)
+            asyncio.get_running_loop().call_later(_CLOSE_SECONDS, serving.cancel)
+
+    async def serve(self) -> None:
+        """Connect, again and again, until ``close`` or until the drain is confirmed. Raises RefusedError."""
+        attempt = 0
+        logged = ""
+        lost = time.monotonic()  # since when there is no session
+        while True:
+            address = self._settings.address()
+            started = time.monotonic()
+            if address is None:
+                reason = "its address file is not there"
+            else:
+                reason = await self._connect(address)
+            if time.monotonic() - started > _STEADY_SECONDS:
+                attempt = 0
+                lost = time.monotonic()
+            self.status = replace(self.status, reason=reason)
+            if self._closing or self.drain_confirmed:
+                return
+            if reason != logged or attempt % 20 == 19:
+                log.warning("no session with the syncer: %s", reason)
+            logged = reason
+            # A syncer that is replaced is back within seconds, and should not be missed for long.
+            soon = address is None or time.monotonic() - lost < _SOON_SECONDS
+            await asyncio.sleep(pause(attempt, first=0.1, longest=1.0 if soon else 5.0))
+            attempt += 1
+
+    async def _connect(self, address: str) -> str:
+        """One connection, from its beginning to its end; returns why it ended. Raises RefusedError."""
+        try:
+            credentials, pinned = await self._credentials.for_syncer(address)
+        except VouchError as error:
+            if error.reason:  # not for good: a Secret may be put right, on either side
+                self.status = replace(self.status, refused=(error.reason, str(error)))
+            return str(error)
+        metadata = credentials.metadata()
+        control = credentials.aio_channel(address, channels.channel_options())
+        bulk: list[Any] = []
+        session = Session(control, metadata)
+        reason = "the session ended"
+        try:
+            first = await session.open(self._join())
+            if first.HasField("refusal"):
+                self._on_refusal(first.refusal)
+            if not first.HasField("welcome"):
+                raise limits.WireError("the first message was neither Welcome nor Refusal")
+            options = channels.channel_options(bulk=True)
+            bulk += [credentials.aio_channel(address, options) for _ in range(_BULK_CHANNELS)]
+            self._begin_session(session, bulk, metadata, pinned)
+            self._handle(first)
+            await session.run(self.outbox, self._heartbeat, self._handle, self.probe.stamp)
+        except* SessionEnded as group:
+            ending = _first(group)
+            assert isinstance(ending, SessionEnded)
+            reason = str(ending)
+            if ending.unauthenticated:  # not for good: a syncer with another token may follow
+                self.status = replace(self.status, refused=("unauthenticated", reason))
+            self.drain_confirmed = session.half_closed and ending.clean and self.outbox.is_empty
+        except* limits.WireError as group:
+            reason = f"the syncer broke the protocol: {_first(group)}"
+        except* RefusedError as group:
+            raise _first(group) from None
+        finally:
+            session.cancel()
+            await self._end_session()
+            for channel in [control, *bulk]:
+                await channel.close(None)
+        return reason
+
+    def _begin_session(
+        self, session: Session, bulk: Sequence[Any], metadata: Sequence[tuple[str, str]], pinned: bool
+    ) -> None:
+        settings = self._settings
+        self.probe.reset()
+        bulk_channels = BulkChannels(
+            bulk,
+            metadata,
+            settings.job.metadata.name,
+            settings.process,
+            self._executor,
+            self.counts,
+            self.probe.up,
+            self.probe.down,
+        )
+        encoding = self._syncer_settings.sync.compression.up
+        self._transfers = Transfers(self._context, bulk_channels, encoding, self._spawn, session.end, pinned)
+        self.outbox.begin_session()
+        self._session = session
+        self.connected = True
+        sessions = self.status.sessions + 1
+        self.status = replace(self.status, connected=True, joined=True, refused=None, sessions=sessions)
+
+    async def _end_session(self) -> None:
+        transfers = self._transfers
+        self._session = None
+        self._transfers = None
+        self.connected = False
+        self.status = replace(self.status, connected=False)
+        await self.cancel_tasks()
+        if transfers is not None:
+            transfers.close()
+            self._inbox.put(Disconnected())
+
+    def _join(self) -> sync_pb2.Join:
+        settings = self._settings
+        self._attempt = max(self._attempt + 1, time.time_ns() // 1000)
+        role = sync_pb2.ROLE_LEARNER if settings.role == "learner" else sync_pb2.ROLE_EVALUATOR
+        return sync_pb2.Join(
+            format=limits.FORMAT,
+            job=settings.job.metadata.name,
+            process=settings.process,
+            role=role,
+            region=settings.region,
+            ordinal=settings.ordinal,
+            layout_digest=self._layout.digest,
+            digests=self._digests,
+            sequences=self._sequences,
+            held=self._cache.held_versions(),
+            previous_incarnation=self._incarnation,
+            tenure=self._tenure,
+            idle=self._idle,
+            pod=settings.pod,
+            attempt=self._attempt,
+        )
+
+    # ------------------------------------------------------- messages from the syncer
+
+    def _handle(self, message: sync_pb2.SyncerMessage) -> None:
+        """Raises SessionEnded for a refusal, RefusedError for one that is for good, WireError for nonsense."""
+        assert self._transfers is not None
+        kind = message.WhichOneof("kind")
+        if kind == "welcome":
+            self._on_welcome(message.welcome)
+        elif kind == "refusal":
+            self._on_refusal(message.refusal)
+        elif kind == "pull":
+            pull = message.pull
+            self._check_fragment(pull.fragment)
+            self._inbox.put(PushRequested(pull.fragment, pull.round, pull.epoch, pull.version))
+        elif kind == "announcement":
+            self._on_announcement(message.announcement)
+        elif kind == "lease":
+            self._inbox.put(LeaseGranted(_lease_grant(message.lease)))
+        elif kind == "phase":
+            self._on_phase(message.phase)
+        elif kind == "peer_state_request":
+            self._inbox.put(StateRequested(message.peer_state_request.transfer))
+        elif kind == "peer_state_ready":
+            transfer = message.peer_state_ready.transfer
+            if transfer:
+                what = sync_pb2.DownloadRequest.PEER_STATE
+                self._spawn(self._transfers.fetch_state, what, self.state_limit, transfer)
+            else:
+                self._inbox.put(StateDownloaded(True, None))
+        elif kind == "base_request":
+            self._check_fragment(message.base_request.fragment)
+            self._spawn(self._transfers.return_version, message.base_request)
+        elif kind == "promotion":
+            self._on_seat(message.promotion.seat)
+        elif kind == "echo":
+            self.probe.record_echo(message.echo.number, asyncio.get_running_loop().time())
+
+    def _on_refusal(self, refusal: sync_pb2.Refusal) -> None:
+        log.warning("refused by the syncer (%s): %s", refusal.reason, refusal.message)
+        self.status = replace(self.status, refused=(refusal.reason, refusal.message))
+        if refusal.fatal:
+            raise RefusedError(refusal.reason, refusal.message)
+        raise SessionEnded(f"refused ({refusal.reason}): {refusal.message}")
+
+    def _on_welcome(self, welcome: sync_pb2.Welcome) -> None:
+        standby = welcome.standby and not self._idle
+        self.status = replace(self.status, epoch=welcome.epoch, standby=standby, slot=-1)
+        if self._idle:
+            self._on_phase(welcome.phase)
+            return
+        trained = any(announcement.version > 0 for announcement in welcome.fragments)
+        self._apply_settings(welcome.settings)
+        self._inbox.put(Welcomed(trained, welcome.optimizer_bytes, self._syncer_settings))
+        if welcome.HasField("seat"):
+            self._on_seat(welcome.seat)
+        elif not welcome.observer:
+            self._set_identity(0, 0)
+            self.outbox.put_report(None)
+            self._inbox.put(Unseated())
+        for announcement in welcome.fragments:
+            self._on_announcement(announcement)
+        self._on_phase(welcome.phase)
+        if welcome.initialise:
+            self._inbox.put(InitialRequested())
+
+    def _apply_settings(self, document: str) -> None:
+        """Use the syncer's settings instead of the job file's."""
+        settings = SyncerSettings.read(document)
+        self.status = replace(self.status, settings=settings)
+        if settings is None or settings == self._syncer_settings:
+            return
+        log.info("the syncer's settings differ from this process's, and are used from now on")
+        self._syncer_settings = settings
+        self._heartbeat = settings.sync.heartbeat.interval_seconds
+        self.feedback.enabled = settings.sync.compression.error_feedback
+        if self._transfers is not None:
+            self._transfers.encoding = settings.sync.compression.up
+
+    def _on_seat(self, seat: sync_pb2.Seat) -> None:
+        self._set_identity(seat.slot, seat.incarnation)
+        self.status = replace(self.status, standby=False, slot=seat.slot)
+        if not seat.continuing:
+            self._tenure = seat.incarnation
+            self.outbox.put_report(None)
+        leases = tuple(_lease_grant(lease) for lease in seat.leases)
+        self._inbox.put(Seated(seat.slot, seat.incarnation, seat.continuing, seat.slot_step, seat.slot_tokens, leases))
+
+    def _set_identity(self, slot: int, incarnation: int) -> None:
+        self._incarnation = incarnation
+        if self._transfers is not None:
+            self._transfers.set_identity(slot, incarnation)
+
+    def _on_phase(self, phase: sync_pb2.Phase) -> None:
+        if phase.name != sync_pb2.PHASE_UNSPECIFIED:
+            name = sync_pb2.PhaseName.Name(phase.name).removeprefix("PHASE_").lower()
+            self.status = replace(self.status, phase=name, message=phase.message)
+            self._inbox.put(PhaseChanged(name, phase.message))
+
+    def _on_announcement(self, announcement: sync_pb2.Announcement) -> None:
+        if self._idle or self._transfers is None:
+            return
+        self._check_fragment(announcement.fragment)
+        self._transfers.on_announcement(announcement)
+        self._versions[announcement.fragment] = announcement.version
+        if len(self._versions) == len(self._layout):
+            self.status = replace(self.status, merges=sum(self._versions.values()))
+
+    def _check_fragment(self, fragment: int) -> None:
+        if fragment >= len(self._layout):
+            raise limits.WireError(f"fragment {fragment} is named, and there are {len(self._layout)}")
+
+    # ------------------------------------------------------- work beside the session
+
+    def put_report(self, report: sync_pb2.Report) -> None:
+        """Send the newest report, and want another a little later."""
+        self.outbox.put_report(report)
+        asyncio.get_running_loop().call_later(_REPORT_SECONDS, self._want_report)
+
+    def _want_report(self) -> None:
+        self.report_wanted = True
+
+    def push(self, push: Push) -> None:
+        """Encode and upload a push; without a session its fate is open."""
+        if self._transfers is None:
+            self._inbox.put(push.answered(None, "", "there is no connection"))
+        else:
+            self._transfers.push(push)
+
+    def fetch_announced(self) -> None:
+        """Download the newest version of every fragment that is not here yet."""
+        if self._transfers is not None:
+            self._transfers.fetch_announced()
+
+    def start_transfer(self, work: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
+        """Run a method of ``Transfers`` as a task. Without a session nothing happens: who needs it asks again when
+        the next one has begun (``Welcomed``)."""
+        if self._transfers is not None:
+            self._spawn(work, self._transfers, *arguments)
+
+    def _spawn(self, work: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work(*arguments))
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("work for the syncer failed", exc_info=error)
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Have the training thread raise ``error``."""
+        failure = error if isinstance(error, WorkerError) else WorkerError(f"{type(error).__name__}: {error}")
+        self._inbox.put(Failed(failure))
+
+    async def cancel_tasks(self) -> None:
+        """End what runs beside the session."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _lease_grant(lease: sync_pb2.Lease) -> LeaseGrant:
+    return LeaseGrant(lease.lease, lease.data_epoch, lease.block, lease.start, lease.end, lease.block_size)
+
+
+def _first(group: BaseExceptionGroup[Any]) -> BaseException:
+    """The first error of a group, groups within groups included."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
