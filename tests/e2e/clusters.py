@@ -20,6 +20,8 @@ from typing import Any
 
 import yaml
 
+from repository import ROOT as ROOT
+
 
 class CommandFailed(AssertionError):
     """A command that had to work did not; the message has its output."""
