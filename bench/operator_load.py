@@ -34,9 +34,9 @@ import common
 import fleet
 import programs
 import standin
-from diloco_operator import names
 from diloco_operator.kube import kinds
 from diloco_operator.kube.errors import ApiError
+from diloco_protocol.vocabulary import LABEL_JOB, LABEL_ROLE
 from kubeapi import Api
 from scrape import Snapshot, difference, errors, quantile, reconciles, snapshot, words
 
@@ -120,7 +120,7 @@ class Bench:
 
     def made(self) -> int:
         path = f"/apis/apps/v1/{kinds.STATEFUL_SET.plural}"
-        return sum(1 for _ in self.api.items(path, {"labelSelector": names.LABEL_JOB}))
+        return sum(1 for _ in self.api.items(path, {"labelSelector": LABEL_JOB}))
 
     def whole(self) -> bool:
         """Raises NotYet with what there is."""
@@ -153,7 +153,7 @@ class Bench:
 
     def burst(self) -> None:
         """Pods killed at random, all at once; until every job is whole again."""
-        found = list(self.api.items("/api/v1/pods", {"labelSelector": names.LABEL_JOB}))
+        found = list(self.api.items("/api/v1/pods", {"labelSelector": LABEL_JOB}))
         chosen = random.sample(found, max(2, round(KILLED * len(found))))
         before = snapshot(self.operator, self.api)
         killed: dict[str, float] = {}
@@ -165,7 +165,7 @@ class Bench:
         fleet.until("every pod back", lambda: self.told()["pods"] >= self.jobs * self.pods, 180)
         took = fleet.until("every job whole", self.whole, 300)
         after = snapshot(self.operator, self.api)
-        roles = Counter(pod["metadata"]["labels"][names.LABEL_ROLE] for pod in chosen)
+        roles = Counter(pod["metadata"]["labels"][LABEL_ROLE] for pod in chosen)
         say(f"{len(chosen)} pods killed ({', '.join(f'{n} {role}s' for role, n in roles.items())})")
         self.reconcile("burst", before, after)
         say(f"  every job whole again {took:.0f} s after all pods were back; requests: {words(before, after)}")
@@ -202,7 +202,7 @@ class Bench:
         for number in range(jobs):
             meta = fleet.job(number, self.pods, BEAT)["metadata"]
             for kind in kinds.CHILDREN:
-                selector = f"{names.LABEL_JOB}={meta['name']}"
+                selector = f"{LABEL_JOB}={meta['name']}"
                 for item in list(self.api.items(kind.path(meta["namespace"]), {"labelSelector": selector})):
                     item.pop("status", None)
                     item |= {"apiVersion": kind.api_version, "kind": kind.name}

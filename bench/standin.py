@@ -31,6 +31,7 @@ from diloco_operator import names
 from diloco_operator.kube.errors import ApiError
 from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.spec.load import job_from_json
+from diloco_protocol.vocabulary import CONTROL_PORT, LABEL_JOB, LABEL_POD_INDEX, LABEL_REGION, LABEL_ROLE
 from diloco_protocol.wire import channels, limits
 from diloco_syncer.server.control import Control
 from kubeapi import Api
@@ -80,7 +81,7 @@ class StandIn:
         """A pod as it is now."""
         meta, status = pod["metadata"], pod.get("status") or {}
         labels = meta.get("labels") or {}
-        key = (meta["namespace"], labels[names.LABEL_JOB])
+        key = (meta["namespace"], labels[LABEL_JOB])
         job = self._jobs.setdefault(key, _Job())
         runs = status.get("phase") == "Running" and bool(status.get("podIP"))
         uid = meta["uid"]
@@ -94,7 +95,7 @@ class StandIn:
 
     def _started(self, key: Key, job: _Job, pod: dict[str, Any]) -> None:
         meta = pod["metadata"]
-        role = meta["labels"].get(names.LABEL_ROLE)
+        role = meta["labels"].get(LABEL_ROLE)
         if role == "syncer":
             job.trying = self._run(self._serve(key, job, pod))
         elif job.syncer is not None:
@@ -104,11 +105,11 @@ class StandIn:
     def _settle(syncer: simulated.Syncer, pod: dict[str, Any]) -> None:
         meta = pod["metadata"]
         labels, uid = meta["labels"], meta["uid"]
-        if labels.get(names.LABEL_ROLE) == "evaluator":
+        if labels.get(LABEL_ROLE) == "evaluator":
             syncer.evaluator_pod(uid)
-        elif labels.get(names.LABEL_ROLE) == "learner":
-            ordinal = int(labels[names.POD_INDEX])
-            syncer.learner_pod(uid, labels[names.LABEL_REGION], ordinal, random.uniform(*JOIN_SECONDS))
+        elif labels.get(LABEL_ROLE) == "learner":
+            ordinal = int(labels[LABEL_POD_INDEX])
+            syncer.learner_pod(uid, labels[LABEL_REGION], ordinal, random.uniform(*JOIN_SECONDS))
 
     def _ended(self, job: _Job, uid: str) -> None:
         if job.syncer is not None:
@@ -144,7 +145,7 @@ class StandIn:
         control.heard = lambda method, body: self._heard(key, method, body)
         job.server = aio.server(options=channels.server_options(limits.MAX_REPLY_BYTES))
         job.server.add_generic_rpc_handlers([control.handler()])
-        Credentials().bind(job.server, f"{pod['status']['podIP']}:{names.CONTROL_PORT}")
+        Credentials().bind(job.server, f"{pod['status']['podIP']}:{CONTROL_PORT}")
         await job.server.start()
         job.served = uid
         if uid not in job.pods:  # it went while it started
@@ -232,7 +233,7 @@ async def _run(pipe: Connection, kubeconfig: str, beat: float) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(stand_in.saw, gone, pod)
 
-    follow = (names.LABEL_JOB, saw, stop)
+    follow = (LABEL_JOB, saw, stop)
     threading.Thread(target=api.follow, args=("/api/v1/pods", *follow), daemon=True).start()
     turns = loop.create_task(stand_in.turns())
     pipe.send("ready")

@@ -38,6 +38,7 @@ import common
 import programs
 from diloco_protocol.arrays.layout import Layout, Tensor
 from diloco_protocol.spec.load import parse_job
+from diloco_protocol.vocabulary import TransferRefusal
 from diloco_protocol.wire import bulk, limits, services, sync_pb2
 from diloco_protocol.wire import channels as wire_channels
 from diloco_syncer.messages import reply
@@ -104,7 +105,7 @@ async def _sink(pipe: Connection) -> None:
 
         key = (header.process, header.push.fragment, header.push.sequence)
         whole = await assemblies.receive(key, header, stream, size, make)
-        return reply(True) if whole is not None else reply(True, services.PARTIAL)
+        return reply(True) if whole is not None else reply(True, TransferRefusal.PARTIAL)
 
     async def download(request: bytes, context: Any) -> AsyncIterator[bytes]:
         raise NotImplementedError("nothing is downloaded here")

@@ -39,6 +39,7 @@ from diloco_operator.model import (
     Ref,
 )
 from diloco_operator.plan.plan import plan
+from diloco_protocol.vocabulary import FINALIZER, LABEL_JOB, LABEL_POD_INDEX, LABEL_REGION, LABEL_ROLE
 
 SETTINGS = PlanSettings(None, "diloco-system", "diloco-syncer:1", "diloco-worker:1")
 START = 1_700_000_000.0
@@ -133,15 +134,15 @@ class PodSim:
 
     @property
     def role(self) -> str:
-        return str(self.obj["metadata"]["labels"][names.LABEL_ROLE])
+        return str(self.obj["metadata"]["labels"][LABEL_ROLE])
 
     @property
     def region(self) -> str:
-        return str(self.obj["metadata"]["labels"].get(names.LABEL_REGION, ""))
+        return str(self.obj["metadata"]["labels"].get(LABEL_REGION, ""))
 
     @property
     def ordinal(self) -> int:
-        return int(self.obj["metadata"]["labels"].get(names.POD_INDEX, -1))
+        return int(self.obj["metadata"]["labels"].get(LABEL_POD_INDEX, -1))
 
     @property
     def terminating(self) -> bool:
@@ -331,7 +332,7 @@ class World:
         for ordinal in range(obj["spec"]["replicas"]):
             name = f"{ref.name}-{ordinal}"
             if self.named(name) is None and self._may_create(ref, name):
-                labels = {"set": ref.name, names.POD_INDEX: str(ordinal), names.POD_REVISION: revision}
+                labels = {"set": ref.name, LABEL_POD_INDEX: str(ordinal), names.POD_REVISION: revision}
                 self._make(name, obj["spec"]["template"], labels)
 
     def _deployment(self, ref: Ref, obj: Object) -> None:
@@ -686,7 +687,7 @@ class World:
             assert not again, f"told twice: {again}\n{self.story()}"
         for manifest in made.apply:
             ref = Ref(manifest["kind"], manifest["metadata"]["name"])
-            assert manifest["metadata"]["labels"][names.LABEL_JOB] == self.job["metadata"]["name"], ref
+            assert manifest["metadata"]["labels"][LABEL_JOB] == self.job["metadata"]["name"], ref
         for delete in made.deletes:
             assert delete.ref not in self.foreign, f"a foreign object is deleted: {delete}"
         taken: dict[str, list[PodSim]] = {}
@@ -724,8 +725,8 @@ class World:
 
     def _carry_out(self, made: Plan) -> None:
         metadata = self.job["metadata"]
-        if made.finalizer and names.FINALIZER not in metadata["finalizers"]:
-            metadata["finalizers"].append(names.FINALIZER)
+        if made.finalizer and FINALIZER not in metadata["finalizers"]:
+            metadata["finalizers"].append(FINALIZER)
         self.secrets |= {wanted.name for wanted in made.secrets}
         self._apply(made)
         for call in made.calls:
@@ -739,7 +740,7 @@ class World:
         if made.delete_job and "deletionTimestamp" not in metadata:
             self.delete_job()
         if not made.finalizer and "deletionTimestamp" in metadata:
-            metadata["finalizers"].remove(names.FINALIZER)
+            metadata["finalizers"].remove(FINALIZER)
             self.gone = True
 
     def delete_job(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from diloco_operator.model import Object
 from diloco_protocol.spec.job import DiLoCoJob, JobSpec, RegionSpec
 from diloco_protocol.spec.load import JobError, job_from_json
+from diloco_protocol.vocabulary import API_VERSION, JOB_KIND
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ def _whole(value: Any) -> Any:
 
 @lru_cache(maxsize=1024)  # a job is read at every reconcile and changes seldom
 def _document(name: str, namespace: str, spec: str) -> tuple[DiLoCoJob | None, tuple[str, ...]]:
-    head = {"apiVersion": "diloco.io/v1alpha1", "kind": "DiLoCoJob"}
+    head = {"apiVersion": API_VERSION, "kind": JOB_KIND}
     body = {**head, "metadata": {"name": name, "namespace": namespace}, "spec": json.loads(spec)}
     try:
         return job_from_json(json.dumps(body)), ()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 
-from diloco_operator.status import Phase
+from diloco_protocol.vocabulary import ResourcePhase
 
-PHASES: tuple[str, ...] = get_args(Phase)
+PHASES: tuple[str, ...] = tuple(one.value for one in ResourcePhase)
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _PREFIX = "diloco_operator_"
 

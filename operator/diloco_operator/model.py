@@ -13,6 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from diloco_protocol.vocabulary import ControlMethod
+
 Object = dict[str, Any]
 """One API object as the API server sends it."""
 
@@ -138,7 +140,7 @@ class Delete:
 class Call:
     """One signed call to the syncer's control service. Repeating one is harmless."""
 
-    method: Literal["process-gone", "checkpoint", "announce"]
+    method: ControlMethod
     body: dict[str, Any]
 
 

@@ -10,15 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from diloco_operator.model import Object, Ref
+from diloco_protocol.vocabulary import API_VERSION, DOMAIN, JOB_KIND, LABEL_JOB, LABEL_REGION, LABEL_ROLE
 
-DOMAIN = "diloco.io"
 MANAGER = "diloco-operator"
 """Field manager of server-side apply, and the value of app.kubernetes.io/managed-by."""
-FINALIZER = f"{DOMAIN}/job"
 
-LABEL_JOB = f"{DOMAIN}/job"
-LABEL_ROLE = f"{DOMAIN}/role"
-LABEL_REGION = f"{DOMAIN}/region"
 QUEUE = "kueue.x-k8s.io/queue-name"
 """Copied from the job to its StatefulSets."""
 
@@ -29,10 +25,7 @@ RENDERED = f"{DOMAIN}/rendered"
 INPUTS = f"{DOMAIN}/inputs"
 """Annotation of pod templates: a digest of what of the job the program reads when it starts."""
 
-POD_INDEX = "apps.kubernetes.io/pod-index"
 POD_REVISION = "controller-revision-hash"
-
-SYNC_PORT, CONTROL_PORT, HTTP_PORT, EXPORT_PORT, WORKER_PORT = 7700, 7701, 7702, 7703, 7710
 
 SETTINGS_PATH = "/etc/diloco/settings"
 CREDENTIALS_PATH = "/etc/diloco/credentials"
@@ -115,8 +108,8 @@ def labels(job: str, role: str, region: str | None = None) -> dict[str, str]:
 
 def owner_reference(job: str, uid: str) -> Object:
     return {
-        "apiVersion": f"{DOMAIN}/v1alpha1",
-        "kind": "DiLoCoJob",
+        "apiVersion": API_VERSION,
+        "kind": JOB_KIND,
         "name": job,
         "uid": uid,
         "controller": True,

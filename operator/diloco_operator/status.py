@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from diloco_protocol.spec.base import Spec
+from diloco_protocol.vocabulary import ResourcePhase
 
 
 def _shown(value: Any) -> Any:
@@ -24,20 +25,6 @@ def _shown(value: Any) -> Any:
 
 
 Shown = Annotated[float | None, BeforeValidator(_shown)]
-
-Phase = Literal[
-    "Pending",
-    "Starting",
-    "Running",
-    "Holding",
-    "Suspending",
-    "Suspended",
-    "Finishing",
-    "Complete",
-    "Failed",
-    "Deleting",
-    "Invalid",
-]
 
 
 class Condition(Spec):
@@ -104,7 +91,7 @@ class JobStatus(Spec):
     """The whole status."""
 
     observed_generation: int | None = Field(None, description="Generation of the spec this is about.")
-    phase: Phase | None = Field(None, description="For people; nothing decides on it.")
+    phase: ResourcePhase | None = Field(None, strict=False, description="For people; nothing decides on it.")
     start_time: str | None = Field(None, max_length=40, description="RFC 3339; set once.")
     completion_time: str | None = Field(None, max_length=40, description="RFC 3339: complete or failed.")
     learners: str | None = Field(None, max_length=24, description="In the quorum / wanted.")

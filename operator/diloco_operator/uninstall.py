@@ -24,7 +24,7 @@ from diloco_operator.kube.client import MERGE_PATCH, METADATA_LIST, Client, conf
 from diloco_operator.kube.errors import ApiError, ConfigError
 from diloco_operator.kube.kinds import DEPLOYMENT, JOB, POD
 from diloco_operator.model import Object
-from diloco_operator.names import FINALIZER
+from diloco_protocol.vocabulary import FINALIZER
 
 SECONDS = 240.0  # in all; the hook's Job has a deadline a little above
 ROUNDS = 5  # lists until none carries the finalizer: jobs may come meanwhile

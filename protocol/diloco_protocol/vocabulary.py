@@ -1,4 +1,251 @@
-"""What a program in a pod says as it ends well, for who looks at the pod."""
+"""The words and numbers that several programs must agree on, each defined once.
 
-MAKES_ROOM = "the job goes on: this process ends, so that a new one can take part"
-"""Of a learner that was idle at the job's end (complete, suspended), or whose job was drained."""
+What a word means to its program is said where the program uses it; what the wire's words mean to the
+other side stands in docs/protocol.md. Members of a StrEnum are strings: they compare equal to the text
+of a JSON document and are written as that text.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, StrEnum
+
+# ------------------------------------------------------------------ a job's life
+
+
+class JobPhase(StrEnum):
+    """The job's phase as its syncer decides it; sync.proto's PhaseName without the prefix."""
+
+    WAITING = "waiting"  # fewer than K slots hold version 0
+    TRAINING = "training"
+    HOLDING = "holding"  # below the quorum: learners go on, merges wait
+    DRAINING = "draining"  # learners offer their work and leave
+    EVALUATING = "evaluating"  # the last merges are done, the final loss is measured
+    COMPLETE = "complete"
+    FAILED = "failed"
+    SUSPENDED = "suspended"
+    DELETED = "deleted"
+
+
+TRAINING_PHASES = frozenset({JobPhase.WAITING, JobPhase.TRAINING, JobPhase.HOLDING})
+"""Learners are wanted."""
+FINISHING_PHASES = frozenset({JobPhase.DRAINING, JobPhase.EVALUATING})
+"""No further step; offers are still merged."""
+ENDED_PHASES = frozenset({JobPhase.COMPLETE, JobPhase.FAILED, JobPhase.SUSPENDED, JobPhase.DELETED})
+"""This syncer does nothing more for the job."""
+STOPPED_PHASES = FINISHING_PHASES | ENDED_PHASES
+"""Learners make no further step."""
+
+
+class SlotState(StrEnum):
+    """State of one slot, the place of one learner in the job."""
+
+    EMPTY = "empty"  # nobody has ever held it
+    ACTIVE = "active"
+    SUSPECT = "suspect"  # its connection is lost; its process may come back
+    LOST = "lost"
+    DRAINING = "draining"
+    DRAINED = "drained"
+
+
+HELD_STATES = frozenset({SlotState.ACTIVE, SlotState.SUSPECT, SlotState.DRAINING})
+"""States of a slot that some process holds."""
+
+
+class EventKind(StrEnum):
+    """Kinds of events in the syncer's status document and in events.jsonl."""
+
+    INITIALISED = "initialised"
+    PHASE = "phase"
+    JOINED = "joined"  # a process holds a slot: for the first time, or again
+    SPARE = "spare"  # a process stands by
+    FIRST_STEP = "first-step"
+    FIRST_MERGE = "first-merge"
+    STARVED = "starved"
+    SUSPECT = "suspect"
+    LOST = "lost"
+    GONE = "gone"
+    DRAINED = "drained"
+    DROPPED = "dropped"
+    HOLD = "hold"
+    RESUME = "resume"
+    REGION_LOST = "region-lost"
+    REGION_BACK = "region-back"
+    LOST_DATA = "lost-data"
+    RECOVERED = "recovered"
+    OUTER_RESTART = "outer-restart"
+
+
+class ResourcePhase(StrEnum):
+    """``status.phase`` of the DiLoCoJob resource, as the operator writes it; for people."""
+
+    PENDING = "Pending"
+    STARTING = "Starting"
+    RUNNING = "Running"
+    HOLDING = "Holding"
+    SUSPENDING = "Suspending"
+    SUSPENDED = "Suspended"
+    FINISHING = "Finishing"
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+    DELETING = "Deleting"
+    INVALID = "Invalid"
+
+
+JOB_REFUSED_REASONS = frozenset(
+    {"Unsupported", "PodTemplate", "NotPlaced", "Refused", "Forbidden", "QuotaExceeded", "ApplyFailed"}
+)
+"""Reasons of the condition Ready: the API server refuses the job, or an object that it cannot do without,
+until a person changes something."""
+
+# ------------------------------------------------------------------ how a process ends
+
+
+class SyncerExit(IntEnum):
+    """Exit codes of the syncer."""
+
+    OK = 0  # the job ended, or the syncer was asked to stop and its state is durable
+    FAILED = 1  # the job failed
+    CONFIGURATION = 2  # the job file, the arguments or the store's content are wrong: a restart does not help
+    SUPERSEDED = 3  # another syncer has taken over the store
+    STORE = 4  # the store cannot be written
+    CREDENTIALS = 5  # the credentials cannot be used: a restart helps once they are put right
+
+
+class WorkerExit(IntEnum):
+    """Exit codes of learner and evaluator."""
+
+    OK = 0
+    FAILED = 1
+    CONFIGURATION = 2  # the environment, the job file or the model is wrong: a restart does not help
+    REFUSED = 4  # the syncer refused the process for good
+
+
+ENDS_FOR_RESUME = "the job goes on: this process ends, so that a new one can take part"
+"""Termination message of a learner that was idle at the job's end (complete, suspended), or whose job was
+drained, when the job is resumed."""
+
+# ------------------------------------------------------------------ why a program is refused
+
+
+class PushRefusal(StrEnum):
+    """Why the syncer refuses a push; one counter each in its metrics (docs/algorithm.md section 4.5)."""
+
+    FENCED = "fenced"  # an older incarnation
+    NO_SLOT = "no-slot"
+    OTHER_JOB = "other-job"
+    OTHER_LAYOUT = "other-layout"
+    OTHER_EPOCH = "other-epoch"  # base of a history that this store does not have
+    OTHER_ROUND = "other-round"  # late, or never opened
+    REPEATED = "repeated"  # the id was seen
+    ALREADY_MERGED = "already-merged"  # base older than the slot's last merged version
+    FUTURE_BASE = "future-base"
+    TOO_OLD = "too-old"
+    WRONG_SIZE = "wrong-size"
+    WRONG_ENCODING = "wrong-encoding"
+    NOT_FINITE = "not-finite"
+    NORM_GATE = "norm-gate"
+    NO_STEPS = "no-steps"
+    INCONSISTENT = "inconsistent"  # the header contradicts itself
+    BAD_CHECKSUM = "bad-checksum"
+    ENDED = "ended"
+
+
+class TransferRefusal(StrEnum):
+    """Why an upload is refused for the transfer's sake."""
+
+    PARTIAL = "partial"  # no refusal: this part does not complete its payload
+    BUSY = "busy"  # too many uploads at once; try again after a pause
+    BAD_TRANSFER = "bad-transfer"
+    INITIAL = "initial"  # a part of version 0 that was not asked for, or that does not fit
+    BASE = "base"  # a version that was not asked for, or that does not fit
+    NOT_ASKED = "not-asked"
+    TOO_LARGE = "too-large"
+    NO_SPACE = "no-space"
+
+
+class JoinRefusal(StrEnum):
+    """Why the syncer refuses or ends a session."""
+
+    BAD_JOIN = "bad-join"
+    OTHER_LAYOUT = "other-layout"
+    SPEC_DRIFT = "spec-drift"
+    OTHER_DATA = "other-data"
+    NO_SUCH_PLACE = "no-such-place"
+    SUPERSEDED = "superseded"
+    LOST = "lost"
+    OTHER_HISTORY = "other-history"
+    EMPTY_STORE = "empty-store"
+    INITIALISE = "initialise"
+    BAD_MESSAGE = "bad-message"
+
+
+OTHER_SETTINGS = frozenset({JoinRefusal.SPEC_DRIFT, JoinRefusal.OTHER_LAYOUT, JoinRefusal.OTHER_DATA})
+"""Refusals that say of one mistake: the learner's copy of the job is another."""
+
+
+class ConnectionRefusal(StrEnum):
+    """Why the syncer refuses a connection, or a call on it, before it asks what the job is; labels of
+    diloco_refused_connections_total."""
+
+    STRANGER = "stranger"
+    EXPIRED = "expired"
+    NOT_YET_VALID = "not-yet-valid"
+    NO_CERTIFICATE = "no-certificate"
+    BAD_CERTIFICATE = "bad-certificate"
+    UNNAMED = "unnamed"
+    WRONG_ROLE = "wrong-role"
+    WRONG_JOB = "wrong-job"
+    WRONG_REGION = "wrong-region"
+    WRONG_PROCESS = "wrong-process"
+    WRONG_TOKEN = "wrong-token"
+    BAD_JOIN = "bad-join"
+    REPLAYED = "replayed"
+    TOO_MANY_SESSIONS = "too-many-sessions"
+    TOO_MANY_JOINS = "too-many-joins"
+    TOO_MANY_CONNECTIONS = "too-many-connections"
+    NOT_TLS = "not-tls"
+    OTHER_TLS = "other-tls"
+    HANDSHAKE_TIMEOUT = "handshake-timeout"
+    HANDSHAKE_FLOOD = "handshake-flood"
+    BROKEN_OFF = "broken-off"
+    DISTRUSTED = "distrusted"
+    NO_ROOM = "no-room"
+
+
+class TrustFailure(StrEnum):
+    """Why a learner has no session, found on its own side; in its status page beside the syncer's refusals."""
+
+    UNTRUSTED_SYNCER = "untrusted-syncer"  # its certificate is not believed
+    CERTIFICATE_REFUSED = "certificate-refused"  # the syncer does not believe ours
+    CREDENTIALS_UNUSABLE = "credentials-unusable"  # our own files cannot be read
+    UNAUTHENTICATED = "unauthenticated"  # the join token is missing or wrong
+
+
+class ControlMethod(StrEnum):
+    """Methods of the Control service (docs/protocol.md)."""
+
+    PROCESS_GONE = "process-gone"
+    CHECKPOINT = "checkpoint"
+    ANNOUNCE = "announce"
+    REPORT = "report"
+    STATUS = "status"
+
+
+# ------------------------------------------------------------------ Kubernetes
+
+DOMAIN = "diloco.io"
+VERSION = "v1alpha1"
+API_VERSION = f"{DOMAIN}/{VERSION}"
+JOB_KIND = "DiLoCoJob"
+JOB_PLURAL = "dilocojobs"
+FINALIZER = f"{DOMAIN}/job"
+LABEL_JOB = f"{DOMAIN}/job"
+LABEL_ROLE = f"{DOMAIN}/role"
+LABEL_REGION = f"{DOMAIN}/region"
+LABEL_POD_INDEX = "apps.kubernetes.io/pod-index"
+
+SYNC_PORT = 7700
+CONTROL_PORT = 7701
+HTTP_PORT = 7702
+EXPORT_PORT = 7703
+WORKER_PORT = 7710

@@ -23,12 +23,11 @@ from diloco_protocol.common.cpu_quota import usable_cores
 from diloco_protocol.common.http_server import AddressError
 from diloco_protocol.security.credentials import Credentials, CredentialsError, ListenError
 from diloco_protocol.spec.load import JobError, read_job
+from diloco_protocol.vocabulary import SyncerExit
 from diloco_protocol.wire.control_auth import read_key
 
 log = logging.getLogger("diloco_syncer")
 
-CREDENTIALS = 5
-"""Exit code: the credentials cannot be used."""
 _EPILOG = """\
 The store holds everything that must not be lost: merges, membership, ledger, the
 event tape. It is a directory, or an fsspec URI (s3://bucket/folder). Start the same
@@ -95,13 +94,13 @@ def _serve(given: argparse.Namespace) -> int:
     except JobError as error:
         for problem in error.problems:
             log.error("%s: %s", given.job, problem)
-        return 2
+        return SyncerExit.CONFIGURATION
     except CredentialsError as error:
         log.error("%s", error)
-        return CREDENTIALS
+        return SyncerExit.CREDENTIALS
     except OSError as error:
         log.error("%s", error)
-        return 2
+        return SyncerExit.CONFIGURATION
 
     # Late: compiled kernels and gRPC are not needed to find the mistakes above.
     from diloco_syncer.numerics.outer import OuterError
@@ -129,20 +128,20 @@ def _serve(given: argparse.Namespace) -> int:
         return asyncio.run(run(options))
     except (AddressError, ListenError, StoreUnusable, FormatRefused, OuterError, TapeError) as error:
         log.error("%s", error)
-        return 2
+        return SyncerExit.CONFIGURATION
     except CredentialsError as error:
         log.error("%s", error)
-        return CREDENTIALS
+        return SyncerExit.CREDENTIALS
     except HigherEpoch as error:
         log.error("%s", error)
-        return 3
+        return SyncerExit.SUPERSEDED
     except OSError as error:
         log.error("the store cannot be used: %s", error.strerror or error)
-        return 4
+        return SyncerExit.STORE
     except Exception as error:
         log.exception("a fault of this program")
         log.error("a fault of this program: %r", error)
-        return 1
+        return SyncerExit.FAILED
 
 
 def _log(job: str, level: str) -> None:

@@ -11,17 +11,17 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from diloco_protocol.vocabulary import JobPhase
 from diloco_protocol.wire import bulk, limits, sync_pb2
 from diloco_protocol.wire.limits import WireError
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.events import PhaseName
 from diloco_syncer.core.recovery.receipts import Rows, SlotRow
 
 _PROCESS = re.compile(r"^[0-9a-f]{1,64}$")
 _REGION = re.compile(r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
 _HEX = re.compile(r"^[0-9a-f]{0,128}$")
 _MOST = 1 << 62  # counters above are nonsense, and sums of them would leave 64 bits
-_PHASES: dict[PhaseName, Any] = {name: sync_pb2.PhaseName.Value(f"PHASE_{name.name}") for name in PhaseName}
+_PHASES: dict[JobPhase, Any] = {name: sync_pb2.PhaseName.Value(f"PHASE_{name.name}") for name in JobPhase}
 
 
 def _count(value: int, field: str) -> int:
@@ -177,7 +177,7 @@ def seat_to(seat: ev.Seat) -> sync_pb2.Seat:
     )
 
 
-def phase_to(phase: PhaseName, message: str) -> sync_pb2.Phase:
+def phase_to(phase: JobPhase, message: str) -> sync_pb2.Phase:
     return sync_pb2.Phase(name=_PHASES[phase], message=message[: limits.MAX_TEXT])
 
 

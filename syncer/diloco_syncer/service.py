@@ -42,6 +42,7 @@ from diloco_protocol.common.http_server import (
 )
 from diloco_protocol.security.credentials import Credentials, CredentialsError, ListenError
 from diloco_protocol.spec.job import DiLoCoJob, immutable_digests
+from diloco_protocol.vocabulary import EventKind, SyncerExit
 from diloco_protocol.wire import channels, limits, services
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
@@ -153,8 +154,8 @@ async def _life(options: Options) -> tuple[int, Options]:
     await asyncio.gather(main.stop(0.5), private.stop(0.5), pages.stop(), export.stop())
     if listener is not None:
         await asyncio.to_thread(listener.stop)
-    await engine.close(checkpoint=outcome in (0, 1))
-    if outcome not in (0, RESTART):
+    await engine.close(checkpoint=outcome in (SyncerExit.OK, SyncerExit.FAILED))
+    if outcome not in (SyncerExit.OK, RESTART):
         log.error("%s", engine.why)  # last, where people and clusters look for it
     return outcome, replace(options, above=engine.above)
 
@@ -220,7 +221,7 @@ def _restore(options: Options, loop: asyncio.AbstractEventLoop) -> Engine:
         parameters = Parameters(job, restored.layout, restored.newest, options.threads)
         if parameters.begun_anew:
             name = job.spec.sync.outer.optimizer
-            core.record_event("outer-restart", f"the outer optimizer is {name} now: its state begins anew")
+            core.record_event(EventKind.OUTER_RESTART, f"the outer optimizer is {name} now: its state begins anew")
         engine.begin(restored.layout, parameters, restored.frozen)
     if restored.optimizer:
         engine.optimizer_bytes = checkpoints.read_blob(restored.optimizer).nbytes

@@ -29,6 +29,7 @@ from diloco_operator.kube.client import configuration
 from diloco_operator.kube.kinds import needs
 from diloco_operator.model import Object, Observed, Plan, PlanMemory, PlanSettings, Ref, SecretWanted
 from diloco_operator.settings import Settings
+from diloco_protocol.vocabulary import LABEL_JOB, LABEL_ROLE
 from diloco_protocol.wire import limits, sync_pb2
 from diloco_protocol.wire.control_auth import NonceCache, sign_reply, verify_call
 from repository import ROOT
@@ -169,7 +170,7 @@ def stateful_set(job: Object, generation: int = 1, replicas: int = 0, **pod: Any
     name = job["metadata"]["name"]
     meta = _meta(job, f"{name}-local", "learner", "local")
     meta["annotations"] = {names.GENERATION: str(generation)}
-    selector = {names.LABEL_JOB: name, names.LABEL_ROLE: "learner"}
+    selector = {LABEL_JOB: name, LABEL_ROLE: "learner"}
     container = {
         "name": "learner",
         "image": "none:none",
@@ -205,7 +206,7 @@ def service(job: Object) -> Object:
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
-            "selector": {names.LABEL_JOB: name},
+            "selector": {LABEL_JOB: name},
             "ports": [{"name": "status", "port": 7710}],
         },
     }
@@ -221,7 +222,7 @@ def budget(job: Object) -> Object:
         "spec": {
             "maxUnavailable": 1,
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
-            "selector": {"matchLabels": {names.LABEL_JOB: name}},
+            "selector": {"matchLabels": {LABEL_JOB: name}},
         },
     }
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from diloco_operator import names
 from diloco_operator.model import EventWanted, Observed, Plan, Ref
 from diloco_operator.plan import plan as planning
 from diloco_operator.reconcile.diff import APPLIED
+from diloco_protocol.vocabulary import FINALIZER
 
 from .clusters import Cluster, until
 from .operator_shell import (
@@ -68,7 +68,7 @@ def test_objects_status_finalizer_secret_and_event_are_made_and_then_nothing_is_
         until("ready", operator.ready, 30)
         kube.apply(job("steady"))
         found = settled(kube, "steady")
-        assert found["metadata"]["finalizers"] == [names.FINALIZER]
+        assert found["metadata"]["finalizers"] == [FINALIZER]
         for kind, name in (
             ("configmaps", "steady-settings"),
             ("services", "steady-local"),

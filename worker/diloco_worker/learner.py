@@ -32,7 +32,14 @@ from typing import Any, Self
 import torch
 
 from diloco_protocol.spec.job import DiLoCoJob
-from diloco_protocol.vocabulary import MAKES_ROOM
+from diloco_protocol.vocabulary import (
+    ENDED_PHASES,
+    ENDS_FOR_RESUME,
+    FINISHING_PHASES,
+    STOPPED_PHASES,
+    TRAINING_PHASES,
+    JobPhase,
+)
 from diloco_protocol.wire import sync_pb2
 from diloco_worker import device as compute
 from diloco_worker import exit_hooks, logs
@@ -42,7 +49,6 @@ from diloco_worker.fragments import ModelFragments, build_layout
 from diloco_worker.metrics_file import MetricsFile
 from diloco_worker.net.client import SyncerClient
 from diloco_worker.net.inbox import Inbox
-from diloco_worker.phases import CLOSING, ENDED, GOING, LEAVING
 from diloco_worker.settings import ConfigurationError, WorkerError, WorkerSettings
 from diloco_worker.status_page import StatusPort, open_port
 from diloco_worker.sync import optimizer_state
@@ -153,7 +159,7 @@ class Learner:
     @property
     def phase(self) -> str:
         """waiting, training, holding, draining, evaluating, complete, failed, suspended or deleted."""
-        return self._synchronizer.phase if self._synchronizer else "waiting"
+        return self._synchronizer.phase if self._synchronizer else JobPhase.WAITING
 
     @property
     def draining(self) -> bool:
@@ -164,7 +170,7 @@ class Learner:
     def exit_code(self) -> int:
         """What the process should end with: 1 if the job failed, else 0. In a cluster 0: there the
         job's end is its operator's to tell, and the process ends when it is removed."""
-        return 1 if self.phase == "failed" and not self._settings.idle_at_end else 0
+        return 1 if self.phase == JobPhase.FAILED and not self._settings.idle_at_end else 0
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -384,16 +390,16 @@ class Learner:
         if synchronizer is None or client is None or self._left:
             return
         self._left = True
-        if not synchronizer.seated or synchronizer.phase in ENDED:
+        if not synchronizer.seated or synchronizer.phase in ENDED_PHASES:
             return
-        if synchronizer.phase not in LEAVING:
+        if synchronizer.phase not in FINISHING_PHASES:
             message = sync_pb2.LearnerMessage(drain_request=sync_pb2.DrainRequest())
             client.send("drain", message, lasting=True)
         if synchronizer.adoption.complete:
             if synchronizer.own_stop:
                 synchronizer.resolve_outstanding(_RESOLVE_SECONDS)
             offer_everything(synchronizer, lambda: self._leave_by() - _FAREWELL_SECONDS)
-        if synchronizer.phase in ENDED or not synchronizer.seated:
+        if synchronizer.phase in ENDED_PHASES or not synchronizer.seated:
             return
         synchronizer.send_report()
         # A syncer that was away for all of the drain is not waited for again.
@@ -418,13 +424,13 @@ class Learner:
             self._port.idle = True
         logs.set_fields(slot=-1)
         log.info("the job is %s: idle until removed", before.phase)
-        ended = before.phase in CLOSING
+        ended = before.phase in STOPPED_PHASES
         while not self._terminated:
             phase = self._client.connection.phase
-            ended |= phase in ENDED
-            if ended and phase in GOING:
-                log.info(MAKES_ROOM)
-                exit_hooks.write_termination_message(MAKES_ROOM)
+            ended |= phase in ENDED_PHASES
+            if ended and phase in TRAINING_PHASES:
+                log.info(ENDS_FOR_RESUME)
+                exit_hooks.write_termination_message(ENDS_FOR_RESUME)
                 return
             time.sleep(_IDLE_SLICE)
 

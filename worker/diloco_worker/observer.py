@@ -24,13 +24,13 @@ from typing import Self
 import torch
 
 from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase
 from diloco_protocol.wire import sync_pb2
 from diloco_worker.core.adoption import Kind
 from diloco_worker.core.connection_status import ConnectionStatus
 from diloco_worker.fragments import ModelFragments, build_layout, frozen_tensors, load_frozen, most_frozen_bytes
 from diloco_worker.net.client import SyncerClient
 from diloco_worker.net.inbox import Announced, Downloaded, Failed, FrozenDownloaded, Inbox, PhaseChanged, Welcomed
-from diloco_worker.phases import ENDED
 from diloco_worker.settings import ConfigurationError, WorkerSettings
 from diloco_worker.status_page import open_port
 
@@ -58,7 +58,7 @@ class Observer:
         self._wanted: list[tuple[int, int]] | None = None  # what the last refresh asked for
         self._frozen_needed = bool(frozen_tensors(model))
         self._frozen_asked = False
-        self.phase = "waiting"
+        self.phase: str = JobPhase.WAITING
         self.message = ""
         self.job_tokens = 0  # trained in all, at the newest merge taken
         self.announced_tokens = 0  # the same, at the newest merge heard of
@@ -106,7 +106,7 @@ class Observer:
     @property
     def ended(self) -> bool:
         """Whether the job is over: complete, failed, suspended or deleted."""
-        return self.phase in ENDED
+        return self.phase in ENDED_PHASES
 
     @property
     def evaluating(self) -> bool:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.vocabulary import WorkerExit
 
 _PROCESS = re.compile(r"^[0-9a-f]{1,64}$")
 _POD = re.compile(r"^[0-9a-f]{8}(-?)[0-9a-f]{4}\1[0-9a-f]{4}\1[0-9a-f]{4}\1[0-9a-f]{12}$")
@@ -29,19 +30,19 @@ _MAX_ADDRESS_BYTES = 2**16
 class WorkerError(Exception):
     """The worker cannot go on. ``exit_code`` is what its process should end with."""
 
-    exit_code = 1
+    exit_code = WorkerExit.FAILED
 
 
 class ConfigurationError(WorkerError):
     """The environment, the job file or the model is wrong; a restart does not help."""
 
-    exit_code = 2
+    exit_code = WorkerExit.CONFIGURATION
 
 
 class RefusedError(WorkerError):
     """The syncer refused this process for good."""
 
-    exit_code = 4
+    exit_code = WorkerExit.REFUSED
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(f"refused by the syncer ({reason}): {message}")

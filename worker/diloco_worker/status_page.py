@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from diloco_protocol.common.http_server import METRICS_TYPE, AddressError, ThreadedPages, json_page, text_page
+from diloco_protocol.vocabulary import JobPhase
 from diloco_worker.core.connection_status import ConnectionStatus
-from diloco_worker.phases import PHASES
 from diloco_worker.settings import ConfigurationError, WorkerSettings
 
 Figures = Mapping[str, float | None]
@@ -160,8 +160,8 @@ class StatusPort:
         phase = GaugeMetricFamily(
             "diloco_worker_phase", "1 for the job's phase as last heard", labels=[*names, "phase"]
         )
-        for word in PHASES:
-            phase.add_metric([*labels, word], float(connection.phase == word))
+        for word in JobPhase:
+            phase.add_metric([*labels, word.value], float(connection.phase == word))
         yield phase
 
 

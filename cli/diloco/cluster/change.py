@@ -26,9 +26,9 @@ from diloco.cluster.follow import (
 )
 from diloco.cluster.render import region_names
 from diloco_protocol.spec.load import JobError, Problem, parse_job
+from diloco_protocol.vocabulary import FINALIZER
 
 TRIES = 8
-FINALIZER = "diloco.io/job"
 Patch = list[dict[str, Any]]
 
 

@@ -24,10 +24,11 @@ from diloco_operator.kube.errors import ApiError
 if TYPE_CHECKING:
     from diloco_operator.kube.client import Client
 
+from diloco_protocol.vocabulary import DOMAIN, JOB_PLURAL, VERSION
+
 TIMEOUT = 10.0  # seconds until an API server counts as not answering
 FAILED, WRONG = 1, 2  # exit codes (main.py)
 
-GROUP, VERSION, PLURAL = "diloco.io", "v1alpha1", "dilocojobs"
 MANAGER = "diloco"  # field manager of everything that this command line writes
 INSTALL = "helm install diloco charts/diloco --namespace diloco-system --create-namespace"
 
@@ -103,8 +104,8 @@ class Cluster:
 
     def jobs_path(self, everywhere: bool = False) -> str:
         """The jobs of this namespace, or of all."""
-        base = f"/apis/{GROUP}/{VERSION}"
-        return f"{base}/{PLURAL}" if everywhere else f"{base}/namespaces/{self.namespace}/{PLURAL}"
+        base = f"/apis/{DOMAIN}/{VERSION}"
+        return f"{base}/{JOB_PLURAL}" if everywhere else f"{base}/namespaces/{self.namespace}/{JOB_PLURAL}"
 
     def job_path(self, name: str) -> str:
         return f"{self.jobs_path()}/{name}"
@@ -203,7 +204,7 @@ class Cluster:
                 WRONG,
                 status,
             )
-        if code == 404 and f"/apis/{GROUP}/" in path and not details.get("name"):
+        if code == 404 and f"/apis/{DOMAIN}/" in path and not details.get("name"):
             return ClusterError(
                 f"context {self.context}: the cluster knows no DiLoCoJobs: the operator is not installed."
                 f" Install it: {INSTALL} --kube-context {self.context}{self._named}"
@@ -248,7 +249,7 @@ class Cluster:
 
     def pods(self, job: str, role: str | None = None) -> list[Object]:
         """The job's pods, those that are going included. Raises ClusterError."""
-        selector = f"{GROUP}/job={job}" + (f",{GROUP}/role={role}" if role else "")
+        selector = f"{DOMAIN}/job={job}" + (f",{DOMAIN}/role={role}" if role else "")
         return self.all_of(self.core_path("pods"), labelSelector=selector)
 
 

@@ -18,8 +18,8 @@ from typing import Any
 from diloco.cluster.client import FAILED, TIMEOUT, WRONG, Cluster, ClusterError, Object, Where
 from diloco.cluster.port_forward import Forward, dial, forwarded
 from diloco.syncer_client import SyncerError, fetch_json
+from diloco_protocol.vocabulary import EXPORT_PORT, HTTP_PORT
 
-HTTP_PORT, EXPORT_PORT = 7702, 7703  # docs/contracts.md
 REPORT_SECONDS = 60.0
 PAGE_SECONDS = 5.0
 PAGE_AGAIN_SECONDS = 10.0  # between tries where it is not to be had

@@ -16,6 +16,7 @@ from typing import Any
 from diloco.cluster.client import Cluster, ClusterError
 from diloco.cluster.fetch import Pages
 from diloco.cluster.render import Object, condition, condition_style, event_count, event_time, heard, holds, job_line
+from diloco_protocol.vocabulary import JOB_REFUSED_REASONS, ResourcePhase
 
 POLL_SECONDS = 2.0
 SLOWEST_POLL = 15.0  # where the API server does not answer
@@ -88,35 +89,29 @@ def ended(job: Object | None) -> Outcome | None:
 
 def invalid(job: Object) -> Outcome | None:
     """Refused by the operator, until it is changed."""
-    if heard(job) and (job.get("status") or {}).get("phase") == "Invalid":
+    if heard(job) and (job.get("status") or {}).get("phase") == ResourcePhase.INVALID:
         return FAILED, f"cannot run as it is: {_message(job, 'Ready') or 'diloco status says why'}"
     return None
-
-
-# Why a job is not Ready where only people can help (the operator's plan/transitions.py tells it too).
-_REFUSALS = frozenset(
-    {"Unsupported", "PodTemplate", "NotPlaced", "Refused", "Forbidden", "QuotaExceeded", "ApplyFailed"}
-)
 
 
 def hindered(job: Object) -> str:
     """What keeps the operator from making the job true, in its words; empty: nothing that it knows of."""
     ready = condition(job, "Ready") or {}
-    if ready.get("status") == "False" and ready.get("reason") in _REFUSALS:
+    if ready.get("status") == "False" and ready.get("reason") in JOB_REFUSED_REASONS:
         return f"{ready['reason']}: {ready.get('message')}"
     return ""
 
 
 def suspended(job: Object | None) -> Outcome | None:
     """Drained and checkpointed, its pods gone; or ended before it came to that."""
-    if job is not None and heard(job) and (job.get("status") or {}).get("phase") == "Suspended":
+    if job is not None and heard(job) and (job.get("status") or {}).get("phase") == ResourcePhase.SUSPENDED:
         return COMPLETE, "is suspended"
     return ended(job)
 
 
 def resumed(job: Object | None) -> Outcome | None:
     """In training again."""
-    if job is not None and heard(job) and (job.get("status") or {}).get("phase") == "Running":
+    if job is not None and heard(job) and (job.get("status") or {}).get("phase") == ResourcePhase.RUNNING:
         return COMPLETE, "is running"
     return ended(job)
 
@@ -226,7 +221,11 @@ def _look(copy: _Copy, name: str, judge: Judge, say: Callable[[str], None], seve
     copy.silent = False
     if copy.job is not None and not quiet:
         # A page that cannot be had costs up to PAGE_SECONDS; not where there is nothing to show yet.
-        running = (copy.job.get("status") or {}).get("phase") in ("Running", "Holding", "Finishing")
+        running = (copy.job.get("status") or {}).get("phase") in (
+            ResourcePhase.RUNNING,
+            ResourcePhase.HOLDING,
+            ResourcePhase.FINISHING,
+        )
         page = copy.pages.read(copy.job) if running else None
         for line in copy.reporter.new_lines(copy.job, events, page, time.time()):
             say(prefix + line)

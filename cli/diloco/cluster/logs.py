@@ -21,6 +21,7 @@ from typing import Any
 
 from diloco.cluster.client import FAILED, WRONG, Cluster, ClusterError, Object, Where, nearest
 from diloco.cluster.render import region_names
+from diloco_protocol.vocabulary import LABEL_POD_INDEX, LABEL_REGION, LABEL_ROLE
 
 MAX_STREAMS = 64
 MAX_LINE = 256 << 10  # characters of one line; the rest of a longer one is another
@@ -62,7 +63,7 @@ class Source:
 def ordinal(pod: Object) -> int:
     """A StatefulSet's pod's number; -1: it has none."""
     labels = pod["metadata"].get("labels") or {}
-    text = labels.get("apps.kubernetes.io/pod-index") or str(pod["metadata"]["name"]).rpartition("-")[2]
+    text = labels.get(LABEL_POD_INDEX) or str(pod["metadata"]["name"]).rpartition("-")[2]
     return int(text) if str(text).isdigit() else -1
 
 
@@ -70,10 +71,10 @@ def source(pod: Object) -> Source:
     """The pod's main container, and what to call it."""
     metadata = pod["metadata"]
     labels = metadata.get("labels") or {}
-    role = labels.get("diloco.io/role")
+    role = labels.get(LABEL_ROLE)
     names = [str(one["name"]) for one in (pod.get("spec") or {}).get("containers") or []]
     container = next((name for name in (role, *_CONTAINERS) if name in names), names[0] if names else "")
-    label = f"{labels.get('diloco.io/region', 'local')}-{ordinal(pod)}" if role == "learner" else str(role)
+    label = f"{labels.get(LABEL_REGION, 'local')}-{ordinal(pod)}" if role == "learner" else str(role)
     return Source(str(metadata["name"]), str(metadata.get("uid")), str(container), label)
 
 
@@ -89,7 +90,7 @@ def chosen(job: Object, pods: Sequence[Object], target: str | None) -> list[Sour
 
     def place(pod: Object) -> tuple[int, int, str]:
         labels = pod["metadata"].get("labels") or {}
-        key = labels.get("diloco.io/region") or labels.get("diloco.io/role")
+        key = labels.get(LABEL_REGION) or labels.get(LABEL_ROLE)
         return order.get(str(key), len(order)), ordinal(pod), str(pod["metadata"]["name"])
 
     sources = [source(pod) for pod in sorted(pods, key=place)]

@@ -14,6 +14,7 @@ from diloco.cluster.client import Cluster, ClusterError, Object, Where
 from diloco.cluster.fetch import Pages
 from diloco.cluster.follow import POLL_SECONDS, ended, follow, job_events
 from diloco.cluster.render import concerns, event_count, event_line, event_time, job_picture, jobs_table, region_names
+from diloco_protocol.vocabulary import ResourcePhase
 
 # ------------------------------------------------------------------ status
 
@@ -42,7 +43,7 @@ def show_status(where: Where, name: str | None, everywhere: bool, watch: bool, a
             if len(clusters) > 1:
                 console.print(f"context {cluster.context}", style="dim")
             console.print(job_picture(job, page, events, time.time()))
-            if page is None and (job.get("status") or {}).get("phase") == "Running":
+            if page is None and (job.get("status") or {}).get("phase") == ResourcePhase.RUNNING:
                 console.print(f"(learner by learner: not to be had: {pages.problem})", style="dim")
     if as_json:
         print(json.dumps(documents[0] if len(documents) == 1 else documents, indent=1))

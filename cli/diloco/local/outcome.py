@@ -7,12 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.local.chaos import fault_report as faults
 from diloco.local.chaos.fault_report import Event, Injected
+from diloco_protocol.vocabulary import JobPhase
 
 if TYPE_CHECKING:
     from diloco_protocol.spec.job import DiLoCoJob
 
 # The syncer's last phase -> report.json's outcome, exit code.
-OUTCOMES = {"complete": ("complete", 0), "failed": ("failed", 1), "suspended": ("interrupted", 130)}
+OUTCOMES: dict[str, tuple[str, int]] = {
+    JobPhase.COMPLETE: ("complete", 0),
+    JobPhase.FAILED: ("failed", 1),
+    JobPhase.SUSPENDED: ("interrupted", 130),
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,7 @@ from diloco.processes.worker_specs import (
     worker_specs,
 )
 from diloco.syncer_client import SyncerClient, SyncerError
+from diloco_protocol.vocabulary import ControlMethod, JobPhase
 
 if TYPE_CHECKING:
     from diloco_protocol.spec.job import DiLoCoJob
@@ -177,7 +178,7 @@ class Runner:
                 return
             await asyncio.sleep(0.05)
         if self.watch.ended:
-            self._complete_already = self.watch.phase == "complete"
+            self._complete_already = self.watch.phase == JobPhase.COMPLETE
             self.screen.event(
                 f"the job is {self.watch.phase} already; to train it further raise training.stop,"
                 " to begin anew give another --workdir",
@@ -279,7 +280,7 @@ class Runner:
             if how.code == 0 and (phase := self._last_phase()) is not None:
                 self._decide(RunOutcome(*OUTCOMES.get(phase, ("failed", 1))))
                 return
-            if how.code == 1 and self.watch.phase == "failed":
+            if how.code == 1 and self.watch.phase == JobPhase.FAILED:
                 self._decide(RunOutcome("failed", 1, str(self.view.status.get("message") or ""), "syncer"))
                 return
             if not await self._apply_restart_decision(WorkerSpec("syncer", Kind.SYNCER, "", 0), how):
@@ -380,7 +381,7 @@ class Runner:
         body = {"region": worker.region, "ordinal": worker.ordinal, "process": process_id, "reason": str(how)}
         for tries in range(GONE_TRIES):
             try:
-                await self.syncer.call("process-gone", body, seconds=2.0)
+                await self.syncer.call(ControlMethod.PROCESS_GONE, body, seconds=2.0)
                 return
             except SyncerError:
                 await asyncio.sleep(0.2 * 2**tries * random.uniform(0.5, 1.5))
@@ -404,11 +405,11 @@ class Runner:
             self._decide(RunOutcome("interrupted", 130))
 
     async def _interrupt(self) -> None:
-        started = self.view.status.get("phase") not in (None, "waiting")
+        started = self.view.status.get("phase") not in (None, JobPhase.WAITING)
         try:
             if not started:
                 raise SyncerError("nothing has been trained yet")
-            await self.syncer.call("announce", {"phase": "interrupted", "message": "stopped by the user"})
+            await self.syncer.call(ControlMethod.ANNOUNCE, {"phase": "interrupted", "message": "stopped by the user"})
             await asyncio.sleep(DRAIN_SECONDS)
             self.screen.event(
                 f"the job did not drain within {DRAIN_SECONDS:.0f} s; its last durable state is kept", "red"
@@ -421,7 +422,9 @@ class Runner:
         """Let the processes go by themselves, where the syncer has told them to."""
         if outcome.outcome == "failed" and outcome.log_of and self.view.serving and not self._stopping:
             with contextlib.suppress(SyncerError):
-                await self.syncer.call("announce", {"phase": "failed", "message": outcome.message}, seconds=2.0)
+                await self.syncer.call(
+                    ControlMethod.ANNOUNCE, {"phase": "failed", "message": outcome.message}, seconds=2.0
+                )
         if self.watch.report is None and self.view.serving and not self._stopping:
             await self.watch.fetch_report()
         deadline = time.monotonic() + (LEAVE_SECONDS if self.watch.ended else 0.0)

@@ -20,12 +20,19 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco_protocol.common.format_units import rate_text, seconds_text
+from diloco_protocol.vocabulary import ENDED_PHASES, SlotState
 
 EVENTS_SHOWN = 14
 LEAST_ROOM = 3  # lines of events, on a small terminal
 LINE_SECONDS = 5.0  # between plain progress lines
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_STATE_STYLES = {"active": "green", "suspect": "yellow", "lost": "red", "draining": "yellow", "drained": "dim"}
+_STATE_STYLES: dict[str, str] = {
+    SlotState.ACTIVE: "green",
+    SlotState.SUSPECT: "yellow",
+    SlotState.LOST: "red",
+    SlotState.DRAINING: "yellow",
+    SlotState.DRAINED: "dim",
+}
 
 
 @dataclass(slots=True)
@@ -86,7 +93,7 @@ def progress(view: RunView) -> str:
 
 def silence(view: RunView) -> str:
     """That the syncer does not answer, where it should."""
-    ended = view.status.get("phase") in ("complete", "failed", "suspended", "deleted")
+    ended = view.status.get("phase") in ENDED_PHASES
     return "" if view.serving or ended or not view.status else "the syncer does not answer"
 
 
@@ -108,7 +115,7 @@ def progress_line(view: RunView) -> str:
     slots = status.get("slots") or []
     quorum = status.get("quorum") or {}
     versions = status.get("versions") or [0]
-    losses = " ".join(nats(slot.get("loss")) if slot.get("state") == "active" else "-" for slot in slots)
+    losses = " ".join(nats(slot.get("loss")) if slot.get("state") == SlotState.ACTIVE else "-" for slot in slots)
     return (
         f"{status.get('elapsed_seconds') or 0:7.1f} s  {status.get('phase', '-')}  {progress(view)}"
         f" ({number(status.get('tokens_per_second'))}/s)  loss {losses}  merged {nats(merged_loss(status))}"

@@ -17,12 +17,17 @@ from diloco.local.screen import RunView, Screen
 from diloco.processes.supervisor import Kind, Supervisor
 from diloco.processes.worker_specs import WorkerSpec
 from diloco.syncer_client import SyncerClient, SyncerError
+from diloco_protocol.vocabulary import ENDED_PHASES, FINISHING_PHASES, EventKind
 
-CLOSING = frozenset({"draining", "evaluating"})
-ENDED = frozenset({"complete", "failed", "suspended", "deleted"})
-QUIET_EVENTS = frozenset({"first-step"})
+QUIET_EVENTS = frozenset({EventKind.FIRST_STEP})
 STARVED_SECONDS = 60.0  # between two words on the screen that one slot starves
-EVENT_STYLES = {"lost": "red", "gone": "red", "suspect": "yellow", "joined": "green", "taken": "green", "phase": "cyan"}
+EVENT_STYLES: dict[str, str] = {
+    EventKind.LOST: "red",
+    EventKind.GONE: "red",
+    EventKind.SUSPECT: "yellow",
+    EventKind.JOINED: "green",
+    EventKind.PHASE: "cyan",
+}
 
 
 class StatusWatch:
@@ -63,11 +68,11 @@ class StatusWatch:
 
     @property
     def ended(self) -> bool:
-        return self.phase in ENDED
+        return self.phase in ENDED_PHASES
 
     @property
     def closing(self) -> bool:
-        return self.phase in CLOSING
+        return self.phase in FINISHING_PHASES
 
     @property
     def elapsed(self) -> float:

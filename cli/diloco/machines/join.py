@@ -34,6 +34,7 @@ from diloco.console import COMPLETE, FAILED, INTERRUPTED, WRONG
 from diloco.processes.launch import TETHER
 from diloco.processes.workdir import Workdir, WorkdirError, locked
 from diloco.processes.worker_specs import base_environment, threads_each
+from diloco_protocol.vocabulary import WorkerExit
 
 if TYPE_CHECKING:
     from diloco_protocol.security.credentials import Credentials
@@ -234,9 +235,9 @@ class _LearnerProcess:
                 return COMPLETE if code == 0 else INTERRUPTED
             if code == 0:
                 return COMPLETE  # the job has ended
-            if code == 2:
+            if code == WorkerExit.CONFIGURATION:
                 return WRONG
-            if code == 4:
+            if code == WorkerExit.REFUSED:
                 print("error: the syncer has refused this machine for good: see above", file=sys.stderr)
                 return FAILED
             vain = 0 if time.monotonic() - began >= LIVED_SECONDS else vain + 1

@@ -31,16 +31,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from diloco_protocol.vocabulary import SyncerExit, WorkerExit
+
 FIRST_BACKOFF_SECONDS = 0.5
 MAX_BACKOFF_SECONDS = 30.0
 EVALUATOR_RESTARTS = 5
 
-WORKER_IN_VAIN = {2: "its configuration is wrong", 4: "the syncer refused it for good"}
-SYNCER_IN_VAIN = {
-    2: "the job or its arguments are wrong",
-    3: "another syncer has taken over this job's store",
-    4: "its store cannot be written",
-    5: "its credentials cannot be used",
+WORKER_IN_VAIN: dict[int, str] = {
+    WorkerExit.CONFIGURATION: "its configuration is wrong",
+    WorkerExit.REFUSED: "the syncer refused it for good",
+}
+SYNCER_IN_VAIN: dict[int, str] = {
+    SyncerExit.CONFIGURATION: "the job or its arguments are wrong",
+    SyncerExit.SUPERSEDED: "another syncer has taken over this job's store",
+    SyncerExit.STORE: "its store cannot be written",
+    SyncerExit.CREDENTIALS: "its credentials cannot be used",
 }
 
 
@@ -123,7 +128,7 @@ class Supervisor:
             return Finished()
         in_vain = SYNCER_IN_VAIN if kind is Kind.SYNCER else WORKER_IN_VAIN
         why = in_vain.get(how.code) if how.code is not None else None
-        if kind is Kind.LEARNER and how.code == 4 and name in self._was_in:
+        if kind is Kind.LEARNER and how.code == WorkerExit.REFUSED and name in self._was_in:
             why = None  # it was a worker, and lost its place to another process: it may stand by
         self._was_in.discard(name)
         if kind is Kind.EVALUATOR:

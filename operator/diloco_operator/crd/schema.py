@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import sys
 import typing
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,12 +27,13 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from diloco_operator.crd.rules import Rule, rules
-from diloco_operator.kube.kinds import GROUP, JOB, VERSION
+from diloco_operator.kube.kinds import JOB
 from diloco_operator.status import JobStatus
 from diloco_protocol.common.files import write_whole
 from diloco_protocol.spec.base import Spec, fields_by_alias, nested_model, unwrap
 from diloco_protocol.spec.explain import constraints
 from diloco_protocol.spec.job import JobSpec
+from diloco_protocol.vocabulary import DOMAIN, VERSION
 
 MAX_BYTES = 128 * 1024
 """Half of what `kubectl apply` takes: it keeps a second copy in an annotation of at most 256 KiB."""
@@ -81,8 +83,8 @@ def definition() -> dict[str, Any]:
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"{JOB.plural}.{GROUP}"},
-        "spec": {"group": GROUP, "names": names, "scope": "Namespaced", "versions": [version]},
+        "metadata": {"name": f"{JOB.plural}.{DOMAIN}"},
+        "spec": {"group": DOMAIN, "names": names, "scope": "Namespaced", "versions": [version]},
     }
 
 
@@ -159,9 +161,10 @@ def value_schema(annotation: Any, metadata: typing.Iterable[Any] = ()) -> Schema
     bounds = constraints(annotation, metadata)
     origin = typing.get_origin(kind)
     found: Schema
-    if origin is Literal:
+    if origin is Literal or (isinstance(kind, type) and issubclass(kind, StrEnum)):
         # Among choices the API server takes no null, listed or not: who writes leaves the field out.
-        found, nullable = {"type": "string", "enum": list(typing.get_args(kind))}, False
+        choices = typing.get_args(kind) if origin is Literal else [str(one) for one in kind]
+        found, nullable = {"type": "string", "enum": list(choices)}, False
     elif kind is bool:
         found = {"type": "boolean"}
     elif kind in (int, float):

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 
 from diloco_operator.kube.kinds import JOB, NODE, POD, Kind
 from diloco_operator.model import Key, Object, Ref
-
-JOB_LABEL = "diloco.io/job"
+from diloco_protocol.vocabulary import LABEL_JOB
 
 _POD_SPEC = ("nodeName", "terminationGracePeriodSeconds", "restartPolicy", "schedulingGates", "priorityClassName")
 _VOLUMES = ("persistentVolumeClaim", "ephemeral", "secret", "configMap", "csi", "nfs", "iscsi", "fc")
@@ -116,7 +115,7 @@ def job_of(kind: Kind, meta: Mapping[str, Any]) -> str:
     """The name of the job that an object belongs to, as its label says; empty: none."""
     if kind is JOB:
         return str(meta["name"])
-    return str((meta.get("labels") or {}).get(JOB_LABEL) or "")
+    return str((meta.get("labels") or {}).get(LABEL_JOB) or "")
 
 
 def older(version: str, than: str) -> bool:

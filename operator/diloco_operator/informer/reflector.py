@@ -29,13 +29,14 @@ from typing import Any
 import aiohttp
 import kopf
 
-from diloco_operator.informer.cache import JOB_LABEL, Cache
+from diloco_operator.informer.cache import Cache
 from diloco_operator.kube.api import Api
 from diloco_operator.kube.errors import ApiError
-from diloco_operator.kube.kinds import GROUP, JOB, LABELLED, NODE, VERSION, Kind
+from diloco_operator.kube.kinds import JOB, LABELLED, NODE, Kind
 from diloco_operator.metrics import Metrics
 from diloco_operator.model import Key
 from diloco_operator.settings import Settings
+from diloco_protocol.vocabulary import DOMAIN, LABEL_JOB, VERSION
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class Stream:
     @property
     def selector(self) -> str:
         """Server-side, of labels."""
-        return JOB_LABEL if self.kind in LABELLED else ""
+        return LABEL_JOB if self.kind in LABELLED else ""
 
     def where(self) -> str:
         """For people."""
@@ -146,7 +147,7 @@ class Watches:
         wait, said = 1.0, ""
         while True:
             try:
-                found = JOB.plural in await self._api.resources(GROUP, VERSION)
+                found = JOB.plural in await self._api.resources(DOMAIN, VERSION)
                 problem = "" if found else _CRD_HINT
             except ApiError as error:
                 found, problem = False, f"{error}; trying again"
@@ -251,7 +252,7 @@ class Watches:
         made.queueing.idle_timeout = 0.5  # a finished worker per object is memory
         made.persistence.diffbase_storage = _Blank()
         for kind in LABELLED:
-            made.watching.label_selectors[kind.group, kind.version, kind.plural] = JOB_LABEL
+            made.watching.label_selectors[kind.group, kind.version, kind.plural] = LABEL_JOB
         return made
 
     def _handler(self, kind: Kind) -> Any:

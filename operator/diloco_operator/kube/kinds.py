@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-GROUP = "diloco.io"
-VERSION = "v1alpha1"
+from diloco_protocol.vocabulary import DOMAIN, JOB_KIND, JOB_PLURAL, VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class Kind:
         return "/".join([*parts, *([name] if name else []), *([sub] if sub else [])])
 
 
-JOB = Kind("DiLoCoJob", GROUP, VERSION, "dilocojobs")
+JOB = Kind(JOB_KIND, DOMAIN, VERSION, JOB_PLURAL)
 POD = Kind("Pod", "", "v1", "pods")
 NODE = Kind("Node", "", "v1", "nodes", namespaced=False)
 STATEFUL_SET = Kind("StatefulSet", "apps", "v1", "statefulsets")
@@ -77,13 +76,13 @@ def needs(nodes: bool) -> tuple[Need, ...]:
     applied = ("get", "list", "watch", "create", "patch", "delete")
     rules = [
         Need(
-            GROUP,
+            DOMAIN,
             "dilocojobs",
             ("get", "list", "watch", "patch", "delete"),
             "the jobs; patch for the finalizer, delete when a job's time to live is over",
         ),
-        Need(GROUP, "dilocojobs/status", ("patch",), "a job's status"),
-        Need(GROUP, "dilocojobs/finalizers", ("update",), "to own objects where owners are checked"),
+        Need(DOMAIN, "dilocojobs/status", ("patch",), "a job's status"),
+        Need(DOMAIN, "dilocojobs/finalizers", ("update",), "to own objects where owners are checked"),
         Need("", "pods", ("get", "list", "watch", "delete"), "to see a job's pods and replace them"),
         *(Need(kind.group, kind.plural, applied, f"a job's {kind.name}s") for kind in CHILDREN),
         Need("", "secrets", ("create",), "a job's keys and certificates; none is ever read"),

@@ -17,21 +17,21 @@ from typing import Any
 from diloco_operator import names
 from diloco_operator.job import Job, Place
 from diloco_operator.model import Object, PlanSettings, Ref, SecretWanted
-from diloco_operator.names import (
-    FINALIZER,
-    GENERATION,
-    LABEL_JOB,
-    LABEL_REGION,
-    LABEL_ROLE,
-    MANAGER,
-    RENDERED,
-    children,
-    is_ours,
-)
+from diloco_operator.names import GENERATION, MANAGER, RENDERED, children, is_ours
 from diloco_operator.objects import pods
 from diloco_protocol.spec.job import DiLoCoJob, RegionSpec
 from diloco_protocol.spec.load import job_to_json
 from diloco_protocol.spec.quantities import parse_quantity
+from diloco_protocol.vocabulary import (
+    CONTROL_PORT,
+    FINALIZER,
+    HTTP_PORT,
+    LABEL_JOB,
+    LABEL_REGION,
+    LABEL_ROLE,
+    SYNC_PORT,
+    WORKER_PORT,
+)
 
 __all__ = [
     "FINALIZER",
@@ -96,13 +96,13 @@ def reachable_at(job: Job, here: Place) -> str:
     """host:port where this cluster's learners reach the syncer."""
     if here.syncer:
         # Without the cluster's domain, which is not everywhere cluster.local: the pods' resolver knows it.
-        return f"{names.syncer_service(job.name).name}.{job.namespace}.svc:{names.SYNC_PORT}"
+        return f"{names.syncer_service(job.name).name}.{job.namespace}.svc:{SYNC_PORT}"
     endpoint = job.spec.syncer.endpoint
     address = endpoint.address or ""
     host, colon, port = address.rpartition(":")
     if colon and port.isdigit() and not host.endswith(":"):
         return address
-    return f"{address}:{endpoint.node_port or names.SYNC_PORT}"
+    return f"{address}:{endpoint.node_port or SYNC_PORT}"
 
 
 def _settings(job: Job, here: Place) -> Object:
@@ -122,21 +122,21 @@ def _on_any_device(document: DiLoCoJob) -> DiLoCoJob:
 
 def _syncer_policy(job: Job, settings: PlanSettings) -> Object:
     anywhere = job.spec.syncer.endpoint.type != "ClusterIP"
-    sync: Object = {"ports": [_allow(names.SYNC_PORT)]}
+    sync: Object = {"ports": [_allow(SYNC_PORT)]}
     if not anywhere:
-        sync["from"] = [{"podSelector": {"matchLabels": {names.LABEL_JOB: job.name}}}]
-    control = {"ports": [_allow(names.CONTROL_PORT)], "from": [_namespace(settings.namespace)]}
-    rules = [sync, control, _scraped(names.HTTP_PORT, settings)]
-    selector = {"matchLabels": {names.LABEL_JOB: job.name, names.LABEL_ROLE: "syncer"}}
+        sync["from"] = [{"podSelector": {"matchLabels": {LABEL_JOB: job.name}}}]
+    control = {"ports": [_allow(CONTROL_PORT)], "from": [_namespace(settings.namespace)]}
+    rules = [sync, control, _scraped(HTTP_PORT, settings)]
+    selector = {"matchLabels": {LABEL_JOB: job.name, LABEL_ROLE: "syncer"}}
     return _policy(job, "syncer", selector, rules)
 
 
 def _worker_policy(job: Job, settings: PlanSettings) -> Object:
     selector = {
-        "matchLabels": {names.LABEL_JOB: job.name},
-        "matchExpressions": [{"key": names.LABEL_ROLE, "operator": "In", "values": ["learner", "evaluator"]}],
+        "matchLabels": {LABEL_JOB: job.name},
+        "matchExpressions": [{"key": LABEL_ROLE, "operator": "In", "values": ["learner", "evaluator"]}],
     }
-    return _policy(job, "learner", selector, [_scraped(names.WORKER_PORT, settings)])
+    return _policy(job, "learner", selector, [_scraped(WORKER_PORT, settings)])
 
 
 def _policy(job: Job, role: str, selector: Object, rules: list[Object]) -> Object:
@@ -164,12 +164,12 @@ def _namespace(name: str) -> Object:
 
 def _syncer_service(job: Job) -> Object:
     endpoint = job.spec.syncer.endpoint
-    port: Object = {"name": "sync", "port": names.SYNC_PORT, "targetPort": "sync", "protocol": "TCP"}
+    port: Object = {"name": "sync", "port": SYNC_PORT, "targetPort": "sync", "protocol": "TCP"}
     if endpoint.node_port is not None:
         port["nodePort"] = endpoint.node_port
     spec = {
         "type": "ClusterIP" if endpoint.type == "External" else endpoint.type,
-        "selector": {names.LABEL_JOB: job.name, names.LABEL_ROLE: "syncer"},
+        "selector": {LABEL_JOB: job.name, LABEL_ROLE: "syncer"},
         "ports": [port],
     }
     return _object(job, names.syncer_service(job.name), "syncer", {"spec": spec})
@@ -180,7 +180,7 @@ def _region_service(job: Job, region: RegionSpec) -> Object:
         "clusterIP": "None",
         "publishNotReadyAddresses": True,
         "selector": _learners(job, region.name),
-        "ports": [{"name": "status", "port": names.WORKER_PORT, "targetPort": "status", "protocol": "TCP"}],
+        "ports": [{"name": "status", "port": WORKER_PORT, "targetPort": "status", "protocol": "TCP"}],
     }
     return _object(job, names.region_service(job.name, region.name), "learner", {"spec": spec}, region.name)
 
@@ -195,7 +195,7 @@ def _budget(job: Job, region: RegionSpec) -> Object:
 
 
 def _learners(job: Job, region: str) -> dict[str, str]:
-    return {names.LABEL_JOB: job.name, names.LABEL_ROLE: "learner", names.LABEL_REGION: region}
+    return {LABEL_JOB: job.name, LABEL_ROLE: "learner", LABEL_REGION: region}
 
 
 # ------------------------------------------------------------------ the claim and the secrets
@@ -280,7 +280,7 @@ def _deployment(job: Job, role: str, template: Object) -> Object:
     return {
         "strategy": {"type": "Recreate"},
         "revisionHistoryLimit": 2,
-        "selector": {"matchLabels": {names.LABEL_JOB: job.name, names.LABEL_ROLE: role}},
+        "selector": {"matchLabels": {LABEL_JOB: job.name, LABEL_ROLE: role}},
         "template": template,
     }
 

@@ -18,6 +18,17 @@ from diloco_operator.job import Job, digest
 from diloco_operator.model import Object
 from diloco_operator.objects.template_merge import Protected, Refusal, merge, refused
 from diloco_protocol.spec.job import JobSpec, RegionSpec
+from diloco_protocol.vocabulary import (
+    CONTROL_PORT,
+    EXPORT_PORT,
+    HTTP_PORT,
+    LABEL_JOB,
+    LABEL_POD_INDEX,
+    LABEL_REGION,
+    LABEL_ROLE,
+    SYNC_PORT,
+    WORKER_PORT,
+)
 
 USER = 65532
 GRACE_SECONDS = 30
@@ -45,10 +56,10 @@ _LABELS = frozenset(
         "app.kubernetes.io/instance",
         "app.kubernetes.io/component",
         "app.kubernetes.io/managed-by",
-        names.LABEL_JOB,
-        names.LABEL_ROLE,
-        names.LABEL_REGION,
-        names.POD_INDEX,
+        LABEL_JOB,
+        LABEL_ROLE,
+        LABEL_REGION,
+        LABEL_POD_INDEX,
         names.POD_REVISION,
         "statefulset.kubernetes.io/pod-name",
         "pod-template-hash",
@@ -109,13 +120,13 @@ def syncer(job: Job, image: str, pull: str) -> Object:
         "--store",
         storage.uri if storage.uri is not None else f"{names.DATA_PATH}/store",
         "--listen",
-        f"[::]:{names.SYNC_PORT}",
+        f"[::]:{SYNC_PORT}",
         "--control",
-        f"[::]:{names.CONTROL_PORT}",
+        f"[::]:{CONTROL_PORT}",
         "--http",
-        f"[::]:{names.HTTP_PORT}",
+        f"[::]:{HTTP_PORT}",
         "--export",
-        f"127.0.0.1:{names.EXPORT_PORT}",
+        f"127.0.0.1:{EXPORT_PORT}",
         "--control-key-file",
         f"{names.CONTROL_PATH}/control-key",
         "--stay",
@@ -138,11 +149,7 @@ def syncer(job: Job, image: str, pull: str) -> Object:
         volumes.append(_syncer_credentials(job))
     container = _container("syncer", image, pull, command, mounts)
     container["env"] = [_POD]
-    container["ports"] = [
-        _port("sync", names.SYNC_PORT),
-        _port("control", names.CONTROL_PORT),
-        _port("http", names.HTTP_PORT),
-    ]
+    container["ports"] = [_port("sync", SYNC_PORT), _port("control", CONTROL_PORT), _port("http", HTTP_PORT)]
     # Not the sync port: it is bound before the store is read, and a kubelet has no certificate to show there.
     ready: Object = {"httpGet": {"path": "/readyz", "port": "http"}}
     container["startupProbe"] = ready | _probe(2, START_SECONDS // 2)
@@ -297,7 +304,7 @@ def _worker(job: Job, role: str, image: str, pull: str, region: str | None = Non
     if role == "evaluator" and job.spec.training.device == "cuda":  # it has no GPU
         env[0]["value"] = f"{names.SETTINGS_PATH}/evaluator.json"
     container["env"] = env
-    container["ports"] = [_port("status", names.WORKER_PORT)]
+    container["ports"] = [_port("status", WORKER_PORT)]
     live: Object = {"httpGet": {"path": "/healthz", "port": "status"}}
     container["startupProbe"] = live | _probe(2, START_SECONDS // 2)
     # Patient: a step that holds the interpreter for long is no reason to kill what trains.
@@ -315,10 +322,10 @@ def _worker_env(role: str, region: str | None, secure: bool) -> list[Object]:
         {"name": "DILOCO_WORKDIR", "value": names.DATA_PATH},
         {"name": "DILOCO_IDLE_AT_END", "value": "1"},
         {"name": "DILOCO_LOG_FORMAT", "value": "json"},
-        {"name": "DILOCO_STATUS", "value": f"[::]:{names.WORKER_PORT}"},
+        {"name": "DILOCO_STATUS", "value": f"[::]:{WORKER_PORT}"},
     ]
     if region is not None:
-        index = f"metadata.labels['{names.POD_INDEX}']"
+        index = f"metadata.labels['{LABEL_POD_INDEX}']"
         env += [
             {"name": "DILOCO_REGION", "value": region},
             {"name": "DILOCO_ORDINAL", "valueFrom": {"fieldRef": {"fieldPath": index}}},

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from diloco_operator.model import Object
+from diloco_protocol.vocabulary import DOMAIN
 
 Path = tuple[str, ...]
 
@@ -194,7 +195,7 @@ def refused(template: Mapping[str, Any], path: str, protected: Protected) -> lis
     metadata, spec = template.get("metadata") or {}, template.get("spec") or {}
     for kind in ("labels", "annotations"):
         for name in metadata.get(kind) or {}:
-            if name in protected.labels or name.startswith("diloco.io/"):
+            if name in protected.labels or name.startswith(f"{DOMAIN}/"):
                 found.append(Refusal(f"{path}.metadata.{kind}[{name}]", "is the operator's own: leave it out"))
     for name in ("name", "namespace", "ownerReferences", "finalizers"):
         if name in metadata:

@@ -16,11 +16,12 @@ from diloco_operator.objects.manifests import Images
 from diloco_operator.plan.lifecycle import Course
 from diloco_operator.plan.pods.rollout import held_back
 from diloco_operator.plan.view import View
+from diloco_protocol.vocabulary import DOMAIN, LABEL_REGION
 
 NUDGE_SECONDS = 60.0
 """A controller that could not make pods tries again after an ever longer time; a changed annotation of
 its object makes it try at once."""
-NUDGED = f"{names.DOMAIN}/nudged"
+NUDGED = f"{DOMAIN}/nudged"
 
 
 @dataclass(slots=True)
@@ -166,7 +167,7 @@ def _prune(view: View, course: Course, keep: set[Ref], out: Wanted) -> None:
             continue
         if "deletionTimestamp" in live["metadata"]:
             continue
-        region = _label(live, names.LABEL_REGION)
+        region = _label(live, LABEL_REGION)
         left = [pod for pod in view.pods if region and pod.role == "learner" and pod.region == region]
         rendering = manifests.rendering(live)
         if ref.kind == "StatefulSet" and left and rendering is not None:

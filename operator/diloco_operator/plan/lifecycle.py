@@ -25,7 +25,8 @@ from diloco_operator import names
 from diloco_operator.job import seconds
 from diloco_operator.model import Call
 from diloco_operator.objects.manifests import Scale
-from diloco_operator.plan.view import ENDED, View
+from diloco_operator.plan.view import View
+from diloco_protocol.vocabulary import ENDED_PHASES, ControlMethod, JobPhase
 
 Stage = Literal[
     "deleting",
@@ -73,8 +74,8 @@ def outcome(view: View) -> Literal["complete", "failed", ""]:
         return "failed"
     if view.holds("Complete"):
         return "complete"
-    if view.begun and view.said in ("complete", "failed"):
-        return "complete" if view.said == "complete" else "failed"
+    if view.begun and view.said in (JobPhase.COMPLETE, JobPhase.FAILED):
+        return "complete" if view.said == JobPhase.COMPLETE else "failed"
     return ""
 
 
@@ -101,12 +102,16 @@ def _deleting(view: View) -> Course:
     syncer = view.pod_of("syncer")
     reachable = syncer is not None and syncer.running and not syncer.over
     waits = (
-        view.begun and view.here.syncer and reachable and view.said not in ENDED and view.now - deleted < DELETE_SECONDS
+        view.begun
+        and view.here.syncer
+        and reachable
+        and view.said not in ENDED_PHASES
+        and view.now - deleted < DELETE_SECONDS
     )
     found = Course("deleting")
     if waits:
         found.message = "The syncer tells its learners that the job is deleted."
-        found.calls = _announce(view, "deleted", "the job was deleted")
+        found.calls = _announce(view, JobPhase.DELETED, "the job was deleted")
     return found
 
 
@@ -116,7 +121,7 @@ def deletion_done(course: Course) -> bool:
 
 
 def _failed(view: View, failure: str) -> Course:
-    told = view.said == "failed" or not _answers(view)
+    told = view.said == JobPhase.FAILED or not _answers(view)
     since = view.now if failure else view.since("Failed")
     down = told or view.now - since > FAIL_SECONDS
     found = Course("failed" if down and not _pods(view, "learner") else "failing")
@@ -125,8 +130,8 @@ def _failed(view: View, failure: str) -> Course:
     else:
         found.scale = _full(view)
         found.message = "Learners are told that the job has failed."
-    if view.said not in ENDED:
-        found.calls = _announce(view, "failed", failure or str(view.condition("Failed").get("message", "")))
+    if view.said not in ENDED_PHASES:
+        found.calls = _announce(view, JobPhase.FAILED, failure or str(view.condition("Failed").get("message", "")))
     return found
 
 
@@ -149,12 +154,12 @@ def _suspended(view: View) -> Course:
         return Course("waiting", message="It is suspended from its creation: nothing was started.")
     if not _is_down(view):
         answers = _answers(view)
-        told = view.said == "suspended"
+        told = view.said == JobPhase.SUSPENDED
         unanswered = view.lasting("suspend unanswered", not answers)
         waited = view.lasting("suspend")
         if not told and unanswered < UNREACHABLE_SECONDS and waited < SUSPEND_SECONDS:
             found = Course("suspending", _full(view))
-            found.calls = _announce(view, "suspended", "the job is suspended")
+            found.calls = _announce(view, JobPhase.SUSPENDED, "the job is suspended")
             found.message = (
                 "Learners offer their work and the syncer makes a checkpoint."
                 if answers
@@ -175,7 +180,7 @@ def _running(view: View) -> Course:
     for fact in ("suspend", "suspend unanswered"):
         view.memory.since.pop(fact, None)
     if view.begun:
-        if view.said == "suspended" and view.here.syncer:
+        if view.said == JobPhase.SUSPENDED and view.here.syncer:
             return Course("restarting", message="The suspension is finished first, then the job goes on.")
         old = [pod for pod in view.pods if not pod.over and not view.stuck(pod)]
         if _is_down(view) and old:
@@ -216,9 +221,9 @@ def _pods(view: View, role: str) -> bool:
 def _announce(view: View, phase: str, message: str) -> list[Call]:
     """Tell the syncer, if it is here and there is a process to be told."""
     syncer = view.pod_of("syncer") if view.here.syncer else None
-    if syncer is None or not syncer.running or view.said in ENDED:
+    if syncer is None or not syncer.running or view.said in ENDED_PHASES:
         return []  # an end is final for the syncer
-    return [Call("announce", {"phase": phase, "message": message[:1000]})]
+    return [Call(ControlMethod.ANNOUNCE, {"phase": phase, "message": message[:1000]})]
 
 
 def expired(view: View) -> float | None:

@@ -39,6 +39,7 @@ from diloco_operator.plan.transitions import Story, tell
 from diloco_operator.plan.view import PATIENCE, View
 from diloco_operator.status import JobStatus, Progress, SyncerStatus
 from diloco_protocol.spec.base import Spec
+from diloco_protocol.vocabulary import FINALIZER, FINISHING_PHASES, JobPhase
 
 STEADY, SOON, BRIEFLY = 20.0, 2.0, 0.5
 """Seconds to the next turn: nothing goes on; something does; the next object can be made at once."""
@@ -95,7 +96,7 @@ def _planned(view: View) -> Plan:
     busy = _busy(view, found)
     events = [*lost.events, *found.nodes.events, *found.rolled.events, *tell(view, found, verdicts, status)]
     return Plan(
-        finalizer=names.FINALIZER in job.finalizers or view.here.anything,
+        finalizer=FINALIZER in job.finalizers or view.here.anything,
         secrets=tuple(wanted.secrets),
         apply=tuple(wanted.apply),
         calls=tuple([*lost.calls, *course.calls]),
@@ -142,7 +143,7 @@ def _invalid(observed: Observed, memory: PlanMemory, job: Job) -> Plan:
     was = str(old.get("message")) if old.get("reason") == "InvalidSpec" else ""
     story.turn("invalid", was, message, "Warning", "InvalidSpec", message)
     return Plan(
-        finalizer=names.FINALIZER in job.finalizers,
+        finalizer=FINALIZER in job.finalizers,
         status=status,
         urgent=_urgent(job.status, status),
         events=tuple(story.events),
@@ -154,7 +155,7 @@ def _invalid(observed: Observed, memory: PlanMemory, job: Job) -> Plan:
 def _deleted(observed: Observed, memory: PlanMemory, settings: PlanSettings, job: Job) -> Plan:
     """Learners are told first; then the volume goes, if it is to; then the job is let go, and what it owns
     is collected. Works for a spec that cannot be read, too."""
-    if names.FINALIZER not in job.finalizers:
+    if FINALIZER not in job.finalizers:
         return Plan(finalizer=False)
     here = place(job.spec, settings.cluster) if job.document is not None else Place(True, ())
     view = View(observed, memory, settings, job, here)
@@ -338,10 +339,10 @@ def _phase(view: View, found: Findings) -> str:
         if found.regions.in_quorum:
             return "Running"
         return "Holding" if drained(view) else "Starting"
-    if said in ("draining", "evaluating"):
+    if said in FINISHING_PHASES:
         return "Finishing"
-    if said in ("training", "holding"):
-        return "Running" if said == "training" else "Holding"
+    if said in (JobPhase.TRAINING, JobPhase.HOLDING):
+        return "Running" if said == JobPhase.TRAINING else "Holding"
     before = str(view.job.status.get("phase") or "")
     if said == "" and before in ("Running", "Holding", "Finishing"):
         syncer = view.pod_of("syncer")
@@ -444,7 +445,7 @@ def _busy(view: View, found: Findings) -> float:
             or bool(memory.followed)
             or found.held_back
             or any(view.leaving(pod) for pod in view.pods)
-            or view.said not in ("training", "")
+            or view.said not in (JobPhase.TRAINING, "")
             or (view.here.syncer and view.document is None)
         )
     lasts = view.lasting("going on", going)

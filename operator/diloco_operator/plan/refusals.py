@@ -2,8 +2,8 @@
 
 Theory of operation. A learner's status page has the last refusal as a word and a sentence
 (worker's standing.py); one that was refused for good says the same in its last line, and
-ends with ``REFUSED``. A learner's pod whose Secret cannot be used waits for a better one; a
-syncer ends with ``CREDENTIALS`` and is started again by its kubelet. All of that is a
+ends with ``WorkerExit.REFUSED``. A learner's pod whose Secret cannot be used waits for a better one; a
+syncer ends with ``SyncerExit.CREDENTIALS`` and is started again by its kubelet. All of that is a
 person's mistake that heals when the Secret (after ``_COPY`` the copy of the job) is put right,
 so none of it fails a job or counts as a loss. What is said here names the Secret, and
 never what is in it.
@@ -17,24 +17,23 @@ from typing import Any
 from diloco_operator import names
 from diloco_operator.job import Job
 from diloco_operator.plan.pods.pod_status import End, Obstacle
+from diloco_protocol.vocabulary import ConnectionRefusal, JoinRefusal, TrustFailure, WorkerExit
 
-REFUSED = 4
-"""With this exit code a learner ends that the syncer has refused for good."""
-CREDENTIALS = 5
-"""With this one a syncer whose credentials cannot be used."""
 UNFIT = "its credentials cannot be used"
-SPEC_DRIFT = "spec-drift"
-_COPY = (SPEC_DRIFT, "other-layout", "other-data")
+_COPY = (JoinRefusal.SPEC_DRIFT, JoinRefusal.OTHER_LAYOUT, JoinRefusal.OTHER_DATA)
 """Words that say of one mistake: this copy of the job is another."""
 
-_REASONS = {
-    "credentials-unusable": "CredentialsUnusable",
-    "certificate-refused": "CertificateRefused",
-    "wrong-region": "CertificateRefused",
-    "untrusted-syncer": "UntrustedSyncer",
-    "unauthenticated": "Unauthenticated",
+_REASONS: dict[str, str] = {
+    TrustFailure.CREDENTIALS_UNUSABLE: "CredentialsUnusable",
+    TrustFailure.CERTIFICATE_REFUSED: "CertificateRefused",
+    ConnectionRefusal.WRONG_REGION: "CertificateRefused",
+    TrustFailure.UNTRUSTED_SYNCER: "UntrustedSyncer",
+    TrustFailure.UNAUTHENTICATED: "Unauthenticated",
 }
-_WHO = {"credentials-unusable": UNFIT, "untrusted-syncer": "it does not believe the syncer"}
+_WHO: dict[str, str] = {
+    TrustFailure.CREDENTIALS_UNUSABLE: UNFIT,
+    TrustFailure.UNTRUSTED_SYNCER: "it does not believe the syncer",
+}
 
 
 def current(document: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -51,7 +50,7 @@ def ended(end: End) -> tuple[str, str] | None:
     """The same of a learner that has ended, from its last line."""
     head, found, message = end.words.partition("): ")
     _, mark, word = head.rpartition("(")
-    return (word, message) if end.code == REFUSED and found and mark else None
+    return (word, message) if end.code == WorkerExit.REFUSED and found and mark else None
 
 
 def curable(end: End | None) -> bool:
@@ -105,37 +104,37 @@ UNREACHED = (
 def cure(job: Job, word: str) -> str:
     """What to do where a learner is kept out for that; empty: the refusal says it itself."""
     secret = learners_secret(job)
-    if word == "credentials-unusable":
+    if word == TrustFailure.CREDENTIALS_UNUSABLE:
         return _whole(secret, "learners here")
-    if word in ("certificate-refused", "wrong-region"):
+    if word in (TrustFailure.CERTIFICATE_REFUSED, ConnectionRefusal.WRONG_REGION):
         return (
             f"The certificate in {secret} is not taken: renew it (diloco certs renew), or issue one for this "
             "job and region (diloco certs issue), and apply the Secret; learners read it by themselves."
         )
-    if word == "untrusted-syncer":
+    if word == TrustFailure.UNTRUSTED_SYNCER:
         return (
             f"Either the address leads to somebody else, or ca.crt in {secret} and the certificate in "
             f"{syncer_secret(job)} of the syncer's cluster are not of one authority and this job: diloco "
             "certs show says what they are."
         )
-    if word == "unauthenticated":
+    if word == TrustFailure.UNAUTHENTICATED:
         return (
             f"The join-token in {secret} must be the syncer's, one for all clusters: put it right and apply "
             "the Secret; learners read it by themselves."
         )
-    if word == SPEC_DRIFT:
+    if word == JoinRefusal.SPEC_DRIFT:
         return (
             "What may not differ cannot be edited either: delete this cluster's copy (diloco delete "
             f"{job.name}, with its --context), and apply the hub's here. Nothing is lost by it: the model is "
             "the hub's."
         )
-    if word in ("other-layout", "other-data"):
+    if word in _COPY[1:]:
         return "Apply the same job in every cluster; where it reads files, they must be the same too."
     return ""
 
 
 def syncer_cure(job: Job, words: str) -> str:
-    """What to do where a syncer has ended with ``CREDENTIALS``; ``words``: its last line."""
+    """What to do where a syncer has ended with ``SyncerExit.CREDENTIALS``; ``words``: its last line."""
     if names.CONTROL_PATH in words:
         made = names.secret_name(job.name, "syncer", job.uid)
         said = f"Secret {made} is the operator's: delete it, and it is made again."

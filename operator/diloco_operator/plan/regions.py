@@ -16,6 +16,7 @@ from diloco_operator.plan.pods.pod_status import Pod, shortened
 from diloco_operator.plan.pods.rollout import Rollout
 from diloco_operator.plan.view import View
 from diloco_protocol.spec.job import RegionSpec
+from diloco_protocol.vocabulary import TRAINING_PHASES, SlotState
 
 ROLLING = ("RollingOut", "RolloutStopped")
 CAUSES = 3
@@ -185,7 +186,7 @@ def _cause(view: View, region: RegionSpec, ordinal: int, pod: Pod | None, nodes:
     if refused:
         return refused
     slot = view.slot_of(pod)
-    if slot is not None and slot.state == "lost" and pod.ready:
+    if slot is not None and slot.state == SlotState.LOST and pod.ready:
         return "it runs, and the syncer does not hear it"
     return _apart(view, pod)
 
@@ -206,7 +207,7 @@ def _apart(view: View, pod: Pod) -> str:
     back has seen nobody."""
     slot, document = view.slot_of(pod), view.document
     there = view.standing_by(pod) or (slot is not None and slot.holding)
-    judged = document is not None and document.get("phase") in ("waiting", "training", "holding")
+    judged = document is not None and document.get("phase") in TRAINING_PHASES
     fact = f"apart {pod.uid} {(document or {}).get('epoch')}"
     if view.lasting(fact, judged and pod.running and not there) <= JOIN_PATIENCE:
         return ""
@@ -254,7 +255,7 @@ def _lost_since(view: View, region: RegionSpec, course: Course, before: Object, 
     if known is not None:
         return known
     was_there = bool(before.get("inQuorum")) or any(
-        slot.region == region.name and slot.state == "lost" for slot in view.slots
+        slot.region == region.name and slot.state == SlotState.LOST for slot in view.slots
     )
     return view.now if was_there and taking == 0 else None
 

@@ -19,18 +19,10 @@ from diloco_operator.plan.conditions.decide import Findings
 from diloco_operator.plan.conditions.region_conditions import DRAINED
 from diloco_operator.plan.regions import ROLLING
 from diloco_operator.plan.view import View
+from diloco_protocol.vocabulary import JOB_REFUSED_REASONS
 
 # Reasons of Ready: the job itself, or an object that it cannot do without, is refused.
-_REFUSALS = (
-    "InvalidSpec",
-    "Unsupported",
-    "PodTemplate",
-    "NotPlaced",
-    "Refused",
-    "Forbidden",
-    "QuotaExceeded",
-    "ApplyFailed",
-)
+_REFUSALS = JOB_REFUSED_REASONS | {"InvalidSpec"}
 # Reasons for which SyncerReady turns False and that do not pass by themselves.
 _SYNCER_FAULTS = frozenset(
     {

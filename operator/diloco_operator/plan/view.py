@@ -16,11 +16,8 @@ from diloco_operator.job import Job, Place, seconds
 from diloco_operator.model import Object, Observed, PlanMemory, PlanSettings, ProgramAnswer, Ref
 from diloco_operator.plan.pods import pod_status
 from diloco_operator.plan.pods.pod_status import Pod
+from diloco_protocol.vocabulary import HELD_STATES, JobPhase, SlotState
 
-HOLDING = frozenset({"active", "suspect", "draining"})
-"""States of a slot that some process holds."""
-ENDED = frozenset({"complete", "failed", "suspended", "deleted"})
-"""Phases in which a syncer's job has ended."""
 PATIENCE = 15.0
 """Seconds without an answer before a syncer that answered is told to be silent."""
 UID_DIGITS = 32
@@ -69,11 +66,11 @@ class Slot:
 
     @property
     def holding(self) -> bool:
-        return self.state in HOLDING
+        return self.state in HELD_STATES
 
     @property
     def in_quorum(self) -> bool:
-        return self.state == "active" and self.ready
+        return self.state == SlotState.ACTIVE and self.ready
 
 
 @dataclass
@@ -202,7 +199,14 @@ class View:
         if self.here.syncer:
             return str((self.document or {}).get("phase", ""))
         phases = {str(page.get("phase", "")) for page in self.pages}
-        return next((end for end in ("deleted", "failed", "complete", "suspended") if end in phases), "")
+        return next(
+            (
+                end
+                for end in (JobPhase.DELETED, JobPhase.FAILED, JobPhase.COMPLETE, JobPhase.SUSPENDED)
+                if end in phases
+            ),
+            "",
+        )
 
     @property
     def merges(self) -> int | None:

@@ -21,8 +21,9 @@ from typing import Any
 
 from diloco_operator.model import Object
 from diloco_protocol.spec.quantities import parse_quantity
+from diloco_protocol.vocabulary import DOMAIN
 
-APPLIED = "diloco.io/applied"
+APPLIED = f"{DOMAIN}/applied"
 """Annotation: digest of the manifest that was applied last."""
 
 # Keys of list items, the first that all items of the wanted list have.

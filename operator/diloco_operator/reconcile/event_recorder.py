@@ -20,6 +20,7 @@ from diloco_operator.kube.kinds import EVENT, JOB
 from diloco_operator.logs import about
 from diloco_operator.model import EventWanted, Key, Object
 from diloco_operator.names import MANAGER
+from diloco_protocol.vocabulary import DOMAIN
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class EventWriter:
             "reason": event.reason,
             "message": note,
             "source": {"component": MANAGER},
-            "reportingComponent": f"diloco.io/{MANAGER}",
+            "reportingComponent": f"{DOMAIN}/{MANAGER}",
             "reportingInstance": self._instance[:128],
             "action": "Reconcile",
             "firstTimestamp": stamp(now),

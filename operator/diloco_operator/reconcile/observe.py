@@ -13,7 +13,7 @@ from typing import Any
 from diloco_operator.informer.cache import Cache
 from diloco_operator.kube.kinds import JOB
 from diloco_operator.model import ApplyError, ClusterEvent, Key, Object, Observed, ProgramAnswer, Ref
-from diloco_operator.names import LABEL_ROLE
+from diloco_protocol.vocabulary import LABEL_ROLE
 
 
 def _role(pod: Object) -> str:

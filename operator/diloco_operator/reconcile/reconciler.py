@@ -40,7 +40,6 @@ from diloco_operator.model import (
     PlanSettings,
     Ref,
 )
-from diloco_operator.names import FINALIZER
 from diloco_operator.plan import plan as planning
 from diloco_operator.reconcile.apply import Applied, Applier, explained
 from diloco_operator.reconcile.event_reader import EventReader, waiting
@@ -51,6 +50,7 @@ from diloco_operator.reconcile.root_key import KeyFinder
 from diloco_operator.reconcile.status_writer import Written, write_status
 from diloco_operator.reconcile.syncer_poller import Asker
 from diloco_operator.settings import Settings
+from diloco_protocol.vocabulary import FINALIZER
 
 log = logging.getLogger(__name__)
 

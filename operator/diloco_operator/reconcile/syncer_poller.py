@@ -28,14 +28,14 @@ from typing import Any
 from diloco_operator.logs import about
 from diloco_operator.metrics import Metrics
 from diloco_operator.model import Call, Key, ProgramAnswer
-from diloco_operator.names import CONTROL_PORT, WORKER_PORT
+from diloco_protocol.vocabulary import CONTROL_PORT, WORKER_PORT, ControlMethod, JobPhase
 from diloco_protocol.wire.control_client import ControlClient, ControlError
 
 log = logging.getLogger(__name__)
 
 MIN_SECONDS = 1.0  # between two questions to one program
 MAX_PAGE = 1 << 20  # bytes of a learner's status page
-ENDS = ("complete", "failed")
+ENDS = (JobPhase.COMPLETE, JobPhase.FAILED)
 LEARNERS_SECONDS = 20.0
 NOT_ASKED = "this pod has not been asked yet"
 
@@ -205,7 +205,7 @@ class Asker:
         document: Report | None = None
         error = ""
         try:
-            document = await self._control(ip, job.control_key, "status", {})
+            document = await self._control(ip, job.control_key, ControlMethod.STATUS, {})
         except ControlError as failed:
             error = str(failed)[:500]
         now = time.time()
@@ -225,7 +225,7 @@ class Asker:
             job.report = None
         elif job.report is None and job.report_wanted:
             try:
-                job.report = await self._control(ip, job.control_key, "report", {})
+                job.report = await self._control(ip, job.control_key, ControlMethod.REPORT, {})
             except ControlError as failed:
                 log.info("the report cannot be had yet: %s", failed, extra=about(key))
 

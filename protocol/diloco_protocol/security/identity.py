@@ -29,6 +29,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from diloco_protocol.vocabulary import ConnectionRefusal
+
 SCHEME = "diloco"
 Role = Literal["syncer", "learner"]
 _URI = re.compile(r"diloco://job/([^/]+)/([^/]+)/(syncer|learner)(?:/([^/]+))?")
@@ -144,14 +146,14 @@ def objection_to_learner(mine: Names, theirs: Names, job: str) -> Objection | No
     if not theirs and not mine:
         return None
     if not theirs:
-        return Objection("unnamed", f"a certificate without {Name('NAMESPACE', job, 'learner').uri}")
+        return Objection(ConnectionRefusal.UNNAMED, f"a certificate without {Name('NAMESPACE', job, 'learner').uri}")
     learners = frozenset(one for one in theirs if one.role == "learner")
     if not learners:
-        return Objection("wrong-role", f"a certificate of {_all(theirs)}: only learners join")
+        return Objection(ConnectionRefusal.WRONG_ROLE, f"a certificate of {_all(theirs)}: only learners join")
     jobs = {(one.namespace, one.job) for one in mine}
     if not any((one.namespace, one.job) in jobs if jobs else one.job == job for one in learners):
         here = _all(mine) or f"the syncer of job {job}"
-        return Objection("wrong-job", f"a certificate of {_all(theirs)}: this is {here}")
+        return Objection(ConnectionRefusal.WRONG_JOB, f"a certificate of {_all(theirs)}: this is {here}")
     return None
 
 
@@ -160,14 +162,20 @@ def objection_to_syncer(mine: Names, theirs: Names) -> Objection | None:
     if not mine:
         return None
     if not theirs:
-        return Objection("unnamed", "the server's certificate names no job: issue it with the syncer's URI")
+        return Objection(
+            ConnectionRefusal.UNNAMED, "the server's certificate names no job: issue it with the syncer's URI"
+        )
     syncers = frozenset(one for one in theirs if one.role == "syncer")
     if not syncers:
-        return Objection("wrong-role", f"the server shows a certificate of {_all(theirs)}: it is no syncer")
+        return Objection(
+            ConnectionRefusal.WRONG_ROLE, f"the server shows a certificate of {_all(theirs)}: it is no syncer"
+        )
     jobs = {(one.namespace, one.job) for one in mine}
     if not any((one.namespace, one.job) in jobs for one in syncers):
         own = ", ".join(sorted(f"{namespace}/{job}" for namespace, job in jobs))
-        return Objection("wrong-job", f"the server shows a certificate of {_all(theirs)}, not of job {own}")
+        return Objection(
+            ConnectionRefusal.WRONG_JOB, f"the server shows a certificate of {_all(theirs)}, not of job {own}"
+        )
     return None
 
 

@@ -49,8 +49,7 @@ from diloco_protocol.spec.training import (
     StopSpec,
     TrainingSpec,
 )
-
-API_VERSION = "diloco.io/v1alpha1"
+from diloco_protocol.vocabulary import API_VERSION
 
 __all__ = [
     "API_VERSION",

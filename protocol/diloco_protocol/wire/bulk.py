@@ -26,9 +26,10 @@ import xxhash
 from grpc import aio
 
 from diloco_protocol.common.meter import Meter
+from diloco_protocol.vocabulary import TransferRefusal
 from diloco_protocol.wire import limits, sync_pb2
 from diloco_protocol.wire.limits import WireError, parse, transfer_seconds
-from diloco_protocol.wire.services import DOWNLOAD, PARTIAL, UPLOAD
+from diloco_protocol.wire.services import DOWNLOAD, UPLOAD
 
 Buffer = bytes | bytearray | memoryview
 
@@ -217,7 +218,7 @@ async def upload(
             meter.end(time.monotonic(), taken)
             reading.cancel()
             call.cancel()
-        if not reply.accepted or reply.reason != PARTIAL:
+        if not reply.accepted or reply.reason != TransferRefusal.PARTIAL:
             verdict = reply
         if not reply.accepted:
             raise Refused

@@ -22,9 +22,6 @@ DOWNLOAD = f"/{SERVICE}/Download"
 SESSION_SERVICE = "diloco.v1.Sync"
 SESSION = f"/{SESSION_SERVICE}/Session"
 
-PARTIAL = "partial"  # UploadReply.reason of a part that does not complete its payload
-BUSY = "busy"  # UploadReply.reason: too many uploads at once; try again after a pause
-
 Context = Any  # grpc.aio.ServicerContext; its stubs are generic and the class is not
 UploadHandler = Callable[[AsyncIterator[bytes], Context], Any]
 DownloadHandler = Callable[[bytes, Context], AsyncIterator[bytes]]

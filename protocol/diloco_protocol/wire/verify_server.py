@@ -22,20 +22,16 @@ import ssl
 
 from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.security.identity import IdentityError, Names, names_in, objection_to_syncer
+from diloco_protocol.vocabulary import TrustFailure
 from diloco_protocol.wire.limits import CONNECT_SECONDS
 
 _SECONDS = 2.0 * CONNECT_SECONDS  # for the handshake, and again for the first bytes
 
 
-UNTRUSTED = "untrusted-syncer"
-REFUSED = "certificate-refused"
-UNUSABLE = "credentials-unusable"
-
-
 class VouchError(Exception):
     """The server is not to be spoken to, or does not take us; the message says why and the cure.
 
-    ``reason``: ``UNTRUSTED``, ``REFUSED``, ``UNUSABLE`` (the own files), or empty where there was
+    ``reason`` is a ``TrustFailure``, or empty where there was
     nothing to judge (it is away, or no TLS), which is nobody's mistake.
     """
 
@@ -63,7 +59,8 @@ async def vouched(credentials: Credentials, address: str, mine: Names) -> Creden
         raise VouchError(f"no TLS handshake with {address} within {_SECONDS:.0f} s") from error
     except ssl.SSLCertVerificationError as error:
         raise VouchError(
-            f"the certificate that {address} shows is not believed: {error.verify_message.rstrip('.')}", UNTRUSTED
+            f"the certificate that {address} shows is not believed: {error.verify_message.rstrip('.')}",
+            TrustFailure.UNTRUSTED_SYNCER,
         ) from error
     except ssl.SSLError as error:
         raise VouchError(f"no TLS with {address}: {_words(error)}") from error
@@ -77,11 +74,15 @@ async def vouched(credentials: Credentials, address: str, mine: Names) -> Creden
         except TimeoutError as error:
             raise VouchError(f"{address} took the handshake and says nothing") from error
         except ssl.SSLError as error:
-            raise VouchError(f"{address} refuses our certificate: {_words(error)}", REFUSED) from error
+            raise VouchError(
+                f"{address} refuses our certificate: {_words(error)}", TrustFailure.CERTIFICATE_REFUSED
+            ) from error
         except OSError as error:
             raise VouchError(f"the connection to {address} broke: {error}") from error
         if not first:
-            raise VouchError(f"{address} hung up after the handshake: the syncer's log says why", REFUSED)
+            raise VouchError(
+                f"{address} hung up after the handshake: the syncer's log says why", TrustFailure.CERTIFICATE_REFUSED
+            )
     finally:
         writer.transport.abort()
         with contextlib.suppress(OSError):
@@ -99,7 +100,8 @@ def _context(credentials: Credentials) -> ssl.SSLContext:
         context.load_cert_chain(folder / "tls.crt", folder / "tls.key", password=lambda: "")
     except (OSError, ValueError) as error:  # SSLError is an OSError, UnicodeDecodeError a ValueError
         raise VouchError(
-            f"{folder}: ca.crt, tls.crt and tls.key are not an authority, a certificate and its key in PEM", UNUSABLE
+            f"{folder}: ca.crt, tls.crt and tls.key are not an authority, a certificate and its key in PEM",
+            TrustFailure.CREDENTIALS_UNUSABLE,
         ) from error
     return context
 
@@ -110,10 +112,10 @@ def _judged(writer: asyncio.StreamWriter, mine: Names) -> bytes:
     try:
         theirs = names_in(str(value) for kind, value in shown.get("subjectAltName", ()) if kind == "URI")
     except IdentityError as error:
-        raise VouchError(f"the server's certificate: {error}", UNTRUSTED) from error
+        raise VouchError(f"the server's certificate: {error}", TrustFailure.UNTRUSTED_SYNCER) from error
     objection = objection_to_syncer(mine, theirs)
     if objection is not None:
-        raise VouchError(objection.message, UNTRUSTED)
+        raise VouchError(objection.message, TrustFailure.UNTRUSTED_SYNCER)
     return bytes(writer.get_extra_info("ssl_object").getpeercert(binary_form=True))
 
 

@@ -32,11 +32,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from diloco_protocol.vocabulary import ENDED_PHASES, EventKind, JobPhase, PushRefusal, SlotState
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.config import CoreConfig
-from diloco_syncer.core.events import ENDED, Action, PhaseName, PushHeader, Reason
+from diloco_syncer.core.events import Action, PushHeader
 from diloco_syncer.core.members.admission import Admission
-from diloco_syncer.core.members.slots import Slot, SlotState
+from diloco_syncer.core.members.slots import Slot
 from diloco_syncer.core.members.state_donors import StateDonors
 from diloco_syncer.core.merging.aggregation import Aggregator
 from diloco_syncer.core.merging.ledger import Ledger
@@ -72,7 +73,7 @@ class Core:
     # ================================================================ what the walls read
 
     @property
-    def phase(self) -> PhaseName:
+    def phase(self) -> JobPhase:
         return self._state.phase
 
     @property
@@ -132,11 +133,11 @@ class Core:
     def wake_at(self) -> float:
         """When a Tick is due at the latest (monotonic seconds)."""
         # Where no round is taken because of its grace window, none needs waking for.
-        waits = self._state.phase in (PhaseName.WAITING, PhaseName.TRAINING, PhaseName.HOLDING)
+        waits = self._state.phase in (JobPhase.WAITING, JobPhase.TRAINING, JobPhase.HOLDING)
         grace = self._state.rounds.wake_at() if self._state.rounds and waits else None
         return self._next_check if grace is None else min(grace, self._next_check)
 
-    def check_push(self, header: PushHeader, process: str = "") -> tuple[Reason, str] | None:
+    def check_push(self, header: PushHeader, process: str = "") -> tuple[PushRefusal, str] | None:
         """The verdict on a header before its bytes are read; None: send them. ``process``:
         who sends it, where that is known."""
         return self.merging.check_push(header, process)
@@ -183,7 +184,7 @@ class Core:
         """A record of ``epoch``, newer than the state, that came from a learner, which held it in epoch
         ``origin``; call in the order of the records."""
         take_over(self._state, fragment, version, origin, rows, epoch)
-        self._state.note("recovered", None, f"fragment {fragment} goes on from version {version}, a learner's")
+        self._state.note(EventKind.RECOVERED, None, f"fragment {fragment} goes on from version {version}, a learner's")
 
     def apply_record(self, fragment: int, version: int, headers: Iterable[PushHeader], epoch: int) -> None:
         """A merge record of ``epoch``, newer than the state; call in version order."""
@@ -279,7 +280,7 @@ class Core:
     def _lease(self, connection: int) -> None:
         job = self._state
         slot = job.members.by_connection(connection)
-        if slot is None or job.leases is None or job.closing or job.phase in ENDED:
+        if slot is None or job.leases is None or job.closing or job.phase in ENDED_PHASES:
             return
         lost = [s.index for s in job.members.slots if s.state is SlotState.LOST]
         grant = job.leases.grant(slot.index, lost)
@@ -299,7 +300,7 @@ class Core:
         job.out.append(ev.Persist())
         for fragment in range(job.rounds.fragments):
             job.out.append(ev.Announce(fragment, 0, {}, 0))
-        job.note("initialised", None, f"version 0 is durable: {job.rounds.fragments} fragments")
+        job.note(EventKind.INITIALISED, None, f"version 0 is durable: {job.rounds.fragments} fragments")
 
     def _evaluated(self, event: ev.Evaluated) -> None:
         job = self._state
@@ -315,7 +316,7 @@ class Core:
                 job.eval_loss.pop()
             job.eval_loss.append((event.tokens, event.loss))
             job.scored_merges = event.sum_versions
-        if event.final and job.phase is PhaseName.EVALUATING:
+        if event.final and job.phase is JobPhase.EVALUATING:
             job.final_loss = event.loss
 
     def _advance(self, now: float) -> None:
@@ -327,8 +328,8 @@ class Core:
         job.out += self.lost.advance(now)
         job.out += self.peers.advance(job.members, job.closing, now)
         job.out += self.phases.advance(now)
-        if job.rounds and job.phase in (PhaseName.TRAINING, PhaseName.HOLDING):
+        if job.rounds and job.phase in (JobPhase.TRAINING, JobPhase.HOLDING):
             self.merging.open_rounds(now)
-        if job.rounds and job.phase not in ENDED:
+        if job.rounds and job.phase not in ENDED_PHASES:
             self.merging.take_ready_rounds(now)
         self._next_check = now + min(1.0, self.config.heartbeat_timeout / 4)

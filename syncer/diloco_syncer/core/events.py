@@ -9,47 +9,8 @@ the core never asks for it. Ids are those of sync.proto.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 
-
-class PhaseName(StrEnum):
-    """The job's phase; the names of sync.proto without their prefix."""
-
-    WAITING = "waiting"
-    TRAINING = "training"
-    HOLDING = "holding"
-    DRAINING = "draining"
-    EVALUATING = "evaluating"
-    COMPLETE = "complete"
-    FAILED = "failed"
-    SUSPENDED = "suspended"
-    DELETED = "deleted"
-
-
-ENDED = frozenset({PhaseName.COMPLETE, PhaseName.FAILED, PhaseName.SUSPENDED, PhaseName.DELETED})
-
-
-class Reason(StrEnum):
-    """Why a push is refused; one counter each in metrics (algorithm.md section 4.5)."""
-
-    FENCED = "fenced"  # an older incarnation
-    NO_SLOT = "no-slot"
-    OTHER_JOB = "other-job"
-    OTHER_LAYOUT = "other-layout"
-    OTHER_EPOCH = "other-epoch"  # base of a history that this store does not have
-    OTHER_ROUND = "other-round"  # late, or never opened
-    REPEATED = "repeated"  # the id was seen
-    ALREADY_MERGED = "already-merged"  # base older than the slot's last merged version
-    FUTURE_BASE = "future-base"
-    TOO_OLD = "too-old"
-    WRONG_SIZE = "wrong-size"
-    WRONG_ENCODING = "wrong-encoding"
-    NOT_FINITE = "not-finite"
-    NORM_GATE = "norm-gate"
-    NO_STEPS = "no-steps"
-    INCONSISTENT = "inconsistent"  # the header contradicts itself
-    BAD_CHECKSUM = "bad-checksum"
-    ENDED = "ended"
+from diloco_protocol.vocabulary import JobPhase, PushRefusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +183,7 @@ class Evaluated:
 class EndRequested:
     """Suspend, delete, fail or interrupt: drain first, then that phase."""
 
-    phase: PhaseName
+    phase: JobPhase
     message: str
 
 
@@ -323,7 +284,7 @@ class Admit:
     observer: bool
     seat: Seat | None
     initialise: bool
-    phase: PhaseName
+    phase: JobPhase
     message: str
     merged: tuple[MergedPush, ...]  # per fragment, for the announcements inside Welcome
     withheld: frozenset[int] = frozenset()  # fragments that are not announced: it holds newer ones
@@ -367,7 +328,7 @@ class AnswerPush:
     spooled durably by the wall before it answers."""
 
     handle: int
-    reason: Reason | None
+    reason: PushRefusal | None
     message: str
     offer: bool = False
 
@@ -425,7 +386,7 @@ class GrantLease:
 class SetPhase:
     """Tell every connection the phase."""
 
-    phase: PhaseName
+    phase: JobPhase
     message: str
 
 

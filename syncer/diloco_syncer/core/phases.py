@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from diloco_protocol.vocabulary import ENDED_PHASES, EventKind, JobPhase, SlotState
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.events import ENDED, Action, PhaseName
-from diloco_syncer.core.members.slots import SlotState
+from diloco_syncer.core.events import Action
 from diloco_syncer.core.members.state_donors import StateDonors
 from diloco_syncer.core.merging.aggregation import Aggregator
 from diloco_syncer.core.recovery.lost_versions import VersionRecovery
@@ -38,15 +38,15 @@ class Phases:
         self.merging = merging
         self.peers = peers
         self.config = job.config
-        self.target = PhaseName.COMPLETE  # of the drain
+        self.target = JobPhase.COMPLETE  # of the drain
         self.target_message = ""
         self.since = 0.0
-        self.requested: tuple[PhaseName, str] | None = None
+        self.requested: tuple[JobPhase, str] | None = None
         self.moved_at = 0.0  # when the drain last came on
 
-    def request_end(self, phase: PhaseName, message: str) -> None:
+    def request_end(self, phase: JobPhase, message: str) -> None:
         """Somebody wants an end; the first one wins, but failing or deleting beats suspending."""
-        if self.requested is None or phase is not PhaseName.SUSPENDED:
+        if self.requested is None or phase is not JobPhase.SUSPENDED:
             self.requested = (phase, message)
 
     def advance(self, now: float) -> list[Action]:
@@ -59,61 +59,65 @@ class Phases:
             out += step
 
     def _next(self, now: float) -> list[Action] | None:
-        if self.job.phase in ENDED:
+        if self.job.phase in ENDED_PHASES:
             return None
         if self.requested is not None:
             phase, message = self.requested
             self.requested = None
-            if phase is not PhaseName.SUSPENDED or not self.job.initialised:
+            if phase is not JobPhase.SUSPENDED or not self.job.initialised:
                 return self._end(phase, message, now)
             if not self.job.closing:
                 return self._drain(phase, message, now)
-        handlers: dict[PhaseName, Callable[[float], list[Action] | None]] = {
-            PhaseName.WAITING: self._waiting,
-            PhaseName.TRAINING: self._training,
-            PhaseName.HOLDING: self._training,
-            PhaseName.DRAINING: self._draining,
-            PhaseName.EVALUATING: self._evaluating,
+        handlers: dict[JobPhase, Callable[[float], list[Action] | None]] = {
+            JobPhase.WAITING: self._waiting,
+            JobPhase.TRAINING: self._training,
+            JobPhase.HOLDING: self._training,
+            JobPhase.DRAINING: self._draining,
+            JobPhase.EVALUATING: self._evaluating,
         }
         return handlers[self.job.phase](now)
 
-    def _set(self, name: PhaseName, message: str, now: float) -> list[Action]:
+    def _set(self, name: JobPhase, message: str, now: float) -> list[Action]:
         self.job.phase, self.job.phase_message = name, message
         self.since = self.moved_at = now
-        return [ev.Persist(), ev.SetPhase(name, message), ev.RecordEvent("phase", -1, 0, f"{name.value}: {message}")]
+        return [
+            ev.Persist(),
+            ev.SetPhase(name, message),
+            ev.RecordEvent(EventKind.PHASE, -1, 0, f"{name.value}: {message}"),
+        ]
 
     # ------------------------------------------------------------- phases
 
     def _waiting(self, now: float) -> list[Action] | None:
         if self.job.initialised and self._stop_reached(now):
-            return self._drain(PhaseName.COMPLETE, "the stop is reached", now)
+            return self._drain(JobPhase.COMPLETE, "the stop is reached", now)
         ready = sum(s.occupied and s.ready for s in self.job.members.slots)
         if not self.job.initialised or ready < self.config.rules.quorum or self.lost.settling:
             return None
         self.job.history.settle(self.job.epoch)
-        return self._set(PhaseName.TRAINING, _ENOUGH, now)
+        return self._set(JobPhase.TRAINING, _ENOUGH, now)
 
     def _training(self, now: float) -> list[Action] | None:
         if self._stop_reached(now):
-            return self._drain(PhaseName.COMPLETE, "the stop is reached", now)
+            return self._drain(JobPhase.COMPLETE, "the stop is reached", now)
         told = self._watch_regions(now)
         if told:
             return told
         lost = self._missed_regions()
         if lost and self.config.on_region_lost == "Fail":
-            return self._end(PhaseName.FAILED, f"{lost}, and failurePolicy.onRegionLost is Fail", now)
+            return self._end(JobPhase.FAILED, f"{lost}, and failurePolicy.onRegionLost is Fail", now)
         quorum = self.config.rules.quorum
         # A suspect slot is not given up yet, and a draining one still takes part by its offers.
         active = sum(s.occupied for s in self.job.members.slots)
         message = f"{active} of {quorum} learners that a merge needs are active" if active < quorum else ""
         if lost:
             message = f"{lost}, and failurePolicy.onRegionLost is Hold"
-        if message and self.job.phase is PhaseName.TRAINING:
+        if message and self.job.phase is JobPhase.TRAINING:
             self.job.clock.hold(now)
-            return [*self._set(PhaseName.HOLDING, message, now), ev.RecordEvent("hold", -1, 0, message)]
-        if not message and self.job.phase is PhaseName.HOLDING:
+            return [*self._set(JobPhase.HOLDING, message, now), ev.RecordEvent(EventKind.HOLD, -1, 0, message)]
+        if not message and self.job.phase is JobPhase.HOLDING:
             self.job.clock.release(now)
-            return [*self._set(PhaseName.TRAINING, _ENOUGH, now), ev.RecordEvent("resume", -1, 0, _ENOUGH)]
+            return [*self._set(JobPhase.TRAINING, _ENOUGH, now), ev.RecordEvent(EventKind.RESUME, -1, 0, _ENOUGH)]
         return None
 
     def _watch_regions(self, now: float) -> list[Action]:
@@ -122,10 +126,10 @@ class Phases:
         members.watch_regions(now, patience)
         gone, back = members.note_absences(now, self.job.clock.elapsed(now))
         notes = [
-            ev.RecordEvent("region-lost", -1, 0, f"nobody of region {region} was heard for {patience:g} s")
+            ev.RecordEvent(EventKind.REGION_LOST, -1, 0, f"nobody of region {region} was heard for {patience:g} s")
             for region in gone
         ]
-        notes += [ev.RecordEvent("region-back", -1, 0, f"region {region} is heard again") for region in back]
+        notes += [ev.RecordEvent(EventKind.REGION_BACK, -1, 0, f"region {region} is heard again") for region in back]
         return [ev.Persist(), *notes] if notes else []
 
     def _missed_regions(self) -> str:
@@ -142,7 +146,7 @@ class Phases:
         out: list[Action] = []
         for slot in staying:
             slot.state = SlotState.LOST
-            out.append(ev.RecordEvent("lost", slot.index, slot.incarnation, "did not drain in time"))
+            out.append(ev.RecordEvent(EventKind.LOST, slot.index, slot.incarnation, "did not drain in time"))
         if out:
             return out
         if self.lost.settling:
@@ -151,8 +155,8 @@ class Phases:
         if out or not finished or self.peers.checkpoint_pending:
             return out or None
         self.job.clock.end(now)
-        if self.target is PhaseName.COMPLETE and self.config.evaluated:
-            return self._set(PhaseName.EVALUATING, "the merged model is evaluated", now)
+        if self.target is JobPhase.COMPLETE and self.config.evaluated:
+            return self._set(JobPhase.EVALUATING, "the merged model is evaluated", now)
         return self._end(self.target, self.target_message, now)
 
     def _evaluating(self, now: float) -> list[Action] | None:
@@ -167,15 +171,15 @@ class Phases:
 
     # ------------------------------------------------------------- transitions
 
-    def _drain(self, target: PhaseName, message: str, now: float) -> list[Action]:
+    def _drain(self, target: JobPhase, message: str, now: float) -> list[Action]:
         self.target = target
         self.target_message = message
         out: list[Action] = []
-        if target is PhaseName.SUSPENDED:
+        if target is JobPhase.SUSPENDED:
             out += self.peers.checkpoint(self.job.members, now)
-        return out + self._set(PhaseName.DRAINING, message, now)
+        return out + self._set(JobPhase.DRAINING, message, now)
 
-    def _end(self, name: PhaseName, message: str, now: float) -> list[Action]:
+    def _end(self, name: JobPhase, message: str, now: float) -> list[Action]:
         self.job.clock.end(now)
         return self._set(name, message, now)
 
@@ -206,17 +210,17 @@ class Phases:
         """Go on from a saved phase. A suspended, failed or deleted job, a complete one whose stop was
         moved, and one that was draining wait for learners again: whoever wants it suspended
         still says so, and a stop that is reached is seen again."""
-        self.target = PhaseName(row["target"])
+        self.target = JobPhase(row["target"])
         self.target_message = row["target_message"]
         job = self.job
-        again = job.phase in (PhaseName.SUSPENDED, PhaseName.FAILED, PhaseName.DELETED, PhaseName.DRAINING)
-        ended = job.phase in (PhaseName.COMPLETE, PhaseName.EVALUATING)
+        again = job.phase in (JobPhase.SUSPENDED, JobPhase.FAILED, JobPhase.DELETED, JobPhase.DRAINING)
+        ended = job.phase in (JobPhase.COMPLETE, JobPhase.EVALUATING)
         if again or (ended and not self._stop_reached(0.0)):
-            job.phase, job.phase_message, self.target = PhaseName.WAITING, "resumed", PhaseName.COMPLETE
+            job.phase, job.phase_message, self.target = JobPhase.WAITING, "resumed", JobPhase.COMPLETE
             job.final_loss = None  # of an end that was not the last: the next one is scored anew
 
     def restart(self, now: float) -> None:
         """A new life of the syncer: learners have to come back before it goes on."""
-        if self.job.phase in (PhaseName.TRAINING, PhaseName.HOLDING):
-            self.job.phase = PhaseName.WAITING
+        if self.job.phase in (JobPhase.TRAINING, JobPhase.HOLDING):
+            self.job.phase = JobPhase.WAITING
         self.since = self.moved_at = now

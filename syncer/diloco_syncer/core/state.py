@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from diloco_protocol.vocabulary import EventKind, JobPhase, SlotState
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.clock import JobClock
 from diloco_syncer.core.config import CoreConfig
-from diloco_syncer.core.events import Action, PhaseName, PushHeader
+from diloco_syncer.core.events import Action, PushHeader
 from diloco_syncer.core.members.leases import LeaseBook
 from diloco_syncer.core.members.recent_refusals import RecentRefusals
-from diloco_syncer.core.members.slots import Slot, SlotState, SlotTable
+from diloco_syncer.core.members.slots import Slot, SlotTable
 from diloco_syncer.core.merging.ledger import Ledger, PushId
 from diloco_syncer.core.merging.push_checks import NormGate
 from diloco_syncer.core.merging.rounds import Accepted, Progress, RoundBook
@@ -29,7 +30,7 @@ class JobState:
     def __init__(self, config: CoreConfig, epoch: int) -> None:
         self.config = config
         self.epoch = epoch
-        self.phase = PhaseName.WAITING
+        self.phase = JobPhase.WAITING
         self.phase_message = ""
         self.members = SlotTable(list(config.places))
         self.clock = JobClock(len(config.places))
@@ -65,7 +66,7 @@ class JobState:
     @property
     def closing(self) -> bool:
         """On the way to an end: nobody new is seated."""
-        return self.phase in (PhaseName.DRAINING, PhaseName.EVALUATING)
+        return self.phase in (JobPhase.DRAINING, JobPhase.EVALUATING)
 
     def slot(self, index: int) -> Slot | None:
         return self.members.slots[index] if 0 <= index < len(self.members.slots) else None
@@ -135,7 +136,7 @@ class JobState:
         slot.advanced = slot.advanced or bool(report.trained_steps)
         if report.trained_steps and moved and not slot.stepped:
             slot.stepped = True
-            self.note("first-step", slot, f"slot {slot.index} made its first step, {slot.step}")
+            self.note(EventKind.FIRST_STEP, slot, f"slot {slot.index} made its first step, {slot.step}")
         trained = self.ledger.trained(slot.index)
         if trained > before:
             self.clock.start(now)
@@ -178,7 +179,7 @@ class JobState:
         if state["leases"] is not None:
             self.leases = LeaseBook.from_json(self.config.seed, self.config.rules.deterministic, state["leases"])
         self.clock.load(state["clock"], now, wall)
-        self.phase = PhaseName(state["phase"]["name"])
+        self.phase = JobPhase(state["phase"]["name"])
         self.phase_message = state["phase"]["message"]
         self.merges = state["merges"]
         if "history" in state:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from diloco_syncer.core.members.slots import SlotState
+from diloco_protocol.vocabulary import SlotState
 from diloco_syncer.core.state import JobState
 
 
@@ -62,7 +62,7 @@ def slot_rows(job: JobState, now: float) -> list[dict[str, Any]]:
 def core_status(job: JobState, now: float) -> dict[str, Any]:
     """The core's part of the status document (docs/contracts.md)."""
     rounds = job.rounds
-    active = sum(s.state.value == "active" and s.ready for s in job.members.slots)
+    active = sum(s.state is SlotState.ACTIVE and s.ready for s in job.members.slots)
     holds = job.clock.holds
     return {
         "phase": job.phase.value,

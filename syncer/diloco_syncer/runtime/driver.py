@@ -36,9 +36,9 @@ from typing import Any, TypeVar
 from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.common.files import DiskFull
 from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.vocabulary import ENDED_PHASES, EventKind, JobPhase, SyncerExit
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.core import Core
-from diloco_syncer.core.events import ENDED, PhaseName
 from diloco_syncer.messages import receipt_to
 from diloco_syncer.runtime.global_model import Broadcast, Diverged, Parameters
 from diloco_syncer.runtime.initial_model import InitialUpload
@@ -63,6 +63,7 @@ EVENTS_KEPT = 500
 LINGER_SECONDS = 10.0  # the longest stay after the end
 REPORT_SECONDS = 3.0  # how long somebody may take to fetch the report after the end
 MAX_REPORT = 64 << 20
+_WARNINGS = frozenset({EventKind.LOST, EventKind.GONE, EventKind.HOLD, EventKind.STARVED, EventKind.DROPPED})
 FORGET_SECONDS = 5.0  # between looks for overtaken broadcasts that nobody downloads any more
 RESTART = -1  # outcome: begin again from the store
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -155,7 +156,7 @@ class Engine:
 
     def queue(self, actions: list[ev.Action]) -> None:
         if len(self._actions) > MAX_ACTIONS:
-            self.stop(4, f"{len(self._actions)} actions wait for the store: {self.problem}")
+            self.stop(SyncerExit.STORE, f"{len(self._actions)} actions wait for the store: {self.problem}")
             return
         # A Welcome or an announcement tells of the versions that the core knew when it decided.
         known = tuple(self.parameters.broadcasts) if self.parameters is not None else ()
@@ -181,14 +182,14 @@ class Engine:
 
     def _failed(self, error: BaseException) -> None:
         if isinstance(error, HigherEpoch):
-            self.stop(3, str(error))
+            self.stop(SyncerExit.SUPERSEDED, str(error))
         elif isinstance(error, TakeOver):
             self.stop(RESTART, str(error))
         elif isinstance(error, OSError | StoreUnusable | TapeError):
-            self.stop(4, f"the store cannot be used: {error}")
+            self.stop(SyncerExit.STORE, f"the store cannot be used: {error}")
         else:
             log.error("a fault of this program", exc_info=error)
-            self.stop(1, f"a fault of this program: {error!r}")
+            self.stop(SyncerExit.FAILED, f"a fault of this program: {error!r}")
 
     def stop(self, outcome: int, why: str) -> None:
         """End the process with this exit code (or ``RESTART``); the first call counts."""
@@ -204,7 +205,7 @@ class Engine:
         made = [record.made_in for record in self.parameters.newest] if self.parameters else []
         behind = self.restored.behind
         self.restored = Restored()  # taken over; its arrays live on in parameters
-        ended = self.core.phase in ENDED  # else a SetPhase will say so
+        ended = self.core.phase in ENDED_PHASES  # else a SetPhase will say so
         self.queue(self.core.start(self.clock(), made, behind))
         for work in (self._carry_out(), self._tick(), self._merge_all(), self._checkpoint_regularly()):
             self.run_task(work)
@@ -339,7 +340,7 @@ class Engine:
     async def _checkpoint_regularly(self) -> None:
         while True:
             await asyncio.sleep(self.job.spec.syncer.checkpoint.every_seconds)
-            if self.core.phase in ENDED:  # there is nothing new; but another syncer may have the store
+            if self.core.phase in ENDED_PHASES:  # there is nothing new; but another syncer may have the store
                 await self.durably(self.checkpoints.epoch.check)
             else:
                 await self.checkpoint()
@@ -382,7 +383,7 @@ class Engine:
                 self.stop(RESTART, action.reason)
             case ev.SetPhase():
                 self.sessions.tell_phase(action.phase, self.problem or action.message)
-                if action.phase in ENDED:
+                if action.phase in ENDED_PHASES:
                     self.run_task(self._end(action.phase))
             case _:
                 self.sessions.carry_out(action, known)
@@ -400,10 +401,10 @@ class Engine:
                 **({"details": note.details} if note.details else {}),
             }
         )
-        level = logging.WARNING if note.kind in ("lost", "gone", "hold", "starved", "dropped") else logging.INFO
+        level = logging.WARNING if note.kind in _WARNINGS else logging.INFO
         log.log(level, "%s: %s", note.kind, note.message, extra={"slot": note.slot})
 
-    async def _end(self, phase: PhaseName, again: bool = False) -> None:
+    async def _end(self, phase: JobPhase, again: bool = False) -> None:
         """The job has ended: checkpoint, let everybody hear of it, stop (or serve on). ``again``: it
         had ended before this process began, whose report stays if it was written."""
         document = present_report(self)
@@ -421,7 +422,10 @@ class Engine:
             if not self.sessions.count and (self.report_fetched or waited > REPORT_SECONDS):
                 break
             await asyncio.sleep(0.05)
-        self.stop(1 if phase is PhaseName.FAILED else 0, f"{phase.value}: {self.core.phase_message}")
+        self.stop(
+            SyncerExit.FAILED if phase is JobPhase.FAILED else SyncerExit.OK,
+            f"{phase.value}: {self.core.phase_message}",
+        )
 
     def _reported(self, outcome: str) -> dict[str, Any] | None:
         """The store's report of this end; None: it has none."""
@@ -454,7 +458,7 @@ class Engine:
                 self._merge_thread, self.parameters.merge, action, deltas, self.epoch, self._merge_number + 1, squares
             )
         except Diverged as error:
-            self.handle(ev.EndRequested(PhaseName.FAILED, str(error)))
+            self.handle(ev.EndRequested(JobPhase.FAILED, str(error)))
             return
         await self.durably(self.checkpoints.write_record, record, thread="merge")
         self._merge_number += 1

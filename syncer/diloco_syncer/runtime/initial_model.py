@@ -24,9 +24,9 @@ import numpy as np
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.layout import MAX_JSON_BYTES, Layout, LayoutError
 from diloco_protocol.common.files import Buffer
+from diloco_protocol.vocabulary import JobPhase
 from diloco_protocol.wire import limits, sync_pb2
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.events import PhaseName
 from diloco_syncer.runtime.global_model import Parameters, first_records
 from diloco_syncer.store import records
 from diloco_syncer.store.records import Array, Floats
@@ -168,7 +168,7 @@ class InitialUpload:
 
     def _hopeless(self, message: str) -> InitialRefused:
         """Every learner would upload the same: the job fails."""
-        self._engine.handle(ev.EndRequested(PhaseName.FAILED, f"version 0 is refused: {message}"))
+        self._engine.handle(ev.EndRequested(JobPhase.FAILED, f"version 0 is refused: {message}"))
         return InitialRefused(message)
 
     async def _take_fragment(self, fragment: int, data: Array, attempt: int) -> None:

@@ -20,8 +20,9 @@ import numpy as np
 
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.kernels import Float64s
+from diloco_protocol.vocabulary import PushRefusal
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.events import PushHeader, Reason
+from diloco_syncer.core.events import PushHeader
 from diloco_syncer.messages import reply
 from diloco_syncer.numerics.merge import piece_squares
 from diloco_syncer.runtime.buffer_pool import Buffers
@@ -125,7 +126,7 @@ class Payloads:
             self._engine.refused[verdict.reason.value] += 1
             self._settle(verdict.handle)
             refusal = reply(False, verdict.reason.value, verdict.message)
-            if verdict.reason is Reason.REPEATED:
+            if verdict.reason is PushRefusal.REPEATED:
                 # The first copy is accepted, but perhaps not durable yet: say so only when it is.
                 self._engine.run_task(self._answer_after(payload, refusal))
             else:

@@ -19,12 +19,12 @@ import numpy as np
 from diloco_protocol.arrays import codec
 from diloco_protocol.common.meter import Meter
 from diloco_protocol.security.identity import akin
+from diloco_protocol.vocabulary import ConnectionRefusal, PushRefusal, TransferRefusal
 from diloco_protocol.wire import bulk as wire_bulk
-from diloco_protocol.wire import limits, services, sync_pb2
+from diloco_protocol.wire import limits, sync_pb2
 from diloco_protocol.wire.limits import WireError
 from diloco_syncer import messages
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.events import Reason
 from diloco_syncer.messages import held_to, reply
 from diloco_syncer.runtime.initial_model import InitialRefused
 from diloco_syncer.runtime.multipart import Busy
@@ -32,7 +32,7 @@ from diloco_syncer.runtime.optimizer_relay import Relayed, largest_state
 from diloco_syncer.runtime.traffic import NOBODY
 from diloco_syncer.runtime.version_recovery import BaseRefused
 from diloco_syncer.server.pages.job_page import handout
-from diloco_syncer.server.tls.connection_limits import WRONG_PROCESS, Peer
+from diloco_syncer.server.tls.connection_limits import Peer
 from diloco_syncer.store.records import Array
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Bulk:
             sessions.doors.assign_place(context, connection.place)
             return ""
         message = "a process with another certificate has this id"
-        sessions.doors.record_refusal(peer, WRONG_PROCESS, message)
+        sessions.doors.record_refusal(peer, ConnectionRefusal.WRONG_PROCESS, message)
         return message
 
     # ------------------------------------------------------------- up
@@ -83,25 +83,25 @@ class Bulk:
             header = limits.parse(sync_pb2.UploadHeader, raw, limits.MAX_HEADER_BYTES)
             limits.check_format(header.format)
             if objection := self._objection(header.process, peer, context):
-                raise Refused(WRONG_PROCESS, objection)
+                raise Refused(ConnectionRefusal.WRONG_PROCESS, objection)
             return await self._route(header, stream)
         except Refused as error:
             refused[error.reason] += 1
             return reply(False, error.reason, str(error))
         except InitialRefused as error:
             refused["initial"] += 1
-            return reply(False, "initial", str(error))
+            return reply(False, TransferRefusal.INITIAL, str(error))
         except BaseRefused as error:
             refused["base"] += 1
             log.warning("a base is refused: %s", error)
-            return reply(False, "base", str(error))
+            return reply(False, TransferRefusal.BASE, str(error))
         except Busy:
-            return reply(False, services.BUSY, "too many uploads at once: try again after a pause")
+            return reply(False, TransferRefusal.BUSY, "too many uploads at once: try again after a pause")
         except TimeoutError:
-            return reply(False, "bad-transfer", f"no header within {limits.STALL_SECONDS:.0f} s")
+            return reply(False, TransferRefusal.BAD_TRANSFER, f"no header within {limits.STALL_SECONDS:.0f} s")
         except WireError as error:
             wrong = isinstance(error, wire_bulk.ChecksumError)
-            word = Reason.BAD_CHECKSUM.value if wrong else "bad-transfer"
+            word = PushRefusal.BAD_CHECKSUM.value if wrong else TransferRefusal.BAD_TRANSFER
             refused[word] += 1
             log.warning("upload refused: %s", error)
             return reply(False, word, str(error))
@@ -109,7 +109,7 @@ class Bulk:
     async def _route(self, header: sync_pb2.UploadHeader, stream: AsyncIterator[bytes]) -> bytes:
         job = self._engine.job.metadata.name
         if header.job != job:
-            raise Refused(Reason.OTHER_JOB.value, f"job {header.job[:80]!r}: this syncer serves {job!r}")
+            raise Refused(PushRefusal.OTHER_JOB.value, f"job {header.job[:80]!r}: this syncer serves {job!r}")
         kind = header.WhichOneof("what")
         if kind == "push":
             return await self._push(header, stream)
@@ -158,7 +158,7 @@ class Bulk:
             raise Busy
         refusal = engine.core.check_push(push, header.process)
         if refusal is not None:
-            if refusal[0] is Reason.REPEATED:
+            if refusal[0] is PushRefusal.REPEATED:
                 await engine.payloads.settled(push.id)
             raise Refused(refusal[0].value, refusal[1])
         assert engine.layout is not None
@@ -166,14 +166,14 @@ class Bulk:
         size = codec.encoded_bytes(push.encoding, elements)
         if header.total_bytes != size:
             raise Refused(
-                Reason.WRONG_SIZE.value,
+                PushRefusal.WRONG_SIZE.value,
                 f"{header.total_bytes} bytes: {elements} elements as {push.encoding} are {size}",
             )
         whole = await self._receive(
             ("push", push.id, header.process), header, stream, lambda: engine.payloads.buffers.take(size)
         )
         if whole is None:
-            return reply(True, services.PARTIAL)
+            return reply(True, TransferRefusal.PARTIAL)
         return await engine.payloads.receive(push, whole)
 
     async def _initial(self, header: sync_pb2.UploadHeader, stream: AsyncIterator[bytes]) -> bytes:
@@ -188,7 +188,7 @@ class Bulk:
                 ("initial", header.process, part, fragment), header, stream, lambda: np.empty(size, np.uint8)
             )
             if whole is None:
-                return reply(True, services.PARTIAL)
+                return reply(True, TransferRefusal.PARTIAL)
             await initial.take(number, attempt, part, fragment, whole)
         return reply(True)
 
@@ -198,11 +198,13 @@ class Bulk:
         asked = engine.relay.asked(transfer)
         connection = engine.sessions.of_process(header.process)
         if asked is None or connection is None or connection.number != asked[0]:
-            raise Refused("not-asked", f"nobody asked this process for transfer {transfer}")
+            raise Refused(TransferRefusal.NOT_ASKED, f"nobody asked this process for transfer {transfer}")
         assert engine.layout is not None
         largest = largest_state(engine.layout.total_elements)
         if header.total_bytes > largest:
-            raise Refused("too-large", f"{header.total_bytes} bytes of optimizer state; at most {largest}")
+            raise Refused(
+                TransferRefusal.TOO_LARGE, f"{header.total_bytes} bytes of optimizer state; at most {largest}"
+            )
         if len(header.peer_state.versions) > limits.MAX_FRAGMENTS:
             raise WireError("versions: more than there can be fragments")
         try:
@@ -211,9 +213,9 @@ class Bulk:
             )
         except OSError as error:
             engine.handle(ev.PeerStateFailed(transfer))
-            raise Refused("no-space", f"the syncer has no room for it: {error.strerror}") from error
+            raise Refused(TransferRefusal.NO_SPACE, f"the syncer has no room for it: {error.strerror}") from error
         if whole is None:
-            return reply(True, services.PARTIAL)
+            return reply(True, TransferRefusal.PARTIAL)
         versions = tuple((held.epoch, held.version) for held in header.peer_state.versions)
         engine.relay.arrived(Relayed(transfer, whole, versions, asked[1]))
         if asked[1]:
@@ -230,7 +232,7 @@ class Bulk:
             ("base", header.process, base.fragment), header, stream, lambda: np.empty(header.total_bytes, np.uint8)
         )
         if whole is None:
-            return reply(True, services.PARTIAL)
+            return reply(True, TransferRefusal.PARTIAL)
         await bases.take(number, base, rows, whole)
         return reply(True)
 
@@ -299,7 +301,7 @@ class Bulk:
         if request.what == kinds.JOB and not request.job:  # who asks for it may not know its name
             return np.frombuffer(handout(engine.job), np.uint8), (), ""
         if request.job != engine.job.metadata.name:
-            return None, (), Reason.OTHER_JOB.value
+            return None, (), PushRefusal.OTHER_JOB.value
         if request.what in FRAGMENTS:
             found = None
             if engine.parameters is not None and request.epoch == engine.epoch:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from diloco_protocol.vocabulary import ControlMethod, JobPhase
 from diloco_protocol.wire import limits, sync_pb2
 from diloco_protocol.wire.control_auth import CallRefused, NonceCache, sign_reply, verify_call
 from diloco_protocol.wire.limits import WireError
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.events import PhaseName
 from diloco_syncer.server.pages.status import bounded, report, status
 
 if TYPE_CHECKING:
@@ -20,12 +20,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-METHODS = ("process-gone", "checkpoint", "announce", "report", "status")
 _ENDS = {
-    "suspended": PhaseName.SUSPENDED,
-    "interrupted": PhaseName.SUSPENDED,
-    "failed": PhaseName.FAILED,
-    "deleted": PhaseName.DELETED,
+    "suspended": JobPhase.SUSPENDED,
+    "interrupted": JobPhase.SUSPENDED,
+    "failed": JobPhase.FAILED,
+    "deleted": JobPhase.DELETED,
 }
 
 
@@ -77,7 +76,7 @@ class Control:
 
     async def _do(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
         engine = self._engine
-        if method == "process-gone":
+        if method == ControlMethod.PROCESS_GONE:
             ordinal = body.get("ordinal")
             if type(ordinal) is not int or ordinal < 0:
                 raise BadCall("ordinal: expected a whole number that is not negative")
@@ -85,22 +84,22 @@ class Control:
                 ev.ProcessEnded(_text(body, "region"), ordinal, _text(body, "process", ""), _text(body, "reason", ""))
             )
             return {}
-        if method == "checkpoint":
+        if method == ControlMethod.CHECKPOINT:
             await engine.checkpoint()
             return {"epoch": engine.epoch, "versions": list(engine.core.versions)}
-        if method == "announce":
+        if method == ControlMethod.ANNOUNCE:
             phase = _ENDS.get(_text(body, "phase"))
             if phase is None:
                 raise BadCall(f"phase: {body['phase']!r} is none of {', '.join(_ENDS)}")
             engine.handle(ev.EndRequested(phase, _text(body, "message", "")))
             return {"phase": engine.core.phase.value}
-        if method == "report":
+        if method == ControlMethod.REPORT:
             document = report(engine)
             engine.report_fetched = True
             return document
-        if method == "status":
+        if method == ControlMethod.STATUS:
             return status(engine)
-        raise BadCall(f"method {method[:80]!r} is none of {', '.join(METHODS)}")
+        raise BadCall(f"method {method[:80]!r} is none of {', '.join(ControlMethod)}")
 
 
 def status_handler(engine: Engine) -> Any:

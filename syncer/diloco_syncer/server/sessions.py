@@ -23,15 +23,14 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from diloco_protocol.security.identity import akin
+from diloco_protocol.vocabulary import ConnectionRefusal, JobPhase, JoinRefusal
 from diloco_protocol.wire import limits, sync_pb2
 from diloco_protocol.wire.limits import WireError
 from diloco_syncer import messages
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.events import PhaseName
 from diloco_syncer.messages import lease_to, phase_to, refusal, seat_to
 from diloco_syncer.runtime.global_model import Broadcast, announcement
 from diloco_syncer.server.pages.links import LinkMeasures
-from diloco_syncer.server.tls import connection_limits
 from diloco_syncer.server.tls.access import CallAuthorizer, may_join_region
 from diloco_syncer.server.tls.connection_limits import Peer
 
@@ -114,9 +113,9 @@ class Sessions:
         except WireError as error:
             other = isinstance(error, messages.OtherJob)
             self.doors.record_refusal(
-                peer, connection_limits.WRONG_JOB if other else connection_limits.BAD_JOIN, str(error)
+                peer, ConnectionRefusal.WRONG_JOB if other else ConnectionRefusal.BAD_JOIN, str(error)
             )
-            await context.write(refusal("bad-join", str(error), True).SerializeToString())
+            await context.write(refusal(JoinRefusal.BAD_JOIN, str(error), True).SerializeToString())
             return
         if not await self._believed(join, attempt, peer, context):
             return
@@ -137,7 +136,7 @@ class Sessions:
             return
         over = self.doors.limits.admit_join(peer, time.monotonic())
         if over is not None:
-            what = "sessions" if over == connection_limits.TOO_MANY_SESSIONS else "joins in a minute"
+            what = "sessions" if over == ConnectionRefusal.TOO_MANY_SESSIONS else "joins in a minute"
             await self.doors.refuse(
                 context,
                 peer,
@@ -151,11 +150,11 @@ class Sessions:
         doors, said = self.doors, None
         newest = self.of_process(join.process)
         if not join.evaluator and not may_join_region(peer, join.region):
-            said = connection_limits.WRONG_REGION, f"region {join.region!r} is not of this certificate", True
+            said = ConnectionRefusal.WRONG_REGION, f"region {join.region!r} is not of this certificate", True
         elif newest is not None and not akin(newest.peer.names, peer.names):
-            said = connection_limits.WRONG_PROCESS, "a process with another certificate has this id", False
+            said = ConnectionRefusal.WRONG_PROCESS, "a process with another certificate has this id", False
         elif not doors.limits.is_new_attempt(join.process, attempt):
-            said = connection_limits.REPLAYED, "this Join was said before: join anew", False
+            said = ConnectionRefusal.REPLAYED, "this Join was said before: join anew", False
         if said is not None:
             doors.record_refusal(peer, said[0], said[1])
             await context.write(refusal(*said).SerializeToString())
@@ -202,7 +201,7 @@ class Sessions:
                 self._heard(connection, limits.parse(sync_pb2.LearnerMessage, raw))
         except WireError as error:
             log.warning("session %d: %s", connection.number, error)
-            connection.send(refusal("bad-message", str(error), False))
+            connection.send(refusal(JoinRefusal.BAD_MESSAGE, str(error), False))
             connection.end()
 
     async def _write(self, context: Any, connection: Connection) -> None:
@@ -275,7 +274,7 @@ class Sessions:
                 message = sync_pb2.SyncerMessage(promotion=sync_pb2.Promotion(seat=seat_to(action.seat)))
             case ev.RequestInitialModel():
                 # Only a Welcome can ask for version 0: let this learner join again.
-                message = refusal("initialise", "join again to upload version 0", False)
+                message = refusal(JoinRefusal.INITIALISE, "join again to upload version 0", False)
             case ev.Pull():
                 pull = sync_pb2.Pull(
                     round=action.round, fragment=action.fragment, epoch=self._engine.epoch, version=action.version
@@ -302,7 +301,7 @@ class Sessions:
             if isinstance(action, ev.Refuse | ev.RequestInitialModel):
                 connection.end()
 
-    def tell_phase(self, phase: PhaseName, message: str) -> None:
+    def tell_phase(self, phase: JobPhase, message: str) -> None:
         """Tell every connection the phase."""
         told = sync_pb2.SyncerMessage(phase=phase_to(phase, message))
         for connection in self._connections.values():

@@ -14,6 +14,7 @@ import pytest
 from grpc import aio
 from syncer_client import LAYOUT, TOKENS, Client, SyncerProcess, first_values, raw_job, send_call, turn, until
 
+from diloco_protocol.vocabulary import TransferRefusal
 from diloco_protocol.wire import bulk, limits, services, sync_pb2
 from diloco_protocol.wire.control_auth import sign_call
 from diloco_syncer.store import tape
@@ -209,9 +210,9 @@ async def test_broken_transfers_are_refused_and_the_next_one_is_taken(syncer: Sy
             first = header(0, half, bulk.checksum(data[:half]))
             second = header(half, len(data) - half, bulk.checksum(data[half:]))
             bad = header(half, len(data) - half, 1)
-            assert (await part(a, first, [data[:half]])).reason == services.PARTIAL
+            assert (await part(a, first, [data[:half]])).reason == TransferRefusal.PARTIAL
             assert (await part(a, bad, [data[half:]])).reason == "bad-checksum"
-            assert (await part(a, second, [data[half:]])).reason == services.PARTIAL
+            assert (await part(a, second, [data[half:]])).reason == TransferRefusal.PARTIAL
             assert (await part(a, first, [data[:half]])).accepted
             assert (await a.adopt(0, 1)).merged_sequence == 1
 

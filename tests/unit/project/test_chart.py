@@ -151,7 +151,7 @@ def metric_names() -> set[str]:
 
 def status_document() -> dict[str, Any]:
     """The least that the syncer's metrics can be made of."""
-    from diloco_syncer.core.members.slots import SlotState
+    from diloco_protocol.vocabulary import SlotState
 
     row = {
         "slot": 0,

@@ -16,6 +16,7 @@ from diloco_operator import names, settings, uninstall
 from diloco_operator.kube.kinds import needs
 from diloco_operator.objects import pods
 from diloco_operator.reconcile import root_key
+from diloco_protocol.vocabulary import HTTP_PORT, WORKER_PORT
 
 from .test_chart import CHART, ROOT, chart
 
@@ -262,11 +263,7 @@ def test_monitors_find_the_pods_and_ports_that_there_are() -> None:
     (deployment,) = of_kind(objects, "Deployment")
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     assert own["spec"]["selector"]["matchLabels"].items() <= labels.items()
-    ports = {
-        "syncer": {names.HTTP_PORT: "http"},
-        "learner": {names.WORKER_PORT: "status"},
-        "evaluator": {names.WORKER_PORT: "status"},
-    }
+    ports = {"syncer": {HTTP_PORT: "http"}, "learner": {WORKER_PORT: "status"}, "evaluator": {WORKER_PORT: "status"}}
     source = Path(pods.__file__).read_text()
     for role, expected in ports.items():
         (found,) = [

@@ -14,9 +14,8 @@ from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.layout import Layout, Tensor
 from diloco_protocol.security.identity import name as certificate_name
 from diloco_protocol.spec.load import parse_job
-from diloco_protocol.wire import bulk, control_auth, limits, services, sync_pb2
-from diloco_syncer.core.events import Reason
-from diloco_syncer.server.tls import connection_limits
+from diloco_protocol.vocabulary import ConnectionRefusal, PushRefusal, TransferRefusal
+from diloco_protocol.wire import bulk, control_auth, limits, sync_pb2
 from diloco_worker.core.leases import block_order
 from repository import ROOT
 
@@ -48,7 +47,7 @@ def test_every_message_is_described(name: str) -> None:
     assert re.search(rf"`{name}(`| )", PROTOCOL), f"docs/protocol.md does not mention {name}"
 
 
-@pytest.mark.parametrize("reason", [*(r.value for r in Reason), services.PARTIAL, services.BUSY])
+@pytest.mark.parametrize("reason", [*(r.value for r in PushRefusal), TransferRefusal.PARTIAL, TransferRefusal.BUSY])
 def test_every_reason_is_described(reason: str) -> None:
     assert f"| `{reason}` |" in PROTOCOL or f"`{reason}`" in PROTOCOL.split("And of transfers")[1][:200]
 
@@ -62,18 +61,16 @@ def test_every_refusal_of_a_connection_is_described() -> None:
     table = PROTOCOL.split("**Refusals** of connections")[1].split("A Join that is refused")[0]
     rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
     described = {word for row in rows for word in re.findall(r"`([a-z-]+)`", row)}
-    source = "".join(
-        (DOCS.parent / "syncer/diloco_syncer/server/tls" / part).read_text(encoding="utf-8")
-        for part in ("listener.py", "connection.py")
-    ) + (DOCS.parent / "protocol/diloco_protocol/security/identity.py").read_text(encoding="utf-8")
-    said = set(re.findall(r"(?:Refused|Objection)\(\s*\"([a-z-]+)\"", source))
-    said |= {value for key, value in vars(connection_limits).items() if key.isupper() and isinstance(value, str)}
+    parts = [*(ROOT / "syncer/diloco_syncer/server").rglob("*.py"), *(ROOT / "protocol/diloco_protocol").rglob("*.py")]
+    source = "".join(part.read_text(encoding="utf-8") for part in parts)
+    said = {refusal.value for refusal in ConnectionRefusal if f"ConnectionRefusal.{refusal.name}" in source}
+    assert said == {refusal.value for refusal in ConnectionRefusal}
     assert described == said and len(said) > 20
 
 
 def test_reasons_that_are_gone_are_not_described() -> None:
     table = PROTOCOL.split("## Why a push is refused")[1].split("And of transfers")[0]
-    assert set(re.findall(r"^\| `([a-z-]+)` \|", table, re.M)) == {r.value for r in Reason}
+    assert set(re.findall(r"^\| `([a-z-]+)` \|", table, re.M)) == {r.value for r in PushRefusal}
 
 
 def test_the_limits_are_those_of_the_code() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from diloco_protocol.vocabulary import JobPhase
 from diloco_worker.core.syncer_settings import SyncerSettings
 
 NOT_TRIED = "not tried yet"
@@ -21,7 +22,7 @@ class ConnectionStatus:
     standby: bool = False
     slot: int = -1
     epoch: int = 0
-    phase: str = "waiting"
+    phase: str = JobPhase.WAITING
     message: str = ""
     sessions: int = 0  # that were accepted so far
     reason: str = NOT_TRIED

@@ -11,7 +11,8 @@ import logging
 
 from diloco_protocol.security.credentials import Credentials, CredentialsError
 from diloco_protocol.security.identity import NOBODY, IdentityError, own_learner
-from diloco_protocol.wire.verify_server import UNUSABLE, VouchError, vouched
+from diloco_protocol.vocabulary import TrustFailure
+from diloco_protocol.wire.verify_server import VouchError, vouched
 from diloco_worker.settings import ConfigurationError, WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ class WorkerCredentials:
         channels made with them trust that one certificate only. Raises VouchError."""
         problem = self._reload()
         if self._newest is None:
-            raise VouchError(problem, UNUSABLE)
+            raise VouchError(problem, TrustFailure.CREDENTIALS_UNUSABLE)
         credentials = await vouched(self._newest, address, self._names)
         return credentials, credentials is not self._newest
 

@@ -18,7 +18,8 @@ from grpc import aio
 
 from diloco_protocol.arrays.kernels import Bytes
 from diloco_protocol.common.meter import Meter
-from diloco_protocol.wire import bulk, limits, services, sync_pb2
+from diloco_protocol.vocabulary import TransferRefusal
+from diloco_protocol.wire import bulk, limits, sync_pb2
 
 T = TypeVar("T")
 _BUSY_TRIES = 20
@@ -81,7 +82,7 @@ class BulkChannels:
             except limits.WireError as error:
                 raise bulk.TransferError(str(error), retry=False) from error
             else:
-                if reply.accepted or reply.reason != services.BUSY:
+                if reply.accepted or reply.reason != TransferRefusal.BUSY:
                     self._counts.up += len(bulk.flat(payload))
                     return reply
             await asyncio.sleep(pause(attempt))

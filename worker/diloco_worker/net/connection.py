@@ -25,6 +25,7 @@ from typing import Any
 
 from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.spec.job import immutable_digests
+from diloco_protocol.vocabulary import TrustFailure
 from diloco_protocol.wire import channels, limits, sync_pb2
 from diloco_protocol.wire.verify_server import VouchError
 from diloco_worker.core.connection_status import ConnectionStatus
@@ -184,7 +185,7 @@ class SyncerConnection:
             assert isinstance(ending, SessionEnded)
             reason = str(ending)
             if ending.unauthenticated:  # not for good: a syncer with another token may follow
-                self.status = replace(self.status, refused=("unauthenticated", reason))
+                self.status = replace(self.status, refused=(TrustFailure.UNAUTHENTICATED, reason))
             self.drain_confirmed = session.half_closed and ending.clean and self.outbox.is_empty
         except* limits.WireError as group:
             reason = f"the syncer broke the protocol: {_first(group)}"

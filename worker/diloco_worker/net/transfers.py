@@ -34,6 +34,7 @@ import numpy as np
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.kernels import Bytes
 from diloco_protocol.arrays.layout import Layout
+from diloco_protocol.vocabulary import PushRefusal
 from diloco_protocol.wire import bulk, limits, sync_pb2
 from diloco_worker.core.adoption import Broadcast, PushPlan
 from diloco_worker.fragments import Floats, Vector
@@ -372,9 +373,9 @@ class Transfers:
             self._inbox.put(push.answered(None, "", "the connection broke"))
             raise
         # `repeated`: the id came through before, so an earlier answer was lost.
-        accepted = reply.accepted or reply.reason == "repeated"
+        accepted = reply.accepted or reply.reason == PushRefusal.REPEATED
         if not accepted:
-            level = logging.DEBUG if reply.reason == "other-round" else logging.INFO  # late: it happens
+            level = logging.DEBUG if reply.reason == PushRefusal.OTHER_ROUND else logging.INFO  # late: it happens
             text = "push %d of fragment %d was refused (%s): %s"
             log.log(level, text, plan.sequence, plan.fragment, reply.reason, reply.message)
         self._inbox.put(push.answered(accepted, reply.reason, reply.message))

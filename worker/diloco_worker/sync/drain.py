@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from diloco_worker.phases import ENDED
+from diloco_protocol.vocabulary import ENDED_PHASES, PushRefusal, TransferRefusal
 from diloco_worker.sync.synchronizer import Synchronizer
 
 log = logging.getLogger(__name__)
@@ -29,17 +29,17 @@ _TRIES = 6  # of one fragment
 
 # After these the same work can be offered again later; after any other refusal it cannot.
 _AGAIN = frozenset(
-    [
-        "already-merged",
-        "other-epoch",
-        "other-round",
-        "future-base",
-        "too-old",
-        "fenced",
-        "busy",
-        "bad-checksum",
-        "inconsistent",
-    ]
+    {
+        PushRefusal.ALREADY_MERGED,
+        PushRefusal.OTHER_EPOCH,
+        PushRefusal.OTHER_ROUND,
+        PushRefusal.FUTURE_BASE,
+        PushRefusal.TOO_OLD,
+        PushRefusal.FENCED,
+        PushRefusal.BAD_CHECKSUM,
+        PushRefusal.INCONSISTENT,
+        TransferRefusal.BUSY,
+    }
 )
 
 
@@ -76,7 +76,7 @@ def offer_everything(
         if _look(synchronizer, offers, now):
             patience = now + PATIENCE_SECONDS
         left = [p for p, offer in enumerate(offers) if not offer.done and not offer.given_up]
-        if not left or synchronizer.phase in ENDED or not synchronizer.seated:
+        if not left or synchronizer.phase in ENDED_PHASES or not synchronizer.seated:
             break
         if now > min(end, patience, until()):
             for p in left:
@@ -112,7 +112,7 @@ def _look(synchronizer: Synchronizer, offers: list[_Offer], now: float) -> bool:
             elif offer.tries >= _TRIES:
                 offer.given_up = f"tried {offer.tries} times: {verdict.reason} {verdict.message}"
             else:
-                offer.waits_above = offer.made_on if verdict.reason == "already-merged" else None
+                offer.waits_above = offer.made_on if verdict.reason == PushRefusal.ALREADY_MERGED else None
                 offer.again_at = now + 0.2 * 2**offer.tries
         if offer.waits_above is not None and version > offer.waits_above:
             offer.waits_above, offer.again_at, progress = None, now, True

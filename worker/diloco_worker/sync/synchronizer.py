@@ -24,6 +24,7 @@ import torch
 
 from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.spec.job import JobSpec
+from diloco_protocol.vocabulary import ENDED_PHASES, STOPPED_PHASES, JobPhase
 from diloco_protocol.wire import sync_pb2
 from diloco_worker import logs
 from diloco_worker.core.adoption import Adoption, AdoptionConfig, Broadcast, Decision, Kind, Rule
@@ -51,7 +52,6 @@ from diloco_worker.net.inbox import (
     Welcomed,
 )
 from diloco_worker.net.transfers import Push
-from diloco_worker.phases import CLOSING, ENDED
 from diloco_worker.settings import ConfigurationError, WorkerError
 from diloco_worker.sync.optimizer_handover import OptimizerHandover
 from diloco_worker.sync.optimizer_state import Rewarm
@@ -106,7 +106,7 @@ class Synchronizer:
         self.rewarm = Rewarm(optimizer_spec.warmup_steps or spec.sync.every)
         self.slot = -1
         self.slot_tokens = 0  # when the tenure began
-        self.phase = "waiting"
+        self.phase: str = JobPhase.WAITING
         self.message = ""
         self.tenure = 0  # counts tenures; a batch drawn in an earlier one is not trained
         self.on_leases: Callable[[tuple[LeaseGrant, ...], bool], None] = lambda grants, continuing: None
@@ -142,7 +142,7 @@ class Synchronizer:
         return (
             self.seated
             and self.adoption.complete
-            and self.phase in ("training", "holding")
+            and self.phase in (JobPhase.TRAINING, JobPhase.HOLDING)
             and not self._frozen_needed
             and not self._handover.awaited
             and not self._deadlines()
@@ -172,7 +172,7 @@ class Synchronizer:
     @property
     def over(self) -> bool:
         """No further step: told to end, the job closes, or (deterministic) the own stop is reached."""
-        return self._stopping() or self.phase in CLOSING or self.own_stop
+        return self._stopping() or self.phase in STOPPED_PHASES or self.own_stop
 
     def held(self) -> list[tuple[int, int]]:
         """(epoch, version) of every base; only when all have one."""
@@ -451,7 +451,7 @@ class Synchronizer:
         """Deterministic mode, at the own stop: adopt the broadcasts of all pushes on their way,
         fragment by fragment as they would have been."""
         end = time.monotonic() + seconds
-        while time.monotonic() < end and not self._stopping() and self.phase not in ENDED:
+        while time.monotonic() < end and not self._stopping() and self.phase not in ENDED_PHASES:
             for fragment in range(len(self._layout)):
                 arrived = self._arrived.get(fragment)
                 if self.adoption.deadline(fragment) is not None and arrived is not None:

@@ -24,11 +24,11 @@ import torch
 from torch import nn
 
 from diloco_protocol.spec.job import JobSpec
+from diloco_protocol.vocabulary import TRAINING_PHASES, JobPhase
 from diloco_worker import data, device
 from diloco_worker.data.prefetch import stack
 from diloco_worker.metrics_file import MetricsFile
 from diloco_worker.observer import Observer
-from diloco_worker.phases import GOING
 from diloco_worker.settings import ConfigurationError, WorkerError, WorkerSettings
 from diloco_worker.training import models
 
@@ -100,7 +100,7 @@ class _Evaluator:
                 self._follow(observer, initial)
                 while self._settings.idle_at_end and self._idled(observer):
                     self._follow(observer, initial)  # the job goes on after its end
-                if observer.phase == "failed" and not self._settings.idle_at_end:
+                if observer.phase == JobPhase.FAILED and not self._settings.idle_at_end:
                     log.error("the job failed: %s", observer.message)
                     return WorkerError.exit_code
         except _Stopped:
@@ -114,7 +114,7 @@ class _Evaluator:
         if not self._terminated:
             log.info("the job is %s: idle until removed", observer.phase)
         observer.idle(True)
-        while not self._terminated and observer.phase not in GOING:
+        while not self._terminated and observer.phase not in TRAINING_PHASES:
             observer.wait_for_change(POLL_SECONDS)
         observer.idle(False)
         return not self._terminated

@@ -27,10 +27,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from diloco_protocol.vocabulary import EventKind
+
 NOTICE_SECONDS = 15.0
-SIGNS = frozenset({"suspect", "lost", "gone"})
-DRAINS = frozenset({"draining", "drained"})
-JOINS = frozenset({"joined", "taken"})
+SIGNS = frozenset({EventKind.SUSPECT, EventKind.LOST, EventKind.GONE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,35 +121,35 @@ def _row(fault: Injected, until: float, told: Sequence[Event]) -> dict[str, Any]
 Times = tuple[float | None, float | None, float | None, float | None]
 
 
-def _first(events: Iterable[Event], kinds: frozenset[str]) -> Event | None:
+def _first(events: Iterable[Event], *kinds: str) -> Event | None:
     return next((event for event in events if event.kind in kinds), None)
 
 
 def _slot(fault: Injected, until: float, after: Sequence[Event]) -> Times:
     mine = [event for event in after if event.slot == fault.slot]
-    signs = SIGNS | DRAINS if fault.action == "term" else SIGNS
-    sign = _first((event for event in mine if event.time <= until), signs)
+    signs = SIGNS | {EventKind.DRAINED} if fault.action == "term" else SIGNS
+    sign = _first((event for event in mine if event.time <= until), *signs)
     newer = [event for event in mine if event.incarnation > fault.incarnation]
-    join = _first(newer, JOINS)
+    join = _first(newer, EventKind.JOINED)
     if sign is None and (join is None or join.time > until):
         return None, None, None, None
     detected = sign.time if sign is not None else join.time if join is not None else None
     if join is None:
         return detected, None, None, None
     since = [event for event in newer if event.time >= join.time and event.incarnation >= join.incarnation]
-    step, merge = _first(since, frozenset({"first-step"})), _first(since, frozenset({"first-merge"}))
+    step, merge = _first(since, EventKind.FIRST_STEP), _first(since, EventKind.FIRST_MERGE)
     return detected, join.time, step.time if step else None, merge.time if merge else None
 
 
 def _syncer(fault: Injected, until: float, after: Sequence[Event]) -> Times:
-    sign = _first((event for event in after if event.time <= until), SIGNS)
+    sign = _first((event for event in after if event.time <= until), *SIGNS)
     detected = fault.noticed if fault.noticed is not None else sign.time if sign else None
     if detected is None:
         return None, None, None, None
     since = [event for event in after if event.time >= detected]
-    join = _first(since, JOINS)
+    join = _first(since, EventKind.JOINED)
     if join is None:
         return detected, None, None, None
     since = [event for event in since if event.time >= join.time]
-    step, merge = _first(since, frozenset({"first-step"})), _first(since, frozenset({"first-merge"}))
+    step, merge = _first(since, EventKind.FIRST_STEP), _first(since, EventKind.FIRST_MERGE)
     return detected, join.time, step.time if step else None, merge.time if merge else None

@@ -18,6 +18,7 @@ from diloco_operator.plan.pods.pod_status import Pod, shortened
 from diloco_operator.plan.pods.rollout import Rollout
 from diloco_operator.plan.regions import Report, explained
 from diloco_operator.plan.view import PATIENCE, View
+from diloco_protocol.vocabulary import CONTROL_PORT, FINISHING_PHASES, JobPhase, SyncerExit
 
 _WAITING = {
     "unschedulable": "Unschedulable",
@@ -143,7 +144,7 @@ def _unfit(view: View, pod: Pod) -> str:
     """Why its credentials cannot be used, with the cure; empty: that is not what it waits for. Also while it
     is being started again, or this would come and go."""
     end = pod.last_end
-    if pod.ready or end is None or end.code != refusals.CREDENTIALS:
+    if pod.ready or end is None or end.code != SyncerExit.CREDENTIALS:
         return ""
     if pod.obstacle is not None and pod.obstacle.kind in ("config", "image", "volume"):
         return ""
@@ -175,7 +176,7 @@ def _answering(view: View, pod: Pod, out: Conditions) -> None:
             "NotAnswering",
             f"Pod {pod.name} is ready, and has not answered this operator since "
             f"{stamp(view.now - view.silent_for)} ({error}). Learners may still reach it; if they "
-            f"do, look for what keeps the operator from its port {names.CONTROL_PORT}: a NetworkPolicy, or a "
+            f"do, look for what keeps the operator from its port {CONTROL_PORT}: a NetworkPolicy, or a "
             "control key of another operator.",
         )
 
@@ -226,7 +227,7 @@ def _quorum(view: View, found: Findings, out: Conditions) -> None:
     active, required = int(quorum.get("active") or 0), int(quorum.get("required") or 0)
     if active >= required:
         out.say("QuorumMet", True, "Met", f"{_are(active)} active, a merge needs {required}.")
-    elif view.said == "waiting":
+    elif view.said == JobPhase.WAITING:
         message = f"{_are(active)} active; training begins, or goes on, with {required} (sync.quorum)."
         out.say("QuorumMet", False, "Gathering", message)
     else:
@@ -378,14 +379,14 @@ def _ready(view: View, found: Findings, out: Conditions) -> None:
             out.say("Ready", False, str(reason), str(row["message"]))
             return
     phase = view.said
-    if phase == "holding":  # with a quorum: for something else
+    if phase == JobPhase.HOLDING:  # with a quorum: for something else
         why = str((view.document or {}).get("message") or "the syncer holds")
         said = f"Merges wait: {why}. Learners train on, up to sync.staleness.maxSteps."
         out.say("Ready", False, "Holding", said)
         return
     waits = " A change of the syncer waits until learners here are through." if found.held_back else ""
     rolling = "".join(f" Region {name}: {said}." for name, said in sorted(found.rolled.regions.items()))
-    if phase in ("draining", "evaluating"):
+    if phase in FINISHING_PHASES:
         out.say("Ready", True, "Finishing", "Learners offer their last work, then the model is evaluated.")
     else:
         out.say("Ready", True, "Training", f"Learners train, and their work is merged.{rolling}{waits}")

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from diloco_operator.job import Job
 from diloco_operator.plan.conditions.conditions import Conditions, listed
-from diloco_operator.plan.refusals import SPEC_DRIFT
 from diloco_operator.plan.view import Link, Slot, View
 from diloco_protocol.common.format_units import bits_text, seconds_text
+from diloco_protocol.vocabulary import JoinRefusal
 
 THIN_SECONDS, WELL_SECONDS = 45.0, 180.0
 LATELY = 900.0
@@ -118,7 +118,7 @@ def _rounded(value: float) -> float:
 def _drift(view: View, out: Conditions) -> None:
     fields: dict[str, set[str]] = {}
     for refusal in view.refusals:
-        if refusal.reason == SPEC_DRIFT and refusal.seconds_ago < LATELY:
+        if refusal.reason == JoinRefusal.SPEC_DRIFT and refusal.seconds_ago < LATELY:
             fields.setdefault(_whose(view.job, refusal.role, refusal.region), set()).update(refusal.fields)
     if fields:
         said = "; ".join(f"{whose}: {listed(sorted(found))}" for whose, found in sorted(fields.items()))

@@ -19,9 +19,10 @@ from diloco_operator.plan import refusals
 from diloco_operator.plan.conditions.conditions import Conditions, listed
 from diloco_operator.plan.pods.pod_status import shortened
 from diloco_operator.plan.view import View
+from diloco_protocol.vocabulary import JobPhase, JoinRefusal
 
 DRAINED = "Drained"
-_DRAINED = ("draining", "suspended")
+_DRAINED = (JobPhase.DRAINING, JobPhase.SUSPENDED)
 DIFFERS_SECONDS = 60.0
 """An edit reaches clusters one after another: a difference younger than this is nothing to tell."""
 
@@ -30,10 +31,10 @@ def judge(view: View, stage: tuple[str, str] | None, out: Conditions) -> None:
     """``stage``: reason and message of why nobody is to be connected now; None: learners are."""
     kept_out = _kept_out(view)
     _reachable(view, stage, kept_out, out)
-    drifted = sorted(message for word, message in kept_out if word == refusals.SPEC_DRIFT)
+    drifted = sorted(message for word, message in kept_out if word == JoinRefusal.SPEC_DRIFT)
     if drifted:
         said = shortened("; ".join(drifted), 1000).rstrip(".")
-        out.say("SpecDrift", True, "FieldsDiffer", f"{said}. {refusals.cure(view.job, refusals.SPEC_DRIFT)}")
+        out.say("SpecDrift", True, "FieldsDiffer", f"{said}. {refusals.cure(view.job, JoinRefusal.SPEC_DRIFT)}")
     else:
         out.say("SpecDrift", False, "SameJob", "")
     _differs(view, out)

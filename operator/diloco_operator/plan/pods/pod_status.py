@@ -16,7 +16,7 @@ from typing import Any
 from diloco_operator import names
 from diloco_operator.job import seconds
 from diloco_operator.model import ClusterEvent, Object
-from diloco_protocol.vocabulary import MAKES_ROOM
+from diloco_protocol.vocabulary import ENDS_FOR_RESUME, LABEL_POD_INDEX, LABEL_REGION, LABEL_ROLE
 
 _IMAGE = frozenset(
     {
@@ -59,7 +59,7 @@ class End:
     @property
     def makes_room(self) -> bool:
         """Of a learner that was idle, for its successor, when a job that had been drained goes on."""
-        return self.code == 0 and self.words == MAKES_ROOM
+        return self.code == 0 and self.words == ENDS_FOR_RESUME
 
     def __str__(self) -> str:
         if self.reason == "OOMKilled":
@@ -122,7 +122,7 @@ def read(obj: Object, cluster_events: Iterable[ClusterEvent]) -> Pod | None:
     """The facts; None for a pod that is none of a job's parts."""
     metadata, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
     labels = metadata.get("labels") or {}
-    role = labels.get(names.LABEL_ROLE, "")
+    role = labels.get(LABEL_ROLE, "")
     if role not in ("syncer", "learner", "evaluator"):
         return None
     main = _main(status.get("containerStatuses"), role)
@@ -140,7 +140,7 @@ def read(obj: Object, cluster_events: Iterable[ClusterEvent]) -> Pod | None:
         name=metadata["name"],
         uid=metadata["uid"],
         role=role,
-        region=labels.get(names.LABEL_REGION, ""),
+        region=labels.get(LABEL_REGION, ""),
         ordinal=_ordinal(metadata["name"], labels),
         revision=labels.get(names.POD_REVISION, ""),
         node=spec.get("nodeName", ""),
@@ -160,7 +160,7 @@ def read(obj: Object, cluster_events: Iterable[ClusterEvent]) -> Pod | None:
 
 
 def _ordinal(name: str, labels: Mapping[str, str]) -> int:
-    text = labels.get(names.POD_INDEX) or name.rpartition("-")[2]
+    text = labels.get(LABEL_POD_INDEX) or name.rpartition("-")[2]
     return int(text) if text.isdigit() else -1
 
 

@@ -29,8 +29,9 @@ from dataclasses import dataclass, field
 
 from diloco_operator.model import Call, Delete, EventWanted, PodSnapshot, Ref
 from diloco_operator.plan.pods.pod_status import End, Pod
-from diloco_operator.plan.refusals import CREDENTIALS, UNFIT, curable
+from diloco_operator.plan.refusals import UNFIT, curable
 from diloco_operator.plan.view import UID_DIGITS, View
+from diloco_protocol.vocabulary import TRAINING_PHASES, ControlMethod, SyncerExit, WorkerExit
 
 CRASHES = 3
 """So often the kubelet alone starts a container again, before the pod is replaced."""
@@ -121,7 +122,7 @@ def _syncer(view: View, out: Outcome, gone: set[str]) -> None:
     end = pod.last_end
     if before is not None and pod.ends > before.ends:
         _crashed(view, pod, before, out)
-    if end is not None and end.code == 2 and not pod.running and not pod.terminating:
+    if end is not None and end.code == WorkerExit.CONFIGURATION and not pod.running and not pod.terminating:
         out.failure = (
             "SyncerConfiguration",
             f"The syncer cannot work with this job: {end.words or 'it ended with exit code 2'}",
@@ -203,7 +204,7 @@ def _crashed(view: View, pod: Pod, before: PodSnapshot, out: Outcome) -> None:
     elif action != "Ignore":
         for _ in range(pod.ends - before.ends):
             _count(out, said)
-    if action == "" and pod.role == "learner" and end.code == 2 and not _others(view, pod):
+    if action == "" and pod.role == "learner" and end.code == WorkerExit.CONFIGURATION and not _others(view, pod):
         out.failure = (
             "LearnerConfiguration",
             f"{who} cannot work with this job, and another start does not help: {end}.",
@@ -212,7 +213,7 @@ def _crashed(view: View, pod: Pod, before: PodSnapshot, out: Outcome) -> None:
 
 def _unfit(pod: Pod) -> bool:
     """Whether it is the syncer's and ended because its credentials could not be used."""
-    return pod.role == SYNCER and pod.last_end is not None and pod.last_end.code == CREDENTIALS
+    return pod.role == SYNCER and pod.last_end is not None and pod.last_end.code == SyncerExit.CREDENTIALS
 
 
 def _others(view: View, pod: Pod) -> bool:
@@ -258,7 +259,7 @@ def _fence(view: View, out: Outcome, gone: set[str]) -> None:
             why = "its pod is gone"
         if dead:
             body = {"region": slot.region, "ordinal": slot.ordinal, "process": slot.process, "reason": why}
-            out.calls.append(Call("process-gone", body))
+            out.calls.append(Call(ControlMethod.PROCESS_GONE, body))
     if view.document is not None:
         for fact in [f for f in view.memory.since if f.startswith("unknown ") and f not in unknown]:
             del view.memory.since[fact]
@@ -324,7 +325,7 @@ def _silent(view: View, pod: Pod) -> bool:
     slot = view.slot_of(pod)
     if slot is not None and slot.holding:
         heard = heard or slot.silent is None or slot.silent <= view.job.spec.sync.heartbeat.timeout_seconds
-    judged = pod.ready and pod.running and document.get("phase") in ("waiting", "training", "holding")
+    judged = pod.ready and pod.running and document.get("phase") in TRAINING_PHASES
     fact = f"silent {pod.uid} {document.get('epoch')}"
     return view.lasting(fact, judged and not heard) > silence(view)
 

@@ -6,10 +6,11 @@ the ledger, the leases, the rounds and the others. Plain code, driven by ``core`
 
 from __future__ import annotations
 
+from diloco_protocol.vocabulary import ENDED_PHASES, EventKind, JobPhase, JoinRefusal, SlotState
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.events import ENDED, MergedPush, PhaseName
+from diloco_syncer.core.events import MergedPush
 from diloco_syncer.core.members.leases import LeaseBook
-from diloco_syncer.core.members.slots import Slot, SlotState
+from diloco_syncer.core.members.slots import Slot
 from diloco_syncer.core.members.state_donors import StateDonors
 from diloco_syncer.core.recovery.lost_versions import EPOCHS_ABOVE, VersionRecovery
 from diloco_syncer.core.state import JobState
@@ -36,13 +37,13 @@ class Admission:
             fields = ", ".join(differing)
             verb = "differs" if len(differing) == 1 else "differ"
             words = f"{fields} {verb} from the job's: apply the same job everywhere"
-            self._refuse(join, "spec-drift", words, now, tuple(differing))
+            self._refuse(join, JoinRefusal.SPEC_DRIFT, words, now, tuple(differing))
             return
         layout = self.job.layout_digest
         if layout and join.layout_digest != layout:
             self._refuse(
                 join,
-                "other-layout",
+                JoinRefusal.OTHER_LAYOUT,
                 f"its model's layout is {join.layout_digest[:12]}, the job's is {layout[:12]}: "
                 "give every learner the same model and sync.fragments",
                 now,
@@ -51,7 +52,7 @@ class Admission:
         if not join.evaluator and join.sequences and self.job.leases and join.sequences != self.job.leases.sequences:
             self._refuse(
                 join,
-                "other-data",
+                JoinRefusal.OTHER_DATA,
                 f"its data set has {join.sequences} sequences, the job's has {self.job.leases.sequences}: "
                 "give every learner the same data",
                 now,
@@ -60,7 +61,7 @@ class Admission:
         if not join.evaluator and self.job.members.superseded(join):
             self._refuse(
                 join,
-                "superseded",
+                JoinRefusal.SUPERSEDED,
                 f"{join.region}-{join.ordinal} belongs to a newer process; this one was given up",
                 now,
             )
@@ -82,10 +83,10 @@ class Admission:
                 self.job.config.seed, join.sequences, places, self.job.config.rules.deterministic
             )
         slot = self.job.members.own(join)
-        if self.job.phase not in ENDED and slot is not None:
+        if self.job.phase not in ENDED_PHASES and slot is not None:
             self._seat(slot, join, now, continuing=self._same_tenure(slot, join))
             return
-        if self.job.phase in ENDED or self.job.closing:
+        if self.job.phase in ENDED_PHASES or self.job.closing:
             self._admit(join, None)
             return
         self._end_predecessor(join)
@@ -93,11 +94,11 @@ class Admission:
         if slot is None:
             if self.job.config.rules.deterministic:
                 words = f"deterministic mode has no slot for {join.region}-{join.ordinal}"
-                self._refuse(join, "no-such-place", words, now)
+                self._refuse(join, JoinRefusal.NO_SUCH_PLACE, words, now)
                 return
             self.job.members.standby[join.connection] = join
             self._admit(join, None)
-            self.job.note("spare", None, f"{join.region}-{join.ordinal} stands by")
+            self.job.note(EventKind.SPARE, None, f"{join.region}-{join.ordinal} stands by")
             return
         self._seat(slot, join, now, continuing=False)
 
@@ -118,7 +119,7 @@ class Admission:
             self.job.out.append(
                 ev.Refuse(
                     join.connection,
-                    "empty-store",
+                    JoinRefusal.EMPTY_STORE,
                     "the syncer's store is empty and you hold merged versions: give it its store back "
                     "(or a copy of it); to begin the job anew, restart its learners",
                     False,
@@ -133,7 +134,7 @@ class Admission:
         if not self.lost.open or above - self.job.epoch > EPOCHS_ABOVE:
             self._refuse(
                 join,
-                "other-history",
+                JoinRefusal.OTHER_HISTORY,
                 f"it holds versions of epoch {above}, and the job went on from an older copy of its store in "
                 f"epoch {self.job.epoch}: start this process anew",
                 now,
@@ -143,7 +144,7 @@ class Admission:
         return True
 
     def _refuse(self, join: ev.Join, reason: str, message: str, now: float, fields: tuple[str, ...] = ()) -> None:
-        if reason != "superseded":  # that is told of a process; its place is a newer one's
+        if reason != JoinRefusal.SUPERSEDED:  # that is told of a process; its place is a newer one's
             self.job.refusals.note(join, reason, message, fields, now)
         self.job.out.append(ev.Refuse(join.connection, reason, message, True))
 
@@ -169,7 +170,7 @@ class Admission:
             # The same program may begin anew: its broken session must not end it.
             another = not (join.previous_incarnation and join.process == slot.process)
             words = f"slot {slot.index} was taken by a newer process"
-            self.job.out.append(ev.Refuse(old, "superseded", words, another))
+            self.job.out.append(ev.Refuse(old, JoinRefusal.SUPERSEDED, words, another))
             slot.connection = None
         if not continuing and slot.incarnation:
             self._vacate(slot, "died")
@@ -181,7 +182,7 @@ class Admission:
             # A slot first taken later starts where the job is. In deterministic mode that goes for
             # everybody who begins anew after a pause: slots at different steps would be due for
             # different fragments, and wait for each other.
-            together = self.job.config.rules.deterministic and self.job.phase is PhaseName.WAITING
+            together = self.job.config.rules.deterministic and self.job.phase is JobPhase.WAITING
             if together or (first_taken and self.job.clock.elapsed(now) > 0):
                 slot.step = max(s.step for s in self.job.members.slots)
             slot.step_at_seat = slot.step
@@ -199,7 +200,7 @@ class Admission:
         else:
             self._admit(join, seat, self._merged_of(slot))
         self.job.note(
-            "joined",
+            EventKind.JOINED,
             slot,
             f"{join.region}-{join.ordinal} {'came back to' if continuing else 'took'} slot {slot.index} "
             f"at step {slot.step}",
@@ -215,7 +216,7 @@ class Admission:
             if slot.retired and slot.process and (slot.region, slot.ordinal) == (join.region, join.ordinal):
                 if slot.connection is not None:
                     words = f"{join.region}-{join.ordinal} belongs to a newer process"
-                    self.job.out.append(ev.Refuse(slot.connection, "superseded", words, True))
+                    self.job.out.append(ev.Refuse(slot.connection, JoinRefusal.SUPERSEDED, words, True))
                 self._close(slot, "died")
 
     def _close(self, slot: Slot, reason: str) -> None:
@@ -237,7 +238,9 @@ class Admission:
             return
         dropped = self.job.ledger.close_tenure(slot.index, reason, self.job.accepted_headers())
         if dropped:
-            self.job.note("dropped", slot, f"{dropped // max(1, len(self.job.versions))} tokens dropped ({reason})")
+            self.job.note(
+                EventKind.DROPPED, slot, f"{dropped // max(1, len(self.job.versions))} tokens dropped ({reason})"
+            )
 
     def connection_lost(self, connection: int, now: float) -> None:
         self.job.members.standby.pop(connection, None)
@@ -252,7 +255,7 @@ class Admission:
         if slot.occupied:
             # A broken stream alone proves nothing: the timeout, or somebody who knows, decides.
             slot.state = SlotState.SUSPECT
-            self.job.note("suspect", slot, f"slot {slot.index}: connection lost")
+            self.job.note(EventKind.SUSPECT, slot, f"slot {slot.index}: connection lost")
 
     def process_gone(self, event: ev.ProcessEnded) -> None:
         """Somebody who knows says so. A process that neither holds a slot nor stands by is old news."""
@@ -260,20 +263,20 @@ class Admission:
             if (join.process, join.region, join.ordinal) == (event.process, event.region, event.ordinal):
                 # It would be given a slot, and be lost again only after a heartbeat timeout.
                 del self.job.members.standby[connection]
-                self.job.out.append(ev.Refuse(connection, "lost", f"gone: {event.reason}", False))
+                self.job.out.append(ev.Refuse(connection, JoinRefusal.LOST, f"gone: {event.reason}", False))
         for slot in self.job.members.slots:
             if (slot.region, slot.ordinal) != (event.region, event.ordinal) or not slot.occupied:
                 continue
             if event.process and event.process != slot.process:
                 continue
-            self._lose(slot, "gone", f"slot {slot.index}: its process is gone ({event.reason})")
+            self._lose(slot, EventKind.GONE, f"slot {slot.index}: its process is gone ({event.reason})")
             if slot.retired:
                 self._close(slot, "died")
 
     def _lose(self, slot: Slot, kind: str, message: str) -> None:
         slot.state = SlotState.LOST
         if slot.connection is not None:
-            self.job.out.append(ev.Refuse(slot.connection, "lost", "not heard in time: join again", False))
+            self.job.out.append(ev.Refuse(slot.connection, JoinRefusal.LOST, "not heard in time: join again", False))
             self.peers.forget(slot.connection)
             self.lost.gone(slot.connection)
             self.initial_failed(slot.connection)
@@ -286,18 +289,18 @@ class Admission:
         if slot is None or not slot.occupied:
             return
         self._close(slot, "drain")
-        self.job.note("drained", slot, f"slot {slot.index} left with its work offered, at step {slot.step}")
+        self.job.note(EventKind.DRAINED, slot, f"slot {slot.index} left with its work offered, at step {slot.step}")
 
     def lose_silent(self, now: float) -> None:
-        if self.job.phase in ENDED:
+        if self.job.phase in ENDED_PHASES:
             return
         for slot in self.job.members.slots:
             if slot.occupied and now - slot.heard_at > self.job.config.heartbeat_timeout:
                 silent = now - slot.heard_at
-                self._lose(slot, "lost", f"slot {slot.index}: nothing heard for {silent:.1f} s")
+                self._lose(slot, EventKind.LOST, f"slot {slot.index}: nothing heard for {silent:.1f} s")
 
     def seat_standbys(self, now: float) -> None:
-        if self.job.phase in ENDED or self.job.closing:
+        if self.job.phase in ENDED_PHASES or self.job.closing:
             return
         for connection, join in list(self.job.members.standby.items()):
             slot = self.job.members.free_for(join)
@@ -321,7 +324,7 @@ class Admission:
         """Version 0 is missing and nobody is making it: invite the next member. Only a Welcome can ask
         for it, so its session ends, and until it is back nobody else is invited."""
         job = self.job
-        if job.initialised or job.initialiser is not None or job.phase in ENDED or self._invited(now):
+        if job.initialised or job.initialiser is not None or job.phase in ENDED_PHASES or self._invited(now):
             return
         if job.invited[0]:
             job.initial_failures[job.invited[0]] += 1  # it did not come back

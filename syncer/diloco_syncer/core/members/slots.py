@@ -40,25 +40,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
+from diloco_protocol.vocabulary import HELD_STATES, SlotState
 from diloco_syncer.core.events import Join, MergedPush
-
-
-class SlotState(StrEnum):
-    EMPTY = "empty"  # nobody ever
-    ACTIVE = "active"
-    SUSPECT = "suspect"
-    LOST = "lost"
-    DRAINING = "draining"
-    DRAINED = "drained"
-
 
 PODS_KEPT = 8  # of one place; an older one has long been gone
 PLACES_KEPT = 16_384
-
-OCCUPIED = frozenset({SlotState.ACTIVE, SlotState.SUSPECT, SlotState.DRAINING})
 
 
 @dataclass(slots=True)
@@ -96,7 +84,7 @@ class Slot:
 
     @property
     def occupied(self) -> bool:
-        return self.state in OCCUPIED
+        return self.state in HELD_STATES
 
     def clear_tenure(self) -> None:
         self.ready = self.advanced = self.paused = self.starved = False
@@ -278,7 +266,7 @@ class SlotTable:
             for name in _DURABLE:
                 setattr(slot, name, saved.get(name, False) if name == "retired" else saved[name])
             state = SlotState(saved["state"])
-            slot.state = SlotState.SUSPECT if state in OCCUPIED else state
+            slot.state = SlotState.SUSPECT if state in HELD_STATES else state
             slot.heard_at = now
             slot.merged = {int(k): MergedPush(*v) for k, v in saved["merged"].items()}
             # What was accepted and not merged is gone, but for spooled offers, which say so themselves.

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from diloco_protocol.vocabulary import SlotState
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.events import Action
-from diloco_syncer.core.members.slots import SlotState, SlotTable
+from diloco_syncer.core.members.slots import SlotTable
 
 
 @dataclass(slots=True)

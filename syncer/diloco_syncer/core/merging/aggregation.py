@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from statistics import median
 
+from diloco_protocol.vocabulary import ENDED_PHASES, EventKind, JobPhase, PushRefusal, SlotState
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.events import ENDED, Action, MergedPush, PhaseName, PushHeader, Reason
-from diloco_syncer.core.members.slots import Slot, SlotState
+from diloco_syncer.core.events import Action, MergedPush, PushHeader
+from diloco_syncer.core.members.slots import Slot
 from diloco_syncer.core.merging.push_checks import PushLimits, check_header
 from diloco_syncer.core.merging.rounds import Accepted, Round, superseded
 from diloco_syncer.core.recovery.receipts import hold
@@ -28,17 +29,17 @@ class Aggregator:
 
     # ---------------------------------------------------------------- pushes
 
-    def check_push(self, header: PushHeader, process: str = "") -> tuple[Reason, str] | None:
+    def check_push(self, header: PushHeader, process: str = "") -> tuple[PushRefusal, str] | None:
         """The verdict on a header before its bytes are read; None: send them."""
-        if self.job.phase in ENDED:
-            return Reason.ENDED, f"the job is {self.job.phase.value}"
+        if self.job.phase in ENDED_PHASES:
+            return PushRefusal.ENDED, f"the job is {self.job.phase.value}"
         if not self.job.rounds:
-            return Reason.OTHER_LAYOUT, "version 0 does not exist yet"
+            return PushRefusal.OTHER_LAYOUT, "version 0 does not exist yet"
         if not 0 <= header.fragment < self.job.rounds.fragments:
-            return Reason.INCONSISTENT, f"there is no fragment {header.fragment}"
+            return PushRefusal.INCONSISTENT, f"there is no fragment {header.fragment}"
         slot = self.job.slot(header.slot)
         if process and slot is not None and slot.incarnation and process != slot.process:
-            return Reason.FENCED, f"slot {slot.index} is another process's"
+            return PushRefusal.FENCED, f"slot {slot.index} is another process's"
         return check_header(
             header,
             rules=self.intake,
@@ -61,7 +62,7 @@ class Aggregator:
         header = event.header
         verdict = self.check_push(header)
         if verdict is None and not event.finite:
-            verdict = (Reason.NOT_FINITE, "the outer gradient has NaN or infinite values")
+            verdict = (PushRefusal.NOT_FINITE, "the outer gradient has NaN or infinite values")
         if verdict is None:
             verdict = self.job.gate.check(header.fragment, event.norm)
         if verdict is not None:
@@ -97,7 +98,9 @@ class Aggregator:
             self._count_merged(slot, push.header, event.version)
             if not slot.merged_since and push.header.incarnation == slot.incarnation:
                 slot.merged_since = True
-                self.job.note("first-merge", slot, f"slot {slot.index} is in a merge (fragment {event.fragment})")
+                self.job.note(
+                    EventKind.FIRST_MERGE, slot, f"slot {slot.index} is in a merge (fragment {event.fragment})"
+                )
             self.job.out.append(ev.ReleasePush(push.handle))
         self._judge_lateness(closed)
         self.job.out.append(self.job.announce(event.fragment))
@@ -124,7 +127,7 @@ class Aggregator:
             slot.late_rounds += 1
             if slot.late_rounds >= LATE_ROUNDS and not slot.starved:
                 slot.starved = True
-                self.job.note("starved", slot, f"slot {index} was late in {slot.late_rounds} rounds running")
+                self.job.note(EventKind.STARVED, slot, f"slot {index} was late in {slot.late_rounds} rounds running")
 
     def pull_open_rounds(self, slot: Slot) -> None:
         """A newcomer is asked to take part in what is open."""
@@ -156,10 +159,10 @@ class Aggregator:
 
     def take_ready_rounds(self, now: float) -> None:
         assert self.job.rounds
-        if self.job.phase is PhaseName.DRAINING and not self.job.config.rules.deterministic:
+        if self.job.phase is JobPhase.DRAINING and not self.job.config.rules.deterministic:
             return  # one last merge of everything, when all have offered
         missed = self.job.members.lost and self.job.config.on_region_lost != "Continue"
-        if self.job.phase is PhaseName.HOLDING and missed:
+        if self.job.phase is JobPhase.HOLDING and missed:
             return  # enough may have pushed, but it is to wait for them
         reachable = self.job.members.reachable()
         for opened in list(self.job.rounds.open.values()):

@@ -12,7 +12,8 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import median
 
-from diloco_syncer.core.events import PushHeader, Reason
+from diloco_protocol.vocabulary import PushRefusal, SlotState
+from diloco_syncer.core.events import PushHeader
 from diloco_syncer.core.members.slots import Slot
 from diloco_syncer.core.merging.rounds import Round
 
@@ -36,49 +37,55 @@ def check_header(
     opened: Round | None,
     layout_digest: str,
     base_known: bool,
-) -> tuple[Reason, str] | None:
+) -> tuple[PushRefusal, str] | None:
     """None: the push may count. ``slot``: the one it names; ``version``: v_p now;
     ``opened``: the fragment's open round; ``base_known``: its base is in this
     store's history."""
     if slot is None or not slot.incarnation:
-        return Reason.NO_SLOT, f"slot {header.slot} is not held by anybody: join first"
+        return PushRefusal.NO_SLOT, f"slot {header.slot} is not held by anybody: join first"
     if header.incarnation != slot.incarnation:
-        return Reason.FENCED, f"incarnation {header.incarnation} was replaced by {slot.incarnation}"
-    if not slot.occupied and slot.state != "lost":
-        return Reason.NO_SLOT, f"slot {slot.index} is {slot.state}"
+        return PushRefusal.FENCED, f"incarnation {header.incarnation} was replaced by {slot.incarnation}"
+    if not slot.occupied and slot.state is not SlotState.LOST:
+        return PushRefusal.NO_SLOT, f"slot {slot.index} is {slot.state}"
     if header.layout_digest != layout_digest:
-        return Reason.OTHER_LAYOUT, f"layout {header.layout_digest[:12]}, the job's is {layout_digest[:12]}"
+        return PushRefusal.OTHER_LAYOUT, f"layout {header.layout_digest[:12]}, the job's is {layout_digest[:12]}"
     if header.encoding != rules.encoding:
-        return Reason.WRONG_ENCODING, f"encoding {header.encoding!r}, the job's is {rules.encoding!r}"
+        return PushRefusal.WRONG_ENCODING, f"encoding {header.encoding!r}, the job's is {rules.encoding!r}"
     if not base_known:
         return (
-            Reason.OTHER_EPOCH,
+            PushRefusal.OTHER_EPOCH,
             f"base epoch {header.epoch} version {header.base_version} is not in this store's history",
         )
     if header.base_version > version:
-        return Reason.FUTURE_BASE, f"base version {header.base_version} is above {version}"
+        return PushRefusal.FUTURE_BASE, f"base version {header.base_version} is above {version}"
     if header.sequence <= slot.accepted_sequence.get(header.fragment, 0):
-        return Reason.REPEATED, f"push {header.sequence} of fragment {header.fragment} was taken before"
+        return PushRefusal.REPEATED, f"push {header.sequence} of fragment {header.fragment} was taken before"
     problem = _inconsistency(header)
     if problem:
-        return Reason.INCONSISTENT, problem
+        return PushRefusal.INCONSISTENT, problem
     if header.steps == 0 or header.tokens == 0:
-        return Reason.NO_STEPS, "the push carries no step"
+        return PushRefusal.NO_STEPS, "the push carries no step"
     merged = slot.merged.get(header.fragment)
     if merged is not None and header.base_version < merged.version:
-        return (Reason.ALREADY_MERGED, f"base {header.base_version} is older than the slot's merge in {merged.version}")
+        return (
+            PushRefusal.ALREADY_MERGED,
+            f"base {header.base_version} is older than the slot's merge in {merged.version}",
+        )
     if header.first_step <= slot.merged_last_step.get(header.fragment, 0):
-        return Reason.ALREADY_MERGED, f"slot step {header.first_step} was merged before"
+        return PushRefusal.ALREADY_MERGED, f"slot step {header.first_step} was merged before"
     age = version - header.oldest_version
     if age > rules.max_versions:
-        return Reason.TOO_OLD, f"age {age} is above maxVersions {rules.max_versions}"
+        return PushRefusal.TOO_OLD, f"age {age} is above maxVersions {rules.max_versions}"
     if header.round:
         if opened is None and rules.deterministic and header.round == version + 1 == header.base_version + 1:
             return None
         if opened is None or opened.merging or opened.id != header.round:
-            return Reason.OTHER_ROUND, f"round {header.round} of fragment {header.fragment} is not open"
+            return PushRefusal.OTHER_ROUND, f"round {header.round} of fragment {header.fragment} is not open"
     elif opened is not None and opened.merging and header.slot in opened.slots():
-        return (Reason.ALREADY_MERGED, "an earlier push of these steps is being merged; adopt it, then offer the rest")
+        return (
+            PushRefusal.ALREADY_MERGED,
+            "an earlier push of these steps is being merged; adopt it, then offer the rest",
+        )
     return None
 
 
@@ -104,13 +111,16 @@ class NormGate:
         self.factor = factor
         self.norms: list[deque[float]] = [deque(maxlen=GATE_WINDOW) for _ in range(fragments)]
 
-    def check(self, fragment: int, norm: float) -> tuple[Reason, str] | None:
+    def check(self, fragment: int, norm: float) -> tuple[PushRefusal, str] | None:
         seen = self.norms[fragment]
         if self.factor is None or len(seen) < GATE_SAMPLES:
             return None
         middle = median(seen)
         if norm > self.factor * middle:
-            return (Reason.NORM_GATE, f"norm {norm:.3g} is above {self.factor:g} x the running median {middle:.3g}")
+            return (
+                PushRefusal.NORM_GATE,
+                f"norm {norm:.3g} is above {self.factor:g} x the running median {middle:.3g}",
+            )
         return None
 
     def add(self, fragment: int, norms: tuple[float, ...]) -> None:

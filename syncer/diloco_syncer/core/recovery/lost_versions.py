@@ -33,8 +33,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from diloco_protocol.vocabulary import EventKind, JobPhase
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.events import Action, PhaseName
+from diloco_syncer.core.events import Action
 from diloco_syncer.core.recovery.receipts import Rows, contradiction
 from diloco_syncer.core.state import JobState
 
@@ -73,7 +74,7 @@ class VersionRecovery:
     def open(self) -> bool:
         """Whether newer versions may still be taken."""
         job = self.job
-        waiting = job.phase in (PhaseName.WAITING, PhaseName.DRAINING)
+        waiting = job.phase in (JobPhase.WAITING, JobPhase.DRAINING)
         return bool(self.made) and waiting and job.history.settled < job.epoch
 
     @property
@@ -96,10 +97,10 @@ class VersionRecovery:
         if job.leases:
             job.leases.skip()
         message = f"the store has lost data ({why}): learners are asked for what they hold"
-        if job.phase is PhaseName.WAITING:
+        if job.phase is JobPhase.WAITING:
             job.phase_message = message
             job.out.append(ev.SetPhase(job.phase, message))
-        job.note("lost-data", None, message)
+        job.note(EventKind.LOST_DATA, None, message)
 
     # ------------------------------------------------------------- who holds what
 
@@ -203,7 +204,7 @@ class VersionRecovery:
         if any(slot.occupied and slot.connection is None for slot in slots):
             return False
         here = sum(slot.occupied for slot in slots)
-        return self.job.phase is not PhaseName.WAITING or here >= self.job.config.rules.quorum
+        return self.job.phase is not JobPhase.WAITING or here >= self.job.config.rules.quorum
 
     def _waiting(self) -> bool:
         """Whether somebody can still be asked for something."""
@@ -226,6 +227,6 @@ class VersionRecovery:
         job = self.job
         job.history.settle(job.epoch)
         job.phase_message = "what the store lost is not to be had"
-        job.note("lost-data", None, f"{job.phase_message}: going on from versions {job.versions}")
+        job.note(EventKind.LOST_DATA, None, f"{job.phase_message}: going on from versions {job.versions}")
         told = [job.announce(fragment) for fragment in sorted(self.withheld)]
         return [ev.Persist(), ev.SetPhase(job.phase, job.phase_message), *told]

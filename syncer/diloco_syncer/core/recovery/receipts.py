@@ -31,8 +31,9 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from diloco_protocol.vocabulary import SlotState
 from diloco_syncer.core.events import FragmentCounts, MergedPush, PushHeader, ReportCounts
-from diloco_syncer.core.members.slots import Slot, SlotState
+from diloco_syncer.core.members.slots import Slot
 from diloco_syncer.core.merging.ledger import Cell, Ledger
 from diloco_syncer.core.state import JobState
 

@@ -9,8 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from diloco_syncer.core.events import PhaseName
-from diloco_syncer.core.members.slots import SlotState
+from diloco_protocol.vocabulary import JobPhase, SlotState
 
 
 class StatusCollector(Collector):
@@ -95,7 +94,7 @@ class StatusCollector(Collector):
 
     def _labelled(self, document: dict[str, Any], job: str) -> Iterator[Metric]:
         phase = GaugeMetricFamily("diloco_phase", "1 for the job's phase", labels=["job", "phase"])
-        for name in PhaseName:
+        for name in JobPhase:
             phase.add_metric([job, name.value], document["phase"] == name.value)
         tokens = GaugeMetricFamily(
             "diloco_tokens", "Whole tokens trained, merged, pending and dropped", labels=["job", "state"]

@@ -9,14 +9,14 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from diloco_protocol.spec.job import spec_digest
-from diloco_syncer.core.events import ENDED, PhaseName
+from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase
 from diloco_syncer.server.pages.links import with_links
 
 if TYPE_CHECKING:
     from diloco_syncer.runtime.driver import Engine
 
 SCHEMA = 1
-_OUTCOMES = {PhaseName.COMPLETE: "complete", PhaseName.FAILED: "failed"}
+_OUTCOMES = {JobPhase.COMPLETE: "complete", JobPhase.FAILED: "failed"}
 
 
 def finite(value: Any) -> Any:
@@ -73,7 +73,7 @@ def status(engine: Engine) -> dict[str, Any]:
 def report(engine: Engine) -> dict[str, Any]:
     """report.json without ``faults``, which whoever causes and sees them knows: as it stands, and of a job
     that has ended what the store has of its end, whoever asks and however often."""
-    if engine.final_report is not None and engine.core.phase in ENDED:
+    if engine.final_report is not None and engine.core.phase in ENDED_PHASES:
         return engine.final_report
     return present_report(engine)
 

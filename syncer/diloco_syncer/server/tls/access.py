@@ -16,7 +16,8 @@ from typing import Any
 import grpc
 
 from diloco_protocol.security import identity
-from diloco_syncer.server.tls.connection_limits import WRONG_TOKEN, ConnectionLimits, Peer, RefusalCounter
+from diloco_protocol.vocabulary import ConnectionRefusal
+from diloco_syncer.server.tls.connection_limits import ConnectionLimits, Peer, RefusalCounter
 from diloco_syncer.server.tls.listener import TlsListener
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class CallAuthorizer:
         assert peer is not None
         if not self.listener.reloader.accepts_token(context.invocation_metadata()):
             code, message = grpc.StatusCode.UNAUTHENTICATED, "the join token is missing or wrong"
-            await self.refuse(context, peer, WRONG_TOKEN, code, message)
+            await self.refuse(context, peer, ConnectionRefusal.WRONG_TOKEN, code, message)
         return peer
 
     def assign_place(self, context: Any, place: str) -> None:

@@ -20,6 +20,8 @@ import ssl
 from collections.abc import Callable
 from typing import Protocol
 
+from diloco_protocol.vocabulary import ConnectionRefusal
+
 log = logging.getLogger(__name__)
 
 BUFFER = 256 << 10
@@ -105,11 +107,15 @@ class TlsConnection:
             count = 0
         if not count:
             # A probe that only connects is no refusal; a peer that began and left may have refused us.
-            self._give_up(HandshakeRefused("broken-off", "the peer left in the handshake") if self._heard else None)
+            self._give_up(
+                HandshakeRefused(ConnectionRefusal.BROKEN_OFF, "the peer left in the handshake")
+                if self._heard
+                else None
+            )
             return
         try:
             if not self._heard and wire[0] != _TLS_HANDSHAKE:
-                raise HandshakeRefused("not-tls", "what came is not TLS")
+                raise HandshakeRefused(ConnectionRefusal.NOT_TLS, "what came is not TLS")
             self._heard = True
             self.received += count
             self._in.write(wire[:count])
@@ -302,18 +308,26 @@ def _explain_failure(error: ssl.SSLError) -> HandshakeRefused:
     if isinstance(error, ssl.SSLCertVerificationError):
         words = error.verify_message
         if error.verify_code == _EXPIRED:
-            return HandshakeRefused("expired", "the certificate has expired: renew it")
+            return HandshakeRefused(ConnectionRefusal.EXPIRED, "the certificate has expired: renew it")
         if error.verify_code == _NOT_YET:
-            return HandshakeRefused("not-yet-valid", "the certificate is not valid yet: look at both clocks")
+            return HandshakeRefused(
+                ConnectionRefusal.NOT_YET_VALID, "the certificate is not valid yet: look at both clocks"
+            )
         if error.verify_code == _PURPOSE:
-            return HandshakeRefused("wrong-role", "the certificate is not for a client (extended key usage)")
+            return HandshakeRefused(
+                ConnectionRefusal.WRONG_ROLE, "the certificate is not for a client (extended key usage)"
+            )
         if error.verify_code in _STRANGER:
-            return HandshakeRefused("stranger", f"the certificate is of another authority: {words}")
-        return HandshakeRefused("bad-certificate", f"the certificate is not believed: {words}")
+            return HandshakeRefused(ConnectionRefusal.STRANGER, f"the certificate is of another authority: {words}")
+        return HandshakeRefused(ConnectionRefusal.BAD_CERTIFICATE, f"the certificate is not believed: {words}")
     if "PEER_DID_NOT_RETURN_A_CERTIFICATE" in reason:
-        return HandshakeRefused("no-certificate", "a client without a certificate")
+        return HandshakeRefused(ConnectionRefusal.NO_CERTIFICATE, "a client without a certificate")
     if "ALERT" in reason:
-        return HandshakeRefused("distrusted", f"the peer does not believe this syncer's certificate: {reason.lower()}")
+        return HandshakeRefused(
+            ConnectionRefusal.DISTRUSTED, f"the peer does not believe this syncer's certificate: {reason.lower()}"
+        )
     if reason in ("UNSUPPORTED_PROTOCOL", "NO_SHARED_CIPHER", "NO_APPLICATION_PROTOCOL", "VERSION_TOO_LOW"):
-        return HandshakeRefused("other-tls", f"TLS 1.3 with HTTP/2 is spoken here: {reason.lower()}")
-    return HandshakeRefused("not-tls", f"what came is not a TLS handshake: {(reason or str(error)).lower()[:120]}")
+        return HandshakeRefused(ConnectionRefusal.OTHER_TLS, f"TLS 1.3 with HTTP/2 is spoken here: {reason.lower()}")
+    return HandshakeRefused(
+        ConnectionRefusal.NOT_TLS, f"what came is not a TLS handshake: {(reason or str(error)).lower()[:120]}"
+    )

@@ -33,23 +33,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from diloco_protocol.security.identity import NOBODY, Names
+from diloco_protocol.vocabulary import ConnectionRefusal
 
 MAX_CERTIFICATES = 4096
 MAX_PROCESSES = 65_536
 LOG_SECONDS = 10.0
 SPARE_SESSIONS, SPARE_JOINS, SPARE_CONNECTIONS = 16, 60, 64
 JOINS_PER_SECOND = 2.0  # and learner
-
-# Reasons: labels of diloco_refused_connections_total (docs/protocol.md).
-TOO_MANY_SESSIONS = "too-many-sessions"
-TOO_MANY_JOINS = "too-many-joins"
-TOO_MANY_CONNECTIONS = "too-many-connections"
-BAD_JOIN = "bad-join"
-WRONG_JOB = "wrong-job"
-WRONG_TOKEN = "wrong-token"
-WRONG_REGION = "wrong-region"
-WRONG_PROCESS = "wrong-process"
-REPLAYED = "replayed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +96,8 @@ class ConnectionLimits:
         if len(self._buckets) > MAX_CERTIFICATES:
             self._buckets.popitem(last=False)
         if refused:
-            return TOO_MANY_JOINS
-        return TOO_MANY_SESSIONS if self._sessions[key] >= allowed.sessions else None
+            return ConnectionRefusal.TOO_MANY_JOINS
+        return ConnectionRefusal.TOO_MANY_SESSIONS if self._sessions[key] >= allowed.sessions else None
 
     def session_opened(self, peer: Peer) -> None:
         """Count a session of this peer; ``session_closed`` must follow."""

@@ -47,8 +47,9 @@ from typing import Any
 from diloco_protocol.common.http_server import listening_socket, split_address
 from diloco_protocol.security import identity
 from diloco_protocol.security.credentials import Credentials, CredentialsError, ListenError
+from diloco_protocol.vocabulary import ConnectionRefusal
 from diloco_syncer.server.tls.connection import HandshakeRefused, ReadBuffers, TlsConnection
-from diloco_syncer.server.tls.connection_limits import TOO_MANY_CONNECTIONS, Peer, RefusalCounter, allowance_of
+from diloco_syncer.server.tls.connection_limits import Peer, RefusalCounter, allowance_of
 
 log = logging.getLogger(__name__)
 
@@ -261,7 +262,9 @@ class TlsListener:
         while self._handshakes and (oldest := next(iter(self._handshakes))):
             if self._handshakes[oldest] > now:
                 return
-            refused = HandshakeRefused("handshake-timeout", f"no handshake within {HANDSHAKE_SECONDS:.0f} s")
+            refused = HandshakeRefused(
+                ConnectionRefusal.HANDSHAKE_TIMEOUT, f"no handshake within {HANDSHAKE_SECONDS:.0f} s"
+            )
             self.handshake_ended(oldest, refused)
             oldest.close()
 
@@ -280,7 +283,9 @@ class TlsListener:
             now = time.monotonic()
             if len(self._handshakes) >= MAX_HANDSHAKES:
                 oldest = next(iter(self._handshakes))
-                self.handshake_ended(oldest, HandshakeRefused("handshake-flood", f"{MAX_HANDSHAKES} others at once"))
+                self.handshake_ended(
+                    oldest, HandshakeRefused(ConnectionRefusal.HANDSHAKE_FLOOD, f"{MAX_HANDSHAKES} others at once")
+                )
                 oldest.close()
             self.reloader.reload_if_changed(now)
             front.setblocking(False)
@@ -291,7 +296,9 @@ class TlsListener:
     def _shed_load(self, error: OSError) -> None:
         """File descriptors or memory ran out: end the oldest handshakes, and pause accepting for 0.2 s."""
         for connection in list(self._handshakes)[:_AT_ONCE]:
-            self.handshake_ended(connection, HandshakeRefused("no-room", f"this process has no room: {error.strerror}"))
+            self.handshake_ended(
+                connection, HandshakeRefused(ConnectionRefusal.NO_ROOM, f"this process has no room: {error.strerror}")
+            )
             connection.close()
         listening = self._listening
         assert listening is not None
@@ -306,13 +313,13 @@ class TlsListener:
         Returns gRPC's name for the connection and the socket. Raises ``HandshakeRefused``.
         """
         if tls.selected_alpn_protocol() != "h2":
-            raise HandshakeRefused("other-tls", "TLS 1.3 with HTTP/2 is spoken here")
+            raise HandshakeRefused(ConnectionRefusal.OTHER_TLS, "TLS 1.3 with HTTP/2 is spoken here")
         shown, raw = tls.getpeercert() or {}, tls.getpeercert(binary_form=True) or b""
         alternatives: Any = shown.get("subjectAltName", ())
         try:
             names = identity.names_in(str(value) for kind, value in alternatives if kind == "URI")
         except identity.IdentityError as error:
-            raise HandshakeRefused("bad-certificate", str(error)) from error
+            raise HandshakeRefused(ConnectionRefusal.BAD_CERTIFICATE, str(error)) from error
         expires = ssl.cert_time_to_seconds(str(shown["notAfter"])) if "notAfter" in shown else math.inf
         peer = Peer(hashlib.sha256(raw).hexdigest(), names, connection.address, expires)
         objection = identity.objection_to_learner(self.reloader.own_names, names, self._job)
@@ -320,7 +327,9 @@ class TlsListener:
             raise HandshakeRefused(objection.reason, objection.message)
         allowed = allowance_of(self._regions, names).connections
         if self._by_certificate[peer.fingerprint] >= allowed or len(self._open) >= MAX_CONNECTIONS:
-            raise HandshakeRefused(TOO_MANY_CONNECTIONS, f"{peer}: more than {allowed} connections of one certificate")
+            raise HandshakeRefused(
+                ConnectionRefusal.TOO_MANY_CONNECTIONS, f"{peer}: more than {allowed} connections of one certificate"
+            )
         name = f"diloco-{secrets.token_hex(16)}"
         back = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -330,7 +339,7 @@ class TlsListener:
         except OSError as error:
             back.close()
             raise HandshakeRefused(
-                "no-room", f"the gRPC server accepts no connection: {error.strerror or error}"
+                ConnectionRefusal.NO_ROOM, f"the gRPC server accepts no connection: {error.strerror or error}"
             ) from error
         self._handshakes.pop(connection, None)
         named = {one.region for one in names if one.region in self._regions}

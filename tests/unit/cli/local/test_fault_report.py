@@ -39,7 +39,7 @@ def test_a_kill_is_followed_to_the_first_merge_of_the_newcomer() -> None:
 
 
 def test_a_spare_that_takes_the_slot_counts_as_the_newcomer() -> None:
-    told = events((10.1, "lost", 0, 3), (10.1, "taken", 0, 4), (10.5, "first-step", 0, 4), (11.0, "first-merge", 0, 4))
+    told = events((10.1, "lost", 0, 3), (10.1, "joined", 0, 4), (10.5, "first-step", 0, 4), (11.0, "first-merge", 0, 4))
     fault = Injected(10.0, 0.0, "kill", "learner-0", slot=0, incarnation=3)
     assert times(rows([fault], told)[0]) == (0.1, 0.1, 0.5, 1.0)
 

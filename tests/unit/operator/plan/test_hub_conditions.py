@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from diloco_operator import names
 from diloco_operator.model import Object, Observed, PlanSettings
 from diloco_operator.plan.conditions.hub_conditions import LATELY, THIN_SECONDS, WELL_SECONDS
+from diloco_protocol.vocabulary import LABEL_ROLE
 from operator_world import SPREAD, World, job_object
 
 THIN = {
@@ -271,7 +271,7 @@ class Reading(Hub):
     def observed(self) -> Observed:
         found = super().observed()
         for pod in found.pods:
-            if pod["metadata"]["labels"][names.LABEL_ROLE] == "syncer":
+            if pod["metadata"]["labels"][LABEL_ROLE] == "syncer":
                 status = pod["status"]
                 status["conditions"] = [c for c in status["conditions"] if c["type"] != "Ready"]
                 if self.waiting is not None:

@@ -11,7 +11,7 @@ from diloco_operator.model import ClusterEvent
 from diloco_operator.plan.pods import pod_status
 from diloco_operator.plan.pods.pod_status import End
 from diloco_protocol.common import logs
-from diloco_protocol.vocabulary import MAKES_ROOM
+from diloco_protocol.vocabulary import ENDS_FOR_RESUME
 
 
 def pod(container: dict[str, Any] | None = None, **status: Any) -> dict[str, Any]:
@@ -286,8 +286,8 @@ def test_last_words_of_a_json_log_are_its_message() -> None:
 
 def test_a_learner_that_makes_room_has_not_crashed() -> None:
     """What the kubelet reads of its termination log is what the worker leaves there."""
-    made = facts({"state": {"running": {}}, "restartCount": 1, "lastState": ended(0, "Completed", MAKES_ROOM)})
+    made = facts({"state": {"running": {}}, "restartCount": 1, "lastState": ended(0, "Completed", ENDS_FOR_RESUME)})
     assert made.last_end.makes_room
-    for code, message in ((0, ""), (1, MAKES_ROOM)):
+    for code, message in ((0, ""), (1, ENDS_FOR_RESUME)):
         other = facts({"state": {"running": {}}, "restartCount": 1, "lastState": ended(code, "x", message)})
         assert not other.last_end.makes_room

@@ -12,7 +12,7 @@ from diloco_operator.model import Observed, ProgramAnswer
 from diloco_operator.plan.conditions.region_conditions import DIFFERS_SECONDS, differences
 from diloco_operator.plan.pods.pod_status import End
 from diloco_operator.plan.refusals import current, ended, rank, reason
-from diloco_protocol.vocabulary import MAKES_ROOM
+from diloco_protocol.vocabulary import ENDS_FOR_RESUME
 from operator_world import SPREAD, START, Far, World, job_object
 
 
@@ -132,7 +132,7 @@ def test_a_hub_that_is_suspended_is_waited_for() -> None:
     assert world.status["phase"] == "Holding"
     assert world.told("HubDrained") == 1 and world.told("HubUnreachable") == 0
     # It goes on: who was idle makes room for a process that trains.
-    world.last_words, world.crashing = MAKES_ROOM, {"job-away-0": 0, "job-away-1": 0}
+    world.last_words, world.crashing = ENDS_FOR_RESUME, {"job-away-0": 0, "job-away-1": 0}
     world.run(10)
     world.crashing = {}
     world.page |= {"connected": True, "slot": 1, "idle": False, "phase": "training"}

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from diloco_operator import names
+from diloco_protocol.vocabulary import CONTROL_PORT
 from operator_world import World, idle, started
 
 
@@ -148,7 +149,7 @@ def test_a_syncer_that_does_not_answer_is_told_after_a_while() -> None:
     world.run(30)
     ready = world.condition("SyncerReady")
     assert (ready["status"], ready["reason"]) == ("False", "NotAnswering")
-    assert "no answer" in ready["message"] and str(names.CONTROL_PORT) in ready["message"]
+    assert "no answer" in ready["message"] and str(CONTROL_PORT) in ready["message"]
     assert world.truth("QuorumMet") == "Unknown" and world.condition("Ready")["reason"] == "SyncerNotAnswering"
     assert world.told("SyncerNotAnswering") == 1 and world.told("QuorumLost") == 0
     assert world.status["learners"] == "3/3", "as it was last known"

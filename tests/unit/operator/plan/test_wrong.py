@@ -9,6 +9,7 @@ import pytest
 from diloco_operator import names
 from diloco_operator.model import ClusterEvent, Ref
 from diloco_operator.plan.plan import plan
+from diloco_protocol.vocabulary import LABEL_JOB
 from operator_world import SETTINGS, World, job_object, started
 
 # ------------------------------------------------------------------ wrong things
@@ -36,7 +37,7 @@ def test_an_object_with_our_label_and_another_owner_is_foreign() -> None:
         "metadata": {
             "name": "stray",
             "uid": "f",
-            "labels": {names.LABEL_JOB: "job"},
+            "labels": {LABEL_JOB: "job"},
             "ownerReferences": [{"controller": True, "uid": "somebody else"}],
         },
     }

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_protocol.security.credentials import Credentials, CredentialsError
+from diloco_protocol.vocabulary import TransferRefusal
 from diloco_protocol.wire import bulk, limits, services, sync_pb2
 from diloco_protocol.wire import channels as wire_channels
 
@@ -44,7 +45,7 @@ class Receiver:
         self.got += header.bytes
         self.parts += 1
         done = self.got == header.total_bytes
-        return sync_pb2.UploadReply(accepted=True, reason="" if done else services.PARTIAL).SerializeToString()
+        return sync_pb2.UploadReply(accepted=True, reason="" if done else TransferRefusal.PARTIAL).SerializeToString()
 
     async def download(self, raw: bytes, context: Any) -> AsyncIterator[bytes]:
         request = limits.parse(sync_pb2.DownloadRequest, raw, limits.MAX_HEADER_BYTES)

@@ -8,10 +8,10 @@ from typing import TypeVar
 
 import pytest
 
+from diloco_protocol.vocabulary import JobPhase, PushRefusal
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
-from diloco_syncer.core.events import PhaseName, Reason
 from diloco_syncer.core.members import recent_refusals
 from diloco_syncer.core.merging.rounds import RoundRules
 
@@ -96,7 +96,7 @@ def of(actions: list[ev.Action], kind: type[A]) -> list[A]:
     return [action for action in actions if isinstance(action, kind)]
 
 
-def reason(actions: list[ev.Action]) -> Reason | None:
+def reason(actions: list[ev.Action]) -> PushRefusal | None:
     (verdict,) = of(actions, ev.AnswerPush)
     return verdict.reason
 
@@ -107,7 +107,7 @@ def reason(actions: list[ev.Action]) -> Reason | None:
 def test_one_round_from_pull_to_announcement() -> None:
     desk = Desk(config())
     desk.begin(2)
-    assert desk.core.phase is PhaseName.TRAINING
+    assert desk.core.phase is JobPhase.TRAINING
     assert not of(desk.report(1, 3), ev.Pull)
     pulls = of(desk.report(1, 4), ev.Pull)
     assert [(p.connection, p.fragment, p.version) for p in pulls] == [(1, 0, 0), (2, 0, 0)]
@@ -129,7 +129,7 @@ def test_grace_ends_and_the_late_push_is_refused_but_stays_pending() -> None:
     assert desk.core.wake_at <= 5.0
     assert of(desk.later(5.0), ev.Merge)
     assert desk.core.check_push(late) is not None
-    assert reason(desk.do(ev.PushReceived(late, 1.0, True, 7))) is Reason.OTHER_ROUND
+    assert reason(desk.do(ev.PushReceived(late, 1.0, True, 7))) is PushRefusal.OTHER_ROUND
     desk.report(2, 3)
     assert desk.core.ledger and desk.core.ledger.pending(1, 0) == 30
 
@@ -141,7 +141,7 @@ def test_k_is_never_lowered() -> None:
     desk.report(2, 4)
     desk.push(0, 4)
     holding = desk.do(ev.ProcessEnded("r", 1, "", "killed"))
-    assert desk.core.phase is PhaseName.HOLDING
+    assert desk.core.phase is JobPhase.HOLDING
     assert "1 of 2" in of(holding, ev.SetPhase)[0].message
     assert not of(desk.later(3600.0), ev.Merge)
     assert desk.core.status(desk.now)["hold_since_seconds"] is not None
@@ -163,7 +163,7 @@ def train_in_both(desk: Desk) -> None:
     desk.do(ev.InitialModelStored("L", (8,)))
     for connection in (1, 2, 3):
         desk.report(connection, 0)
-    assert desk.core.phase is PhaseName.TRAINING
+    assert desk.core.phase is JobPhase.TRAINING
     for connection in (1, 2, 3):
         desk.report(connection, 1)  # the job's time begins
 
@@ -188,9 +188,9 @@ def test_a_region_is_lost(policy: str) -> None:
     train_in_both(desk)
     desk.do(ev.ProcessEnded("far", 0, "", "cut off"))
     stay(desk, 55)
-    assert desk.core.phase is PhaseName.TRAINING, "not yet"
+    assert desk.core.phase is JobPhase.TRAINING, "not yet"
     stay(desk, 5)
-    expected = {"Continue": PhaseName.TRAINING, "Hold": PhaseName.HOLDING, "Fail": PhaseName.FAILED}
+    expected = {"Continue": JobPhase.TRAINING, "Hold": JobPhase.HOLDING, "Fail": JobPhase.FAILED}
     assert desk.core.phase is expected[policy]
     if policy != "Continue":
         assert "region far was heard for 60 s" in desk.core.phase_message
@@ -208,7 +208,7 @@ def test_a_region_is_lost(policy: str) -> None:
     (row,) = desk.core.report(desk.now)["regions_lost"]
     assert row["region"] == "far" and 60 <= row["to_seconds"] - row["from_seconds"] < 70
     if policy == "Hold":
-        assert desk.core.phase is PhaseName.TRAINING
+        assert desk.core.phase is JobPhase.TRAINING
         assert of(desk.log, ev.Merge), "what waited is merged"
 
 
@@ -217,14 +217,14 @@ def test_a_hold_for_a_region_outlives_the_syncer() -> None:
     train_in_both(desk)
     desk.do(ev.ProcessEnded("far", 0, "", "cut off"))
     stay(desk, 60)
-    assert desk.core.phase is PhaseName.HOLDING
+    assert desk.core.phase is JobPhase.HOLDING
     again = two_regions("Hold", json.loads(json.dumps(desk.core.state(desk.now))), 2)
     for connection in (1, 2):
         again.join(connection, connection - 1)
         again.report(connection, 0)
-    assert again.core.phase is PhaseName.HOLDING
+    assert again.core.phase is JobPhase.HOLDING
     again.join(3, 0, region="far")
-    assert again.core.phase is PhaseName.TRAINING
+    assert again.core.phase is JobPhase.TRAINING
     (row,) = again.core.report(again.now)["regions_lost"]  # one, not another for each syncer
     assert row["region"] == "far" and row["to_seconds"] - row["from_seconds"] >= 60
 
@@ -237,7 +237,7 @@ def test_a_region_that_was_never_there_is_not_lost() -> None:
     for connection in (1, 2):
         desk.report(connection, 0)
     stay(desk, 100)
-    assert desk.core.phase is PhaseName.TRAINING
+    assert desk.core.phase is JobPhase.TRAINING
 
 
 # ------------------------------------------------------------------ refusals
@@ -246,22 +246,22 @@ def test_a_region_that_was_never_there_is_not_lost() -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"slot": 9}, Reason.NO_SLOT),
-        ({"incarnation": 99}, Reason.FENCED),
-        ({"layout_digest": "other"}, Reason.OTHER_LAYOUT),
-        ({"encoding": "int4"}, Reason.WRONG_ENCODING),
-        ({"epoch": 2}, Reason.OTHER_EPOCH),
-        ({"base_version": 5, "oldest_version": 5}, Reason.FUTURE_BASE),
-        ({"round": 77}, Reason.OTHER_ROUND),
-        ({"steps": 3}, Reason.INCONSISTENT),
-        ({"tokens": 10**9}, Reason.INCONSISTENT),
-        ({"oldest_version": 3}, Reason.INCONSISTENT),
-        ({"steps": 0, "first_step": 5, "last_step": 4, "tokens": 0}, Reason.NO_STEPS),
-        ({"fragment": 3}, Reason.INCONSISTENT),
-        ({"compute_seconds": float("nan")}, Reason.INCONSISTENT),
+        ({"slot": 9}, PushRefusal.NO_SLOT),
+        ({"incarnation": 99}, PushRefusal.FENCED),
+        ({"layout_digest": "other"}, PushRefusal.OTHER_LAYOUT),
+        ({"encoding": "int4"}, PushRefusal.WRONG_ENCODING),
+        ({"epoch": 2}, PushRefusal.OTHER_EPOCH),
+        ({"base_version": 5, "oldest_version": 5}, PushRefusal.FUTURE_BASE),
+        ({"round": 77}, PushRefusal.OTHER_ROUND),
+        ({"steps": 3}, PushRefusal.INCONSISTENT),
+        ({"tokens": 10**9}, PushRefusal.INCONSISTENT),
+        ({"oldest_version": 3}, PushRefusal.INCONSISTENT),
+        ({"steps": 0, "first_step": 5, "last_step": 4, "tokens": 0}, PushRefusal.NO_STEPS),
+        ({"fragment": 3}, PushRefusal.INCONSISTENT),
+        ({"compute_seconds": float("nan")}, PushRefusal.INCONSISTENT),
     ],
 )
-def test_a_wrong_header_is_refused_by_name(changes: dict[str, object], expected: Reason) -> None:
+def test_a_wrong_header_is_refused_by_name(changes: dict[str, object], expected: PushRefusal) -> None:
     desk = Desk(config())
     desk.begin(2)
     desk.report(1, 4)
@@ -274,9 +274,9 @@ def test_not_finite_and_repeated() -> None:
     desk = Desk(config())
     desk.begin(2)
     desk.report(1, 4)
-    assert reason(desk.push(0, 4, finite=False)) is Reason.NOT_FINITE
+    assert reason(desk.push(0, 4, finite=False)) is PushRefusal.NOT_FINITE
     assert reason(desk.push(0, 4)) is None
-    assert reason(desk.push(0, 4)) is Reason.REPEATED
+    assert reason(desk.push(0, 4)) is PushRefusal.REPEATED
 
 
 def test_steps_merged_once_stay_merged() -> None:
@@ -288,7 +288,7 @@ def test_steps_merged_once_stay_merged() -> None:
     desk.do(ev.MergeDurable(0, 1, 0.1, (1.0,)))
     again = desk.header(0, 6, sequence=2, round=0)
     refused = desk.core.check_push(again)
-    assert refused is not None and refused[0] is Reason.ALREADY_MERGED
+    assert refused is not None and refused[0] is PushRefusal.ALREADY_MERGED
 
 
 def test_norm_gate_judges_by_the_running_median() -> None:
@@ -308,7 +308,7 @@ def test_norm_gate_judges_by_the_running_median() -> None:
             "report": report(step, version, version * 40),
         }
         if version == 5:
-            assert reason(desk.push(0, step, norm=3.7, **changes)) is Reason.NORM_GATE
+            assert reason(desk.push(0, step, norm=3.7, **changes)) is PushRefusal.NORM_GATE
             changes["sequence"] = 99
         assert reason(desk.push(0, step, norm=1.0 + version / 10, **changes)) is None
         desk.do(ev.MergeDurable(0, version + 1, 0.1, (1.0 + version / 10,)))
@@ -363,7 +363,7 @@ def test_a_newcomer_in_the_same_place_supersedes_at_once() -> None:
     assert admitted.seat is not None and admitted.seat.slot == 1 and not admitted.seat.continuing
     assert admitted.seat.slot_step == 3
     fenced = desk.core.check_push(old)
-    assert fenced is not None and fenced[0] is Reason.FENCED
+    assert fenced is not None and fenced[0] is PushRefusal.FENCED
     assert desk.core.ledger and desk.core.ledger.dropped(1, 0) == {"died": 30}
 
 
@@ -415,7 +415,7 @@ def test_a_push_of_another_process_and_an_evaluation_of_a_learner_do_not_count()
     desk.begin(2)
     desk.report(1, 4)
     refused = desk.core.check_push(desk.header(0, 4), process="p2")
-    assert refused is not None and refused[0] is Reason.FENCED
+    assert refused is not None and refused[0] is PushRefusal.FENCED
     assert desk.core.check_push(desk.header(0, 4), process="p1") is None
     desk.do(ev.Evaluated(1, 100, 0.1, 0, False))
     assert desk.core.report(0.0)["eval_loss"] == []
@@ -427,7 +427,7 @@ def test_a_draining_core_does_not_ask_to_be_woken_in_the_past() -> None:
     desk.report(1, 4)
     desk.push(0, 4)
     desk.report(1, 5)
-    assert desk.core.phase is PhaseName.DRAINING
+    assert desk.core.phase is JobPhase.DRAINING
     desk.later(6.0)
     assert desk.core.wake_at > desk.now
 
@@ -567,25 +567,25 @@ def test_stop_drains_merges_evaluates_and_completes() -> None:
     desk.do(ev.Join(8, "e", "r", 0, True, "L", {}, 0, ()))
     desk.report(1, 4)
     actions = desk.report(2, 6)
-    assert desk.core.phase is PhaseName.DRAINING and of(actions, ev.SetPhase)
+    assert desk.core.phase is JobPhase.DRAINING and of(actions, ev.SetPhase)
     for slot, last in ((0, 4), (1, 6)):
         assert reason(desk.push(slot, last, round=0)) is None
         actions = desk.do(ev.Drained(slot + 1))
     (merge,) = of(actions, ev.Merge)
     assert len(merge.responders) == 2
     desk.do(ev.MergeDurable(0, 1, 0.1, (1.0, 1.0)))
-    assert desk.core.phase is PhaseName.EVALUATING
+    assert desk.core.phase is JobPhase.EVALUATING
     desk.do(ev.Evaluated(8, 100, 2.5, 1, True))
-    assert desk.core.phase is PhaseName.COMPLETE
+    assert desk.core.phase is JobPhase.COMPLETE
     told = desk.core.report(desk.now)
     assert told["final_loss"] == 2.5
     assert told["tokens"] == {"trained": 100, "merged": 100, "pending": 0, "dropped": 0}
 
     saved = json.loads(json.dumps(desk.core.state(desk.now)))
     same = Desk(config(slots=2, stop=("tokens", 100), evaluated=True), saved, 2)
-    assert same.core.phase is PhaseName.COMPLETE and same.core.report(0.0)["final_loss"] == 2.5
+    assert same.core.phase is JobPhase.COMPLETE and same.core.report(0.0)["final_loss"] == 2.5
     further = Desk(config(slots=2, stop=("tokens", 200), evaluated=True), saved, 2)
-    assert further.core.phase is PhaseName.WAITING
+    assert further.core.phase is JobPhase.WAITING
     assert further.core.report(0.0)["final_loss"] is None  # the next end is scored anew
 
 
@@ -614,26 +614,26 @@ def test_suspend_keeps_offers_short_of_k_and_resume_merges_them() -> None:
     desk = Desk(config(slots=2, quorum=2))
     desk.begin(2)
     desk.report(1, 4)
-    desk.do(ev.EndRequested(PhaseName.SUSPENDED, "interrupted"))
+    desk.do(ev.EndRequested(JobPhase.SUSPENDED, "interrupted"))
     for transfer in range(1, 3):
         desk.do(ev.PeerStateFailed(transfer))
     offer = desk.header(0, 4, round=0)
     assert reason(desk.do(ev.PushReceived(offer, 1.0, True, 50))) is None
     desk.do(ev.Drained(1))
     desk.do(ev.Drained(2))
-    assert desk.core.phase is PhaseName.SUSPENDED
+    assert desk.core.phase is JobPhase.SUSPENDED
     assert desk.core.ledger and desk.core.ledger.pending(0, 0) == 40
 
     saved = json.loads(json.dumps(desk.core.state(desk.now)))
     core = Core(config(slots=2, quorum=2), saved, 2, 0.0)
     assert core.restore_offer(offer, 51, 1.0)
     core.start(0.0)
-    assert core.phase is PhaseName.WAITING
+    assert core.phase is JobPhase.WAITING
     assert core.ledger and core.ledger.check() == [] and core.ledger.pending(0, 0) == 40
 
 
-@pytest.mark.parametrize("end", [PhaseName.DELETED, PhaseName.FAILED])
-def test_a_job_that_is_applied_again_after_its_end_goes_on_from_its_store(end: PhaseName) -> None:
+@pytest.mark.parametrize("end", [JobPhase.DELETED, JobPhase.FAILED])
+def test_a_job_that_is_applied_again_after_its_end_goes_on_from_its_store(end: JobPhase) -> None:
     desk = Desk(config(slots=1, stop=("steps", 100)))
     desk.begin(1)
     desk.report(1, 4)
@@ -641,7 +641,7 @@ def test_a_job_that_is_applied_again_after_its_end_goes_on_from_its_store(end: P
     assert desk.core.phase is end
     core = Core(config(slots=1), json.loads(json.dumps(desk.core.state(desk.now))), 2, 0.0)
     core.start(0.0)
-    assert core.phase is PhaseName.WAITING
+    assert core.phase is JobPhase.WAITING
     assert core.ledger and core.ledger.check() == []
 
 
@@ -649,11 +649,11 @@ def test_what_does_not_drain_in_time_is_given_up() -> None:
     desk = Desk(config(slots=1, stop=("steps", 4), drain_seconds=30.0))
     desk.begin(1)
     desk.report(1, 4)
-    assert desk.core.phase is PhaseName.DRAINING
+    assert desk.core.phase is JobPhase.DRAINING
     for _ in range(31):
         desk.later(1.0)
         desk.report(1, 4)
-    assert desk.core.phase is PhaseName.COMPLETE
+    assert desk.core.phase is JobPhase.COMPLETE
 
 
 def test_a_crashed_syncers_downtime_counts_and_suspension_does_not() -> None:
@@ -663,7 +663,7 @@ def test_a_crashed_syncers_downtime_counts_and_suspension_does_not() -> None:
     desk.now = 10.0
     running = desk.core.state(10.0, wall=1000.0)
     assert Core(config(slots=1), running, 2, 0.0, wall=1005.0)._state.clock.elapsed(0.0) == pytest.approx(15.0)
-    desk.do(ev.EndRequested(PhaseName.FAILED, "x"))
+    desk.do(ev.EndRequested(JobPhase.FAILED, "x"))
     ended = desk.core.state(10.0, wall=1000.0)
     assert Core(config(slots=1), ended, 2, 0.0, wall=1005.0)._state.clock.elapsed(0.0) == pytest.approx(10.0)
 
@@ -676,7 +676,7 @@ def test_deterministic_slots_are_places_and_rounds_open_by_themselves() -> None:
     assert of(desk.join(1, 0), ev.Admit)[0].initialise
     desk.do(ev.InitialModelStored("L", (8,)))
     desk.report(1, 0)
-    assert desk.core.phase is PhaseName.WAITING
+    assert desk.core.phase is JobPhase.WAITING
     desk.report(2, 0)
     assert not of(desk.report(1, 4), ev.Pull)
     assert not of(desk.push(1, 4, round=1), ev.Merge)

@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 import pytest
 
+from diloco_protocol.vocabulary import JobPhase
 from diloco_protocol.wire import limits
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
-from diloco_syncer.core.events import PhaseName
 from diloco_syncer.core.merging.rounds import RoundRules
 from diloco_syncer.core.recovery.receipts import Rows, SlotRow
 from diloco_syncer.messages import receipt_from, receipt_to
@@ -129,7 +129,7 @@ def test_if_nobody_has_newer_nothing_happens() -> None:
     (admit,) = of(actions, ev.Admit)
     assert admit.withheld == frozenset() and not life.core.is_recovering
     life.do(ev.Reported(11, report(counts(2, 0, 70), counts(2, 0, 70))))
-    assert life.core.phase is PhaseName.TRAINING
+    assert life.core.phase is JobPhase.TRAINING
     assert not of(life.log, ev.RequestVersion) and not of(life.log, ev.RestartFromStore)
 
 
@@ -139,7 +139,7 @@ def test_the_newest_is_asked_for_when_everybody_is_back_and_the_rest_follows_a_r
     (admit,) = of(life.join(11, 0, held=HELD), ev.Admit)
     assert admit.withheld == {0} and life.core.is_recovering
     life.do(ev.Reported(11, report(counts(1, 1, 0, 100), counts(1, 0, 100))))
-    assert life.core.phase is PhaseName.WAITING, "training waits until it is settled"
+    assert life.core.phase is JobPhase.WAITING, "training waits until it is settled"
     assert not of(life.log, ev.RequestVersion), "slot 1 may hold something newer"
     (ask,) = of(life.join(12, 1, held=((1, 0), (1, 0))), ev.RequestVersion)
     assert (ask.connection, ask.fragment, ask.epoch, ask.version) == (11, 0, 1, 1)
@@ -226,7 +226,7 @@ def test_a_tape_that_tells_of_more_makes_the_first_wait_for_the_others() -> None
     life = restarted(behind=True)
     life.join(11, 0, held=((1, 0), (1, 0)))
     life.do(ev.Reported(11, report(counts(2, 0, 70), counts(2, 0, 70))))
-    assert life.core.phase is PhaseName.WAITING and life.core.is_recovering
+    assert life.core.phase is JobPhase.WAITING and life.core.is_recovering
     (ask,) = of(life.join(12, 1, held=HELD), ev.RequestVersion)
     assert ask.connection == 12
 
@@ -236,7 +236,7 @@ def test_nothing_newer_anywhere_and_the_job_goes_on() -> None:
     for connection, ordinal in ((11, 0), (12, 1)):
         life.join(connection, ordinal, held=((1, 0), (1, 0)))
         life.do(ev.Reported(connection, report(counts(2, 0, 70), counts(2, 0, 70))))
-    assert life.core.phase is PhaseName.TRAINING and not of(life.log, ev.RestartFromStore)
+    assert life.core.phase is JobPhase.TRAINING and not of(life.log, ev.RestartFromStore)
 
 
 @pytest.mark.parametrize("epoch", [2, 5])
@@ -250,7 +250,7 @@ def test_an_epoch_that_this_syncer_has_not_told(epoch: int) -> None:
     life = restarted()
     life.join(12, 1)
     life.do(ev.Reported(12, report(counts(2, 0, 30), counts(2, 0, 30))))
-    assert life.core.phase is PhaseName.TRAINING
+    assert life.core.phase is JobPhase.TRAINING
     (refused,) = of(life.join(11, 0, held=((epoch, 1), (1, 0))), ev.Refuse)
     assert (refused.reason, refused.fatal) == ("other-history", True)
     (admit,) = of(life.join(13, 1, held=((2, 0), (2, 0))), ev.Admit)

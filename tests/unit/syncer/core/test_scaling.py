@@ -6,10 +6,10 @@ import json
 
 import pytest
 
+from diloco_protocol.vocabulary import SlotState
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
-from diloco_syncer.core.members.slots import SlotState
 from diloco_syncer.core.merging.rounds import RoundRules
 
 Regions = dict[str, int]

@@ -23,10 +23,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, PushRefusal
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
-from diloco_syncer.core.events import PhaseName
 from diloco_syncer.core.merging.ledger import header_from_json, header_to_json
 from diloco_syncer.core.merging.rounds import RoundRules
 from diloco_syncer.core.recovery.receipts import Rows
@@ -225,7 +225,7 @@ class World:
         return self.random.random() < p * self.setup.chaos
 
     def run(self, limit: float = 3000.0) -> None:
-        while self.core.phase not in ev.ENDED and self.now < limit:
+        while self.core.phase not in ENDED_PHASES and self.now < limit:
             self.now, _, call = heapq.heappop(self.queue)
             call()  # type: ignore[operator]
         # Whatever was on its way when the job ended is nobody's business any more.
@@ -360,7 +360,11 @@ class World:
             if life != self.life:
                 return  # crashed between two actions
             self.do(action)
-            if self.core.initialised and self.core.phase not in ev.ENDED and self.chance(0.0004 * self.setup.crashes):
+            if (
+                self.core.initialised
+                and self.core.phase not in ENDED_PHASES
+                and self.chance(0.0004 * self.setup.crashes)
+            ):
                 self.crash_syncer()
 
     def do(self, action: ev.Action) -> None:
@@ -412,7 +416,7 @@ class World:
                     self.announce(learner, action.fragment, action.merged.get(connection, ev.MergedPush()))
             case ev.AnswerPush() | ev.ReleasePush() | ev.SetPhase() | ev.RecordEvent() | ev.GrantLease():
                 self.seen["given up"] += isinstance(action, ev.RecordEvent) and "going on from" in action.message
-                if isinstance(action, ev.SetPhase) and action.phase is PhaseName.DRAINING:
+                if isinstance(action, ev.SetPhase) and action.phase is JobPhase.DRAINING:
                     for learner in self.connections.values():
                         learner.draining = True
             case _:
@@ -532,7 +536,7 @@ class World:
         # As the worker does when a session ends: a round's number may come again after a restart.
         learner.pulls.clear()
         learner.seat = seat
-        learner.draining = learner.draining or self.core.phase is PhaseName.DRAINING
+        learner.draining = learner.draining or self.core.phase is JobPhase.DRAINING
         learner.in_flight.clear()  # their answers are lost: offered again before anything is adopted
         for p in range(len(self.core.versions)):
             if p not in withheld:
@@ -571,7 +575,7 @@ class World:
             return
         if learner.draining and learner.connection is not None:
             self.drain(learner)
-        elif not learner.adoption.paused and self.core.phase not in ev.ENDED:
+        elif not learner.adoption.paused and self.core.phase not in ENDED_PHASES:
             tokens = self.random.choice([1, 7, 100])
             learner.adoption.on_step(tokens, learner.speed)
             step_id = (f"{learner.process}/{learner.seat.incarnation}", learner.adoption.now.step)
@@ -655,12 +659,12 @@ class World:
             return  # the answer is lost
         self.answer(learner, header, refused)
 
-    def answer(self, learner: Learner, header: ev.PushHeader, refused: tuple[ev.Reason, str] | None) -> None:
+    def answer(self, learner: Learner, header: ev.PushHeader, refused: tuple[PushRefusal, str] | None) -> None:
         if not learner.alive or learner.seat is None or header.incarnation != learner.seat.incarnation:
             return
         p = header.fragment
         learner.in_flight.discard(p)
-        final = refused is not None and refused[0] is not ev.Reason.REPEATED
+        final = refused is not None and refused[0] is not PushRefusal.REPEATED
         for sequence in learner.adoption.on_verdict(p, header.sequence, final):
             del learner.snapshots[p, sequence]
         if header.round == 0:
@@ -688,12 +692,12 @@ class World:
             self.handle(ev.Drained(connection))
             self.connections.pop(connection, None)
             learner.connection = None
-            if learner in self.learners and self.core.phase not in (PhaseName.DRAINING, *ev.ENDED):
+            if learner in self.learners and self.core.phase not in (JobPhase.DRAINING, *ENDED_PHASES):
                 self.learners.remove(learner)
                 self.at(1.0, lambda: self.respawn(learner.place))
 
     def mishap(self, learner: Learner) -> None:
-        if learner.left or self.core.phase not in (PhaseName.TRAINING, PhaseName.HOLDING):
+        if learner.left or self.core.phase not in (JobPhase.TRAINING, JobPhase.HOLDING):
             return
         if self.chance(0.004):  # killed
             self.seen["kills"] += 1
@@ -718,7 +722,7 @@ class World:
 def settle(world: World) -> dict[str, int]:
     """The end: everything exact, and what was trained is accounted for."""
     world.check()
-    assert world.core.phase is PhaseName.COMPLETE, (world.core.phase, world.now)
+    assert world.core.phase is JobPhase.COMPLETE, (world.core.phase, world.now)
     assert world.core.ledger is not None
     rows = world.core.ledger.rows()
     trained = world.core.ledger.total_trained()

@@ -18,11 +18,10 @@ from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.layout import Layout, Tensor
 from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.spec.load import parse_job
+from diloco_protocol.vocabulary import JobPhase, SlotState
 from diloco_protocol.wire import bulk, limits, sync_pb2
 from diloco_syncer import service
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.events import PhaseName
-from diloco_syncer.core.members.slots import SlotState
 from diloco_syncer.runtime import initial_model
 from diloco_syncer.runtime.driver import Engine
 from diloco_syncer.server.bulk import Bulk
@@ -330,7 +329,7 @@ async def test_a_syncer_of_a_job_that_has_ended_ends(tmp_path: Path) -> None:
         bench.connect(1, 0, "a")
         await bench.initialise("a")
         bench.engine.core.slots[0].step = 5
-        bench.engine.handle(ev.EndRequested(PhaseName.COMPLETE, "the stop is reached"))
+        bench.engine.handle(ev.EndRequested(JobPhase.COMPLETE, "the stop is reached"))
         bench.engine.sessions._connections.clear()
         await until(lambda: (tmp_path / "report.json").exists())
     before = (tmp_path / "report.json").read_bytes()
@@ -338,7 +337,7 @@ async def test_a_syncer_of_a_job_that_has_ended_ends(tmp_path: Path) -> None:
         if lost:
             (tmp_path / "report.json").unlink()
         async with Bench(tmp_path, "training.stop={steps: 5}") as bench:
-            assert bench.engine.core.phase is PhaseName.COMPLETE
+            assert bench.engine.core.phase is JobPhase.COMPLETE
             bench.engine.report_fetched = True
             assert await asyncio.wait_for(asyncio.shield(bench.engine.outcome), 5) == 0
         assert json.loads((tmp_path / "report.json").read_text())["outcome"] == "complete"

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_protocol.security.identity import name
+from diloco_protocol.vocabulary import ConnectionRefusal
 from diloco_syncer.server.tls import connection_limits as guards
 from diloco_syncer.server.tls.connection_limits import ConnectionLimits, Peer, RefusalCounter, allowance_of
 
@@ -31,11 +32,13 @@ def test_one_certificates_flood_is_not_anothers() -> None:
     held = ConnectionLimits(REGIONS)
     answers = Counter(held.admit_join(US, 0.0) for _ in range(1000))
     allowed = int(allowance_of(REGIONS, US.names).joins)
-    assert answers == {None: allowed, guards.TOO_MANY_JOINS: 1000 - allowed}
+    assert answers == {None: allowed, ConnectionRefusal.TOO_MANY_JOINS: 1000 - allowed}
     assert held.admit_join(EU, 0.0) is None
     # The bucket fills again, at its rate and up to its size.
     rate = allowance_of(REGIONS, US.names).per_second
-    assert [held.admit_join(US, 1.0) for _ in range(int(rate) + 1)] == [None] * int(rate) + [guards.TOO_MANY_JOINS]
+    assert [held.admit_join(US, 1.0) for _ in range(int(rate) + 1)] == [None] * int(rate) + [
+        ConnectionRefusal.TOO_MANY_JOINS
+    ]
     assert Counter(held.admit_join(US, 1e6) for _ in range(1000))[None] == allowed
 
 
@@ -54,7 +57,7 @@ def test_sessions_are_counted_by_certificate_and_given_back() -> None:
     for _ in range(most):
         assert held.admit_join(US, 0.0) is None
         held.session_opened(US)
-    assert held.admit_join(US, 0.0) == guards.TOO_MANY_SESSIONS and held.admit_join(EU, 0.0) is None
+    assert held.admit_join(US, 0.0) == ConnectionRefusal.TOO_MANY_SESSIONS and held.admit_join(EU, 0.0) is None
     held.session_closed(US)
     assert held.admit_join(US, 0.0) is None
 

@@ -17,6 +17,7 @@ from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.security.certificates import issue
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json, parse_job
+from diloco_protocol.vocabulary import ENDED_PHASES, FINISHING_PHASES, STOPPED_PHASES
 from diloco_protocol.wire import sync_pb2
 from diloco_worker import Learner, device
 from diloco_worker.core.adoption import PushPlan
@@ -28,7 +29,6 @@ from diloco_worker.net.client import SyncerClient
 from diloco_worker.net.connection import SyncerConnection
 from diloco_worker.net.session import Outbox
 from diloco_worker.net.transfers import Push, Transfers
-from diloco_worker.phases import CLOSING, ENDED, LEAVING
 from diloco_worker.settings import ConfigurationError, WorkerSettings
 from diloco_worker.status_page import StatusPort
 from operator_world import job_object
@@ -170,8 +170,8 @@ def test_one_thread_in_deterministic_mode_whatever_the_environment_says(
 
 def test_the_phases_are_those_of_the_wire() -> None:
     names = {name.removeprefix("PHASE_").lower() for name in sync_pb2.PhaseName.DESCRIPTOR.values_by_name}
-    assert names - CLOSING == {"unspecified", "waiting", "training", "holding"}
-    assert names >= CLOSING == LEAVING | ENDED
+    assert names - STOPPED_PHASES == {"unspecified", "waiting", "training", "holding"}
+    assert names >= STOPPED_PHASES == FINISHING_PHASES | ENDED_PHASES
 
 
 # ------------------------------------------------------------------ what it tells of where it stands
