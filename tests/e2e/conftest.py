@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -25,11 +26,17 @@ VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["versi
 SYSTEM = "diloco-system"
 
 
+# These files come first, in this order, on a cluster without the operator: the next test to ask for `cluster`
+# installs it, and it stays.
+FIRST = ("test_before_install", "test_cli_api", "test_cli_pods", "test_chart")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.e2e)
+    items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -61,6 +68,21 @@ def cluster(bare_cluster: Cluster) -> Cluster:
         bare_cluster.load(images())
     install(bare_cluster)
     return bare_cluster
+
+
+@contextlib.contextmanager
+def without_operator(cluster: Cluster) -> Iterator[None]:
+    """No operator acts meanwhile: where one is installed it has no pod, and one that is on its way out is
+    waited for."""
+    deployment = "deploy/diloco-operator"
+    there = cluster.api(f"/apis/apps/v1/namespaces/{SYSTEM}/deployments/diloco-operator") is not None
+    if there:
+        cluster.kubectl("scale", deployment, "-n", SYSTEM, "--replicas=0")
+    until("no operator", lambda: not cluster.items("/api/v1/pods", "app.kubernetes.io/name=diloco-operator"), 60)
+    yield
+    if there:
+        cluster.kubectl("scale", deployment, "-n", SYSTEM, "--replicas=1")
+        cluster.kubectl("rollout", "status", deployment, "-n", SYSTEM, "--timeout=60s")
 
 
 def install(cluster: Cluster, *values: str, timeout: int = 180) -> None:

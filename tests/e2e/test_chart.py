@@ -1,7 +1,7 @@
 """The chart on a real cluster: installed, upgraded, tested, uninstalled and installed again.
 
 Jobs here are suspended, so that nothing trains: what is looked at is what a release makes,
-leaves and gives back. Runs before the tests that need the operator (by the files' names); where
+leaves and gives back. Runs before the tests that need the operator (conftest.py); where
 they have installed it already, it is put back at the end.
 """
 

@@ -42,7 +42,7 @@ from wrong_jobs import (
 )
 
 from .clusters import Cluster, until
-from .conftest import SYSTEM
+from .conftest import without_operator
 
 pytestmark = [pytest.mark.ci, pytest.mark.timeout(300)]
 
@@ -472,17 +472,8 @@ def elsewhere(name: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def nobody_acts(bare_cluster: Cluster) -> Iterator[None]:
-    there = bare_cluster.api(f"/apis/apps/v1/namespaces/{SYSTEM}/deployments/diloco-operator") is not None
-    name = "deploy/diloco-operator"
-    if there:
-        bare_cluster.kubectl("scale", name, "-n", SYSTEM, "--replicas=0")
-        pods = f"/api/v1/namespaces/{SYSTEM}/pods"
-        label = "app.kubernetes.io/name=diloco-operator"
-        until("the operator is gone", lambda: not bare_cluster.items(pods, label), 60)
-    yield
-    if there:
-        bare_cluster.kubectl("scale", name, "-n", SYSTEM, "--replicas=1")
-        bare_cluster.kubectl("rollout", "status", name, "-n", SYSTEM, "--timeout=60s")
+    with without_operator(bare_cluster):
+        yield
 
 
 @pytest.fixture(scope="module")

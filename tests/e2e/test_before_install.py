@@ -1,4 +1,4 @@
-"""9, before anything is installed: what a person is told. Runs first, on the bare cluster."""
+"""9, before anything is installed: what a person is told. Runs first (conftest.py), on the bare cluster."""
 
 from __future__ import annotations
 
