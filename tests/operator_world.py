@@ -188,6 +188,8 @@ class World:
         self.report: Object | None = None
         self.events: list[tuple[float, EventWanted]] = []
         self.plans: list[Plan] = []
+        self._pods_seen: list[Object] | None = None
+        self._templates: dict[Ref, tuple[Object, str]] = {}
         self.gone = False
         self.next_turn = self.now
         self.poll = 1.0
@@ -321,8 +323,15 @@ class World:
                     self._condition(pod, "DisruptionTarget", True, "DeletionByTaintManager")
                     self._delete_pod(pod, False)
 
+    def _template_hash(self, ref: Ref, obj: Object) -> str:
+        """Of the pod template; made anew when the template differs from the last one seen."""
+        template = obj["spec"]["template"]
+        if self._templates.get(ref, ({}, ""))[0] != template:
+            self._templates[ref] = (_copy(template), _hash(template))
+        return self._templates[ref][1]
+
     def _stateful_set(self, ref: Ref, obj: Object) -> None:
-        revision = f"{ref.name}-{_hash(obj['spec']['template'])}"
+        revision = f"{ref.name}-{self._template_hash(ref, obj)}"
         obj["status"] = {"observedGeneration": obj["metadata"]["generation"], "updateRevision": revision}
         for pod in [p for p in self.pods.values() if p.obj["metadata"]["labels"].get("set") == ref.name]:
             if pod.obj["status"]["phase"] == "Failed" and not pod.terminating:
@@ -337,7 +346,7 @@ class World:
 
     def _deployment(self, ref: Ref, obj: Object) -> None:
         mine = [p for p in self.pods.values() if p.obj["metadata"]["labels"].get("set") == ref.name]
-        digest = _hash(obj["spec"]["template"])
+        digest = self._template_hash(ref, obj)
         for pod in mine:
             stale = pod.obj["metadata"]["labels"]["hash"] != digest or obj["spec"]["replicas"] == 0
             if stale and not pod.terminating:
@@ -664,17 +673,18 @@ class World:
         self.next_turn = min(self.next_turn, self.now + made.wake_in)
 
     def _pod_news(self) -> bool:
-        digest = json.dumps([p.obj for p in self.pods.values()], sort_keys=True)
-        news = digest != getattr(self, "_digest", "")
-        self._digest = digest
-        return news
+        pods = [pod.obj for pod in self.pods.values()]
+        if pods == self._pods_seen:
+            return False
+        self._pods_seen = _copy(pods)
+        return True
 
     def turn(self) -> Plan:
         """One turn: plan, check, carry out."""
         observed = self.observed()
-        frozen = json.dumps([observed.job, list(observed.pods)], sort_keys=True)
+        frozen = _copy([observed.job, list(observed.pods)])
         made = plan(observed, self.memory, self.settings)
-        assert json.dumps([observed.job, list(observed.pods)], sort_keys=True) == frozen, "the plan changed it"
+        assert [observed.job, list(observed.pods)] == frozen, "the plan changed it"
         self._check(made)
         self._carry_out(made)
         self.plans.append(made)

@@ -61,9 +61,12 @@ def only_the_crd(cluster: Cluster) -> Iterator[str]:
         cluster.kubectl("delete", "crd", "dilocojobs.diloco.io")
 
 
-def install_crd(cluster: Cluster) -> None:
-    crd = str(ROOT / "manifests" / "crd.yaml")
-    cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", crd)
+def install_crd(cluster: Cluster, marks: dict[str, dict[str, str]] | None = None) -> None:
+    """Apply manifests/crd.yaml; ``marks``: labels and annotations that it is to bear beside its own."""
+    crd = yaml.safe_load((ROOT / "manifests" / "crd.yaml").read_text())
+    for key, values in (marks or {}).items():
+        crd["metadata"][key] = {**values, **crd["metadata"].get(key, {})}
+    cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=json.dumps(crd))
     cluster.kubectl("wait", "--for=condition=Established", "crd/dilocojobs.diloco.io", "--timeout=30s")
 
 

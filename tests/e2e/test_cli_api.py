@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from .cli_shell import Shell, a_condition, install_crd, only_the_crd, write
+from .cli_shell import CRD, Shell, a_condition, install_crd, only_the_crd, write
 from .clusters import Cluster, run, until
 from .jobs import GROUP
 
@@ -27,6 +27,7 @@ def shell(bare_cluster: Cluster) -> Iterator[Shell]:
 # ------------------------------------------------------------------ apply
 
 
+@pytest.mark.ci
 def test_apply(shell: Shell, tmp_path: Path) -> None:
     path = write(tmp_path / "job.yaml", "first")
     assert "dilocojob first created (dry run)" in shell("apply", path, "--dry-run")
@@ -138,6 +139,7 @@ def test_scale_suspend_resume(shell: Shell, tmp_path: Path) -> None:
     assert "sized is running" in shell("resume", "sized", "--wait")
 
 
+@pytest.mark.ci
 def test_delete(shell: Shell, tmp_path: Path) -> None:
     path = write(tmp_path / "job.yaml", "doomed", syncer={"storage": {"size": "1Mi"}})
     shell.create(path)
@@ -174,6 +176,7 @@ def test_delete(shell: Shell, tmp_path: Path) -> None:
 # ------------------------------------------------------------------ what a person sees
 
 
+@pytest.mark.ci
 def test_status_without_a_syncer(shell: Shell, tmp_path: Path) -> None:
     shell.create(write(tmp_path / "job.yaml", "seen"))
     assert "no operator has looked at it yet" in shell("status", "seen")
@@ -297,6 +300,8 @@ def test_the_operator_is_not_installed(shell: Shell, tmp_path: Path) -> None:
     """Last: it takes the CRD away, with all jobs."""
     if os.environ.get("CLUSTER") == "current":
         pytest.skip("the CRD of a cluster that is not the tests' own is left")
+    before = shell.cluster.api(CRD)
+    assert before is not None
     shell.cluster.kubectl("delete", "crd", "dilocojobs.diloco.io")
     try:
         for words in (
@@ -313,5 +318,6 @@ def test_the_operator_is_not_installed(shell: Shell, tmp_path: Path) -> None:
                 30,
             )
             assert "the operator is not installed" in said
-    finally:
-        install_crd(shell.cluster)
+    finally:  # with the marks of who installed it, or Helm would not own it any more
+        marks = {key: before["metadata"][key] for key in ("labels", "annotations") if key in before["metadata"]}
+        install_crd(shell.cluster, marks)

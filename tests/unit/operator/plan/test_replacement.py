@@ -310,7 +310,7 @@ def test_pods_that_their_node_evicts_are_not_counted(role: str) -> None:
     world.until(lambda w: w.told(f"{kind}Replaced") == 1, 60)
     world.until(World.whole)
     assert not world.status.get("replacements") and world.told(f"{kind}Crashed") == 0
-    assert world.told(f"{kind}Lost") == 1
+    assert world.told(f"{kind}Gone") == 1
     assert any("to save resources" in event.message for _, event in world.events)
 
 
