@@ -14,13 +14,16 @@ import secrets
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from diloco_protocol.spec.job import DiLoCoJob, immutable_digests
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
+from diloco_syncer.runtime.event_log import EventLog
 from diloco_syncer.runtime.traffic import Traffic
+from diloco_syncer.server.pages.status import StatusPage
 from diloco_syncer.server.tls.access import CallAuthorizer
 from diloco_worker.core.adoption import Adoption, AdoptionConfig, Broadcast, Rule
 
@@ -81,19 +84,17 @@ class Learner:
 class _Sessions:
     def __init__(self, connections: dict[int, Learner]) -> None:
         self._connections = connections
-        self.doors = CallAuthorizer()
 
     @property
     def count(self) -> int:
         return len(self._connections)
 
-    def connection(self, number: int) -> None:
+    def find_connection(self, number: int | None) -> None:
         """Nobody streams here, so there is no link to measure."""
 
 
 class Syncer:
-    """One job's syncer, over all its lives, and its learners. What ``control.Control`` and
-    ``report.status`` read of an engine is here under the engine's names.
+    """One job's syncer, over all its lives, and its learners; with the real status page.
 
     ``beat``: seconds between two steps of a learner.
     """
@@ -102,21 +103,14 @@ class Syncer:
         self.job, self.beat_seconds = job, beat
         self.epoch = 0
         self.standing_still = False  # learners are heard, and make no step
-        self.layout: Any = None
-        self.message, self.problem = "", ""
-        self.bytes_up = self.bytes_down = 0
         self.traffic = Traffic(region.name for region in job.spec.regions)
-        self.refused: Counter[str] = Counter()
-        self.seconds = {"merge": 0.0, "quorum": 0.0, "waited": 0.0}
-        self.events: deque[dict[str, Any]] = deque(maxlen=500)
-        self.report_fetched = False
-        self.final_report: dict[str, Any] | None = None
+        self.event_log = EventLog()
         self.learners: dict[str, Learner] = {}  # by pod UID
         self.evaluators: dict[str, int] = {}  # connection by pod UID
         self._connections: dict[int, Learner] = {}
         self.sessions = _Sessions(self._connections)
         self._numbers = 0
-        self._next_connection = self._next_event = 1
+        self._next_connection = 1
         self._made: list[int] = []  # epoch of each fragment's newest version
         self._state: str | None = None
         self._serving = False
@@ -132,9 +126,28 @@ class Syncer:
         now = time.monotonic()
         state = None if self._state is None else json.loads(self._state)
         self.core = Core(CoreConfig.from_job(self.job), state, self.epoch, now, time.time())
+        self.status_page = self._status_page()
         self._serving = True
         self._beat_at = now + random.uniform(0, self.beat_seconds)
         self._act(self.core.start(now, self._made, False))
+
+    def _status_page(self) -> StatusPage:
+        parts: dict[str, Any] = {
+            "model": SimpleNamespace(layout=None),
+            "durability": SimpleNamespace(problem=""),
+            "merger": SimpleNamespace(seconds={"merge": 0.0, "quorum": 0.0, "waited": 0.0}),
+            "sessions": self.sessions,
+        }
+        return StatusPage(
+            job=self.job,
+            core=self.core,
+            clock=self.clock,
+            authorizer=CallAuthorizer(),
+            traffic=self.traffic,
+            event_log=self.event_log,
+            refused=Counter(),
+            **parts,
+        )
 
     def end(self) -> None:
         """The syncer's process is gone. What it knew is in its store."""
@@ -155,7 +168,7 @@ class Syncer:
         return time.monotonic()
 
     async def checkpoint(self) -> None:
-        """As the engine's; the store here cannot fail."""
+        """Nothing: the store here cannot fail."""
 
     def handle(self, event: ev.Event) -> None:
         """Let the core decide, and carry out what it decides."""
@@ -268,8 +281,7 @@ class Syncer:
             LAYOUT,
             report,
         )
-        self.bytes_up += ELEMENTS
-        self.traffic.received(learner.region, learner.seat.slot, ELEMENTS)
+        self.traffic.count_received(learner.region, learner.seat.slot, ELEMENTS)
         self._numbers += 1
         self.handle(ev.PushReceived(header, 1.0, True, self._numbers))
 
@@ -313,13 +325,8 @@ class Syncer:
             case ev.Announce():
                 for connection, learner in self._connections.items():
                     self._hear(learner, action.fragment, action.merged.get(connection, ev.MergedPush()))
-            case ev.SetPhase():
-                self.message = action.message
             case ev.RecordEvent():
-                row = {"n": self._next_event, "time": time.time(), "kind": action.kind, "slot": action.slot}
-                row |= {"incarnation": action.incarnation, "message": action.message}
-                self.events.append(row | ({"details": action.details} if action.details else {}))
-                self._next_event += 1
+                self.event_log.record(action)
             case _:
                 pass  # what is about bytes, files and data
 

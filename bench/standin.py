@@ -50,9 +50,9 @@ class _Counted(Control):
 
     heard: Callable[[str, dict[str, Any]], None]
 
-    async def _do(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def _carry_out(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
         self.heard(method, body)
-        return await super()._do(method, body)
+        return await super()._carry_out(method, body)
 
 
 @dataclass
@@ -141,7 +141,8 @@ class StandIn:
                 self._settle(job.syncer, other)
         job.syncer.job = document
         job.syncer.begin()
-        control = _Counted(job.syncer, secret)  # type: ignore[arg-type]
+        syncer, page = job.syncer, job.syncer.status_page
+        control = _Counted(secret, syncer.core, syncer.handle, syncer.checkpoint, page.status, page.report)
         control.heard = lambda method, body: self._heard(key, method, body)
         job.server = aio.server(options=channels.server_options(limits.MAX_REPLY_BYTES))
         job.server.add_generic_rpc_handlers([control.handler()])
@@ -219,6 +220,7 @@ class StandIn:
 def run(pipe: Connection, kubeconfig: str, beat: float) -> None:
     """The process: says "ready", then answers the parent's words: told, still, moving, end."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    logging.getLogger("diloco_syncer").setLevel(logging.ERROR)  # transitions are no news here
     gc.set_threshold(50_000, 20, 20)
     asyncio.run(_run(pipe, kubeconfig, beat))
 

@@ -42,8 +42,8 @@ from diloco_protocol.vocabulary import TransferRefusal
 from diloco_protocol.wire import bulk, limits, services, sync_pb2
 from diloco_protocol.wire import channels as wire_channels
 from diloco_syncer.messages import reply
-from diloco_syncer.runtime.buffer_pool import Buffers
-from diloco_syncer.runtime.multipart import Assemblies
+from diloco_syncer.runtime.buffer_pool import BufferPool
+from diloco_syncer.runtime.multipart import MultipartUploads
 
 LEARNERS = 4
 FRAGMENTS = 4
@@ -87,7 +87,7 @@ def sink(pipe: Connection) -> None:
 
 
 async def _sink(pipe: Connection) -> None:
-    assemblies, buffers = Assemblies(), Buffers()
+    uploads, buffers = MultipartUploads(), BufferPool()
 
     async def raw(stream: AsyncIterator[bytes], context: Any) -> bytes:
         count = 0
@@ -100,11 +100,11 @@ async def _sink(pipe: Connection) -> None:
         size = header.total_bytes
 
         def make() -> tuple[np.ndarray, memoryview]:
-            array = buffers.take(size)
+            array = buffers.allocate(size)
             return array, bulk.flat(array)
 
         key = (header.process, header.push.fragment, header.push.sequence)
-        whole = await assemblies.receive(key, header, stream, size, make)
+        whole = await uploads.receive_part(key, header, stream, size, make)
         return reply(True) if whole is not None else reply(True, TransferRefusal.PARTIAL)
 
     async def download(request: bytes, context: Any) -> AsyncIterator[bytes]:

@@ -104,7 +104,8 @@ def _serve(given: argparse.Namespace) -> int:
 
     # Late: compiled kernels and gRPC are not needed to find the mistakes above.
     from diloco_syncer.numerics.outer import OuterError
-    from diloco_syncer.service import Options, run
+    from diloco_syncer.service import run
+    from diloco_syncer.startup import Options
     from diloco_syncer.store.base import HigherEpoch
     from diloco_syncer.store.records import FormatRefused
     from diloco_syncer.store.restore import StoreUnusable

@@ -191,7 +191,7 @@ def refusal(reason: str, message: str, fatal: bool) -> sync_pb2.SyncerMessage:
     )
 
 
-def reply(accepted: bool, reason: str = "", message: str = "") -> bytes:
+def upload_reply(accepted: bool, reason: str = "", message: str = "") -> bytes:
     """An upload's answer, serialised."""
     return sync_pb2.UploadReply(
         accepted=accepted, reason=reason, message=message[: limits.MAX_TEXT]

@@ -1,12 +1,13 @@
 """Memory for pushes, used again and again.
 
-Every push is received into a buffer of its size and, unless it came as float32, decoded
-into another. Fresh memory costs more than what is done with it: the kernel clears each
-page before it hands it out, a quarter of the syncer's time where pushes come fast. So
-a buffer's memory comes back here when the last array or view of it is gone, and the next
-push of about its size gets it. Fragments differ by a few percent; sizes are rounded up to
-an eighth of their power of two, so that they share. The pages behind what was asked for
-are never touched.
+Every push is received into a buffer of its size and, unless it came as float32, decoded into
+another. Fresh memory costs more than what is done with it: the kernel clears each page before a
+process gets it, which was a quarter of the syncer's time where pushes come fast. So a buffer's
+memory comes back here when the last array or view of it is gone, and the next push of about its
+size gets it.
+
+Fragments differ by a few percent. Sizes are rounded up to an eighth of their power of two, so that
+fragments share blocks; the pages behind the size that was asked for are never touched.
 
 Bounds: at most ``MAX_IDLE_BYTES`` lie idle, and none longer than ``IDLE_SECONDS``
 (``sweep``); what comes back beyond that goes to the system.
@@ -27,17 +28,17 @@ IDLE_SECONDS = 30.0
 SMALLEST = 64 << 10  # bytes; below, the allocator is as good
 
 
-class Buffers:
+class BufferPool:
     """A pool of memory blocks. All methods may be called from any thread."""
 
     def __init__(self, max_idle: int = MAX_IDLE_BYTES) -> None:
-        # Reentrant: the last view of a buffer may die, by the garbage collector, inside ``take``.
+        # Reentrant: the last view of a buffer may die, by the garbage collector, inside ``allocate``.
         self._lock = threading.RLock()
         self._idle: list[tuple[float, Bytes]] = []  # since when, the oldest first
         self._max_idle = max_idle
         self.idle_bytes = 0
 
-    def take(self, size: int) -> Bytes:
+    def allocate(self, size: int) -> Bytes:
         """uint8[size], its content undefined; the memory comes back by itself."""
         if size < SMALLEST:
             return np.empty(size, np.uint8)
@@ -54,10 +55,10 @@ class Buffers:
         # A view refers to the last array of the chain behind it. The memoryview ends that chain here:
         # without it a view would keep the block alive and not this array, whose end gives it back.
         array: Bytes = np.frombuffer(block.data, np.uint8, size)
-        weakref.finalize(array, self._give, block).atexit = False
+        weakref.finalize(array, self._return_block, block).atexit = False
         return array
 
-    def _give(self, block: Bytes) -> None:
+    def _return_block(self, block: Bytes) -> None:
         with self._lock:
             self._idle.append((time.monotonic(), block))
             self.idle_bytes += block.size
@@ -65,7 +66,7 @@ class Buffers:
                 self.idle_bytes -= self._idle.pop(0)[1].size
 
     def sweep(self, now: float) -> None:
-        """Let go of what nobody wanted for long. ``now``: time.monotonic()."""
+        """Free blocks that were idle for ``IDLE_SECONDS``. ``now``: time.monotonic()."""
         with self._lock:
             while self._idle and now - self._idle[0][0] > IDLE_SECONDS:
                 self.idle_bytes -= self._idle.pop(0)[1].size

@@ -1,19 +1,18 @@
-"""The global parameters: Θ, the outer optimizer's state, and what is broadcast of them.
+"""The global model: Θ, the outer optimizer's state, and what is broadcast of them.
 
-One merge is three steps, none of which changes what is in force: ``merge`` computes
-the record of the next version from the pushes; the caller makes the record
-durable; ``adopt`` puts it in force. So a merge whose record cannot be written is
-repeated or dropped without a trace.
+Theory of operation. A merge is three steps, none of which changes what is in force before the last:
+``merge`` computes the record of the next version from the pushes; the caller makes the record durable;
+``publish`` puts it in force. So a merge whose record cannot be written is repeated or dropped without
+a trace.
 
-Broadcasts (``compression.down``). float32 and bfloat16 send Θ_p itself. With
-``delta-int8`` and ``delta-int4`` the update u = Θ' - Θ plus what earlier
-quantisations dropped (r) is quantised, and the *dequantised* update is applied
-here too: everybody who holds the version before then holds the same bits as the
-syncer; r becomes what was dropped, and is part of the record. Who
-lacks the version before takes Θ_p whole, in float32. All arithmetic is float32.
+Broadcasts (``compression.down``). With float32 and bfloat16 Θ_p itself is sent. With ``delta-int8`` and
+``delta-int4`` the update u = Θ' - Θ is quantised, plus the residual r that earlier quantisations
+dropped. The *dequantised* update is applied here too, so whoever holds the version before holds the
+same bits as the syncer afterwards; r becomes what was dropped, and is part of the record. A learner
+that lacks the version before downloads Θ_p whole, in float32. All arithmetic is float32.
 
-Of each fragment the newest two broadcasts can be had, and those older ones that
-somebody has begun to download and not finished (downloads.py), at most ``MAX_OVERTAKEN``.
+Of each fragment the newest two broadcasts can be downloaded, and at most ``MAX_SUPERSEDED`` older ones
+whose download has begun and is not finished (active_downloads.py).
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ from diloco_protocol.wire import bulk, sync_pb2
 from diloco_syncer.core import events as ev
 from diloco_syncer.messages import payload_to
 from diloco_syncer.numerics import merge, outer
-from diloco_syncer.runtime.downloads import Readers
+from diloco_syncer.runtime.active_downloads import ActiveDownloads
 from diloco_syncer.store.records import Array, Floats, MergeRecord, responders_of, theta_digest
 
-MAX_OVERTAKEN = 4  # versions of one fragment kept for slow readers, beside the newest two
+MAX_SUPERSEDED = 4  # versions of one fragment kept for slow readers, beside the newest two
 
 
 class Diverged(Exception):
@@ -53,33 +52,47 @@ class Broadcast:
     full_payload: sync_pb2.Payload
     delta: Array | None = None
     delta_payload: sync_pb2.Payload | None = None
-    receipt: bytes = b""  # of an overtaken version (that of the newest is made when it is asked for)
+    receipt: bytes = b""  # of a version that is not the newest any more (the newest's is made when it is asked for)
 
 
-class Parameters:
-    """Θ and outer state of all fragments, at their newest durable versions.
+class GlobalModel:
+    """Θ and the outer state of all fragments, at their newest durable versions; empty until version 0 exists.
 
-    ``previous`` keeps the broadcast before the newest, ``overtaken`` those before it that are
-    still being downloaded. ``begun_anew``: the records' outer state was another optimizer's.
-    Raises ``outer.OuterError`` if a record's state does not fit its fragment.
+    ``layout`` None: there is no version 0 yet. ``newest``: the record of each fragment's newest version.
+    ``broadcasts``: what is sent of it. ``previous``: the broadcast before. ``superseded``: those before
+    that which are still being downloaded. ``frozen``: the name in the store of the frozen parameters.
+    ``outer_state_reset``: the records' outer state was another optimizer's, and begins anew.
     """
 
-    def __init__(self, job: DiLoCoJob, layout: Layout, newest: Sequence[MergeRecord], threads: int) -> None:
+    def __init__(self, job: DiLoCoJob, threads: int) -> None:
         sync = job.spec.sync
         self._job = job.metadata.name
-        self._layout = layout
         self._method = sync.merge.method
         self._threads = threads
         self._outer = outer.make(sync.outer, max_versions=sync.staleness.max_versions)
         self._down = sync.compression.down
-        self.begun_anew = any(not self._outer.owns(record.outer) for record in newest)
-        self.newest = [record if self._outer.owns(record.outer) else replace(record, outer={}) for record in newest]
-        for record in self.newest:
+        self.layout: Layout | None = None
+        self.frozen = ""
+        self.outer_state_reset = False
+        self.newest: list[MergeRecord] = []
+        self.broadcasts: list[Broadcast] = []
+        self.previous: list[Broadcast | None] = []
+        self.superseded: list[list[Broadcast]] = []
+        self.downloads = ActiveDownloads()
+
+    def begin(self, layout: Layout, newest: Sequence[MergeRecord], frozen: str = "") -> None:
+        """Go on from these records, one for each fragment.
+
+        Raises ``outer.OuterError`` if a record's outer state does not fit its fragment.
+        """
+        records = [record if self._outer.owns(record.outer) else replace(record, outer={}) for record in newest]
+        for record in records:
             self._outer.check(record.outer, layout.elements(record.fragment))
-        self.broadcasts = [self.encode(record, None) for record in self.newest]
-        self.previous: list[Broadcast | None] = [None] * len(self.newest)
-        self.overtaken: list[list[Broadcast]] = [[] for _ in self.newest]
-        self.readers = Readers()
+        self.outer_state_reset = any(not self._outer.owns(record.outer) for record in newest)
+        self.broadcasts = [self.encode(record, None) for record in records]
+        self.previous = [None] * len(records)
+        self.superseded = [[] for _ in records]
+        self.newest, self.layout, self.frozen = records, layout, frozen
 
     @property
     def versions(self) -> list[int]:
@@ -112,7 +125,8 @@ class Parameters:
         old = self.newest[action.fragment]
         if action.version != old.version + 1:
             raise ValueError(f"fragment {action.fragment}: {action.version} does not follow {old.version}")
-        pieces = self._layout.fragments[action.fragment]
+        assert self.layout is not None
+        pieces = self.layout.fragments[action.fragment]
         weights = [r.weight for r in action.responders]
         merged = merge.merge(pieces, deltas, weights, self._method, squares=squares, threads=self._threads)
         theta, state = old.theta.copy(), {name: array.copy() for name, array in old.outer.items()}
@@ -165,36 +179,35 @@ class Parameters:
         payload = payload_to(encoding, full, bulk.checksum(full))
         return Broadcast(record.fragment, record.version, full, payload, delta, made)
 
-    def adopt(self, record: MergeRecord, broadcast: Broadcast, now: float, receipt: bytes = b"") -> None:
-        """Put a durable version in force. ``now``: monotonic seconds; ``receipt``: that of the version
-        before."""
+    def publish(self, record: MergeRecord, broadcast: Broadcast, now: float, receipt: bytes = b"") -> None:
+        """Put a durable version in force. ``now``: monotonic seconds; ``receipt``: of the version before."""
         fragment = record.fragment
         self.newest[fragment] = record
-        overtaken = self.previous[fragment]
-        if overtaken is not None:
-            self.overtaken[fragment].append(overtaken)
+        before = self.previous[fragment]
+        if before is not None:
+            self.superseded[fragment].append(before)
         self.previous[fragment] = replace(self.broadcasts[fragment], receipt=receipt)
         self.broadcasts[fragment] = broadcast
-        self._keep_read(fragment, now)
+        self._keep_downloaded(fragment, now)
 
-    def _keep_read(self, fragment: int, now: float) -> None:
-        """Of the overtaken versions keep those that are being read; of too many the ones read last."""
-        kept = [b for b in self.overtaken[fragment] if self.readers.reading(fragment, b.version, now)]
-        kept.sort(key=lambda b: self.readers.touched(fragment, b.version))
-        self.overtaken[fragment] = kept[-MAX_OVERTAKEN:]
+    def _keep_downloaded(self, fragment: int, now: float) -> None:
+        """Keep those superseded versions that are being downloaded; of too many the ones touched last."""
+        kept = [b for b in self.superseded[fragment] if self.downloads.is_active(fragment, b.version, now)]
+        kept.sort(key=lambda b: self.downloads.last_touched(fragment, b.version))
+        self.superseded[fragment] = kept[-MAX_SUPERSEDED:]
 
-    def forget(self, now: float) -> None:
-        """Let go of overtaken versions that nobody reads any more. ``now``: monotonic seconds."""
+    def drop_superseded(self, now: float) -> None:
+        """Drop superseded versions that are not being downloaded any more. ``now``: monotonic seconds."""
         for fragment in range(len(self.newest)):
-            self._keep_read(fragment, now)
-        there = (*self.broadcasts, *self.previous, *(b for kept in self.overtaken for b in kept))
-        self.readers.forget(now, {(b.fragment, b.version) for b in there if b is not None})
+            self._keep_downloaded(fragment, now)
+        there = (*self.broadcasts, *self.previous, *(b for kept in self.superseded for b in kept))
+        self.downloads.drop_idle(now, {(b.fragment, b.version) for b in there if b is not None})
 
-    def broadcast(self, fragment: int, version: int) -> Broadcast | None:
-        """A version that can still be downloaded: the newest, the one before, or one being read."""
+    def find_broadcast(self, fragment: int, version: int) -> Broadcast | None:
+        """A version that can still be downloaded: the newest, the one before, or one being downloaded; else None."""
         if not 0 <= fragment < len(self.newest):
             return None
-        for found in (self.broadcasts[fragment], self.previous[fragment], *self.overtaken[fragment]):
+        for found in (self.broadcasts[fragment], self.previous[fragment], *self.superseded[fragment]):
             if found is not None and found.version == version:
                 return found
         return None

@@ -1,13 +1,13 @@
 """Version 0 on its way in: staged part by part, and in force only as a whole.
 
-The learner that was asked uploads the layout, every fragment (float32), the frozen
-parameters if there are any, and ``DONE``. Each part is staged durably as it
-comes; ``DONE`` puts all in force by creating one small document exclusively. What
-an upload that broke has staged is never looked at again, and removed later.
+The learner that was asked uploads the layout, every fragment (float32), the frozen parameters if there
+are any, and ``DONE``. Each part is staged durably as it comes. ``DONE`` puts all of them in force by
+creating one small document exclusively. What a broken upload has staged is never read again, and is
+removed later.
 
-The core hears of an upload that will not come through, and asks somebody else: when a
-part is refused, and when nothing has come from the learner that was asked for
-``PATIENCE`` seconds. A part that broke on its way is not the end: its sender tries again.
+If an upload will not succeed the core is told, and asks another learner: when a part is refused, and
+when nothing has come for ``PATIENCE`` seconds from the learner that was asked. A part whose transfer
+broke is not the end: its sender tries again.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -27,12 +26,11 @@ from diloco_protocol.common.files import Buffer
 from diloco_protocol.vocabulary import JobPhase
 from diloco_protocol.wire import limits, sync_pb2
 from diloco_syncer.core import events as ev
-from diloco_syncer.runtime.global_model import Parameters, first_records
+from diloco_syncer.core.core import Core
+from diloco_syncer.runtime.durability import Durability
+from diloco_syncer.runtime.global_model import GlobalModel, first_records
 from diloco_syncer.store import records
 from diloco_syncer.store.records import Array, Floats
-
-if TYPE_CHECKING:
-    from diloco_syncer.runtime.driver import Engine
 
 log = logging.getLogger(__name__)
 
@@ -47,19 +45,25 @@ class InitialRefused(Exception):
     """A part of version 0 is refused; the message says why."""
 
 
-class InitialUpload:
-    """The one upload of version 0 that is under way."""
+class InitialModelUpload:
+    """The one upload of version 0 that is under way. ``job``: its name."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(
+        self, job: str, core: Core, model: GlobalModel, durability: Durability, emit: Callable[[ev.Event], None]
+    ) -> None:
+        self._job = job
+        self._core = core
+        self._model = model
+        self._durability = durability
+        self._emit = emit
         self._connection = 0
         self._watched = 0  # the connection that was asked, as last seen
         self._touched = 0.0  # when an upload of it last was under way; time.monotonic()
         self._under_way = 0  # uploads of parts
         self.attempt = 0
-        self._begin(0)
+        self._begin_attempt(0)
 
-    def _begin(self, connection: int) -> None:
+    def _begin_attempt(self, connection: int) -> None:
         self._connection = connection
         self.attempt += 1
         self._layout: Layout | None = None
@@ -67,11 +71,11 @@ class InitialUpload:
         self._fragments: dict[int, Floats] = {}
         self._names: dict[int, str] = {}
 
-    def admit(self, connection: int, part: int, fragment: int, size: int) -> int:
-        """Whether this part may come now; returns its exact size in bytes. Raises ``InitialRefused``."""
-        if self._engine.layout is not None:
+    def check_part(self, connection: int, part: int, fragment: int, size: int) -> int:
+        """Check that this part may come now; returns its exact size in bytes. Raises ``InitialRefused``."""
+        if self._model.layout is not None:
             raise InitialRefused("version 0 exists already")
-        if not connection or connection != self._engine.core.initialiser:
+        if not connection or connection != self._core.initialiser:
             raise InitialRefused("another learner was asked for version 0")
         if part == LAYOUT:
             if not 0 < size <= MAX_JSON_BYTES:
@@ -95,16 +99,16 @@ class InitialUpload:
             raise InitialRefused(f"{size} bytes, and this part of version 0 has {expected}")
         return expected
 
-    async def take(self, connection: int, attempt: int, part: int, fragment: int, data: Array) -> None:
-        """A part is here as uint8; it is durable when this returns. ``attempt``: the one that was
-        under way when it was admitted; a layout begins another. Raises ``InitialRefused``."""
-        if connection != self._engine.core.initialiser:
+    async def store_part(self, connection: int, attempt: int, part: int, fragment: int, data: Array) -> None:
+        """Make a part (uint8) durable. ``attempt``: the one under way when the part was checked; a layout begins
+        another. Raises ``InitialRefused``."""
+        if connection != self._core.initialiser:
             raise InitialRefused("another learner was asked for version 0 since")
         if part == LAYOUT:
-            self._begin(connection)
+            self._begin_attempt(connection)
             await self._take_layout(data, self.attempt)
             return
-        self._check(attempt)
+        self._check_attempt(attempt)
         if part == FRAGMENT:
             await self._take_fragment(fragment, data, attempt)
         elif part == FROZEN:
@@ -113,47 +117,46 @@ class InitialUpload:
         else:
             await self._finish()
 
-    def _check(self, attempt: int) -> None:
+    def _check_attempt(self, attempt: int) -> None:
         if attempt != self.attempt:
             raise InitialRefused("another upload of version 0 has begun since")
 
     async def _stage(self, attempt: int, part: str, *data: Buffer) -> str:
-        name = await self._engine.durably(self._engine.checkpoints.stage, attempt, part, *data)
-        self._check(attempt)
+        name = await self._durability.stage_initial(attempt, part, *data)
+        self._check_attempt(attempt)
         return name
 
     # ------------------------------------------------------------- giving up
 
     @contextlib.contextmanager
-    def uploading(self, connection: int) -> Iterator[None]:
-        """While a part comes from this connection. A refusal of what the learner that was asked
-        sends is the end of its attempt."""
+    def track_part(self, connection: int) -> Iterator[None]:
+        """Around the receipt of a part: a refusal ends the attempt of the learner that was asked."""
         self._under_way += 1
         try:
             yield
         except InitialRefused as error:
-            self._fail(connection, str(error))
+            self._give_up(connection, str(error))
             raise
         finally:
             self._under_way -= 1
             self._touched = time.monotonic()
 
-    async def watch(self) -> None:
-        """Give up on a learner that was asked and sends nothing."""
-        while self._engine.layout is None:
+    async def watch_sender(self) -> None:
+        """Give up on a learner that was asked and sends nothing; returns when version 0 is durable."""
+        while self._model.layout is None:
             await asyncio.sleep(WATCH_SECONDS)
-            asked, now = self._engine.core.initialiser or 0, time.monotonic()
+            asked, now = self._core.initialiser or 0, time.monotonic()
             if asked != self._watched or self._under_way:
                 self._watched = asked
                 self._touched = now
             elif asked and now - self._touched > PATIENCE:
                 self._watched = 0
-                self._fail(asked, f"nothing of it came for {PATIENCE:.0f} s")
+                self._give_up(asked, f"nothing of it came for {PATIENCE:.0f} s")
 
-    def _fail(self, connection: int, message: str) -> None:
-        if connection and connection == self._engine.core.initialiser:
+    def _give_up(self, connection: int, message: str) -> None:
+        if connection and connection == self._core.initialiser:
             log.warning("version 0 from session %d did not come through: %s", connection, message)
-            self._engine.handle(ev.InitialModelFailed(connection, message))
+            self._emit(ev.InitialModelFailed(connection, message))
 
     async def _take_layout(self, data: Array, attempt: int) -> None:
         try:
@@ -161,34 +164,34 @@ class InitialUpload:
         except LayoutError as error:
             raise InitialRefused(str(error)) from error
         if len(layout) > limits.MAX_FRAGMENTS:
-            raise self._hopeless(f"{len(layout)} fragments; at most {limits.MAX_FRAGMENTS} are served")
+            raise self._fail_job(f"{len(layout)} fragments; at most {limits.MAX_FRAGMENTS} are served")
         packed = records.pack("blob", {}, {"blob": data})
         self._layout_name = await self._stage(attempt, "layout.rec", *packed)
         self._layout = layout
 
-    def _hopeless(self, message: str) -> InitialRefused:
-        """Every learner would upload the same: the job fails."""
-        self._engine.handle(ev.EndRequested(JobPhase.FAILED, f"version 0 is refused: {message}"))
+    def _fail_job(self, message: str) -> InitialRefused:
+        """Fail the job: every learner would upload the same."""
+        self._emit(ev.EndRequested(JobPhase.FAILED, f"version 0 is refused: {message}"))
         return InitialRefused(message)
 
     async def _take_fragment(self, fragment: int, data: Array, attempt: int) -> None:
         theta = data.view(np.float32)
         if not codec.norm_and_finite(theta)[1]:
             raise InitialRefused(f"fragment {fragment} has values that are not finite: check the model's start")
-        record = first_records(self._engine.job.metadata.name, self._engine.epoch, {fragment: theta})[0]
+        record = first_records(self._job, self._core.epoch, {fragment: theta})[0]
         self._names[fragment] = await self._stage(attempt, f"f{fragment:05d}.rec", *record.pack())
         self._fragments[fragment] = theta
 
     async def _finish(self) -> None:
-        engine, layout = self._engine, self._layout
+        layout = self._layout
         assert layout is not None
         missing = [p for p in range(len(layout)) if p not in self._fragments]
         if missing:
             raise InitialRefused(f"fragment {missing[0]} is missing ({len(missing)} in all)")
         names, frozen = [self._names[p] for p in range(len(layout))], self._frozen_name
-        newest = first_records(engine.job.metadata.name, engine.epoch, self._fragments)
-        await engine.durably(engine.checkpoints.commit_initial, self._layout_name, names, frozen)
-        engine.begin(layout, Parameters(engine.job, layout, newest, engine.threads), frozen)
+        newest = first_records(self._job, self._core.epoch, self._fragments)
+        await self._durability.commit_initial(self._layout_name, names, frozen)
+        self._model.begin(layout, newest, frozen)
         self._fragments = {}
-        engine.handle(ev.InitialModelStored(layout.digest, tuple(layout.elements(p) for p in range(len(layout)))))
+        self._emit(ev.InitialModelStored(layout.digest, tuple(layout.elements(p) for p in range(len(layout)))))
         log.info("version 0 is durable: %d parameters in %d fragments", layout.total_elements, len(layout))

@@ -38,23 +38,23 @@ def largest_state(elements: int) -> int:
     return elements * 4 * STATES_PER_PARAMETER + SLACK
 
 
-class Relay:
-    """Transfers asked for, and those that have arrived."""
+class OptimizerRelay:
+    """Transfers that were requested, and those that have arrived."""
 
     def __init__(self) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="diloco-relay-")
-        self._asked: OrderedDict[int, tuple[int, bool]] = OrderedDict()  # transfer -> connection, checkpoint
+        self._expected: OrderedDict[int, tuple[int, bool]] = OrderedDict()  # transfer -> connection, checkpoint
         self._arrived: OrderedDict[int, Relayed] = OrderedDict()
 
-    def ask(self, transfer: int, connection: int, checkpoint: bool) -> None:
-        """This connection was asked to upload its state under ``transfer``."""
-        self._asked[transfer] = (connection, checkpoint)
-        while len(self._asked) > 64:
-            self._asked.popitem(last=False)
+    def expect_upload(self, transfer: int, connection: int, checkpoint: bool) -> None:
+        """Expect that a connection uploads its state under ``transfer``; for the ``checkpoint``, or a newcomer."""
+        self._expected[transfer] = (connection, checkpoint)
+        while len(self._expected) > 64:
+            self._expected.popitem(last=False)
 
-    def asked(self, transfer: int) -> tuple[int, bool] | None:
-        """Who was asked for it, and whether it is for the checkpoint."""
-        return self._asked.get(transfer)
+    def find_expected(self, transfer: int) -> tuple[int, bool] | None:
+        """The connection that uploads this transfer, and whether it is for the checkpoint; None: not expected."""
+        return self._expected.get(transfer)
 
     def allocate(self, size: int) -> Array:
         """A file of ``size`` bytes as uint8[size]; unlinked already, gone when nobody uses it.
@@ -71,16 +71,18 @@ class Relay:
             os.close(descriptor)
             os.unlink(name)
 
-    def arrived(self, relayed: Relayed) -> None:
-        """All bytes of a transfer are here."""
-        self._asked.pop(relayed.transfer, None)
+    def add_arrived(self, relayed: Relayed) -> None:
+        """Keep a transfer whose bytes are all here; the oldest goes if there are too many."""
+        self._expected.pop(relayed.transfer, None)
         self._arrived[relayed.transfer] = relayed
         while len(self._arrived) > MAX_RELAYED:
             self._arrived.popitem(last=False)
 
-    def get(self, transfer: int) -> Relayed | None:
+    def find_arrived(self, transfer: int) -> Relayed | None:
+        """A transfer that has arrived and is still kept."""
         return self._arrived.get(transfer)
 
     def close(self) -> None:
+        """Drop all transfers."""
         self._arrived.clear()
         self._directory.cleanup()

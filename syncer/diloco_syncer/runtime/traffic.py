@@ -1,40 +1,40 @@
-"""How many bytes each region's link and each slot's learners have carried: status' and report's ``regions``.
+"""Bytes that each region's link and each slot's learners have carried: ``regions`` of status and report.
 
-Theory of operation. There are two counts, for there are two questions. *Payload*
-(``bytes_up``, ``bytes_down``) is what the encodings cost: pushes, broadcasts, version 0, states, each
-part once it is here or gone whole. It is the job's own ``bytes_up`` and ``bytes_down``, split up.
-*Wire* (``wire_bytes_up``, ``wire_bytes_down``) is what passes the listener's sockets: payload, what was sent
-in vain, messages and heartbeats, HTTP/2, TLS with its handshakes. Of what a network card counts, only
-TCP/IP's and Ethernet's headers (and what TCP sends again) are missing. The listener sees it
-because there each connection is somebody's; without certificates it is not known (None).
+Theory of operation. There are two counts, for two questions. *Payload* (``bytes_up``, ``bytes_down``)
+is what the encodings cost: pushes, broadcasts, version 0 and optimizer states, each part counted once it
+is here or was sent whole. The job's own ``bytes_up`` and ``bytes_down`` are the sums over all places.
 
-A connection is its learner's region's from the call on that tells whose it is, and before that its
-certificate's, if that names one. The evaluator is ``evaluator``, wherever it runs. What came
-before anybody said who he is has the name ``""``.
+*Wire* (``wire_bytes_up``, ``wire_bytes_down``) is what passes the sockets of the TLS listener: payload,
+what was sent in vain, messages and heartbeats, HTTP/2, TLS with its handshakes. Of what a network card
+counts only the headers of TCP/IP and Ethernet (and what TCP sends again) are missing. The listener
+knows whose each connection is; without certificates the wire's bytes are not known (None).
 
-Counts go on over restarts with the state. What came after the last state that was written is lost
-with its syncer, as for the totals.
+A *place* is a region, ``evaluator`` (wherever the evaluator runs), or ``""``. A connection's place is
+the region of its certificate, if that names one, and from the call on that tells whose it is the
+learner's region. What came before either is known has the place ``""``.
+
+Counts go on over restarts with the state. What came after the last state that was written is lost with
+its syncer.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
-if TYPE_CHECKING:
-    from diloco_syncer.server.tls.listener import TlsListener
-
+WireBytes = Callable[[], dict[str, tuple[int, int]]]  # by place, (received, sent)
 EVALUATOR = "evaluator"  # no region may have that name
 NOBODY = ""
 
 
 class Traffic:
-    """Up is towards the syncer. All of it belongs to the syncer's loop."""
+    """Counts bytes by place and slot; up is towards the syncer. Only the syncer's event loop may call it."""
 
-    def __init__(self, regions: Iterable[str]) -> None:
-        """``regions``: of the job, in its order."""
+    def __init__(self, regions: Iterable[str], wire_bytes: WireBytes | None = None) -> None:
+        """``regions``: of the job, in its order. ``wire_bytes``: of the TLS listener; None: plaintext."""
         self.regions = tuple(regions)
+        self._wire_bytes = wire_bytes
         self._up = Counter[str]()
         self._down = Counter[str]()  # payload, by region
         self._slots_up = Counter[int]()
@@ -42,65 +42,75 @@ class Traffic:
         # By region, of syncers before this one.
         self._earlier: dict[str, tuple[int, int]] = {}
 
-    def place(self, region: str, evaluator: bool) -> str:
-        """Where the bytes of who joins so are counted: regions that the job has not would be endless."""
+    def place_of(self, region: str, evaluator: bool) -> str:
+        """The place of a learner or evaluator that joins; a region that the job does not have has the place ``""``."""
         if evaluator:
             return EVALUATOR
         return region if region in self.regions else NOBODY
 
-    def received(self, place: str, slot: int | None, count: int) -> None:
-        """A part of a payload came from there; ``slot`` None: from nobody who has one."""
+    @property
+    def bytes_up(self) -> int:
+        """Payload received since the job began, in bytes."""
+        return self._up.total()
+
+    @property
+    def bytes_down(self) -> int:
+        """Payload sent since the job began, in bytes."""
+        return self._down.total()
+
+    def count_received(self, place: str, slot: int | None, count: int) -> None:
+        """Count a part of a payload that came from a place; ``slot`` None: its sender has no slot."""
         self._up[place] += count
         if slot is not None:
             self._slots_up[slot] += count
 
-    def sent(self, place: str, slot: int | None, count: int) -> None:
-        """A part of a payload went there."""
+    def count_sent(self, place: str, slot: int | None, count: int) -> None:
+        """Count a part of a payload that was sent to a place; ``slot`` None: its reader has no slot."""
         self._down[place] += count
         if slot is not None:
             self._slots_down[slot] += count
 
-    def rows(self, listener: TlsListener | None) -> list[dict[str, Any]]:
+    def rows(self) -> list[dict[str, Any]]:
         """One row per region of the job, then others that carried something. Bytes since the job began."""
-        wire = self._wire(listener)
+        wire = self._wire()
         carried = {name for name in (*self._up, *self._down, *wire) if name not in self.regions}
         return [
             {
                 "name": name,
                 "bytes_up": self._up[name],
                 "bytes_down": self._down[name],
-                "wire_bytes_up": wire.get(name, (0, 0))[0] if listener is not None else None,
-                "wire_bytes_down": wire.get(name, (0, 0))[1] if listener is not None else None,
+                "wire_bytes_up": wire.get(name, (0, 0))[0] if self._wire_bytes else None,
+                "wire_bytes_down": wire.get(name, (0, 0))[1] if self._wire_bytes else None,
             }
             for name in (*self.regions, *sorted(carried))
         ]
 
     def with_slots(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Rows that have ``slot``, each with the payload of all who sat there."""
+        """The rows, which have ``slot``, each with the payload of all learners that this slot has had."""
         return [
             row | {"bytes_up": self._slots_up[row["slot"]], "bytes_down": self._slots_down[row["slot"]]} for row in rows
         ]
 
-    def _wire(self, listener: TlsListener | None) -> dict[str, tuple[int, int]]:
+    def _wire(self) -> dict[str, tuple[int, int]]:
         wire = dict(self._earlier)
-        for name, (up, down) in (listener.bytes_by_place() if listener is not None else {}).items():
+        for name, (up, down) in (self._wire_bytes() if self._wire_bytes else {}).items():
             before = wire.get(name, (0, 0))
             wire[name] = before[0] + up, before[1] + down
         return wire
 
-    def state(self, listener: TlsListener | None) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """For the checkpoint."""
         return {
             "up": dict(self._up),
             "down": dict(self._down),
-            "wire": {name: list(counts) for name, counts in self._wire(listener).items()},
+            "wire": {name: list(counts) for name, counts in self._wire().items()},
             # JSON's keys are text.
             "slots_up": list(self._slots_up.items()),
             "slots_down": list(self._slots_down.items()),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint's; one of an older release has nothing, and counts begin here."""
+        """Go on from a checkpoint's counts; where there are none, counts begin here."""
         self._up.update(state.get("up", {}))
         self._down.update(state.get("down", {}))
         self._slots_up.update(dict(state.get("slots_up", [])))

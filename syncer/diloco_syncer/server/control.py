@@ -1,10 +1,11 @@
-"""Calls of the operator or the local runner, signed; and the status call, open to all who may connect."""
+"""Control: signed calls of the operator or the local runner. Status: a call for every authorized peer."""
 
 from __future__ import annotations
 
 import json
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import grpc
 
@@ -13,10 +14,9 @@ from diloco_protocol.wire import limits, sync_pb2
 from diloco_protocol.wire.control_auth import CallRefused, NonceCache, sign_reply, verify_call
 from diloco_protocol.wire.limits import WireError
 from diloco_syncer.core import events as ev
-from diloco_syncer.server.pages.status import bounded, report, status
-
-if TYPE_CHECKING:
-    from diloco_syncer.runtime.driver import Engine
+from diloco_syncer.core.core import Core
+from diloco_syncer.server.pages.status import bounded
+from diloco_syncer.server.tls.access import CallAuthorizer
 
 log = logging.getLogger(__name__)
 
@@ -40,11 +40,23 @@ def _text(body: dict[str, Any], name: str, default: str | None = None) -> str:
 
 
 class Control:
-    """The Control service."""
+    """The Control service. ``key`` signs calls and replies; ``status`` and ``report`` return documents."""
 
-    def __init__(self, engine: Engine, key: bytes) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        key: bytes,
+        core: Core,
+        emit: Callable[[ev.Event], None],
+        checkpoint: Callable[[], Awaitable[None]],
+        status: Callable[[], dict[str, Any]],
+        report: Callable[[], dict[str, Any]],
+    ) -> None:
         self._key = key
+        self._core = core
+        self._emit = emit
+        self._checkpoint = checkpoint
+        self._status = status
+        self._report = report
         self._nonces = NonceCache()
 
     def handler(self) -> Any:
@@ -53,7 +65,7 @@ class Control:
         return grpc.method_handlers_generic_handler("diloco.v1.Control", {"Call": method})
 
     async def call(self, raw: bytes, context: Any) -> bytes:
-        """One signed call."""
+        """Answer one signed call."""
         try:
             call = limits.parse(sync_pb2.SignedCall, raw)
             verify_call(self._key, call, self._nonces)
@@ -66,7 +78,7 @@ class Control:
             body = json.loads(call.body or b"{}")
             if not isinstance(body, dict):
                 raise BadCall("the body must be a JSON object")
-            answer = bounded(await self._do(call.method, body), limits.MAX_REPLY_BYTES - limits.MAX_HEADER_BYTES)
+            answer = bounded(await self._carry_out(call.method, body), limits.MAX_REPLY_BYTES - limits.MAX_HEADER_BYTES)
         except (BadCall, ValueError, RecursionError) as error:
             reply = sync_pb2.CallReply(ok=False, message=str(error)[: limits.MAX_TEXT])
         else:
@@ -74,41 +86,38 @@ class Control:
         sign_reply(self._key, call.nonce, reply)
         return reply.SerializeToString()
 
-    async def _do(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
-        engine = self._engine
+    async def _carry_out(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
         if method == ControlMethod.PROCESS_GONE:
             ordinal = body.get("ordinal")
             if type(ordinal) is not int or ordinal < 0:
                 raise BadCall("ordinal: expected a whole number that is not negative")
-            engine.handle(
+            self._emit(
                 ev.ProcessEnded(_text(body, "region"), ordinal, _text(body, "process", ""), _text(body, "reason", ""))
             )
             return {}
         if method == ControlMethod.CHECKPOINT:
-            await engine.checkpoint()
-            return {"epoch": engine.epoch, "versions": list(engine.core.versions)}
+            await self._checkpoint()
+            return {"epoch": self._core.epoch, "versions": list(self._core.versions)}
         if method == ControlMethod.ANNOUNCE:
             phase = _ENDS.get(_text(body, "phase"))
             if phase is None:
                 raise BadCall(f"phase: {body['phase']!r} is none of {', '.join(_ENDS)}")
-            engine.handle(ev.EndRequested(phase, _text(body, "message", "")))
-            return {"phase": engine.core.phase.value}
+            self._emit(ev.EndRequested(phase, _text(body, "message", "")))
+            return {"phase": self._core.phase.value}
         if method == ControlMethod.REPORT:
-            document = report(engine)
-            engine.report_fetched = True
-            return document
+            return self._report()
         if method == ControlMethod.STATUS:
-            return status(engine)
+            return self._status()
         raise BadCall(f"method {method[:80]!r} is none of {', '.join(ControlMethod)}")
 
 
-def status_handler(engine: Engine) -> Any:
+def status_handler(authorizer: CallAuthorizer, status: Callable[[], dict[str, Any]]) -> Any:
     """The Status service for a grpc.aio server."""
 
     async def get(raw: bytes, context: Any) -> bytes:
-        await engine.sessions.doors.authorize(context)
+        await authorizer.authorize(context)
         try:
-            text = bounded(status(engine), limits.MAX_CONTROL_BYTES - limits.MAX_HEADER_BYTES)
+            text = bounded(status(), limits.MAX_CONTROL_BYTES - limits.MAX_HEADER_BYTES)
         except ValueError as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         return sync_pb2.StatusReply(json=text.decode()).SerializeToString()

@@ -11,7 +11,7 @@ upload in parts that breaks off stays in the bucket, unseen and paid for. So an 
 
 **Bounds.** A request that moves little may take ``QUICK_SECONDS``, another ``BULK_SECONDS``; one
 that may safely be repeated is tried again for up to ``RETRY_SECONDS``. What then still fails is an
-``OSError``, and whoever called waits and tries again (``Engine.durably``). An object that is read may
+``OSError``, and whoever called waits and tries again (``Durability.run_write``). An object that is read may
 pause for ``READ_SECONDS``. A put has no such bound: the client's also runs while a request's body is sent,
 during which nothing can come back.
 

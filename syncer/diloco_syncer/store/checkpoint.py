@@ -24,6 +24,7 @@ nothing fits is refused: never is a job begun anew over what could not be read.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +43,8 @@ from diloco_syncer.store.records import Array, Damaged, MergeRecord, parse_recor
 from diloco_syncer.store.restore import Reader, StoreUnusable
 
 STATES_KEPT = 2
+REPORT = "report.json"
+MAX_REPORT = 64 << 20
 
 
 class TakeOver(Exception):
@@ -79,6 +82,7 @@ class Restored:
     offers: list[SpooledOffer] = field(default_factory=list)
     frozen: str = ""
     optimizer: str = ""
+    optimizer_bytes: int = 0
     number: int = 0  # merges of the job
     problems: list[str] = field(default_factory=list)
     discarded: list[tuple[int, int, str]] = field(default_factory=list)  # fragment, version gone on from, why
@@ -215,6 +219,10 @@ class Checkpoints:
         body = {"header": header_to_json(offer.header), "norm": offer.norm}
         self.store.replace(offer.name, *records.pack("offer", body, {"encoded": offer.encoded}))
 
+    def remove_offer(self, header: PushHeader) -> None:
+        """Remove a spooled offer; nothing happens if there is none."""
+        self.store.delete(offer_name(header))
+
     def write_blob(self, kind: str, blob: Array, info: Mapping[str, Any] | None = None) -> str:
         """Keep bytes (uint8) as they are, e.g. an optimizer state; returns the name."""
         self._number += 1
@@ -231,6 +239,18 @@ class Checkpoints:
             raise NotThere(name)
         mapped = np.memmap(path, np.uint8, "r")
         return records.unpack(memoryview(mapped), "blob", name)[1]["blob"]  # type: ignore[arg-type]
+
+    def write_report(self, text: bytes) -> None:
+        """Make report.json, the report of the job's end, durable."""
+        self.store.replace(REPORT, text)
+
+    def read_report(self, outcome: str) -> dict[str, Any] | None:
+        """The report of an end with this outcome; None: the store has none that can be read."""
+        try:
+            found = json.loads(self.store.read(REPORT, MAX_REPORT))
+        except (NotThere, OSError, ValueError):
+            return None  # it is written anew, and a store that fails says so then
+        return found if isinstance(found, dict) and found.get("outcome") == outcome else None
 
     # ------------------------------------------------------------- garbage
 
@@ -293,7 +313,9 @@ class Checkpoints:
                     self._set_aside(record_name(fragment, above))
         self._load_offers(restored)
         optimizers = self.store.names("optimizer")
-        restored.optimizer = optimizers[-1] if optimizers else ""
+        if optimizers:
+            restored.optimizer = optimizers[-1]
+            restored.optimizer_bytes = self.read_blob(optimizers[-1]).nbytes
         return restored
 
     def newer_than(self, versions: Mapping[int, int], upto: Sequence[int]) -> list[MergeRecord]:

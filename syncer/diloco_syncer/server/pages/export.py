@@ -1,8 +1,8 @@
-"""The export listener: the merged model and its job, for who may reach this machine's loopback.
+"""The export listener: the merged model and its job, for callers on this machine's loopback.
 
 ``GET /model.safetensors`` (model_file.py) and ``GET /job.json`` (normal form). It knows no
-credentials: it listens on a loopback address only, which in a cluster is reached by
-port-forward, so that who may forward ports to this pod may have the model.
+credentials: it listens on a loopback address only, which in a cluster is reached by port-forward. So
+whoever may forward ports to this pod may download the model.
 
 The answer names its exact length and, in ``Diloco-Checksum``, the xxh3-64 of its bytes;
 one model is sent at a time, for each holds on to the parameters of its moment.
@@ -13,14 +13,13 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 from collections.abc import AsyncGenerator, Mapping
-from typing import TYPE_CHECKING
 
 from diloco_protocol.common.http_server import AddressError, Answer, Page, Stream, split_address
+from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json
+from diloco_syncer.runtime.durability import Durability
+from diloco_syncer.runtime.global_model import GlobalModel
 from diloco_syncer.server.pages.model_file import ModelFile
-
-if TYPE_CHECKING:
-    from diloco_syncer.runtime.driver import Engine
 
 CHECKSUM = "Diloco-Checksum"
 
@@ -39,26 +38,26 @@ def check_loopback(address: str, name: str) -> None:
         )
 
 
-def export_pages(engine: Engine) -> Mapping[str, Page]:
-    """The listener's pages."""
+def export_pages(job: DiLoCoJob, epoch: int, model: GlobalModel, durability: Durability) -> Mapping[str, Page]:
+    """The pages of the export listener, by path."""
     busy = False
 
-    async def model() -> Answer:
+    async def model_page() -> Answer:
         nonlocal busy
         if busy:
             return 503, "text/plain", b"the model is being sent to somebody else: try again\n"
-        if engine.parameters is None or engine.layout is None:
+        if model.layout is None:
             return 404, "text/plain", b"there is no model yet: the job has not got to version 0\n"
         busy = True
         try:
-            newest = list(engine.parameters.newest)
+            newest = list(model.newest)
             file = ModelFile(
-                engine.job.metadata.name,
-                engine.epoch,
-                engine.layout,
+                job.metadata.name,
+                epoch,
+                model.layout,
                 [record.theta for record in newest],
                 [record.version for record in newest],
-                await engine.blob(engine.frozen) if engine.frozen else None,
+                await durability.read_blob(model.frozen) if model.frozen else None,
             )
             checksum = await asyncio.to_thread(file.checksum)
         except BaseException:
@@ -76,7 +75,7 @@ def export_pages(engine: Engine) -> Mapping[str, Page]:
         finally:
             busy = False
 
-    def job() -> Answer:
-        return 200, "application/json", job_to_json(engine.job).encode()
+    def job_page() -> Answer:
+        return 200, "application/json", job_to_json(job).encode()
 
-    return {"/model.safetensors": model, "/job.json": job}
+    return {"/model.safetensors": model_page, "/job.json": job_page}

@@ -1,6 +1,6 @@
-"""The job as it is handed to whoever joins with credentials and without a job file.
+"""The job as learners download it: those that join with credentials and without a job file.
 
-All of it but what only pods need: templates may hold words that are the cluster's own.
+It lacks what only pods need: pod templates and annotations may hold what is not for learners elsewhere.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json
 
 
-def handout(job: DiLoCoJob) -> bytes:
-    """The normal form, UTF-8."""
+def job_for_learners(job: DiLoCoJob) -> bytes:
+    """The job's normal form without pod templates and annotations, JSON in UTF-8."""
     document = json.loads(job_to_json(job))
     document["metadata"]["annotations"] = {}
     spec = document["spec"]

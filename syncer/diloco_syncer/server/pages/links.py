@@ -1,38 +1,37 @@
-"""What is known of each learner's link, and whether it is thin for its job: the status document's
-``slots[].link``.
+"""What is known of each learner's link, and whether it is too slow for its job: ``slots[].link`` of the status.
 
-Up is measured here, while pushes arrive; down and the round trip are the learner's, from its
-reports. What belongs to a link belongs to its session, and ends with it. Whether it is enough
-is judged when somebody asks (protocol's links.py), at the pace that the job has then.
+Up is measured here, while pushes arrive; down and the round trip come from the learner's reports. The
+measures belong to a session, and end with it. Whether the link suffices is judged when the status is
+read (diloco_protocol/bandwidth/links.py), at the pace that the job has then.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.bandwidth import links
 from diloco_protocol.bandwidth.links import LEAST_TRANSFERS, Measured, Traffic
 from diloco_protocol.common.meter import Meter
+from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.wire import sync_pb2
 
-if TYPE_CHECKING:
-    from diloco_syncer.runtime.driver import Engine
-
-_FASTEST, _LONGEST = 1e15, 1e6  # bytes per second, seconds: what a learner says beyond is not believed
+_FASTEST, _LONGEST = 1e15, 1e6  # bytes per second, seconds: beyond, a learner's number makes no sense
 
 
 class LinkMeasures:
-    """Of one session."""
+    """The measures of one session's link."""
 
     def __init__(self) -> None:
         self.up = Meter()
         self._down: float | None = None
         self._round_trip: float | None = None
 
-    def heard(self, report: sync_pb2.Report) -> None:
-        """What the learner says; numbers that make no sense say nothing."""
+    def apply_report(self, report: sync_pb2.Report) -> None:
+        """Take over what the learner has measured; numbers that make no sense count as unknown."""
         if report.HasField("link"):
             down, trip = report.link.down_bytes_per_second, report.link.round_trip_seconds
             self._down = down if 0 < down < _FASTEST else None
@@ -49,21 +48,25 @@ def _traffic(sizes: tuple[int, ...], up: str, down: str, learners: int) -> Traff
     return links.traffic(sizes, up, down, learners)
 
 
-def with_links(engine: Engine, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The status document's rows of slots, each with ``link``: null while nobody is there."""
-    spec, layout = engine.job.spec, engine.layout
+def with_links(
+    job: DiLoCoJob, layout: Layout | None, rows: list[dict[str, Any]], find_link: Callable[[int], LinkMeasures | None]
+) -> list[dict[str, Any]]:
+    """The status document's rows of slots, each with ``link``; null while the slot has no session.
+
+    ``find_link``: the measures of a slot's session, by the slot's index.
+    """
+    spec = job.spec
     paces = [r["step_seconds"] for r in rows if r["state"] == "active" and r["ready"] and r["step_seconds"] > 0]
     pace = median(paces) if paces else 0.0
     carried = None
     if layout is not None:
         sizes = tuple(layout.elements(p) for p in range(len(layout)))
         carried = _traffic(sizes, spec.sync.compression.up, spec.sync.compression.down, spec.slots)
-    for row, slot in zip(rows, engine.core.slots, strict=True):
-        connection = None if slot.connection is None else engine.sessions.connection(slot.connection)
+    for row in rows:
         row["link"] = None
-        if connection is None:
+        if (link := find_link(row["slot"])) is None:
             continue
-        known, judged = connection.link.known, links.Verdict()
+        known, judged = link.known, links.Verdict()
         if carried is not None:
             judged = links.judge(carried, spec.sync, len(sizes), pace, known)
         row["link"] = {

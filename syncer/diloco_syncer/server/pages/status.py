@@ -1,4 +1,4 @@
-"""The status document and report.json: what the core tells, and what only the walls know."""
+"""The status document and report.json: the core's figures, and those of the parts around it."""
 
 from __future__ import annotations
 
@@ -6,21 +6,29 @@ import json
 import math
 import resource
 import sys
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-from diloco_protocol.spec.job import spec_digest
-from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase
-from diloco_syncer.server.pages.links import with_links
-
-if TYPE_CHECKING:
-    from diloco_syncer.runtime.driver import Engine
+from diloco_protocol.spec.job import DiLoCoJob, spec_digest
+from diloco_protocol.vocabulary import JobPhase
+from diloco_syncer.core.core import Core
+from diloco_syncer.runtime.durability import Durability
+from diloco_syncer.runtime.event_log import EventLog
+from diloco_syncer.runtime.global_model import GlobalModel
+from diloco_syncer.runtime.merger import Merger
+from diloco_syncer.runtime.traffic import Traffic
+from diloco_syncer.server.pages.links import LinkMeasures, with_links
+from diloco_syncer.server.sessions import Sessions
+from diloco_syncer.server.tls.access import CallAuthorizer
 
 SCHEMA = 1
 _OUTCOMES = {JobPhase.COMPLETE: "complete", JobPhase.FAILED: "failed"}
 
 
 def finite(value: Any) -> Any:
-    """The value for JSON: numbers that are not finite become null, all the way down."""
+    """The value for JSON: numbers that are not finite become null, at every depth."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -31,7 +39,7 @@ def finite(value: Any) -> Any:
 
 
 def bounded(document: dict[str, Any], limit: int) -> bytes:
-    """The document as JSON of at most ``limit`` bytes; of a status document the oldest events go first.
+    """The document as JSON of at most ``limit`` bytes; the oldest events of a status document are left out first.
 
     Raises ValueError if that is not enough.
     """
@@ -51,54 +59,66 @@ def peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def status(engine: Engine) -> dict[str, Any]:
-    """The status document (docs/contracts.md)."""
-    document = {"job": engine.job.metadata.name} | engine.core.status(engine.clock())
-    document["message"] = engine.message
-    document["slots"] = engine.traffic.with_slots(with_links(engine, document["slots"]))
-    document |= {
-        "bytes_up": engine.bytes_up,
-        "bytes_down": engine.bytes_down,
-        "regions": engine.traffic.rows(engine.sessions.doors.listener),
-        "refused": dict(engine.refused),
-        "sessions": engine.sessions.count,
-        "tls": engine.sessions.doors.status(),
-        "store_problem": engine.problem,
-        "seconds": engine.seconds,
-        "events": list(engine.events),
-    }
-    return dict(finite(document))
+@dataclass(frozen=True)
+class StatusPage:
+    """The status document and the report; everything is only read. ``refused``: uploads, by reason."""
 
+    job: DiLoCoJob
+    core: Core
+    clock: Callable[[], float]
+    model: GlobalModel
+    durability: Durability
+    merger: Merger
+    sessions: Sessions
+    authorizer: CallAuthorizer
+    traffic: Traffic
+    event_log: EventLog
+    refused: Counter[str]
 
-def report(engine: Engine) -> dict[str, Any]:
-    """report.json without ``faults``, which whoever causes and sees them knows: as it stands, and of a job
-    that has ended what the store has of its end, whoever asks and however often."""
-    if engine.final_report is not None and engine.core.phase in ENDED_PHASES:
-        return engine.final_report
-    return present_report(engine)
+    def status(self) -> dict[str, Any]:
+        """The status document (docs/contracts.md)."""
+        document = {"job": self.job.metadata.name} | self.core.status(self.clock())
+        document["message"] = self.durability.problem or self.core.phase_message
+        rows = with_links(self.job, self.model.layout, document["slots"], self._find_link)
+        document["slots"] = self.traffic.with_slots(rows)
+        document |= {
+            "bytes_up": self.traffic.bytes_up,
+            "bytes_down": self.traffic.bytes_down,
+            "regions": self.traffic.rows(),
+            "refused": dict(self.refused),
+            "sessions": self.sessions.count,
+            "tls": self.authorizer.status(),
+            "store_problem": self.durability.problem,
+            "seconds": self.merger.seconds,
+            "events": list(self.event_log.events),
+        }
+        return dict(finite(document))
 
+    def _find_link(self, slot: int) -> LinkMeasures | None:
+        connection = self.sessions.find_connection(self.core.slots[slot].connection)
+        return None if connection is None else connection.link
 
-def present_report(engine: Engine) -> dict[str, Any]:
-    """The report as it stands.
+    def report(self) -> dict[str, Any]:
+        """report.json as it stands, without ``faults``, which only whoever causes them knows.
 
-    ``restarts`` counts the syncers that this store has had before this one, those of
-    earlier runs included. ``outcome`` of a job that has not ended, or was suspended, is interrupted.
-    """
-    core, now = engine.core, engine.clock()
-    reported = core.report(now)
-    document = {
-        "schema": SCHEMA,
-        "outcome": _OUTCOMES.get(core.phase, "interrupted"),
-        "seed": engine.job.spec.seed,
-        "spec_digest": spec_digest(engine.job),
-        "layout_digest": engine.layout.digest if engine.layout is not None else "",
-        "wall_seconds": core.status(now)["elapsed_seconds"],
-        **reported,
-        "learners": engine.traffic.with_slots(reported["learners"]),
-        "bytes_up": engine.bytes_up,
-        "bytes_down": engine.bytes_down,
-        "regions": engine.traffic.rows(engine.sessions.doors.listener),
-        "faults": [],
-        "syncer": {"epoch": engine.epoch, "restarts": engine.epoch - 1, "peak_rss_bytes": peak_rss_bytes()},
-    }
-    return dict(finite(document))
+        ``restarts`` counts the syncers that this store has had before this one, those of earlier runs
+        included. ``outcome`` of a job that has not ended, or was suspended, is interrupted.
+        """
+        core, now, layout = self.core, self.clock(), self.model.layout
+        reported = core.report(now)
+        document = {
+            "schema": SCHEMA,
+            "outcome": _OUTCOMES.get(core.phase, "interrupted"),
+            "seed": self.job.spec.seed,
+            "spec_digest": spec_digest(self.job),
+            "layout_digest": layout.digest if layout is not None else "",
+            "wall_seconds": core.status(now)["elapsed_seconds"],
+            **reported,
+            "learners": self.traffic.with_slots(reported["learners"]),
+            "bytes_up": self.traffic.bytes_up,
+            "bytes_down": self.traffic.bytes_down,
+            "regions": self.traffic.rows(),
+            "faults": [],
+            "syncer": {"epoch": core.epoch, "restarts": core.epoch - 1, "peak_rss_bytes": peak_rss_bytes()},
+        }
+        return dict(finite(document))

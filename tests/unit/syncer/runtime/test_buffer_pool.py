@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_syncer.runtime.buffer_pool import IDLE_SECONDS, SMALLEST, Buffers, rounded_up
+from diloco_syncer.runtime.buffer_pool import IDLE_SECONDS, SMALLEST, BufferPool, rounded_up
 
 MIB = 1 << 20
 
@@ -22,22 +22,22 @@ def address(array: np.ndarray) -> int:
 
 
 def test_memory_comes_back_when_the_last_view_is_gone() -> None:
-    pool = Buffers()
-    first = pool.take(MIB)
+    pool = BufferPool()
+    first = pool.allocate(MIB)
     assert first.dtype == np.uint8 and first.shape == (MIB,) and first.flags.writeable
     where, view = address(first), first.view(np.float32)[10:20]
     target = memoryview(first)[5:]
     del first
     gc.collect()
     assert pool.idle_bytes == 0
-    other = pool.take(MIB)
+    other = pool.allocate(MIB)
     assert address(other) != where
     view[:] = 1.0
     del view
     assert pool.idle_bytes == 0  # the memoryview holds it
     del target
     assert pool.idle_bytes == MIB
-    again = pool.take(MIB - 1000)  # about the same size
+    again = pool.allocate(MIB - 1000)  # about the same size
     assert address(again) == where and again.size == MIB - 1000 and pool.idle_bytes == 0
 
 
@@ -55,18 +55,18 @@ def test_memory_comes_back_when_the_last_view_is_gone() -> None:
 )
 def test_any_view_alone_keeps_the_memory(look: Callable[[np.ndarray], object]) -> None:
     """A push is decoded into a float32 view, and that is all that is kept of it until it is merged."""
-    pool = Buffers()
-    view = look(pool.take(MIB))
+    pool = BufferPool()
+    view = look(pool.allocate(MIB))
     gc.collect()
     assert pool.idle_bytes == 0
-    assert not np.shares_memory(np.asarray(view), pool.take(MIB))
+    assert not np.shares_memory(np.asarray(view), pool.allocate(MIB))
     del view
     assert pool.idle_bytes == 2 * MIB
 
 
 def test_idle_memory_is_bounded_in_bytes_and_time() -> None:
-    pool = Buffers(max_idle=3 * MIB)
-    held = [pool.take(MIB) for _ in range(5)]
+    pool = BufferPool(max_idle=3 * MIB)
+    held = [pool.allocate(MIB) for _ in range(5)]
     held.clear()
     assert pool.idle_bytes == 3 * MIB
     now = time.monotonic()
@@ -77,11 +77,11 @@ def test_idle_memory_is_bounded_in_bytes_and_time() -> None:
 
 
 def test_small_ones_are_not_kept() -> None:
-    pool = Buffers()
-    small = pool.take(SMALLEST - 1)
+    pool = BufferPool()
+    small = pool.allocate(SMALLEST - 1)
     assert small.size == SMALLEST - 1
     del small
-    assert pool.take(0).size == 0
+    assert pool.allocate(0).size == 0
     assert pool.idle_bytes == 0
 
 
@@ -93,13 +93,13 @@ def test_sizes_are_shared_within_an_eighth(size: int) -> None:
 
 
 def test_no_two_threads_get_the_same_memory() -> None:
-    pool, wrong = Buffers(), []
+    pool, wrong = BufferPool(), []
 
     def work(number: int) -> None:
         for _ in range(200):
-            buffer = pool.take(SMALLEST)
+            buffer = pool.allocate(SMALLEST)
             buffer[:64] = number
-            again = pool.take(SMALLEST)
+            again = pool.allocate(SMALLEST)
             again[:64] = 255
             if not (buffer[:64] == number).all():
                 wrong.append(number)

@@ -1,29 +1,30 @@
-"""How long the engine waits for a store that fails."""
+"""How long the durability waits for a store that fails."""
 
 from __future__ import annotations
 
 import errno
 import time
-from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
-from diloco_syncer.runtime import driver
-from diloco_syncer.runtime.driver import Engine
+from diloco_syncer.runtime import durability
+from diloco_syncer.runtime.durability import Durability, Snapshot
+from diloco_syncer.store.base import DirectoryStore, Epoch
+from diloco_syncer.store.checkpoint import Checkpoints
+from diloco_syncer.store.tape import Tape
 
 
 @pytest.fixture
-def waiting(monkeypatch: pytest.MonkeyPatch) -> Engine:
-    """An engine of which only the store's thread is there."""
-    made = Engine.__new__(Engine)
-    made._store_thread = made._merge_thread = ThreadPoolExecutor(1)
-    made.problem = ""
-    monkeypatch.setattr(Engine, "_tell_problem", lambda self, problem: setattr(self, "problem", problem))
-    monkeypatch.setattr(driver, "PATIENCE", 0.3)
-    return made
+def waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Durability:
+    """A durability that gives up after 0.3 seconds."""
+    monkeypatch.setattr(durability, "PATIENCE", 0.3)
+    store = DirectoryStore(tmp_path)
+    checkpoints = Checkpoints(store, Epoch.claim(store), "job", 1)
+    return Durability(checkpoints, Tape(store), lambda: Snapshot(0, {}, []), lambda problem: None)
 
 
-async def test_a_long_try_that_fails_is_tried_again(waiting: Engine) -> None:
+async def test_a_long_try_that_fails_is_tried_again(waiting: Durability) -> None:
     tries = 0
 
     def write() -> str:
@@ -34,11 +35,11 @@ async def test_a_long_try_that_fails_is_tried_again(waiting: Engine) -> None:
             raise OSError(errno.EIO, "broke off")
         return "written"
 
-    assert await waiting.durably(write) == "written"
+    assert await waiting.run_write(write) == "written"
     assert tries == 2 and not waiting.problem
 
 
-async def test_what_fails_all_the_time_ends(waiting: Engine) -> None:
+async def test_what_fails_all_the_time_ends(waiting: Durability) -> None:
     tries = 0
 
     def write() -> None:
@@ -47,5 +48,5 @@ async def test_what_fails_all_the_time_ends(waiting: Engine) -> None:
         raise OSError(errno.EIO, "broken")
 
     with pytest.raises(OSError, match="broken"):
-        await waiting.durably(write)
+        await waiting.run_write(write)
     assert tries > 1

@@ -14,7 +14,7 @@ from diloco_protocol.wire import bulk
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.events import PushHeader, ReportCounts
 from diloco_syncer.numerics.outer import OuterError
-from diloco_syncer.runtime.global_model import Diverged, Parameters, first_records
+from diloco_syncer.runtime.global_model import Diverged, GlobalModel, first_records
 from diloco_syncer.store.records import Floats, MergeRecord
 
 LAYOUT = Layout.build(
@@ -37,9 +37,11 @@ def values(fragment: int, seed: int, scale: float = 1.0) -> Floats:
     return (scale * rng.standard_normal(LAYOUT.elements(fragment))).astype(np.float32)
 
 
-def parameters(*overrides: str, newest: list[MergeRecord] | None = None) -> Parameters:
+def parameters(*overrides: str, newest: list[MergeRecord] | None = None) -> GlobalModel:
     records = first_records("j", 1, {p: values(p, 0) for p in range(2)}) if newest is None else newest
-    return Parameters(parse_job(JOB, overrides), LAYOUT, records, threads=1)
+    model = GlobalModel(parse_job(JOB, overrides), threads=1)
+    model.begin(LAYOUT, records)
+    return model
 
 
 def action(fragment: int, version: int, pushes: int = 2) -> ev.Merge:
@@ -52,11 +54,11 @@ def action(fragment: int, version: int, pushes: int = 2) -> ev.Merge:
     return ev.Merge(fragment, version, 1, responders, 0.1, 0.2, 20)
 
 
-def merge(made: Parameters, fragment: int, seed: int) -> MergeRecord:
+def merge(made: GlobalModel, fragment: int, seed: int) -> MergeRecord:
     version = made.versions[fragment] + 1
     deltas = [values(fragment, 100 * seed + m, 0.01) for m in range(2)]
     record, broadcast = made.merge(action(fragment, version), deltas, epoch=1, number=seed)
-    made.adopt(record, broadcast, 0.0)
+    made.publish(record, broadcast, 0.0)
     return record
 
 
@@ -81,10 +83,10 @@ def test_whoever_takes_the_whole_and_whoever_takes_the_update_hold_the_same_bits
             assert new.delta is None
         if down == "float32":
             assert np.array_equal(whole, record.theta)
-    assert made.broadcast(0, 5) is made.broadcasts[0]
-    previous = made.broadcast(0, 4)
+    assert made.find_broadcast(0, 5) is made.broadcasts[0]
+    previous = made.find_broadcast(0, 4)
     assert previous is not None and previous.version == 4
-    assert made.broadcast(0, 3) is None and made.broadcast(7, 0) is None
+    assert made.find_broadcast(0, 3) is None and made.find_broadcast(7, 0) is None
 
 
 @pytest.mark.parametrize("down", ["delta-int8", "delta-int4"])
@@ -150,9 +152,9 @@ def test_another_outer_optimizer_begins_anew_where_the_parameters_are() -> None:
     merge(made, 0, 1)
     before = made.newest[0].theta.copy()
     again = parameters("sync.outer.optimizer=adamw", newest=made.newest)
-    assert again.begun_anew and not made.begun_anew
+    assert again.outer_state_reset and not made.outer_state_reset
     assert np.array_equal(again.newest[0].theta, before) and again.newest[0].version == 1
-    assert not parameters("sync.outer.lr=0.1", newest=made.newest).begun_anew
+    assert not parameters("sync.outer.lr=0.1", newest=made.newest).outer_state_reset
     # Its second merge is that of an optimizer which has had none, from these parameters.
     merge(again, 0, 2)
     fresh = parameters("sync.outer.optimizer=adamw", newest=[replace(r, outer={}) for r in made.newest])

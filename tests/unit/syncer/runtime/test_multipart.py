@@ -15,7 +15,7 @@ from diloco_protocol.wire import bulk, limits, sync_pb2
 from diloco_protocol.wire.limits import WireError
 from diloco_syncer.runtime import multipart
 from diloco_syncer.runtime.driver import SteadyClock
-from diloco_syncer.runtime.multipart import Assemblies, Busy
+from diloco_syncer.runtime.multipart import MultipartUploads, TooManyUploads
 from diloco_syncer.store.records import Array
 
 
@@ -32,14 +32,14 @@ async def stream(data: bytes, gate: asyncio.Event | None = None) -> AsyncIterato
 
 
 async def part(
-    made: Assemblies, key: str, data: bytes, offset: int, size: int, process: str = "p", sent: bytes | None = None
+    made: MultipartUploads, key: str, data: bytes, offset: int, size: int, process: str = "p", sent: bytes | None = None
 ) -> bytes | None:
     def make() -> tuple[Array, memoryview]:
         array: Array = np.zeros(len(data), np.uint8)
         return array, bulk.flat(array)
 
     chunks = stream(data[offset : offset + size] if sent is None else sent)
-    done = await made.receive(key, header(data, offset, size, process), chunks, len(data), make)
+    done = await made.receive_part(key, header(data, offset, size, process), chunks, len(data), make)
     return None if done is None else done.tobytes()
 
 
@@ -51,7 +51,7 @@ def test_parts_in_any_order_and_at_once(data: bytes, cuts: list[int], random: ob
     random.shuffle(ranges)  # type: ignore[attr-defined]
 
     async def run() -> None:
-        made = Assemblies()
+        made = MultipartUploads()
         results = await asyncio.gather(*(part(made, "k", data, a, n) for a, n in ranges))
         assert [r for r in results if r is not None] == [data]
         assert len(made) == 0
@@ -61,7 +61,7 @@ def test_parts_in_any_order_and_at_once(data: bytes, cuts: list[int], random: ob
 
 def test_a_wrong_part_takes_its_payload_with_it_and_no_other() -> None:
     async def run() -> None:
-        made, data = Assemblies(), bytes(range(100))
+        made, data = MultipartUploads(), bytes(range(100))
         assert await part(made, "good", data, 0, 50) is None
         assert await part(made, "bad", data, 0, 50) is None
         with pytest.raises(bulk.ChecksumError):
@@ -75,7 +75,7 @@ def test_a_wrong_part_takes_its_payload_with_it_and_no_other() -> None:
 
 def test_starting_over_replaces_what_is_there() -> None:
     async def run() -> None:
-        made, old, new = Assemblies(), bytes(100), bytes(range(100))
+        made, old, new = MultipartUploads(), bytes(100), bytes(range(100))
         assert await part(made, "k", old, 0, 50) is None
         assert await part(made, "k", new, 0, 50) is None  # the same range again
         assert await part(made, "k", new, 50, 50) == new
@@ -98,12 +98,12 @@ def test_ranges_are_checked_before_a_byte_is_read(change: dict[str, int], messag
         yield b""
 
     async def run() -> None:
-        made, data = Assemblies(), bytes(100)
+        made, data = MultipartUploads(), bytes(100)
         head = header(data, 0, 50)
         for name, value in change.items():
             setattr(head, name, value)
         with pytest.raises(WireError, match=message):
-            await made.receive("k", head, unread(), 100, lambda: pytest.fail("allocated"))
+            await made.receive_part("k", head, unread(), 100, lambda: pytest.fail("allocated"))
         assert len(made) == 0
 
     asyncio.run(run())
@@ -111,10 +111,10 @@ def test_ranges_are_checked_before_a_byte_is_read(change: dict[str, int], messag
 
 def test_bounds() -> None:
     async def run() -> None:
-        made, data = Assemblies(), bytes(100)
+        made, data = MultipartUploads(), bytes(100)
         for number in range(multipart.MAX_PER_PROCESS):
             await part(made, f"k{number}", data, 0, 50)
-        with pytest.raises(Busy):
+        with pytest.raises(TooManyUploads):
             await part(made, "more", data, 0, 50)
         assert await part(made, "other", data, 0, 50, process="q") is None
         assert await part(made, "k0", data, 50, 50) == data  # room for one
@@ -123,9 +123,9 @@ def test_bounds() -> None:
     asyncio.run(run())
 
 
-def test_idle_assemblies_are_dropped() -> None:
+def test_idle_uploads_are_dropped() -> None:
     async def run() -> None:
-        made, data = Assemblies(), bytes(100)
+        made, data = MultipartUploads(), bytes(100)
         await part(made, "k", data, 0, 50)
         held = made._open["k"]
         assert made.sweep(held.touched + multipart.IDLE_SECONDS) == 0

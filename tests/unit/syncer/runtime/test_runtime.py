@@ -1,4 +1,4 @@
-"""The syncer's runtime in one process, without its servers: what is told to whom, and when it is durable."""
+"""The syncer's I/O shell in one process, without its servers: what is told to whom, and when it is durable."""
 
 from __future__ import annotations
 
@@ -20,20 +20,18 @@ from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.spec.load import parse_job
 from diloco_protocol.vocabulary import JobPhase, SlotState
 from diloco_protocol.wire import bulk, limits, sync_pb2
-from diloco_syncer import service
+from diloco_syncer import startup
 from diloco_syncer.core import events as ev
 from diloco_syncer.runtime import initial_model
-from diloco_syncer.runtime.driver import Engine
-from diloco_syncer.server.bulk import Bulk
-from diloco_syncer.server.pages import status as report
 from diloco_syncer.server.sessions import Connection
+from diloco_syncer.syncer import Syncer
 
 pytestmark = pytest.mark.timeout(30)
 LAYOUT = Layout.build([Tensor("w", (64, 8), "float32", False)], fragments=2)
 JOB = """
 apiVersion: diloco.io/v1alpha1
 kind: DiLoCoJob
-metadata: {name: small}
+metadata: {name: shell}
 spec:
   training: {model: null, data: null, stop: {steps: 1000}, evaluation: null}
   sync:
@@ -60,10 +58,10 @@ class Context:
 
 
 class Bench:
-    """A running engine on a directory, and messages to it by hand."""
+    """A running syncer on a directory, and messages to it by hand."""
 
     def __init__(self, store: Path, *overrides: str) -> None:
-        self.options = service.Options(
+        self.options = startup.Options(
             job=parse_job(JOB, overrides),
             store=str(store),
             listen="",
@@ -75,23 +73,22 @@ class Bench:
             threads=1,
         )
         self.store = store
-        self.engine: Engine
+        self.syncer: Syncer
 
     async def __aenter__(self) -> Bench:
-        self.engine = await asyncio.to_thread(service._restore, self.options, asyncio.get_running_loop())
-        service._recover(self.engine)
-        self.engine.start()
-        self.bulk = Bulk(self.engine)
+        self.syncer, restored = await asyncio.to_thread(startup.restore, self.options, asyncio.get_running_loop())
+        startup.replay(self.syncer, restored)
+        self.syncer.start(restored.behind)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.engine.close(checkpoint=False)
+        await self.syncer.close(checkpoint=False)
 
     def connect(self, number: int, ordinal: int, process: str, evaluator: bool = False) -> Connection:
         connection = Connection(number)
         connection.process = process
-        self.engine.sessions._connections[number] = connection
-        self.engine.handle(
+        self.syncer.sessions._connections[number] = connection
+        self.syncer.driver.handle(
             ev.Join(
                 connection=number,
                 process=process,
@@ -110,7 +107,7 @@ class Bench:
         data = bytes(bulk.flat(payload))
         header = sync_pb2.UploadHeader(
             format=limits.FORMAT,
-            job="small",
+            job="shell",
             process=process,
             total_bytes=len(data),
             bytes=len(data),
@@ -123,7 +120,7 @@ class Bench:
             if data:
                 yield data
 
-        return sync_pb2.UploadReply.FromString(await self.bulk.upload(stream(), Context()))
+        return sync_pb2.UploadReply.FromString(await self.syncer.uploads.upload(stream(), Context()))
 
     async def initialise(self, process: str) -> None:
         part = sync_pb2.Initial
@@ -136,12 +133,14 @@ class Bench:
     def report(self, connection: int, step: int = 0, **changes: Any) -> sync_pb2.Report:
         rows = [sync_pb2.FragmentReport(epoch=1, base_version=0, steps=step, tokens=10 * step)] * 2
         told = sync_pb2.Report(slot_step=step, trained_steps=step, trained_tokens=10 * step, fragments=rows, **changes)
-        self.engine.sessions._heard(self.engine.sessions._connections[connection], sync_pb2.LearnerMessage(report=told))
+        self.syncer.sessions._handle_message(
+            self.syncer.sessions._connections[connection], sync_pb2.LearnerMessage(report=told)
+        )
         return told
 
     def offer(self, connection: int, fragment: int = 0) -> dict[str, Any]:
         """The header fields of an offer of one step."""
-        slot = self.engine.core.slot_by_connection(connection)
+        slot = self.syncer.core.slot_by_connection(connection)
         assert slot is not None
         push = sync_pb2.Push(
             fragment=fragment,
@@ -167,7 +166,7 @@ async def until(condition: Callable[[], Any], seconds: float = 10) -> None:
 
 
 @contextlib.contextmanager
-def held_up(engine: Engine) -> Any:
+def held_up(syncer: Syncer) -> Any:
     """The store's thread does nothing meanwhile."""
     gate, begun = threading.Event(), threading.Event()
 
@@ -175,7 +174,7 @@ def held_up(engine: Engine) -> Any:
         begun.set()
         assert gate.wait(20)
 
-    engine._store_thread.submit(wait)
+    syncer.durability._thread.submit(wait)
     try:
         yield
     finally:
@@ -190,13 +189,13 @@ async def test_a_retry_of_an_offer_hears_repeated_only_when_the_offer_is_durable
         bench.connect(1, 0, "a")
         await bench.initialise("a")
         fields, delta = bench.offer(1), np.ones(LAYOUT.elements(0), np.float32)
-        await until(lambda: not bench.engine._actions)
-        with held_up(bench.engine):
+        await until(lambda: not bench.syncer.driver._actions)
+        with held_up(bench.syncer):
             # A Persist that waits for the store holds up the verdict behind it.
             bench.connect(2, 1, "b")
-            await until(lambda: not bench.engine._actions or bench.engine._actions[0])
+            await until(lambda: not bench.syncer.driver._actions or bench.syncer.driver._actions[0])
             first = asyncio.create_task(bench.upload("a", delta, **fields))
-            await until(lambda: bench.engine.core.check_push(_header(fields)) is not None)
+            await until(lambda: bench.syncer.core.check_push(_header(fields)) is not None)
             again = asyncio.create_task(bench.upload("a", delta, **fields))
             done, _ = await asyncio.wait((first, again), timeout=0.3)
             assert not done and not list(tmp_path.glob("offers/*"))
@@ -212,7 +211,7 @@ async def test_a_refused_offer_keeps_nobody_waiting(tmp_path: Path) -> None:
         fields = bench.offer(1)
         bad = np.full(LAYOUT.elements(0), np.nan, np.float32)
         assert (await bench.upload("a", bad, **fields)).reason == "not-finite"
-        await asyncio.wait_for(bench.engine.payloads.settle(5), 1)
+        await asyncio.wait_for(bench.syncer.pushes.wait_spooled(5), 1)
         assert (await bench.upload("a", np.ones_like(bad), **fields)).accepted
 
 
@@ -234,7 +233,7 @@ async def test_pushes_that_wait_are_not_touched_by_those_that_come(
             delta = codec.encode(np.full(large.elements(0), value, np.float32), encoding)
             replies.append((await bench.upload(process, delta, **fields)).reason)
         assert replies == ["", "not-finite"]
-        (waiting,) = bench.engine.payloads._held.values()
+        (waiting,) = bench.syncer.pushes._held.values()
         np.testing.assert_allclose(waiting.delta, 1.0, rtol=0.01)
 
 
@@ -245,23 +244,23 @@ def _header(fields: dict[str, Any]) -> ev.PushHeader:
 
 
 async def test_bytes_by_region_and_slot_are_the_totals_and_outlive_the_syncer(tmp_path: Path) -> None:
-    def counted(engine: Engine) -> tuple[Any, ...]:
-        shown = report.status(engine)
+    def counted(syncer: Syncer) -> tuple[Any, ...]:
+        shown = syncer.status_page.status()
         assert sum(row["bytes_up"] for row in shown["regions"]) == shown["bytes_up"]
         return shown["bytes_up"], shown["regions"], [row["bytes_up"] for row in shown["slots"]]
 
     async with Bench(tmp_path) as bench:
-        bench.connect(1, 0, "a").place = bench.engine.traffic.place("local", False)
+        bench.connect(1, 0, "a").place = bench.syncer.traffic.place_of("local", False)
         await bench.initialise("a")
         delta = np.ones(LAYOUT.elements(0), np.float32)
-        before = counted(bench.engine)
+        before = counted(bench.syncer)
         assert (await bench.upload("a", delta, **bench.offer(1))).accepted
-        total, regions, slots = counted(bench.engine)
+        total, regions, slots = counted(bench.syncer)
         assert total == before[0] + delta.nbytes and regions[0]["name"] == "local"
         assert slots[0] - before[2][0] == delta.nbytes and sum(slots) <= total == regions[0]["bytes_up"]
-        await bench.engine.checkpoint()
+        await bench.syncer.durability.checkpoint()
     async with Bench(tmp_path) as bench:
-        assert counted(bench.engine) == (total, regions, slots)
+        assert counted(bench.syncer) == (total, regions, slots)
 
 
 # ------------------------------------------------------------------ version 0
@@ -270,13 +269,13 @@ async def test_bytes_by_region_and_slot_are_the_totals_and_outlive_the_syncer(tm
 async def test_version_0_that_is_refused_is_asked_of_somebody_else(tmp_path: Path) -> None:
     async with Bench(tmp_path) as bench:
         heard: list[ev.InitialModelFailed] = []
-        handle = bench.engine.handle
+        handle = bench.syncer.core.handle
 
-        def watched(event: ev.Event) -> None:
+        def watched(event: ev.Event, now: float) -> list[ev.Action]:
             heard.extend([event] if isinstance(event, ev.InitialModelFailed) else [])
-            handle(event)
+            return handle(event, now)
 
-        bench.engine.handle = watched  # type: ignore[method-assign]
+        bench.syncer.core.handle = watched  # type: ignore[method-assign]
         bench.connect(1, 0, "a")
         bench.connect(2, 1, "b")
         part = sync_pb2.Initial
@@ -298,27 +297,27 @@ async def test_a_learner_that_was_asked_and_sends_nothing_is_given_up(
     monkeypatch.setattr(initial_model, "WATCH_SECONDS", 0.02)
     async with Bench(tmp_path) as bench:
         asked = bench.connect(1, 0, "a")
-        await until(lambda: bench.engine.core.initialiser == 1)
+        await until(lambda: bench.syncer.core.initialiser == 1)
         # It is told so; its session ends.
         await until(lambda: asked.closing)
-        bench.engine.handle(ev.ConnectionLost(1))
+        bench.syncer.driver.handle(ev.ConnectionLost(1))
         bench.connect(2, 1, "b")
-        assert bench.engine.core.initialiser == 2
+        assert bench.syncer.core.initialiser == 2
         await bench.initialise("b")
-        assert bench.engine.core.initialised
+        assert bench.syncer.core.initialised
 
 
 async def test_bytes_of_an_attempt_that_was_given_up_do_not_get_into_the_next(tmp_path: Path) -> None:
     async with Bench(tmp_path) as bench:
         bench.connect(1, 0, "a")
-        part, upload = sync_pb2.Initial, bench.engine.initial
+        part, upload = sync_pb2.Initial, bench.syncer.initial_model
         layout = LAYOUT.to_json().encode()
         assert (await bench.upload("a", layout, initial=part(part=part.LAYOUT))).accepted
-        upload.admit(1, part.FRAGMENT, 0, 4 * LAYOUT.elements(0))
+        upload.check_part(1, part.FRAGMENT, 0, 4 * LAYOUT.elements(0))
         admitted = upload.attempt
         assert (await bench.upload("a", layout, initial=part(part=part.LAYOUT))).accepted
         with pytest.raises(initial_model.InitialRefused, match="has begun since"):
-            await upload.take(1, admitted, part.FRAGMENT, 0, np.zeros(4 * LAYOUT.elements(0), np.uint8))
+            await upload.store_part(1, admitted, part.FRAGMENT, 0, np.zeros(4 * LAYOUT.elements(0), np.uint8))
 
 
 # ------------------------------------------------------------------ the end
@@ -328,18 +327,18 @@ async def test_a_syncer_of_a_job_that_has_ended_ends(tmp_path: Path) -> None:
     async with Bench(tmp_path, "training.stop={steps: 5}") as bench:
         bench.connect(1, 0, "a")
         await bench.initialise("a")
-        bench.engine.core.slots[0].step = 5
-        bench.engine.handle(ev.EndRequested(JobPhase.COMPLETE, "the stop is reached"))
-        bench.engine.sessions._connections.clear()
+        bench.syncer.core.slots[0].step = 5
+        bench.syncer.driver.handle(ev.EndRequested(JobPhase.COMPLETE, "the stop is reached"))
+        bench.syncer.sessions._connections.clear()
         await until(lambda: (tmp_path / "report.json").exists())
     before = (tmp_path / "report.json").read_bytes()
     for lost in (False, True):
         if lost:
             (tmp_path / "report.json").unlink()
         async with Bench(tmp_path, "training.stop={steps: 5}") as bench:
-            assert bench.engine.core.phase is JobPhase.COMPLETE
-            bench.engine.report_fetched = True
-            assert await asyncio.wait_for(asyncio.shield(bench.engine.outcome), 5) == 0
+            assert bench.syncer.core.phase is JobPhase.COMPLETE
+            bench.syncer.fetch_report()
+            assert await asyncio.wait_for(asyncio.shield(bench.syncer.driver.outcome), 5) == 0
         assert json.loads((tmp_path / "report.json").read_text())["outcome"] == "complete"
         assert lost or (tmp_path / "report.json").read_bytes() == before
 
@@ -351,15 +350,17 @@ async def test_a_checkpoint_that_waits_does_not_remove_a_new_optimizer_state(tmp
     async with Bench(tmp_path) as bench:
         bench.connect(1, 0, "a")
         await bench.initialise("a")
-        with held_up(bench.engine):
-            keeping = asyncio.create_task(bench.engine.keep_optimizer(np.arange(100, dtype=np.uint8)))
+        with held_up(bench.syncer):
+            keeping = asyncio.create_task(bench.syncer.durability.write_optimizer(np.arange(100, dtype=np.uint8)))
             await asyncio.sleep(0)  # both wait in the store's thread, one after the other
-            checkpoint = asyncio.create_task(bench.engine.checkpoint())
+            checkpoint = asyncio.create_task(bench.syncer.durability.checkpoint())
             await asyncio.sleep(0.05)
         # No turn of the loop between the two: the store's thread does them in one go.
-        bench.engine._store_thread.submit(int).result(10)
+        bench.syncer.durability._thread.submit(int).result(10)
         await asyncio.gather(keeping, checkpoint)
-        assert np.array_equal(await bench.engine.blob(bench.engine.optimizer), np.arange(100, dtype=np.uint8))
+        assert np.array_equal(
+            await bench.syncer.durability.read_blob(bench.syncer.durability.optimizer), np.arange(100, dtype=np.uint8)
+        )
 
 
 # ------------------------------------------------------------------ evaluations, leases
@@ -369,34 +370,36 @@ async def test_an_evaluation_is_its_sessions_and_in_range(tmp_path: Path) -> Non
     async with Bench(tmp_path) as bench:
         learner, evaluator = bench.connect(1, 0, "a"), bench.connect(2, 0, "b", evaluator=True)
         await bench.initialise("a")
-        heard = bench.engine.sessions._heard
+        heard = bench.syncer.sessions._handle_message
 
         def told(tokens: int = 5, **fields: Any) -> sync_pb2.LearnerMessage:
             return sync_pb2.LearnerMessage(evaluation=sync_pb2.Evaluation(tokens=tokens, loss=1.5, **fields))
 
         heard(learner, told())
-        assert not bench.engine.core.status(0.0)["eval_loss"]
+        assert not bench.syncer.core.status(0.0)["eval_loss"]
         for message in (told(1 << 63), told(sum_versions=1 << 63)):
             with pytest.raises(limits.WireError, match="out of range"):
                 heard(evaluator, message)
         heard(evaluator, told())
-        assert bench.engine.core.status(0.0)["eval_loss"] == [[5, 1.5]]
+        assert bench.syncer.core.status(0.0)["eval_loss"] == [[5, 1.5]]
 
 
 async def test_a_slot_holds_a_bounded_number_of_leases_and_gets_more_when_it_moves(tmp_path: Path) -> None:
     async with Bench(tmp_path) as bench:
         connection = bench.connect(1, 0, "a")
         await bench.initialise("a")
-        leases = bench.engine.core._state.leases
+        leases = bench.syncer.core._state.leases
         assert leases is not None
         for _ in range(limits.MAX_CURSORS + 40):
-            bench.engine.sessions._heard(connection, sync_pb2.LearnerMessage(lease_request=sync_pb2.LeaseRequest()))
+            bench.syncer.sessions._handle_message(
+                connection, sync_pb2.LearnerMessage(lease_request=sync_pb2.LeaseRequest())
+            )
         assert leases.out(0) == limits.MAX_CURSORS
         done = [sync_pb2.LeaseCursor(lease=g.lease, position=g.end) for g in leases.of(0)[:10]]
         last = leases.next_lease
         bench.report(1, cursors=done)
         assert leases.out(0) == limits.MAX_CURSORS and leases.next_lease == last + 10
-        slot = bench.engine.core.slots[0]
+        slot = bench.syncer.core.slots[0]
         assert slot.state is SlotState.ACTIVE
 
 
@@ -407,14 +410,13 @@ async def test_a_download_that_is_overtaken_goes_on_to_its_end(tmp_path: Path) -
     async with Bench(tmp_path) as bench:
         bench.connect(1, 0, "a")
         await bench.initialise("a")
-        parameters = bench.engine.parameters
-        assert parameters is not None
+        model = bench.syncer.model
         size = 4 * LAYOUT.elements(0)
 
         async def part(offset: int, version: int = 0, process: str = "a") -> bytes | None:
             request = sync_pb2.DownloadRequest(
                 format=limits.FORMAT,
-                job="small",
+                job="shell",
                 process=process,
                 what=sync_pb2.DownloadRequest.FULL,
                 fragment=0,
@@ -423,14 +425,14 @@ async def test_a_download_that_is_overtaken_goes_on_to_its_end(tmp_path: Path) -
                 offset=offset,
                 bytes=size // 4,
             )
-            sent = [piece async for piece in bench.bulk.download(request.SerializeToString(), Context())]
+            sent = [piece async for piece in bench.syncer.downloads.download(request.SerializeToString(), Context())]
             found = sync_pb2.DownloadHeader.FromString(sent[0]).found
             return b"".join(sent[1:]) if found else None
 
         def overtake() -> None:
-            old = parameters.newest[0]
-            record = type(old)(job="small", epoch=1, fragment=0, version=old.version + 1, theta=old.theta + 1, outer={})
-            parameters.adopt(record, parameters.encode(record, None), asyncio.get_running_loop().time())
+            old = model.newest[0]
+            record = type(old)(job="shell", epoch=1, fragment=0, version=old.version + 1, theta=old.theta + 1, outer={})
+            model.publish(record, model.encode(record, None), asyncio.get_running_loop().time())
 
         pieces = [await part(0)]
         for offset in (1, 2, 3):
@@ -443,11 +445,11 @@ async def test_a_download_that_is_overtaken_goes_on_to_its_end(tmp_path: Path) -
         assert await part(0) is None and await part(0, version=3) is None
         # However many read, few old versions are kept.
         for reader in range(20):
-            assert await part(0, version=parameters.versions[0], process=f"{reader}")
+            assert await part(0, version=model.versions[0], process=f"{reader}")
             overtake()
-        assert 0 < len(parameters.overtaken[0]) <= 4
-        parameters.forget(asyncio.get_running_loop().time() + 60)
-        assert not parameters.overtaken[0] and not len(parameters.readers)
+        assert 0 < len(model.superseded[0]) <= 4
+        model.drop_superseded(asyncio.get_running_loop().time() + 60)
+        assert not model.superseded[0] and not len(model.downloads)
 
 
 async def test_a_wrong_checksum_is_told_from_other_faults_by_its_kind(tmp_path: Path) -> None:
@@ -460,5 +462,5 @@ async def test_a_wrong_checksum_is_told_from_other_faults_by_its_kind(tmp_path: 
             async def broken(*_: Any, raised: Exception = error) -> Any:
                 raise raised
 
-            bench.bulk._route = broken  # type: ignore[method-assign]
+            bench.syncer.uploads._route = broken  # type: ignore[method-assign]
             assert (await bench.upload("a", b"x")).reason == word

@@ -55,9 +55,10 @@ class Counting:
 
 
 @contextlib.asynccontextmanager
-async def echoing(parties: Parties, traffic: Traffic) -> AsyncIterator[tuple[TlsListener, int]]:
+async def echoing(parties: Parties, regions: list[str]) -> AsyncIterator[tuple[TlsListener, int, Traffic]]:
     """A listener before a server that echoes; a call of `Join` says whose the connection is."""
-    listener = TlsListener(Credentials.from_directory(parties.syncer()), parties.job, dict.fromkeys(traffic.regions, 2))
+    listener = TlsListener(Credentials.from_directory(parties.syncer()), parties.job, dict.fromkeys(regions, 2))
+    traffic = Traffic(regions, listener.bytes_by_place)
     server = aio.server(options=channels.server_options())
     port = listener.bind("127.0.0.1:0")
     server.add_insecure_port(listener.server_address)
@@ -66,7 +67,7 @@ async def echoing(parties: Parties, traffic: Traffic) -> AsyncIterator[tuple[Tls
         return raw
 
     async def join(raw: bytes, context: Any) -> bytes:
-        listener.assign_place(context.peer(), traffic.place(raw.decode(), raw == EVALUATOR.encode()))
+        listener.assign_place(context.peer(), traffic.place_of(raw.decode(), raw == EVALUATOR.encode()))
         return b""
 
     methods = {"Echo": unary_unary_rpc_method_handler(echo), "Join": unary_unary_rpc_method_handler(join)}
@@ -74,7 +75,7 @@ async def echoing(parties: Parties, traffic: Traffic) -> AsyncIterator[tuple[Tls
     await server.start()
     listener.start()
     try:
-        yield listener, port
+        yield listener, port, traffic
     finally:
         await server.stop(0)
         await asyncio.to_thread(listener.stop)
@@ -89,8 +90,8 @@ async def talk(credentials: Path, port: int, size: int, join: str = "") -> None:
         await channel.unary_unary("/T/Echo")(os.urandom(size), timeout=10)
 
 
-def parts(traffic: Traffic, listener: TlsListener | None) -> dict[str, tuple[int | None, int | None]]:
-    return {row["name"]: (row["wire_bytes_up"], row["wire_bytes_down"]) for row in traffic.rows(listener)}
+def parts(traffic: Traffic) -> dict[str, tuple[int | None, int | None]]:
+    return {row["name"]: (row["wire_bytes_up"], row["wire_bytes_down"]) for row in traffic.rows()}
 
 
 async def until_closed(listener: TlsListener) -> None:
@@ -99,10 +100,10 @@ async def until_closed(listener: TlsListener) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_the_gate_counts_what_sockets_carry_and_to_whom_it_belongs(tmp_path: Path) -> None:
-    parties, traffic = Parties(tmp_path / "pki", "tiny"), Traffic(["eu", "us"])
+async def test_the_listener_counts_what_sockets_carry_and_to_whom_it_belongs(tmp_path: Path) -> None:
+    parties = Parties(tmp_path / "pki", "tiny")
     both = parties.other("both", [f"diloco://job/ns/tiny/learner/{region}" for region in ("eu", "us")])
-    async with echoing(parties, traffic) as (listener, port), contextlib.AsyncExitStack() as stack:
+    async with echoing(parties, ["eu", "us"]) as (listener, port, traffic), contextlib.AsyncExitStack() as stack:
         eu, us, named, hub = [await stack.enter_async_context(Counting(port)) for _ in range(4)]
         await asyncio.gather(
             talk(parties.learner("l-eu", "eu"), eu.port, 700_000),  # by its certificate
@@ -111,7 +112,7 @@ async def test_the_gate_counts_what_sockets_carry_and_to_whom_it_belongs(tmp_pat
             talk(parties.learner("l-hub", "eu"), hub.port, 90_000, join=EVALUATOR),
         )
         await until_closed(listener)
-        found = parts(traffic, listener)
+        found = parts(traffic)
         for name, relay in (("eu", eu), ("us", us), ("", named), (EVALUATOR, hub)):
             # What came before a call told whose it is stays with the certificate's place.
             assert abs(found[name][0] - relay.up) < 10_000 and relay.up > 50_000, name
@@ -125,39 +126,38 @@ async def test_the_gate_counts_what_sockets_carry_and_to_whom_it_belongs(tmp_pat
             made = Credentials.from_directory(parties.learner("l-us", "us"))
             async with made.aio_channel(f"127.0.0.1:{us.port}", channels.channel_options()) as channel:
                 await channel.unary_unary("/T/Echo")(b"x" * 5000, timeout=10)
-                while parts(traffic, listener)["us"] != (us.up - unsaid[0], us.down - unsaid[1]):
+                while parts(traffic)["us"] != (us.up - unsaid[0], us.down - unsaid[1]):
                     await asyncio.sleep(0.01)
         stranger = Parties(tmp_path / "other", "tiny").learner()
         with pytest.raises(aio.AioRpcError):
             await talk(stranger, eu.port, 10)
-        assert parts(traffic, listener)["eu"] == found["eu"]
+        assert parts(traffic)["eu"] == found["eu"]
 
         # The next syncer goes on from the state, whatever its own listener has seen.
-        state = json.loads(json.dumps(traffic.state(listener)))
-    after = Traffic(["eu", "us"])
-    after.load(state)
-    async with echoing(parties, after) as (second, port):
-        before = parts(after, second)
+        state = json.loads(json.dumps(traffic.state()))
+    async with echoing(parties, ["eu", "us"]) as (second, port, after):
+        after.load(state)
+        before = parts(after)
         assert before["eu"] == found["eu"] and before["us"][0] == us.up - unsaid[0]
         await talk(parties.learner("l-eu", "eu"), port, 1000)
         await until_closed(second)
-        now = parts(after, second)
+        now = parts(after)
         up, down = now["eu"][0] - before["eu"][0], now["eu"][1] - before["eu"][1]  # type: ignore[operator]
         assert 1000 < up < 20_000 and 1000 < down < 20_000 and now["us"] == before["us"]
 
 
 def test_payload_goes_to_regions_and_slots_and_outlives_a_syncer() -> None:
     first = Traffic(["eu", "us"])
-    first.received(first.place("us", False), 1, 100)
-    first.received(first.place("us", False), 1, 11)
-    first.sent(first.place("eu", False), 0, 7)
-    first.sent(first.place("eu", False), None, 3)  # a spare
-    first.sent(first.place("eu", True), None, 5)
-    first.sent(first.place("region-that-nobody-knows", False), None, 1)
+    first.count_received(first.place_of("us", False), 1, 100)
+    first.count_received(first.place_of("us", False), 1, 11)
+    first.count_sent(first.place_of("eu", False), 0, 7)
+    first.count_sent(first.place_of("eu", False), None, 3)  # a spare
+    first.count_sent(first.place_of("eu", True), None, 5)
+    first.count_sent(first.place_of("region-that-nobody-knows", False), None, 1)
     second = Traffic(["us", "eu", "ap"])
-    second.load(json.loads(json.dumps(first.state(None))))
-    second.received("us", 1, 1000)
-    rows = second.rows(None)
+    second.load(json.loads(json.dumps(first.state())))
+    second.count_received("us", 1, 1000)
+    rows = second.rows()
     assert [row["name"] for row in rows] == ["us", "eu", "ap", "", EVALUATOR]
     assert {row["name"]: (row["bytes_up"], row["bytes_down"]) for row in rows} == {
         "us": (1111, 0),
@@ -171,7 +171,7 @@ def test_payload_goes_to_regions_and_slots_and_outlives_a_syncer() -> None:
     assert [(row["bytes_up"], row["bytes_down"]) for row in slots] == [(0, 7), (1111, 0), (0, 0)]
     older = Traffic(["eu"])
     older.load({})  # a state of a release that did not count
-    assert older.rows(None)[0]["bytes_up"] == 0
+    assert older.rows()[0]["bytes_up"] == 0
 
 
 def carried(document: dict[str, Any]) -> Iterator[tuple[str, str, float]]:

@@ -1,11 +1,12 @@
-"""Who is downloading which version of a fragment, so that a version overtaken meanwhile is kept.
+"""Which versions of fragments are being downloaded, so that a superseded version is kept for its readers.
 
-Theory of operation. A large fragment over a slow link takes longer than a merge, and
-is fetched in parts, each by a call of its own. Were only the newest two versions
-to be had, such a reader would be overtaken before it has the whole, again and again.
-So a download counts as under way from its first part until as many bytes were sent
-as it has, or until nothing of it was asked for ``IDLE_SECONDS``; and what is under
-way is kept (global_model.py), within a bound. Plain code: the time is an argument.
+Theory of operation. Over a slow link a large fragment takes longer to download than a merge takes,
+and it is fetched in parts, each by a call of its own. If only the newest two versions were served,
+such a reader would find its version gone before it has the whole, again and again.
+
+So a download is active from its first part until as many bytes were sent as the version has, or
+until no part of it was asked for during ``IDLE_SECONDS``. Versions with active downloads are kept
+(global_model.py), within a bound. No I/O; the time is an argument.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 
 IDLE_SECONDS = 30.0  # between two parts of one download
-MAX_DOWNLOADS = 4096  # of all readers; the one that was idle longest is forgotten
+MAX_DOWNLOADS = 4096  # of all readers; the one that was idle longest is dropped
 
 
 @dataclass(slots=True)
 class Download:
-    """One reader's of one version. ``calls``: running now; ``left``: bytes not sent yet."""
+    """One reader's download of one version. ``calls``: running now; ``left``: bytes not sent yet."""
 
     left: int
     touched: float
     calls: int = 0
 
 
-class Readers:
-    """Downloads under way, by (fragment, version) and by who reads what of it."""
+class ActiveDownloads:
+    """Active downloads, by (fragment, version) and by reader."""
 
     def __init__(self) -> None:
         self._downloads: dict[tuple[int, int], dict[Hashable, Download]] = {}
@@ -36,41 +37,41 @@ class Readers:
     def __len__(self) -> int:
         return self._count
 
-    def begin(self, fragment: int, version: int, reader: Hashable, size: int, now: float) -> None:
+    def begin_part(self, fragment: int, version: int, reader: Hashable, size: int, now: float) -> None:
         """A part is about to be sent. ``size``: bytes of the whole."""
         found = self._downloads.setdefault((fragment, version), {})
         download = found.get(reader)
         if download is None:
             if self._count >= MAX_DOWNLOADS:
-                self._forget_oldest()
+                self._drop_oldest()
                 found = self._downloads.setdefault((fragment, version), {})
             download = found[reader] = Download(size, now)
             self._count += 1
         download.calls += 1
         download.touched = now
 
-    def end(self, fragment: int, version: int, reader: Hashable, sent: int, now: float) -> None:
+    def end_part(self, fragment: int, version: int, reader: Hashable, sent: int, now: float) -> None:
         """A part's call is over. ``sent``: its bytes, 0 if it broke."""
         download = self._downloads.get((fragment, version), {}).get(reader)
         if download is None:
-            return  # forgotten
+            return  # dropped meanwhile
         download.calls -= 1
         download.left -= sent
         download.touched = now
         if download.left <= 0 and not download.calls:
             self._remove(fragment, version, reader)
 
-    def reading(self, fragment: int, version: int, now: float) -> bool:
-        """Whether this version is being downloaded."""
+    def is_active(self, fragment: int, version: int, now: float) -> bool:
+        """Whether this version is being downloaded. ``now``: monotonic seconds."""
         found = self._downloads.get((fragment, version), {})
         return any(d.calls or now - d.touched <= IDLE_SECONDS for d in found.values())
 
-    def touched(self, fragment: int, version: int) -> float:
+    def last_touched(self, fragment: int, version: int) -> float:
         """When a part of this version was last asked for or sent; 0: never."""
         found = self._downloads.get((fragment, version), {})
         return max((d.touched for d in found.values()), default=0.0)
 
-    def forget(self, now: float, kept: Collection[tuple[int, int]]) -> None:
+    def drop_idle(self, now: float, kept: Collection[tuple[int, int]]) -> None:
         """Drop what is idle, and downloads of versions that are not ``kept`` any more."""
         for (fragment, version), found in list(self._downloads.items()):
             for reader, download in list(found.items()):
@@ -85,7 +86,7 @@ class Readers:
         if not found:
             del self._downloads[fragment, version]
 
-    def _forget_oldest(self) -> None:
+    def _drop_oldest(self) -> None:
         _, fragment, version, reader = min(
             (
                 ((d.calls > 0, d.touched), p, v, reader)

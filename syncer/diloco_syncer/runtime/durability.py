@@ -1,0 +1,200 @@
+"""Makes things durable, and waits while the store is full or away.
+
+Theory of operation. All writes go through one thread, one at a time and in order (a merge's record
+through the merges' thread). A write that fails is tried again with growing pauses. Meanwhile the core
+goes on hearing learners, pushes are taken, ``problem`` says what is wrong, and merges (or the action
+that needs the state) wait; nothing is lost by it.
+
+A full disk is waited for without end. A store that fails otherwise for ``PATIENCE`` seconds ends the
+process (exit code 4); a higher epoch ends it at once (3). Example: while a volume is being extended,
+learners train on, and the merges that wait are made when there is space.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import random
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from diloco_protocol.common.files import DiskFull
+from diloco_syncer.core.events import PushHeader
+from diloco_syncer.store.base import HigherEpoch
+from diloco_syncer.store.checkpoint import Checkpoints, SpooledOffer
+from diloco_syncer.store.records import Array, MergeRecord
+from diloco_syncer.store.tape import Tape
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+PATIENCE = 60.0  # seconds of errors other than a full disk, before the process gives up
+LAST_CHECKPOINT_SECONDS = 30.0
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The job's durable state at one moment. ``generation``: events that the core had handled."""
+
+    generation: int
+    document: dict[str, Any]
+    versions: list[int]
+
+
+class Durability:
+    """The one way from the running syncer to its store.
+
+    ``snapshot`` returns the state as it is now; ``on_problem`` is called when ``problem`` has changed.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        tape: Tape,
+        snapshot: Callable[[], Snapshot],
+        on_problem: Callable[[str], None],
+        optimizer: str = "",
+        optimizer_bytes: int = 0,
+    ) -> None:
+        self._checkpoints = checkpoints
+        self._tape = tape
+        self._snapshot = snapshot
+        self._on_problem = on_problem
+        self.problem = ""  # what is wrong with the store, for people
+        self.optimizer = optimizer  # the name in the store of the inner optimizer state; empty: none
+        self.optimizer_bytes = optimizer_bytes
+        self._persisted = -1  # the newest generation whose state is durable
+        self._blobs: dict[str, Array] = {}
+        self._thread = ThreadPoolExecutor(1, "store")
+
+    async def run_write(self, work: Callable[..., T], *arguments: Any, pool: ThreadPoolExecutor | None = None) -> T:
+        """Run ``work`` in the store's thread (or in ``pool``) until the store takes it; returns its result.
+
+        Raises OSError after ``PATIENCE`` seconds of errors other than a full disk, and at once whatever
+        ``work`` raises besides OSError.
+        """
+        loop = asyncio.get_running_loop()
+        first_failure, pause, told = 0.0, 0.25, ""
+        while True:
+            try:
+                result = await loop.run_in_executor(pool or self._thread, work, *arguments)
+            except OSError as error:
+                # A try alone may take longer than PATIENCE, and there is always a second one.
+                first_failure = first_failure or time.monotonic()
+                waited = time.monotonic() - first_failure
+                if not isinstance(error, DiskFull) and error.errno not in _FULL and waited > PATIENCE:
+                    raise
+                told = f"the store cannot be written, merges wait: {error.strerror or error}"
+                log.log(logging.DEBUG if self.problem == told else logging.ERROR, "%s", told)
+                self._set_problem(told)
+                await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+                pause = min(pause * 2, 10.0)
+                continue
+            if told and self.problem == told:
+                log.warning("the store takes writes again")
+                self._set_problem("")
+            return result
+
+    def _set_problem(self, problem: str) -> None:
+        if problem != self.problem:
+            self.problem = problem
+            self._on_problem(problem)
+
+    # ------------------------------------------------------------- state and checkpoints
+
+    async def persist(self, generation: int) -> None:
+        """Make the state durable, as it was after ``generation`` events or later."""
+        if generation <= self._persisted:
+            return  # a later state is durable already
+        now = self._snapshot()
+        await self.run_write(self._checkpoints.write_state, now.document, now.versions)
+        self._persisted = now.generation
+
+    async def checkpoint(self) -> None:
+        """Make a whole checkpoint now: tape, state and manifest; remove what no restart needs any more."""
+        now = self._snapshot()
+
+        def write() -> None:
+            self._tape.flush()
+            self._checkpoints.write_manifest(now.document, now.versions, self.optimizer)
+            self._checkpoints.collect(self.optimizer)
+
+        await self.run_write(write)
+
+    async def write_state_and_collect(self) -> None:
+        """Make the state durable, so that the records before it may go; after many merges."""
+        now = self._snapshot()
+
+        def write() -> None:
+            self._tape.flush()
+            self._checkpoints.write_state(now.document, now.versions)
+            self._checkpoints.collect(self.optimizer)
+
+        await self.run_write(write)
+
+    async def checkpoint_every(self, seconds: float, ended: Callable[[], bool]) -> None:
+        """Make a checkpoint every so many seconds; once the job has ``ended`` only check the epoch."""
+        while True:
+            await asyncio.sleep(seconds)
+            if ended():  # there is nothing new; but another syncer may have the store
+                await self.run_write(self._checkpoints.epoch.check)
+            else:
+                await self.checkpoint()
+
+    async def close(self, checkpoint: bool) -> None:
+        """End the store's thread; with ``checkpoint``, after a last checkpoint."""
+        if checkpoint:
+            try:
+                async with asyncio.timeout(LAST_CHECKPOINT_SECONDS):
+                    await self.checkpoint()
+            except (TimeoutError, OSError, HigherEpoch) as error:
+                log.error("no last checkpoint: %s", error)
+        self._thread.shutdown(True, cancel_futures=True)
+
+    # ------------------------------------------------------------- records, offers, blobs
+
+    async def write_merge_record(self, record: MergeRecord, pool: ThreadPoolExecutor | None = None) -> None:
+        """Make a version durable (in ``pool``'s thread), and append its line to the tape."""
+        await self.run_write(self._checkpoints.write_record, record, pool=pool)
+        await self.run_write(self._tape.append, record)
+
+    async def stage_initial(self, attempt: int, part: str, *data: Any) -> str:
+        """Keep a part of version 0 durably, not yet in force; returns its name in the store."""
+        return await self.run_write(self._checkpoints.stage, attempt, part, *data)
+
+    async def commit_initial(self, layout: str, fragments: list[str], frozen: str) -> None:
+        """Put the staged version 0, named by its objects, in force."""
+        await self.run_write(self._checkpoints.commit_initial, layout, fragments, frozen)
+
+    async def spool_offer(self, offer: SpooledOffer) -> None:
+        """Make an offer durable."""
+        await self.run_write(self._checkpoints.spool_offer, offer)
+
+    async def remove_offer(self, header: PushHeader) -> None:
+        """Remove an offer that was spooled."""
+        await self.run_write(self._checkpoints.remove_offer, header)
+
+    async def read_blob(self, name: str) -> Array:
+        """The bytes of a stored blob, uint8; verified when they are first asked for."""
+        if name not in self._blobs:
+            self._blobs[name] = await asyncio.to_thread(self._checkpoints.read_blob, name)
+        return self._blobs[name]
+
+    async def write_optimizer(self, state: Array) -> None:
+        """Make a learner's inner optimizer state (uint8) part of the job's checkpoint."""
+
+        def write() -> None:
+            # Named in the store's own thread: a checkpoint that waits there removes what is not named.
+            self.optimizer = self._checkpoints.write_blob("optimizer", state)
+
+        await self.run_write(write)
+        self.optimizer_bytes = state.nbytes
+
+    async def write_report(self, text: bytes) -> None:
+        """Make the job's report durable."""
+        await self.run_write(self._checkpoints.write_report, text)

@@ -1,0 +1,41 @@
+"""The job's newest transitions, numbered, for the status document and the log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from typing import Any
+
+from diloco_protocol.vocabulary import EventKind
+from diloco_syncer.core import events as ev
+
+log = logging.getLogger(__name__)
+
+EVENTS_KEPT = 500
+WARNINGS = frozenset({EventKind.LOST, EventKind.GONE, EventKind.HOLD, EventKind.STARVED, EventKind.DROPPED})
+
+
+class EventLog:
+    """Keeps the newest ``EVENTS_KEPT`` transitions. ``number``: transitions of the job, over restarts."""
+
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
+        self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS_KEPT)
+
+    def record(self, note: ev.RecordEvent) -> None:
+        """Number a transition, keep it, and log it."""
+        self.number += 1
+        self.events.append(
+            {
+                "n": self.number,
+                "time": time.time(),
+                "kind": note.kind,
+                "slot": note.slot,
+                "incarnation": note.incarnation,
+                "message": note.message,
+                **({"details": note.details} if note.details else {}),
+            }
+        )
+        level = logging.WARNING if note.kind in WARNINGS else logging.INFO
+        log.log(level, "%s: %s", note.kind, note.message, extra={"slot": note.slot})

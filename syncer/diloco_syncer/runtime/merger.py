@@ -1,0 +1,92 @@
+"""Carries out merges: one at a time, in the order of their actions, in a thread of their own.
+
+The core hears of a merge only when its record is durable; until then nothing of it is in force. A
+merge whose record cannot be written waits for the store (durability.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from diloco_protocol.vocabulary import JobPhase
+from diloco_syncer.core import events as ev
+from diloco_syncer.core.core import Core
+from diloco_syncer.messages import receipt_to
+from diloco_syncer.runtime.durability import Durability
+from diloco_syncer.runtime.global_model import Diverged, GlobalModel
+from diloco_syncer.runtime.pushes import ReceivedPushes
+
+MAX_QUEUED = 4096
+STATE_EVERY = 16  # merges, or as many as there are fragments
+
+
+class Merger:
+    """Makes the next version of a fragment from pushes that are here. ``number``, ``seconds``: of the job so far."""
+
+    def __init__(
+        self,
+        core: Core,
+        model: GlobalModel,
+        pushes: ReceivedPushes,
+        durability: Durability,
+        emit: Callable[[ev.Event], None],
+        number: int,
+        seconds: Mapping[str, float],
+    ) -> None:
+        self._core = core
+        self._model = model
+        self._pushes = pushes
+        self._durability = durability
+        self._emit = emit
+        self._number = number
+        self.seconds = {"merge": 0.0, "quorum": 0.0, "waited": 0.0} | dict(seconds)  # summed over merges
+        self._queue: asyncio.Queue[ev.Merge] = asyncio.Queue(MAX_QUEUED)
+        self._merges_since_state = 0
+        self._thread = ThreadPoolExecutor(1, "merge")
+
+    def next_number(self) -> int:
+        """Take the number of the job's next record."""
+        self._number += 1
+        return self._number
+
+    def queue_merge(self, action: ev.Merge) -> None:
+        """Carry out a merge after those that are queued."""
+        self._queue.put_nowait(action)
+
+    async def run(self) -> None:
+        """Carry out the queued merges, for ever."""
+        while True:
+            await self._merge(await self._queue.get())
+
+    async def _merge(self, action: ev.Merge) -> None:
+        deltas = [self._pushes.delta(r.handle) for r in action.responders]
+        squares = [self._pushes.squares(r.handle) for r in action.responders]
+        loop = asyncio.get_running_loop()
+        began = time.monotonic()
+        try:
+            record, broadcast = await loop.run_in_executor(
+                self._thread, self._model.merge, action, deltas, self._core.epoch, self._number + 1, squares
+            )
+        except Diverged as error:
+            self._emit(ev.EndRequested(JobPhase.FAILED, str(error)))
+            return
+        await self._durability.write_merge_record(record, self._thread)
+        self._number += 1
+        took = time.monotonic() - began
+        spent = {"merge": took, "quorum": action.quorum_seconds, "waited": action.waited_seconds}
+        self.seconds = {name: self.seconds[name] + seconds for name, seconds in spent.items()}
+        norms = tuple(r.norm for r in record.responders)
+        receipt = receipt_to(self._core.receipt(action.fragment))  # of the version that it follows
+        self._model.publish(record, broadcast, time.monotonic(), receipt)  # and at once:
+        self._emit(ev.MergeDurable(action.fragment, action.version, took, norms))
+        self._merges_since_state += 1
+        if self._merges_since_state >= max(STATE_EVERY, len(self._model.newest)):
+            self._merges_since_state = 0
+            await self._durability.write_state_and_collect()
+
+    async def close(self) -> None:
+        """End the thread, after the merge that is running."""
+        await asyncio.to_thread(self._thread.shutdown, True, cancel_futures=True)

@@ -1,0 +1,125 @@
+"""Downloads: broadcasts, the layout, frozen parameters, optimizer states, and the job itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import numpy as np
+
+from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.vocabulary import PushRefusal
+from diloco_protocol.wire import bulk as wire_bulk
+from diloco_protocol.wire import limits, sync_pb2
+from diloco_protocol.wire.limits import WireError
+from diloco_syncer import messages
+from diloco_syncer.core.core import Core
+from diloco_syncer.messages import held_to
+from diloco_syncer.runtime.durability import Durability
+from diloco_syncer.runtime.global_model import GlobalModel
+from diloco_syncer.runtime.optimizer_relay import OptimizerRelay
+from diloco_syncer.runtime.traffic import Traffic
+from diloco_syncer.server.pages.job_page import job_for_learners
+from diloco_syncer.server.sessions import Sessions
+from diloco_syncer.server.tls.access import CallAuthorizer
+from diloco_syncer.store.records import Array
+
+FRAGMENTS = (sync_pb2.DownloadRequest.FULL, sync_pb2.DownloadRequest.DELTA)
+
+
+@dataclass
+class Downloads:
+    """The download call of the Bulk service."""
+
+    job: DiLoCoJob
+    core: Core
+    model: GlobalModel
+    durability: Durability
+    authorizer: CallAuthorizer
+    sessions: Sessions
+    relay: OptimizerRelay
+    traffic: Traffic
+
+    async def download(self, raw: bytes, context: Any) -> AsyncIterator[bytes]:
+        """One part of what is requested, or the word why it cannot be had."""
+        peer = await self.authorizer.authorize(context)
+        try:
+            request = limits.parse(sync_pb2.DownloadRequest, raw, limits.MAX_HEADER_BYTES)
+            limits.check_format(request.format)
+            if objection := self.sessions.check_process(request.process, peer, context):
+                await context.abort(grpc.StatusCode.PERMISSION_DENIED, objection)
+            receipt = self._find_receipt(request)
+            data, versions, word = await self._find(request)
+            if data is None:
+                async for part in wire_bulk.not_found(word):
+                    yield part
+                return
+            parts = wire_bulk.send_part(
+                data, request.offset, request.bytes, versions=held_to(versions), receipt=receipt
+            )
+            sent, whole = 0, wire_bulk.flat(data).nbytes
+            wanted = min(request.bytes or limits.MAX_PART_BYTES, whole - request.offset)
+            self._begin_part(request, whole)
+            try:
+                async for part in parts:
+                    yield part
+                sent = wanted
+            finally:
+                self._end_part(request, sent)
+            connection = self.sessions.find_process(request.process)
+            self.traffic.count_sent(*self.sessions.find_place(connection), sent)
+        except WireError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+    def _begin_part(self, request: sync_pb2.DownloadRequest, size: int) -> None:
+        """Keep a fragment's version for its reader."""
+        if request.what in FRAGMENTS:
+            self.model.downloads.begin_part(request.fragment, request.version, _reader(request), size, time.monotonic())
+
+    def _end_part(self, request: sync_pb2.DownloadRequest, sent: int) -> None:
+        if request.what in FRAGMENTS:
+            self.model.downloads.end_part(request.fragment, request.version, _reader(request), sent, time.monotonic())
+
+    def _find_receipt(self, request: sync_pb2.DownloadRequest) -> bytes:
+        """The receipt that goes with a version's bytes; empty where it would be too large, or is not known."""
+        if request.what not in FRAGMENTS or request.epoch != self.core.epoch:
+            return b""
+        found = self.model.find_broadcast(request.fragment, request.version)
+        if found is None:
+            return b""
+        if found.version == self.core.versions[found.fragment]:
+            return messages.receipt_to(self.core.receipt(found.fragment))
+        return found.receipt
+
+    async def _find(self, request: sync_pb2.DownloadRequest) -> tuple[Array | None, tuple[tuple[int, int], ...], str]:
+        """The bytes that are requested (None: not to be had), the versions they go with, and the word why not."""
+        kinds = sync_pb2.DownloadRequest
+        if request.what == kinds.JOB and not request.job:  # the caller may not know the job's name
+            return np.frombuffer(job_for_learners(self.job), np.uint8), (), ""
+        if request.job != self.job.metadata.name:
+            return None, (), PushRefusal.OTHER_JOB.value
+        if request.what in FRAGMENTS:
+            found = None
+            if request.epoch == self.core.epoch:
+                found = self.model.find_broadcast(request.fragment, request.version)
+            if found is None:
+                return None, (), "superseded"
+            data = found.full if request.what == kinds.FULL else found.delta
+            return data, (), "no-delta"
+        if request.what == kinds.LAYOUT and self.model.layout is not None:
+            return np.frombuffer(self.model.layout.to_json().encode(), np.uint8), (), ""
+        if request.what == kinds.PEER_STATE:
+            relayed = self.relay.find_arrived(request.transfer)
+            return (None, (), "unknown-transfer") if relayed is None else (relayed.data, relayed.versions, "")
+        blobs = {kinds.FROZEN: self.model.frozen, kinds.OPTIMIZER: self.durability.optimizer}
+        name = blobs.get(request.what, "")
+        if not name:
+            return None, (), "none"
+        return await self.durability.read_blob(name), (), ""
+
+
+def _reader(request: sync_pb2.DownloadRequest) -> tuple[str, int]:
+    return request.process[: limits.MAX_REGIONS_TEXT], request.what

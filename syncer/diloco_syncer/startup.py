@@ -1,0 +1,172 @@
+"""From the store to a syncer that can begin: the epoch claimed, everything restored, the core brought up to date.
+
+Order: kernels are loaded, then the epoch is claimed (a store that cannot be used costs no epoch), the newest
+state and the records and offers after it are read, the tape gets the lines that a crash took, and the
+core is told of what is newer than its state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from diloco_protocol.arrays import codec
+from diloco_protocol.arrays.layout import Layout, Tensor
+from diloco_protocol.security.credentials import Credentials
+from diloco_protocol.spec.job import DiLoCoJob, immutable_digests
+from diloco_protocol.vocabulary import EventKind
+from diloco_syncer.core.config import CoreConfig
+from diloco_syncer.core.core import Core
+from diloco_syncer.core.events import InitialModelStored, ReleasePush
+from diloco_syncer.numerics import merge, outer
+from diloco_syncer.runtime.global_model import GlobalModel
+from diloco_syncer.server.tls.listener import TlsListener
+from diloco_syncer.store.base import DirectoryStore, Epoch, HigherEpoch, open_store, successor
+from diloco_syncer.store.checkpoint import Checkpoints, Restored
+from diloco_syncer.store.tape import Tape
+from diloco_syncer.syncer import Syncer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the program was called with; addresses are host:port, port 0 for any."""
+
+    job: DiLoCoJob
+    store: str
+    listen: str
+    control: str
+    http: str
+    address_file: Path | None
+    control_key: bytes
+    credentials: Credentials
+    threads: int
+    export: str | None = None  # where the merged model is served; a loopback address
+    stay: bool = False  # after the job's end serve on, until told to stop
+    min_epoch: int = 0  # claim a higher epoch than this
+    pod: str = ""  # the UID of the pod that it runs in, if it does
+
+
+def restore(
+    options: Options, loop: asyncio.AbstractEventLoop, listener: TlsListener | None = None
+) -> tuple[Syncer, Restored]:
+    """Open the store, claim an epoch, and build a syncer from what is found; blocks.
+
+    Raises ``HigherEpoch``, ``StoreUnusable``, ``FormatRefused``, ``outer.OuterError``, OSError.
+    """
+    job = options.job
+    store = open_store(options.store)
+    if options.pod and (taken := successor(store, options.pod, time.time())):
+        raise HigherEpoch(f"{taken}: this one leaves it alone")
+    warm_up(job, options.threads)
+    if isinstance(store, DirectoryStore):
+        store.remove_leftovers()
+    claimant = {"pid": os.getpid(), "host": os.uname().nodename, "time": time.time()}
+    claimant |= {"pod": options.pod} if options.pod else {}
+    epoch = Epoch.claim(store, json.dumps(claimant).encode(), options.min_epoch)
+    checkpoints = Checkpoints(store, epoch, job.metadata.name, job.spec.syncer.checkpoint.keep)
+    checkpoints.identify(immutable_digests(job) | _fixed_digests(job))
+    restored = checkpoints.load()
+    for problem in restored.problems:
+        log.error("restoring: %s", problem)
+    tape = Tape(store)
+    _complete_tape(tape, checkpoints, restored)
+    core_state = restored.core["core"] if restored.core is not None else None
+    now = time.monotonic()
+    core = Core(CoreConfig.from_job(job), core_state, epoch.number, now, time.time())
+    model = GlobalModel(job, options.threads)
+    if restored.layout is not None:
+        model.begin(restored.layout, restored.newest, restored.frozen)
+        if model.outer_state_reset:
+            optimizer = job.spec.sync.outer.optimizer
+            core.record_event(EventKind.OUTER_RESTART, f"the outer optimizer is {optimizer} now: its state begins anew")
+    return Syncer(job, core, model, checkpoints, tape, restored, loop, listener, options.stay), restored
+
+
+def _fixed_digests(job: DiLoCoJob) -> dict[str, str]:
+    """Digests of what else may not change, because learners and data would not fit any more.
+
+    These are how the layout was made, and in deterministic mode which learner trains which data.
+    """
+    sync, fixed = job.spec.sync, dict[str, object]()
+    fixed["sync.merge.meanTensors"] = sync.merge.mean_tensors
+    fixed["sync.deterministic"] = sync.deterministic
+    if sync.deterministic:
+        fixed["regions (with sync.deterministic)"] = [[r.name, r.learners] for r in job.spec.regions]
+    return {
+        name: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest() for name, value in fixed.items()
+    }
+
+
+def _complete_tape(tape: Tape, checkpoints: Checkpoints, restored: Restored) -> None:
+    """Append the lines that a crash took, and write down where the tape is ahead of the store."""
+    versions = [record.version for record in restored.newest]
+    for record in tape.missing(checkpoints.newer_than(tape.newest, versions)):
+        tape.append(record)
+    reasons = {fragment: why for fragment, _, why in restored.discarded}
+    for fragment, version in enumerate(versions):
+        if tape.newest.get(fragment, 0) > version:
+            restored.behind = True
+            why = reasons.get(fragment, "newer records are not in the store")
+            tape.discard(fragment, version, checkpoints.epoch.number, why, time.time())
+    tape.flush()
+
+
+def replay(syncer: Syncer, restored: Restored) -> None:
+    """Tell the core what is newer than its state: records, then offers. Call it in the event loop."""
+    core = syncer.core
+    if restored.layout is not None and not core.initialised:
+        layout = restored.layout
+        syncer.driver.handle(InitialModelStored(layout.digest, tuple(layout.elements(p) for p in range(len(layout)))))
+    core.close_superseded_tenures(
+        [r.header for record in restored.newer for r in record.responders]
+        + [offer.header for offer in restored.offers],
+        [record.recovered.receipt for record in restored.newer if record.recovered],
+    )
+    for record in restored.newer:
+        taken = record.recovered
+        if taken is None:
+            headers = [r.header for r in record.responders]
+            core.apply_record(record.fragment, record.version, headers, record.epoch)
+        else:
+            core.apply_recovered_version(record.fragment, record.version, taken.epoch, taken.receipt, record.epoch)
+    for offer in restored.offers:
+        try:
+            if restored.layout is None or offer.header.fragment >= len(restored.layout):
+                raise codec.CodecError("its fragment does not exist")
+            handle = syncer.pushes.restore_offer(offer)
+        except codec.CodecError as error:
+            log.error("spooled offer %s cannot be used: %s", offer.name, error)
+            continue
+        if not core.restore_offer(offer.header, handle, offer.norm):
+            syncer.pushes.release(ReleasePush(handle))
+    if restored.core is not None:
+        merges, offers = len(restored.newer), len(restored.offers)
+        log.info("restored: versions %s, %d merges after the state, %d offers", core.versions, merges, offers)
+
+
+def warm_up(job: DiLoCoJob, threads: int) -> None:
+    """Load (or compile) every kernel that this job's merges need, before anybody waits for one."""
+    sync = job.spec.sync
+    layout = Layout.build([Tensor("a", (256,), "float32", False), Tensor("b", (256,), "float32", True)], 1)
+    values = np.linspace(-1, 1, layout.elements(0), dtype=np.float32)
+    for encoding in (sync.compression.up, sync.compression.down.removeprefix("delta-")):
+        encoded = codec.encode(values, encoding, threads=threads)
+        codec.norm_and_finite(codec.decode(encoded, encoding, values.size), threads=threads)
+        codec.encode_with_feedback(values, None, encoding, threads=threads)
+        codec.apply_delta(values, encoded, encoding)
+    optimizer = outer.make(sync.outer, max_versions=sync.staleness.max_versions)
+    for count in range(1, min(9, job.spec.slots + 1)):
+        shares = [1 / count] * count
+        pushes = [values.copy() for _ in shares]
+        merged = merge.merge(layout.fragments[0], pushes, shares, sync.merge.method, threads=threads)
+        optimizer.step(values.copy(), merged.delta, {}, ages=[0] * count, weights=shares, threads=threads)

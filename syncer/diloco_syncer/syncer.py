@@ -1,0 +1,265 @@
+"""The parts of one running syncer, how they are connected, and the job's end.
+
+The driver owns the core. Every other part gets what it uses: the core (to read), the model, the
+durability, and ``emit``, by which it tells the core what has happened. Which part carries out which of the
+core's actions is listed in ``_register``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, SyncerExit
+from diloco_syncer.core import events as ev
+from diloco_syncer.core.core import Core
+from diloco_syncer.runtime.buffer_pool import BufferPool
+from diloco_syncer.runtime.driver import RESTART, Driver
+from diloco_syncer.runtime.durability import Durability, Snapshot
+from diloco_syncer.runtime.event_log import EventLog
+from diloco_syncer.runtime.global_model import Broadcast, GlobalModel
+from diloco_syncer.runtime.initial_model import InitialModelUpload
+from diloco_syncer.runtime.merger import Merger
+from diloco_syncer.runtime.multipart import MultipartUploads
+from diloco_syncer.runtime.optimizer_relay import OptimizerRelay
+from diloco_syncer.runtime.pushes import ReceivedPushes
+from diloco_syncer.runtime.traffic import Traffic
+from diloco_syncer.runtime.version_recovery import VersionUploads
+from diloco_syncer.server.downloads import Downloads
+from diloco_syncer.server.pages.status import StatusPage
+from diloco_syncer.server.sessions import Sessions
+from diloco_syncer.server.tls.access import CallAuthorizer
+from diloco_syncer.server.tls.listener import TlsListener
+from diloco_syncer.server.uploads import Uploads
+from diloco_syncer.store.checkpoint import Checkpoints, Restored
+from diloco_syncer.store.tape import Tape
+
+log = logging.getLogger(__name__)
+
+LINGER_SECONDS = 10.0  # the longest stay after the end
+REPORT_SECONDS = 3.0  # how long a caller may take to fetch the report after the end
+DROP_SECONDS = 5.0  # between two searches for superseded versions that are not being downloaded
+SWEEP_SECONDS = 10.0  # between two searches for uploads that are not continued
+SPOOL_SECONDS = 5.0  # how long the end waits for offers to become durable
+
+
+def learners_by_region(job: DiLoCoJob) -> dict[str, int]:
+    """Learners and spares by region."""
+    return {region.name: region.learners + region.spares for region in job.spec.regions}
+
+
+class Syncer:
+    """One job's running syncer, without its servers. ``stay``: serve on after the job's end, until told to stop."""
+
+    def __init__(
+        self,
+        job: DiLoCoJob,
+        core: Core,
+        model: GlobalModel,
+        checkpoints: Checkpoints,
+        tape: Tape,
+        restored: Restored,
+        loop: asyncio.AbstractEventLoop,
+        listener: TlsListener | None = None,
+        stay: bool = False,
+    ) -> None:
+        name, runtime = job.metadata.name, restored.core["runtime"] if restored.core is not None else {}
+        self.job = job
+        self.core = core
+        self.model = model
+        self.min_epoch = 0  # after RESTART: claim a higher epoch than this
+        self._checkpoints = checkpoints
+        self._stay = stay
+        self._report_fetched = False
+        self._final_report: dict[str, Any] | None = None  # once the job has ended
+        self._refused = Counter[str](runtime.get("refused"))  # uploads, by reason
+        self.driver = Driver(core, loop)
+        emit = self.driver.handle
+        self.authorizer = CallAuthorizer(listener, learners_by_region(job))
+        self.traffic = Traffic(
+            (region.name for region in job.spec.regions), listener.bytes_by_place if listener is not None else None
+        )
+        self.traffic.load(runtime.get("traffic", {}))
+        self.event_log = EventLog(runtime.get("events", 0))
+        self.durability = Durability(
+            checkpoints, tape, self._snapshot, self._on_store_problem, restored.optimizer, restored.optimizer_bytes
+        )
+        self.relay = OptimizerRelay()
+        self.sessions = Sessions(job, core, self.durability, self.authorizer, self.relay, self.traffic, emit)
+        self._decode_thread = ThreadPoolExecutor(1, "decode")
+        self._buffers = BufferPool()
+        self._multipart = MultipartUploads()
+        self.pushes = ReceivedPushes(
+            model, self.durability, self._buffers, self._decode_thread, emit, self.driver.run_task, self._refused
+        )
+        self.merger = Merger(
+            core, model, self.pushes, self.durability, emit, restored.number, runtime.get("seconds", {})
+        )
+        self.initial_model = InitialModelUpload(name, core, model, self.durability, emit)
+        versions = VersionUploads(
+            name, core, model, self.durability, self._decode_thread, self.merger.next_number, emit
+        )
+        self.uploads = Uploads(
+            job=name,
+            core=core,
+            model=model,
+            durability=self.durability,
+            authorizer=self.authorizer,
+            sessions=self.sessions,
+            multipart=self._multipart,
+            buffers=self._buffers,
+            pushes=self.pushes,
+            initial_model=self.initial_model,
+            versions=versions,
+            relay=self.relay,
+            traffic=self.traffic,
+            emit=emit,
+            refused=self._refused,
+        )
+        self.downloads = Downloads(
+            job, core, model, self.durability, self.authorizer, self.sessions, self.relay, self.traffic
+        )
+        self.status_page = StatusPage(
+            job,
+            core,
+            self.driver.clock,
+            model,
+            self.durability,
+            self.merger,
+            self.sessions,
+            self.authorizer,
+            self.traffic,
+            self.event_log,
+            self._refused,
+        )
+        self._register()
+
+    def _register(self) -> None:
+        """Which part carries out which action."""
+        on, on_with, sessions = self.driver.on, self.driver.on_with, self.sessions
+        on_with(ev.Persist, lambda: self.driver.generation, lambda _, generation: self.durability.persist(generation))
+        on(ev.Merge, self.merger.queue_merge)
+        on(ev.AnswerPush, self.pushes.reply)
+        on(ev.ReleasePush, self.pushes.release)
+        on(ev.RecordEvent, self.event_log.record)
+        on(ev.RestartFromStore, self._restart)
+        on(ev.SetPhase, self._set_phase)
+        on_with(ev.Admit, self._known_versions, sessions.admit)
+        on_with(ev.Announce, self._known_versions, sessions.announce)
+        on(ev.Refuse, sessions.refuse)
+        on(ev.Promote, sessions.promote)
+        on(ev.Pull, sessions.pull)
+        on(ev.GrantLease, sessions.grant_lease)
+        on(ev.RequestInitialModel, sessions.request_initial_model)
+        on(ev.RequestPeerState, sessions.request_peer_state)
+        on(ev.OfferPeerState, sessions.offer_peer_state)
+        on(ev.RequestVersion, sessions.request_version)
+
+    def _known_versions(self) -> tuple[Broadcast, ...]:
+        return tuple(self.model.broadcasts)
+
+    # ------------------------------------------------------------- life
+
+    def start(self, behind: bool) -> None:
+        """Begin all work. ``behind``: the tape tells of merges that the store does not have."""
+        core, driver = self.core, self.driver
+        ended = core.phase in ENDED_PHASES  # else a SetPhase will say so
+        driver.start([record.made_in for record in self.model.newest], behind)
+        seconds = self.job.spec.syncer.checkpoint.every_seconds
+        for work in (
+            self.merger.run(),
+            self.durability.checkpoint_every(seconds, lambda: core.phase in ENDED_PHASES),
+            self._sweep_uploads(),
+            self.initial_model.watch_sender(),
+            self._drop_superseded(),
+        ):
+            driver.run_task(work)
+        if ended:
+            log.info("the job is %s already: %s", core.phase.value, core.phase_message)
+            driver.run_task(self._finish(core.phase, again=True))
+
+    async def close(self, checkpoint: bool) -> None:
+        """Stop all work; with ``checkpoint``, make everything durable before (not after a higher epoch)."""
+        if checkpoint:
+            await self.pushes.wait_spooled(SPOOL_SECONDS)
+        await self.driver.cancel_tasks()
+        await self.merger.close()
+        await self.durability.close(checkpoint)
+        self._decode_thread.shutdown(True, cancel_futures=True)
+        self.pushes.close()
+        self.relay.close()
+
+    async def _sweep_uploads(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            self._multipart.sweep(time.monotonic())
+            self._buffers.sweep(time.monotonic())
+
+    async def _drop_superseded(self) -> None:
+        while True:
+            await asyncio.sleep(DROP_SECONDS)
+            self.model.drop_superseded(time.monotonic())
+
+    def _restart(self, action: ev.RestartFromStore) -> None:
+        self.min_epoch = action.above
+        self.driver.stop(RESTART, action.reason)
+
+    def _snapshot(self) -> Snapshot:
+        runtime = {
+            "traffic": self.traffic.state(),
+            "events": self.event_log.number,
+            "refused": dict(self._refused),
+            "seconds": self.merger.seconds,
+        }
+        document = {"core": self.core.state(self.driver.clock(), time.time()), "runtime": runtime}
+        return Snapshot(self.driver.generation, document, list(self.core.versions))
+
+    def _on_store_problem(self, problem: str) -> None:
+        self.sessions.send_phase(self.core.phase, problem or self.core.phase_message)
+
+    # ------------------------------------------------------------- the job's end
+
+    def _set_phase(self, action: ev.SetPhase) -> None:
+        self.sessions.send_phase(action.phase, self.durability.problem or action.message)
+        if action.phase in ENDED_PHASES:
+            self.driver.run_task(self._finish(action.phase))
+
+    async def _finish(self, phase: JobPhase, again: bool = False) -> None:
+        """Make the last checkpoint and the report, wait until learners have heard, and stop (or serve on).
+
+        ``again``: the job had ended before this process began; its report stays if it was written.
+        """
+        document = self.status_page.report()
+        earlier = await asyncio.to_thread(self._checkpoints.read_report, document["outcome"]) if again else None
+        self._final_report = earlier or document
+        if earlier is None:
+            await self.durability.checkpoint()
+            await self.durability.write_report(json.dumps(document, indent=1).encode())
+        if self._stay:
+            log.info("the job is %s; status, report and export are served on", phase.value)
+            return
+        began = time.monotonic()
+        while (waited := time.monotonic() - began) < LINGER_SECONDS:
+            if not self.sessions.count and (self._report_fetched or waited > REPORT_SECONDS):
+                break
+            await asyncio.sleep(0.05)
+        outcome = SyncerExit.FAILED if phase is JobPhase.FAILED else SyncerExit.OK
+        self.driver.stop(outcome, f"{phase.value}: {self.core.phase_message}")
+
+    def report(self) -> dict[str, Any]:
+        """The report as it stands; of a job that has ended, the one that the store has of its end."""
+        if self._final_report is not None and self.core.phase in ENDED_PHASES:
+            return self._final_report
+        return self.status_page.report()
+
+    def fetch_report(self) -> dict[str, Any]:
+        """The report, for the caller for whom an ended syncer waits."""
+        document = self.report()
+        self._report_fetched = True
+        return document
