@@ -27,6 +27,20 @@ NAMES = [
     certificate_name("ns", "tiny", "learner", "eu-1"),
 ]
 PAGES = [*DOCS.rglob("*.md"), DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md"]
+FOLDERS = (
+    "protocol",
+    "syncer",
+    "worker",
+    "operator",
+    "cli",
+    "tests",
+    "tools",
+    "bench",
+    "examples",
+    "charts",
+    "manifests",
+)
+PROMETHEUS = ("increase", "rate")  # functions of its queries
 LINK = re.compile(r"\]\(([^)#\s]*)(#([^)]*))?\)")
 UNITS = {"": 1, "s": 1, "characters": 1, "KiB": 1 << 10, "KiB/s": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
@@ -171,6 +185,32 @@ def test_links_between_documents_lead_somewhere() -> None:
                 assert anchor in anchors_of(found), (
                     f"{page.name} links to {target}#{anchor}, a heading that is not there"
                 )
+
+
+def test_files_that_pages_name_exist() -> None:
+    """A path with a folder is the repository's; a name alone is some file's."""
+    names = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
+    for page in PAGES:
+        for word in re.findall(r"`([\w./-]+)`", prose_of(page)):
+            if word.partition("/")[0] in FOLDERS and "/" in word:
+                assert (ROOT / word).exists(), f"{page.name} names {word}, which is not there"
+            elif word.endswith(".py"):
+                assert "/" not in word and word in names, f"{page.name} names {word}, which is not there"
+
+
+def test_functions_that_pages_name_exist() -> None:
+    defined = set()
+    for folder in FOLDERS:
+        for path in (ROOT / folder).rglob("*.py"):
+            defined |= set(re.findall(r"^ *(?:async )?(?:def|class) (\w+)", path.read_text(encoding="utf-8"), re.M))
+    named = 0
+    for page in PAGES:
+        for call in re.findall(r"`((?:\w+\.)*\w+)\([^`]*\)`", prose_of(page)):
+            package, _, function = call.rpartition(".")
+            if package.partition(".")[0] not in ("torch", "grpc", "nn") and function not in PROMETHEUS:
+                named += 1
+                assert function in defined, f"{page.name} names {call}(), which is not there"
+    assert named > 10
 
 
 def test_every_decision_is_in_the_index() -> None:
