@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import re
 from pathlib import Path
 
@@ -92,6 +93,20 @@ def test_the_limits_are_those_of_the_code() -> None:
     assert len(rows) >= 14
     for number, unit, constant in rows:
         assert int(number) * UNITS[unit] == getattr(limits, constant), constant
+
+
+def test_the_bounds_of_the_syncers_memory_are_those_of_the_code() -> None:
+    text = (DOCS / "operations.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\|.*\| ([\d.]+) ?([A-Za-z/]*) \| `(\w+)\.([A-Z_]+)` \|$", text, re.M)
+    assert len(rows) >= 12
+    for number, unit, module, constant in rows:
+        (path,) = [
+            found
+            for part in ("protocol/diloco_protocol/wire", "syncer")
+            for found in (ROOT / part).rglob(f"{module}.py")
+        ]
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts[1:])
+        assert int(number) * UNITS[unit] == getattr(importlib.import_module(name), constant), f"{module}.{constant}"
 
 
 def test_the_encoding_vectors() -> None:
@@ -202,7 +217,13 @@ def test_functions_that_pages_name_exist() -> None:
     defined = set()
     for folder in FOLDERS:
         for path in (ROOT / folder).rglob("*.py"):
-            defined |= set(re.findall(r"^ *(?:async )?(?:def|class) (\w+)", path.read_text(encoding="utf-8"), re.M))
+            defined |= set(
+                re.findall(
+                    r"^ *(?:(?:async )?(?:def|class)|from .* import .* as) (\w+)",
+                    path.read_text(encoding="utf-8"),
+                    re.M,
+                )
+            )
     named = 0
     for page in PAGES:
         for call in re.findall(r"`((?:\w+\.)*\w+)\([^`]*\)`", prose_of(page)):
