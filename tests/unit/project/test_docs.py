@@ -234,6 +234,21 @@ def test_functions_that_pages_name_exist() -> None:
     assert named > 10
 
 
+def test_sections_of_the_algorithm_that_code_cites_exist() -> None:
+    headings = re.findall(r"^#{2,3} (?:(\d)\. )?(.*)$", (DOCS / "algorithm.md").read_text(encoding="utf-8"), re.M)
+    numbers, titles = {number for number, _ in headings}, {title for _, title in headings}
+    cited = 0
+    for folder in FOLDERS:
+        for path in (ROOT / folder).rglob("*.py"):
+            source = path.read_text(encoding="utf-8")
+            for number, title in re.findall(r"algorithm\.md,? section (\d)(?:\.\d)?(?:,\s+([A-Z]\w+))?", source):
+                cited += 1
+                assert number in numbers and (not title or title in titles), (
+                    f"{path.name} cites section {number} {title}"
+                )
+    assert cited > 10
+
+
 def test_every_decision_is_in_the_index() -> None:
     folder = DOCS / "decisions"
     index = (folder / "README.md").read_text(encoding="utf-8")
