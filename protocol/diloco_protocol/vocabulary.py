@@ -52,7 +52,7 @@ HELD_STATES = frozenset({SlotState.ACTIVE, SlotState.SUSPECT, SlotState.DRAINING
 
 
 class EventKind(StrEnum):
-    """Kinds of events in the syncer's status document and in events.jsonl."""
+    """Kinds of events in the syncer's status document (docs/contracts.md)."""
 
     INITIALISED = "initialised"
     PHASE = "phase"

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from diloco import main
+from diloco_protocol import vocabulary
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.layout import Layout, Tensor
 from diloco_protocol.security.identity import name as certificate_name
@@ -247,6 +248,26 @@ def test_sections_of_the_algorithm_that_code_cites_exist() -> None:
                     f"{path.name} cites section {number} {title}"
                 )
     assert cited > 10
+
+
+def section(text: str, heading: str) -> str:
+    """What stands under a heading, up to the next one."""
+    return re.split(r"^#+ ", text.split(f"# {heading}\n", 1)[1], maxsplit=1, flags=re.M)[0]
+
+
+def test_the_contracts_have_the_words_of_the_vocabulary() -> None:
+    text = (DOCS / "contracts.md").read_text(encoding="utf-8")
+
+    def first_column(heading: str) -> list[str]:
+        rows = re.findall(r"^\| (`[^|]*`|\d+) \|", section(text, heading), re.M)
+        return [word for row in rows for word in re.findall(r"[\w-]+", row)]
+
+    assert sorted(first_column("Events")) == sorted(vocabulary.EventKind)
+    assert first_column("Control calls") == list(vocabulary.ControlMethod)
+    assert [int(code) for code in first_column("The syncer")] == list(vocabulary.SyncerExit)
+    assert [int(code) for code in first_column("Workers") if code.isdecimal()] == list(vocabulary.WorkerExit)
+    ports = [value for name, value in vars(vocabulary).items() if name.endswith("_PORT")]
+    assert [int(word) for word in first_column("In a cluster") if word.isdecimal()] == ports
 
 
 def test_every_decision_is_in_the_index() -> None:
