@@ -1,4 +1,4 @@
-"""The runner and a syncer that hangs, that is stopped while the job ends, or whose job has ended."""
+"""The runner and a syncer that hangs, or that is stopped while the job ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from runs import JOB, Run
+from runs import JOB
 
 from diloco.local import run, runner
 from diloco.local.runner import Runner
@@ -35,17 +35,17 @@ def job(folder: Path, steps: int) -> run.RunOptions:
 
 
 def signalled(monkeypatch: pytest.MonkeyPatch, number: int, when: Callable[[Runner], bool]) -> list[float]:
-    """Send the syncer this signal once, when ``when`` holds after a look; the times it was sent."""
-    look, sent = Runner._look, list[float]()
+    """Send the syncer this signal once, when ``when`` holds after a poll; the times it was sent."""
+    poll, sent = Runner._poll, list[float]()
 
     async def watched(self: Runner) -> bool:
-        answered = await look(self)
+        answered = await poll(self)
         if not sent and "syncer" in self.running and when(self):
             os.kill(self.running["syncer"].pid, number)
             sent.append(time.monotonic())
         return answered
 
-    monkeypatch.setattr(Runner, "_look", watched)
+    monkeypatch.setattr(Runner, "_poll", watched)
     return sent
 
 
@@ -69,15 +69,3 @@ def test_a_syncer_that_is_told_to_stop_while_the_job_ends_is_started_again(
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert sent and report["outcome"] == "complete" and report["syncer"]["restarts"] == 1
     assert report["final_loss"] is not None and report["syncer"]["epoch"] == 2
-
-
-def test_a_job_that_is_complete_says_so_and_keeps_its_report(start: Callable[..., Run]) -> None:
-    first = start(steps=30, learners=1)
-    assert first.ends() == 0
-    before = first.report()
-    began = time.monotonic()
-    again = start(steps=30, learners=1)
-    assert again.ends() == 0
-    assert time.monotonic() - began < 30
-    assert "the job is complete already" in again.output and again.report() == before
-    assert "learner-0 ended" not in again.output

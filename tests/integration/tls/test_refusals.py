@@ -189,7 +189,7 @@ async def test_every_refusal_has_its_name(syncer: SyncerProcess, parties: Partie
 
 async def test_limits_are_a_certificates_own(syncer: SyncerProcess, parties: Parties) -> None:
     europe, america = parties.learner("eu", "eu-1"), parties.learner("us", "us-2")
-    allowed = connection_limits.limits({"eu-1": 1, "us-2": 1}, Credentials.from_directory(europe).names())
+    allowed = connection_limits.allowance_of({"eu-1": 1, "us-2": 1}, Credentials.from_directory(europe).names())
     async with Learners(syncer) as learners:
         one = learners(europe)
 
