@@ -30,7 +30,7 @@ log = logging.getLogger("diloco_syncer")
 
 _EPILOG = """\
 The store holds everything that must not be lost: merges, membership, ledger, the
-event tape. It is a directory, or an fsspec URI (s3://bucket/folder). Start the same
+event tape. It is a directory, or a bucket (s3://bucket/folder, gs:// or az://). Start the same
 command on the same store again, and the job goes on; learners reconnect.
 
 exit codes: 0 ended, or stopped by SIGTERM with everything durable; 1 the job failed;

@@ -29,8 +29,11 @@ from diloco_syncer.core.events import InitialModelStored, ReleasePush
 from diloco_syncer.numerics import merge, outer
 from diloco_syncer.runtime.global_model import GlobalModel
 from diloco_syncer.server.tls.listener import TlsListener
-from diloco_syncer.store.base import DirectoryStore, Epoch, HigherEpoch, open_store, successor
+from diloco_syncer.store.base import HigherEpoch
 from diloco_syncer.store.checkpoint import Checkpoints, Restored
+from diloco_syncer.store.directory import DirectoryStore
+from diloco_syncer.store.epochs import Epoch, find_successor
+from diloco_syncer.store.open import open_store
 from diloco_syncer.store.tape import Tape
 from diloco_syncer.syncer import Syncer
 
@@ -65,7 +68,7 @@ def restore(
     """
     job = options.job
     store = open_store(options.store)
-    if options.pod and (taken := successor(store, options.pod, time.time())):
+    if options.pod and (taken := find_successor(store, options.pod, time.time())):
         raise HigherEpoch(f"{taken}: this one leaves it alone")
     warm_up(job, options.threads)
     if isinstance(store, DirectoryStore):

@@ -31,7 +31,7 @@ def export_run(workdir: Workdir, out: Path) -> list[int]:
     """Write the run's merged model to ``out``; returns the fragments' versions. Raises ExportFailed."""
     from diloco_protocol.common.files import FileError
     from diloco_protocol.spec.load import JobError, read_job
-    from diloco_syncer.store.base import DirectoryStore
+    from diloco_syncer.store.directory import DirectoryStore
     from diloco_syncer.store.records import Damaged, FormatRefused
 
     try:
@@ -82,7 +82,7 @@ def read_model(store: Store, job: str) -> tuple[dict[str, NDArray[Any]], list[in
 
     Raises ExportFailed, and what the store raises for damaged objects.
     """
-    from diloco_syncer.store.base import NotThere
+    from diloco_syncer.store.base import ObjectNotFound
     from diloco_syncer.store.restore import Reader, StoreUnusable
 
     for last in [False] * (TRIES - 1) + [True]:
@@ -101,7 +101,7 @@ def read_model(store: Store, job: str) -> tuple[dict[str, NDArray[Any]], list[in
         except StoreUnusable as error:
             if last:
                 raise ExportFailed(str(error)) from error
-        except NotThere as error:
+        except ObjectNotFound as error:
             if last:
                 raise ExportFailed(f"the store lacks {error}: restore it from a copy") from error
     raise AssertionError("unreachable")

@@ -4,7 +4,7 @@ The client is obstore, which has no dependencies and its own threads; calls rele
 block. It must not be used on both sides of a fork, and the syncer forks nothing.
 
 ``create`` is a put with ``If-None-Match: *``. The client repeats a put whose answer was lost, and
-then hears that the name exists: whoever gets ``AlreadyThere`` looks whether what is there is its own.
+then hears that the name exists: whoever gets ``ObjectExists`` looks whether what is there is its own.
 Objects are put in one request, never in parts: an
 upload in parts that breaks off stays in the bucket, unseen and paid for. So an object has at most
 5 GiB on S3.
@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from diloco_protocol.common.files import Buffer, NotWritable, TooLarge
-from diloco_syncer.store.base import AlreadyThere, NotThere, Store, checked
+from diloco_syncer.store.base import ObjectExists, ObjectNotFound, Store, checked
 
 SCHEMES = ("s3", "gs", "az")
 QUICK_SECONDS = 20.0
@@ -156,7 +156,7 @@ class BucketStore(Store):
         try:
             self._client.put(store, checked(name), whole or b"", mode=mode, use_multipart=False)
         except self._exists_already as error:
-            raise AlreadyThere(name) from error
+            raise ObjectExists(name) from error
         except self._errors as error:
             self._failed(error)
 
@@ -176,7 +176,7 @@ class BucketStore(Store):
         except TooLarge:
             raise
         except FileNotFoundError as error:
-            raise NotThere(name) from error
+            raise ObjectNotFound(name) from error
         except self._errors as error:
             self._failed(error)
 
@@ -187,11 +187,11 @@ class BucketStore(Store):
                 return b""
             return bytes(self._client.get_range(self._quick, name, start=0, end=count))
         except FileNotFoundError as error:
-            raise NotThere(name) from error
+            raise ObjectNotFound(name) from error
         except self._errors as error:
             self._failed(error)
 
-    def names(self, folder: str) -> list[str]:
+    def list(self, folder: str) -> list[str]:
         try:
             found = self._client.list_with_delimiter(self._quick, checked(folder))
         except self._errors as error:

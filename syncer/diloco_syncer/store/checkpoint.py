@@ -37,8 +37,9 @@ from diloco_protocol.common.files import Buffer
 from diloco_syncer.core.events import PushHeader
 from diloco_syncer.core.merging.ledger import header_from_json, header_to_json
 from diloco_syncer.store import records
-from diloco_syncer.store.base import AlreadyThere, Epoch, HigherEpoch, NotThere, Store
+from diloco_syncer.store.base import HigherEpoch, ObjectExists, ObjectNotFound, Store
 from diloco_syncer.store.documents import pack_document, read_document
+from diloco_syncer.store.epochs import Epoch
 from diloco_syncer.store.records import Array, Damaged, MergeRecord, parse_record_name, record_name
 from diloco_syncer.store.restore import Reader, StoreUnusable
 
@@ -117,7 +118,7 @@ class Checkpoints:
         try:
             self.store.create("job.json", *pack_document(body))
             return
-        except AlreadyThere:
+        except ObjectExists:
             found = read_document(self.store, "job.json")
         if found["job"] != self.job:
             raise StoreUnusable(f"this store holds the job {found['job']!r}, not {self.job!r}: use another store")
@@ -142,7 +143,7 @@ class Checkpoints:
         body = {"job": self.job, "layout": layout, "fragments": list(fragments), "frozen": frozen}
         try:
             self.store.create("initial.json", *pack_document(body))
-        except AlreadyThere as error:
+        except ObjectExists as error:
             if read_document(self.store, "initial.json") != body:
                 raise HigherEpoch("another syncer has stored version 0 meanwhile; this one stops") from error
         self.reader.initial = body
@@ -158,7 +159,7 @@ class Checkpoints:
             try:
                 self.store.create(name, *parts)
                 break
-            except AlreadyThere:
+            except ObjectExists:
                 try:
                     found = MergeRecord.unpack(self.store.read(name, records.MAX_FILE), name)
                 except Damaged:
@@ -177,7 +178,7 @@ class Checkpoints:
         """Move what cannot be used out of the way, but keep it for people."""
         try:
             data = self.store.read(name, records.MAX_FILE)
-        except NotThere:
+        except ObjectNotFound:
             return
         self.store.replace(f"discarded/e{self.epoch.number:010d}-{name.replace('/', '-')}", data)
         self.store.delete(name)
@@ -207,7 +208,7 @@ class Checkpoints:
             "records": [self.reader.name_of(fragment, version) for fragment, version in enumerate(versions)],
             "initial": self.reader.initial,
             "optimizer": optimizer,
-            "offers": self.store.names("offers"),
+            "offers": self.store.list("offers"),
         }
         self.store.replace(name, *pack_document(body))
         return name
@@ -236,7 +237,7 @@ class Checkpoints:
         if path is None:
             return self.reader.blob(name)
         if not path.is_file():
-            raise NotThere(name)
+            raise ObjectNotFound(name)
         mapped = np.memmap(path, np.uint8, "r")
         return records.unpack(memoryview(mapped), "blob", name)[1]["blob"]  # type: ignore[arg-type]
 
@@ -248,7 +249,7 @@ class Checkpoints:
         """The report of an end with this outcome; None: the store has none that can be read."""
         try:
             found = json.loads(self.store.read(REPORT, MAX_REPORT))
-        except (NotThere, OSError, ValueError):
+        except (ObjectNotFound, OSError, ValueError):
             return None  # it is written anew, and a store that fails says so then
         return found if isinstance(found, dict) and found.get("outcome") == outcome else None
 
@@ -256,7 +257,7 @@ class Checkpoints:
 
     def collect(self, optimizer: str) -> int:
         """Remove what no restart needs any more; returns how many objects. Flush the tape before."""
-        manifests = self.store.names("manifests")
+        manifests = self.store.list("manifests")
         kept_manifests: list[dict[str, Any]] = []
         doomed = manifests[: -self.keep] if len(manifests) > self.keep else []
         for name in manifests[-self.keep :]:
@@ -268,16 +269,16 @@ class Checkpoints:
         states = {name for name, _ in newest} | {m["state"] for m in kept_manifests}
         self._states = [s for s in self._states if s[0] in states]
         if len(newest) == STATES_KEPT:
-            doomed += [name for name in self.store.names("state") if name not in states]
+            doomed += [name for name in self.store.list("state") if name not in states]
             floor = [min(versions) for versions in zip(*(v for _, v in newest), strict=False)]
             named = {name for m in kept_manifests for name in m["records"]}
-            for name in self.store.names("records"):
+            for name in self.store.list("records"):
                 parsed = parse_record_name(name)
                 if parsed and name not in named and parsed[0] < len(floor) and parsed[1] < floor[parsed[0]]:
                     doomed.append(name)
             doomed += self._doomed_initial(floor, named)
         optimizers = {optimizer, *(m["optimizer"] for m in kept_manifests)}
-        doomed += [name for name in self.store.names("optimizer") if name not in optimizers]
+        doomed += [name for name in self.store.list("optimizer") if name not in optimizers]
         for name in doomed:
             self.store.delete(name)
         return len(doomed)
@@ -288,7 +289,7 @@ class Checkpoints:
             return []
         keep = {initial["layout"], initial["frozen"]} | named
         keep |= {n for n, least in zip(initial["fragments"], floor, strict=False) if least == 0}
-        return [name for name in self.store.names("initial") if name not in keep]
+        return [name for name in self.store.list("initial") if name not in keep]
 
     # ------------------------------------------------------------- restart
 
@@ -312,7 +313,7 @@ class Checkpoints:
                 for above in chain.unusable:
                     self._set_aside(record_name(fragment, above))
         self._load_offers(restored)
-        optimizers = self.store.names("optimizer")
+        optimizers = self.store.list("optimizer")
         if optimizers:
             restored.optimizer = optimizers[-1]
             restored.optimizer_bytes = self.read_blob(optimizers[-1]).nbytes
@@ -327,7 +328,7 @@ class Checkpoints:
         ]
 
     def _load_offers(self, restored: Restored) -> None:
-        for name in self.store.names("offers"):
+        for name in self.store.list("offers"):
             try:
                 body, arrays = records.unpack(self.store.read(name, records.MAX_FILE), "offer", name)
                 header = header_from_json(body["header"])

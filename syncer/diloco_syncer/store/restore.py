@@ -20,7 +20,7 @@ import numpy as np
 
 from diloco_protocol.arrays.layout import Layout, LayoutError
 from diloco_syncer.store import records
-from diloco_syncer.store.base import NotThere, Store
+from diloco_syncer.store.base import ObjectNotFound, Store
 from diloco_syncer.store.documents import read_document
 from diloco_syncer.store.records import Array, Damaged, MergeRecord, parse_record_name, record_name
 
@@ -67,11 +67,11 @@ class Reader:
         try:
             self.initial = read_document(self.store, "initial.json")
             return Layout.from_json(self.blob(self.initial["layout"]).tobytes())
-        except (Damaged, NotThere, LayoutError) as error:
+        except (Damaged, ObjectNotFound, LayoutError) as error:
             raise StoreUnusable(f"version 0's layout cannot be read: {error}; restore the store") from error
 
     def blob(self, name: str) -> Array:
-        """A stored blob's bytes, verified. Raises ``NotThere``, ``Damaged``."""
+        """A stored blob's bytes, verified. Raises ``ObjectNotFound``, ``Damaged``."""
         return records.unpack(self.store.read(name, records.MAX_FILE), "blob", name)[1]["blob"]
 
     def name_of(self, fragment: int, version: int) -> str:
@@ -81,7 +81,7 @@ class Reader:
         return record_name(fragment, version)
 
     def record(self, fragment: int, version: int) -> MergeRecord:
-        """One version of a fragment, verified. Raises ``NotThere``, ``Damaged``."""
+        """One version of a fragment, verified. Raises ``ObjectNotFound``, ``Damaged``."""
         name = self.name_of(fragment, version)
         record = MergeRecord.unpack(self.store.read(name, records.MAX_FILE), name)
         if (record.job, record.fragment, record.version) != (self.job, fragment, version):
@@ -95,7 +95,7 @@ class Reader:
 
     def merges(self) -> Iterator[tuple[int, int]]:
         """(fragment, version) of every record that is there."""
-        for name in self.store.names("records"):
+        for name in self.store.list("records"):
             parsed = parse_record_name(name)
             if parsed:
                 yield parsed
@@ -103,7 +103,7 @@ class Reader:
     def newest(self, layout: Layout | None) -> Found:
         """What is to be gone on from. Raises ``StoreUnusable`` if there are states and none can be used."""
         found = Found()
-        names = list(reversed(self.store.names("state")))
+        names = list(reversed(self.store.list("state")))
         for name in names:
             try:
                 body = read_document(self.store, name)
@@ -115,7 +115,7 @@ class Reader:
                     found.chains = self.chains(versions)
                 elif versions:
                     raise StoreUnusable("there are merges but no initial.json in the store: restore it from a copy")
-            except (Damaged, NotThere) as error:
+            except (Damaged, ObjectNotFound) as error:
                 found.problems.append(f"{error}; going back to an older state")
                 continue
             found.name, found.core, found.versions = name, body["core"], versions
@@ -131,7 +131,7 @@ class Reader:
         return found
 
     def chains(self, versions: Sequence[int]) -> list[Chain]:
-        """Per fragment what follows these versions. Raises ``NotThere`` or ``Damaged`` if one of
+        """Per fragment what follows these versions. Raises ``ObjectNotFound`` or ``Damaged`` if one of
         ``versions`` itself cannot be read."""
         there: dict[int, set[int]] = {}
         for fragment, version in self.merges():
@@ -146,7 +146,7 @@ class Reader:
             try:
                 newest = self.record(fragment, version)
                 break
-            except (Damaged, NotThere) as error:
+            except (Damaged, ObjectNotFound) as error:
                 if version == begun:
                     raise
                 problems.append(str(error))
@@ -164,7 +164,7 @@ class Reader:
         for start in (v for v in sorted(there) if v > begun + 1 and v - 1 not in there):
             try:
                 after_gap = self.header(fragment, start)
-            except (Damaged, NotThere) as error:
+            except (Damaged, ObjectNotFound) as error:
                 problems.append(str(error))
                 continue
             if after_gap.recovered is not None:
@@ -173,6 +173,6 @@ class Reader:
             while version in bridges or version + 1 in there:
                 newer.append(bridges.get(version) or self.header(fragment, version + 1))
                 version = newer[-1].version
-        except (Damaged, NotThere) as error:
+        except (Damaged, ObjectNotFound) as error:
             problems.append(str(error))
         return newer

@@ -27,7 +27,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from diloco_syncer.store.base import AlreadyThere, DirectoryStore, Store
+from diloco_syncer.store.base import ObjectExists, Store
+from diloco_syncer.store.directory import DirectoryStore
 from diloco_syncer.store.records import MergeRecord, check_format
 
 FORMAT = 1
@@ -179,7 +180,7 @@ class Tape:
                 name = f"tape/{self.lines - len(self._unsaved) + 1:012d}.jsonl"
                 try:
                     self._store.create(name, *self._unsaved)
-                except AlreadyThere as error:
+                except ObjectExists as error:
                     # A put whose answer was lost: what is there is what was to be written, or its beginning.
                     there = self._store.read(name, 1 << 32).splitlines(keepends=True)
                     if not there or there != self._unsaved[: len(there)]:
@@ -217,7 +218,7 @@ def _raw_lines(store: Store) -> Iterator[bytes]:
                 while raw := file.readline(MAX_LINE):
                     yield raw
         return
-    for name in store.names("tape"):
+    for name in store.list("tape"):
         yield from store.read(name, 1 << 32).splitlines(keepends=True)
 
 

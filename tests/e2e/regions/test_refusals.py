@@ -94,7 +94,7 @@ def metrics(job: Job) -> str:
 
 
 def refused(job: Job) -> dict[str, int]:
-    return dict(job.training()["doors"]["refused"])
+    return dict(job.training()["tls"]["refused"])
 
 
 @pytest.mark.ci
@@ -192,7 +192,7 @@ def test_the_job_goes_on_under_a_flood(world: World, run_job: RunJob) -> None:
     foreign = Parties(world.folder / "foreign-flood", job.name, world.namespace, title="theirs")
     (stranger := foreign.learner("stranger", EU)).joinpath("ca.crt").write_bytes(insider.authority.certificate)
     with Flood(world.address(), insider, stranger) as flood:
-        until("it is a flood", lambda: job.training()["doors"]["handshakes"] > 100, 60)
+        until("it is a flood", lambda: job.training()["tls"]["handshakes"] > 100, 60)
         job.merging_on(merges=8)
         # A learner whose pod is deleted meanwhile comes in again.
         there = world.job(job.name, US)
@@ -200,7 +200,7 @@ def test_the_job_goes_on_under_a_flood(world: World, run_job: RunJob) -> None:
         until("its successor", lambda: there.identities().keys() and there.identities() != pods[US], 60)
         contributes(job, US, 120)
         assert min(flood.counts.values()) > 20, flood.counts
-    assert world.identities(job.name, EU)[EU] == pods[EU] and job.training()["doors"]["handshakes"] <= 256
+    assert world.identities(job.name, EU)[EU] == pods[EU] and job.training()["tls"]["handshakes"] <= 256
     counts = refused(job)
     print(f"connections that were made: {flood.counts}; refused: {counts}")
     assert {"stranger", "not-tls"} <= counts.keys()

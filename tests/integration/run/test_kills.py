@@ -21,7 +21,7 @@ from runs import Run, check_ledger
 from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.wire import bulk, channels, limits, services, sync_pb2
 from diloco_syncer.store import records, tape
-from diloco_syncer.store.base import DirectoryStore
+from diloco_syncer.store.directory import DirectoryStore
 from diloco_syncer.store.documents import read_document
 
 JOB = """

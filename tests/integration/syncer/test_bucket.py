@@ -14,7 +14,7 @@ from syncer_client import LAYOUT, Client, SyncerProcess, first_values, raw_job, 
 
 from diloco_protocol.wire import sync_pb2
 from diloco_syncer.store import tape
-from diloco_syncer.store.base import open_store
+from diloco_syncer.store.open import open_store
 from diloco_syncer.store.records import MAX_FILE, MergeRecord, record_name
 from s3_service import SECRET, TOKEN, Relay, S3Service, environment, given
 
@@ -140,7 +140,7 @@ async def test_the_older_of_two_syncers_gives_way(tmp_path: Path, relay: Relay) 
         two.stop()
     store = open_store(WHERE)
     assert tape.verify(store) == 4
-    assert len(store.names("epochs")) == 2
+    assert len(store.list("epochs")) == 2
     well_behaved(one, two)
 
 

@@ -15,7 +15,7 @@ from syncer_client import LAYOUT, Client, SyncerProcess, first_values, raw_job, 
 
 from diloco_protocol.wire import bulk, sync_pb2
 from diloco_syncer.store import tape
-from diloco_syncer.store.base import DirectoryStore
+from diloco_syncer.store.directory import DirectoryStore
 from diloco_syncer.store.records import MergeRecord, record_name
 
 # One event loop for all: gRPC's poller does not outlive the loop that it was made in.

@@ -18,7 +18,8 @@ from diloco_protocol.vocabulary import TransferRefusal
 from diloco_protocol.wire import bulk, limits, services, sync_pb2
 from diloco_protocol.wire.control_auth import sign_call
 from diloco_syncer.store import tape
-from diloco_syncer.store.base import DirectoryStore, Epoch
+from diloco_syncer.store.directory import DirectoryStore
+from diloco_syncer.store.epochs import Epoch
 
 # One event loop for all: gRPC's poller does not outlive the loop that it was made in.
 pytestmark = [pytest.mark.timeout(60), pytest.mark.asyncio(loop_scope="module")]

@@ -18,7 +18,7 @@ from learner_process import Rows, Syncer, make_job, one_step, small_model, until
 
 from diloco_protocol.arrays import codec
 from diloco_syncer.store import tape
-from diloco_syncer.store.base import DirectoryStore
+from diloco_syncer.store.directory import DirectoryStore
 from diloco_syncer.store.records import MergeRecord, record_name, theta_digest
 from diloco_worker import Learner
 

@@ -190,7 +190,7 @@ def status_document() -> dict[str, Any]:
         "uptime": 1.0,
         "rounds": [],
         "store_problem": "",
-        "doors": {
+        "tls": {
             "secure": True,
             "connections": 1,
             "handshakes": 0,

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from diloco_protocol.spec.load import job_to_json, parse_job
-from diloco_syncer.__main__ import CREDENTIALS, main
+from diloco_protocol.vocabulary import SyncerExit
+from diloco_syncer.__main__ import main
 from operator_world import job_object
 from parties import Parties
 
@@ -31,7 +32,7 @@ def test_a_syncer_with_wrong_credentials_says_so_and_ends_with_a_code_of_its_own
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("diloco_syncer.__main__._log", lambda *_: None)
     words = ["--job", "job.json", "--store", "store", "--control-key-file", "key"]
-    assert main([*words, "--credentials", str(folder)]) == CREDENTIALS
+    assert main([*words, "--credentials", str(folder)]) == SyncerExit.CREDENTIALS
     said = {"another job's": "syncer of job 'job'", "no key": "and its key", "no control key": "16 bytes"}
     assert said[fault] in caplog.text
 

@@ -10,8 +10,9 @@ import pytest
 
 from diloco_syncer.runtime import durability
 from diloco_syncer.runtime.durability import Durability, Snapshot
-from diloco_syncer.store.base import DirectoryStore, Epoch
 from diloco_syncer.store.checkpoint import Checkpoints
+from diloco_syncer.store.directory import DirectoryStore
+from diloco_syncer.store.epochs import Epoch
 from diloco_syncer.store.tape import Tape
 
 

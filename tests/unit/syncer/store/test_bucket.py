@@ -19,22 +19,13 @@ import pytest
 
 from diloco_protocol.common.files import NotWritable
 from diloco_syncer.store import bucket, tape
-from diloco_syncer.store.base import AlreadyThere, open_store
+from diloco_syncer.store.base import ObjectExists
 from diloco_syncer.store.bucket import BucketStore
+from diloco_syncer.store.open import open_store
 from diloco_syncer.store.records import MergeRecord
 from diloco_syncer.store.tape import Tape, TapeError
 from parties import Parties
 from s3_service import SECRET, TOKEN, Relay, S3Service, environment, given
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Service]:
-    service = S3Service(tmp_path_factory.mktemp("s3"))
-    try:
-        service.make_bucket("bucket")
-        yield service
-    finally:
-        service.stop()
 
 
 @pytest.fixture
@@ -68,8 +59,8 @@ def test_large_objects_and_many(relay: Relay) -> None:
     assert store.read("records/values", 24) == values.tobytes()
     for number in range(1005):  # a page of a listing has 1000
         store.replace(f"tape/{number:04d}", b"x")
-    assert store.names("tape") == [f"tape/{number:04d}" for number in range(1005)]
-    assert store.names("records") == ["records/large", "records/values"], "and no probe is left"
+    assert store.list("tape") == [f"tape/{number:04d}" for number in range(1005)]
+    assert store.list("records") == ["records/large", "records/values"], "and no probe is left"
 
 
 def test_threads_share_a_store(relay: Relay) -> None:
@@ -89,7 +80,7 @@ def test_threads_share_a_store(relay: Relay) -> None:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert not failed and len(store.names("records")) == 60
+    assert not failed and len(store.list("records")) == 60
 
 
 def test_a_service_that_is_away_is_an_error_of_the_medium_and_comes_back(relay: Relay) -> None:
@@ -100,7 +91,7 @@ def test_a_service_that_is_away_is_an_error_of_the_medium_and_comes_back(relay: 
     for work in (
         lambda: store.create("records/b", b"y"),
         lambda: store.read("records/a", 9),
-        lambda: store.names("records"),
+        lambda: store.list("records"),
         lambda: store.exists("records/a"),
     ):
         with pytest.raises(OSError, match=r"s3://bucket/.* 127.0.0.1:\d+ cannot be reached"):
@@ -126,7 +117,7 @@ def test_a_service_that_says_nothing_is_waited_for_with_a_bound(relay: Relay, mo
     relay.mend()
     try:
         store.create("records/a", b"x")
-    except AlreadyThere:  # it may have arrived after all
+    except ObjectExists:  # it may have arrived after all
         assert store.read("records/a", 9) == b"x"
 
 
@@ -154,10 +145,10 @@ def test_a_put_may_take_longer_than_a_read_may_pause(relay: Relay, monkeypatch: 
 def test_a_put_whose_answer_is_lost_is_there_once(relay: Relay) -> None:
     store = opened()
     relay.lose_next_answer()
-    with pytest.raises(AlreadyThere):  # the client asks again by itself
+    with pytest.raises(ObjectExists):  # the client asks again by itself
         store.create("records/a", b"x")
     assert store.read("records/a", 9) == b"x"
-    with pytest.raises(AlreadyThere):
+    with pytest.raises(ObjectExists):
         store.create("records/a", b"other")
 
 
@@ -180,7 +171,7 @@ def test_a_tape_whose_answer_is_lost_goes_on(relay: Relay, cut: bool) -> None:
     written.append(record(3))
     written.flush()
     assert tape.verify(store) == 3 == Tape(store).lines
-    assert len(store.names("tape")) == 3
+    assert len(store.list("tape")) == 3
     # What another one wrote is not taken for our own.
     ours = Tape(store)
     theirs = Tape(store)
@@ -343,7 +334,7 @@ def test_credentials_of_an_identity_in_a_pod(s3: S3Service, tmp_path: Path) -> N
                 store.create("records/a", b"x")
         finally:
             agent.shutdown()
-    assert store.names("records") == ["records/a"] and set(shown) == {"the pod's own"}
+    assert store.list("records") == ["records/a"] and set(shown) == {"the pod's own"}
 
 
 def test_no_credentials(s3: S3Service) -> None:
@@ -379,7 +370,7 @@ def test_without_the_package(tmp_path: Path) -> None:
     """In another process, where it cannot be imported."""
     code = (
         "import sys; sys.modules['obstore'] = None\n"
-        "from diloco_syncer.store.base import open_store\n"
+        "from diloco_syncer.store.open import open_store\n"
         "try: open_store('s3://bucket/x')\n"
         "except OSError as error: print(error.strerror)"
     )

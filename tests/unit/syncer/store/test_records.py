@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,11 @@ from diloco_protocol.arrays.layout import Layout, Tensor
 from diloco_syncer.core.events import FragmentCounts, PushHeader, ReportCounts
 from diloco_syncer.core.recovery.receipts import SlotRow
 from diloco_syncer.store import records
-from diloco_syncer.store.base import DirectoryStore, Epoch, HigherEpoch, Store, open_store
+from diloco_syncer.store.base import HigherEpoch, Store
 from diloco_syncer.store.checkpoint import Checkpoints, SpooledOffer, StoreUnusable, TakeOver
+from diloco_syncer.store.directory import DirectoryStore
 from diloco_syncer.store.documents import pack_document, unpack_document
+from diloco_syncer.store.epochs import Epoch
 from diloco_syncer.store.records import Damaged, FormatRefused, Merged, MergeRecord, Recovered, record_name
 from diloco_syncer.store.restore import Reader
 
@@ -149,11 +150,6 @@ def test_names_of_records() -> None:
 # ------------------------------------------------------------------ checkpoints
 
 
-@pytest.fixture(params=["directory", "memory"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    return open_store(str(tmp_path / "store") if request.param == "directory" else f"memory://{uuid.uuid4().hex}/s")
-
-
 def opened(store: Store, keep: int = 2) -> Checkpoints:
     made = Checkpoints(store, Epoch.claim(store), "j", keep)
     made.identify({"seed": "a"})
@@ -234,7 +230,7 @@ def test_a_damaged_newest_state_falls_back_to_the_one_before_and_loses_nothing(s
     merge(made, versions, 4)
     made.write_manifest({"n": 2}, versions, "")
     made.collect("")
-    damage(store, store.names("state")[-1])
+    damage(store, store.list("state")[-1])
     restored = opened(store).load()
     assert restored.core == {"n": 1} and "SHA-256" in restored.problems[0]
     assert [r.version for r in restored.newest] == [4, 4]
@@ -250,7 +246,7 @@ def test_a_damaged_newest_record_goes_back_one_version_loudly(store: Store) -> N
     assert [(r.fragment, r.version) for r in restored.newer] == [(0, 1), (1, 1), (0, 2), (1, 2), (0, 3)]
     assert "fragment 1 goes on from version 2" in restored.problems[0]
     assert restored.discarded[0][:2] == (1, 2)
-    assert len(store.names("discarded")) == 1
+    assert len(store.list("discarded")) == 1
     # The version can be made again.
     made = opened(store)
     made.load()
@@ -267,13 +263,13 @@ def test_an_export_is_what_a_restart_goes_on_from_and_changes_nothing(store: Sto
     if harm == "newest record":
         damage(store, record_name(1, 4))
     elif harm == "newest state":
-        damage(store, store.names("state")[-1])
+        damage(store, store.list("state")[-1])
     elif harm == "a gap":
         store.delete(record_name(0, 4))
     folders = ("records", "state", "discarded", "initial")
-    before = {name: store.read(name, 1 << 20) for folder in folders for name in store.names(folder)}
+    before = {name: store.read(name, 1 << 20) for folder in folders for name in store.list(folder)}
     exported = Reader(store, "j").newest(LAYOUT)
-    assert before == {name: store.read(name, 1 << 20) for folder in folders for name in store.names(folder)}
+    assert before == {name: store.read(name, 1 << 20) for folder in folders for name in store.list(folder)}
     tensors, found = read_model(store, "j")
     restored = opened(store).load()
     assert found == [r.version for r in restored.newest] == [c.newest.version for c in exported.chains]
@@ -328,7 +324,7 @@ def test_a_version_from_a_learner_bridges_the_gap_before_it(store: Store) -> Non
 def test_a_store_in_which_nothing_fits_is_refused(store: Store) -> None:
     made, versions = begun(store), [0, 0]
     merge(made, versions, 1)
-    for name in store.names("state"):
+    for name in store.list("state"):
         damage(store, name)
     with pytest.raises(StoreUnusable, match="no state in the store can be used"):
         opened(store).load()
@@ -340,13 +336,13 @@ def test_garbage_goes_and_nothing_that_is_needed(store: Store) -> None:
         merge(made, versions, upto)
         made.write_manifest({"n": upto}, versions, "")
         made.collect("")
-    left = {records.parse_record_name(name) for name in store.names("records")}
+    left = {records.parse_record_name(name) for name in store.list("records")}
     # Two manifests are kept (versions 14 and 20), and everything from the older newest state on.
     assert left == {(f, v) for f in range(2) for v in range(14, 21)}
-    assert len(store.names("state")) == 2 and len(store.names("manifests")) == 2
-    assert len(store.names("initial")) == 2  # layout and frozen parameters
+    assert len(store.list("state")) == 2 and len(store.list("manifests")) == 2
+    assert len(store.list("initial")) == 2  # layout and frozen parameters
     # A restart from the older one of both still works.
-    damage(store, store.names("state")[-1])
+    damage(store, store.list("state")[-1])
     assert [r.version for r in opened(store).load().newest] == [20, 20]
 
 
@@ -378,7 +374,7 @@ def test_a_torn_record_in_the_way_is_set_aside(store: Store) -> None:
     made = begun(store)
     store.create(record_name(0, 1), data_of(record(0, 1))[:300])
     made.write_record(record(0, 1))
-    assert same(made.load().newest[0], record(0, 1)) and len(store.names("discarded")) == 1
+    assert same(made.load().newest[0], record(0, 1)) and len(store.list("discarded")) == 1
 
 
 def test_offers_and_optimizer_state(store: Store) -> None:
@@ -386,7 +382,7 @@ def test_offers_and_optimizer_state(store: Store) -> None:
     offer = SpooledOffer(header(1, 5), np.arange(50, dtype=np.uint8), 0.75)
     made.spool_offer(offer)
     made.spool_offer(SpooledOffer(header(0, 6), np.arange(3, dtype=np.uint8), 0.5))
-    damage_name = store.names("offers")[0]
+    damage_name = store.list("offers")[0]
     raw = bytearray(store.read(damage_name, 1 << 20))
     raw[-64] ^= 1
     store.replace(damage_name, bytes(raw))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,14 +11,10 @@ import pytest
 
 from diloco_syncer.core.events import FragmentCounts, PushHeader, ReportCounts
 from diloco_syncer.store import tape as tapes
-from diloco_syncer.store.base import DirectoryStore, Store, open_store
+from diloco_syncer.store.base import Store
+from diloco_syncer.store.directory import DirectoryStore
 from diloco_syncer.store.records import Merged, MergeRecord, Recovered, theta_digest
 from diloco_syncer.store.tape import Tape, TapeError
-
-
-@pytest.fixture(params=["directory", "memory"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    return open_store(str(tmp_path / "store") if request.param == "directory" else f"memory://{uuid.uuid4().hex}/s")
 
 
 def record(fragment: int, version: int) -> MergeRecord:
@@ -149,9 +144,9 @@ def test_a_jump_in_versions_is_found_unless_it_is_told(store: Store) -> None:
     assert json.loads(json.dumps(list(tapes.read(store))[6]))["reason"] == "damaged"
 
 
-def test_a_put_whose_answer_was_lost_is_known_again() -> None:
-    """In an object store; the same lines from the same place are the same put."""
-    store = open_store(f"memory://{uuid.uuid4().hex}/s")
+def test_a_put_whose_answer_was_lost_is_known_again(bucket: Store) -> None:
+    """In a bucket; the same lines from the same place are the same put."""
+    store = bucket
     tape, arrived = Tape(store), Tape(store)
     arrived.append(record(0, 1))
     arrived.flush()

@@ -1,0 +1,90 @@
+"""A store in a local directory, for example a volume."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from diloco_protocol.common.files import (
+    Buffer,
+    NotWritable,
+    create_whole,
+    read_bounded,
+    remove_leftovers,
+    sync_directory,
+    write_whole,
+)
+from diloco_syncer.store.base import ObjectExists, ObjectNotFound, Store, checked
+
+
+class DirectoryStore(Store):
+    """Objects are files below a directory, which this syncer and its successors alone write."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root)
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            probe = self.root / f".probe-{os.getpid()}"
+            write_whole(probe, b"")
+            probe.unlink()
+        except FileExistsError as error:
+            raise NotWritable(errno.ENOTDIR, f"store {self.root} is not a directory") from error
+        except PermissionError as error:
+            raise NotWritable(error.errno, f"cannot make the store {self.root}: permission denied") from error
+
+    def _path(self, name: str) -> Path:
+        return self.root / checked(name)
+
+    def _folder(self, path: Path) -> None:
+        if not path.parent.is_dir():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            sync_directory(path.parent.parent)
+
+    def create(self, name: str, *parts: Buffer) -> None:
+        path = self._path(name)
+        self._folder(path)
+        try:
+            create_whole(path, *parts)
+        except FileExistsError as error:
+            raise ObjectExists(name) from error
+
+    def replace(self, name: str, *parts: Buffer) -> None:
+        path = self._path(name)
+        self._folder(path)
+        write_whole(path, *parts)
+
+    def read(self, name: str, limit: int) -> bytes:
+        try:
+            return read_bounded(self._path(name), limit)
+        except FileNotFoundError as error:
+            raise ObjectNotFound(name) from error
+
+    def read_start(self, name: str, count: int) -> bytes:
+        try:
+            with open(self._path(name), "rb") as file:
+                return file.read(count)
+        except FileNotFoundError as error:
+            raise ObjectNotFound(name) from error
+
+    def list(self, folder: str) -> list[str]:
+        try:
+            entries = os.scandir(self.root / checked(folder))
+        except FileNotFoundError:
+            return []
+        with entries:
+            return sorted(f"{folder}/{e.name}" for e in entries if not e.name.startswith(".") and e.is_file())
+
+    def exists(self, name: str) -> bool:
+        return self._path(name).exists()
+
+    def delete(self, name: str) -> None:
+        self._path(name).unlink(missing_ok=True)
+
+    def local_path(self, name: str) -> Path | None:
+        return self._path(name)
+
+    def remove_leftovers(self) -> int:
+        """Remove half-written temporary files of killed syncers; returns how many."""
+        folders = [self.root, *(path for path in self.root.iterdir() if path.is_dir())]
+        return sum(remove_leftovers(folder) for folder in folders)

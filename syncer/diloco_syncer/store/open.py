@@ -1,0 +1,26 @@
+"""Opens the store that ``--store`` names."""
+
+from __future__ import annotations
+
+import errno
+
+from diloco_protocol.common.files import NotWritable
+from diloco_syncer.store.base import Store
+from diloco_syncer.store.bucket import SCHEMES, BucketStore
+from diloco_syncer.store.directory import DirectoryStore
+
+
+def open_store(where: str) -> Store:
+    """The store in a directory (a path or ``file://``) or a bucket such as ``s3://bucket/folder``.
+
+    Raises ``OSError`` with the cure.
+    """
+    scheme, separator, path = where.partition("://")
+    if not separator:
+        return DirectoryStore(where)
+    if scheme == "file":
+        return DirectoryStore(path)
+    if scheme in SCHEMES:
+        return BucketStore(where)
+    schemes = ", ".join(f"{known}://" for known in ("file", *SCHEMES))
+    raise NotWritable(errno.EINVAL, f"store {scheme}://…: a store is a directory, or a URI that begins with {schemes}")

@@ -1,0 +1,39 @@
+"""Stores of both kinds: a directory, and a bucket of a real S3 service."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from diloco_syncer.store.base import Store
+from diloco_syncer.store.open import open_store
+from s3_service import S3Service, environment, given
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Service]:
+    service = S3Service(tmp_path_factory.mktemp("s3"))
+    try:
+        service.make_bucket("bucket")
+        yield service
+    finally:
+        service.stop()
+
+
+@pytest.fixture
+def bucket(s3: S3Service) -> Iterator[Store]:
+    """An empty store in a bucket."""
+    with given(environment(s3.url)):
+        yield open_store(f"s3://bucket/{uuid.uuid4().hex}/store")
+
+
+@pytest.fixture(params=["directory", "bucket"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    """An empty store of either kind."""
+    if request.param == "directory":
+        return open_store(str(tmp_path / "store"))
+    made: Store = request.getfixturevalue("bucket")
+    return made
