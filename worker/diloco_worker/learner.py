@@ -1,18 +1,22 @@
-"""The learner as a library: what a user's own PyTorch loop imports.
+"""The learner as a library: what a PyTorch training loop of your own imports.
 
+    model = build_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     with Learner.from_environment(model, optimizer) as learner:
-        for batch in learner.batches(dataset):     # ends when the job does, or on SIGTERM
-            loss = step(model, optimizer, batch)   # forward to optimizer.step(), your own
+        for batch in learner.batches(dataset):       # ends when the job does, or on SIGTERM
+            loss = model(batch)                      # batch: what the default collate stacks
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
             learner.after_step(tokens=batch.numel(), loss=loss)
+    sys.exit(learner.exit_code)
 
-The loop trains by itself; everything else happens in a background thread
-(``exchange``) and, for as long as a fragment's copy takes, at the step boundaries
-that ``after_step`` marks (``synchronizer``). What the training thread spends inside
-this library, waiting included, is ``metrics["stalled_seconds"]``; the rest of its
-time, from a batch being handed out to ``after_step``, is ``compute_seconds``.
+The loop trains by itself. Everything else happens in a background thread (``net.client``) and, for as long as
+copying a fragment takes, at the step boundaries that ``after_step`` marks (``sync.synchronizer``). The time that
+the training thread spends inside this library, waiting included, is ``metrics["stalled_seconds"]``; the rest,
+from a batch being handed out to ``after_step``, is ``compute_seconds``.
 
-Errors are ``settings.WorkerError`` and its kinds; each has the ``exit_code`` that
-the process should end with.
+Errors are ``settings.WorkerError`` and its subclasses; each has the ``exit_code`` that the process should end with.
 """
 
 from __future__ import annotations
@@ -20,10 +24,8 @@ from __future__ import annotations
 import logging
 import math
 import signal
-import statistics
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import FrameType, TracebackType
@@ -41,8 +43,7 @@ from diloco_protocol.vocabulary import (
     JobPhase,
 )
 from diloco_protocol.wire import sync_pb2
-from diloco_worker import device as compute
-from diloco_worker import exit_hooks, logs
+from diloco_worker import device, exit_hooks, logs
 from diloco_worker.core.connection_status import ConnectionStatus
 from diloco_worker.data.prefetch import Batch, BatchPrefetcher, stack
 from diloco_worker.fragments import ModelFragments, build_layout
@@ -54,6 +55,7 @@ from diloco_worker.status_page import StatusPort, open_port
 from diloco_worker.sync import optimizer_state
 from diloco_worker.sync.drain import offer_everything
 from diloco_worker.sync.slot_checkpoint import SlotCheckpoint
+from diloco_worker.sync.step_metrics import StepMetrics
 from diloco_worker.sync.synchronizer import Synchronizer
 
 log = logging.getLogger(__name__)
@@ -67,9 +69,10 @@ _IDLE_SLICE = 0.2
 class Learner:
     """One learner process. Use it as a context manager, from the thread that trains.
 
-    Leaving the block normally drains: what was trained and not merged yet is offered
-    to the syncer, which acknowledges it once it is durable. Leaving it by an
-    exception does not; the syncer notices that the process is gone.
+    Leaving the block normally drains: the work that is not merged yet is offered to the syncer, which acknowledges
+    it once it is durable. Leaving it by an exception does not; the syncer notices that the process is gone.
+
+    ``layout``: how the model's parameters are cut into fragments.
     """
 
     def __init__(self, settings: WorkerSettings, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -77,7 +80,7 @@ class Learner:
         self._job = settings.job
         logs.set_fields(job=self._job.metadata.name)
         if spec.sync.deterministic:
-            compute.be_deterministic()
+            device.be_deterministic()
         self._settings = settings
         self._model = model
         self._optimizer = optimizer
@@ -96,29 +99,30 @@ class Learner:
         self._used: list[tuple[int, int]] = []  # cursors of batches handed out since the last step
         self._used_tenure = 0
         self._compute_from: float | None = None
-        self._stalled = 0.0
-        self._steps_seconds: deque[float] = deque(maxlen=15)
-        self._loss = _Loss()
+        self._metrics = StepMetrics()
         self._record = MetricsFile(settings.metrics_path())
         self._checkpoint = SlotCheckpoint(
             settings.state_path(),
             self._job.metadata.name,
             self.layout.digest,
             spec.syncer.checkpoint.every_seconds,
-            optimizer_state.most_bytes(model),
+            optimizer_state.max_state_bytes(model),
         )
         self._port: StatusPort | None = open_port(settings)
         if self._port is not None:
-            self._port.connection, self._port.figures = self._connection_status, self._figures
+            self._port.attach(self._connection_status, self._figures)
 
     @classmethod
     def from_environment(
         cls, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, environ: Mapping[str, str] | None = None
     ) -> Self:
-        """Build from ``DILOCO_*`` (docs/contracts.md); opens no connection yet.
+        """Build from the environment variables ``DILOCO_*`` (docs/contracts.md); opens no connection yet.
 
-        ``model``'s parameters must be where they will be trained, and stay there.
-        Raises ConfigurationError; one that nobody handles ends the program with its exit code.
+        ``model``: its trainable parameters are floating point, of any shape, contiguous, on the one device where
+        they will be trained, and keep their memory (no ``.to`` afterwards). ``optimizer``: the inner optimizer; its
+        state is handed over between learners where it is tensors and numbers.
+
+        Raises ConfigurationError. If the program does not handle it, it ends with the error's exit code.
         """
         exit_hooks.install()
         settings = WorkerSettings.from_environment(environ)
@@ -126,12 +130,12 @@ class Learner:
             raise ConfigurationError(f"DILOCO_ROLE is {settings.role!r}: a training loop needs the role learner")
         return cls(settings, model, optimizer)
 
-    # ------------------------------------------------------------------ what a loop asks
+    # ------------------------------------------------------------------ state
 
     @property
     def job(self) -> DiLoCoJob:
-        """The job; what the syncer says of ``sync`` and ``training.stop`` goes before the job file.
-        Another object when that has changed."""
+        """The job. For ``sync`` and ``training.stop`` the syncer's settings take precedence over the job file's; when
+        they change this is another object."""
         if self._synchronizer is not None and self._synchronizer.spec is not self._job.spec:
             self._job = self._job.model_copy(update={"spec": self._synchronizer.spec})
         return self._job
@@ -143,17 +147,17 @@ class Learner:
 
     @property
     def slot(self) -> int:
-        """The slot that this process holds; -1: none (yet)."""
+        """The number of the slot that this process holds; -1: none (yet)."""
         return self._synchronizer.slot if self._synchronizer else -1
 
     @property
     def step(self) -> int:
-        """The slot's step: how many were made, over all processes that held it. Schedules run on it."""
+        """The slot's step: how many inner steps were made in it, by all processes that held it. Schedules run on it."""
         return self._synchronizer.adoption.now.step if self._synchronizer else 0
 
     @property
     def tokens(self) -> int:
-        """The slot's trained tokens, over all processes that held it."""
+        """Tokens trained in the slot, by all processes that held it."""
         return self._synchronizer.tokens if self._synchronizer else 0
 
     @property
@@ -164,23 +168,23 @@ class Learner:
     @property
     def draining(self) -> bool:
         """Whether no further step is to be made."""
-        return self._terminated or (self._synchronizer is not None and self._synchronizer.over)
+        return self._terminated or (self._synchronizer is not None and self._synchronizer.must_stop)
 
     @property
     def exit_code(self) -> int:
-        """What the process should end with: 1 if the job failed, else 0. In a cluster 0: there the
-        job's end is its operator's to tell, and the process ends when it is removed."""
+        """What the process should end with: 1 if the job failed, otherwise 0. In a cluster it is always 0: there the
+        operator tells how the job ended, and the process ends when it is removed."""
         return 1 if self.phase == JobPhase.FAILED and not self._settings.idle_at_end else 0
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of this process: step, tokens, loss (nats per token), step_seconds (median),
+        """Of this process: step, tokens, loss (nats per token), step_seconds (median of the last 15),
         compute_seconds, stalled_seconds, bytes_up, bytes_down."""
-        return self._numbers(self._loss.value())
+        return self._numbers(self._metrics.read_loss())
 
     def rewarm_scale(self) -> float:
-        """In (0, 1]: factor for the next step's learning rate after the inner optimizer had to
-        start fresh in the middle of a job; 1 otherwise."""
+        """Factor in (0, 1] for the next step's learning rate: it rises to 1 again after the inner optimizer had to
+        start fresh in the middle of a job."""
         return self._synchronizer.rewarm.scale(self.step) if self._synchronizer else 1.0
 
     # ------------------------------------------------------------------ the loop
@@ -188,21 +192,20 @@ class Learner:
     def batches(
         self, dataset: Any, sequences: int | None = None, collate: Callable[[Sequence[Any]], Any] = stack
     ) -> Iterator[Any]:
-        """One batch per optimizer step, from the slot's leases.
+        """Yield one batch per optimizer step, of the sequences that the syncer leases to this slot.
 
-        ``dataset``: map-style (``__len__``, ``__getitem__``), the same in every learner.
-        ``sequences`` of it make a batch (default: training.batch.sequences × accumulation;
-        a loop that accumulates splits the batch). ``collate`` gets their list; the default
-        stacks tensors, or dicts of tensors. Batches are on the CPU.
+        ``dataset``: map-style (``__len__``, ``__getitem__``), the same in every learner. ``sequences`` of it make a
+        batch (default: training.batch.sequences x accumulation; a loop that accumulates splits the batch).
+        ``collate`` gets the list of their items; the default stacks tensors, or dicts of tensors, along a new
+        first dimension. Batches are on the CPU.
 
-        The first one connects, takes version 0 and waits until training starts. The
-        iterator ends when the job does, on SIGTERM, or when the slot's work is done.
+        The first batch comes when this process has connected and taken version 0, and training has started. The
+        iterator ends when the job does, on SIGTERM, or when the slot's work is done. Raises WorkerError, and what
+        the data set raises.
         """
         batch_spec = self.job.spec.training.batch
         count = sequences if sequences is not None else batch_spec.sequences * batch_spec.accumulation
-        synchronizer = self._start(len(dataset))
-        client = self._client
-        assert client is not None
+        client = self._make_client(len(dataset))
         spec = self.job.spec
         # At most half of this slot's share of an epoch, so that leasing ahead starves nobody.
         reserve = min(spec.max_steps_alone * count, len(dataset) // (2 * spec.slots))
@@ -210,16 +213,13 @@ class Learner:
             dataset, count, spec.seed, client.request_leases, self._inbox.notify, collate, reserve
         )
         self._prefetcher = prefetcher
-        synchronizer.on_leases = prefetcher.reconcile_leases
-        synchronizer.on_lease = prefetcher.add_lease
-        synchronizer.on_disconnect = prefetcher.repeat_requests
-        client.start()
+        synchronizer = self._start(client, prefetcher)
         try:
             while True:
                 entered = time.monotonic()
                 batch = self._next_batch(synchronizer, prefetcher)
                 left = time.monotonic()
-                self._stalled += left - entered
+                self._metrics.stalled_seconds += left - entered
                 if batch is None:
                     return
                 self._used.extend(batch.cursors)
@@ -230,29 +230,29 @@ class Learner:
             prefetcher.close()
 
     def steps(self) -> Iterator[int]:
-        """For a loop that brings its own data (no leases): the slot's step, before each step.
+        """Yield the slot's step before each step, for a loop that brings its own data (nothing is leased).
 
-        Ends as ``batches`` does.
+        Ends as ``batches`` does. Raises WorkerError.
         """
-        synchronizer = self._start(0)
-        assert self._client is not None
-        self._client.start()
+        synchronizer = self._start(self._make_client(0), None)
         while True:
             entered = time.monotonic()
             synchronizer.await_ready()
             left = time.monotonic()
-            self._stalled += left - entered
-            if synchronizer.over:
+            self._metrics.stalled_seconds += left - entered
+            if synchronizer.must_stop:
                 return
             self._used_tenure = synchronizer.tenure
             self._compute_from = left
             yield self.step
 
     def after_step(self, tokens: int, loss: torch.Tensor | float | None = None, lr: float | None = None) -> None:
-        """Call once after each optimizer step: a step boundary.
+        """Mark a step boundary; call it once after each optimizer step.
 
-        ``tokens``: trained in this step. ``loss``: mean nats per token; a tensor on a GPU is
-        read when the device has it, without waiting. ``lr`` only goes into the metrics file.
+        ``tokens``: how many were trained in this step. ``loss``: mean nats per token, a number or a scalar tensor; one
+        on a GPU is read when the device has it, without waiting. ``lr`` only goes into the metrics file.
+
+        Parameters may change here, and nowhere else. Raises WorkerError if the learner cannot go on.
         """
         entered = time.monotonic()
         synchronizer = self._synchronizer
@@ -263,25 +263,25 @@ class Learner:
             )
         compute = entered - self._compute_from
         if loss is not None:
-            self._loss.put(loss)
+            self._metrics.put_loss(loss)
         if synchronizer.tenure == self._used_tenure and synchronizer.seated:
-            self._steps_seconds.append(compute)
+            self._metrics.add_step(compute)
             if self._prefetcher is not None:
                 self._prefetcher.commit(self._used)
-            synchronizer.stepped(int(tokens), compute)
+            synchronizer.complete_step(int(tokens), compute)
         else:
-            synchronizer.boundary()  # the slot was lost during the step: its work is nobody's
+            synchronizer.run_boundary()  # the slot was lost during the step, and its work with it
         self._used.clear()
         if not synchronizer.ready:
             synchronizer.await_ready()
         self._write_record(synchronizer, lr)
         self._compute_from = time.monotonic()
-        self._stalled += self._compute_from - entered
+        self._metrics.stalled_seconds += self._compute_from - entered
 
     def _next_batch(self, synchronizer: Synchronizer, prefetcher: BatchPrefetcher) -> Batch | None:
         while True:
             synchronizer.await_ready()
-            if synchronizer.over:
+            if synchronizer.must_stop:
                 return None
             tenure = synchronizer.tenure
             batch = prefetcher.pop_batch()
@@ -292,11 +292,15 @@ class Learner:
 
     # ------------------------------------------------------------------ start
 
-    def _start(self, sequences: int) -> Synchronizer:
+    def _make_client(self, sequences: int) -> SyncerClient:
+        """``sequences``: how many the data set has; 0: nothing is leased."""
         if self._synchronizer is not None:
             raise WorkerError("a Learner runs one loop: make a new one for another")
-        client = SyncerClient(self._settings, self.layout, self._inbox, sequences, self._fragments.pinned)
-        synchronizer = Synchronizer(
+        return SyncerClient(self._settings, self.layout, self._inbox, sequences, self._fragments.pinned)
+
+    def _start(self, client: SyncerClient, prefetcher: BatchPrefetcher | None) -> Synchronizer:
+        self._client = client
+        self._synchronizer = Synchronizer(
             self.job.spec,
             self._model,
             self._optimizer,
@@ -304,26 +308,13 @@ class Learner:
             client,
             self._inbox,
             self._fragments,
-            lambda: self._terminated,
             self._checkpoint,
+            self._metrics,
+            prefetcher,
+            lambda: self._terminated,
         )
-        synchronizer.describe = self._describe
-        self._client = client
-        self._synchronizer = synchronizer
-        return synchronizer
-
-    def _describe(self, report: sync_pb2.Report) -> None:
-        """The fields of a report that are this object's."""
-        report.stalled_seconds = self._stalled
-        report.loss = self._loss.value()
-        report.step_seconds = self._step_seconds()
-        if self._prefetcher is not None:
-            for lease, position in self._prefetcher.cursors():
-                report.cursors.add(lease=lease, position=position)
-
-    def _step_seconds(self) -> float:
-        seconds = list(self._steps_seconds)  # one piece: the status port's thread asks, too
-        return statistics.median(seconds) if seconds else 0.0
+        client.start()
+        return self._synchronizer
 
     def _connection_status(self) -> ConnectionStatus:
         """For the status port, from its thread."""
@@ -333,7 +324,7 @@ class Learner:
         """For the status port, from its thread: nothing here waits, or asks a device."""
         if self._synchronizer is None or self._client is None:
             return {}
-        return {**self._numbers(self._loss.known), **self._client.link}
+        return {**self._numbers(self._metrics.known_loss), **self._client.link}
 
     def _numbers(self, loss: float) -> dict[str, float]:
         up, down = self._client.bytes_transferred if self._client else (0, 0)
@@ -341,9 +332,9 @@ class Learner:
             "step": self.step,
             "tokens": self.tokens,
             "loss": loss,
-            "step_seconds": self._step_seconds(),
+            "step_seconds": self._metrics.step_seconds,
             "compute_seconds": self._synchronizer.adoption.now.seconds if self._synchronizer else 0.0,
-            "stalled_seconds": self._stalled,
+            "stalled_seconds": self._metrics.stalled_seconds,
             "bytes_up": up,
             "bytes_down": down,
         }
@@ -384,8 +375,9 @@ class Learner:
         return self._terminated_at + self._settings.drain_seconds
 
     def leave(self) -> None:
-        """Drain: offer everything, wait for the acknowledgements, give up the slot. Bounded, after
-        SIGTERM by DILOCO_DRAIN_SECONDS; once."""
+        """Drain: offer everything, wait for the acknowledgements, give up the slot. Further calls do nothing.
+
+        It takes a bounded time, after SIGTERM at most DILOCO_DRAIN_SECONDS."""
         synchronizer, client = self._synchronizer, self._client
         if synchronizer is None or client is None or self._left:
             return
@@ -396,23 +388,24 @@ class Learner:
             message = sync_pb2.LearnerMessage(drain_request=sync_pb2.DrainRequest())
             client.send("drain", message, lasting=True)
         if synchronizer.adoption.complete:
-            if synchronizer.own_stop:
-                synchronizer.resolve_outstanding(_RESOLVE_SECONDS)
+            if synchronizer.reached_own_stop:
+                synchronizer.adopt_outstanding(_RESOLVE_SECONDS)
             offer_everything(synchronizer, lambda: self._leave_by() - _FAREWELL_SECONDS)
         if synchronizer.phase in ENDED_PHASES or not synchronizer.seated:
             return
         synchronizer.send_report()
         # A syncer that was away for all of the drain is not waited for again.
-        goodbye = _GOODBYE_SECONDS if synchronizer.online else _FAREWELL_SECONDS
+        goodbye = _GOODBYE_SECONDS if synchronizer.connected else _FAREWELL_SECONDS
         if not client.leave(min(goodbye, max(_FAREWELL_SECONDS, self._leave_by() - time.monotonic()))):
             log.warning("the syncer was not reached to say goodbye; it will see that this process is gone")
         else:
             log.info("drained: slot %d is free", synchronizer.slot)
 
     def _idle(self) -> None:
-        """In a cluster a learner never ends by itself, for its pod would be started again: at the job's
-        end it shows the phase on its status port until it is removed. A job that goes on after its
-        end (resumed, or its stop moved) needs a process that trains: then this one makes room."""
+        """In a cluster: show the job's end on the status port until this process is removed.
+
+        A learner's pod would be started again if its process ended by itself. But a job that goes on after its end
+        (resumed, or its stop moved) needs a process that trains: then this one ends, and a new one takes its place."""
         if not self._settings.idle_at_end or self._terminated or self._client is None:
             return
         self._client.stop()
@@ -421,7 +414,7 @@ class Learner:
         self._client = SyncerClient(self._settings, self.layout, Inbox(), 0, idle=True, status=status)
         self._client.start()
         if self._port is not None:
-            self._port.idle = True
+            self._port.set_idle(True)
         logs.set_fields(slot=-1)
         log.info("the job is %s: idle until removed", before.phase)
         ended = before.phase in STOPPED_PHASES
@@ -438,7 +431,7 @@ class Learner:
 
     def _write_record(self, synchronizer: Synchronizer, lr: float | None) -> None:
         """One line per step."""
-        loss = self._loss.value()
+        loss = self._metrics.read_loss()
         row = {
             "time": round(time.time(), 3),
             "slot": synchronizer.slot,
@@ -446,41 +439,8 @@ class Learner:
             "tokens": synchronizer.tokens,
             "loss": loss if math.isfinite(loss) else None,
             "lr": lr,
-            "step_seconds": self._steps_seconds[-1] if self._steps_seconds else 0.0,
+            "step_seconds": self._metrics.last_step_seconds,
             "compute_seconds": synchronizer.adoption.now.seconds,
-            "stalled_seconds": self._stalled,
+            "stalled_seconds": self._metrics.stalled_seconds,
         }
         self._record.add(row)
-
-
-class _Loss:
-    """The last known loss. A tensor on a GPU is copied beside the training and read when it is there."""
-
-    def __init__(self) -> None:
-        self._value = math.nan
-        self._coming: tuple[torch.Tensor, torch.cuda.Event] | None = None
-
-    def put(self, loss: torch.Tensor | float) -> None:
-        if not isinstance(loss, torch.Tensor):
-            self._value = float(loss)
-            self._coming = None
-        elif loss.device.type != "cuda":
-            self._value = float(loss.detach())
-            self._coming = None
-        else:
-            self.value()
-            host = torch.empty((), dtype=torch.float32, pin_memory=True)
-            host.copy_(loss.detach().reshape(()).float(), non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            self._coming = (host, event)
-
-    @property
-    def known(self) -> float:
-        """What was last read; for any thread."""
-        return self._value
-
-    def value(self) -> float:
-        if self._coming is not None and self._coming[1].query():
-            self._value, self._coming = float(self._coming[0]), None
-        return self._value

@@ -1,16 +1,16 @@
-"""The evaluator's side of the exchange: a full model made current from broadcasts, without a slot.
+"""The evaluator's side: a full model that follows the job's broadcasts, without a slot.
 
-with Observer.from_environment(model) as observer:
-    while not observer.ended:
-        observer.wait_for_change(timeout=1.0)
-        if observer.complete and not observer.current:
-            observer.refresh()
-        elif observer.complete:
-            observer.report(loss(model), final=observer.evaluating)
+    with Observer.from_environment(model) as observer:
+        while not observer.ended:
+            observer.wait_for_change(timeout=1.0)
+            if observer.complete and not observer.current:
+                observer.refresh()
+            elif observer.complete:
+                observer.report(loss(model), final=observer.evaluating)
 
-It hears of every merge and downloads none: the first model comes by itself, and newer
-versions when ``refresh`` asks for them. Between two scores a fragment is merged many
-times, and a model that nobody looks at is not worth its bytes.
+An observer hears of every merge and downloads none by itself, except the first model. Newer versions come when
+``refresh`` asks for them: between two scores a fragment is merged many times, and a model that is not scored is
+not worth its bytes.
 """
 
 from __future__ import annotations
@@ -28,36 +28,39 @@ from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase
 from diloco_protocol.wire import sync_pb2
 from diloco_worker.core.adoption import Kind
 from diloco_worker.core.connection_status import ConnectionStatus
-from diloco_worker.fragments import ModelFragments, build_layout, frozen_tensors, load_frozen, most_frozen_bytes
+from diloco_worker.fragments import ModelFragments, build_layout
 from diloco_worker.net.client import SyncerClient
 from diloco_worker.net.inbox import Announced, Downloaded, Failed, FrozenDownloaded, Inbox, PhaseChanged, Welcomed
 from diloco_worker.settings import ConfigurationError, WorkerSettings
 from diloco_worker.status_page import open_port
+from diloco_worker.sync.frozen_parameters import FrozenParameters
 
 log = logging.getLogger(__name__)
 
 
 class Observer:
-    """Brings ``model`` to the newest broadcasts. Use it from one thread; the model changes
-    only inside ``wait_for_change`` and ``poll``."""
+    """Follows the job's broadcasts with ``model``, a model of the job's architecture on any one device.
+
+    Use it from one thread, as a context manager. The model's parameters change only inside ``wait_for_change`` and
+    ``poll``. ``phase`` and ``message`` are the job's; ``job_tokens`` were trained in the whole job at the newest
+    merge in the model, ``announced_tokens`` at the newest merge announced.
+    """
 
     def __init__(self, settings: WorkerSettings, model: torch.nn.Module) -> None:
         spec = settings.job.spec
         self.job: DiLoCoJob = settings.job
         self.layout = build_layout(model, spec.sync.fragments, spec.sync.every, spec.sync.merge.mean_tensors)
-        self._model = model
         self._fragments = ModelFragments(model, self.layout)
         self._inbox = Inbox()
         self._client = SyncerClient(settings, self.layout, self._inbox, 0, self._fragments.pinned, eager=False)
         self._port = open_port(settings)
         if self._port is not None:
-            self._port.connection, self._port.figures = lambda: self.connection, self._figures
+            self._port.attach(lambda: self.connection, self._figures)
         self.score: dict[str, float] = {}  # tokens and loss of the last report, for the status port
         self._versions: list[tuple[int, int] | None] = [None] * len(self.layout)
         self._announced: list[tuple[int, int]] = [(0, 0)] * len(self.layout)
         self._wanted: list[tuple[int, int]] | None = None  # what the last refresh asked for
-        self._frozen_needed = bool(frozen_tensors(model))
-        self._frozen_asked = False
+        self._frozen = FrozenParameters(model, self._client)
         self.phase: str = JobPhase.WAITING
         self.message = ""
         self.job_tokens = 0  # trained in all, at the newest merge taken
@@ -84,10 +87,10 @@ class Observer:
         if self._port is not None:
             self._port.close()
 
-    def idle(self, idle: bool) -> None:
-        """Say on the status port that the job is over and this process waits to be removed."""
+    def set_idle(self, idle: bool) -> None:
+        """Show on the status port whether the job is over and this process waits to be removed."""
         if self._port is not None:
-            self._port.idle = idle
+            self._port.set_idle(idle)
 
     def _figures(self) -> dict[str, float | None]:
         up, down = self._client.bytes_transferred
@@ -95,13 +98,13 @@ class Observer:
 
     @property
     def connection(self) -> ConnectionStatus:
-        """Where this process stands with the syncer; for any thread."""
+        """The state of the connection to the syncer; for any thread."""
         return self._client.connection
 
     @property
     def complete(self) -> bool:
-        """Whether the model is whole: every fragment, and the frozen parameters, came."""
-        return all(version is not None for version in self._versions) and not self._frozen_needed
+        """Whether the model is whole: every fragment and the frozen parameters have come."""
+        return all(version is not None for version in self._versions) and not self._frozen.missing
 
     @property
     def ended(self) -> bool:
@@ -110,8 +113,8 @@ class Observer:
 
     @property
     def evaluating(self) -> bool:
-        """Whether the last merges are done, all of them are here, and the final loss is awaited."""
-        return self.phase == "evaluating" and self.complete and self.current
+        """Whether the last merges are done and in the model, so that the final loss is awaited."""
+        return self.phase == JobPhase.EVALUATING and self.complete and self.current
 
     @property
     def current(self) -> bool:
@@ -142,40 +145,34 @@ class Observer:
         return sum(max(0, version) for version in self.current_versions())
 
     def poll(self) -> bool:
-        """Take what is here; whether the model or the phase changed. Raises WorkerError."""
+        """Read the inbox without waiting; whether the model or the phase changed. Raises WorkerError."""
         changed = False
-        for item in self._inbox.take_all():
-            match item:
+        for message in self._inbox.take_all():
+            match message:
                 case Downloaded():
-                    changed |= self._take(item)
+                    changed |= self._adopt(message)
                 case Announced():
-                    self._announced[item.broadcast.fragment] = (item.broadcast.epoch, item.broadcast.version)
-                    self.announced_tokens = max(self.announced_tokens, item.job_tokens)
+                    self._announced[message.broadcast.fragment] = (message.broadcast.epoch, message.broadcast.version)
+                    self.announced_tokens = max(self.announced_tokens, message.job_tokens)
                 case Welcomed():
                     if self.refreshing:  # the connection broke in the middle
                         self._client.fetch_announced()
-                    if self._frozen_needed and self._frozen_asked:
-                        self._client.fetch_frozen(most_frozen_bytes(self._model))
+                    self._frozen.repeat_request()
                 case PhaseChanged():
-                    changed |= item.phase != self.phase
-                    self.phase = item.phase
-                    self.message = item.message
+                    changed |= message.phase != self.phase
+                    self.phase = message.phase
+                    self.message = message.message
                 case FrozenDownloaded():
-                    if item.data is None:
-                        raise ConfigurationError(
-                            "the job's version 0 has no frozen parameters and this model has: "
-                            "give every process the same model"
-                        )
-                    load_frozen(self._model, item.data)
-                    self._frozen_needed, changed = False, True
+                    self._frozen.load(message)
+                    changed = True
                 case Failed():
-                    raise item.error
+                    raise message.error
                 case _:
                     pass  # learners' business
         return changed
 
     def wait_for_change(self, timeout: float) -> bool:
-        """Until the model or the phase changed, at most ``timeout`` seconds; whether it did."""
+        """Wait at most ``timeout`` seconds until the model or the phase has changed; whether it has."""
         end = time.monotonic() + timeout
         while not self.poll():
             left = end - time.monotonic()
@@ -186,8 +183,11 @@ class Observer:
     def report(
         self, loss: float, tokens: int | None = None, final: bool = False, sum_versions: int | None = None
     ) -> None:
-        """Tell the syncer the mean loss (nats per token) of the model as it is. ``tokens``: the
-        job's, default those of the newest merge taken. ``sum_versions`` 0: of version 0."""
+        """Send the model's mean loss (nats per token) to the syncer.
+
+        ``tokens``: trained in the whole job when the model was merged (default: ``job_tokens``). ``sum_versions``:
+        merges in the model (default: its own); 0 says that version 0 was scored. ``final``: no merge follows.
+        """
         evaluation = sync_pb2.Evaluation(
             tokens=self.job_tokens if tokens is None else tokens,
             loss=loss,
@@ -197,18 +197,16 @@ class Observer:
         self.score = {"tokens": evaluation.tokens, "loss": evaluation.loss}
         initial = evaluation.sum_versions == 0
         key = "final" if final else "initial" if initial else "evaluation"
-        # The initial one is made once, so it is said in every session; of the others the next one serves.
+        # The initial score is made once, so it is sent in every session; a later one is followed by others.
         self._client.send(key, sync_pb2.LearnerMessage(evaluation=evaluation), lasting=initial)
 
-    def _take(self, arrived: Downloaded) -> bool:
-        news = arrived.broadcast
-        have = self._versions[news.fragment]
-        if have is not None and (news.epoch, news.version) <= have:
+    def _adopt(self, downloaded: Downloaded) -> bool:
+        broadcast = downloaded.broadcast
+        have = self._versions[broadcast.fragment]
+        if have is not None and (broadcast.epoch, broadcast.version) <= have:
             return False
-        self._fragments.move(news.fragment, Kind.OVERWRITE, arrived.vector)
-        self._versions[news.fragment] = (news.epoch, news.version)
-        self.job_tokens = max(self.job_tokens, arrived.job_tokens)
-        if self._frozen_needed and not self._frozen_asked:
-            self._frozen_asked = True
-            self._client.fetch_frozen(most_frozen_bytes(self._model))
+        self._fragments.move(broadcast.fragment, Kind.OVERWRITE, downloaded.vector)
+        self._versions[broadcast.fragment] = (broadcast.epoch, broadcast.version)
+        self.job_tokens = max(self.job_tokens, downloaded.job_tokens)
+        self._frozen.request()
         return True

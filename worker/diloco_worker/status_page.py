@@ -56,14 +56,14 @@ def open_port(settings: WorkerSettings) -> StatusPort | None:
 
 
 class StatusPort:
-    """Serves until ``close``. ``connection`` and ``figures`` may be replaced at any time."""
+    """Serves until ``close``. It shows what ``attach`` was given; nothing but the settings before."""
 
     def __init__(self, settings: WorkerSettings, address: str) -> None:
         self._settings = settings
         self._address = address
-        self.connection: Callable[[], ConnectionStatus] = ConnectionStatus
-        self.figures: Callable[[], Figures] = dict
-        self.idle = False  # at the job's end, waiting to be removed
+        self._connection: Callable[[], ConnectionStatus] = ConnectionStatus
+        self._figures: Callable[[], Figures] = dict
+        self._idle = False
         pages = {
             "/healthz": text_page(lambda: (200, b"ok\n")),
             "/readyz": text_page(self._ready),
@@ -75,6 +75,15 @@ class StatusPort:
         except AddressError as error:
             raise ConfigurationError(str(error)) from error
 
+    def attach(self, connection: Callable[[], ConnectionStatus], figures: Callable[[], Figures]) -> None:
+        """Show from now on what these return; they are called in the port's own thread."""
+        self._connection = connection
+        self._figures = figures
+
+    def set_idle(self, idle: bool) -> None:
+        """Show whether the job is over and this process waits to be removed."""
+        self._idle = idle
+
     @property
     def port(self) -> int:
         return self._pages.port
@@ -85,7 +94,7 @@ class StatusPort:
 
     def document(self) -> dict[str, Any]:
         """The status document."""
-        settings, connection, figures = self._settings, self.connection(), self.figures()
+        settings, connection, figures = self._settings, self._connection(), self._figures()
         refused, message = connection.refused, connection.message
         if not connection.connected:
             message = f"no session with the syncer: {connection.reason}"
@@ -101,7 +110,7 @@ class StatusPort:
             "tried": connection.tried,
             "joined": connection.joined,
             "standby": connection.standby,
-            "idle": self.idle,
+            "idle": self._idle,
             "slot": connection.slot if connection.slot >= 0 else None,
             "merges": connection.merges,
             "step": figures.get("step"),
@@ -118,7 +127,7 @@ class StatusPort:
         }
 
     def _ready(self) -> tuple[int, bytes]:
-        connection = self.connection()
+        connection = self._connection()
         if connection.joined:
             return 200, b"ok\n"
         return 503, f"not joined yet: {connection.reason}\n".encode()
@@ -134,7 +143,7 @@ class StatusPort:
         """The metrics."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        settings, connection, figures = self._settings, self.connection(), self.figures()
+        settings, connection, figures = self._settings, self._connection(), self._figures()
         names = ["job", "role", "region", "ordinal"]
         labels = [settings.job.metadata.name, settings.role, settings.region, str(settings.ordinal)]
         for key, (kind, name, text) in _METRICS.items():

@@ -51,6 +51,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from diloco_protocol.spec.job import JobSpec
+
 # Per fragment, with their values; only a syncer that restarts again and again leaves more open.
 _MOST_SNAPSHOTS = 8
 _MOST_OPEN = 4096  # in all, most of them without their values
@@ -86,7 +88,7 @@ class Dropped(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AdoptionConfig:
-    """H ``every`` and τ ``overlap`` in steps; ``max_steps`` alone before a pause."""
+    """The rule's numbers: H ``every`` and τ ``overlap`` in steps, ``max_steps`` alone before a pause."""
 
     fragments: int
     every: int
@@ -95,7 +97,20 @@ class AdoptionConfig:
     alpha: float = 0.5
     max_versions: int = 16
     max_steps: int = 96
-    deterministic: bool = False
+
+    @classmethod
+    def of(cls, spec: JobSpec, fragments: int) -> AdoptionConfig:
+        """What the job says; ``fragments`` is the layout's P."""
+        sync = spec.sync
+        return cls(
+            fragments=fragments,
+            every=sync.every,
+            overlap=sync.overlap,
+            rule=Rule(sync.adoption.rule),
+            alpha=sync.adoption.alpha,
+            max_versions=sync.staleness.max_versions,
+            max_steps=spec.max_steps_alone,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +230,6 @@ class FragmentState:
     sequence: int = 0
     confirmed: int = 0
     dropped: dict[Dropped, int] = field(default_factory=lambda: dict.fromkeys(Dropped, 0))
-    snapshot_step: int | None = None  # of this tenure's newest snapshot that is not adopted yet
-    snapshots_taken: int = 0  # in this tenure
 
     def oldest_version(self, now: Point) -> int | None:
         """The version on which the oldest step above the base was made; None: there is none."""
@@ -318,7 +331,6 @@ class Adoption:
             return None
         start = state.marks[0].point
         state.sequence += 1
-        state.snapshots_taken += 1
         plan = PushPlan(
             fragment=fragment,
             sequence=state.sequence,
@@ -340,49 +352,16 @@ class Adoption:
         for sequence in sorted(state.snapshots)[: max(0, len(state.snapshots) - _MOST_OPEN + 1)]:
             del state.snapshots[sequence]
         state.snapshots[plan.sequence] = _Snapshot(plan, self.now, settled_at)
-        if round and self.config.deterministic:
-            state.snapshot_step = self.now.step
         return plan, tuple(given_up)
 
-    def on_verdict(self, fragment: int, sequence: int, refused: bool) -> tuple[int, ...]:
+    def on_push_answer(self, fragment: int, sequence: int, refused: bool) -> tuple[int, ...]:
         """The syncer answered. Refused for good: the snapshot is not needed (returned), the
         work stays above the base. Accepted, or no answer at all: wait for a broadcast."""
         state = self.fragments[fragment]
         if not refused or sequence not in state.snapshots:
             return ()
         del state.snapshots[sequence]
-        if not state.snapshots:
-            state.snapshot_step = None
         return (sequence,)
-
-    # -------------------------------------------------------------- the deterministic schedule
-
-    def due(self, fragment: int) -> bool:
-        """Deterministic mode: whether the fragment's snapshot is due after this very step.
-
-        s ≥ o_p and (s - o_p) mod H = 0 with o_p = ⌈(p+1)·H/P⌉. A newcomer also answers for
-        the due step that it missed, at its first own step; otherwise the others would wait
-        for it until the next turn."""
-        state, step, every = self.fragments[fragment], self.now.step, self.config.every
-        if state.base is None or state.snapshot_step is not None or self.pending_steps(fragment) == 0:
-            return False
-        offset = first_due(fragment, self.config)
-        if step < offset:
-            return False
-        turns = (step - offset) // every
-        missed = state.snapshots_taken == 0 and state.base.version <= turns
-        return (step - offset) % every == 0 or missed
-
-    def deadline(self, fragment: int) -> int | None:
-        """Deterministic mode: the slot step at which the outstanding push's broadcast is
-        adopted, neither earlier nor later; None: nothing is outstanding."""
-        state = self.fragments[fragment]
-        return None if state.snapshot_step is None else state.snapshot_step + self.config.overlap
-
-    def may_adopt(self, fragment: int) -> bool:
-        """Whether a broadcast of this fragment is adopted at this step boundary."""
-        deadline = self.deadline(fragment)
-        return deadline is None or self.now.step >= deadline
 
     # -------------------------------------------------------------- drain
 
@@ -452,7 +431,6 @@ class Adoption:
             state.marks = _with_mark(since, Mark(news.version, now))
         forget = tuple(sorted(set(state.snapshots) - {s.plan.sequence for s in alive}))
         state.snapshots = {s.plan.sequence: s for s in alive}
-        state.snapshot_step = None
         decision = Decision(
             Kind.REBASE,
             news.fragment,
@@ -475,11 +453,6 @@ class Adoption:
             "write one job, or its store was changed: training on would corrupt the model"
         )
         return Decision(Kind.STOP, news.fragment, message=message)
-
-
-def first_due(fragment: int, config: AdoptionConfig) -> int:
-    """o_p = ⌈(p+1)·H/P⌉, the offset of Streaming DiLoCo."""
-    return -(-(fragment + 1) * config.every // config.fragments)
 
 
 def _open_after(snapshot: _Snapshot, merged: _Snapshot | None, news: Broadcast) -> bool:

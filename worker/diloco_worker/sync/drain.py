@@ -1,12 +1,16 @@
-"""Leaving without losing a token: offers of everything above the base, then Drained.
+"""Leaving without losing a token: everything above the base is offered to the syncer (algorithm.md section 8, Drain).
 
-Longest unmerged first (algorithm.md section 8, Drain). An offer of a fragment
-takes the place of this learner's push that was accepted and is not being merged
-yet. Where a merge is under way already the syncer refuses the offer
-(``already-merged``): then the broadcast of that merge is adopted, and what is
-above the new base (nothing, or the overlapped steps) is offered. What is neither
-acknowledged nor confirmed when patience ends is given up; the syncer counts it
-as dropped (``drain``).
+Theory of operation
+-------------------
+An *offer* is a push without a round. It is acknowledged when it is durable, and counts in its fragment's
+next round, though the learner is gone by then. Fragments are offered longest unmerged first, a few at a time.
+
+An offer takes the place of this learner's push that was accepted and is not being merged yet. Where a merge is
+under way already the syncer refuses the offer (``already-merged``). Then the broadcast of that merge is adopted,
+and what is above the new base (nothing, or the overlapped steps) is offered.
+
+What is neither acknowledged nor confirmed when patience ends is given up; the syncer counts it as dropped
+(``drain``).
 """
 
 from __future__ import annotations
@@ -45,8 +49,8 @@ _AGAIN = frozenset(
 
 @dataclass(slots=True)
 class _Offer:
-    """One fragment's way out. ``made_on``: the base version of what is on its way;
-    ``waits_above``: the base version that must rise first."""
+    """How far the offer of one fragment is. ``made_on``: the base version of what is on its way. ``waits_above``:
+    offer again when the base's version is above this one."""
 
     tries: int = 0
     sequence: int | None = None  # on its way
@@ -60,7 +64,7 @@ class _Offer:
 def offer_everything(
     synchronizer: Synchronizer, until: Callable[[], float] = lambda: math.inf
 ) -> list[tuple[int, int, str]]:
-    """Offer, wait for the acknowledgements. Returns what was given up: (fragment, tokens, why).
+    """Offer every fragment's work and wait for the answers. Returns what was given up: (fragment, tokens, why).
 
     ``until``: monotonic seconds when it must be over; asked again and again, for a process that
     drains because its job ends may be told to leave meanwhile.
@@ -71,9 +75,9 @@ def offer_everything(
     now = time.monotonic()
     end, patience = now + LONGEST_SECONDS, now + PATIENCE_SECONDS
     while True:
-        synchronizer.boundary()
+        synchronizer.run_boundary()
         now = time.monotonic()
-        if _look(synchronizer, offers, now):
+        if _advance_offers(synchronizer, offers, now):
             patience = now + PATIENCE_SECONDS
         left = [p for p, offer in enumerate(offers) if not offer.done and not offer.given_up]
         if not left or synchronizer.phase in ENDED_PHASES or not synchronizer.seated:
@@ -82,7 +86,7 @@ def offer_everything(
             for p in left:
                 offers[p].given_up = "no acknowledgement in time"
             break
-        synchronizer.wait_mail(0.05)
+        synchronizer.wait_for_message(0.05)
     given_up = []
     for p, offer in enumerate(offers):
         tokens = synchronizer.adoption.pending_tokens(p)
@@ -93,32 +97,32 @@ def offer_everything(
     return given_up
 
 
-def _look(synchronizer: Synchronizer, offers: list[_Offer], now: float) -> bool:
-    """Take verdicts, send offers that are due; whether anything moved on."""
+def _advance_offers(synchronizer: Synchronizer, offers: list[_Offer], now: float) -> bool:
+    """Read the answers, and send offers that are due; whether any offer moved on."""
     progress = False
     adoption = synchronizer.adoption
     for p, offer in enumerate(offers):
         base = adoption.fragments[p].base
         version = base.version if base is not None else 0
         if offer.sequence is not None:
-            verdict = synchronizer.verdicts.pop((p, offer.sequence), None)
-            if verdict is None:
+            answer = synchronizer.push_answers.pop((p, offer.sequence), None)
+            if answer is None:
                 continue
             offer.sequence, progress = None, True
-            if verdict.accepted:
+            if answer.accepted:
                 offer.done = True
-            elif verdict.accepted is not None and verdict.reason not in _AGAIN:
-                offer.given_up = f"refused ({verdict.reason}): {verdict.message}"
+            elif answer.accepted is not None and answer.reason not in _AGAIN:
+                offer.given_up = f"refused ({answer.reason}): {answer.message}"
             elif offer.tries >= _TRIES:
-                offer.given_up = f"tried {offer.tries} times: {verdict.reason} {verdict.message}"
+                offer.given_up = f"tried {offer.tries} times: {answer.reason} {answer.message}"
             else:
-                offer.waits_above = offer.made_on if verdict.reason == PushRefusal.ALREADY_MERGED else None
+                offer.waits_above = offer.made_on if answer.reason == PushRefusal.ALREADY_MERGED else None
                 offer.again_at = now + 0.2 * 2**offer.tries
         if offer.waits_above is not None and version > offer.waits_above:
             offer.waits_above, offer.again_at, progress = None, now, True
-    if not synchronizer.online:
+    if not synchronizer.connected:
         return progress
-    flying = sum(offer.sequence is not None for offer in offers)
+    on_the_way = sum(offer.sequence is not None for offer in offers)
     order = adoption.drain_order()
     for p, offer in enumerate(offers):
         if p not in order and offer.sequence is None and not offer.given_up:
@@ -126,14 +130,14 @@ def _look(synchronizer: Synchronizer, offers: list[_Offer], now: float) -> bool:
             offer.done = True  # nothing above the base
     for p in order:
         offer = offers[p]
-        if flying >= _AT_ONCE:
+        if on_the_way >= _AT_ONCE:
             break
         if offer.done or offer.given_up or offer.sequence is not None or offer.waits_above is not None:
             continue
         if now >= offer.again_at:
             base = adoption.fragments[p].base
             offer.made_on = base.version if base is not None else 0
-            offer.sequence = synchronizer.offer(p)
+            offer.sequence = synchronizer.offer_fragment(p)
             offer.tries += 1
-            flying += 1
+            on_the_way += 1
     return progress

@@ -1,18 +1,18 @@
-"""What a newcomer takes over of its predecessors: the inner optimizer's state. And what it leaves.
+"""The inner optimizer's state: where a newcomer takes it from, and what a learner gives of its own.
 
 Theory of operation
 -------------------
-In this order (algorithm.md section 8): a healthy peer's, as soon as this learner's
-versions are at least the peer's; where no peer has one, the newer of the two that lie
-on disks, the job's checkpoint's and the slot's own (``slot_checkpoint``), and if that
-does not fit the other; else it begins fresh, with learning-rate warm-up. *Newer* is by
-the versions on which a state was made (``recovery.Origin``). The job's was made when
-all left together, so right after a suspension it is the newer one, and after a crash
-later on the slot's own. A process that has a state in memory, because it lost a slot
-and got another, keeps it rather than one from a disk.
+A newcomer tries the sources in this order (algorithm.md section 8). First a healthy peer's state, used as soon
+as this learner's versions are at least the peer's. If no peer has one: the newer of two on disks, the job
+checkpoint's and the slot's own (``slot_checkpoint``), and if that one does not fit, the other. If none is to be
+had the optimizer starts fresh, with learning-rate warm-up.
 
-Waiting is bounded, and until it is over no step is made. A session that breaks takes
-request and answer with it; they are asked for again in the next (``ask_again``).
+*Newer* is by the versions on which a state was made (``optimizer_state.Origin``). The job checkpoint's was made
+when all learners left together. So right after a suspension it is the newer one, and after a later crash the
+slot's own is. A process that lost a slot and got another keeps the state in its memory rather than one of a disk.
+
+Waiting is bounded, and until it is over no step is made. A session that breaks takes request and answer with
+it; they are asked for again in the next (``repeat_request``).
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ Held = Sequence[tuple[int, int]]  # (epoch, version) per fragment
 
 
 class OptimizerHandover:
-    """Of one learner; only the training thread calls it. ``begin_fresh`` gets the slot's step
-    from which on the learning rate is warmed up."""
+    """The handover of one learner; only the training thread calls it.
+
+    ``on_fresh(step)`` is called when the optimizer starts fresh: the learning rate is warmed up from that slot step.
+    """
 
     def __init__(
         self,
@@ -49,73 +51,73 @@ class OptimizerHandover:
         adoption: Adoption,
         client: SyncerClient,
         checkpoint: SlotCheckpoint,
-        begin_fresh: Callable[[int], None],
+        on_fresh: Callable[[int], None],
     ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._adoption = adoption
         self._client = client
         self._checkpoint = checkpoint
-        self._fresh = begin_fresh
-        self._limit = optimizer_state.most_bytes(model)
+        self._on_fresh = on_fresh
+        self._limit = optimizer_state.max_state_bytes(model)
         self._job_has_one = False
-        self._from = ""  # what is being waited for: PEER, JOB, OWN, or nothing
-        self._here: list[tuple[str, ReceivedState]] = []  # states that came, best first
+        self._source = ""  # what is waited for: PEER, JOB, OWN, or nothing
+        self._candidates: list[tuple[str, ReceivedState]] = []  # states that came, best first
         self._deadline = 0.0
 
-    # ------------------------------------------------------------------ what it takes
+    # ------------------------------------------------------------------ taking over
 
     @property
-    def awaited(self) -> bool:
-        """Whether a state is being waited for."""
-        return self._from != ""
+    def is_waiting(self) -> bool:
+        """Whether this learner waits for a state."""
+        return self._source != ""
 
-    def want(self, job_has_one: bool) -> None:
-        """A newcomer in a job that has trained. ``job_has_one``: the job's checkpoint holds a state."""
-        self._here = []
-        self._from = PEER
+    def request_state(self, job_has_one: bool) -> None:
+        """Begin to wait, as a newcomer in a job that has trained. ``job_has_one``: its checkpoint holds a state."""
+        self._candidates = []
+        self._source = PEER
         self._job_has_one = job_has_one
-        self.ask_again()
+        self.repeat_request()
 
-    def ask_again(self) -> None:
-        """Ask for what is being waited for, in the session as it is now."""
-        if not self._from or self._here:
+    def repeat_request(self) -> None:
+        """Ask for the state that is waited for, in the present session."""
+        if not self._source or self._candidates:
             return
         self._deadline = time.monotonic() + max(WAIT_SECONDS, limits.transfer_seconds(self._limit) / 2)
-        if self._from == PEER:
+        if self._source == PEER:
             self._client.request_peer_state(self._limit)
-        elif self._from == JOB:
+        elif self._source == JOB:
             self._client.fetch_optimizer(self._limit)
 
     def receive_state(self, item: StateDownloaded) -> None:
-        """An answer came."""
-        if self._here or self._from != (PEER if item.peer else JOB):
+        """Take an answer; one that came too late is ignored."""
+        if self._candidates or self._source != (PEER if item.peer else JOB):
             return  # too late
         if not item.peer:
-            self._choose(item.data, "the job's checkpoint has none to be had")
+            self._rank_stored(item.data, "the job's checkpoint has none to be had")
         elif item.data is not None:
-            self._here = [(PEER, ReceivedState(item.data, item.versions))]
+            self._candidates = [(PEER, ReceivedState(item.data, item.versions))]
         else:
-            self._look_on_disks("no peer has one")
+            self._try_disks("no peer has one")
 
-    def use(self, held: Held) -> None:
-        """At a step boundary: put the state in place if it is here and this learner is ready for it."""
-        if not self._from:
+    def apply_when_ready(self, held: Held) -> None:
+        """At a step boundary: put the state in place if it is here and this learner's versions are high enough."""
+        if not self._source:
             return
         late = time.monotonic() > self._deadline
-        if not self._here:
+        if not self._candidates:
             if late:
-                self._next("none came in time", chosen=False)
+                self._try_next("none came in time", chosen=False)
             return
         if not self._adoption.complete:
             return
-        name, state = self._here[0]
+        name, state = self._candidates[0]
         if state.usable(held):
             try:
                 optimizer_state.restore(state.data, self._model, self._optimizer)
                 log.info("the inner optimizer goes on from the state of the %s", name)
-                self._here = []
-                self._from = ""
+                self._candidates = []
+                self._source = ""
                 return
             except StateRefused as error:
                 why = str(error)
@@ -124,32 +126,32 @@ class OptimizerHandover:
         else:
             why = "it was made on versions that this job has not"
         log.warning("the state of the %s is not used: %s", name, why)
-        del self._here[0]
-        self._next(why, chosen=name != PEER)
+        del self._candidates[0]
+        self._try_next(why, chosen=name != PEER)
 
-    def _next(self, why: str, chosen: bool) -> None:
-        """What was waited for is not to be had: the next best. ``chosen``: the disks were looked at."""
-        if self._here:
-            self._from = self._here[0][0]
+    def _try_next(self, why: str, chosen: bool) -> None:
+        """Turn to the next source, for ``why``. ``chosen``: the stored states were ranked already."""
+        if self._candidates:
+            self._source = self._candidates[0][0]
         elif chosen:
             self._begin_fresh(why)
-        elif self._from == PEER:
-            self._look_on_disks(why)
+        elif self._source == PEER:
+            self._try_disks(why)
         else:
-            self._choose(None, why)
+            self._rank_stored(None, why)
 
-    def _look_on_disks(self, why: str) -> None:
+    def _try_disks(self, why: str) -> None:
         if self._optimizer.state:
             self._begin_fresh(why)
         elif self._job_has_one:
-            self._from = JOB
-            self.ask_again()
+            self._source = JOB
+            self.repeat_request()
         else:
-            self._choose(None, why)
+            self._rank_stored(None, why)
 
-    def _choose(self, job: bytes | None, why: str) -> None:
-        """Order the job's and the slot's own, the newer first. One that does not say where it was
-        made counts as the older."""
+    def _rank_stored(self, job: bytes | None, why: str) -> None:
+        """Rank the job checkpoint's state (``job``, None: there is none) and the slot's own, the newer first. One that
+        does not say on which versions it was made counts as the older."""
         found: list[tuple[tuple[int, int, int], str, ReceivedState]] = []
         if job is not None:
             try:
@@ -161,22 +163,22 @@ class OptimizerHandover:
         if own is not None:
             found.append((own[1].age, OWN, ReceivedState(own[0], own[1].versions)))
         found.sort(key=lambda one: one[0], reverse=True)
-        self._here = [(name, state) for _, name, state in found]
-        self._next(why, chosen=True)
+        self._candidates = [(name, state) for _, name, state in found]
+        self._try_next(why, chosen=True)
 
     def _begin_fresh(self, why: str) -> None:
-        self._here = []
-        self._from = ""
+        self._candidates = []
+        self._source = ""
         if self._optimizer.state:
             log.info("the inner optimizer goes on with this process's own state: %s", why)
             return
         log.info("the inner optimizer begins fresh, with warm-up: %s", why)
-        self._fresh(self._adoption.now.step)
+        self._on_fresh(self._adoption.now.step)
 
-    # ------------------------------------------------------------------ what it leaves
+    # ------------------------------------------------------------------ giving
 
-    def give(self, transfer: int, held: Held) -> None:
-        """A newcomer, or the job's checkpoint, wants this learner's state."""
+    def send_state(self, transfer: int, held: Held) -> None:
+        """Answer the request for this learner's state, by a newcomer or for the job's checkpoint."""
         encode = None
         if self._adoption.trained_steps and self._adoption.complete:
             origin = self._checkpoint.origin(self._adoption.now.step, held)
@@ -186,8 +188,8 @@ class OptimizerHandover:
         else:
             self._client.send_state(transfer, encode, held)
 
-    def checkpoint(self, held: Callable[[], Held]) -> None:
-        """After a step: the slot's own checkpoint, where one is due."""
+    def write_checkpoint(self, held: Callable[[], Held]) -> None:
+        """After a step: start writing the slot's own checkpoint, if one is due."""
         if not self._checkpoint.due or not self._adoption.complete:
             return
         started = time.monotonic()
@@ -195,9 +197,9 @@ class OptimizerHandover:
         try:
             encode = optimizer_state.snapshot(self._model, self._optimizer, origin)
         except torch.cuda.OutOfMemoryError:
-            self._checkpoint.failed("the GPU has no memory for a copy of the optimizer's state")
+            self._checkpoint.report_failure("the GPU has no memory for a copy of the optimizer's state")
             return
         if encode is None:
-            self._checkpoint.failed("the optimizer has no state, or one that cannot be written")
+            self._checkpoint.report_failure("the optimizer has no state, or one that cannot be written")
         else:
-            self._checkpoint.keep(encode, time.monotonic() - started)
+            self._checkpoint.start_write(encode, time.monotonic() - started)

@@ -1,10 +1,9 @@
 """The inner optimizer's state as bytes: for a newcomer, for the job's checkpoint, and for the slot's own.
 
-Safetensors, never pickle: one tensor per parameter and key, named
-``<parameter>|<key>``, plain numbers in the header. Whoever loads it checks the
-optimizer's class, every name, shape and dtype before anything is put in place, so
-that a wrong or broken state is refused as a whole (algorithm.md section 8: a
-newcomer then starts fresh with learning-rate warm-up).
+The format is safetensors, never pickle: one tensor per parameter and key, named ``<parameter>|<key>``, and
+plain numbers in the header. ``restore`` checks the optimizer's class, every name, shape and dtype before it
+puts anything in place, so that a wrong or broken state is refused as a whole (algorithm.md section 8: a
+newcomer then starts fresh, with learning-rate warm-up).
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ def _names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
     return {name: p for name, p in model.named_parameters() if id(p) in ours}
 
 
-def most_bytes(model: torch.nn.Module) -> int:
-    """No state of this model is larger, in bytes; what is offered beyond that is not downloaded."""
+def max_state_bytes(model: torch.nn.Module) -> int:
+    """Upper bound of this model's optimizer state, in bytes; a larger one is not downloaded."""
     total = 1 << 20
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -59,8 +58,7 @@ class Origin:
 
     @property
     def age(self) -> tuple[int, int, int]:
-        """Of two states of one job the one with the greater is the newer: the highest epoch
-        first, then the merges in it, then the slot's step."""
+        """A key by which states of one job are ordered, the newest greatest: by epoch, then merges, then slot step."""
         epochs, versions = zip(*self.versions, strict=True) if self.versions else ((0,), (0,))
         return max(epochs), sum(versions), self.step
 

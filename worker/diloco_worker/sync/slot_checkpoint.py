@@ -1,22 +1,19 @@
-"""The slot's own checkpoint: its inner optimizer's state in a file of its place, for when no peer has one.
+"""The slot's own checkpoint: its inner optimizer's state in a file, for when no peer has one.
 
 Theory of operation
 -------------------
-Everything else that a newcomer needs the syncer has: parameters, outer state, data,
-steps. The inner optimizer's state only learners have. A newcomer takes a healthy
-peer's; when all learners died at once there is none, and the two moments of AdamW
-would be gone with hundreds of steps of their averaging. So every learner writes its
-state now and then (``spec.syncer.checkpoint.everySeconds``) to
-``$DILOCO_WORKDIR/state/<region>-<ordinal>.safetensors``.
+The syncer has everything else that a newcomer needs: parameters, outer state, data, steps. The inner optimizer's
+state only learners have. A newcomer takes a healthy peer's; but when all learners died at once there is none, and
+AdamW's two moments, averages over hundreds of steps, would be lost. So every learner writes its state now and
+then (``spec.syncer.checkpoint.everySeconds``) to ``$DILOCO_WORKDIR/state/<region>-<ordinal>.safetensors``.
 
-The training thread copies the state at a step boundary (``recovery.snapshot``); a
-thread serialises the copy and replaces the file whole. One such write runs at a
-time, and copying and serialising together may take a hundredth of the time at most:
-where the state is large the next one waits longer. A write that fails costs the
-newer state and nothing else; it is said once a minute.
+The training thread copies the state at a step boundary (``optimizer_state.snapshot``); another thread serialises
+the copy and replaces the file as a whole. One such write runs at a time. Copying and serialising together may
+take a hundredth of the time at most: where the state is large, the next write waits longer. A write that fails
+costs the newer state and nothing else; that is logged once a minute.
 
-The file names its job, its layout, the slot's step and the version vector
-(``recovery.Origin``). Another job's is not used.
+The file names its job, its layout, the slot's step and the version vector (``optimizer_state.Origin``). Another
+job's file is not used.
 """
 
 from __future__ import annotations
@@ -34,15 +31,15 @@ from diloco_worker.sync.optimizer_state import Origin, StateRefused, origin_of
 
 log = logging.getLogger(__name__)
 
-SAY_AGAIN_SECONDS = 60.0
+LOG_AGAIN_SECONDS = 60.0
 _SHARE = 100  # one part in so many of a learner's time, at most
 
 
 class SlotCheckpoint:
-    """The file of one place. ``path`` None: there is no working directory, and nothing is kept.
+    """The checkpoint file of one (region, ordinal). ``path`` None: there is no working directory, and nothing is kept.
 
-    ``limit``: bytes that a state of this model cannot exceed. All methods belong to the
-    training thread."""
+    ``limit``: bytes that a state of this model cannot exceed. Only the training thread calls the methods.
+    """
 
     def __init__(self, path: Path | None, job: str, layout_digest: str, every_seconds: float, limit: int) -> None:
         self._path = path
@@ -52,21 +49,21 @@ class SlotCheckpoint:
         self._every = every_seconds
         self._next = time.monotonic() + every_seconds
         self._writer: threading.Thread | None = None
-        self._said = -SAY_AGAIN_SECONDS
+        self._logged = -LOG_AGAIN_SECONDS
 
     def origin(self, step: int, versions: Sequence[tuple[int, int]]) -> Origin:
-        """What a state made now is called: slot step, and (epoch, version) per fragment."""
+        """The origin of a state made at this slot step, on these (epoch, version) per fragment."""
         return Origin(self._job, self._layout, step, tuple(versions))
 
     @property
     def due(self) -> bool:
-        """Whether a copy shall be made at this step boundary."""
+        """Whether a checkpoint is to be made at this step boundary."""
         if self._path is None or time.monotonic() < self._next:
             return False
         return self._writer is None or not self._writer.is_alive()
 
-    def keep(self, encode: Callable[[], bytes], copy_seconds: float) -> None:
-        """Write what ``encode`` makes, beside the training. ``copy_seconds``: what the copy took."""
+    def start_write(self, encode: Callable[[], bytes], copy_seconds: float) -> None:
+        """Write what ``encode`` returns, in another thread. ``copy_seconds``: how long the copy took."""
         assert self._path is not None
         self._next = time.monotonic() + self._every
         self._writer = threading.Thread(
@@ -74,11 +71,11 @@ class SlotCheckpoint:
         )
         self._writer.start()
 
-    def failed(self, why: object) -> None:
-        """A checkpoint was not made; said once a minute."""
+    def report_failure(self, why: object) -> None:
+        """Log that a checkpoint was not made, at most once a minute."""
         self._next = time.monotonic() + self._every
-        if time.monotonic() - self._said >= SAY_AGAIN_SECONDS:
-            self._said = time.monotonic()
+        if time.monotonic() - self._logged >= LOG_AGAIN_SECONDS:
+            self._logged = time.monotonic()
             log.warning("the slot's own checkpoint was not written, training goes on: %s", why)
 
     def close(self, timeout: float = 5.0) -> None:
@@ -87,7 +84,7 @@ class SlotCheckpoint:
             self._writer.join(timeout)
 
     def load(self) -> tuple[bytes, Origin] | None:
-        """The place's file and where it comes from; None (and a line in the log): there is none of use."""
+        """The file's bytes and their origin; None, and a line in the log if it is there but of no use."""
         if self._path is None:
             return None
         try:
@@ -116,6 +113,6 @@ class SlotCheckpoint:
                     left.unlink()  # of a predecessor that was killed while it wrote
             files.write_whole(path, data)
         except Exception as error:  # of whatever kind: training is worth more
-            self.failed(error)
+            self.report_failure(error)
             return
         self._next = max(self._next, time.monotonic() + _SHARE * busy)

@@ -113,10 +113,10 @@ class _Evaluator:
         """In a cluster: wait until this process is removed (False), or the job goes on (True)."""
         if not self._terminated:
             log.info("the job is %s: idle until removed", observer.phase)
-        observer.idle(True)
+        observer.set_idle(True)
         while not self._terminated and observer.phase not in TRAINING_PHASES:
             observer.wait_for_change(POLL_SECONDS)
-        observer.idle(False)
+        observer.set_idle(False)
         return not self._terminated
 
     def _loss(self) -> float:
@@ -149,7 +149,7 @@ class _Evaluator:
                     told = time.monotonic()
             elif self._due.claim(observer.job_tokens):
                 self._score(observer, final=False)
-            elif observer.phase == "evaluating" or self._due.is_due(observer.announced_tokens):
+            elif observer.phase == JobPhase.EVALUATING or self._due.is_due(observer.announced_tokens):
                 observer.refresh()
 
     def _score(self, observer: Observer, final: bool) -> float:

@@ -665,7 +665,7 @@ class World:
         p = header.fragment
         learner.in_flight.discard(p)
         final = refused is not None and refused[0] is not PushRefusal.REPEATED
-        for sequence in learner.adoption.on_verdict(p, header.sequence, final):
+        for sequence in learner.adoption.on_push_answer(p, header.sequence, final):
             del learner.snapshots[p, sequence]
         if header.round == 0:
             (learner.unsettled.discard if final else learner.offered.add)(p)

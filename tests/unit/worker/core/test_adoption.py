@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from diloco_worker.core.adoption import Adoption, AdoptionConfig, Broadcast, Decision, Kind, PushPlan, Rule, first_due
+from diloco_worker.core.adoption import Adoption, AdoptionConfig, Broadcast, Decision, Kind, PushPlan, Rule
 
 Theta = dict[int, Fraction]  # step id -> coefficient; negative ids are other learners' work
 
@@ -188,7 +188,7 @@ class World(RuleBasedStateMachine):
         if lose:
             return
         refused = reason not in ("", "repeated")
-        for gone in self.adoption.on_verdict(0, sequence, refused):
+        for gone in self.adoption.on_push_answer(0, sequence, refused):
             self.snapshots.pop(gone, None)
 
     @precondition(lambda self: self.news)
@@ -520,50 +520,3 @@ def test_drain_offers_the_longest_unmerged_first() -> None:
             adoption.on_broadcast(news(1, step // 2, merged=(1, 1)))
     assert [adoption.pending_steps(p) for p in range(3)] == [4, 2, 6]
     assert adoption.drain_order() == [2, 0, 1]
-
-
-@pytest.mark.parametrize(("fragments", "every", "overlap"), [(1, 1, 0), (3, 4, 1), (4, 4, 3), (24, 24, 2), (5, 24, 0)])
-def test_the_deterministic_schedule(fragments: int, every: int, overlap: int) -> None:
-    """Driven for three turns: snapshots exactly at o_p + k·H, adoption exactly τ steps later."""
-    config = AdoptionConfig(fragments, every, overlap, Rule.KEEP, deterministic=True)
-    adoption = Adoption(config)
-    adoption.begin_tenure(0)
-    for p in range(fragments):
-        adoption.on_broadcast(news(0, p))
-    taken: dict[int, list[int]] = {p: [] for p in range(fragments)}
-    for step in range(1, 3 * every + overlap + 1):
-        adoption.on_step(1, 0.0)
-        for p in range(fragments):
-            if adoption.deadline(p) == step:
-                adopt(adoption, p)
-            if adoption.due(p):
-                base = adoption.fragments[p].base
-                assert base is not None
-                planned = adoption.snapshot(p, base.version + 1, base.version)
-                assert planned is not None
-                taken[p].append(step)
-                assert adoption.deadline(p) == step + overlap
-                assert adoption.may_adopt(p) == (overlap == 0)
-                if overlap == 0:
-                    adopt(adoption, p)
-            assert not adoption.due(p)
-    for p in range(fragments):
-        offset = -(-(p + 1) * every // fragments)
-        assert offset == first_due(p, config) <= every
-        assert taken[p] == [s for s in range(1, 3 * every + overlap + 1) if s >= offset and (s - offset) % every == 0]
-
-
-def adopt(adoption: Adoption, fragment: int) -> None:
-    state = adoption.fragments[fragment]
-    assert state.base is not None
-    version = state.base.version + 1
-    assert adoption.on_broadcast(news(version, fragment, merged=(state.sequence, version))).kind is Kind.KEEP
-
-
-def test_a_newcomer_answers_for_the_due_step_that_it_missed() -> None:
-    adoption = Adoption(AdoptionConfig(2, 4, 1, deterministic=True))
-    adoption.begin_tenure(5)  # fragment 0 was due at 2, and its version 1 waits for this slot
-    adoption.on_broadcast(news(0, 0))
-    adoption.on_broadcast(news(1, 1))
-    adoption.on_step(1, 0.0)
-    assert [adoption.due(0), adoption.due(1)] == [True, False]

@@ -208,7 +208,7 @@ def test_the_hubs_settings_are_shown_as_they_were_said(made: tuple[SyncerConnect
     assert one.status.settings is not None and one.status.settings.document() == said
     port = StatusPort(one._settings, "127.0.0.1:0")
     try:
-        port.connection = lambda: dataclasses.replace(one.status, merges=12)
+        port.attach(lambda: dataclasses.replace(one.status, merges=12), dict)
         page = port.document()
     finally:
         port.close()

@@ -1,4 +1,4 @@
-"""Which inner optimizer state a newcomer takes over: a peer's, else the newer one on a disk, else none."""
+"""Which inner optimizer state a newcomer handover over: a peer's, else the newer one on a disk, else none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from diloco_worker.core.adoption import Adoption, AdoptionConfig, Broadcast
 from diloco_worker.net import inbox
 from diloco_worker.sync import optimizer_handover
 from diloco_worker.sync.optimizer_handover import JOB, OWN, PEER, OptimizerHandover
-from diloco_worker.sync.optimizer_state import Origin, most_bytes, snapshot
+from diloco_worker.sync.optimizer_state import Origin, max_state_bytes, snapshot
 from diloco_worker.sync.slot_checkpoint import SlotCheckpoint
 
 Versions = tuple[tuple[int, int], ...]
@@ -56,12 +56,14 @@ class Newcomer:
         for fragment in range(2):
             self.adoption.on_broadcast(Broadcast(fragment, 1, 6, ("float32", 4, 4)))
         path = folder / "local-0.safetensors"
-        checkpoint = SlotCheckpoint(path, "a", "d", 60.0, most_bytes(self.model))
+        checkpoint = SlotCheckpoint(path, "a", "d", 60.0, max_state_bytes(self.model))
         if own is not None:
             path.write_bytes(state(0.25, checkpoint.origin(9, own)))
         self.asked, self.fresh = Asked(), list[int]()
         client: Any = self.asked
-        self.takes = OptimizerHandover(self.model, self.optimizer, self.adoption, client, checkpoint, self.fresh.append)
+        self.handover = OptimizerHandover(
+            self.model, self.optimizer, self.adoption, client, checkpoint, self.fresh.append
+        )
 
     @property
     def moment(self) -> float:
@@ -76,12 +78,12 @@ def newcomer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Callable[..., 
 
 def test_a_peers_state_comes_first(newcomer: Callable[..., Newcomer]) -> None:
     one = newcomer(((1, 6), (1, 6)))
-    one.takes.want(True)
-    one.takes.receive_state(inbox.StateDownloaded(True, state(0.5, None), ((1, 6), (1, 7))))
-    one.takes.use(HELD)
-    assert one.takes.awaited, "until this learner's versions are the peer's"
-    one.takes.use(((1, 6), (1, 7)))
-    assert one.moment == 0.5 and not one.takes.awaited
+    one.handover.request_state(True)
+    one.handover.receive_state(inbox.StateDownloaded(True, state(0.5, None), ((1, 6), (1, 7))))
+    one.handover.apply_when_ready(HELD)
+    assert one.handover.is_waiting, "until this learner's versions are the peer's"
+    one.handover.apply_when_ready(((1, 6), (1, 7)))
+    assert one.moment == 0.5 and not one.handover.is_waiting
     assert one.asked.calls == [PEER]
 
 
@@ -105,25 +107,25 @@ def test_without_a_peer_the_newer_one_on_a_disk(
     taken: str,
 ) -> None:
     one = newcomer(own)
-    one.takes.want(job is not None)
-    one.takes.receive_state(inbox.StateDownloaded(True, None))
+    one.handover.request_state(job is not None)
+    one.handover.receive_state(inbox.StateDownloaded(True, None))
     if job is not None:
         assert one.asked.calls == [PEER, JOB]
-        one.takes.receive_state(inbox.StateDownloaded(False, state(0.75, job)))
+        one.handover.receive_state(inbox.StateDownloaded(False, state(0.75, job)))
     for _ in range(3):
-        one.takes.use(HELD)
+        one.handover.apply_when_ready(HELD)
     assert f"goes on from the state of the {taken}" in caplog.text
     assert one.moment == {OWN: 0.25, JOB: 0.75}[taken]
-    assert not one.takes.awaited and not one.fresh
+    assert not one.handover.is_waiting and not one.fresh
 
 
 def test_one_that_does_not_fit_leaves_the_other(newcomer: Callable[..., Newcomer]) -> None:
     one = newcomer(((1, 5), (1, 5)))
-    one.takes.want(True)
-    one.takes.receive_state(inbox.StateDownloaded(True, b"garbage"))
-    one.takes.use(HELD)
-    one.takes.receive_state(inbox.StateDownloaded(False, b"garbage"))
-    one.takes.use(HELD)
+    one.handover.request_state(True)
+    one.handover.receive_state(inbox.StateDownloaded(True, b"garbage"))
+    one.handover.apply_when_ready(HELD)
+    one.handover.receive_state(inbox.StateDownloaded(False, b"garbage"))
+    one.handover.apply_when_ready(HELD)
     assert one.moment == 0.25
 
 
@@ -133,27 +135,27 @@ def test_nothing_anywhere_is_a_fresh_start_with_warm_up(
     monkeypatch.setattr(optimizer_handover, "WAIT_SECONDS", 0.0)
     monkeypatch.setattr(optimizer_handover.limits, "transfer_seconds", lambda size: 0.0)
     one = newcomer()
-    one.takes.want(True)
+    one.handover.request_state(True)
     for _ in range(2):  # neither a peer's nor the job's comes in time
-        assert one.takes.awaited
+        assert one.handover.is_waiting
         time.sleep(0.001)
-        one.takes.use(HELD)
+        one.handover.apply_when_ready(HELD)
     assert one.asked.calls == [PEER, JOB]
-    assert not one.takes.awaited and one.fresh == [0]
+    assert not one.handover.is_waiting and one.fresh == [0]
 
 
 def test_a_session_that_breaks_takes_the_request_with_it(newcomer: Callable[..., Newcomer]) -> None:
     one = newcomer()
-    one.takes.ask_again()
+    one.handover.repeat_request()
     assert one.asked.calls == []
-    one.takes.want(False)
-    one.takes.ask_again()
+    one.handover.request_state(False)
+    one.handover.repeat_request()
     assert one.asked.calls == [PEER, PEER]
 
 
 def test_no_peer_and_nothing_on_any_disk_is_a_fresh_start(newcomer: Callable[..., Newcomer]) -> None:
     one = newcomer()
-    one.takes.want(False)
-    one.takes.receive_state(inbox.StateDownloaded(True, None))
-    assert not one.takes.awaited and one.fresh == [0]
+    one.handover.request_state(False)
+    one.handover.receive_state(inbox.StateDownloaded(True, None))
+    assert not one.handover.is_waiting and one.fresh == [0]
     assert one.asked.calls == [PEER]

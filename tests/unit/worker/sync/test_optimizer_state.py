@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from diloco_worker.sync.optimizer_state import ReceivedState, Rewarm, StateRefused, most_bytes, restore, snapshot
+from diloco_worker.sync.optimizer_state import ReceivedState, Rewarm, StateRefused, max_state_bytes, restore, snapshot
 
 
 def build(seed: int = 0) -> torch.nn.Module:
@@ -43,7 +43,7 @@ def test_a_newcomer_goes_on_bit_for_bit(name: str) -> None:
     newcomer = copy.deepcopy(model)
     train(model, optimizer, 3, seed=1)  # the snapshot must not move along
     data = encode()
-    assert len(data) <= most_bytes(model)
+    assert len(data) <= max_state_bytes(model)
     fresh = OPTIMIZERS[name](newcomer.parameters())
     restore(data, newcomer, fresh)
     train(newcomer, fresh, 3, seed=1)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from diloco_protocol.common.files import TEMPORARY
-from diloco_worker.sync.optimizer_state import Origin, most_bytes, origin_of, restore, snapshot
+from diloco_worker.sync.optimizer_state import Origin, max_state_bytes, origin_of, restore, snapshot
 from diloco_worker.sync.slot_checkpoint import SlotCheckpoint
 
 VERSIONS = ((2, 5), (2, 4))
@@ -28,7 +28,7 @@ def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 def place(folder: Path, job: str = "a", layout: str = "d" * 64, limit: int | None = None) -> SlotCheckpoint:
     path = folder / "state" / "local-0.safetensors"
-    return SlotCheckpoint(path, job, layout, 1e-6, limit or most_bytes(trained()[0]))
+    return SlotCheckpoint(path, job, layout, 1e-6, limit or max_state_bytes(trained()[0]))
 
 
 def written(checkpoint: SlotCheckpoint, step: int = 7) -> None:
@@ -43,7 +43,7 @@ def keep(checkpoint: SlotCheckpoint, encode: Callable[[], bytes]) -> None:
     while not checkpoint.due:
         assert time.monotonic() < end
         time.sleep(0.001)
-    checkpoint.keep(encode, 0.0)
+    checkpoint.start_write(encode, 0.0)
     checkpoint.close()
 
 
@@ -116,7 +116,7 @@ def test_one_write_at_a_time_and_a_hundredth_of_the_time(tmp_path: Path) -> None
 
     time.sleep(0.001)
     assert checkpoint.due
-    checkpoint.keep(encode, 0.0)
+    checkpoint.start_write(encode, 0.0)
     time.sleep(0.01)
     assert not checkpoint.due, "it is being written"
     hold.set()

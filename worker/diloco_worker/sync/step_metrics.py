@@ -1,0 +1,68 @@
+"""What a learner measures of its own steps: loss, step times, and the time lost inside this library."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+
+import torch
+
+from diloco_protocol.wire import sync_pb2
+
+
+class StepMetrics:
+    """Of one process. Any thread may read ``known_loss``, ``step_seconds`` and ``stalled_seconds``."""
+
+    def __init__(self) -> None:
+        self.stalled_seconds = 0.0  # in which training waited for this library
+        self._step_seconds: deque[float] = deque(maxlen=15)
+        self._loss = math.nan
+        self._copying: tuple[torch.Tensor, torch.cuda.Event] | None = None  # a loss on its way from a GPU
+
+    def add_step(self, seconds: float) -> None:
+        """Count a step that took ``seconds`` of computation."""
+        self._step_seconds.append(seconds)
+
+    @property
+    def step_seconds(self) -> float:
+        """Median of the last steps, seconds; 0: there was none."""
+        seconds = list(self._step_seconds)  # in one piece, because other threads ask too
+        return statistics.median(seconds) if seconds else 0.0
+
+    @property
+    def last_step_seconds(self) -> float:
+        """Of the last step; 0: there was none."""
+        return self._step_seconds[-1] if self._step_seconds else 0.0
+
+    def put_loss(self, loss: torch.Tensor | float) -> None:
+        """Take a step's loss, nats per token. A scalar tensor on a GPU is copied beside the training and read when
+        it is there."""
+        if isinstance(loss, torch.Tensor) and loss.device.type == "cuda":
+            self.read_loss()
+            host = torch.empty((), dtype=torch.float32, pin_memory=True)
+            host.copy_(loss.detach().reshape(()).float(), non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._copying = (host, event)
+        else:
+            self._loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
+            self._copying = None
+
+    @property
+    def known_loss(self) -> float:
+        """The loss that was read last, nats per token; NaN: none."""
+        return self._loss
+
+    def read_loss(self) -> float:
+        """The newest loss that has arrived, nats per token; NaN: none. For the training thread."""
+        if self._copying is not None and self._copying[1].query():
+            self._loss = float(self._copying[0])
+            self._copying = None
+        return self._loss
+
+    def complete_report(self, report: sync_pb2.Report) -> None:
+        """Write what is measured into a report."""
+        report.stalled_seconds = self.stalled_seconds
+        report.loss = self.read_loss()
+        report.step_seconds = self.step_seconds
