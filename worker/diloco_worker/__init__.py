@@ -1,7 +1,11 @@
-"""The learner's side of Decoupled DiLoCo.
+"""The learner of Decoupled DiLoCo as a library, and the programs built on it (``python -m diloco_worker``).
 
-``Learner`` is what a training loop of your own imports. It is loaded on first use,
-so that importing this package loads no torch.
+``Learner`` is what a training loop of your own imports (learner.py has an example), ``Observer`` what an evaluator
+of your own does. Both are loaded on first use, so that importing this package loads no torch.
+
+Layers, from the top: the programs (``training``, ``forkserver``), the public API (``learner``, ``observer``), what
+happens at step boundaries (``sync``), the background thread (``net``), ``data``, ``fragments``, and the decisions
+(``core``). Imports go down this list, never up, and never to another program's package but diloco_protocol.
 """
 
 from __future__ import annotations
@@ -20,9 +24,9 @@ __all__ = ["Learner", "Observer", "configure_logging"]
 
 
 def _end_when_told() -> None:
-    """The first process of a container ignores SIGTERM until it handles it: what the kernel does for any
-    other is said here, so that a program which still loads its model does not sit out its grace period.
-    A Learner takes over from its ``with`` on."""
+    """End on SIGTERM, in the first process of a container. The kernel ignores the signal there until it is handled,
+    so a program that still loads its model would be killed only when its grace period is over. A Learner handles
+    SIGTERM itself within its ``with``."""
     first = os.getpid() == 1 and threading.current_thread() is threading.main_thread()
     if first and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))

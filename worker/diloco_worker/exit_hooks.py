@@ -1,12 +1,12 @@
-"""How a program of the user's own ends when it does not handle an error.
+"""How a user's own program ends when it does not handle an error.
 
-The built-in program says what went wrong and ends with the error's exit code. A loop that
-only imports the library would end with a traceback and 1 whatever it was, and an operator
-or runner could not tell a wrong configuration, which no restart cures, from a fault.
-So what nobody caught is handled here, by the interpreter's own hook for that.
+The built-in program logs what went wrong and ends with the error's exit code. A program that only imports the
+library would end with a traceback and exit code 1 whatever the error was, and an operator or runner could not tell
+a wrong configuration, which no restart cures, from a fault. So the interpreter's hook for uncaught exceptions
+(``sys.excepthook``) does the same for it.
 
-Of a program that fails, the kubelet keeps the end of the log (FallbackToLogsOnError). One that ends
-well says why in the file that a kubelet reads after every end (``write_termination_message``).
+Of a program that fails, the kubelet keeps the end of the log (FallbackToLogsOnError). A program that ends well
+writes why into the file that the kubelet reads after every end (``write_termination_message``).
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ TERMINATION_LOG = Path("/dev/termination-log")  # made by the kubelet (terminati
 
 
 def write_termination_message(text: str, path: Path = TERMINATION_LOG) -> None:
-    """Nothing outside of a pod."""
-    with contextlib.suppress(OSError):  # then the pod's end has no reason, and counts as one without
+    """Write ``text`` to the pod's termination log; outside of a pod do nothing."""
+    with contextlib.suppress(OSError):  # then the pod's end is reported without a reason
         if path.exists():
             path.write_text(text)
 
 
 def install(json: bool = False) -> None:
-    """From now on a WorkerError that nobody caught is one line and its exit code; with ``json`` every
-    other error is in the log too: its traceback, and last the error itself."""
+    """From now on log an uncaught WorkerError as one line and end with its exit code; with ``json`` log every other
+    uncaught error too: its traceback, and last the error itself."""
     global _previous, _json
     _json |= json
     if sys.excepthook is not _end:

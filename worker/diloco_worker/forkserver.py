@@ -1,26 +1,27 @@
-"""A process that has the libraries loaded and forks workers on request.
+"""The fork server: a process that has the libraries loaded and forks workers on request.
 
-Importing torch and transformers takes seconds; forking a process that has done so
-takes milliseconds, so a newcomer is there in a second. The runner speaks JSON lines
-with it: requests on stdin (``{"op": "spawn", "id", "env": {...}, "log": path}``,
-``{"op": "signal", "id", "signal"}``), events on stdout (``{"event": "ready"}``,
-``{"event": "started", "id", "pid"}``, ``{"event": "exited", "id", "code"|"signal"}``,
-``{"event": "error", "id", "message"}``).
+Theory of operation
+-------------------
+Importing torch and transformers takes seconds; forking a process that has imported them takes milliseconds. So a
+new worker is there within a second.
 
-What a fork must not inherit decides the shape:
+The runner and this process exchange JSON lines. Requests come on stdin: ``{"op": "spawn", "id", "env": {...},
+"log": path}`` and ``{"op": "signal", "id", "signal"}``. Events go to stdout: ``{"event": "ready"}``,
+``{"event": "started", "id", "pid"}``, ``{"event": "exited", "id", "code"|"signal"}``, ``{"event": "error", "id",
+"message"}``. Example: spawn "learner-0" is answered by started with its pid, and, when it ends, by exited.
 
-* Threads do not survive a fork, their locks do. So this process has one thread, ever:
-  it waits in one ``select`` for stdin and for SIGCHLD's wake-up byte, and says in
-  ``ready`` how many threads it has. Libraries that start threads when they are first
-  used (numba, OpenMP) are loaded but not used here.
-* CUDA does not survive a fork either, so nothing here initialises it: a child asks for
-  the device after the fork, and finds CUDA_VISIBLE_DEVICES from its own environment.
-* A child forgets the parent's descriptors, signal handlers and random state, and runs
+What a fork must not inherit decides how it is built:
+
+* Threads do not survive a fork, but their locks do. So this process never has more than one thread: it waits in
+  one ``select`` for stdin and for SIGCHLD's wake-up byte, and ``ready`` tells how many threads it has. Libraries
+  that start threads at their first use (numba, OpenMP) are loaded here but not used.
+* CUDA does not survive a fork either, so nothing here initialises it. A child asks for the device after the fork,
+  with CUDA_VISIBLE_DEVICES from its own environment.
+* A child drops the parent's descriptors, signal handlers and random state, and runs
   ``diloco_worker.__main__.main()`` as ``python -m diloco_worker`` would.
 
-No orphan is left: the kernel kills a child when this process dies (PR_SET_PDEATHSIG),
-and when stdin ends, because the runner is gone, every child is killed. There is nobody
-left to whom it could offer its work.
+No orphan is left. The kernel kills a child when this process dies (PR_SET_PDEATHSIG). When stdin ends the runner
+is gone, and every child is killed, because its syncer is gone too and its work cannot be offered.
 """
 
 from __future__ import annotations
@@ -72,9 +73,9 @@ def die_with_parent(parent: int) -> None:
 
 
 def die_while_loading() -> None:
-    """End at once, not only after the imports' seconds, when the parent does: SIGTERM, which later
-    ends the children first. Whoever started this holds the other end of stdin."""
-    # Ignored and blocked signals are inherited: whoever started the runner may have left SIGTERM so.
+    """End when the parent does, also during the imports' seconds: the kernel sends SIGTERM, which later ends the
+    children first. The parent holds the other end of stdin."""
+    # Ignored and blocked signals are inherited: the runner's own parent may have left SIGTERM so.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     libc = ctypes.CDLL(None, use_errno=True)
@@ -88,8 +89,8 @@ def die_while_loading() -> None:
 
 
 def preload(job_file: str | None) -> None:
-    """Import what workers need, and the code of the job's model; a module that cannot be
-    imported is the worker's to complain about, with its own message and log."""
+    """Import what workers need, and the code of the job's model. A module that cannot be imported is left to the
+    worker, which reports it in its own log."""
     for module in MODULES:
         _import(module)
     if job_file is None:
@@ -127,14 +128,14 @@ class ForkServer:
         self._stop = False
 
     def run(self) -> int:
-        """Serve until stdin ends or SIGTERM comes, then kill and reap every child."""
+        """Serve requests until stdin ends or SIGTERM comes, then kill and reap every child."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, self._on_term)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the runner's to pass on
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         try:
             while not self._stop:
-                # Past tense: a child that ended between reaping and select has left a wake-up byte.
+                # A child that ended between reaping and this select has left a wake-up byte.
                 readable, _, _ = select.select([self._requests, self._wake_read], [], [], 60.0)
                 if self._wake_read in readable:
                     with contextlib.suppress(BlockingIOError):
@@ -143,7 +144,7 @@ class ForkServer:
                 if self._requests in readable and not self._read():
                     break
         except BrokenPipeError:
-            pass  # nobody reads the events: the runner is gone
+            pass  # the runner is gone
         self._kill_all()
         return 0
 
@@ -153,7 +154,7 @@ class ForkServer:
     # -------------------------------------------------------------- requests
 
     def _read(self) -> bool:
-        """Handle what came; False at the end of stdin."""
+        """Handle the requests that came; False at the end of stdin."""
         data = os.read(self._requests, 65536)
         if not data:
             return False
@@ -205,7 +206,7 @@ class ForkServer:
     # -------------------------------------------------------------- children
 
     def _become_worker(self, parent: int, env: dict[str, str], output: int) -> NoReturn:
-        """The child's life; it never returns into the parent's loop."""
+        """Run the worker in the child; it never returns into the parent's loop."""
         code = 1
         try:
             die_with_parent(parent)
@@ -269,7 +270,7 @@ def _set_torch_threads() -> None:
 
 
 def _exit_code(target: Callable[[], int | None]) -> int:
-    """Run it as the interpreter would a program: SystemExit's code, 1 and a traceback for errors."""
+    """Run ``target`` as the interpreter runs a program: SystemExit's code, 1 and a traceback for errors."""
     try:
         return int(target() or 0)
     except SystemExit as ending:

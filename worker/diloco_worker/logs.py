@@ -1,7 +1,7 @@
 """The worker's log lines: text for people, or JSON for a cluster (protocol's logs.py).
 
-The built-in program calls ``configure`` first of all. A program of your own that shall log
-like it calls ``diloco_worker.configure_logging()`` before anything else.
+The built-in program calls ``configure`` first of all. A program of your own that is to log
+in the same way calls ``diloco_worker.configure_logging()`` before anything else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _fields: dict[str, object] = {}  # of every JSON line of this process
 
 
 def set_fields(**fields: object) -> None:
-    """From now on lines say so: ``job``, ``slot`` (-1: none)."""
+    """Write these fields into every JSON line from now on: ``job``, ``slot`` (-1: none)."""
     _fields.update(fields)
 
 

@@ -1,8 +1,7 @@
-"""What a worker process is told from outside: its environment, the job file, the syncer's address.
+"""The settings of a worker process: its environment, the job file, the syncer's address; and the errors it ends with.
 
-Nothing here loads torch. Every error names the variable (or the file's field)
-and the cure, and carries the exit code that the worker program ends with:
-1 failed, 2 configuration wrong (a restart does not help), 4 refused for good.
+Nothing here loads torch. Every error names the variable (or the file's field) and the cure, and carries the exit
+code that the worker program ends with: 1 failed, 2 configuration wrong (a restart does not help), 4 refused for good.
 """
 
 from __future__ import annotations

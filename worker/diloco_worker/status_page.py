@@ -1,9 +1,8 @@
 """The status port: what a learner or evaluator is doing, for probes, people and metrics.
 
-``DILOCO_STATUS=HOST:PORT`` opens it; in the library, so that a program of the user's own has
-it too. A thread of its own serves it (protocol's http_pages.py), whatever the training
-thread is at: what it shows are the exchange's ``ConnectionStatus``, which is one value, and figures
-that are plain numbers, read as they are.
+``DILOCO_STATUS=HOST:PORT`` opens it, in the library, so that a user's own program has it too. A thread of its own
+serves it (diloco_protocol.common.http_server), whatever the training thread is doing. It shows the client's
+``ConnectionStatus``, which is one value, and figures, which are plain numbers read as they are.
 
     /healthz   200: the process lives
     /readyz    200 once this process has joined, for its whole life; 503 before. A syncer that

@@ -2,19 +2,19 @@
 
 Theory of operation
 -------------------
-The syncer leases blocks of the corpus; block b holds the sequences b·size ...
-(algorithm.md section 8, Data). Within a block the order is a permutation that
-depends on the seed, the data epoch and the block alone, so a block can be leased
-on from its cursor by a process that never saw its first half. A *position* counts
-in that order.
+The syncer leases blocks of the corpus to slots; block b holds the sequences b·size to (b+1)·size - 1 (algorithm.md
+section 8, Data). Within a block the order is a permutation that depends on the seed, the data epoch and the block
+alone. So another process can go on with a block from its cursor without having seen its first half. A *position*
+counts in that order.
 
-``Leases`` hands out sequences in the order of the leases (``draw``), ahead of the
-training, and moves a lease's cursor only when a step that used them was made
-(``commit``): what was drawn and never trained is trained by whoever holds the
-lease next. A lease at its end stays in the report until the syncer can no longer
-have missed it, because reports are cumulative and some are lost.
+``Leases.draw`` hands out sequences in the order of the leases, ahead of the training. ``commit`` moves a lease's
+cursor when a step that used the sequences was made. What was drawn and never trained is trained by the lease's
+next holder.
 
-Plain code: no threads, no torch.
+Example: a lease of positions 0 to 8, batches of 3. After two draws positions 0 to 5 are handed out; after one
+commit the cursor is 3. If the process dies now, the next holder begins at position 3.
+
+A finished lease stays in the reports for a while: reports are cumulative, and the syncer may have missed some.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from dataclasses import dataclass
 
 from diloco_worker.settings import WorkerError
 
-# Finished leases still reported. No fewer than may be held (prefetcher), so that all that were
-# finished while the syncer was away are told; wire.MAX_CURSORS bounds both together.
+# Finished leases that are still reported. Not fewer than may be held at once (prefetch), so that all that were
+# finished while the syncer was away are reported; limits.MAX_CURSORS bounds both together.
 _KEPT_FINISHED = 128
 
 
 def block_order(seed: int, data_epoch: int, block: int, size: int) -> list[int]:
-    """A permutation of 0..size-1: Fisher-Yates on a generator seeded by SHA-256 of the three
-    numbers; the same on every platform and Python version."""
+    """The permutation of 0..size-1 of a block: Fisher-Yates on a generator seeded by SHA-256 of the three other
+    numbers. It is the same on every platform and Python version."""
     digest = hashlib.sha256(f"{seed}:{data_epoch}:{block}".encode()).digest()
     uniform = random.Random(int.from_bytes(digest, "big")).random
     order = list(range(size))
@@ -58,7 +58,7 @@ class LeaseGrant:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Sequences for one batch, and where the cursors stand once it was trained."""
+    """The sequences of one batch, and the cursors once it is trained."""
 
     sequences: tuple[int, ...]
     cursors: tuple[tuple[int, int], ...]  # (lease, position after)
@@ -113,9 +113,8 @@ class Leases:
         return True
 
     def reconcile(self, grants: Iterable[LeaseGrant]) -> None:
-        """After a reconnect: the syncer says which leases the slot holds. One that it does
-        not know any more is not drawn from further; finished ones that it has noted are
-        forgotten."""
+        """Take the slot's leases as the syncer lists them after a reconnect. A lease that is not listed is not drawn
+        from any more; a finished one that is not listed has been recorded by the syncer and is forgotten."""
         listed = {grant.lease: grant for grant in grants}
         for lease in [lease for lease in self._held if lease not in listed]:
             del self._held[lease]
@@ -125,13 +124,13 @@ class Leases:
             self.add(grant)
 
     def clear(self) -> None:
-        """The slot was lost: nothing is leased."""
+        """Forget all leases: the slot was lost."""
         self._held.clear()
         self._finished.clear()
 
     def draw(self, count: int) -> Draw | None:
-        """The next ``count`` sequences, over the end of a lease into the next; None: too few
-        are leased, and nothing was drawn."""
+        """Hand out the next ``count`` sequences, across the end of a lease into the next; None: too few are leased,
+        and nothing was drawn. Raises ValueError for a count below 1."""
         if count < 1:
             raise ValueError(f"a batch of {count} sequences")
         if self.remaining < count:
@@ -151,7 +150,7 @@ class Leases:
         return Draw(tuple(taken), tuple(cursors))
 
     def commit(self, cursors: Sequence[tuple[int, int]]) -> None:
-        """A step was made with what these cursors lie behind."""
+        """Move the cursors, (lease, position): a step was made with the sequences before them."""
         for lease, position in cursors:
             held = self._held.get(lease)
             if held is None or position <= held.trained:

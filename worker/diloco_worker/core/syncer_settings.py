@@ -1,9 +1,8 @@
-"""The hub's settings: what the syncer says at each Welcome, against what this process's job file says.
+"""The syncer's settings, which take precedence over this process's job file.
 
-A job may be changed while learners run: its syncer is started again with the new job, and
-learners go on with the file that they have. So everything of ``sync``, the stop and the
-number of learners is the syncer's to say; the rest (model, data, optimizer) is the file's,
-and what may not differ is compared by digests when a process joins.
+A job may be changed while learners run: its syncer is started again with the new job, and learners go on with the
+file that they have. So each Welcome carries all of ``sync``, the stop and the number of learners. The rest (model,
+data, optimizer) is read from the file, and what may not differ is compared by digests when a process joins.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SyncerSettings:
-    """Welcome.settings. ``learners``: slots of the job."""
+    """The content of Welcome.settings. ``learners``: slots of the job."""
 
     sync: SyncSpec
     learners: int
@@ -32,8 +31,8 @@ class SyncerSettings:
 
     @classmethod
     def read(cls, text: str) -> SyncerSettings | None:
-        """From JSON; None, and a line in the log, if it is not understood (an older or newer release):
-        the job file is used then. An empty text says nothing."""
+        """Parse JSON; None: the job file is used. An empty text is None; so is one that is not understood (of an older
+        or newer release), which is logged."""
         if not text:
             return None
         try:
@@ -49,7 +48,7 @@ class SyncerSettings:
 
     @classmethod
     def of(cls, spec: JobSpec) -> SyncerSettings:
-        """What the process's own job file says."""
+        """The settings of the process's own job file."""
         return cls(spec.sync, spec.slots, spec.training.stop)
 
     def document(self) -> dict[str, Any]:
@@ -61,7 +60,7 @@ class SyncerSettings:
         }
 
     def applied(self, spec: JobSpec) -> JobSpec:
-        """The spec with these in it. Raises ConfigurationError for what a process cannot change."""
+        """``spec`` with these settings in it. Raises ConfigurationError for what a running process cannot change."""
         if self.sync.deterministic != spec.sync.deterministic:
             raise ConfigurationError(
                 f"sync.deterministic is {spec.sync.deterministic} in this process's job file and "

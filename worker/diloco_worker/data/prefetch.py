@@ -1,10 +1,10 @@
 """Batches ahead of the training: a thread that draws sequences and collates them.
 
-The training thread takes finished batches from a short queue and commits their
-cursors after the step. Leases come in from the exchange, handed on at the step
-boundaries. The next ones are asked for early: data for as many steps as a learner
-goes on alone (``reserve``) are always in hand, so that it waits for a lease only at
-its very start, and a syncer that restarts does not stop it.
+The training thread pops finished batches from a short queue and commits their cursors after the step. The
+synchronizer passes leases on at the step boundaries.
+
+Leases are requested early, so that ``reserve`` sequences are always in hand: enough for as many steps as a learner
+goes on alone. So a learner waits for a lease only at its very start, and a syncer that restarts does not stop it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from diloco_worker.settings import ConfigurationError
 
 _AHEAD = 3  # collated batches waiting
 _MOST_REQUESTS = 16  # leases asked for and not here yet
-_MOST_LEASES = 120  # held and asked for; wire.MAX_CURSORS bounds what a report can tell
+_MOST_LEASES = 120  # held and asked for; limits.MAX_CURSORS bounds a report
 
 
 def stack(items: Sequence[Any]) -> Any:
@@ -39,18 +39,19 @@ def stack(items: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A collated batch and where the cursors stand once it was trained."""
+    """A collated batch, and the cursors, (lease, position), once it is trained."""
 
     data: Any
     cursors: tuple[tuple[int, int], ...]
 
 
 class BatchPrefetcher:
-    """``dataset``: map-style (``__len__``, ``__getitem__``); ``sequences`` of it make a batch.
+    """Draws and collates batches in a thread of its own. Any thread may call the methods.
 
-    ``reserve``: sequences that shall be leased ahead. ``request(n)`` asks the syncer for n
-    more leases, ``ready()`` says that a batch (or an error) is there; neither may block.
-    All methods may be called from any thread.
+    ``dataset``: map-style (``__len__``, ``__getitem__``); ``sequences`` of it make a batch, which ``collate`` makes of
+    their list. ``reserve``: sequences to lease ahead. ``request(n)`` asks the syncer for n more leases, ``notify()``
+    is called when a batch (or an error) is there; neither may block. Raises ConfigurationError for less data than
+    one batch.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class BatchPrefetcher:
         sequences: int,
         seed: int,
         request: Callable[[int], None],
-        ready: Callable[[], None],
+        notify: Callable[[], None],
         collate: Callable[[Sequence[Any]], Any] = stack,
         reserve: int = 0,
     ) -> None:
@@ -76,7 +77,7 @@ class BatchPrefetcher:
         self._reserve = max(4 * sequences, reserve)
         self._leases = Leases(seed, len(dataset))
         self._request = request
-        self._notify = ready
+        self._notify = notify
         self._asked = 0
         self._changed = threading.Condition()
         self._ready: deque[Batch] = deque()
@@ -84,13 +85,13 @@ class BatchPrefetcher:
         self._generation = 0
         self._closed = False
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="diloco-feed", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="diloco-prefetch", daemon=True)
         self._thread.start()
 
-    # ------------------------------------------------------- leases, from the exchange
+    # ------------------------------------------------------- leases
 
     def add_lease(self, grant: LeaseGrant) -> None:
-        """The syncer leased one more block."""
+        """Add a lease. Raises WorkerError if it contradicts the data set."""
         with self._changed:
             self._asked = max(0, self._asked - 1)
             self._leases.add(grant)
@@ -98,7 +99,7 @@ class BatchPrefetcher:
             self._changed.notify_all()
 
     def reconcile_leases(self, grants: Iterable[LeaseGrant], continuing: bool) -> None:
-        """After a (re)connect: the leases of the seat; a new tenure forgets its old ones."""
+        """Take the slot's leases after a (re)connect; a tenure that is not ``continuing`` drops the old ones."""
         with self._changed:
             self._asked = 0
             if not continuing:
@@ -109,15 +110,15 @@ class BatchPrefetcher:
             self._changed.notify_all()
 
     def repeat_requests(self) -> None:
-        """The connection broke: a request on its way may be lost."""
+        """Request leases again: the connection broke, and requests on their way may be lost."""
         with self._changed:
             self._asked = 0
             self._changed.notify_all()
 
-    # ------------------------------------------------------- the training thread's side
+    # ------------------------------------------------------- batches
 
     def pop_batch(self) -> Batch | None:
-        """The next batch; None: there is none yet. Raises what the data set raised."""
+        """Remove and return the next batch; None: there is none yet. Raises what the data set raised."""
         with self._changed:
             if self._ready:
                 batch = self._ready.popleft()
@@ -128,12 +129,12 @@ class BatchPrefetcher:
             return None
 
     def commit(self, cursors: Sequence[tuple[int, int]]) -> None:
-        """The step was made."""
+        """Move the cursors: the step was made."""
         with self._changed:
             self._leases.commit(cursors)
 
     def cursors(self) -> list[tuple[int, int]]:
-        """Rows of the report."""
+        """(lease, position) of every lease, for a report."""
         with self._changed:
             return self._leases.cursors()
 
@@ -141,7 +142,7 @@ class BatchPrefetcher:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._thread.join(timeout=5.0)  # a data set that blocks for longer is a daemon's business
+        self._thread.join(timeout=5.0)  # a data set that blocks for longer keeps its daemon thread
 
     # ------------------------------------------------------- the thread
 
@@ -165,9 +166,9 @@ class BatchPrefetcher:
                 block = max(1, self._leases.block_size)
                 missing = max(self._reserve, block) - self._leases.remaining - self._asked * block
                 most = min(_MOST_REQUESTS, _MOST_LEASES - self._leases.unfinished) if self._known else 1
-                room = most - self._asked
-                if missing > 0 and room > 0:
-                    more = min(-(-missing // block), room)
+                free = most - self._asked
+                if missing > 0 and free > 0:
+                    more = min(-(-missing // block), free)
                     self._asked += more
                     self._request(more)
                 if len(self._ready) < _AHEAD:
