@@ -270,6 +270,16 @@ def test_the_contracts_have_the_words_of_the_vocabulary() -> None:
     assert [int(word) for word in first_column("In a cluster") if word.isdecimal()] == ports
 
 
+def test_the_contracts_have_what_programs_are_told() -> None:
+    text = (DOCS / "contracts.md").read_text(encoding="utf-8")
+    worker = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "worker").rglob("*.py"))
+    variables = set(re.findall(r"\bDILOCO_[A-Z]+(?:_[A-Z]+)*\b", worker))
+    assert variables and variables == set(re.findall(r"\bDILOCO_[A-Z]+(?:_[A-Z]+)*\b", section(text, "Workers")))
+    syncer = (ROOT / "syncer/diloco_syncer/__main__.py").read_text(encoding="utf-8")
+    flags = set(re.findall(r"add_argument\(\s*\"(--[a-z-]+)\"", syncer))
+    assert flags and flags == set(re.findall(r"--[a-z-]+", section(text, "The syncer").split("```")[1]))
+
+
 def test_every_decision_is_in_the_index() -> None:
     folder = DOCS / "decisions"
     index = (folder / "README.md").read_text(encoding="utf-8")
