@@ -1,22 +1,33 @@
-"""Putting the operator together, and its life from start to stop."""
+"""Putting the operator together, and its life from start to stop.
+
+Theory of operation. kopf runs the operator: its startup handler starts the parts (informer, work queue, root key,
+permissions), its cleanup handler ends them, and its events of DiLoCoJobs wake their reconciles. kopf ends when its
+watch fails for good, for example because the CRD was deleted. Then the parts end too, and all of it begins again,
+after a backoff, once the API server has our kind. The pages for probes are served all the time.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import random
 import signal
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
+import kopf
+
+from diloco_operator.handlers import make_registry, make_settings
 from diloco_operator.health import Health
 from diloco_operator.informer.cache import Cache
-from diloco_operator.informer.census import Census
-from diloco_operator.informer.reflector import Stream, Watches
+from diloco_operator.informer.job_events import JobEvents
+from diloco_operator.informer.reflector import Informer, Reflector
 from diloco_operator.kube.api import Api
 from diloco_operator.kube.errors import ApiError
-from diloco_operator.kube.kinds import NODE
+from diloco_operator.kube.kinds import JOB, LABELLED
 from diloco_operator.kube.permissions import Permissions
 from diloco_operator.logs import about
 from diloco_operator.metrics import PHASES, Metrics
@@ -33,6 +44,11 @@ from diloco_protocol.common.http_server import AddressError
 log = logging.getLogger(__name__)
 
 STOP_SECONDS = 10.0
+LONGEST_BACKOFF = 30.0
+_CRD_HINT = (
+    f"the API server does not know DiLoCoJobs ({JOB.api_version}): install the CRD "
+    "(`kubectl apply -f manifests/crd.yaml`, or the chart with crds.install=true); waiting for it"
+)
 
 
 class Operator:
@@ -43,15 +59,16 @@ class Operator:
         self.settings = settings
         self.metrics = metrics = Metrics()
         self.cache = cache = Cache()
+        streams = (len(LABELLED) + 1) * max(1, len(settings.watch_namespaces))
         self.api = api = Api(
-            config, settings.api_threads, settings.api_timeout_seconds, metrics.request, self._recovered
+            config, settings.api_threads, settings.api_timeout_seconds, metrics.request, self._recovered, streams
         )
         self.keys = KeyFinder(api, Path(settings.key_file), settings.namespace)
         self.permissions = Permissions(api, settings)
         self.asker = Asker(metrics, settings.syncer_calls, settings.syncer_timeout_seconds, self._answered)
-        self.census = Census(api, cache, self._wake_all)
-        self.watches = Watches(
-            settings, config, api, cache, metrics, self._from_thread(self._wake_all), self._from_thread(self._listed)
+        self.job_events = JobEvents(api, cache, self._wake_all)
+        self.informer = Informer(
+            settings, api, cache, metrics, self._from_thread(self._wake_all), self._from_thread(self._stream_changed)
         )
         self.reconciler = Reconciler(
             settings,
@@ -62,42 +79,107 @@ class Operator:
             self.permissions,
             EventWriter(api, socket.gethostname()),
             metrics,
-            self._nodes_are_read,
+            self.informer.nodes_are_read,
+            self.job_events.confirm,
             plan,
         )
         self.queue = WorkQueue(self.reconciler.turn, settings.workers, self._failed)
-        self.health = Health(api, self.watches, self.census, self.queue, self.keys, metrics)
+        self.health = Health(api, self.informer, self.job_events, self.queue, self.keys, metrics)
         metrics.before = self._gauges
+        self._parts: asyncio.Task[None] | None = None
+        self._failure: BaseException | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Work until ``stop``. Raises OSError or AddressError if it cannot listen."""
+        """Work until ``stop``. Raises OSError or AddressError if it cannot listen, and what a part failed of."""
         await self.health.start(self.settings.http)
+        checks = asyncio.create_task(self.health.run(), name="health")
         try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(doing, name=name)
-                    for name, doing in (
-                        ("watches", self.watches.run()),
-                        ("root key", self.keys.run()),
-                        ("permissions", self.permissions.run()),
-                        ("health", self.health.run()),
-                        ("queue", self._work()),
-                    )
-                ]
-                await stop.wait()
-                log.info("stopping; training goes on without the operator")
-                for task in tasks:
-                    task.cancel()
+            await self._run_kopf_again_and_again(stop)
         finally:
+            checks.cancel()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STOP_SECONDS):
-                    await self.census.close()
                     await self.asker.close()
                     await self.health.stop()
             self.api.close()
+        if self._failure is not None:
+            raise self._failure
 
-    async def _work(self) -> None:
-        while not all(self.census.in_step(stream) for stream in self.watches.streams.values()):
+    async def _run_kopf_again_and_again(self, stop: asyncio.Event) -> None:
+        backoff = 1.0
+        while await self._wait_for_crd(stop):
+            began = time.monotonic()
+            try:
+                await self._run_kopf(stop)
+                stop.set()  # it ends so when told to: by the signal that it took, or by ``stop``
+            except Exception as error:
+                if stop.is_set():
+                    return
+                self.metrics.watch_restarts.labels("all").inc()
+                backoff = 1.0 if time.monotonic() - began > 60 else min(2 * backoff, LONGEST_BACKOFF)
+                reason = f"{type(error).__name__}: {error}"
+                log.warning("kopf ended (%s); it begins again in %.0f s", reason, backoff)
+                await _sleep(stop, backoff)
+
+    async def _run_kopf(self, stop: asyncio.Event) -> None:
+        """kopf, and within its life the parts. Raises what kopf ends with, which may be anything."""
+        namespaces = self.settings.watch_namespaces
+        await kopf.operator(
+            registry=make_registry(self.api, lambda: self._begin(stop), self._end, self.job_events.handle),
+            settings=make_settings(self.settings),
+            standalone=True,
+            stop_flag=stop,
+            clusterwide=not namespaces,
+            namespaces=namespaces,
+        )
+
+    async def _wait_for_crd(self, stop: asyncio.Event) -> bool:
+        """Wait until the API server has DiLoCoJobs; False: told to stop."""
+        wait, said = 1.0, ""
+        while not stop.is_set():
+            try:
+                found = JOB.plural in await self.api.resources(JOB.group, JOB.version)
+                problem = "" if found else _CRD_HINT
+            except ApiError as error:
+                found, problem = False, f"{error}; trying again"
+            self.health.crd_missing = problem == _CRD_HINT
+            if found:
+                if said:
+                    log.info("the API server has DiLoCoJobs now; watching")
+                return True
+            if problem != said or wait >= LONGEST_BACKOFF:
+                log.warning("%s", problem)
+                said = problem
+            await _sleep(stop, wait)
+            wait = min(2 * wait, LONGEST_BACKOFF if self.health.crd_missing else 10.0)
+        return False
+
+    # ------------------------------------------------------------------ the parts, within kopf's life
+
+    def _begin(self, stop: asyncio.Event) -> None:
+        self.job_events.start()
+        self._parts = asyncio.create_task(self._run_parts(stop), name="parts")
+
+    async def _run_parts(self, stop: asyncio.Event) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self.informer.run(), name="informer")
+                group.create_task(self.job_events.run(), name="job events")
+                group.create_task(self.keys.run(), name="root key")
+                group.create_task(self.permissions.run(), name="permissions")
+                group.create_task(self._reconcile(), name="reconciles")
+        except Exception as error:
+            self._failure = error
+            stop.set()
+
+    async def _end(self) -> None:
+        if self._parts is not None:
+            log.info("stopping; training goes on without the operator")
+            self._parts.cancel()
+            await asyncio.wait([self._parts], timeout=STOP_SECONDS)
+
+    async def _reconcile(self) -> None:
+        while not self.informer.in_step():
             await asyncio.sleep(0.1)
         counts = ", ".join(f"{n} {kind}s" for kind, n in sorted(self.cache.count().items()))
         log.info("all watches are in step: %s", counts or "nothing is there yet")
@@ -105,10 +187,9 @@ class Operator:
 
     # ------------------------------------------------------------------ between the parts
 
-    def _listed(self, stream: Stream) -> None:
+    def _stream_changed(self, stream: Reflector) -> None:
         if stream.denied is not None:
             self.permissions.doubt()
-        self.census.listed(stream)
 
     def _answered(self, key: Key) -> None:
         self.queue.add(key)
@@ -122,15 +203,11 @@ class Operator:
             self.queue.add(key)
 
     def _from_thread(self, call: Any) -> Any:
-        def safely(argument: set[Key] | Stream) -> None:
+        def safely(argument: set[Key] | Reflector) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the program ends
                 self._loop.call_soon_threadsafe(call, argument)
 
         return safely
-
-    def _nodes_are_read(self) -> bool:
-        stream = self.watches.streams.get((NODE.plural, None))
-        return stream is not None and stream.denied is None and self.census.in_step(stream)
 
     def _failed(self, key: Key, error: Exception) -> None:
         if isinstance(error, ApiError):
@@ -149,6 +226,13 @@ class Operator:
             metrics.jobs.labels(phase).set(phases.get(phase, 0))
         for kind, count in self.cache.count().items():
             metrics.objects.labels(kind).set(count)
+
+
+async def _sleep(stop: asyncio.Event, seconds: float) -> None:
+    """Wait about so long, or until told to stop."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds * random.uniform(0.7, 1.0)):
+            await stop.wait()
 
 
 async def run(settings: Settings, config: Any) -> int:

@@ -12,10 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 
-from diloco_operator.informer.census import Census
-from diloco_operator.informer.reflector import Stream, Watches
+from diloco_operator.informer.job_events import JobEvents
+from diloco_operator.informer.reflector import Informer, Reflector
 from diloco_operator.kube.api import Api
 from diloco_operator.kube.errors import ApiError
 from diloco_operator.metrics import Metrics
@@ -33,23 +32,16 @@ class Health:
     """Serves ``/healthz``, ``/readyz`` and ``/metrics``."""
 
     def __init__(
-        self,
-        api: Api,
-        watches: Watches,
-        census: Census,
-        queue: WorkQueue,
-        keys: KeyFinder,
-        metrics: Metrics,
-        stopping: Callable[[], bool] = lambda: False,
+        self, api: Api, informer: Informer, job_events: JobEvents, queue: WorkQueue, keys: KeyFinder, metrics: Metrics
     ) -> None:
         self._api = api
-        self._watches = watches
-        self._census = census
+        self._informer = informer
+        self._job_events = job_events
         self._queue = queue
         self._keys = keys
         self._metrics = metrics
-        self._stopping = stopping
-        self._silent: list[Stream] = []  # streams that were silent though the API server answered
+        self.crd_missing = True
+        self._silent: list[Reflector] = []  # streams that were silent though the API server answered
         self._server = HttpServer(self.pages())
 
     def pages(self) -> dict[str, Page]:
@@ -72,7 +64,7 @@ class Health:
         """Look after the streams until cancelled."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            silent = [stream for stream in self._watches.silent(time.monotonic()) if stream.denied is None]
+            silent = self._informer.dead(time.monotonic())
             self._silent = silent if silent and await self._api_answers() else []
             for stream in self._silent:
                 log.error(
@@ -94,16 +86,16 @@ class Health:
         if self._silent:
             names = ", ".join(stream.kind.plural for stream in self._silent)
             return f"watches are silent though the API server answers: {names}"
+        if self._job_events.dead:
+            return "kopf does not bring the changes of DiLoCoJobs that the API server has"
         return ""
 
     def not_ready(self) -> str:
         """Why the operator is not ready; empty: it is."""
-        if self._watches.crd_missing:
+        if self.crd_missing:
             return "the API server does not know DiLoCoJobs: install the CRD, or see the log"
         behind = [
-            f"{stream.kind.plural} {stream.where()}"
-            for stream in self._watches.streams.values()
-            if not self._census.in_step(stream)
+            f"{stream.kind.plural} {stream.where()}" for stream in self._informer.streams.values() if not stream.in_step
         ]
         if behind:
             return f"reading for the first time: {', '.join(behind)}"

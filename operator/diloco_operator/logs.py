@@ -2,7 +2,7 @@
 
 ``about(job)`` gives the ``extra`` of a log call. Other programs' loggers are heard from warnings
 on, kopf's only with level DEBUG: of an API server that is away it fills pages, and what
-matters of that is told in one line by reflector.py.
+matters of that is logged in one line by kube/api.py and app.py.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def about(key: Key) -> dict[str, str]:
 
 
 class _Known(logging.Filter):
-    """Without what kopf says of attempts and of its own ends: reflector.py tells that in one line."""
+    """Without what kopf says of attempts and of its own ends: kube/api.py and app.py log that in one line."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.name.startswith("kopf"):

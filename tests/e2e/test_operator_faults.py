@@ -172,7 +172,7 @@ def test_a_token_that_is_refused_is_tried_with_patience(
         until("refused", refused, 40)
         before = refused()
         time.sleep(10)
-        assert refused() - before < 10 * len(operator.operator.watches.streams)  # type: ignore[union-attr]
+        assert refused() - before < 10 * len(operator.operator.informer.streams)  # type: ignore[union-attr]
         assert operator.page("/healthz")[0] == 200
     said = [r.message for r in caplog.records if "refuses the operator's token" in r.message]
     assert len(said) == 1

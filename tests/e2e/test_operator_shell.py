@@ -111,7 +111,7 @@ def test_an_operator_that_starts_again_writes_nothing(kube: Cluster, operate: Ca
         until("looked at", lambda: len(wants.observed) == 5, 10)
         time.sleep(7)
         sent = operator.since({})
-    # 1 Gi for 1024 Mi and the like are known; only lists that the watches and the census make are left.
+    # 1 Gi for 1024 Mi and the like are known; only lists that the watches make are left.
     assert {verb for verb, _, _ in sent} <= {"list"}, sent
     again = json.loads(kube.kubectl("get", "sts,svc,cm,pdb,dj", "-o", "json"))["items"]
     assert versions == {(i["kind"], i["metadata"]["name"]): i["metadata"]["resourceVersion"] for i in again}
@@ -161,7 +161,7 @@ def test_with_the_real_plan_too_a_restart_writes_nothing(kube: Cluster, operate:
         sent, after = operator.since({}), versions()
         for name in ("real-0", "real-1", "real-2"):
             kube.kubectl("delete", "dj", name, "--timeout=40s")
-    # Lists of the watches and the census; and each job's Secrets, of which nobody can tell without a pod.
+    # Lists of the watches; and each job's Secrets, of which nobody can tell without a pod.
     assert {key for key in sent if key[0] != "list"} <= {("create", "secrets", "409")}, sent
     assert sent.get(("create", "secrets", "409"), 0) <= 6
     assert after == before

@@ -1,13 +1,11 @@
-"""What the watches have told: the objects of jobs, kept small.
+"""The objects of jobs, as the informer and kopf told of them, kept small.
 
-Theory of operation. The watches (reflector.py) put every object in, from a thread of their
-own; a reconcile takes out what belongs to its job. Of each object only what a plan can
-depend on is kept, as compressed JSON: thousands of pods as Python dicts would be hundreds
-of megabytes. An object is only replaced by a newer one of the same UID, so that an answer
-to a write of ours, put in at once, is not undone by a watch that comes after it.
+Theory of operation. The informer's threads (reflector.py) and kopf's events (job_events.py) put every object in; a
+reconcile takes out what belongs to its job. Of each object only what a plan can depend on is kept, as compressed
+JSON: thousands of pods as Python dicts would be hundreds of megabytes.
 
-After a watch had to list anew, nobody tells what was deleted meanwhile; ``prune`` compares
-with a list of what there is.
+An object is only replaced by a newer one of the same UID. So the answer to a write of ours, put in at once, is not
+undone by a watch that comes after it.
 """
 
 from __future__ import annotations
@@ -132,7 +130,7 @@ class Cache:
         self._objects: dict[str, dict[Key, Entry]] = {}  # by kind; Key: the object's namespace and name
         self._of_job: dict[Key, set[tuple[str, str]]] = {}  # job -> kind and name of its objects
 
-    # ------------------------------------------------------------------ what watches do
+    # ------------------------------------------------------------------ what is told
 
     def put(self, kind: Kind, obj: Object) -> set[Key]:
         """An object as it is now; returns the jobs for which that is news."""
@@ -161,27 +159,7 @@ class Cache:
         with self._lock:
             return self._drop(kind, (namespace, name), uid)
 
-    def prune(self, kind: Kind, before: Mapping[Key, str], found: Mapping[Key, tuple[str, str]]) -> set[Key]:
-        """Forget what was here ``before`` a list was asked for (``keys``) and is not in it (``found``:
-        uid and version by namespace and name). Returns the jobs for which that is news."""
-        news: set[Key] = set()
-        with self._lock:
-            for key, uid in before.items():
-                if key not in found or found[key][0] != uid:
-                    news |= self._drop(kind, key, uid)
-        return news
-
-    def missing(self, kind: Kind, found: Mapping[Key, tuple[str, str]]) -> list[Key]:
-        """What of a list is not here, or here in an older version."""
-        with self._lock:
-            have = self._objects.get(kind.name, {})
-            return [
-                key
-                for key, (_, version) in found.items()
-                if (entry := have.get(key)) is None or not older(version, entry.version)
-            ]
-
-    def keys(self, kind: Kind, namespace: str | None = None) -> dict[Key, str]:
+    def uids(self, kind: Kind, namespace: str | None = None) -> dict[Key, str]:
         """Namespace and name -> UID of all objects of a kind; ``namespace`` None: of all."""
         with self._lock:
             return {

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from diloco_operator.kube.client import APPLY_PATCH, MERGE_PATCH, METADATA_LIST, PAGE, Client
+from diloco_operator.kube.client import APPLY_PATCH, MERGE_PATCH, Client
 from diloco_operator.kube.errors import ApiError
 from diloco_operator.kube.kinds import ACCESS_REVIEW, EVENT, Kind
 from diloco_operator.model import Object
@@ -127,21 +127,6 @@ class Api:
             if error.status == 404:
                 return None
             raise
-
-    async def list_versions(
-        self, kind: Kind, namespace: str | None, selector: str = ""
-    ) -> dict[tuple[str, str], tuple[str, str]]:
-        """(namespace, name) -> (uid, resourceVersion) of all objects. Raises ApiError."""
-        found: dict[tuple[str, str], tuple[str, str]] = {}
-        query = {"limit": str(PAGE)} | ({"labelSelector": selector} if selector else {})
-        while True:
-            answer = await self._ask("list", kind, "GET", kind.path(namespace), query, accept=METADATA_LIST)
-            for item in answer.get("items") or ():
-                meta = item["metadata"]
-                found[meta.get("namespace", ""), meta["name"]] = meta["uid"], meta["resourceVersion"]
-            query["continue"] = (answer.get("metadata") or {}).get("continue") or ""
-            if not query["continue"]:
-                return found
 
     async def warnings(self, namespace: str, selector: str = "", limit: int = 500) -> tuple[list[Object], bool]:
         """Kubernetes Events of a namespace that are not Normal (``selector``: and that these fields select),

@@ -168,12 +168,18 @@ class Client:
             reply.release_conn() if reply.closed else reply.close()
 
     def pages(
-        self, path: str, query: Mapping[str, Any] | None = None, *, accept: str = "application/json", page: int = PAGE
+        self,
+        path: str,
+        query: Mapping[str, Any] | None = None,
+        *,
+        accept: str = "application/json",
+        page: int = PAGE,
+        seconds: float = 30.0,
     ) -> Iterator[Object]:
         """A collection, a page (the list's whole document) at a time. Raises ApiError."""
         query = {**(query or {}), "limit": page}
         while True:
-            document = self.request("GET", path, query, accept=accept)
+            document = self.request("GET", path, query, accept=accept, seconds=seconds)
             yield document
             query["continue"] = (document.get("metadata") or {}).get("continue")
             if not query["continue"]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +41,7 @@ from diloco_operator.model import (
     Ref,
 )
 from diloco_operator.plan import plan as planning
-from diloco_operator.reconcile.apply import Applied, Applier, explained
+from diloco_operator.reconcile.apply import Applied, Applier, explained, ref_of
 from diloco_operator.reconcile.event_reader import EventReader, waiting
 from diloco_operator.reconcile.event_recorder import EventWriter
 from diloco_operator.reconcile.job_secrets import manifest as secret_manifest
@@ -78,7 +78,10 @@ class Record:
 
 
 class Reconciler:
-    """Turns jobs. ``nodes_are_read``: whether nodes are in the cache, and all of them."""
+    """Turns jobs.
+
+    ``nodes_are_read``: whether nodes are in the cache, and all of them. ``confirm``: whether a job is still there.
+    """
 
     def __init__(
         self,
@@ -91,6 +94,7 @@ class Reconciler:
         events: EventWriter,
         metrics: Metrics,
         nodes_are_read: Callable[[], bool],
+        confirm: Callable[[Key], Awaitable[bool]],
         plan: PlanFunction = planning.plan,
     ) -> None:
         self._settings = settings
@@ -102,6 +106,7 @@ class Reconciler:
         self._events = events
         self._metrics = metrics
         self._nodes_are_read = nodes_are_read
+        self._confirm = confirm
         self._plan = plan
         self._applier = Applier(api, cache)
         self._event_reader = EventReader(api)
@@ -154,6 +159,9 @@ class Reconciler:
             report=report,
         )
         plan = self._plan(observed, record.memory, self._settings.plan())
+        missing = any(ref_of(manifest) not in seen.objects for manifest in plan.apply)
+        if missing and not await self._still_there(key, uid):
+            return AT_ONCE_SECONDS
         record.events = [*record.events, *plan.events][-MAX_EVENTS:]
         record.status.planned(plan.status)
         self._count(record, plan.status)
@@ -173,6 +181,13 @@ class Reconciler:
             log.warning("%s %s: %s", apply_error.ref.kind, apply_error.ref.name, apply_error.message, extra=about(key))
         record.apply_errors = apply_errors
         return AT_ONCE_SECONDS if changed else min(plan.wake_in, self._settings.resync_seconds)
+
+    async def _still_there(self, key: Key, uid: str) -> bool:
+        """Whether the job is there, so that objects may be made for it. kopf does not tell of every deletion."""
+        if not await self._confirm(key):
+            return False
+        job = self._cache.get(JOB, *key)
+        return job is not None and job["metadata"]["uid"] == uid
 
     # ------------------------------------------------------------------ carrying out, in the plan's order
 

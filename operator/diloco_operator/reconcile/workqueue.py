@@ -107,8 +107,9 @@ class WorkQueue:
         self._running_since = self._clock()
         try:
             while True:
+                async with self._free:  # a place is free; the turn takes it, at once
+                    key = await self._next()
                 await self._free.acquire()
-                key = await self._next()
                 task = asyncio.create_task(self._work(key), name=f"turn {key[0]}/{key[1]}")
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
@@ -160,6 +161,7 @@ class WorkQueue:
                 again = await self._turn(key)
             state.failures = 0
         except asyncio.CancelledError:
+            state.due = None  # it has no place in the heap
             raise
         except Exception as error:
             state.failures += 1

@@ -87,22 +87,6 @@ def test_what_is_dropped_is_news_once_and_only_the_object_that_was_meant() -> No
     assert cache.of_job(KEY) == ({}, ())
 
 
-def test_a_list_tells_what_was_deleted_unseen_and_what_has_not_come() -> None:
-    cache = Cache()
-    cache.put(POD, pod("stays", 1, "j"))
-    cache.put(POD, pod("gone", 2, "k"))
-    cache.put(POD, pod("reborn", 3, "l"))
-    before = cache.keys(POD)
-    cache.put(POD, pod("young", 9, "m"))  # came after the list was asked for, and is not in it
-    found = {("n", "stays"): ("uid-stays", "5"), ("n", "reborn"): ("second", "6"), ("n", "new"): ("u", "7")}
-    assert cache.missing(POD, found) == [("n", "stays"), ("n", "reborn"), ("n", "new")]
-    assert cache.prune(POD, before, found) == {("n", "k"), ("n", "l")}
-    assert set(cache.keys(POD)) == {("n", "stays"), ("n", "young")}
-    cache.put(POD, pod("stays", 5, "j"))
-    cache.put(POD, {**pod("reborn", 8, "l"), "metadata": {**pod("reborn", 8, "l")["metadata"], "uid": "second"}})
-    assert cache.missing(POD, found) == [("n", "new")]
-
-
 def test_heartbeats_of_a_node_are_no_news_and_its_loss_is_for_those_on_it() -> None:
     cache = Cache()
     cache.put(NODE, node("node-1", 1))
