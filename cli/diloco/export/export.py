@@ -83,10 +83,10 @@ def read_model(store: Store, job: str) -> tuple[dict[str, NDArray[Any]], list[in
     Raises ExportFailed, and what the store raises for damaged objects.
     """
     from diloco_syncer.store.base import ObjectNotFound
-    from diloco_syncer.store.restore import Reader, StoreUnusable
+    from diloco_syncer.store.restore import StoreReader, StoreUnusable
 
     for last in [False] * (TRIES - 1) + [True]:
-        reader = Reader(store, job)
+        reader = StoreReader(store, job)
         try:
             layout = reader.layout()
             if layout is None or reader.initial is None:

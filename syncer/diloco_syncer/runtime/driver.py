@@ -31,7 +31,7 @@ from diloco_protocol.vocabulary import SyncerExit
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.core import Core
 from diloco_syncer.store.base import HigherEpoch
-from diloco_syncer.store.checkpoint import TakeOver
+from diloco_syncer.store.checkpoint import RecordMadeMeanwhile
 from diloco_syncer.store.restore import StoreUnusable
 from diloco_syncer.store.tape import TapeError
 
@@ -150,7 +150,7 @@ class Driver:
     def _stop_by(self, error: BaseException) -> None:
         if isinstance(error, HigherEpoch):
             self.stop(SyncerExit.SUPERSEDED, str(error))
-        elif isinstance(error, TakeOver):
+        elif isinstance(error, RecordMadeMeanwhile):
             self.stop(RESTART, str(error))
         elif isinstance(error, OSError | StoreUnusable | TapeError):
             self.stop(SyncerExit.STORE, f"the store cannot be used: {error}")

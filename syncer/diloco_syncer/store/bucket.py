@@ -1,23 +1,22 @@
-"""A store in a bucket: S3 and what speaks its protocol; by the same client also gs:// and az://.
+"""A store in a bucket: S3 and services that speak its protocol, and by the same client gs:// and az://.
 
-The client is obstore, which has no dependencies and its own threads; calls release the GIL and
-block. It must not be used on both sides of a fork, and the syncer forks nothing.
+The client is obstore, which has no dependencies and threads of its own; its calls release the GIL and block.
+It must not be used on both sides of a fork, and the syncer never forks.
 
-``create`` is a put with ``If-None-Match: *``. The client repeats a put whose answer was lost, and
-then hears that the name exists: whoever gets ``ObjectExists`` looks whether what is there is its own.
-Objects are put in one request, never in parts: an
-upload in parts that breaks off stays in the bucket, unseen and paid for. So an object has at most
-5 GiB on S3.
+``create`` is a put with ``If-None-Match: *``. If the answer to a put is lost the client repeats it, and then
+is told that the name exists. So every caller that gets ``ObjectExists`` checks whether what is there is its
+own. Objects are put in one request, never in parts: an upload in parts that breaks off stays in the bucket,
+unseen and paid for. So an object has at most 5 GiB on S3.
 
-**Bounds.** A request that moves little may take ``QUICK_SECONDS``, another ``BULK_SECONDS``; one
-that may safely be repeated is tried again for up to ``RETRY_SECONDS``. What then still fails is an
-``OSError``, and whoever called waits and tries again (``Durability.run_write``). An object that is read may
-pause for ``READ_SECONDS``. A put has no such bound: the client's also runs while a request's body is sent,
+**Bounds.** A request that moves little may take ``QUICK_SECONDS``, another ``BULK_SECONDS``. A request that may
+safely be repeated is tried again for up to ``RETRY_SECONDS``. What then still fails is an ``OSError``, and the
+caller waits and tries again (``Durability.run_write``). An object that is being read may pause for
+``READ_SECONDS``. A put has no such bound: the client's bound would also run while the request's body is sent,
 during which nothing can come back.
 
-**What an error says** is put together here from the status, the service's error code and the kind
-of failure. The client's own text is never shown: it holds the service's answer, which to a wrong
-signature is the whole request with its session token.
+**Error texts** are put together here from the status, the service's error code and the kind of failure. The
+client's own text is never shown: it contains the service's answer, which to a wrong signature is the whole
+request with its session token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the syncer keeps in its store, how it is written and how it is found again.
+"""The objects that the syncer keeps in its store: how they are written, and restored at a start.
 
 Names in the store::
 
@@ -14,12 +14,12 @@ Names in the store::
     discarded/...                   what a restart could not use, kept for people
     tape.jsonl                      the event tape (tape.py)
 
-A restart (restore.py) takes the newest state that is valid, and on top of it, per
-fragment, the records after it without a gap. If the newest state is damaged the one before it
-serves, and the checkpoints' after that; records are kept from the older of the
-two newest states on, so that nothing is lost by one damaged state. If a newest
-record is damaged its fragment goes back one version, loudly. A store in which
-nothing fits is refused: never is a job begun anew over what could not be read.
+A restart (restore.py) takes the newest valid state, and on top of it, per fragment, the records after it
+without a gap. If the newest state is damaged the one before it serves, and then those of checkpoints.
+Records are kept from the older of the two newest states on, so one damaged state loses nothing.
+
+If a newest record is damaged its fragment goes back one version, and the log says so. A store in which
+nothing fits together is refused: a job is never begun anew over what could not be read.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from diloco_syncer.store.base import HigherEpoch, ObjectExists, ObjectNotFound, 
 from diloco_syncer.store.documents import pack_document, read_document
 from diloco_syncer.store.epochs import Epoch
 from diloco_syncer.store.records import Array, Damaged, MergeRecord, parse_record_name, record_name
-from diloco_syncer.store.restore import Reader, StoreUnusable
+from diloco_syncer.store.restore import StoreReader, StoreUnusable
 
 STATES_KEPT = 2
 REPORT = "report.json"
 MAX_REPORT = 64 << 20
 
 
-class TakeOver(Exception):
-    """A record that we wanted to make was made by a predecessor meanwhile; start over from the store."""
+class RecordMadeMeanwhile(Exception):
+    """A predecessor has made the record that was to be made here; begin again from the store."""
 
 
 # ------------------------------------------------------------------ what is restored
@@ -57,7 +57,7 @@ class TakeOver(Exception):
 
 @dataclass(slots=True)
 class SpooledOffer:
-    """An offer as it came: its header, encoded bytes and the norm of what they decode to."""
+    """An offer as it was received: its header, encoded bytes (uint8), and the L2 norm of the decoded values."""
 
     header: PushHeader
     encoded: Array
@@ -100,7 +100,7 @@ class Checkpoints:
 
     def __init__(self, store: Store, epoch: Epoch, job: str, keep: int) -> None:
         self.store = store
-        self.reader = Reader(store, job)
+        self.reader = StoreReader(store, job)
         self.epoch = epoch
         self.job = job
         self.keep = max(1, keep)
@@ -151,7 +151,7 @@ class Checkpoints:
     # ------------------------------------------------------------- records
 
     def write_record(self, record: MergeRecord) -> None:
-        """Make a merge durable, exclusively. Raises ``HigherEpoch``, ``TakeOver``, OSError."""
+        """Make a merge durable, exclusively. Raises ``HigherEpoch``, ``RecordMadeMeanwhile``, OSError."""
         self.epoch.check()
         name = record_name(record.fragment, record.version)
         parts = record.pack()
@@ -168,14 +168,14 @@ class Checkpoints:
                 if found.epoch > record.epoch:
                     raise HigherEpoch(f"{name} was made in epoch {found.epoch}; this syncer stops") from None
                 if found.epoch < record.epoch:
-                    raise TakeOver(f"{name} was made in epoch {found.epoch} meanwhile") from None
+                    raise RecordMadeMeanwhile(f"{name} was made in epoch {found.epoch} meanwhile") from None
                 if found.digest != record.digest:
                     raise StoreUnusable(f"{name} was made twice in epoch {record.epoch}, differently") from None
                 break  # a put whose answer was lost
         self.epoch.check()
 
     def _set_aside(self, name: str) -> None:
-        """Move what cannot be used out of the way, but keep it for people."""
+        """Move an object that cannot be used to ``discarded/``, where people find it."""
         try:
             data = self.store.read(name, records.MAX_FILE)
         except ObjectNotFound:
@@ -256,7 +256,7 @@ class Checkpoints:
     # ------------------------------------------------------------- garbage
 
     def collect(self, optimizer: str) -> int:
-        """Remove what no restart needs any more; returns how many objects. Flush the tape before."""
+        """Remove objects that no restart needs any more; returns how many. The tape must be flushed before."""
         manifests = self.store.list("manifests")
         kept_manifests: list[dict[str, Any]] = []
         doomed = manifests[: -self.keep] if len(manifests) > self.keep else []
@@ -294,7 +294,7 @@ class Checkpoints:
     # ------------------------------------------------------------- restart
 
     def load(self) -> Restored:
-        """Everything that a start needs. Raises ``StoreUnusable``, ``FormatRefused``, OSError."""
+        """Read everything that a start needs. Raises ``StoreUnusable``, ``FormatRefused``, OSError."""
         restored = Restored(layout=self.reader.layout())
         if self.reader.initial is not None:
             restored.frozen = self.reader.initial["frozen"]

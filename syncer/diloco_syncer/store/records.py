@@ -56,7 +56,7 @@ class FormatRefused(Exception):
 
 
 def check_format(found: object, name: str) -> None:
-    """``FormatRefused`` unless ``found`` is a format number that is read here."""
+    """Raise ``FormatRefused`` unless ``found`` is a format number that is read here."""
     if found not in READABLE:
         raise FormatRefused(
             f"{name} has format {found!r}; this release reads {', '.join(map(str, READABLE))}: "
@@ -137,8 +137,8 @@ def read_body(store: Store, name: str, kind: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
-    """What a record says of one responder: its push, normalised weight, age, L2 norm of its Δ."""
+class RecordedPush:
+    """A merge record's entry for one responder: its push, normalised weight, age, and the L2 norm of its Δ."""
 
     header: PushHeader
     weight: float
@@ -148,8 +148,11 @@ class Merged:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """Of a version that came from a learner: the version that was the store's newest, the epoch
-    in which the learner held it, and its receipt (receipts.py)."""
+    """Origin of a version that came from a learner.
+
+    ``follows``: the version that was the store's newest; ``epoch``: in which the learner held the version;
+    ``receipt``: of the version (core/recovery/receipts.py).
+    """
 
     follows: int
     epoch: int
@@ -181,7 +184,7 @@ class MergeRecord:
     theta: Floats
     outer: dict[str, Array] = field(default_factory=dict)
     feedback: Floats | None = None
-    responders: tuple[Merged, ...] = ()
+    responders: tuple[RecordedPush, ...] = ()
     number: int = 0
     round: int = 0
     time: float = 0.0  # seconds since 1970
@@ -250,16 +253,16 @@ class MergeRecord:
     def from_body(cls, body: dict[str, Any], theta: Floats) -> MergeRecord:
         """A record without its optimizer state, from the JSON part."""
         responders = tuple(
-            Merged(header_from_json(row["header"]), row["weight"], row["age"], row["norm"])
+            RecordedPush(header_from_json(row["header"]), row["weight"], row["age"], row["norm"])
             for row in body["responders"]
         )
         recovered = Recovered.from_json(body["recovered"]) if "recovered" in body else None
         return cls(**{**body, "responders": responders, "recovered": recovered}, theta=theta)
 
 
-def responders_of(merge: Iterable[Responder], norms: Iterable[float]) -> tuple[Merged, ...]:
+def responders_of(merge: Iterable[Responder], norms: Iterable[float]) -> tuple[RecordedPush, ...]:
     """A merge's responders with their norms, as a record keeps them."""
-    return tuple(Merged(r.header, r.weight, r.age, float(n)) for r, n in zip(merge, norms, strict=True))
+    return tuple(RecordedPush(r.header, r.weight, r.age, float(n)) for r, n in zip(merge, norms, strict=True))
 
 
 def theta_digest(theta: Floats) -> str:

@@ -1,13 +1,12 @@
-"""Reading a store: what is newest in it and fits together. Nothing here writes.
+"""Reads a store: the newest version of everything that fits together. Nothing here writes.
 
-The one way for all who read: a restart (checkpoint.py), which goes on from what is
-found here, and who only wants the model (``diloco export``), beside a syncer that may be
-running. The names are those of checkpoint.py.
+Two readers share it: a restart (checkpoint.py), which goes on from what is found here, and ``diloco export``,
+which only wants the model and may run beside a running syncer. The names of objects are those of checkpoint.py.
 
-The newest valid state says where each fragment was; the records after it say where it
-is. A gap ends them, unless a version from a learner has bridged it. A damaged newest
-record takes its fragment back one version, and a damaged state (or one whose records
-are gone) gives way to the one before it.
+The newest valid state says where each fragment was; the records after it say where it is now. A gap ends
+them, unless the version after the gap came from a learner and says which version it follows. A damaged
+newest record takes its fragment back one version. A damaged state, or one whose records are gone, gives way
+to the state before it.
 """
 
 from __future__ import annotations
@@ -31,8 +30,10 @@ class StoreUnusable(Exception):
 
 @dataclass(slots=True)
 class Chain:
-    """One fragment: its newest usable record, and the records from the state's version to it,
-    without arrays. ``unusable``: versions above, which ``why`` explains."""
+    """One fragment's newest usable record, and the records from the state's version to it, without arrays.
+
+    ``unusable``: the versions above, which ``why`` explains.
+    """
 
     newest: MergeRecord
     newer: list[MergeRecord]
@@ -41,9 +42,11 @@ class Chain:
 
 
 @dataclass(slots=True)
-class Found:
-    """A store's newest state: its name, the core's document, the versions at it, and each fragment's
-    chain. ``name`` empty: there is version 0 (or nothing) and no state yet."""
+class FoundState:
+    """A store's newest state: its name, the core's document, the versions at it, and each fragment's chain.
+
+    ``name`` empty: there is version 0 (or nothing) and no state yet.
+    """
 
     name: str = ""
     core: dict[str, Any] | None = None
@@ -52,7 +55,7 @@ class Found:
     problems: list[str] = field(default_factory=list)
 
 
-class Reader:
+class StoreReader:
     """Reads one job's store. All methods block."""
 
     def __init__(self, store: Store, job: str) -> None:
@@ -89,20 +92,20 @@ class Reader:
         return record
 
     def header(self, fragment: int, version: int) -> MergeRecord:
-        """The same without arrays, which are not verified."""
+        """One version's record without its arrays, which are not verified. Raises ``ObjectNotFound``, ``Damaged``."""
         body = records.read_body(self.store, record_name(fragment, version), "merge")
         return MergeRecord.from_body(body, np.empty(0, np.float32))
 
     def merges(self) -> Iterator[tuple[int, int]]:
-        """(fragment, version) of every record that is there."""
+        """(fragment, version) of every merge record in the store."""
         for name in self.store.list("records"):
             parsed = parse_record_name(name)
             if parsed:
                 yield parsed
 
-    def newest(self, layout: Layout | None) -> Found:
-        """What is to be gone on from. Raises ``StoreUnusable`` if there are states and none can be used."""
-        found = Found()
+    def newest(self, layout: Layout | None) -> FoundState:
+        """Find the state to continue from. Raises ``StoreUnusable`` if there are states and none can be used."""
+        found = FoundState()
         names = list(reversed(self.store.list("state")))
         for name in names:
             try:
@@ -131,7 +134,7 @@ class Reader:
         return found
 
     def chains(self, versions: Sequence[int]) -> list[Chain]:
-        """Per fragment what follows these versions. Raises ``ObjectNotFound`` or ``Damaged`` if one of
+        """The chain of each fragment from these versions on. Raises ``ObjectNotFound`` or ``Damaged`` if one of
         ``versions`` itself cannot be read."""
         there: dict[int, set[int]] = {}
         for fragment, version in self.merges():

@@ -1,21 +1,19 @@
 """The event tape: one line of JSON per merge, from which a run can be audited.
 
-Each line says when which fragment reached which version out of whose pushes
-(slot, incarnation, sequence, base version, age, tokens, steps, weight, norm), how
-long the round waited and the merge took, the SHA-256 of the result, and in
-``previous`` the SHA-256 of the line before: changing or leaving out a line breaks
-the chain at the next (``verify``).
+Each line says when which fragment reached which version out of which pushes (slot, incarnation, sequence,
+base version, age, tokens, steps, weight, norm), how long the round waited and the merge took, the SHA-256 of
+the result, and in ``previous`` the SHA-256 of the line before. Changing or leaving out a line breaks the
+chain at the next line (``verify``).
 
-Where a store has lost versions, a line ``discarded`` says from which one it goes on, and a line
-``recovered-from-learner`` that a later one came from a learner.
+Where a store has lost versions, a line ``discarded`` says from which version the fragment goes on, and a line
+``recovered-from-learner`` that a later version came from a learner.
 
-The merge's record is the durable thing; its line is written right after it and
-flushed to the device at each checkpoint, before older records are removed. So
-what a crash takes from the tape's end (at worst a line torn in two) is in the
-records, and a restart writes it again (``missing``).
+The merge's record is what is durable. Its line is written right after it, and flushed to the device at each
+checkpoint, before older records are removed. So what a crash takes from the tape's end (at worst a line torn
+in two) is in the records, and a restart writes it again (``missing``).
 
-In a directory the tape is the file ``tape.jsonl``. An object store cannot append:
-there it is a series of objects ``tape/<first line's number>.jsonl``, one per checkpoint.
+In a directory the tape is the file ``tape.jsonl``. A bucket cannot append: there the tape is a series of
+objects ``tape/<first line's number>.jsonl``, one per checkpoint.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ class TapeError(Exception):
 
 
 def line_of(record: MergeRecord) -> dict[str, Any]:
-    """A merge as the tape tells it, without ``previous``. Times in seconds, tokens whole."""
+    """The tape's line for a merge, without ``previous``. Times in seconds, tokens whole."""
     if record.recovered is not None:
         return {
             "format": FORMAT,
@@ -100,7 +98,7 @@ def _digest(raw: bytes) -> str:
 
 
 class Tape:
-    """The tape's end: appends lines, and knows the newest version it tells of each fragment."""
+    """The tape's end: appends lines, and knows each fragment's newest version on the tape."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -117,7 +115,7 @@ class Tape:
             self._count(line, raw)
 
     def _repair(self, path: Path) -> None:
-        """Cut a torn last line off (its record is in the store)."""
+        """Cut off a last line that was torn in two; its record is in the store."""
         if not path.exists():
             return
         with open(path, "r+b") as file:

@@ -19,12 +19,12 @@ from diloco_syncer.core.events import FragmentCounts, PushHeader, ReportCounts
 from diloco_syncer.core.recovery.receipts import SlotRow
 from diloco_syncer.store import records
 from diloco_syncer.store.base import HigherEpoch, Store
-from diloco_syncer.store.checkpoint import Checkpoints, SpooledOffer, StoreUnusable, TakeOver
+from diloco_syncer.store.checkpoint import Checkpoints, RecordMadeMeanwhile, SpooledOffer, StoreUnusable
 from diloco_syncer.store.directory import DirectoryStore
 from diloco_syncer.store.documents import pack_document, unpack_document
 from diloco_syncer.store.epochs import Epoch
-from diloco_syncer.store.records import Damaged, FormatRefused, Merged, MergeRecord, Recovered, record_name
-from diloco_syncer.store.restore import Reader
+from diloco_syncer.store.records import Damaged, FormatRefused, MergeRecord, RecordedPush, Recovered, record_name
+from diloco_syncer.store.restore import StoreReader
 
 LAYOUT = Layout.build([Tensor("w", (100,), "float32", False)], 2)
 FROZEN = safetensors.numpy.save({"embed": np.ones(3, np.float32)})
@@ -49,7 +49,7 @@ def record(fragment: int, version: int, epoch: int = 1, number: int = 0) -> Merg
         digest=records.theta_digest(theta),
         outer={"momentum": rng.standard_normal(n).astype(np.float32), "merges": np.array([version], np.int64)},
         feedback=rng.standard_normal(n).astype(np.float32),
-        responders=(Merged(header(fragment, version), 1.0, 2, 0.25),),
+        responders=(RecordedPush(header(fragment, version), 1.0, 2, 0.25),),
         number=number or 2 * version - 1 + fragment,
         round=4,
         time=1.5e9,
@@ -268,7 +268,7 @@ def test_an_export_is_what_a_restart_goes_on_from_and_changes_nothing(store: Sto
         store.delete(record_name(0, 4))
     folders = ("records", "state", "discarded", "initial")
     before = {name: store.read(name, 1 << 20) for folder in folders for name in store.list(folder)}
-    exported = Reader(store, "j").newest(LAYOUT)
+    exported = StoreReader(store, "j").newest(LAYOUT)
     assert before == {name: store.read(name, 1 << 20) for folder in folders for name in store.list(folder)}
     tensors, found = read_model(store, "j")
     restored = opened(store).load()
@@ -352,7 +352,7 @@ def test_the_record_of_a_predecessor_is_taken_over_and_of_a_successor_obeyed(sto
     new.load()
     name = record_name(0, 1)
     store.create(name, data_of(record(0, 1, old.epoch.number)))  # the old one's, at the last moment
-    with pytest.raises(TakeOver, match=f"{name} was made in epoch {old.epoch.number} meanwhile"):
+    with pytest.raises(RecordMadeMeanwhile, match=f"{name} was made in epoch {old.epoch.number} meanwhile"):
         new.write_record(record(0, 1, new.epoch.number))
     with pytest.raises(HigherEpoch, match="claimed epoch 2"):
         old.write_record(record(1, 1, old.epoch.number))

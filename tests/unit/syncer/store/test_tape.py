@@ -13,7 +13,7 @@ from diloco_syncer.core.events import FragmentCounts, PushHeader, ReportCounts
 from diloco_syncer.store import tape as tapes
 from diloco_syncer.store.base import Store
 from diloco_syncer.store.directory import DirectoryStore
-from diloco_syncer.store.records import Merged, MergeRecord, Recovered, theta_digest
+from diloco_syncer.store.records import MergeRecord, RecordedPush, Recovered, theta_digest
 from diloco_syncer.store.tape import Tape, TapeError
 
 
@@ -27,7 +27,7 @@ def record(fragment: int, version: int) -> MergeRecord:
         fragment,
         version,
         theta,
-        responders=(Merged(header, 1.0, 0, 0.25),),
+        responders=(RecordedPush(header, 1.0, 0, 0.25),),
         number=2 * version - 1 + fragment,
         time=1.5e9,
         digest=theta_digest(theta),
