@@ -204,14 +204,14 @@ def test_links_between_documents_lead_somewhere() -> None:
 
 
 def test_files_that_pages_name_exist() -> None:
-    """A path with a folder is the repository's; a name alone is some file's."""
-    names = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
+    """From the repository's root, or the last part of some file's path."""
+    paths = [f"/{path.relative_to(ROOT)}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
     for page in PAGES:
         for word in re.findall(r"`([\w./-]+)`", prose_of(page)):
             if word.partition("/")[0] in FOLDERS and "/" in word:
                 assert (ROOT / word).exists(), f"{page.name} names {word}, which is not there"
             elif word.endswith(".py"):
-                assert "/" not in word and word in names, f"{page.name} names {word}, which is not there"
+                assert any(path.endswith(f"/{word}") for path in paths), f"{page.name} names {word}, which is not there"
 
 
 def test_functions_that_pages_name_exist() -> None:
