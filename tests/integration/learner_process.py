@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from forked import ForkedProcess, fork
 
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json
@@ -99,11 +99,14 @@ class Syncer:
         document: dict[str, Any] = json.loads((self.folder / "store" / "report.json").read_bytes())
         return document
 
-    def learner(self, ordinal: int, rows: int = 64) -> subprocess.Popen[bytes]:
+    def learner(self, ordinal: int, rows: int = 64) -> ForkedProcess:
         """A learner process (run_learner); its log goes to the syncer's."""
-        command = [sys.executable, __file__, str(rows)]
-        environ = {**os.environ, **self.environ(ordinal=ordinal)}
-        return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=self.log)
+        arguments = [__file__, str(rows), str(self.metrics_file(ordinal))]
+        return fork(arguments, self.environ(ordinal=ordinal), self.folder / "syncer.log")
+
+    def metrics_file(self, ordinal: int) -> Path:
+        """What a learner process that ended well wrote: its metrics."""
+        return self.folder / f"metrics-{ordinal}.json"
 
     def tape(self) -> dict[tuple[int, int], str]:
         """(fragment, version) -> digest of the merged parameters."""
@@ -154,7 +157,7 @@ def one_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: to
     return loss.detach()
 
 
-def run_learner(rows: int) -> None:
+def run_learner(rows: int, metrics: Path) -> None:
     """A learner process of its own, as a user would write it."""
     logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
@@ -164,8 +167,8 @@ def run_learner(rows: int) -> None:
         for batch in learner.batches(Rows(rows)):
             loss = one_step(model, optimizer, batch)
             learner.after_step(tokens=batch.numel(), loss=loss)
-    print(json.dumps(learner.metrics))
+    metrics.write_text(json.dumps(learner.metrics))
 
 
 if __name__ == "__main__":
-    run_learner(int(sys.argv[1]))
+    run_learner(int(sys.argv[1]), Path(sys.argv[2]))

@@ -21,6 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from forked import ForkedProcess, fork
+
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json
 from diloco_protocol.wire.control_auth import make_key
@@ -111,7 +113,7 @@ class Process:
 
     def __init__(self, log: Path) -> None:
         self.log = log
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | ForkedProcess | None = None
 
     def launch(self, command: list[str], env: dict[str, str]) -> None:
         with self.log.open("ab") as log:
@@ -259,7 +261,7 @@ class Pod(Process):
 
     def start(self) -> Pod:
         built_in = json.loads(Path(self.env["DILOCO_JOB_FILE"]).read_text())["spec"]["learners"]["command"] is None
-        self.launch([sys.executable, *(["-m", "diloco_worker"] if built_in else [__file__])], self.env)
+        self.process = fork(["-m", "diloco_worker"] if built_in else [__file__], self.env, self.log)
         return self
 
     def page(self, path: str) -> tuple[int, bytes]:

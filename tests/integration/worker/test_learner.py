@@ -96,11 +96,11 @@ def test_learners_race_and_every_token_is_in_its_column(syncer: Callable[..., Sy
                     observer.refresh()
             versions = observer.current_versions()
             assert observer.complete
-        said = [json.loads(learner.communicate(timeout=20)[0]) for learner in learners]
+        assert [learner.wait(20) for learner in learners] == [0, 0]
+        said = [json.loads(service.metrics_file(ordinal).read_text()) for ordinal in range(2)]
     finally:
         for learner in learners:
             learner.kill()
-    assert [learner.returncode for learner in learners] == [0, 0]
     report = service.last_report()
     assert report["outcome"] == "complete"
     assert [min(versions), max(versions)] == [report["versions"]["min"], report["versions"]["max"]]
@@ -213,7 +213,8 @@ def test_a_replacement_goes_on_with_a_peers_optimizer_state(syncer: Callable[...
         until(lambda: service.status()["slots"][1]["step"] > reached + 20, "its steps", 60)
         for learner in learners:
             learner.terminate()
-        said = [json.loads(learner.communicate(timeout=30)[0]) for learner in learners]
+        assert [learner.wait(30) for learner in learners] == [0, 0]
+        said = [json.loads(service.metrics_file(ordinal).read_text()) for ordinal in range(2)]
     finally:
         for learner in learners:
             learner.kill()
