@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_operator import names
-from diloco_operator.job import seconds, stamp
+from diloco_operator.job import rfc3339, unix_seconds
 from diloco_operator.model import (
     ApplyError,
     ClusterEvent,
@@ -376,7 +376,7 @@ class World:
                 "metadata": {
                     "name": name,
                     "uid": uid,
-                    "creationTimestamp": stamp(self.now),
+                    "creationTimestamp": rfc3339(self.now),
                     "labels": {**template["metadata"]["labels"], **labels},
                 },
                 "spec": spec,
@@ -403,7 +403,7 @@ class World:
             return
         if not pod.terminating:
             grace = pod.obj["spec"].get("terminationGracePeriodSeconds", 30)
-            pod.obj["metadata"]["deletionTimestamp"] = stamp(self.now + grace)
+            pod.obj["metadata"]["deletionTimestamp"] = rfc3339(self.now + grace)
             pod.obj["drained_at"] = self.now + (DRAIN_SECONDS if pod.running else 0.0)
 
     def _remove(self, pod: PodSim) -> None:
@@ -468,11 +468,11 @@ class World:
         pod.generation += 1
         pod.joined = False
         pod.joins_at = self.now + JOIN_SECONDS
-        pod.container["state"] = {"running": {"startedAt": stamp(self.now)}}
+        pod.container["state"] = {"running": {"startedAt": rfc3339(self.now)}}
         status["phase"] = "Running"
 
     def _crash(self, pod: PodSim, code: int) -> None:
-        ended = {"exitCode": code, "reason": "Error", "message": self.last_words, "finishedAt": stamp(self.now)}
+        ended = {"exitCode": code, "reason": "Error", "message": self.last_words, "finishedAt": rfc3339(self.now)}
         pod.container["lastState"] = {"terminated": ended}
         pod.container["state"] = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off"}}
         self._condition(pod, "Ready", False, "")
@@ -643,7 +643,7 @@ class World:
                         {
                             "type": "Ready",
                             "status": "True" if well else "Unknown",
-                            "lastTransitionTime": stamp(self.node_since[name]),
+                            "lastTransitionTime": rfc3339(self.node_since[name]),
                         }
                     ]
                 },
@@ -714,7 +714,7 @@ class World:
                 for p in self.of("learner")
                 if p.region == region
                 and p.terminating
-                and self.now <= seconds(p.obj["metadata"]["deletionTimestamp"]) + 5
+                and self.now <= unix_seconds(p.obj["metadata"]["deletionTimestamp"]) + 5
             ]
             wanted = next(
                 (r["learners"] + r.get("spares", 0) for r in self.job["spec"]["regions"] if r["name"] == region), 0
@@ -754,7 +754,7 @@ class World:
             self.gone = True
 
     def delete_job(self) -> None:
-        self.job["metadata"]["deletionTimestamp"] = stamp(self.now)
+        self.job["metadata"]["deletionTimestamp"] = rfc3339(self.now)
         self.next_turn = self.now
 
     def _apply(self, made: Plan) -> None:

@@ -39,7 +39,7 @@ class Job:
         return self.document.spec
 
 
-def read(obj: Object) -> Job:
+def read_job(obj: Object) -> Job:
     """The job of an API object. Raises nothing for a wrong spec."""
     metadata = obj["metadata"]
     spec = obj.get("spec")
@@ -52,7 +52,7 @@ def read(obj: Object) -> Job:
         generation=int(metadata.get("generation", 1)),
         labels=dict(metadata.get("labels") or {}),
         finalizers=tuple(metadata.get("finalizers") or ()),
-        deleted_at=seconds(deleted) if deleted else None,
+        deleted_at=unix_seconds(deleted) if deleted else None,
         status=dict(obj.get("status") or {}),
         raw_spec=spec if isinstance(spec, dict) else {},
         document=document,
@@ -86,7 +86,7 @@ def _document(name: str, namespace: str, spec: str) -> tuple[DiLoCoJob | None, t
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Placement:
     """What of a job runs on this cluster. ``elsewhere``: a sentence, where nothing does."""
 
     syncer: bool
@@ -98,12 +98,12 @@ class Place:
         return self.syncer or bool(self.regions)
 
 
-def place(spec: JobSpec, cluster: str | None) -> Place:
+def place_job(spec: JobSpec, cluster: str | None) -> Placement:
     """A job that names no cluster is all here; of another, what names this cluster."""
     named = sorted({n for n in [spec.syncer.cluster, *(r.cluster for r in spec.regions)] if n is not None})
     if not named:
-        return Place(True, tuple(spec.regions))
-    here = Place(
+        return Placement(True, tuple(spec.regions))
+    here = Placement(
         syncer=cluster is not None and spec.syncer.cluster == cluster,
         regions=tuple(r for r in spec.regions if cluster is not None and r.cluster == cluster),
     )
@@ -111,16 +111,16 @@ def place(spec: JobSpec, cluster: str | None) -> Place:
         return here
     said = f"the job names {'the cluster ' if len(named) == 1 else 'the clusters '}{', '.join(named)}"
     if cluster is None:
-        return Place(
+        return Placement(
             False,
             (),
             f"{said}, and this cluster's operator has no name: install it with cluster.name, or leave "
             "syncer.cluster and regions[].cluster out if the job is for one cluster",
         )
-    return Place(False, (), f"{said}, and this one is called {cluster}: nothing of the job runs here")
+    return Placement(False, (), f"{said}, and this one is called {cluster}: nothing of the job runs here")
 
 
-def unsupported(spec: JobSpec) -> list[str]:
+def find_unsupported(spec: JobSpec) -> list[str]:
     """What the spec allows and this version of the operator does not do."""
     found = []
     if spec.syncer.shards > 1:
@@ -149,11 +149,11 @@ def digest(value: Any) -> str:
 # ------------------------------------------------------------------ times
 
 
-def seconds(text: str) -> float:
+def unix_seconds(text: str) -> float:
     """RFC 3339 → unix seconds. Raises ValueError."""
     return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
 
 
-def stamp(at: float) -> str:
+def rfc3339(at: float) -> str:
     """Unix seconds → RFC 3339 in whole seconds, as Kubernetes writes them."""
     return datetime.fromtimestamp(int(at), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

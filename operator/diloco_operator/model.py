@@ -1,16 +1,19 @@
-"""What goes into a plan and what comes out: plain data between the walls and the plan.
+"""What goes into a plan and what comes out of it: plain data between the I/O shell and the plan.
 
-Theory of operation. The walls (handlers, observe, apply, control) watch the cluster and
-ask the job's syncer; once per reconcile they freeze what they know into an ``Observed``.
-``plan.plan(observed, memory, settings)`` reads nothing else, decides, and returns a
-``Plan``; the walls carry it out in the order of its fields and keep the ``PlanMemory`` for the
-next turn. All times are wall-clock unix seconds. API objects are the dicts that the API
-server sends (camelCase), never changed in place.
+The shell (informer, reconcile) watches the cluster and asks the job's syncer. Once a turn it
+freezes what it knows into an ``Observed``. ``plan.plan(observed, memory, settings)`` reads
+nothing else, decides, and returns a ``Plan``. The shell carries the plan out in the order of its
+fields, and keeps the ``PlanMemory`` for the next turn.
+
+All times are wall-clock unix seconds. API objects are the dicts that the API server sends
+(camelCase), never changed in place.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any, Literal, NamedTuple
 
 from diloco_protocol.vocabulary import ControlMethod
@@ -32,7 +35,7 @@ class Ref(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ClusterEvent:
-    """A Kubernetes Event about one of the job's objects or pods, seen lately."""
+    """A Kubernetes Event that somebody else sent lately about one of the job's objects or pods."""
 
     kind: str
     name: str
@@ -43,7 +46,7 @@ class ClusterEvent:
 
 @dataclass(frozen=True, slots=True)
 class ApplyError:
-    """What kept the walls from carrying out a part of an earlier plan."""
+    """Why a part of an earlier plan could not be carried out."""
 
     ref: Ref
     # conflict: an object of that name is not the job's; invalid: the API server refuses the
@@ -54,7 +57,7 @@ class ApplyError:
 
 @dataclass(frozen=True, slots=True)
 class ProgramAnswer:
-    """A program's answer to the operator, or why there is none."""
+    """The last answer of the syncer or a learner to the operator, or why there is none."""
 
     document: dict[str, Any] | None  # of the syncer: the status document (docs/contracts.md)
     error: str = ""  # empty, or why there is no document
@@ -79,37 +82,134 @@ class Observed:
     report: dict[str, Any] | None = None  # report.json, once the syncer has said an end
 
 
+class Fact(Enum):
+    """What the plan times: for how long it has been so without a break."""
+
+    SYNCER_NOT_ANSWERING = auto()
+    SYNCER_VOLUME_HELD = auto()  # its pod waits for a ReadWriteOncePod claim that another pod has
+    JOB_CHANGING = auto()  # something is going on, so the syncer is asked often
+    MERGES_FELL = auto()  # the number of merges is smaller than it was
+    REPORT_MISSING = auto()  # the job is complete, and its report is not there
+    SUSPENDING = auto()
+    SUSPENDING_UNANSWERED = auto()  # the same, while the syncer does not answer
+    SETTINGS_DIFFER = auto()  # this copy of the job has other settings than the hub's
+    LINKS_FAST_ENOUGH = auto()  # no link is too slow
+    LINK_TOO_SLOW = auto()  # subject: a slot, as REGION-ORDINAL
+    REGION_NEVER_HEARD = auto()  # subject: a region of another cluster
+    NODE_MISSING = auto()  # subject: a node's name; there is no such object
+    POD_MISSING = auto()  # subject: a learner's place
+    POD_SLOW = auto()  # subject: a pod's UID; it does not start, or is stuck
+    POD_NOT_JOINED = auto()  # subject: a pod's UID, in an epoch; it runs, and the syncer does not have it
+    POD_SILENT = auto()  # subject: a pod's UID, in an epoch; it is ready, and the syncer does not hear it
+    PROCESS_UNKNOWN = auto()  # subject: how its id begins; it holds a slot, and its pod was never seen
+
+
+class Timer(NamedTuple):
+    """Which fact, about what, and in which epoch of the syncer where that matters."""
+
+    fact: Fact
+    subject: str = ""
+    epoch: int | None = None
+
+
+class Timers:
+    """Since when facts hold. A fact that does not hold has no timer."""
+
+    def __init__(self) -> None:
+        self._since: dict[Timer, float] = {}
+
+    def observe(self, timer: Timer, now: float, holds: bool = True) -> float:
+        """For how many seconds the fact has held without a break; 0 where it does not hold now."""
+        if not holds:
+            self._since.pop(timer, None)
+            return 0.0
+        return now - self._since.setdefault(timer, now)
+
+    def stop(self, *facts: Fact) -> None:
+        """Stop the timers of these facts, whatever their subjects."""
+        self._since = {timer: since for timer, since in self._since.items() if timer.fact not in facts}
+
+    def keep(self, fact: Fact, subjects: Collection[str]) -> None:
+        """Stop the timers of a fact about anything but ``subjects``."""
+        self._since = {
+            timer: since for timer, since in self._since.items() if timer.fact is not fact or timer.subject in subjects
+        }
+
+
+class Topic(Enum):
+    """What Events are about, where one is sent per transition and not per turn."""
+
+    SPEC_INVALID = auto()
+    JOB_STARTED = auto()
+    JOB_END = auto()  # suspension, deletion and the two ends
+    JOB_REFUSED = auto()
+    APPLY_FAILED = auto()
+    CONDITION = auto()  # subject: the condition's type
+    SYNCER_FAULT = auto()
+    QUORUM = auto()
+    REGION_SCALE = auto()  # subject: a region
+    REGION_ROLLOUT = auto()  # subject: a region
+    POD_OBSTACLE = auto()  # subject: a pod's UID
+    POD_NODE_LOST = auto()  # subject: a pod's UID
+
+
 @dataclass(slots=True)
 class PodSnapshot:
-    """A pod as the plan saw it last, for telling and counting what happened to it since."""
+    """A pod as the last turn saw it. What differs now has happened since."""
 
     uid: str
     ends: int = 0  # how often its main container has ended
     started: bool = False  # its main container has run
-    excused: str = ""  # why its going does not count: this operator's doing, preemption, eviction
-    cause: str = ""  # what was wrong with it last, in words
-    process: str = ""  # the process of it that the syncer listed
+    excused: str = ""  # why losing it does not count: the operator's own doing, preemption, eviction
+    cause: str = ""  # in words, how its container ended last
+    process: str = ""  # id of the process of it that the syncer listed
+
+
+@dataclass(slots=True)
+class Backoff:
+    """How often a place's pod was deleted as crash-looping or silent, and when it may be again."""
+
+    deletions: int = 0
+    not_before: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitedSuccessor:
+    """A place whose pod is gone, and whose new pod is not in the quorum yet."""
+
+    since: float
+    lost_process: str  # id of the process that went with the pod; empty: not known
+
+
+@dataclass(frozen=True, slots=True)
+class CountedLoss:
+    """The last loss that counted against failurePolicy.maxReplacements."""
+
+    at: float
+    cause: str
 
 
 @dataclass(slots=True)
 class PlanMemory:
-    """What the plan wants to remember until the next turn, and may lose when the operator
-    restarts: nothing here decides over work, only over counting and patience."""
+    """What the plan remembers of one job from turn to turn.
 
-    # place (a learner's pod name, or `syncer`) -> its pod as last seen
-    seen: dict[str, PodSnapshot] = field(default_factory=dict)
-    # pod UIDs whose going is this operator's own doing (rollout, scaling, suspension)
+    It may be lost at any time, as when the operator restarts. So nothing in it decides over
+    work: it counts, and it says how long something has lasted. A *place* is a learner's pod
+    name, or ``syncer``.
+    """
+
+    timers: Timers = field(default_factory=Timers)
+    snapshots: dict[str, PodSnapshot] = field(default_factory=dict)  # by place
+    # UIDs of pods that this operator has decided to remove: by a rollout, scaling or suspension, or as broken.
     own_deletions: set[str] = field(default_factory=set)
-    # place -> (times deleted as crash-looping or silent, not again before)
-    backoff: dict[str, tuple[int, float]] = field(default_factory=dict)
-    # condition or fact -> since when it is observed so
-    since: dict[str, float] = field(default_factory=dict)
-    # place -> since when its successor is followed until it is in the quorum, and the process that was lost
-    followed: dict[str, tuple[float, str]] = field(default_factory=dict)
-    # times of force-deletions, for the rate budget
-    force_deletions: list[float] = field(default_factory=list)
-    # what an event was about -> the state that it told last, against telling it twice
-    told: dict[str, str] = field(default_factory=dict)
+    backoffs: dict[str, Backoff] = field(default_factory=dict)  # by place
+    successors: dict[str, AwaitedSuccessor] = field(default_factory=dict)  # by place
+    # Region and ordinal of learners that the rollout has restarted and that do not take part again yet.
+    rolled_out: set[tuple[str, int]] = field(default_factory=set)
+    force_deletions: list[float] = field(default_factory=list)  # when, for their budget
+    last_counted_loss: CountedLoss | None = None
+    # The state of each topic's subject of which an Event was sent last, so that none is sent twice.
+    reported: dict[tuple[Topic, str], str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +266,7 @@ class Plan:
     deletes: tuple[Delete, ...] = ()
     status: dict[str, Any] | None = None  # whole; None: leave as it is
     urgent: bool = False  # a transition: write the status now, not at most every 60 s
-    # Told once: the plan does not repeat them, so the walls keep them until they are sent.
+    # The plan does not repeat them, so the shell keeps them until they are sent.
     events: tuple[EventWanted, ...] = ()
     delete_job: bool = False  # its time to live is over
     wake_in: float = 20.0  # seconds until the next reconcile if nothing else wakes it

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from diloco_operator import names
-from diloco_operator.job import Job, place, read
+from diloco_operator.job import Job, place_job, read_job
 from diloco_operator.model import Object, PlanSettings
 from diloco_operator.objects import manifests as objects
-from diloco_operator.objects.manifests import Images
+from diloco_operator.objects.manifests import DefaultImages
 from diloco_operator.reconcile.diff import differences
 from diloco_protocol.spec.load import job_to_json, load_job
 from operator_world import job_object
@@ -128,12 +128,12 @@ JOBS: dict[str, dict[str, Any]] = {
 
 
 def manifests(job: Job, settings: PlanSettings = SETTINGS, live: Object | None = None) -> list[Object]:
-    here = place(job.spec, settings.cluster)
+    here = place_job(job.spec, settings.cluster)
     found = objects.plain(job, here, settings)
     claim = objects.claim_manifest(job, live)
     if claim is not None and here.syncer:
         found.append(claim)
-    images = Images("diloco-syncer:1", "diloco-worker:1")
+    images = DefaultImages("diloco-syncer:1", "diloco-worker:1")
     for ref in objects.holders(job, here):
         spec = objects.fresh(job, here, ref, images, settings)
         found.append(objects.with_pods(job, ref, spec, job.generation, 2 if ref.kind == "StatefulSet" else 1))
@@ -205,7 +205,7 @@ def pods_of(found: list[Object]) -> list[Object]:
 def test_every_manifest_is_taken(bare_cluster: Cluster, restricted: str, name: str) -> None:
     document = job_object("j" * 30 if name == "long names" else "job", **JOBS[name])
     document["metadata"]["labels"] = {names.QUEUE: "gpus"}
-    job = read(document)
+    job = read_job(document)
     assert job.document is not None, job.problems
     clusters = ["hub", "far"] if name == "several clusters" else ["hub"]
     for cluster in clusters:
@@ -226,7 +226,7 @@ def test_every_manifest_is_taken(bare_cluster: Cluster, restricted: str, name: s
 def test_the_examples_objects_are_taken(bare_cluster: Cluster, restricted: str, path: Any) -> None:
     document = json.loads(job_to_json(load_job(path)))  # numbers as kubectl reads them
     document["metadata"] |= {"uid": "aaaaaaaa-0000-0000-0000-000000000001", "generation": 1}
-    job = read(document)
+    job = read_job(document)
     assert job.document is not None, job.problems
     for cluster in sorted({r.cluster for r in job.spec.regions if r.cluster} | {"hub"}):
         found = manifests(job, PlanSettings(cluster, "diloco-system", "s:1", "w:1"))
@@ -236,7 +236,7 @@ def test_the_examples_objects_are_taken(bare_cluster: Cluster, restricted: str, 
 def test_what_is_applied_can_be_applied_again_and_changed(bare_cluster: Cluster, restricted: str) -> None:
     """Twice the same is no change; every edit that the plan lets through is taken over a live object."""
     first = job_object(training=EVALUATED)
-    job = read(first)
+    job = read_job(first)
     made = send(bare_cluster, restricted, manifests(job))
     again = send(bare_cluster, restricted, manifests(job))
 
@@ -262,7 +262,7 @@ def test_what_is_applied_can_be_applied_again_and_changed(bare_cluster: Cluster,
     ):
         first["spec"] |= change
         first["metadata"]["generation"] += 1
-        job = read(first)
+        job = read_job(first)
         assert job.document is not None, job.problems
         found = manifests(job, live=claim)
         live = send(bare_cluster, restricted, found)
@@ -271,7 +271,7 @@ def test_what_is_applied_can_be_applied_again_and_changed(bare_cluster: Cluster,
             wanted["metadata"]["namespace"] = restricted
             assert not differences(wanted, there), change
             if wanted["kind"] in ("StatefulSet", "Deployment"):
-                assert objects.rendering(there) == objects.rendering(wanted)
+                assert objects.stored_rendering(there) == objects.stored_rendering(wanted)
 
 
 @pytest.mark.ci
@@ -294,7 +294,7 @@ def test_faults_of_a_template_are_named_by_the_dry_run(
     bare_cluster: Cluster, restricted: str, template: dict[str, Any], field: str
 ) -> None:
     """What the operator leaves to the API server, it does find."""
-    job = read(job_object(learners={"podTemplate": template}))
+    job = read_job(job_object(learners={"podTemplate": template}))
     found = [m for m in manifests(job) if m["kind"] == "StatefulSet"]
     with pytest.raises(CommandFailed, match=field):
         send(bare_cluster, restricted, found, "--dry-run=server")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_operator import names
-from diloco_operator.job import Job, Place
+from diloco_operator.job import Job, Placement
 from diloco_operator.model import Object, PlanSettings, Ref, SecretWanted
 from diloco_operator.names import GENERATION, MANAGER, RENDERED, children, is_ours
 from diloco_operator.objects import pods
@@ -41,7 +41,7 @@ __all__ = [
     "LABEL_ROLE",
     "MANAGER",
     "RENDERED",
-    "Images",
+    "DefaultImages",
     "Scale",
     "children",
     "claim_manifest",
@@ -49,15 +49,15 @@ __all__ = [
     "holders",
     "is_ours",
     "plain",
-    "reachable_at",
-    "rendering",
     "secrets",
+    "stored_rendering",
+    "sync_address",
     "with_pods",
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class Images:
+class DefaultImages:
     """Default images of a job: the operator's when the job started."""
 
     syncer: str
@@ -76,7 +76,7 @@ class Scale:
 # ------------------------------------------------------------------ what holds no pods
 
 
-def plain(job: Job, here: Place, settings: PlanSettings) -> list[Object]:
+def plain(job: Job, here: Placement, settings: PlanSettings) -> list[Object]:
     """The manifests of what holds no pods, but for the claim."""
     found = [_settings(job, here)]
     if here.syncer:
@@ -88,11 +88,11 @@ def plain(job: Job, here: Place, settings: PlanSettings) -> list[Object]:
     return found
 
 
-def _evaluated(job: Job, here: Place) -> bool:
+def _evaluated(job: Job, here: Placement) -> bool:
     return here.syncer and job.spec.evaluated
 
 
-def reachable_at(job: Job, here: Place) -> str:
+def sync_address(job: Job, here: Placement) -> str:
     """host:port where this cluster's learners reach the syncer."""
     if here.syncer:
         # Without the cluster's domain, which is not everywhere cluster.local: the pods' resolver knows it.
@@ -105,10 +105,10 @@ def reachable_at(job: Job, here: Place) -> str:
     return f"{address}:{endpoint.node_port or SYNC_PORT}"
 
 
-def _settings(job: Job, here: Place) -> Object:
+def _settings(job: Job, here: Placement) -> Object:
     document = job.document
     assert document is not None
-    data = {"job.json": job_to_json(document), "address.json": json.dumps({"sync": reachable_at(job, here)}) + "\n"}
+    data = {"job.json": job_to_json(document), "address.json": json.dumps({"sync": sync_address(job, here)}) + "\n"}
     if _evaluated(job, here) and job.spec.training.device == "cuda":
         data["evaluator.json"] = job_to_json(_on_any_device(document))
     return _object(job, names.settings_map(job.name), "syncer", {"data": data})
@@ -230,7 +230,7 @@ def _bytes(quantity: str) -> int:
         return 0
 
 
-def secrets(job: Job, here: Place, missed: frozenset[str] = frozenset()) -> list[SecretWanted]:
+def secrets(job: Job, here: Placement, missed: frozenset[str] = frozenset()) -> list[SecretWanted]:
     """The Secrets that the operator makes. ``missed``: names of those that a pod waits for."""
     spec, found = job.spec, []
     secure = spec.syncer.tls.mode == "auto"
@@ -251,14 +251,14 @@ def secrets(job: Job, here: Place, missed: frozenset[str] = frozenset()) -> list
 # ------------------------------------------------------------------ what holds pods
 
 
-def holders(job: Job, here: Place) -> list[Ref]:
+def holders(job: Job, here: Placement) -> list[Ref]:
     """What holds pods: the syncer's Deployment, the regions' StatefulSets, the evaluator's Deployment."""
     found = [names.syncer_deployment(job.name)] if here.syncer else []
     found += [names.stateful_set(job.name, region.name) for region in here.regions]
     return found + ([names.evaluator_deployment(job.name)] if _evaluated(job, here) else [])
 
 
-def fresh(job: Job, here: Place, ref: Ref, images: Images, settings: PlanSettings) -> Object:
+def fresh(job: Job, here: Placement, ref: Ref, images: DefaultImages, settings: PlanSettings) -> Object:
     """The spec of what holds pods, rendered from the job as it is now, without replicas."""
     pull = settings.image_pull_policy
     if ref == names.syncer_deployment(job.name):
@@ -285,7 +285,7 @@ def _deployment(job: Job, role: str, template: Object) -> Object:
     }
 
 
-def rendering(live: Mapping[str, Any] | None) -> tuple[int, Object] | None:
+def stored_rendering(live: Mapping[str, Any] | None) -> tuple[int, Object] | None:
     """The generation that a live object was rendered for, and the rendering; None: not to be had."""
     annotations = ((live or {}).get("metadata") or {}).get("annotations") or {}
     try:

@@ -16,7 +16,7 @@ from typing import Any
 from diloco_operator import names
 from diloco_operator.job import Job, digest
 from diloco_operator.model import Object
-from diloco_operator.objects.template_merge import Protected, Refusal, merge, refused
+from diloco_operator.objects.template_merge import Protected, TemplateRefusal, find_refusals, merge_template
 from diloco_protocol.spec.job import JobSpec, RegionSpec
 from diloco_protocol.vocabulary import (
     CONTROL_PORT,
@@ -70,13 +70,13 @@ _LABELS = frozenset(
 # ------------------------------------------------------------------ what users give
 
 
-def refusals(spec: JobSpec) -> list[Refusal]:
+def refusals(spec: JobSpec) -> list[TemplateRefusal]:
     """Where the job's podTemplates contradict what makes the job work."""
-    found = refused(spec.syncer.pod_template, "spec.syncer.podTemplate", _syncer_protected())
+    found = find_refusals(spec.syncer.pod_template, "spec.syncer.podTemplate", _syncer_protected())
     shared = _learner_protected(spec)
-    found += refused(spec.learners.pod_template, "spec.learners.podTemplate", shared)
+    found += find_refusals(spec.learners.pod_template, "spec.learners.podTemplate", shared)
     for index, region in enumerate(spec.regions):
-        found += refused(region.pod_template, f"spec.regions[{index}].podTemplate", shared)
+        found += find_refusals(region.pod_template, f"spec.regions[{index}].podTemplate", shared)
     return found
 
 
@@ -225,7 +225,7 @@ def _template(
         },
     }
     for patch in patches:
-        base = merge(base, patch)
+        base = merge_template(base, patch)
     metadata = base["metadata"]
     metadata["labels"] = {**(metadata.get("labels") or {}), **names.labels(job.name, role, region)}
     metadata["annotations"] = {**(metadata.get("annotations") or {}), names.INPUTS: inputs}
@@ -351,7 +351,7 @@ def _syncer_credentials(job: Job) -> Object:
         files = ("tls.crt", "tls.key", "ca.crt", "join-token")
         return _secret_volume("credentials", names.secret_name(job.name, "syncer", job.uid), *files)
     shared = job.spec.learners.credentials.secret_name
-    assert shared is not None, "job.unsupported refuses this"
+    assert shared is not None, "job.find_unsupported refuses this"
     return {
         "name": "credentials",
         "projected": {

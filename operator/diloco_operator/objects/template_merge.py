@@ -13,7 +13,7 @@ differ, each because the plain rule makes a pod that no API server takes or nobo
 * A default request is left out for a resource that the user says anything about, or it
   could exceed the user's limit.
 
-``refused`` says first where a podTemplate contradicts what makes the job work. Everything
+``find_refusals`` says first where a podTemplate contradicts what makes the job work. Everything
 else, spelling included, is for the API server to judge when it is asked to take the result.
 """
 
@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from diloco_operator.model import Object
-from diloco_protocol.vocabulary import DOMAIN
 
 Path = tuple[str, ...]
 
@@ -54,7 +53,7 @@ _CONTAINER_LISTS: dict[str, Path] = {
 _KEY_DEFAULTS = {"protocol": "TCP"}
 
 
-class Refusal(NamedTuple):
+class TemplateRefusal(NamedTuple):
     """Where a podTemplate cannot be taken: the path, and what is wrong with the cure."""
 
     path: str
@@ -80,7 +79,7 @@ class Protected:
 # ------------------------------------------------------------------ merge
 
 
-def merge(base: Object, patch: Mapping[str, Any]) -> Object:
+def merge_template(base: Object, patch: Mapping[str, Any]) -> Object:
     """A pod template (metadata, spec) with the patch merged in; neither is changed."""
     return _mapping(base, patch, ())
 
@@ -186,26 +185,26 @@ def _drop_alternatives(result: Object, patch: Mapping[str, Any], path: Path) -> 
 # ------------------------------------------------------------------ what is refused
 
 
-def refused(template: Mapping[str, Any], path: str, protected: Protected) -> list[Refusal]:
+def find_refusals(template: Mapping[str, Any], path: str, protected: Protected) -> list[TemplateRefusal]:
     """What of a podTemplate at ``path`` (of the job's spec) cannot be taken; empty: nothing."""
-    found: list[Refusal] = []
+    found: list[TemplateRefusal] = []
     _shapes(template, path, (), found)
     if found:
         return found
     metadata, spec = template.get("metadata") or {}, template.get("spec") or {}
     for kind in ("labels", "annotations"):
         for name in metadata.get(kind) or {}:
-            if name in protected.labels or name.startswith(f"{DOMAIN}/"):
-                found.append(Refusal(f"{path}.metadata.{kind}[{name}]", "is the operator's own: leave it out"))
+            if name in protected.labels or name.startswith("diloco.io/"):
+                found.append(TemplateRefusal(f"{path}.metadata.{kind}[{name}]", "is the operator's own: leave it out"))
     for name in ("name", "namespace", "ownerReferences", "finalizers"):
         if name in metadata:
-            found.append(Refusal(f"{path}.metadata.{name}", "is not a pod template's to set: leave it out"))
+            found.append(TemplateRefusal(f"{path}.metadata.{name}", "is not a pod template's to set: leave it out"))
     if spec.get("restartPolicy", "Always") not in ("Always", None):
-        found.append(Refusal(f"{path}.spec.restartPolicy", "must be Always: leave it out"))
+        found.append(TemplateRefusal(f"{path}.spec.restartPolicy", "must be Always: leave it out"))
     grace = spec.get("terminationGracePeriodSeconds")
     if grace is not None and (not isinstance(grace, int) or grace < 1):
         found.append(
-            Refusal(
+            TemplateRefusal(
                 f"{path}.spec.terminationGracePeriodSeconds",
                 "must be at least 1: a learner offers its work before it goes, a syncer makes it durable",
             )
@@ -213,47 +212,51 @@ def refused(template: Mapping[str, Any], path: str, protected: Protected) -> lis
     for volume in spec.get("volumes") or []:
         if volume["name"] in protected.volumes:
             found.append(
-                Refusal(f"{path}.spec.volumes[{volume['name']}]", "is the operator's own: choose another name")
+                TemplateRefusal(f"{path}.spec.volumes[{volume['name']}]", "is the operator's own: choose another name")
             )
     for kind in _CONTAINERS:
         for container in spec.get(kind) or []:
             if container["name"] == protected.container:
                 where = f"{path}.spec.{kind}[{container['name']}]"
                 if kind != "containers":
-                    found.append(Refusal(where, "is the main container's name: choose another"))
+                    found.append(TemplateRefusal(where, "is the main container's name: choose another"))
                 else:
                     found += _main(container, where, protected)
     return found
 
 
-def _main(container: Mapping[str, Any], path: str, protected: Protected) -> list[Refusal]:
+def _main(container: Mapping[str, Any], path: str, protected: Protected) -> list[TemplateRefusal]:
     found = []
     for name in ("command", "args"):
         if container.get(name) is not None:
-            found.append(Refusal(f"{path}.{name}", protected.command))
+            found.append(TemplateRefusal(f"{path}.{name}", protected.command))
     for item in container.get("env") or []:
         if item["name"] in protected.env:
-            found.append(Refusal(f"{path}.env[{item['name']}]", "is set by the operator: leave it out"))
+            found.append(TemplateRefusal(f"{path}.env[{item['name']}]", "is set by the operator: leave it out"))
     for item in container.get("volumeMounts") or []:
         if str(item["mountPath"]).rstrip("/") in protected.mounts:
-            found.append(Refusal(f"{path}.volumeMounts[{item['mountPath']}]", "is the operator's own: mount elsewhere"))
+            found.append(
+                TemplateRefusal(f"{path}.volumeMounts[{item['mountPath']}]", "is the operator's own: mount elsewhere")
+            )
     return found
 
 
-def _shapes(value: Any, at: str, path: Path, found: list[Refusal]) -> None:
+def _shapes(value: Any, at: str, path: Path, found: list[TemplateRefusal]) -> None:
     """Whether everything that the merge looks into is of the kind that it expects."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             if str(key).startswith("$"):
-                found.append(Refusal(f"{at}.{key}", "directives of patches are not taken: give the fields alone"))
+                found.append(
+                    TemplateRefusal(f"{at}.{key}", "directives of patches are not taken: give the fields alone")
+                )
                 continue
             where = (*path, key)
             mapping = where in ((*_POD,), ("metadata",), ("metadata", "labels"), ("metadata", "annotations"))
             listed = _keys(where) is not None or where == (*_POD, "tolerations")
             if mapping and not isinstance(item, Mapping | None):
-                found.append(Refusal(f"{at}.{key}", "must be a mapping"))
+                found.append(TemplateRefusal(f"{at}.{key}", "must be a mapping"))
             elif listed and not isinstance(item, list | None):
-                found.append(Refusal(f"{at}.{key}", "must be a list"))
+                found.append(TemplateRefusal(f"{at}.{key}", "must be a list"))
             else:
                 _shapes(item, f"{at}.{key}", where, found)
     elif isinstance(value, list):
@@ -262,10 +265,10 @@ def _shapes(value: Any, at: str, path: Path, found: list[Refusal]) -> None:
         for index, item in enumerate(value):
             if keys is not None:
                 if not isinstance(item, Mapping) or item.get(keys[0]) is None:
-                    found.append(Refusal(f"{at}[{index}]", f"must be a mapping with {keys[0]}"))
+                    found.append(TemplateRefusal(f"{at}[{index}]", f"must be a mapping with {keys[0]}"))
                     continue
                 if _key(item, keys) in seen:
-                    found.append(Refusal(f"{at}[{item[keys[0]]}]", "is there twice: keep one"))
+                    found.append(TemplateRefusal(f"{at}[{item[keys[0]]}]", "is there twice: keep one"))
                 seen.append(_key(item, keys))
             name = item[keys[0]] if keys is not None else index
             _shapes(item, f"{at}[{name}]", path, found)

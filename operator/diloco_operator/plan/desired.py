@@ -1,7 +1,9 @@
-"""Which objects there shall be now, and which that are there shall not.
+"""Which objects the job shall have now, and which of those that are there shall go.
 
-See plan.py for the order in which a job's objects come to be, manifests.py for the manifests
-and for what "rendered for a generation" means.
+A job's objects come to be in this order: settings, claim, services and Secrets first; what holds
+pods when the cache shows settings and claim as this job's own. So a foreign object of one of those
+names stops the job before a pod could mount it. ``objects/manifests.py`` has the manifests, and
+says what "rendered for a generation" means.
 """
 
 from __future__ import annotations
@@ -10,40 +12,47 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_operator import names
-from diloco_operator.model import Delete, Object, Ref, SecretWanted
+from diloco_operator.model import AwaitedSuccessor, Delete, Object, Ref, SecretWanted
 from diloco_operator.objects import manifests
-from diloco_operator.objects.manifests import Images
-from diloco_operator.plan.lifecycle import Course
-from diloco_operator.plan.pods.rollout import held_back
+from diloco_operator.objects.manifests import DefaultImages
+from diloco_operator.plan.lifecycle import LifecycleDecision
+from diloco_operator.plan.pods.rollout import syncer_change_waits
 from diloco_operator.plan.view import View
 from diloco_protocol.vocabulary import DOMAIN, LABEL_REGION
 
 NUDGE_SECONDS = 60.0
-"""A controller that could not make pods tries again after an ever longer time; a changed annotation of
-its object makes it try at once."""
+"""A controller that could not make pods waits ever longer until it tries again. A changed annotation of
+its object makes it try at once; this one changes every so many seconds."""
 NUDGED = f"{DOMAIN}/nudged"
 
 
 @dataclass(slots=True)
-class Wanted:
-    """What was decided."""
+class DesiredObjects:
+    """What is to be applied, made and deleted."""
 
-    images: Images
     secrets: list[SecretWanted] = field(default_factory=list)
     apply: list[Object] = field(default_factory=list)
     deletes: list[Delete] = field(default_factory=list)
-    with_pods: bool = False  # something that holds pods is among it
-    more: bool = False  # there is more to come, as soon as the watches show what is applied now
-    held_back: bool = False  # the syncer's changed Deployment waits for the learners
+    with_pods: bool = False  # something that holds pods is applied
+    more: bool = False  # more is applied as soon as the cache shows what is applied now
+    syncer_waits: bool = False  # the syncer's changed Deployment waits for the rollout of learners
 
 
-def want(view: View, course: Course, images: Images, refused: bool, starts: bool) -> Wanted:
-    """The objects of a job that is here. ``refused``: it is not taken as it stands, and keeps what it had."""
-    out = Wanted(images)
+def default_images(view: View) -> DefaultImages:
+    """The images that the job started with; of a job that has not started, the operator's."""
+    kept = view.job.status.get("image") or {}
+    return DefaultImages(
+        str(kept.get("syncer") or view.settings.syncer_image), str(kept.get("worker") or view.settings.worker_image)
+    )
+
+
+def desired_objects(view: View, decision: LifecycleDecision, images: DefaultImages, refused: bool) -> DesiredObjects:
+    """The objects of a job that is placed here. ``refused``: its spec is not taken, and it keeps what it had."""
+    out = DesiredObjects()
     job, here, settings = view.job, view.here, view.settings
-    ended = course.stage in ("finishing", "complete", "failing", "failed")
+    ended = decision.stage in ("finishing", "complete", "failing", "failed")
     if not refused:
-        out.secrets = manifests.secrets(job, here, _missed(view))
+        out.secrets = manifests.secrets(job, here, _missing_secrets(view))
         for manifest in manifests.plain(job, here, settings):
             out.apply.append(_as_it_was(view, manifest) if ended else manifest)
         if here.syncer:
@@ -56,15 +65,15 @@ def want(view: View, course: Course, images: Images, refused: bool, starts: bool
         if view.live(ref) is None and not _ready_for(view, ref):
             out.more = True
             continue
-        generation, spec = _rendering(view, course, ref, images, ended or refused, out)
-        replicas = _replicas(course, job.name, ref) if here.anything else view.replicas(ref) or 0
+        generation, spec = _rendering(view, decision, ref, images, ended or refused, out)
+        replicas = _replicas(decision, job.name, ref) if here.anything else view.replicas(ref) or 0
         manifest = manifests.with_pods(job, ref, spec, generation, replicas)
-        if _nudge(view, ref):
+        if _needs_nudge(view, ref):
             manifest["metadata"]["annotations"][NUDGED] = str(int(view.now // NUDGE_SECONDS))
         out.apply.append(manifest)
         out.with_pods = True
     if not refused:
-        _prune(view, course, keep, out)
+        _prune(view, decision, keep, out)
     return out
 
 
@@ -73,7 +82,8 @@ def _ref(manifest: Object) -> Ref:
 
 
 def _as_it_was(view: View, manifest: Object) -> Object:
-    """Settings stay after an end: a syncer that is restarted shall find the job that has ended."""
+    """The manifest with the data of the live settings: after an end they stay, so that a syncer that
+    restarts finds the job that has ended."""
     live = view.live(_ref(manifest))
     if manifest["kind"] != "ConfigMap" or live is None or not isinstance(live.get("data"), dict):
         return manifest
@@ -81,7 +91,7 @@ def _as_it_was(view: View, manifest: Object) -> Object:
 
 
 def _ready_for(view: View, ref: Ref) -> bool:
-    """Whether what its pods would mount, or dial, is there and the job's own."""
+    """Whether what the pods of ``ref`` mount, or dial, is there and is the job's own."""
     job, storage = view.job.name, view.job.spec.syncer.storage
     needs = [names.settings_map(job)]
     if ref == names.syncer_deployment(job):
@@ -94,42 +104,44 @@ def _ready_for(view: View, ref: Ref) -> bool:
 
 
 def _rendered(view: View) -> list[Ref]:
-    """What is live and says how it was rendered."""
-    return [ref for ref in view.observed.objects if manifests.rendering(view.live(ref)) is not None]
+    """The live objects that say how they were rendered."""
+    return [ref for ref in view.observed.objects if manifests.stored_rendering(view.live(ref)) is not None]
 
 
-def _rendering(view: View, course: Course, ref: Ref, images: Images, frozen: bool, out: Wanted) -> tuple[int, Object]:
-    """The generation and the rendering to apply."""
-    before = manifests.rendering(view.live(ref))
+def _rendering(
+    view: View, decision: LifecycleDecision, ref: Ref, images: DefaultImages, frozen: bool, out: DesiredObjects
+) -> tuple[int, Object]:
+    """The generation and the rendering to apply. Changes the view's memory."""
+    before = manifests.stored_rendering(view.live(ref))
     if before is not None and (frozen or before[0] == view.job.generation):
         return before
     fresh = manifests.fresh(view.job, view.here, ref, images, view.settings)
     if before is None or before[1] == fresh:
         return view.job.generation, fresh
     is_syncer = ref == names.syncer_deployment(view.job.name)
-    if is_syncer and course.stage == "suspending" and course.scale.syncer:
-        return before  # it is about to go, and learners drain to it
-    if is_syncer and course.training and held_back(view, ref, fresh):
-        out.held_back = True
+    if is_syncer and decision.stage == "suspending" and decision.scale.syncer:
+        return before  # the syncer stops soon, and learners drain to it
+    if is_syncer and decision.training and syncer_change_waits(view, ref, fresh):
+        out.syncer_waits = True
         return before
     if ref.kind == "Deployment" and view.replicas(ref):
         role = "syncer" if is_syncer else "evaluator"
         view.memory.own_deletions |= {pod.uid for pod in view.pods if pod.role == role}
-        if is_syncer and course.training:
-            view.memory.followed.setdefault("syncer", (view.now, ""))
+        if is_syncer and decision.training:
+            view.memory.successors.setdefault("syncer", AwaitedSuccessor(view.now, ""))
     return view.job.generation, fresh
 
 
-def _replicas(course: Course, job: str, ref: Ref) -> int:
+def _replicas(decision: LifecycleDecision, job: str, ref: Ref) -> int:
     if ref == names.syncer_deployment(job):
-        return course.scale.syncer
+        return decision.scale.syncer
     if ref == names.evaluator_deployment(job):
-        return course.scale.evaluator
-    return course.scale.learners.get(ref.name.removeprefix(f"{job}-"), 0)
+        return decision.scale.evaluator
+    return decision.scale.learners.get(ref.name.removeprefix(f"{job}-"), 0)
 
 
-def _nudge(view: View, ref: Ref) -> bool:
-    """Whether its controller has said that it could not make a pod, and one is still not there."""
+def _needs_nudge(view: View, ref: Ref) -> bool:
+    """Whether the controller of ``ref`` could not make a pod, by its Events, and a pod is still missing."""
     there = [pod for pod in view.pods if _holder(view, pod.role, pod.region) == ref and not pod.over]
     wanted = view.replicas(ref) or 0
     if len(there) >= wanted:
@@ -149,7 +161,7 @@ def _holder(view: View, role: str, region: str) -> Ref:
     return Ref("Deployment", f"{view.job.name}-{role}")
 
 
-def _missed(view: View) -> frozenset[str]:
+def _missing_secrets(view: View) -> frozenset[str]:
     """Secrets of which a pod's obstacle says that they are not there."""
     found = (pod.obstacle.secret for pod in view.pods if pod.obstacle is not None)
     return frozenset(name for name in found if name)
@@ -158,7 +170,7 @@ def _missed(view: View) -> frozenset[str]:
 # ------------------------------------------------------------------ what is not wanted any more
 
 
-def _prune(view: View, course: Course, keep: set[Ref], out: Wanted) -> None:
+def _prune(view: View, decision: LifecycleDecision, keep: set[Ref], out: DesiredObjects) -> None:
     """Objects of regions that the job does not have any more (their learners drain first), of an evaluator
     that is not asked for, of a syncer that was placed elsewhere. Never the claim."""
     for ref in view.observed.objects:
@@ -169,7 +181,7 @@ def _prune(view: View, course: Course, keep: set[Ref], out: Wanted) -> None:
             continue
         region = _label(live, LABEL_REGION)
         left = [pod for pod in view.pods if region and pod.role == "learner" and pod.region == region]
-        rendering = manifests.rendering(live)
+        rendering = manifests.stored_rendering(live)
         if ref.kind == "StatefulSet" and left and rendering is not None:
             generation, spec = rendering
             out.apply.append(manifests.with_pods(view.job, ref, spec, generation, 0))

@@ -1,4 +1,4 @@
-"""Where a job is in its life, and what that asks for: how many pods, what to tell the syncer.
+"""The stage of a job's life, and what it asks for: how many pods, and what to tell the syncer.
 
                  ┌──────────────── suspend ◀──────────────┐
     waiting ─▶ running ──▶ finishing ──▶ complete         │
@@ -6,14 +6,19 @@
      before its   │  └── restarting ◀── resumed ── suspending ──▶ suspended
      start)       └──▶ failing ──▶ failed
 
-Theory of operation. Every stage is read off what is there, at every turn anew; nothing is
-remembered that a restart of the operator would lose. What has ended is in the job's own
-conditions and final. That a suspension has gone as far as taking the pods down is seen by
-the objects: they ask for no pods. So a resume that comes in between waits until the old
-pods are gone, because learners that were told of a suspension idle until they are removed.
+Every stage is read off what is there, at every turn anew, so a restart of the operator loses
+nothing. Complete and Failed stand in the job's own conditions and are final. Whether a suspension
+has got as far as removing pods is seen by the objects: they ask for no pods.
 
-The syncer is told by level too: as long as it does not say itself what it should, it is told
+A resume that comes while old pods are still there waits until they are gone. Their learners were
+told of a suspension, and idle until they are removed; they would never train again.
+
+The syncer is told by level, too: as long as its status does not say what it should, it is told
 again. Where it cannot be told, patience ends the wait, and learners drain by SIGTERM alone.
+
+Example: ``suspend: true`` on a running job. Stage ``suspending``: each turn calls ``announce``
+until the syncer's phase is ``suspended`` (or patience ends), then the objects ask for no pods.
+When the last pod is gone, the stage is ``suspended``.
 """
 
 from __future__ import annotations
@@ -22,8 +27,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from diloco_operator import names
-from diloco_operator.job import seconds
-from diloco_operator.model import Call
+from diloco_operator.job import unix_seconds
+from diloco_operator.model import Call, Fact
 from diloco_operator.objects.manifests import Scale
 from diloco_operator.plan.view import View
 from diloco_protocol.vocabulary import ENDED_PHASES, ControlMethod, JobPhase
@@ -44,18 +49,18 @@ Stage = Literal[
 DELETE_SECONDS = 30.0
 """The longest that a deletion waits for the syncer to tell its learners."""
 FAIL_SECONDS = 30.0
-"""Likewise a failure, before learners are taken down."""
+"""The longest that a failure waits for the same, before learners are removed."""
 SUSPEND_SECONDS = 300.0
 """The longest that a suspension waits for a syncer that answers: its drain, merges and checkpoint."""
 UNREACHABLE_SECONDS = 60.0
-"""The longest that it waits for one that does not."""
+"""The longest that a suspension waits for a syncer that does not answer."""
 REPORT_SECONDS = 60.0
 """The longest that a job's end waits for its report."""
 
 
 @dataclass(slots=True)
-class Course:
-    """What the stage asks for."""
+class LifecycleDecision:
+    """The stage, and what it asks for."""
 
     stage: Stage
     scale: Scale = field(default_factory=Scale)
@@ -64,23 +69,23 @@ class Course:
 
     @property
     def training(self) -> bool:
-        """Whether pods are to be there and at work."""
+        """Whether pods shall be there and train."""
         return self.stage == "running"
 
 
 def outcome(view: View) -> Literal["complete", "failed", ""]:
-    """How the job has ended, as it says itself or its syncer does."""
-    if view.holds("Failed"):
+    """How the job has ended, by its own conditions or its syncer's word; empty: it has not."""
+    if view.is_true("Failed"):
         return "failed"
-    if view.holds("Complete"):
+    if view.is_true("Complete"):
         return "complete"
-    if view.begun and view.said in (JobPhase.COMPLETE, JobPhase.FAILED):
-        return "complete" if view.said == JobPhase.COMPLETE else "failed"
+    if view.begun and view.job_phase in (JobPhase.COMPLETE, JobPhase.FAILED):
+        return "complete" if view.job_phase == JobPhase.COMPLETE else "failed"
     return ""
 
 
-def course(view: View, failure: str = "") -> Course:
-    """The stage and what it asks for. ``failure``: why the job fails, found this very turn."""
+def decide(view: View, failure: str = "") -> LifecycleDecision:
+    """The stage and what it asks for. ``failure``: why the job fails, if this turn has found that it does."""
     if view.job.deleted_at is not None:
         return _deleting(view)
     ended = "failed" if failure else outcome(view)
@@ -96,7 +101,7 @@ def course(view: View, failure: str = "") -> Course:
 # ------------------------------------------------------------------ stages
 
 
-def _deleting(view: View) -> Course:
+def _deleting(view: View) -> LifecycleDecision:
     deleted = view.job.deleted_at
     assert deleted is not None
     syncer = view.pod_of("syncer")
@@ -105,41 +110,41 @@ def _deleting(view: View) -> Course:
         view.begun
         and view.here.syncer
         and reachable
-        and view.said not in ENDED_PHASES
+        and view.job_phase not in ENDED_PHASES
         and view.now - deleted < DELETE_SECONDS
     )
-    found = Course("deleting")
+    found = LifecycleDecision("deleting")
     if waits:
         found.message = "The syncer tells its learners that the job is deleted."
         found.calls = _announce(view, JobPhase.DELETED, "the job was deleted")
     return found
 
 
-def deletion_done(course: Course) -> bool:
-    """Whether everybody was told who could be."""
-    return course.stage == "deleting" and not course.message
+def deletion_done(decision: LifecycleDecision) -> bool:
+    """Whether nothing is waited for any more before the finalizer is removed."""
+    return decision.stage == "deleting" and not decision.message
 
 
-def _failed(view: View, failure: str) -> Course:
-    told = view.said == JobPhase.FAILED or not _answers(view)
-    since = view.now if failure else view.since("Failed")
+def _failed(view: View, failure: str) -> LifecycleDecision:
+    told = view.job_phase == JobPhase.FAILED or view.document is None
+    since = view.now if failure else view.condition_since("Failed")
     down = told or view.now - since > FAIL_SECONDS
-    found = Course("failed" if down and not _pods(view, "learner") else "failing")
+    found = LifecycleDecision("failed" if down and not _pods(view, "learner") else "failing")
     if down:
         found.scale = _ended_scale(view)
     else:
         found.scale = _full(view)
         found.message = "Learners are told that the job has failed."
-    if view.said not in ENDED_PHASES:
+    if view.job_phase not in ENDED_PHASES:
         found.calls = _announce(view, JobPhase.FAILED, failure or str(view.condition("Failed").get("message", "")))
     return found
 
 
-def _complete(view: View) -> Course:
-    found = Course("complete", _ended_scale(view))
-    if view.holds("Complete") or not view.here.syncer or view.observed.report is not None:
+def _complete(view: View) -> LifecycleDecision:
+    found = LifecycleDecision("complete", _ended_scale(view))
+    if view.is_true("Complete") or not view.here.syncer or view.observed.report is not None:
         return found
-    if view.lasting("report") < REPORT_SECONDS:
+    if view.observe(Fact.REPORT_MISSING) < REPORT_SECONDS:
         found.stage, found.message = "finishing", "The job's report is fetched from the syncer."
     return found
 
@@ -149,16 +154,16 @@ def _ended_scale(view: View) -> Scale:
     return Scale(syncer=0 if view.job.spec.suspend or not view.here.syncer else 1)
 
 
-def _suspended(view: View) -> Course:
+def _suspended(view: View) -> LifecycleDecision:
     if not view.begun:
-        return Course("waiting", message="It is suspended from its creation: nothing was started.")
+        return LifecycleDecision("waiting", message="It is suspended from its creation: nothing was started.")
     if not _is_down(view):
-        answers = _answers(view)
-        told = view.said == JobPhase.SUSPENDED
-        unanswered = view.lasting("suspend unanswered", not answers)
-        waited = view.lasting("suspend")
+        answers = view.document is not None
+        told = view.job_phase == JobPhase.SUSPENDED
+        unanswered = view.observe(Fact.SUSPENDING_UNANSWERED, holds=not answers)
+        waited = view.observe(Fact.SUSPENDING)
         if not told and unanswered < UNREACHABLE_SECONDS and waited < SUSPEND_SECONDS:
-            found = Course("suspending", _full(view))
+            found = LifecycleDecision("suspending", _full(view))
             found.calls = _announce(view, JobPhase.SUSPENDED, "the job is suspended")
             found.message = (
                 "Learners offer their work and the syncer makes a checkpoint."
@@ -168,24 +173,22 @@ def _suspended(view: View) -> Course:
             )
             return found
     else:
-        view.memory.since.pop("suspend", None)
-        view.memory.since.pop("suspend unanswered", None)
+        view.memory.timers.stop(Fact.SUSPENDING, Fact.SUSPENDING_UNANSWERED)
     rest = [pod for pod in view.pods if not pod.over and not view.stuck(pod)]
     if rest or not _is_down(view):
-        return Course("suspending", message="Learners drain, and pods are taken down.")
-    return Course("suspended")
+        return LifecycleDecision("suspending", message="Learners drain, and pods are taken down.")
+    return LifecycleDecision("suspended")
 
 
-def _running(view: View) -> Course:
-    for fact in ("suspend", "suspend unanswered"):
-        view.memory.since.pop(fact, None)
+def _running(view: View) -> LifecycleDecision:
+    view.memory.timers.stop(Fact.SUSPENDING, Fact.SUSPENDING_UNANSWERED)
     if view.begun:
-        if view.said == JobPhase.SUSPENDED and view.here.syncer:
-            return Course("restarting", message="The suspension is finished first, then the job goes on.")
+        if view.job_phase == JobPhase.SUSPENDED and view.here.syncer:
+            return LifecycleDecision("restarting", message="The suspension is finished first, then the job goes on.")
         old = [pod for pod in view.pods if not pod.over and not view.stuck(pod)]
         if _is_down(view) and old:
-            return Course("restarting", message="The pods from before the suspension leave first.")
-    return Course("running", _full(view))
+            return LifecycleDecision("restarting", message="The pods from before the suspension leave first.")
+    return LifecycleDecision("running", _full(view))
 
 
 # ------------------------------------------------------------------ parts
@@ -201,17 +204,12 @@ def _full(view: View) -> Scale:
 
 
 def _is_down(view: View) -> bool:
-    """Whether the objects ask for no pods: a suspension has gone that far. Objects that are not there were
-    taken away by somebody, and say nothing."""
+    """Whether the objects ask for no pods, as a suspension makes them. Missing objects say nothing: another
+    program has deleted them."""
     if view.here.syncer:
         return view.replicas(names.syncer_deployment(view.job.name)) == 0
     asked = [view.replicas(names.stateful_set(view.job.name, r.name)) for r in view.here.regions]
     return 0 in asked and not any(asked)
-
-
-def _answers(view: View) -> bool:
-    """Whether the syncer can be told something."""
-    return view.document is not None
 
 
 def _pods(view: View, role: str) -> bool:
@@ -219,17 +217,17 @@ def _pods(view: View, role: str) -> bool:
 
 
 def _announce(view: View, phase: str, message: str) -> list[Call]:
-    """Tell the syncer, if it is here and there is a process to be told."""
+    """The call that tells the syncer of an end; none where no syncer runs here, or it knows an end already."""
     syncer = view.pod_of("syncer") if view.here.syncer else None
-    if syncer is None or not syncer.running or view.said in ENDED_PHASES:
+    if syncer is None or not syncer.running or view.job_phase in ENDED_PHASES:
         return []  # an end is final for the syncer
     return [Call(ControlMethod.ANNOUNCE, {"phase": phase, "message": message[:1000]})]
 
 
-def expired(view: View) -> float | None:
-    """Seconds until an ended job's time to live is over (0 or less: it is); None: it is kept."""
+def seconds_to_live(view: View) -> float | None:
+    """Seconds until ttlSecondsAfterFinished is over (0 or less: it is); None: the job is kept."""
     ttl = view.job.spec.ttl_seconds_after_finished
     text = view.job.status.get("completionTime")
     if ttl is None or not isinstance(text, str):
         return None
-    return seconds(text) + ttl - view.now
+    return unix_seconds(text) + ttl - view.now

@@ -1,199 +1,213 @@
-"""What to do about one job now, from what is observed: data in, data out.
+"""What to do about one job now: everything observed goes in, everything to be done comes out.
 
-Theory of operation. A turn reads what there is (view.py), places the job (job.py), finds the
-stage of its life (lifecycle.py), looks after pods (replacement.py, rollout.py, node_loss.py),
-says which objects there shall be (manifests.py, desired.py), and writes all of that down as
-status (regions.py, decide.py, conditions.py) and Events (transitions.py). Everything is decided
-by level, from what is there now: a turn that was lost, or an operator that was away, changes
-nothing but the time at which something is done. ``PlanMemory`` holds counts and patience only.
+One turn is one call of ``plan``. It reads nothing but its arguments and does nothing itself. It
+decides by level, from what is there now: a turn that was lost, or an operator that was away, only
+delays what is done.
 
-The order in which a job comes to be: finalizer, settings, claim, services, Secrets; when the
-watches show settings and claim as this job's own, what holds pods. A foreign object of one
-of those names therefore stops the job before a pod could mount it.
+The steps of a turn, with their files:
 
-A job that cannot be taken as it stands (its spec is invalid, asks for what this version does
-not do, or its podTemplates contradict what makes it work) keeps what it had: nothing is
-rendered anew, and status says why.
+1. ``job.py`` reads the DiLoCoJob and finds what of it is placed on this cluster. A job that is being
+   deleted or is invalid is planned here and ends the turn.
+2. ``view.py`` and ``pods/pod_status.py`` read the objects, pods, and the syncer's and learners' answers.
+3. ``lifecycle.py`` decides the stage of the job's life, such as running or suspending.
+4. ``pods/`` looks after pods: on lost nodes, gone or broken, with an old template.
+5. ``regions.py`` says how each region is.
+6. ``desired.py`` says which objects there shall be; ``objects/`` renders them.
+7. ``conditions/`` decides the conditions, ``status.py`` builds the status.
+8. ``transitions.py`` makes an Event of each difference between the old status and the new one.
+
+Example: what happens when a pod is deleted (``kubectl delete pod job-local-1``), file by file:
+
+1. ``informer/``: the watch brings the pod with a deletionTimestamp, then its deletion, into the cache,
+   and the cache wakes the job. The learner drains meanwhile, on SIGTERM; the StatefulSet makes a new pod
+   as soon as the old object is gone.
+2. ``reconcile/reconciler.py`` takes a turn; ``reconcile/observe.py`` freezes what is known.
+3. ``pods/replacement.py`` finds another UID, or no pod, at that place: the Event ``LearnerGone``, one
+   counted loss, and a call ``process-gone`` while the syncer lists the old process.
+4. ``regions.py``: one learner fewer in the quorum, and the region is ``Degraded``.
+5. ``conditions/decide.py``: ``Degraded`` is True with that cause; ``QuorumMet`` is False only if fewer than
+   K are left.
+6. ``status.py``: ``status.replacements`` goes up, ``status.learners`` down.
+7. ``reconcile/reconciler.py`` sends the call (``reconcile/syncer_poller.py``), writes the status
+   (``reconcile/status_writer.py``), then sends the Events (``reconcile/event_recorder.py``).
+8. Turns follow every two seconds. When the new pod is in the quorum, ``pods/replacement.py`` sends
+   ``LearnerReplaced``; a merge sets the count back to zero.
+
+A job that cannot be taken as it stands keeps what it had, and status says why: its spec asks for what
+this version does not do, or its podTemplates contradict what makes it work.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
-
-from pydantic import ValidationError
 
 from diloco_operator import names
-from diloco_operator.job import Job, Place, place, read, stamp, unsupported
-from diloco_operator.model import Delete, Object, Observed, Plan, PlanMemory, PlanSettings, Ref
+from diloco_operator.job import Job, Placement, find_unsupported, place_job, read_job
+from diloco_operator.model import (
+    CountedLoss,
+    Delete,
+    Fact,
+    Object,
+    Observed,
+    Plan,
+    PlanMemory,
+    PlanSettings,
+    Ref,
+    Topic,
+)
 from diloco_operator.objects import pods
-from diloco_operator.objects.manifests import Images, reachable_at
-from diloco_operator.plan import lifecycle, regions
-from diloco_operator.plan.conditions.conditions import Conditions
-from diloco_operator.plan.conditions.decide import Findings, judge
-from diloco_operator.plan.conditions.region_conditions import drained
-from diloco_operator.plan.desired import Wanted, want
-from diloco_operator.plan.lifecycle import Course
+from diloco_operator.plan import lifecycle
+from diloco_operator.plan.conditions.condition_set import ConditionSet
+from diloco_operator.plan.conditions.decide import TurnFindings, decide_conditions
+from diloco_operator.plan.desired import DesiredObjects, default_images, desired_objects
+from diloco_operator.plan.lifecycle import LifecycleDecision
 from diloco_operator.plan.pods import node_loss, replacement, rollout
-from diloco_operator.plan.transitions import Story, tell
-from diloco_operator.plan.view import PATIENCE, View
-from diloco_operator.status import JobStatus, Progress, SyncerStatus
-from diloco_protocol.spec.base import Spec
-from diloco_protocol.vocabulary import FINALIZER, FINISHING_PHASES, JobPhase
+from diloco_operator.plan.regions import RegionReport, report_regions
+from diloco_operator.plan.status import build_status, differs_beyond_progress
+from diloco_operator.plan.transitions import EventLog, transition_events
+from diloco_operator.plan.view import View
+from diloco_protocol.vocabulary import FINALIZER, JobPhase
 
 STEADY, SOON, BRIEFLY = 20.0, 2.0, 0.5
-"""Seconds to the next turn: nothing goes on; something does; the next object can be made at once."""
+"""Seconds to the next turn: nothing is going on; something is; the next object can be made at once."""
 POLL, POLL_SOON, POLL_LATER = 10.0, 1.0, 5.0
-"""Seconds between calls to the syncer: nothing goes on; something does; it has gone on for long."""
+"""Seconds between calls to the syncer: nothing is going on; something is; it has been for ``LONG``."""
 LONG = 120.0
 FALLEN_SECONDS = 60.0
-"""Where learners tell of merges: a smaller number that stays for so long is no older page, but a store that
-was set back."""
-LOSS = "the last loss"
-"""Under this name memory has when it was, and what."""
+"""In a cluster without the syncer, a number of merges that stays smaller for so long means that the
+syncer's store was set back; for a shorter time it may come from an older status page."""
 
 
 def plan(observed: Observed, memory: PlanMemory, settings: PlanSettings) -> Plan:
     """The plan for one job. ``memory`` is changed in place. Raises nothing for a bad job."""
-    job = read(observed.job)
+    job = read_job(observed.job)
     if job.deleted_at is not None:
-        return _deleted(observed, memory, settings, job)
+        return _plan_deletion(observed, memory, settings, job)
     if job.document is None:
-        return _invalid(observed, memory, job)
-    view = View(observed, memory, settings, job, place(job.spec, settings.cluster))
-    return _planned(view)
+        return _plan_invalid(observed, memory, job)
+    return _plan_job(View(observed, memory, settings, job, place_job(job.spec, settings.cluster)))
 
 
-def _planned(view: View) -> Plan:
-    job = view.job
-    refused = _refused(job, view.here)
-    course = lifecycle.course(view)
-    starts = course.training and not view.begun and refused is None
-    found = Findings(course, regions.Report(), apply_errors=view.observed.apply_errors, refused=refused)
-    found.nodes = node_loss.watch(view)
-    lost = replacement.Outcome()
-    replaced = _replacements(view)
-    if course.training and view.begun:
-        lost = replacement.watch(view)
-        _count(view, replaced, lost)
-        if refused is None:
-            found.rolled = rollout.roll(view)
+def _plan_job(view: View) -> Plan:
+    """The plan for a job whose spec could be read and that is not being deleted."""
+    # Observe: the stage, pods and regions.
+    found = TurnFindings(
+        lifecycle.decide(view), RegionReport(), apply_errors=view.observed.apply_errors, refused=_refusal(view)
+    )
+    found.node_losses = node_loss.handle_lost_nodes(view)
+    replacements, changes = _replacements(view), replacement.PodChanges()
+    if found.decision.training and view.begun:
+        changes = replacement.track_pods(view)
+        _count_losses(view, replacements, changes)
+        if found.refused is None:
+            found.rolled = rollout.advance_rollout(view)
     else:
-        replacement.rest(view)
-    found.regions = regions.report(view, course, found.rolled, found.nodes)
-    found.failure = _failure(view, course, lost, replaced)
+        replacement.reset(view)
+    found.regions = report_regions(view, found.decision, found.rolled, found.node_losses)
+    # Decide: a failure changes the stage. Then objects and conditions.
+    found.failure = _failure(view, found.decision, changes, replacements)
     if found.failure is not None:
-        course = found.course = lifecycle.course(view, found.failure[1])
-        found.regions = regions.report(view, course, found.rolled, found.nodes)
-    wanted = _wanted(view, course, refused is not None, starts)
-    found.held_back = wanted.held_back
-    verdicts = judge(view, found)
-    status = _status(view, found, verdicts, replaced, wanted.with_pods)
-    deletes = [*found.nodes.deletes, *wanted.deletes]
+        found.decision = lifecycle.decide(view, found.failure[1])
+        found.regions = report_regions(view, found.decision, found.rolled, found.node_losses)
+    desired = _desired(view, found)
+    found.syncer_waits = desired.syncer_waits
+    conditions = decide_conditions(view, found)
+    # Write: one status, and the Events of what differs from the old one.
+    status = build_status(view, found, conditions, replacements, desired.with_pods)
+    events = [*changes.events, *found.node_losses.events, *found.rolled.events]
+    events += transition_events(view, found, conditions, status)
+    deletes = [*found.node_losses.deletes, *desired.deletes]
     if found.failure is None:
-        deletes += [*lost.deletes, *found.rolled.deletes]
-    ttl = lifecycle.expired(view) if course.stage in ("complete", "failed") else None
-    busy = _busy(view, found)
-    events = [*lost.events, *found.nodes.events, *found.rolled.events, *tell(view, found, verdicts, status)]
+        deletes += [*changes.deletes, *found.rolled.deletes]
+    ttl = lifecycle.seconds_to_live(view) if found.decision.stage in ("complete", "failed") else None
+    poll = _poll_interval(view, found)
     return Plan(
-        finalizer=FINALIZER in job.finalizers or view.here.anything,
-        secrets=tuple(wanted.secrets),
-        apply=tuple(wanted.apply),
-        calls=tuple([*lost.calls, *course.calls]),
-        deletes=tuple(_once(deletes)),
+        finalizer=FINALIZER in view.job.finalizers or view.here.anything,
+        secrets=tuple(desired.secrets),
+        apply=tuple(desired.apply),
+        calls=tuple([*changes.calls, *found.decision.calls]),
+        deletes=tuple(_merge_deletes(deletes)),
         status=status,
-        urgent=_urgent(job.status, status),
+        urgent=differs_beyond_progress(view.job.status, status),
         events=tuple(events),
         delete_job=ttl is not None and ttl <= 0,
-        wake_in=_wake_in(view, found, ttl, busy, wanted),
-        poll_syncer=busy,
+        wake_in=_wake_in(view, found, ttl, poll, desired),
+        poll_syncer=poll,
     )
 
 
-# ------------------------------------------------------------------ jobs that are refused or go
+# ------------------------------------------------------------------ early ends of a turn
 
 
-def _refused(job: Job, here: Place) -> tuple[str, str] | None:
-    """Reason and message of why the job is not taken as it stands."""
-    if not here.anything:
-        return "NotPlaced", here.elsewhere[0].upper() + here.elsewhere[1:] + "."
-    missing = unsupported(job.spec)
-    if missing:
-        return "Unsupported", "; ".join(missing) + "."
-    contradictions = pods.refusals(job.spec)
-    if contradictions:
-        return "PodTemplate", "; ".join(map(str, contradictions)) + "."
-    return None
-
-
-def _invalid(observed: Observed, memory: PlanMemory, job: Job) -> Plan:
-    """The API server has let a spec pass that the models refuse. Nothing else is touched."""
+def _plan_invalid(observed: Observed, memory: PlanMemory, job: Job) -> Plan:
+    """The plan for a spec that the API server has let pass and the models refuse: a status, and nothing else."""
     before = list(job.status.get("conditions") or [])
-    conditions = Conditions(before, job.generation, observed.now)
+    conditions = ConditionSet(before, job.generation, observed.now)
     message = "; ".join(job.problems[:10])
     if len(job.problems) > 10:
         message += f"; and {len(job.problems) - 10} more"
-    conditions.say("Ready", False, "InvalidSpec", message)
-    conditions.keep()
+    conditions.set("Ready", False, "InvalidSpec", message)
+    conditions.keep_undecided()
     ended = any(c.get("status") == "True" and c.get("type") in ("Complete", "Failed") for c in before)
     phase = job.status.get("phase") if ended else "Invalid"
     status = {**job.status, "observedGeneration": job.generation, "phase": phase, "conditions": conditions.rows()}
-    story = Story(memory.told)
+    event_log = EventLog(memory)
     old: Object = next((c for c in before if c.get("type") == "Ready"), {})
     was = str(old.get("message")) if old.get("reason") == "InvalidSpec" else ""
-    story.turn("invalid", was, message, "Warning", "InvalidSpec", message)
+    event_log.transition(Topic.SPEC_INVALID, was, message, "Warning", "InvalidSpec", message)
     return Plan(
         finalizer=FINALIZER in job.finalizers,
         status=status,
-        urgent=_urgent(job.status, status),
-        events=tuple(story.events),
+        urgent=differs_beyond_progress(job.status, status),
+        events=tuple(event_log.events),
         wake_in=STEADY,
         poll_syncer=POLL,
     )
 
 
-def _deleted(observed: Observed, memory: PlanMemory, settings: PlanSettings, job: Job) -> Plan:
-    """Learners are told first; then the volume goes, if it is to; then the job is let go, and what it owns
-    is collected. Works for a spec that cannot be read, too."""
+def _plan_deletion(observed: Observed, memory: PlanMemory, settings: PlanSettings, job: Job) -> Plan:
+    """The plan for a job that is being deleted, for a spec that cannot be read, too. The syncer tells its
+    learners; then the volume is deleted, if ``onDelete`` says so; then the finalizer is removed, and
+    Kubernetes collects what the job owns."""
     if FINALIZER not in job.finalizers:
         return Plan(finalizer=False)
-    here = place(job.spec, settings.cluster) if job.document is not None else Place(True, ())
+    here = place_job(job.spec, settings.cluster) if job.document is not None else Placement(True, ())
     view = View(observed, memory, settings, job, here)
-    course = lifecycle.course(view)
-    nodes = node_loss.watch(view) if job.document is not None else node_loss.Lost()
-    replacement.rest(view)
-    deletes: list[Delete] = list(nodes.deletes)
-    done = lifecycle.deletion_done(course)
+    decision = lifecycle.decide(view)
+    losses = node_loss.handle_lost_nodes(view) if job.document is not None else node_loss.NodeLosses()
+    replacement.reset(view)
+    deletes: list[Delete] = list(losses.deletes)
+    done = lifecycle.deletion_done(decision)
     ref = names.claim(job.name)
     claim = view.live(ref)
-    if done and claim is not None and _volume_goes(job, here):
+    if done and claim is not None and _deletes_volume(job, here):
         done = "deletionTimestamp" in claim["metadata"]
         if not done:
             why = "the job was deleted, and syncer.storage.onDelete is Delete"
             deletes.append(Delete(ref, claim["metadata"]["uid"], why))
-    conditions = Conditions(list(job.status.get("conditions") or []), job.generation, observed.now)
-    conditions.say("Ready", False, "Deleting", course.message or "Its objects go.")
-    conditions.keep()
+    conditions = ConditionSet(list(job.status.get("conditions") or []), job.generation, observed.now)
+    conditions.set("Ready", False, "Deleting", decision.message or "Its objects go.")
+    conditions.keep_undecided()
     status = {**job.status, "observedGeneration": job.generation, "phase": "Deleting", "conditions": conditions.rows()}
-    story = Story(memory.told)
+    event_log = EventLog(memory)
     was = "deleting" if job.status.get("phase") == "Deleting" else ""
-    story.turn(
-        "end", was, "deleting", "Normal", "Deleting", "The job is deleted: its learners are told, then its objects go."
-    )
+    message = "The job is deleted: its learners are told, then its objects go."
+    event_log.transition(Topic.JOB_END, was, "deleting", "Normal", "Deleting", message)
     return Plan(
         finalizer=not done,
-        calls=tuple(course.calls),
+        calls=tuple(decision.calls),
         deletes=tuple(deletes),
         status=status,
-        urgent=_urgent(job.status, status),
-        events=tuple(story.events),
+        urgent=differs_beyond_progress(job.status, status),
+        events=tuple(event_log.events),
         wake_in=BRIEFLY,
         poll_syncer=POLL_SOON,
     )
 
 
-def _volume_goes(job: Job, here: Place) -> bool:
-    """By the letter, so that no doubt about the rest of the spec deletes a volume."""
+def _deletes_volume(job: Job, here: Placement) -> bool:
+    """Whether ``onDelete`` is Delete for a volume that the operator made. Read from the raw spec: where other
+    fields are wrong, the volume is deleted only if these say so to the letter."""
     syncer = job.raw_spec.get("syncer")
     storage = syncer.get("storage") if isinstance(syncer, dict) else None
     if not isinstance(storage, dict) or not here.syncer:
@@ -204,43 +218,56 @@ def _volume_goes(job: Job, here: Place) -> bool:
 # ------------------------------------------------------------------ parts of a turn
 
 
-def _wanted(view: View, course: Course, refused: bool, starts: bool) -> Wanted:
-    before = view.job.status.get("image") or {}
-    images = Images(
-        str(before.get("syncer") or view.settings.syncer_image), str(before.get("worker") or view.settings.worker_image)
-    )
-    if course.stage == "waiting" or (refused and not view.begun):
-        return Wanted(images)
-    return want(view, course, images, refused, starts)
+def _refusal(view: View) -> tuple[str, str] | None:
+    """Reason and message of why the job is not taken as it stands; None: it is."""
+    if not view.here.anything:
+        return "NotPlaced", view.here.elsewhere[0].upper() + view.here.elsewhere[1:] + "."
+    missing = find_unsupported(view.job.spec)
+    if missing:
+        return "Unsupported", "; ".join(missing) + "."
+    contradictions = pods.refusals(view.job.spec)
+    if contradictions:
+        return "PodTemplate", "; ".join(map(str, contradictions)) + "."
+    return None
 
 
-def _failure(view: View, course: Course, lost: replacement.Outcome, replaced: dict[str, int]) -> tuple[str, str] | None:
+def _desired(view: View, found: TurnFindings) -> DesiredObjects:
+    refused = found.refused is not None
+    if found.decision.stage == "waiting" or (refused and not view.begun):
+        return DesiredObjects()
+    return desired_objects(view, found.decision, default_images(view), refused)
+
+
+def _failure(
+    view: View, decision: LifecycleDecision, changes: replacement.PodChanges, replacements: dict[str, int]
+) -> tuple[str, str] | None:
     """Reason and message of why the job fails now; None: it does not, or it has ended already."""
-    if not course.training or not view.begun:
+    if not decision.training or not view.begun:
         return None
-    if lost.failure is not None:
-        return lost.failure
-    limit = view.job.spec.failure_policy.max_replacements
-    # What is known of merges is seconds old: an answer from after the last loss may tell of one.
-    if replaced["sinceMerge"] > limit and view.known_at > view.memory.since.get(LOSS, 0.0):
-        cause = view.memory.told.get(LOSS, "")
+    if changes.failure is not None:
+        return changes.failure
+    limit, since_merge = view.job.spec.failure_policy.max_replacements, replacements["sinceMerge"]
+    loss = view.memory.last_counted_loss
+    # The number of merges is seconds old: an answer from after the last loss may bring a merge.
+    if since_merge > limit and view.merges_known_at > (loss.at if loss is not None else 0.0):
+        cause = (loss.cause if loss is not None else "") or "not known any more"
         return (
             "TooManyReplacements",
-            f"{replaced['sinceMerge']} replacements since the last merge did not help "
-            f"(failurePolicy.maxReplacements: {limit}). The last one: {cause or 'not known any more'}",
+            f"{since_merge} replacements since the last merge did not help "
+            f"(failurePolicy.maxReplacements: {limit}). The last one: {cause}",
         )
     return None
 
 
 def _replacements(view: View) -> dict[str, int]:
-    """status.replacements, set back if there was a merge since. A number of merges that has fallen (the
-    syncer's store was set back) is what merges are counted from then; a learner's page may be older than
-    that of one that is gone, so without the syncer it must last."""
+    """``status.replacements``, with ``sinceMerge`` set to zero if there was a merge. A number of merges that
+    fell, because the syncer's store was set back, is the new base of the count. In a cluster without the
+    syncer it must last: the page of the one learner left may be older than that of one that is gone."""
     before = view.job.status.get("replacements") or {}
     found = {key: int(before.get(key) or 0) for key in ("total", "sinceMerge", "merges")}
     merges = view.merges
     fell = merges is not None and merges < found["merges"]
-    lasts = view.lasting("merges fell", fell)
+    lasts = view.observe(Fact.MERGES_FELL, holds=fell)
     if merges is not None and merges > found["merges"] and found["sinceMerge"]:
         found["sinceMerge"], found["merges"] = 0, merges
     elif merges is not None and fell and (view.here.syncer or lasts >= FALLEN_SECONDS):
@@ -248,220 +275,61 @@ def _replacements(view: View) -> dict[str, int]:
     return found
 
 
-def _count(view: View, replaced: dict[str, int], lost: replacement.Outcome) -> None:
-    if not lost.counted:
+def _count_losses(view: View, replacements: dict[str, int], changes: replacement.PodChanges) -> None:
+    if not changes.counted:
         return
-    if not replaced["sinceMerge"]:
+    if not replacements["sinceMerge"]:
         known = int((view.job.status.get("progress") or {}).get("merges") or 0)
-        replaced["merges"] = max(known, view.merges or 0)
-    replaced["total"] += lost.counted
-    replaced["sinceMerge"] += lost.counted
-    view.memory.since[LOSS], view.memory.told[LOSS] = view.now, lost.cause
+        replacements["merges"] = max(known, view.merges or 0)
+    replacements["total"] += changes.counted
+    replacements["sinceMerge"] += changes.counted
+    view.memory.last_counted_loss = CountedLoss(view.now, changes.cause)
 
 
-def _once(deletes: list[Delete]) -> list[Delete]:
-    """One order per object; a forced one first."""
+def _merge_deletes(deletes: list[Delete]) -> list[Delete]:
+    """One deletion per object; a forced one if there is one."""
     found: dict[tuple[Ref, str], Delete] = {}
     for delete in sorted(deletes, key=lambda d: not d.force):
         found.setdefault((delete.ref, delete.uid), delete)
     return list(found.values())
 
 
-# ------------------------------------------------------------------ status
-
-
-def _status(view: View, found: Findings, verdicts: Conditions, replaced: dict[str, int], with_pods: bool) -> Object:
-    job, before, document = view.job, view.job.status, view.document
-    started = before.get("startTime") or (stamp(view.now) if with_pods else None)
-    image = before.get("image") or {}
-    if started:
-        image = {
-            "syncer": str(image.get("syncer") or view.settings.syncer_image),
-            "worker": str(image.get("worker") or view.settings.worker_image),
-        }
-    ended = any(verdicts.truth(kind) == "True" for kind in ("Complete", "Failed"))
-    completed = before.get("completionTime") or stamp(view.now)
-    status: dict[str, Any] = {
-        "observedGeneration": job.generation,
-        "phase": _phase(view, found),
-        "startTime": started,
-        "completionTime": completed if ended else None,
-        "conditions": verdicts.rows(),
-        "syncer": _syncer(view),
-        "progress": _progress(view) or _carried(Progress, before.get("progress")),
-        "regions": found.regions.rows,
-        "image": image or None,
-        "replacements": replaced if any(replaced.values()) else None,
-        "report": _report(view) or before.get("report"),
-    }
-    if view.here.syncer:
-        active = ((document or {}).get("quorum") or {}).get("active")
-        if document is not None or not found.course.training:
-            status["learners"] = f"{found.regions.in_quorum}/{job.spec.slots}"
-            status["quorum"] = f"{active or 0}/{view.required}"
-        else:  # nobody knows: what was last known stands
-            status["learners"] = before.get("learners") or f"0/{job.spec.slots}"
-            status["quorum"] = before.get("quorum") or f"0/{view.required}"
-    elif view.here.regions:
-        status["learners"] = f"{found.regions.in_quorum}/{sum(r.learners for r in view.here.regions)}"
-    given = {key: value for key, value in status.items() if value is not None}
-    # Through the model: what it does not know, the API server would prune in silence.
-    return JobStatus.model_validate(given).model_dump(mode="json", by_alias=True, exclude_none=True)
-
-
-def _carried(model: type[Spec], value: Any) -> Object | None:
-    """A part of the job's status that stands as it is; what another version wrote and this one does not
-    know is left out."""
-    try:
-        return model.model_validate(value).model_dump(mode="json", by_alias=True, exclude_none=True)
-    except ValidationError:
-        return None
-
-
-def _phase(view: View, found: Findings) -> str:
-    stage = found.course.stage
-    if stage != "running":
-        return {
-            "waiting": "Suspended",
-            "suspending": "Suspending",
-            "suspended": "Suspended",
-            "restarting": "Starting",
-            "finishing": "Finishing",
-            "complete": "Complete",
-            "failing": "Failed",
-            "failed": "Failed",
-            "deleting": "Deleting",
-        }[stage]
-    if not view.begun:
-        return "Pending"
-    said = view.said
-    if not view.here.syncer:
-        if found.regions.in_quorum:
-            return "Running"
-        return "Holding" if drained(view) else "Starting"
-    if said in FINISHING_PHASES:
-        return "Finishing"
-    if said in (JobPhase.TRAINING, JobPhase.HOLDING):
-        return "Running" if said == JobPhase.TRAINING else "Holding"
-    before = str(view.job.status.get("phase") or "")
-    if said == "" and before in ("Running", "Holding", "Finishing"):
-        syncer = view.pod_of("syncer")
-        works = syncer is not None and syncer.alive and syncer.ready
-        return before if works or view.silent_for < PATIENCE else "Holding"
-    return "Starting"
-
-
-def _syncer(view: View) -> Object | None:
-    if not view.here.syncer:
-        return {"address": reachable_at(view.job, view.here)} if view.here.regions else None
-    document = view.document
-    found: Object = dict(_carried(SyncerStatus, view.job.status.get("syncer")) or {})
-    found["address"] = reachable_at(view.job, view.here)
-    image = regions.image_of(view, names.syncer_deployment(view.job.name), "syncer")
-    if image:
-        found["image"] = image
-    if document is not None:
-        found["epoch"] = document.get("epoch")
-        found["step"] = max((slot.step for slot in view.slots), default=0)
-    return found
-
-
-def _progress(view: View) -> Object | None:
-    document = view.document
-    if not view.here.syncer:
-        return _progress_of_learners(view)
-    if document is None:
-        return None
-    losses = [slot.loss for slot in view.slots if slot.loss is not None]
-    scored = document.get("eval_loss") or []
-    loss = scored[-1][1] if scored else sum(losses) / len(losses) if losses else None
-    return {
-        "tokens": (document.get("tokens") or {}).get("trained"),
-        "step": max((slot.step for slot in view.slots), default=0),
-        "merges": document.get("merges"),
-        "loss": loss,
-        # It falls by itself while nothing happens, and a status is not written for that.
-        "goodput": None if document.get("goodput") is None else round(document["goodput"], 2),
-    }
-
-
-def _progress_of_learners(view: View) -> Object | None:
-    """What is known of it in a cluster without the syncer."""
-    told = [page for page in view.pages if page.get("slot") is not None]
-    steps = [page["step"] for page in told if isinstance(page.get("step"), int)]
-    losses = [page["loss"] for page in told if isinstance(page.get("loss"), int | float)]
-    if not steps and view.merges is None:
-        return None
-    before = _carried(Progress, view.job.status.get("progress")) or {}
-    return {
-        "step": max(steps, default=before.get("step")),
-        "merges": before.get("merges") if view.merges is None else view.merges,
-        "loss": sum(losses) / len(losses) if losses else before.get("loss"),
-    }
-
-
-def _report(view: View) -> Object | None:
-    """Scalars and groups of scalars; lists stay in report.json."""
-    report = view.observed.report
-    if report is None:
-        return None
-    found = {}
-    for key, value in report.items():
-        if isinstance(value, dict):
-            found[key] = {k: v for k, v in value.items() if not isinstance(v, dict | list)}
-        elif value is not None and not isinstance(value, list):
-            found[key] = value
-    return found
-
-
-def _urgent(before: Object, now: Object) -> bool:
-    """Whether anything but progress has changed."""
-
-    def steady(status: Object) -> Object:
-        kept = {k: v for k, v in status.items() if k != "progress" and v not in (None, {}, [], "")}
-        if isinstance(kept.get("syncer"), dict):
-            kept["syncer"] = {k: v for k, v in kept["syncer"].items() if k != "step"}
-        kept["regions"] = [{k: v for k, v in row.items() if v not in (None, "")} for row in kept.get("regions") or []]
-        return kept
-
-    return steady(before) != steady(now)
-
-
 # ------------------------------------------------------------------ when to look again
 
 
-def _busy(view: View, found: Findings) -> float:
-    """Seconds between calls to the syncer, which says how much is going on."""
-    course, memory = found.course, view.memory
-    going = course.stage in ("suspending", "restarting", "finishing", "failing")
-    if course.training and view.begun:
+def _poll_interval(view: View, found: TurnFindings) -> float:
+    """Seconds until the next call to the syncer, by how much is going on."""
+    decision, memory = found.decision, view.memory
+    changing = decision.stage in ("suspending", "restarting", "finishing", "failing")
+    if decision.training and view.begun:
         whole = found.regions.in_quorum >= found.regions.wanted
         places = [view.place(r.name, i) for r in view.here.regions for i in range(r.learners + r.spares)]
         ready = {pod.name for pod in view.pods if pod.ready}
-        going = (
+        changing = (
             not whole
             or not ready.issuperset(places)
             or bool(found.rolled.regions)
-            or bool(memory.followed)
-            or found.held_back
+            or bool(memory.successors)
+            or found.syncer_waits
             or any(view.leaving(pod) for pod in view.pods)
-            or view.said not in (JobPhase.TRAINING, "")
+            or view.job_phase not in (JobPhase.TRAINING, "")
             or (view.here.syncer and view.document is None)
         )
-    lasts = view.lasting("going on", going)
-    if not going:
+    lasts = view.observe(Fact.JOB_CHANGING, holds=changing)
+    if not changing:
         return POLL
     return POLL_SOON if lasts < LONG else POLL_LATER
 
 
-def _wake_in(view: View, found: Findings, ttl: float | None, busy: float, wanted: Wanted) -> float:
-    soonest = STEADY if busy == POLL else SOON if busy == POLL_SOON else 2 * POLL_LATER
-    if wanted.more:
+def _wake_in(view: View, found: TurnFindings, ttl: float | None, poll: float, desired: DesiredObjects) -> float:
+    """Seconds until the next turn, if nothing else wakes the job."""
+    soonest = STEADY if poll == POLL else SOON if poll == POLL_SOON else 2 * POLL_LATER
+    if desired.more:
         soonest = BRIEFLY
     if ttl is not None:
         soonest = min(soonest, max(ttl, BRIEFLY))
-    if not math.isinf(found.nodes.wake_in):
-        soonest = min(soonest, max(found.nodes.wake_in, BRIEFLY))
+    if not math.isinf(found.node_losses.wake_in):
+        soonest = min(soonest, max(found.node_losses.wake_in, BRIEFLY))
     patience = view.job.spec.failure_policy.region_lost_seconds
     for since in found.regions.lost.values():
         left = since + patience - view.now

@@ -1,12 +1,13 @@
-"""Why a program is not let in, or cannot show who it is: reasons for conditions, Secrets and cures.
+"""Refused and untrusted programs: reasons for conditions, the Secrets concerned, and the cures.
 
-Theory of operation. A learner's status page has the last refusal as a word and a sentence
-(worker's standing.py); one that was refused for good says the same in its last line, and
-ends with ``WorkerExit.REFUSED``. A learner's pod whose Secret cannot be used waits for a better one; a
-syncer ends with ``SyncerExit.CREDENTIALS`` and is started again by its kubelet. All of that is a
-person's mistake that heals when the Secret (after ``_COPY`` the copy of the job) is put right,
-so none of it fails a job or counts as a loss. What is said here names the Secret, and
-never what is in it.
+A learner's status page has the last refusal as a word and a sentence (worker's
+``core/connection_status.py``). A learner that was refused for good ends with
+``WorkerExit.REFUSED``, and its last line says the same. A learner whose Secret cannot be used waits
+for a better one; a syncer ends with ``SyncerExit.CREDENTIALS``, and its kubelet starts it again.
+
+All of these are a person's mistakes, and heal when the Secret, or this cluster's copy of the job,
+is put right. So none of them fails the job or counts as a loss. Messages name the Secret, and
+never its content.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from typing import Any
 
 from diloco_operator import names
 from diloco_operator.job import Job
-from diloco_operator.plan.pods.pod_status import End, Obstacle
+from diloco_operator.plan.pods.pod_status import ContainerExit, Obstacle
 from diloco_protocol.vocabulary import ConnectionRefusal, JoinRefusal, TrustFailure, WorkerExit
 
 UNFIT = "its credentials cannot be used"
-_COPY = (JoinRefusal.SPEC_DRIFT, JoinRefusal.OTHER_LAYOUT, JoinRefusal.OTHER_DATA)
-"""Words that say of one mistake: this copy of the job is another."""
+_COPY_REFUSALS = (JoinRefusal.SPEC_DRIFT, JoinRefusal.OTHER_LAYOUT, JoinRefusal.OTHER_DATA)
+"""Refusals with one cause: this cluster's copy of the job is not the hub's."""
 
 _REASONS: dict[str, str] = {
     TrustFailure.CREDENTIALS_UNUSABLE: "CredentialsUnusable",
@@ -30,15 +31,15 @@ _REASONS: dict[str, str] = {
     TrustFailure.UNTRUSTED_SYNCER: "UntrustedSyncer",
     TrustFailure.UNAUTHENTICATED: "Unauthenticated",
 }
-_WHO: dict[str, str] = {
+_SUBJECTS: dict[str, str] = {
     TrustFailure.CREDENTIALS_UNUSABLE: UNFIT,
     TrustFailure.UNTRUSTED_SYNCER: "it does not believe the syncer",
 }
 
 
-def current(document: Mapping[str, Any]) -> tuple[str, str] | None:
+def current_refusal(document: Mapping[str, Any]) -> tuple[str, str] | None:
     """Word and sentence of the refusal that keeps a learner out now, from its status page; None: there is
-    none, or it has found another obstacle since."""
+    none, or another obstacle has come since."""
     refused = document.get("refused")
     if document.get("connected") or not isinstance(refused, Mapping):
         return None
@@ -46,33 +47,34 @@ def current(document: Mapping[str, Any]) -> tuple[str, str] | None:
     return (word, message) if message in str(document.get("message") or message) else None
 
 
-def ended(end: End) -> tuple[str, str] | None:
-    """The same of a learner that has ended, from its last line."""
-    head, found, message = end.words.partition("): ")
+def refusal_of_exit(end: ContainerExit) -> tuple[str, str] | None:
+    """Word and sentence of the refusal with which a learner has ended, from its last line; None: it ended
+    otherwise."""
+    head, found, message = end.last_line.partition("): ")
     _, mark, word = head.rpartition("(")
     return (word, message) if end.code == WorkerExit.REFUSED and found and mark else None
 
 
-def curable(end: End | None) -> bool:
-    """Whether it is over when a person puts this copy of the job, or its Secret, right."""
-    said = ended(end) if end is not None else None
-    return said is not None and said[0] in (*_COPY, *_REASONS)
+def is_curable(end: ContainerExit | None) -> bool:
+    """Whether the end is a refusal that a person cures by this copy of the job, or by its Secret."""
+    said = refusal_of_exit(end) if end is not None else None
+    return said is not None and said[0] in (*_COPY_REFUSALS, *_REASONS)
 
 
-def reason(word: str) -> str:
-    """The condition's reason."""
+def condition_reason(word: str) -> str:
+    """The reason of HubReachable for a refusal's word; ``word`` empty: no learner is connected."""
     return _REASONS.get(word, "Refused" if word else "NotConnected")
 
 
-def rank(word: str) -> int:
-    """What is told first of several: what a person here can cure."""
-    order = (*_REASONS, *_COPY)
+def refusal_rank(word: str) -> int:
+    """The place in the order of refusals, of which the first is reported: those that a person here can cure."""
+    order = (*_REASONS, *_COPY_REFUSALS)
     return order.index(word) if word in order else len(order) + (not word)
 
 
-def sentence(word: str, message: str) -> str:
-    """Why this learner is not taking part."""
-    return f"{_WHO.get(word, f'the syncer refuses it ({word})')}: {message}"
+def refusal_sentence(word: str, message: str) -> str:
+    """Why a refused learner does not take part."""
+    return f"{_SUBJECTS.get(word, f'the syncer refuses it ({word})')}: {message}"
 
 
 # ------------------------------------------------------------------ Secrets and cures
@@ -87,7 +89,7 @@ def learners_secret(job: Job) -> str:
 
 
 def syncer_secret(job: Job) -> str:
-    """The syncer's, likewise."""
+    """The Secret with the syncer's credentials, and where the job names it."""
     name = job.spec.syncer.tls.secret_name
     if name is None:
         return f"Secret {names.secret_name(job.name, 'syncer', job.uid)}"
@@ -98,11 +100,11 @@ UNREACHED = (
     "Learners try again by themselves. Is the job there (not suspended, its syncer ready), does "
     "syncer.endpoint.address lead to its Service's port, and does no firewall stand between?"
 )
-"""What is added where the hub is not reached at all."""
+"""What HubReachable adds where no learner reaches the hub."""
 
 
-def cure(job: Job, word: str) -> str:
-    """What to do where a learner is kept out for that; empty: the refusal says it itself."""
+def cure_of_refusal(job: Job, word: str) -> str:
+    """What to do about a refusal of a learner; empty: its sentence says so itself."""
     secret = learners_secret(job)
     if word == TrustFailure.CREDENTIALS_UNUSABLE:
         return _whole(secret, "learners here")
@@ -128,7 +130,7 @@ def cure(job: Job, word: str) -> str:
             f"{job.name}, with its --context), and apply the hub's here. Nothing is lost by it: the model is "
             "the hub's."
         )
-    if word in _COPY[1:]:
+    if word in _COPY_REFUSALS[1:]:
         return "Apply the same job in every cluster; where it reads files, they must be the same too."
     return ""
 
@@ -152,8 +154,9 @@ def _whole(secret: str, whose: str) -> str:
     )
 
 
-def missing(job: Job, obstacle: Obstacle) -> str:
-    """What is added where a pod waits for a Secret that the job names, or for a key in one."""
+def missing_secret_cure(job: Job, obstacle: Obstacle) -> str:
+    """What is added to an obstacle: how to make a Secret that the job names and that is missing, or lacks a
+    key; empty: the obstacle is another."""
     named = (job.spec.learners.credentials.secret_name, job.spec.syncer.tls.secret_name)
     if obstacle.secret and obstacle.secret in named:
         return " (diloco certs issue makes it)"

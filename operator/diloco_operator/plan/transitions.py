@@ -1,28 +1,41 @@
-"""One Event per transition: what happened to a job, in sentences, in order.
+"""One Event per transition: what has happened to a job, in sentences, in order.
 
-Theory of operation. A transition is a difference between the job's status as it is and the
-status that this turn plans. Because the status is written before Events are sent, an
-operator that starts anew finds nothing to tell again. ``PlanMemory.told`` has what was told last
-of each subject, for turns that still see an older status. What has no place in the status
-(a pod lost, a pod deleted) is told where it is found (replacement, rollout, node_loss).
+A transition is a difference between the job's status and the status that this turn plans. The
+status is written before Events are sent, so an operator that restarts finds no difference and
+sends nothing again. ``PlanMemory.reported`` has the state of which an Event was sent last, for the
+turns that still see an older status.
+
+What has no place in the status becomes an Event where it is found: a pod that is gone or deleted
+(``pods/replacement.py``), restarted (``pods/rollout.py``), force-deleted (``pods/node_loss.py``).
+
+Example: ``QuorumMet`` is True in the status and False with reason ``TooFew`` in the plan. That is
+the transition of ``Topic.QUORUM`` from ``met`` to ``few``: the Event ``QuorumLost``, once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from diloco_operator.job import digest
-from diloco_operator.model import EventWanted, Object
-from diloco_operator.plan.conditions.conditions import Conditions
-from diloco_operator.plan.conditions.decide import Findings
+from diloco_operator.model import EventWanted, Object, PlanMemory, Topic
+from diloco_operator.plan.conditions.condition_set import ConditionSet
+from diloco_operator.plan.conditions.decide import TurnFindings
 from diloco_operator.plan.conditions.region_conditions import DRAINED
 from diloco_operator.plan.regions import ROLLING
 from diloco_operator.plan.view import View
-from diloco_protocol.vocabulary import JOB_REFUSED_REASONS
 
-# Reasons of Ready: the job itself, or an object that it cannot do without, is refused.
-_REFUSALS = JOB_REFUSED_REASONS | {"InvalidSpec"}
+# Reasons of Ready with which the job itself, or an object that it cannot do without, is refused.
+_REFUSALS = (
+    "InvalidSpec",
+    "Unsupported",
+    "PodTemplate",
+    "NotPlaced",
+    "Refused",
+    "Forbidden",
+    "QuotaExceeded",
+    "ApplyFailed",
+)
 # Reasons for which SyncerReady turns False and that do not pass by themselves.
 _SYNCER_FAULTS = frozenset(
     {
@@ -40,57 +53,76 @@ _SYNCER_FAULTS = frozenset(
 )
 
 
-class Story:
-    """Collects the Events of a turn."""
+class EventLog:
+    """Collects the Events of a turn. ``memory.reported`` is changed."""
 
-    def __init__(self, told: dict[str, str]) -> None:
+    def __init__(self, memory: PlanMemory) -> None:
         self.events: list[EventWanted] = []
-        self._told = told
-        self.fresh = not told  # an operator that has just started: what the status tells was told
+        self._reported = memory.reported
+        # An operator that has just started: what the status says was reported by an earlier one.
+        self.is_new = not memory.reported and memory.last_counted_loss is None
 
-    def turn(
-        self, subject: str, before: str, now: str, kind: Literal["Normal", "Warning"], reason: str, message: str
+    def transition(
+        self,
+        topic: Topic,
+        before: str,
+        now: str,
+        kind: Literal["Normal", "Warning"],
+        reason: str,
+        message: str,
+        subject: str = "",
     ) -> None:
-        """``subject`` went from one state to another. Told if there is a reason, and it was not told."""
-        if now != before and self._told.get(subject) != now and reason:
+        """A topic's subject goes from state ``before`` to ``now``. There is an Event if the states differ,
+        ``reason`` is not empty, and none was sent of that state before."""
+        key = (topic, subject)
+        if now != before and self._reported.get(key) != now and reason:
             self.events.append(EventWanted(kind, reason, message[:1000]))
-        if now != before or subject in self._told:
-            self._told[subject] = now
+        if now != before or key in self._reported:
+            self._reported[key] = now
 
-    def last(self, subject: str, otherwise: str) -> str:
-        """What was told last of the subject; ``otherwise``, if nothing is remembered."""
-        return self._told.get(subject, otherwise)
+    def last_state(self, topic: Topic, subject: str = "", *, default: str) -> str:
+        """The state that was reported last; ``default``, if none is remembered."""
+        return self._reported.get((topic, subject), default)
 
-    def forget(self, *heads: str) -> None:
-        """The subjects whose names begin so begin anew."""
-        for subject in [s for s in self._told if s.partition(" ")[0] in heads]:
-            del self._told[subject]
+    def forget(self, *topics: Topic) -> None:
+        """Forget what was reported of these topics, whatever their subjects."""
+        for key in [key for key in self._reported if key[0] in topics]:
+            del self._reported[key]
+
+    def forget_condition(self, kind: str) -> None:
+        """Forget what was reported of one condition."""
+        self._reported.pop((Topic.CONDITION, kind), None)
+
+    def keep(self, topic: Topic, subjects: Collection[str]) -> None:
+        """Forget what was reported of a topic about anything but ``subjects``."""
+        for key in [key for key in self._reported if key[0] is topic and key[1] not in subjects]:
+            del self._reported[key]
 
 
-def tell(view: View, found: Findings, verdicts: Conditions, status: Object) -> list[EventWanted]:
-    """The Events of what has changed between the job's status and the planned one."""
-    story = Story(view.memory.told)
-    before = {str(c.get("type")): c for c in verdicts.before}
-    _beginning(view, story, status)
-    _refusal(story, before.get("Ready", {}), verdicts.found["Ready"])
+def transition_events(view: View, found: TurnFindings, conditions: ConditionSet, status: Object) -> list[EventWanted]:
+    """The Events of what differs between the job's status and the planned one."""
+    event_log = EventLog(view.memory)
+    before = {str(c.get("type")): c for c in conditions.before}
+    _beginning(view, event_log, status)
+    _refusal(event_log, before.get("Ready", {}), conditions.found["Ready"])
     for kind in ("NameConflict", "SpecDrift", "SettingsDiffer", "RegionLost", "LinksTooSlow", "HubReachable"):
-        if kind in ("LinksTooSlow", "SpecDrift") and not found.course.training:
-            story.forget(kind)  # nobody is there, so it is not over either
-        elif kind in verdicts.found:
-            _fault(story, kind, before.get(kind, {}), verdicts.found[kind])
-    _degraded(story, before.get("Degraded", {}), verdicts.found["Degraded"], verdicts.found["Ready"])
-    if found.course.training and view.begun:
-        _syncer(story, before, verdicts.found)
-        _quorum(story, before, verdicts.found)
-        _regions(view, story, found, status)
-        _pods(view, story, found)
+        if kind in ("LinksTooSlow", "SpecDrift") and not found.decision.training:
+            event_log.forget_condition(kind)  # no learner is connected, so the fault is not over either
+        elif kind in conditions.found:
+            _fault(event_log, kind, before.get(kind, {}), conditions.found[kind])
+    _degraded(event_log, before.get("Degraded", {}), conditions.found["Degraded"], conditions.found["Ready"])
+    if found.decision.training and view.begun:
+        _syncer(event_log, before, conditions.found)
+        _quorum(event_log, before, conditions.found)
+        _regions(view, event_log, found, status)
+        _pods(view, event_log, found)
     else:
-        story.forget("quorum", "syncer", "scale", "rollout")
-    _ends(view, story, found, before, verdicts.found)
-    return story.events
+        event_log.forget(Topic.QUORUM, Topic.SYNCER_FAULT, Topic.REGION_SCALE, Topic.REGION_ROLLOUT)
+    _ends(view, event_log, found, before, conditions.found)
+    return event_log.events
 
 
-def _beginning(view: View, story: Story, status: Object) -> None:
+def _beginning(view: View, event_log: EventLog, status: Object) -> None:
     if not status.get("startTime"):
         return
     spec, here = view.job.spec, view.here
@@ -99,11 +131,11 @@ def _beginning(view: View, story: Story, status: Object) -> None:
     parts += ["the evaluator"] if here.syncer and spec.evaluated else []
     started = str(view.job.status.get("startTime") or "")
     message = f"Started {' and '.join(parts)}."
-    story.turn("start", "yes" if started else "", "yes", "Normal", "Started", message)
+    event_log.transition(Topic.JOB_STARTED, "yes" if started else "", "yes", "Normal", "Started", message)
 
 
-def _refusal(story: Story, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """The job itself, or one of its objects, is refused."""
+def _refusal(event_log: EventLog, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """An Event where the job itself, or an object that it cannot do without, is refused."""
 
     def state(condition: Mapping[str, Any]) -> str:
         if condition.get("status") != "False" or condition.get("reason") not in _REFUSALS:
@@ -111,20 +143,21 @@ def _refusal(story: Story, before: Mapping[str, Any], now: Mapping[str, Any]) ->
         return f"{condition['reason']} {digest(condition.get('message'))}"
 
     reason = str(now.get("reason")) if state(now) else ""
-    story.turn("refusal", state(before), state(now), "Warning", reason, str(now.get("message")))
+    event_log.transition(Topic.JOB_REFUSED, state(before), state(now), "Warning", reason, str(now.get("message")))
 
 
-def _degraded(story: Story, before: Mapping[str, Any], now: Mapping[str, Any], ready: Mapping[str, Any]) -> None:
-    """What could not be applied and is not needed for training; the rest of Degraded is told by parts."""
+def _degraded(event_log: EventLog, before: Mapping[str, Any], now: Mapping[str, Any], ready: Mapping[str, Any]) -> None:
+    """An Event where an object that training can do without is refused. The other reasons of Degraded have
+    Events of their own."""
     state = "yes" if now.get("reason") == "ApplyFailed" else ""
     reason = "ApplyFailed" if state and ready.get("reason") not in _REFUSALS else ""
     was = "yes" if before.get("reason") == "ApplyFailed" else ""
-    story.turn("apply", was, state, "Warning", reason, str(now.get("message")))
+    event_log.transition(Topic.APPLY_FAILED, was, state, "Warning", reason, str(now.get("message")))
 
 
-def _fault(story: Story, kind: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """A condition that tells of a fault: once when it comes, once when it goes."""
-    bad = "False" if kind == "HubReachable" else "True"
+def _fault(event_log: EventLog, kind: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """An Event when a condition begins to say a fault, and one when the fault is over."""
+    topic, bad = Topic.CONDITION, "False" if kind == "HubReachable" else "True"
 
     def state(condition: Mapping[str, Any]) -> str:
         if condition.get("reason") == DRAINED:
@@ -142,32 +175,32 @@ def _fault(story: Story, kind: str, before: Mapping[str, Any], now: Mapping[str,
         "HubReachable": str(now.get("message")),
     }
     if kind == "HubReachable" and now.get("reason") == DRAINED:
-        story.turn(kind, state(before), state(now), "Normal", "HubDrained", str(now.get("message")))
+        event_log.transition(topic, state(before), state(now), "Normal", "HubDrained", str(now.get("message")), kind)
     elif state(now):
         reason = "HubUnreachable" if kind == "HubReachable" else kind
-        story.turn(kind, state(before), "fault", "Warning", reason, str(now.get("message")))
+        event_log.transition(topic, state(before), "fault", "Warning", reason, str(now.get("message")), kind)
     else:
         reason = {"HubReachable": "HubReachable", "RegionLost": "RegionBack"}.get(kind, f"{kind}Over")
-        story.turn(kind, state(before), "", "Normal", reason if before else "", over[kind])
+        event_log.transition(topic, state(before), "", "Normal", reason if before else "", over[kind], kind)
 
 
-def _syncer(story: Story, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def _syncer(event_log: EventLog, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     def state(conditions: Mapping[str, Any]) -> str:
         reason = f"Syncer{conditions.get('SyncerReady', {}).get('reason', '')}"
         return reason if reason in _SYNCER_FAULTS else ""
 
     fault = state(now)
     message = str(now.get("SyncerReady", {}).get("message", ""))
-    story.turn("syncer", state(before), fault, "Warning", fault, f"The syncer: {message}")
+    event_log.transition(Topic.SYNCER_FAULT, state(before), fault, "Warning", fault, f"The syncer: {message}")
 
 
-def _quorum(story: Story, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def _quorum(event_log: EventLog, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     row, old = now.get("QuorumMet", {}), before.get("QuorumMet", {})
     if row.get("status") == "True":
-        story.turn("quorum", _met(old), "met", "Normal", "QuorumMet", str(row.get("message")))
+        event_log.transition(Topic.QUORUM, _met(old), "met", "Normal", "QuorumMet", str(row.get("message")))
     elif row.get("status") == "False" and row.get("reason") == "TooFew":
-        reason = "QuorumLost" if _met(old) == "met" or story.last("quorum", "") == "met" else ""
-        story.turn("quorum", _met(old), "few", "Warning", reason, str(row.get("message")))
+        reason = "QuorumLost" if _met(old) == "met" or event_log.last_state(Topic.QUORUM, default="") == "met" else ""
+        event_log.transition(Topic.QUORUM, _met(old), "few", "Warning", reason, str(row.get("message")))
 
 
 def _met(condition: Mapping[str, Any]) -> str:
@@ -176,7 +209,7 @@ def _met(condition: Mapping[str, Any]) -> str:
     return "few" if condition.get("reason") == "TooFew" else ""
 
 
-def _regions(view: View, story: Story, found: Findings, status: Object) -> None:
+def _regions(view: View, event_log: EventLog, found: TurnFindings, status: Object) -> None:
     before = {row.get("name"): row for row in view.job.status.get("regions") or []}
     here = {region.name for region in view.here.regions}
     for row in status.get("regions") or []:
@@ -186,57 +219,53 @@ def _regions(view: View, story: Story, found: Findings, status: Object) -> None:
         was, wanted = old.get("desired", 0), row["desired"]
         reason = "Scaled" if was and wanted else ""
         message = f"Region {name} goes from {was} to {wanted} learners, spares included."
-        story.turn(f"scale {name}", str(was), str(wanted), "Normal", reason, message)
+        event_log.transition(Topic.REGION_SCALE, str(was), str(wanted), "Normal", reason, message, name)
         was_state = str(old.get("state")) if old.get("state") in ROLLING else ""
         state = str(row["state"]) if row["state"] in ROLLING else ""
         if state == "RolloutStopped":
             said = found.rolled.regions.get(name, "")
-            story.turn(f"rollout {name}", was_state, state, "Warning", state, f"Region {name}: {said}.")
+            event_log.transition(
+                Topic.REGION_ROLLOUT, was_state, state, "Warning", state, f"Region {name}: {said}.", name
+            )
         else:
             reason = "RolledOut" if was_state and not state and row["state"] != "Lost" else ""
             message = f"Every learner of region {name} has the changed template."
-            story.turn(f"rollout {name}", was_state, state, "Normal", reason, message)
+            event_log.transition(Topic.REGION_ROLLOUT, was_state, state, "Normal", reason, message, name)
 
 
-def _pods(view: View, story: Story, found: Findings) -> None:
-    """Pods that do not start, and pods on lost nodes, told once per kind of reason. What the status tells
-    of a pod already was told by an earlier operator."""
+def _pods(view: View, event_log: EventLog, found: TurnFindings) -> None:
+    """Pods that do not start, and pods on lost nodes: one Event per pod and kind of reason. An operator that
+    has just started sends none for a pod that the status names already."""
     rows = view.job.status.get("regions") or []
-    before = " ".join(str(row.get("cause", "")) for row in rows)
-    before += str(view.condition("Degraded").get("message", ""))
+    in_status = " ".join(str(row.get("cause", "")) for row in rows)
+    in_status += str(view.condition("Degraded").get("message", ""))
     for pod in view.pods:
         if pod.role == "syncer" or (pod.role == "learner" and pod.ordinal >= view.wanted(pod.region)):
             continue
-        who, known = ("Learner" if pod.role == "learner" else "Evaluator"), story.fresh and pod.name in before
+        title = "Learner" if pod.role == "learner" else "Evaluator"
+        known = event_log.is_new and pod.name in in_status
         kind = found.regions.obstacles.get(pod.name, "")
         if pod.role == "evaluator" and pod.obstacle is not None and pod.alive:
             kind = pod.obstacle.kind if pod.obstacle.kind != "other" else ""
-        kind = "" if kind == "crash" and pod.role == "learner" else kind  # told as a crash
-        said = pod.obstacle.message if pod.obstacle is not None else ""
-        subject = f"obstacle {pod.uid}"
-        silent = not kind or found.rolled.stopped.get(pod.region) == pod.name  # told as the rollout's end
-        story.turn(
-            subject,
-            story.last(subject, kind if known else ""),
-            kind,
-            "Warning",
-            "" if silent else f"{who}NotStarting",
-            f"{who} {pod.name} does not start: {said}.",
-        )
-        lost, subject = ("lost" if pod.name in found.nodes.said else ""), f"node {pod.uid}"
-        message = f"{who} {pod.name}: {found.nodes.said.get(pod.name, '')}."
-        story.turn(
-            subject, story.last(subject, lost if known else ""), lost, "Warning", "NodeLost" if lost else "", message
-        )
+        kind = "" if kind == "crash" and pod.role == "learner" else kind  # LearnerCrashed says it
+        message = f"{title} {pod.name} does not start: {pod.obstacle.message if pod.obstacle is not None else ''}."
+        before = event_log.last_state(Topic.POD_OBSTACLE, pod.uid, default=kind if known else "")
+        untold = not kind or found.rolled.stopped.get(pod.region) == pod.name  # RolloutStopped says it
+        reason = "" if untold else f"{title}NotStarting"
+        event_log.transition(Topic.POD_OBSTACLE, before, kind, "Warning", reason, message, pod.uid)
+        lost = "lost" if pod.name in found.node_losses.reasons else ""
+        message = f"{title} {pod.name}: {found.node_losses.reasons.get(pod.name, '')}."
+        before = event_log.last_state(Topic.POD_NODE_LOST, pod.uid, default=lost if known else "")
+        event_log.transition(Topic.POD_NODE_LOST, before, lost, "Warning", "NodeLost" if lost else "", message, pod.uid)
     uids = {pod.uid for pod in view.pods}
-    told = view.memory.told
-    for subject in [s for s in told if s.partition(" ")[0] in ("obstacle", "node")]:
-        if subject.split()[1] not in uids:
-            del told[subject]
+    event_log.keep(Topic.POD_OBSTACLE, uids)
+    event_log.keep(Topic.POD_NODE_LOST, uids)
 
 
-def _ends(view: View, story: Story, found: Findings, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    stage = found.course.stage
+def _ends(
+    view: View, event_log: EventLog, found: TurnFindings, before: Mapping[str, Any], now: Mapping[str, Any]
+) -> None:
+    stage = found.decision.stage
 
     def state(conditions: Mapping[str, Any], deleting: bool) -> str:
         if deleting:
@@ -253,4 +282,4 @@ def _ends(view: View, story: Story, found: Findings, before: Mapping[str, Any], 
         "suspending": ("Suspending", now.get("Suspended", {}).get("message", "")),
         "": ("Resumed", "The job goes on.") if old in ("Suspended", "suspending") and view.begun else ("", ""),
     }.get(new, (new, str(now.get(new, {}).get("message", ""))))
-    story.turn("end", old, new, kind, reason, message)
+    event_log.transition(Topic.JOB_END, old, new, kind, reason, message)

@@ -1,7 +1,8 @@
-"""What a plan looks at: the job, its pods, its objects and what its syncer says, read once.
+"""What a turn looks at: the job, its pods, its objects and what its syncer says, read once.
 
-The other files of the core take a ``View`` and decide; none of them reads an API object's
-or the status document's raw fields twice in different ways.
+All other files of the plan take a ``View`` and decide. Raw fields of API objects, of the
+syncer's status document and of learners' status pages are read here and in ``pods/pod_status.py``
+only, so that no two files read one field in two ways.
 """
 
 from __future__ import annotations
@@ -12,35 +13,35 @@ from functools import cached_property
 from typing import Any
 
 from diloco_operator import names
-from diloco_operator.job import Job, Place, seconds
-from diloco_operator.model import Object, Observed, PlanMemory, PlanSettings, ProgramAnswer, Ref
+from diloco_operator.job import Job, Placement, unix_seconds
+from diloco_operator.model import Fact, Object, Observed, PlanMemory, PlanSettings, Ref, Timer
 from diloco_operator.plan.pods import pod_status
 from diloco_operator.plan.pods.pod_status import Pod
 from diloco_protocol.vocabulary import HELD_STATES, JobPhase, SlotState
 
-PATIENCE = 15.0
-"""Seconds without an answer before a syncer that answered is told to be silent."""
+ANSWER_PATIENCE = 15.0
+"""Seconds without an answer before status says that the syncer does not answer."""
 UID_DIGITS = 32
-"""A process id begins with so many digits of its pod's UID."""
+"""A process id begins with so many digits: its pod's UID without dashes."""
 STUCK_SECONDS = 5.0
-"""A pod that is there so long after its grace is stuck."""
+"""A pod that is still there so many seconds after its grace period is stuck."""
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """What the syncer says of a slot's link: bytes per second and seconds; None: not measured, not known."""
+class SlotLink:
+    """What the syncer says of a slot's link. Rates are bytes per second, the round trip seconds; None: unknown."""
 
     up: float | None
     down: float | None
     needs_up: float | None
     needs_down: float | None
     round_trip: float | None
-    thin: bool
+    too_slow: bool  # slower than the job's pace needs
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
-    """The last refusal of a place, as the syncer's status has it."""
+class SyncerRefusal:
+    """The syncer's last refusal of one learner or evaluator, as its status document has it."""
 
     role: str
     region: str
@@ -58,40 +59,42 @@ class Slot:
     process: str
     state: str
     ready: bool
-    silent: float | None  # seconds since it was heard; None: nobody holds it
+    heard_seconds_ago: float | None  # None: no process holds it
     merged: int
     step: int
     loss: float | None
-    link: Link | None = None  # None: nobody is there
+    link: SlotLink | None = None  # None: no process holds it
 
     @property
     def holding(self) -> bool:
+        """Whether a process holds the slot."""
         return self.state in HELD_STATES
 
     @property
     def in_quorum(self) -> bool:
+        """Whether its learner counts for the quorum."""
         return self.state == SlotState.ACTIVE and self.ready
 
 
 @dataclass
 class View:
-    """One instant. ``memory`` is the plan's to change."""
+    """The job at one instant. Only ``memory`` is changed by the plan."""
 
     observed: Observed
     memory: PlanMemory
     settings: PlanSettings
     job: Job
-    here: Place
+    here: Placement
     pods: tuple[Pod, ...] = field(init=False)
-    silent_for: float = field(init=False)  # seconds since the syncer last answered; 0: it did now
+    unanswered_seconds: float = field(init=False)  # since the syncer last answered; 0: it answers
 
     def __post_init__(self) -> None:
-        found = (pod_status.read(pod, self.observed.cluster_events) for pod in self.observed.pods)
+        found = (pod_status.read_pod(pod, self.observed.cluster_events) for pod in self.observed.pods)
         self.pods = tuple(pod for pod in found if pod is not None)
         asked = self.observed.syncer
-        self.silent_for = self.lasting("no answer", self.document is None)
+        self.unanswered_seconds = self.observe(Fact.SYNCER_NOT_ANSWERING, holds=self.document is None)
         if asked is not None and asked.failing_since is not None:
-            self.silent_for = max(self.silent_for, self.now - asked.failing_since)
+            self.unanswered_seconds = max(self.unanswered_seconds, self.now - asked.failing_since)
 
     @property
     def now(self) -> float:
@@ -100,62 +103,64 @@ class View:
     # ------------------------------------------------------------- objects
 
     def live(self, ref: Ref) -> Object | None:
-        """One of the job's own objects."""
+        """An object that is there and is this job's; None: there is none, or it is not this job's."""
         found = self.observed.objects.get(ref)
         return found if found is not None and names.is_ours(ref, found, self.job.name, self.job.uid) else None
 
     def replicas(self, ref: Ref) -> int | None:
-        """How many pods a live object asks for; None: it is not there."""
+        """How many pods an object of the job asks for; None: the object is not there."""
         found = self.live(ref)
         return None if found is None else int((found.get("spec") or {}).get("replicas", 1))
 
     def wanted(self, region: str) -> int:
-        """Learners of a region here, spares included."""
+        """How many learners a region shall have, spares included; 0 for a region that is not here."""
         return next((r.learners + r.spares for r in self.here.regions if r.name == region), 0)
 
     # ------------------------------------------------------------- pods
 
     @cached_property
     def learners(self) -> dict[str, Pod]:
-        """By name; of two of a name (a stale one in a cache) the one that is there to stay."""
+        """Learners' pods by name. The cache may have two of one name; then it is the one that stays."""
         found: dict[str, Pod] = {}
         for pod in self.pods:
             if pod.role == "learner" and (pod.name not in found or pod.alive):
                 found[pod.name] = pod
         return found
 
-    def of_region(self, region: str) -> list[Pod]:
+    def learners_of(self, region: str) -> list[Pod]:
+        """The pods of a region's learners."""
         return [pod for pod in self.learners.values() if pod.region == region]
 
     def place(self, region: str, ordinal: int) -> str:
-        """The name of the pod there."""
+        """The name of the pod of a region's learner."""
         return f"{self.job.name}-{region}-{ordinal}"
 
     def pod_of(self, role: str) -> Pod | None:
-        """The syncer's or evaluator's pod: of several the one that is there to stay, the newest first."""
+        """The pod of the syncer or evaluator. Of several it is one that stays, and of those the newest."""
         found = [pod for pod in self.pods if pod.role == role]
         created = {p["metadata"]["uid"]: p["metadata"].get("creationTimestamp", "") for p in self.observed.pods}
         return max(found, key=lambda pod: (pod.alive, not pod.over, created[pod.uid]), default=None)
 
     def leaving(self, pod: Pod) -> bool:
-        """It is going, or was told to by this operator."""
+        """Whether the pod terminates, has ended, or is to be removed by this operator's decision."""
         return not pod.alive or pod.uid in self.memory.own_deletions
 
     def stuck(self, pod: Pod) -> bool:
-        """It should be gone and is not."""
+        """Whether the pod is still Terminating after its grace period."""
         return pod.leaves_at is not None and self.now > pod.leaves_at + STUCK_SECONDS
 
-    # ------------------------------------------------------------- the syncer's word
-
-    @property
-    def asked(self) -> ProgramAnswer | None:
-        return self.observed.syncer
+    # ------------------------------------------------------------- what the syncer and learners say
 
     @cached_property
     def document(self) -> dict[str, Any] | None:
-        """What the syncer answered now; None: there is no answer."""
-        asked = self.asked
+        """The syncer's status document; None: its last call was not answered."""
+        asked = self.observed.syncer
         return asked.document if asked is not None and not asked.error else None
+
+    @property
+    def epoch(self) -> int | None:
+        """The syncer's epoch; None: it does not answer."""
+        return whole_number((self.document or {}).get("epoch"))
 
     @cached_property
     def slots(self) -> list[Slot]:
@@ -176,26 +181,26 @@ class View:
 
     @cached_property
     def regions_lost(self) -> frozenset[str]:
-        """Which the syncer counts as lost: its time runs while nobody here looks."""
+        """Regions that the syncer counts as lost. It times them while no operator watches, too."""
         named = (self.document or {}).get("regions_lost")
         return frozenset(str(name) for name in named) if isinstance(named, list) else frozenset()
 
     @cached_property
-    def refusals(self) -> list[Refusal]:
-        """Whom the syncer has refused for good lately."""
+    def refusals(self) -> list[SyncerRefusal]:
+        """The learners and evaluators that the syncer has refused for good lately."""
         rows = (self.document or {}).get("refusals")
         return [_refusal(row) for row in rows or [] if isinstance(row, dict)]
 
     @cached_property
     def pages(self) -> list[dict[str, Any]]:
-        """Status pages of learners that answered, where the syncer is elsewhere; by the pods' names."""
-        told = sorted(self.observed.learners.items())
-        return [asked.document for _, asked in told if asked.document is not None and not asked.error]
+        """Status pages of the learners that answered, in the order of pod names. Empty in the hub."""
+        answers = sorted(self.observed.learners.items())
+        return [asked.document for _, asked in answers if asked.document is not None and not asked.error]
 
     @cached_property
-    def said(self) -> str:
-        """The phase that the syncer is in, or where it is elsewhere, the end that learners here were told;
-        empty: not known."""
+    def job_phase(self) -> str:
+        """The syncer's phase; in a cluster without the syncer, the end that learners here were told of.
+        Empty: not known."""
         if self.here.syncer:
             return str((self.document or {}).get("phase", ""))
         phases = {str(page.get("phase", "")) for page in self.pages}
@@ -210,89 +215,90 @@ class View:
 
     @property
     def merges(self) -> int | None:
-        """Merges of the job: the syncer's number, or where it is elsewhere the greatest that a connected
-        learner has heard of. It falls when the syncer's store was set back. None: not known."""
+        """How many merges the job has had: the syncer's number, or in a cluster without the syncer the
+        greatest that a connected learner knows. It falls when the syncer's store was set back to an
+        older state. None: not known."""
         if self.here.syncer:
-            return _whole((self.document or {}).get("merges"))
-        heard = [_whole(page.get("merges")) for page in self.pages if page.get("connected")]
+            return whole_number((self.document or {}).get("merges"))
+        heard = [whole_number(page.get("merges")) for page in self.pages if page.get("connected")]
         return max((merges for merges in heard if merges is not None), default=None)
 
     @property
-    def known_at(self) -> float:
-        """When what is known of merges was said; infinite: nobody is there who could say it."""
+    def merges_known_at(self) -> float:
+        """When ``merges`` was told to this operator; infinite: there is no program to tell it."""
         if self.here.syncer:
-            asked = self.asked
+            asked = self.observed.syncer
             return math.inf if asked is None or asked.error else asked.at
-        told = [asked.at for asked in self.observed.learners.values() if not asked.error]
-        return max(told, default=math.inf)
+        times = [asked.at for asked in self.observed.learners.values() if not asked.error]
+        return max(times, default=math.inf)
 
     @property
     def required(self) -> int:
-        """K: as the syncer has it, else as the job says it."""
+        """K, the quorum: the syncer's number, or the job's where the syncer does not answer."""
         value = ((self.document or {}).get("quorum") or {}).get("required")
         return value if isinstance(value, int) else self.job.spec.quorum
 
     def slot_of(self, pod: Pod) -> Slot | None:
-        """The slot that one of the pod's processes holds, or held last."""
+        """The slot that a process of the pod holds, or held last; None: it never held one."""
         mine = self._slots_by_pod.get(pod.process, ())
         return max(mine, key=lambda slot: (slot.in_quorum, slot.holding), default=None)
 
     def in_quorum(self, pod: Pod) -> bool:
+        """Whether the pod's learner counts for the quorum."""
         slot = self.slot_of(pod)
         return slot is not None and slot.in_quorum
 
     def standing_by(self, pod: Pod) -> bool:
-        """It waits for a slot, as a spare does."""
+        """Whether the pod's learner waits for a slot, as a spare does."""
         return pod.process in self._standing_by
 
     def taking_part(self, pod: Pod) -> bool:
-        """It has done what its successor is followed for: it is in the quorum, or stands by for it."""
+        """Whether the pod's learner is in the quorum or stands by, as far as this cluster can see."""
         if not pod.alive:
             return False
         if self.here.syncer:
             return self.in_quorum(pod) or (pod.ready and self.standing_by(pod))
         asked = self.observed.learners.get(pod.name)
-        word = asked.document if asked is not None and not asked.error else None
-        if word is None or not str(word.get("process", "")).startswith(pod.process):
+        page = asked.document if asked is not None and not asked.error else None
+        if page is None or not str(page.get("process", "")).startswith(pod.process):
             return False
-        return bool(word.get("connected")) and (word.get("slot") is not None or bool(word.get("standby")))
+        return bool(page.get("connected")) and (page.get("slot") is not None or bool(page.get("standby")))
 
     # ------------------------------------------------------------- the job's own status, read back
 
     def condition(self, kind: str) -> dict[str, Any]:
+        """A condition as the job's status has it; empty: it has none of that type."""
         for condition in self.job.status.get("conditions") or []:
             if condition.get("type") == kind:
                 return dict(condition)
         return {}
 
-    def holds(self, kind: str) -> bool:
+    def is_true(self, kind: str) -> bool:
+        """Whether the job's status has the condition as True."""
         return self.condition(kind).get("status") == "True"
 
-    def since(self, kind: str) -> float:
-        """Since when the condition is as it is; now, if it is not known."""
+    def condition_since(self, kind: str) -> float:
+        """The condition's lastTransitionTime; now, if there is none."""
         text = self.condition(kind).get("lastTransitionTime")
         try:
-            return seconds(text) if isinstance(text, str) else self.now
+            return unix_seconds(text) if isinstance(text, str) else self.now
         except ValueError:
             return self.now
 
     @property
     def begun(self) -> bool:
-        """The job has been started."""
+        """Whether the job has been started in this cluster."""
         return bool(self.job.status.get("startTime"))
 
     # ------------------------------------------------------------- memory
 
-    def lasting(self, fact: str, holds: bool = True) -> float:
-        """For how many seconds the fact has been observed without a break; 0 where it does not hold."""
-        since = self.memory.since
-        if not holds:
-            since.pop(fact, None)
-            return 0.0
-        return self.now - since.setdefault(fact, self.now)
+    def observe(self, fact: Fact, subject: str = "", *, epoch: int | None = None, holds: bool = True) -> float:
+        """For how many seconds a fact has held without a break; 0 where it does not hold now."""
+        return self.memory.timers.observe(Timer(fact, subject, epoch), self.now, holds)
 
 
-def _whole(value: Any) -> int | None:
+def whole_number(value: Any) -> int | None:
+    """The value if it is a whole number, else None."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
@@ -300,22 +306,22 @@ def _figure(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def _link(row: Any) -> Link | None:
+def _link(row: Any) -> SlotLink | None:
     if not isinstance(row, dict):
         return None
-    return Link(
+    return SlotLink(
         up=_figure(row.get("up_bytes_per_second")),
         down=_figure(row.get("down_bytes_per_second")),
         needs_up=_figure(row.get("needs_up_bytes_per_second")),
         needs_down=_figure(row.get("needs_down_bytes_per_second")),
         round_trip=_figure(row.get("round_trip_seconds")),
-        thin=bool(row.get("thin")),
+        too_slow=bool(row.get("thin")),
     )
 
 
-def _refusal(row: dict[str, Any]) -> Refusal:
+def _refusal(row: dict[str, Any]) -> SyncerRefusal:
     fields, ago = row.get("fields"), _figure(row.get("seconds_ago"))
-    return Refusal(
+    return SyncerRefusal(
         role=str(row.get("role", "")),
         region=str(row.get("region", "")),
         reason=str(row.get("reason", "")),
@@ -333,7 +339,7 @@ def _slot(row: dict[str, Any]) -> Slot:
         process=str(row.get("process", "")),
         state=str(row.get("state", "")),
         ready=bool(row.get("ready")),
-        silent=float(heard) if isinstance(heard, int | float) else None,
+        heard_seconds_ago=float(heard) if isinstance(heard, int | float) else None,
         merged=int(row.get("merged_pushes") or 0),
         step=int(row.get("step") or 0),
         loss=float(loss) if isinstance(loss, int | float) else None,

@@ -1,4 +1,4 @@
-"""What each condition says, from everything that the turn has found (conditions.py says which there are)."""
+"""All conditions of a job, from what the turn has found (``__init__.py`` lists them)."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from diloco_operator import names
-from diloco_operator.job import stamp
-from diloco_operator.model import ApplyError, Ref
-from diloco_operator.objects.manifests import reachable_at
+from diloco_operator.job import rfc3339
+from diloco_operator.model import ApplyError, Fact, Ref
+from diloco_operator.objects.manifests import sync_address
 from diloco_operator.plan import refusals
 from diloco_operator.plan.conditions import hub_conditions, region_conditions
-from diloco_operator.plan.conditions.conditions import Conditions
-from diloco_operator.plan.lifecycle import Course
-from diloco_operator.plan.pods.node_loss import Lost
+from diloco_operator.plan.conditions.condition_set import ConditionSet
+from diloco_operator.plan.lifecycle import LifecycleDecision
+from diloco_operator.plan.pods.node_loss import NodeLosses
 from diloco_operator.plan.pods.pod_status import Pod, shortened
 from diloco_operator.plan.pods.rollout import Rollout
-from diloco_operator.plan.regions import Report, explained
-from diloco_operator.plan.view import PATIENCE, View
+from diloco_operator.plan.regions import RegionReport, explain_failed_create
+from diloco_operator.plan.view import ANSWER_PATIENCE, View
 from diloco_protocol.vocabulary import CONTROL_PORT, FINISHING_PHASES, JobPhase, SyncerExit
 
 _WAITING = {
@@ -55,37 +55,37 @@ _REASONS = {
 _ESSENTIAL = frozenset({"ConfigMap", "Secret", "Service", "PersistentVolumeClaim", "Deployment", "StatefulSet"})
 
 
-HAND_OVER_SECONDS = 15.0
-"""For so long a successor may wait for the volume that the pod before it still has; two are usual."""
+HANDOVER_SECONDS = 15.0
+"""A successor may wait so long for the volume that the pod before it still has; two seconds are usual."""
 UNFIT_SECONDS = 30.0
-"""A syncer whose credentials cannot be used has ended after so long."""
+"""A syncer whose credentials cannot be used ends within so long."""
 
 
 @dataclass(slots=True)
-class Findings:
-    """What the turn found. ``refused``: reason and message of why the job is not taken as it stands."""
+class TurnFindings:
+    """What the parts of a turn have found, for conditions, status and Events."""
 
-    course: Course
-    regions: Report
+    decision: LifecycleDecision
+    regions: RegionReport
     rolled: Rollout = field(default_factory=Rollout)
-    nodes: Lost = field(default_factory=Lost)
+    node_losses: NodeLosses = field(default_factory=NodeLosses)
     apply_errors: Sequence[ApplyError] = ()
-    refused: tuple[str, str] | None = None
-    failure: tuple[str, str] | None = None
-    held_back: bool = False  # the syncer's change waits for the rollout
+    refused: tuple[str, str] | None = None  # reason and message of why the spec is not taken
+    failure: tuple[str, str] | None = None  # reason and message of why the job fails
+    syncer_waits: bool = False  # the syncer's changed Deployment waits for the rollout of learners
 
 
-def judge(view: View, found: Findings) -> Conditions:
-    """All conditions of a job whose spec could be read."""
-    out = Conditions(list(view.job.status.get("conditions") or []), view.job.generation, view.now)
-    stage = None if found.course.training else _stage(found)
+def decide_conditions(view: View, found: TurnFindings) -> ConditionSet:
+    """Decide all conditions of a job whose spec could be read."""
+    out = ConditionSet(list(view.job.status.get("conditions") or []), view.job.generation, view.now)
+    stage = None if found.decision.training else _stage(found)
     if view.here.syncer:
         _syncer_ready(view, found, out)
         _quorum(view, found, out)
         _region_lost(view, found, out)
-        hub_conditions.judge(view, stage, out)
+        hub_conditions.decide_hub_conditions(view, stage, out)
     elif view.here.regions:
-        region_conditions.judge(view, stage, out)
+        region_conditions.decide_region_conditions(view, stage, out)
     _conflict(found, out)
     _degraded(view, found, out)
     _ends(view, found, out)
@@ -93,56 +93,56 @@ def judge(view: View, found: Findings) -> Conditions:
     return out
 
 
-def _stage(found: Findings) -> tuple[str, str]:
-    return _STAGE[found.course.stage]
+def _stage(found: TurnFindings) -> tuple[str, str]:
+    return _STAGE[found.decision.stage]
 
 
 # ------------------------------------------------------------------ the syncer
 
 
-def _syncer_ready(view: View, found: Findings, out: Conditions) -> None:
-    wanted = found.course.scale.syncer > 0
+def _syncer_ready(view: View, found: TurnFindings, out: ConditionSet) -> None:
+    wanted = found.decision.scale.syncer > 0
     pod = view.pod_of("syncer")
     if not view.begun and pod is None:
         reason, message = ("Starting", "It is being started.") if wanted else _stage(found)
-        out.say("SyncerReady", False, reason, message)
+        out.set("SyncerReady", False, reason, message)
     elif not wanted and (pod is None or pod.terminating):
-        out.say("SyncerReady", False, *_stage(found))
+        out.set("SyncerReady", False, *_stage(found))
     else:
         _running_syncer(view, found, pod, out)
 
 
-def _running_syncer(view: View, found: Findings, pod: Pod | None, out: Conditions) -> None:
+def _running_syncer(view: View, found: TurnFindings, pod: Pod | None, out: ConditionSet) -> None:
     held = pod is not None and pod.obstacle is not None and "ReadWriteOncePod" in pod.obstacle.message
-    handing_over = view.lasting("the syncer's volume is held", held) < HAND_OVER_SECONDS and held
+    handing_over = view.observe(Fact.SYNCER_VOLUME_HELD, holds=held) < HANDOVER_SECONDS and held
     # A successor waits for the volume that a pod on a lost node still has.
-    stuck = next((p.name for p in view.pods if p.role == "syncer" and p.name in found.nodes.said), None)
+    stuck = next((p.name for p in view.pods if p.role == "syncer" and p.name in found.node_losses.reasons), None)
     if stuck is not None and not (pod is not None and pod.alive and pod.ready and pod.name != stuck):
-        out.say("SyncerReady", False, "NodeLost", f"Pod {stuck}: {found.nodes.said[stuck]}.")
+        out.set("SyncerReady", False, "NodeLost", f"Pod {stuck}: {found.node_losses.reasons[stuck]}.")
     elif pod is None or pod.over:
-        made = _not_made(view)
-        out.say("SyncerReady", False, "NotCreated" if made else "Starting", made or "Its pod is being made.")
+        unmade = _explain_not_made(view)
+        out.set("SyncerReady", False, "NotCreated" if unmade else "Starting", unmade or "Its pod is being made.")
     elif pod.terminating:
-        out.say("SyncerReady", False, "Restarting", f"Pod {pod.name} is on its way out.")
+        out.set("SyncerReady", False, "Restarting", f"Pod {pod.name} is on its way out.")
     elif handing_over:
         said = f"Pod {pod.name} waits for the volume that the one before it still has."
-        out.say("SyncerReady", False, "Starting", said)
-    elif unfit := _unfit(view, pod):
-        out.say("SyncerReady", False, "Credentials", f"Pod {pod.name}: {refusals.UNFIT}: {unfit}")
+        out.set("SyncerReady", False, "Starting", said)
+    elif unfit := _explain_unfit(view, pod):
+        out.set("SyncerReady", False, "Credentials", f"Pod {pod.name}: {refusals.UNFIT}: {unfit}")
     elif pod.obstacle is not None:
         reason = _WAITING[pod.obstacle.kind]
-        more = _claim(view, pod) + refusals.missing(view.job, pod.obstacle)
+        more = _claim(view, pod) + refusals.missing_secret_cure(view.job, pod.obstacle)
         message = f"Pod {pod.name}: {pod.obstacle.message.rstrip('.')}{more}."
-        out.say("SyncerReady", False, reason, message)
+        out.set("SyncerReady", False, reason, message)
     elif not pod.ready:
-        out.say("SyncerReady", False, "Starting", f"Pod {pod.name} reads its store, or is about to serve.")
+        out.set("SyncerReady", False, "Starting", f"Pod {pod.name} reads its store, or is about to serve.")
     else:
         _answering(view, pod, out)
 
 
-def _unfit(view: View, pod: Pod) -> str:
-    """Why its credentials cannot be used, with the cure; empty: that is not what it waits for. Also while it
-    is being started again, or this would come and go."""
+def _explain_unfit(view: View, pod: Pod) -> str:
+    """Why the syncer's credentials cannot be used, with the cure; empty: it does not wait for that. It is said
+    while the syncer is being started again, too, or it would come and go."""
     end = pod.last_end
     if pod.ready or end is None or end.code != SyncerExit.CREDENTIALS:
         return ""
@@ -150,39 +150,39 @@ def _unfit(view: View, pod: Pod) -> str:
         return ""
     if pod.running_since is not None and view.now - pod.running_since > UNFIT_SECONDS:
         return ""
-    words = end.words.rstrip(".")
-    return f"{words}. {refusals.syncer_cure(view.job, words)}"
+    line = end.last_line.rstrip(".")
+    return f"{line}. {refusals.syncer_cure(view.job, line)}"
 
 
-def _answering(view: View, pod: Pod, out: Conditions) -> None:
-    asked, document = view.asked, view.document
+def _answering(view: View, pod: Pod, out: ConditionSet) -> None:
+    asked, document = view.observed.syncer, view.document
     error = shortened(asked.error) if asked is not None else "it could not be asked"
     if document is not None and document.get("store_problem"):
-        out.say("SyncerReady", False, "StoreProblem", f"Its store: {document['store_problem']}.")
+        out.set("SyncerReady", False, "StoreProblem", f"Its store: {document['store_problem']}.")
     elif document is not None:
         epoch = document.get("epoch")
-        message = f"It serves at {reachable_at(view.job, view.here)} in epoch {epoch}."
-        out.say("SyncerReady", True, "Serving", message)
-    elif view.silent_for < PATIENCE:
+        message = f"It serves at {sync_address(view.job, view.here)} in epoch {epoch}."
+        out.set("SyncerReady", True, "Serving", message)
+    elif view.unanswered_seconds < ANSWER_PATIENCE:
         before = view.condition("SyncerReady")
-        if before.get("status") == "True":  # one call that failed is nothing to tell
-            out.say("SyncerReady", True, str(before.get("reason")), str(before.get("message")))
+        if before.get("status") == "True":  # one failed call changes nothing
+            out.set("SyncerReady", True, str(before.get("reason")), str(before.get("message")))
         else:
-            out.say("SyncerReady", False, "Starting", f"Pod {pod.name} is ready and about to be asked.")
+            out.set("SyncerReady", False, "Starting", f"Pod {pod.name} is ready and about to be asked.")
     else:
-        out.say(
+        out.set(
             "SyncerReady",
             False,
             "NotAnswering",
             f"Pod {pod.name} is ready, and has not answered this operator since "
-            f"{stamp(view.now - view.silent_for)} ({error}). Learners may still reach it; if they "
+            f"{rfc3339(view.now - view.unanswered_seconds)} ({error}). Learners may still reach it; if they "
             f"do, look for what keeps the operator from its port {CONTROL_PORT}: a NetworkPolicy, or a "
             "control key of another operator.",
         )
 
 
-def _not_made(view: View) -> str:
-    """Why the syncer's pod could not be made: a ReplicaSet's Event."""
+def _explain_not_made(view: View) -> str:
+    """Why the syncer's pod could not be made, by its ReplicaSet's Event; empty: there is none."""
     head = f"{view.job.name}-syncer-"
     cluster_events = [
         n
@@ -191,12 +191,12 @@ def _not_made(view: View) -> str:
     ]
     if not cluster_events:
         return ""
-    said = explained(max(cluster_events, key=lambda event: event.time).message)
+    said = explain_failed_create(max(cluster_events, key=lambda event: event.time).message)
     return said[0].upper() + said[1:] + "."
 
 
 def _claim(view: View, pod: Pod) -> str:
-    """What is said of the claim of a pod that waits for its volume."""
+    """What is added of the claim where the syncer's pod waits for its volume; empty: it does not."""
     if pod.obstacle is None or pod.obstacle.kind not in ("volume", "unschedulable"):
         return ""
     storage = view.job.spec.syncer.storage
@@ -211,35 +211,35 @@ def _claim(view: View, pod: Pod) -> str:
     return f" (claim {ref.name} is not bound{why}; syncer.storage names its class and size)"
 
 
-def _quorum(view: View, found: Findings, out: Conditions) -> None:
-    if not found.course.training:
-        out.say("QuorumMet", False, *_stage(found))
+def _quorum(view: View, found: TurnFindings, out: ConditionSet) -> None:
+    if not found.decision.training:
+        out.set("QuorumMet", False, *_stage(found))
         return
     quorum = (view.document or {}).get("quorum")
     if not isinstance(quorum, dict):
         before = view.condition("QuorumMet")
-        if out.truth("SyncerReady") == "True" and before:
-            out.say("QuorumMet", before["status"], str(before.get("reason")), str(before.get("message")))
+        if out.status_of("SyncerReady") == "True" and before:
+            out.set("QuorumMet", before["status"], str(before.get("reason")), str(before.get("message")))
         else:
             message = "The syncer, which knows, cannot be asked; learners go on alone for a while."
-            out.say("QuorumMet", "Unknown", "SyncerNotReady", message)
+            out.set("QuorumMet", "Unknown", "SyncerNotReady", message)
         return
     active, required = int(quorum.get("active") or 0), int(quorum.get("required") or 0)
     if active >= required:
-        out.say("QuorumMet", True, "Met", f"{_are(active)} active, a merge needs {required}.")
-    elif view.said == JobPhase.WAITING:
-        message = f"{_are(active)} active; training begins, or goes on, with {required} (sync.quorum)."
-        out.say("QuorumMet", False, "Gathering", message)
+        out.set("QuorumMet", True, "Met", f"{_learners_are(active)} active, a merge needs {required}.")
+    elif view.job_phase == JobPhase.WAITING:
+        message = f"{_learners_are(active)} active; training begins, or goes on, with {required} (sync.quorum)."
+        out.set("QuorumMet", False, "Gathering", message)
     else:
-        message = f"{_are(active)} active, and a merge needs {required} (sync.quorum): nothing is merged."
-        out.say("QuorumMet", False, "TooFew", message)
+        message = f"{_learners_are(active)} active, and a merge needs {required} (sync.quorum): nothing is merged."
+        out.set("QuorumMet", False, "TooFew", message)
 
 
-def _are(count: int) -> str:
+def _learners_are(count: int) -> str:
     return "1 learner is" if count == 1 else f"{count} learners are"
 
 
-def _region_lost(view: View, found: Findings, out: Conditions) -> None:
+def _region_lost(view: View, found: TurnFindings, out: ConditionSet) -> None:
     policy = view.job.spec.failure_policy
     lost = {
         name: since
@@ -247,21 +247,21 @@ def _region_lost(view: View, found: Findings, out: Conditions) -> None:
         if view.now - since >= policy.region_lost_seconds or name in view.regions_lost
     }
     if lost:
-        said = ", ".join(f"{name} since {stamp(since)}" for name, since in sorted(lost.items()))
-        out.say(
+        said = ", ".join(f"{name} since {rfc3339(since)}" for name, since in sorted(lost.items()))
+        out.set(
             "RegionLost",
             True,
             "NobodyHeard",
             f"Nobody is heard of region {said}. Its learners rejoin by themselves when they are back.",
         )
     else:
-        out.say("RegionLost", False, "AllHeard", "")
+        out.set("RegionLost", False, "AllHeard", "")
 
 
 # ------------------------------------------------------------------ what is wrong
 
 
-def told(apply_error: ApplyError) -> str:
+def describe_apply_error(apply_error: ApplyError) -> str:
     """A failed write in a sentence with its cure."""
     cure = _CURES.get(apply_error.reason, "")
     message = shortened(apply_error.message, 1000).rstrip(".")
@@ -272,18 +272,18 @@ def _sorted(apply_errors: Sequence[ApplyError]) -> list[ApplyError]:
     return sorted(apply_errors, key=lambda t: (t.ref, t.reason, t.message))
 
 
-def _conflict(found: Findings, out: Conditions) -> None:
+def _conflict(found: TurnFindings, out: ConditionSet) -> None:
     theirs = [t for t in found.apply_errors if t.reason == "conflict"]
     if theirs:
-        out.say("NameConflict", True, "NameTaken", " ".join(sorted(map(told, theirs))))
+        out.set("NameConflict", True, "NameTaken", " ".join(sorted(map(describe_apply_error, theirs))))
     else:
-        out.say("NameConflict", False, "NamesFree", "")
+        out.set("NameConflict", False, "NamesFree", "")
 
 
-def _degraded(view: View, found: Findings, out: Conditions) -> None:
-    said = [told(t) for t in _sorted(found.apply_errors) if t.reason != "conflict"]
+def _degraded(view: View, found: TurnFindings, out: ConditionSet) -> None:
+    said = [describe_apply_error(t) for t in _sorted(found.apply_errors) if t.reason != "conflict"]
     reason = "ApplyFailed" if said else ""
-    if found.course.training:
+    if found.decision.training:
         causes = {
             name: cause
             for name, cause in found.regions.causes.items()
@@ -299,17 +299,17 @@ def _degraded(view: View, found: Findings, out: Conditions) -> None:
     if fixed:
         said.append(fixed)
         reason = reason or "VolumeFixed"
-    out.say("Degraded", bool(said), reason or "AsWanted", " ".join(said))
+    out.set("Degraded", bool(said), reason or "AsWanted", " ".join(said))
 
 
-def _evaluator(view: View, found: Findings) -> str:
+def _evaluator(view: View, found: TurnFindings) -> str:
     pod = view.pod_of("evaluator")
-    if not found.course.scale.evaluator or pod is None or pod.terminating:
+    if not found.decision.scale.evaluator or pod is None or pod.terminating:
         return ""
-    if pod.name in found.nodes.said:
-        return f"Evaluator {pod.name}: {found.nodes.said[pod.name]}; training goes on without it."
+    if pod.name in found.node_losses.reasons:
+        return f"Evaluator {pod.name}: {found.node_losses.reasons[pod.name]}; training goes on without it."
     if pod.obstacle is not None and pod.obstacle.kind != "other":
-        said = f"{pod.obstacle.message}{refusals.missing(view.job, pod.obstacle)}"
+        said = f"{pod.obstacle.message}{refusals.missing_secret_cure(view.job, pod.obstacle)}"
         return f"Evaluator {pod.name}: {said}; training goes on without it."
     return ""
 
@@ -331,62 +331,62 @@ def _fixed_volume(view: View) -> str:
 # ------------------------------------------------------------------ ends, and the whole
 
 
-def _ends(view: View, found: Findings, out: Conditions) -> None:
-    stage, message = found.course.stage, found.course.message
+def _ends(view: View, found: TurnFindings, out: ConditionSet) -> None:
+    stage, message = found.decision.stage, found.decision.message
     if stage in ("waiting", "suspended"):
-        out.say("Suspended", True, "Suspended", message or "Everything is saved; set suspend: false to go on.")
+        out.set("Suspended", True, "Suspended", message or "Everything is saved; set suspend: false to go on.")
     elif stage in ("suspending", "restarting"):
-        out.say("Suspended", False, stage.capitalize(), message)
+        out.set("Suspended", False, stage.capitalize(), message)
     else:
-        out.say("Suspended", False, "NotSuspended", "")
+        out.set("Suspended", False, "NotSuspended", "")
     if stage == "complete":
         before = view.condition("Complete")
         said = before.get("message") if before.get("status") == "True" else None
-        out.say("Complete", True, "StopReached", said or "The job has reached its stop.")
+        out.set("Complete", True, "StopReached", said or "The job has reached its stop.")
     else:
-        out.say("Complete", False, "NotComplete", "")
+        out.set("Complete", False, "NotComplete", "")
     if found.failure is not None:
-        out.say("Failed", True, *found.failure)
+        out.set("Failed", True, *found.failure)
     elif stage in ("failing", "failed"):
         before = view.condition("Failed")
         if before.get("status") == "True":
-            out.say("Failed", True, str(before.get("reason")), str(before.get("message")))
+            out.set("Failed", True, str(before.get("reason")), str(before.get("message")))
         else:
             message = str((view.document or {}).get("message") or "the syncer says so")
-            out.say("Failed", True, "SyncerFailed", f"The job has failed: {message}")
+            out.set("Failed", True, "SyncerFailed", f"The job has failed: {message}")
     else:
-        out.say("Failed", False, "NotFailed", "")
+        out.set("Failed", False, "NotFailed", "")
 
 
-def _ready(view: View, found: Findings, out: Conditions) -> None:
-    course = found.course
+def _ready(view: View, found: TurnFindings, out: ConditionSet) -> None:
+    decision = found.decision
     if found.refused is not None:
-        out.say("Ready", False, *found.refused)
+        out.set("Ready", False, *found.refused)
         return
-    if not course.training:
+    if not decision.training:
         reason, message = _stage(found)
-        out.say("Ready", False, reason, course.message or message)
+        out.set("Ready", False, reason, decision.message or message)
         return
     essential = [t for t in _sorted(found.apply_errors) if t.ref.kind in _ESSENTIAL]
     if essential:
-        out.say("Ready", False, _REASONS[essential[0].reason], " ".join(map(told, essential)))
+        out.set("Ready", False, _REASONS[essential[0].reason], " ".join(map(describe_apply_error, essential)))
         return
     wanted = ("SyncerReady", "QuorumMet") if view.here.syncer else ("HubReachable",)
     for kind in wanted:
         row = out.found.get(kind)
         if row is not None and row["status"] != "True":
             reason = row["reason"] if kind != "SyncerReady" else f"Syncer{row['reason']}"
-            out.say("Ready", False, str(reason), str(row["message"]))
+            out.set("Ready", False, str(reason), str(row["message"]))
             return
-    phase = view.said
+    phase = view.job_phase
     if phase == JobPhase.HOLDING:  # with a quorum: for something else
         why = str((view.document or {}).get("message") or "the syncer holds")
         said = f"Merges wait: {why}. Learners train on, up to sync.staleness.maxSteps."
-        out.say("Ready", False, "Holding", said)
+        out.set("Ready", False, "Holding", said)
         return
-    waits = " A change of the syncer waits until learners here are through." if found.held_back else ""
+    waits = " A change of the syncer waits until learners here are through." if found.syncer_waits else ""
     rolling = "".join(f" Region {name}: {said}." for name, said in sorted(found.rolled.regions.items()))
     if phase in FINISHING_PHASES:
-        out.say("Ready", True, "Finishing", "Learners offer their last work, then the model is evaluated.")
+        out.set("Ready", True, "Finishing", "Learners offer their last work, then the model is evaluated.")
     else:
-        out.say("Ready", True, "Training", f"Learners train, and their work is merged.{rolling}{waits}")
+        out.set("Ready", True, "Training", f"Learners train, and their work is merged.{rolling}{waits}")

@@ -1,28 +1,33 @@
-"""What the hub tells of learners wherever they are: thin links, and whose copy of the job is another.
+"""LinksTooSlow and SpecDrift in the hub, of learners in all clusters.
 
-Theory of operation. The syncer judges each link by what it carries (protocol's links.py), anew
-whenever it is asked; a link near its need is thin at one time and not at another. So it is told
-when one has been thin for ``THIN_SECONDS`` without a break, and it is over when none has been
-for ``WELL_SECONDS``. Meanwhile what was told of a region stands (its numbers would change all
-the time), and another region whose link is thin too is added.
+**LinksTooSlow.** The syncer judges each link whenever it is asked (``diloco_protocol.bandwidth``),
+and a link near its need is too slow at one time and not at another. So the condition becomes True
+when a link has been too slow for ``TOO_SLOW_SECONDS`` without a break. It becomes False when no
+link has been too slow for ``WELL_SECONDS``.
 
-Whom the syncer has refused because its job is another is in its status until somebody of
-that place is let in; who comes no more is forgotten after ``LATELY``.
+Until then the message keeps what it says of a region, since fresh numbers would change it all the
+time; another region whose link is too slow is added. The message in the status is the memory of
+this, because it survives a restart of the operator.
+
+**SpecDrift.** The syncer's status names every learner that it refused because its copy of the job
+is another, until a learner of that place is let in. A refusal older than ``RECENT_SECONDS`` is
+left out: that learner comes no more.
 """
 
 from __future__ import annotations
 
 from diloco_operator.job import Job
-from diloco_operator.plan.conditions.conditions import Conditions, listed
-from diloco_operator.plan.view import Link, Slot, View
+from diloco_operator.model import Fact
+from diloco_operator.plan.conditions.condition_set import ConditionSet, list_fields
+from diloco_operator.plan.view import Slot, SlotLink, View
 from diloco_protocol.common.format_units import bits_text, seconds_text
 from diloco_protocol.vocabulary import JoinRefusal
 
-THIN_SECONDS, WELL_SECONDS = 45.0, 180.0
-LATELY = 900.0
-"""Seconds: a learner that ends by its refusal is started again at least every five minutes."""
+TOO_SLOW_SECONDS, WELL_SECONDS = 45.0, 180.0
+RECENT_SECONDS = 900.0
+"""A refusal younger than this is in force: a refused learner is started again at least every five minutes."""
 DETAILED = 8
-"""Of so many regions the numbers are told."""
+"""The message has the numbers of at most so many regions."""
 _NUMBERS = " (learner "
 _CURE = (
     " Merges come later or more rarely; training goes on. Cure: a smaller sync.compression, a larger "
@@ -30,70 +35,66 @@ _CURE = (
 )
 
 
-def judge(view: View, stage: tuple[str, str] | None, out: Conditions) -> None:
-    """``stage``: reason and message of why nobody is to be connected now; None: learners are."""
-    for kind, decide in (("LinksTooSlow", _too_slow), ("SpecDrift", _drift)):
-        before = view.condition(kind)
+def decide_hub_conditions(view: View, stage: tuple[str, str] | None, out: ConditionSet) -> None:
+    """Decide both. ``stage``: why no learner shall be connected now, reason and message; None: learners shall."""
+    for kind, decide in (("LinksTooSlow", _too_slow), ("SpecDrift", _spec_drift)):
         if stage is not None:
-            out.say(kind, False, *stage)
+            out.set(kind, False, *stage)
         elif view.document is not None:
             decide(view, out)
-        elif before:  # nobody knows: what was last known stands
-            out.say(kind, before["status"], str(before.get("reason")), str(before.get("message")))
         else:
-            out.say(kind, "Unknown", "SyncerNotReady", "The syncer, which knows, cannot be asked.")
+            out.keep_or_unknown(kind, "SyncerNotReady", "The syncer, which knows, cannot be asked.")
 
 
 # ------------------------------------------------------------------ links
 
 
-def _too_slow(view: View, out: Conditions) -> None:
+def _too_slow(view: View, out: ConditionSet) -> None:
     slots = [slot for slot in view.slots if slot.link is not None]
-    lasting = [slot for slot in slots if view.lasting(_fact(slot), _is_thin(slot)) >= THIN_SECONDS]
-    facts = {_fact(slot) for slot in slots}
-    for fact in [f for f in view.memory.since if f.startswith("thin ") and f not in facts]:
-        del view.memory.since[fact]
-    well = view.lasting("links are well", not any(map(_is_thin, slots)))
+    slow = {_subject(slot): slot for slot in slots if slot.link is not None and slot.link.too_slow}
+    lasting = [
+        slot
+        for slot in slots
+        if view.observe(Fact.LINK_TOO_SLOW, _subject(slot), holds=_subject(slot) in slow) >= TOO_SLOW_SECONDS
+    ]
+    view.memory.timers.keep(Fact.LINK_TOO_SLOW, {_subject(slot) for slot in slots})
+    well = view.observe(Fact.LINKS_FAST_ENOUGH, holds=not slow)
     before = view.condition("LinksTooSlow")
-    told = str(before.get("message")) if before.get("status") == "True" else ""
+    known = str(before.get("message")) if before.get("status") == "True" else ""
     regions = sorted({slot.region for slot in lasting})
-    fresh = [region for region in regions if f"Region {region} " not in told]
+    fresh = [region for region in regions if f"Region {region} " not in known]
     if fresh:
-        out.say("LinksTooSlow", True, "SlowerThanNeeded", _told(told, fresh, lasting))
-    elif told and well < WELL_SECONDS:
-        out.say("LinksTooSlow", True, str(before.get("reason")), told)
+        out.set("LinksTooSlow", True, "SlowerThanNeeded", _extend_message(known, fresh, lasting))
+    elif known and well < WELL_SECONDS:
+        out.set("LinksTooSlow", True, str(before.get("reason")), known)
     else:
-        out.say("LinksTooSlow", False, "FastEnough", "")
+        out.set("LinksTooSlow", False, "FastEnough", "")
 
 
-def _fact(slot: Slot) -> str:
-    return f"thin {slot.region}-{slot.ordinal}"
+def _subject(slot: Slot) -> str:
+    return f"{slot.region}-{slot.ordinal}"
 
 
-def _is_thin(slot: Slot) -> bool:
-    return slot.link is not None and slot.link.thin
-
-
-def _told(before: str, regions: list[str], slots: list[Slot]) -> str:
-    """The message so far, with these regions added."""
+def _extend_message(before: str, regions: list[str], slots: list[Slot]) -> str:
+    """The message so far, with these regions added. ``slots``: those with links that are too slow."""
     said = before.removesuffix(_CURE)
     parts = [said] if said else []
     detailed = max(0, DETAILED - said.count(_NUMBERS))
     for region in regions[:detailed]:
         worst = min((s for s in slots if s.region == region), key=lambda s: (_share(s.link), s.ordinal))
         assert worst.link is not None
-        parts.append(f"Region {region}{_NUMBERS}{worst.ordinal}): {_figures(worst.link)}.")
+        parts.append(f"Region {region}{_NUMBERS}{worst.ordinal}): {_numbers(worst.link)}.")
     parts += [f"Region {region} too." for region in regions[detailed:]]
     return " ".join(parts) + _CURE
 
 
-def _share(link: Link | None) -> float:
-    """What is there of what is needed, in the worse direction."""
+def _share(link: SlotLink | None) -> float:
+    """The rate as a share of what is needed, in the worse direction; 1 where it is not known."""
     pairs = ((link.up, link.needs_up), (link.down, link.needs_down)) if link is not None else ()
     return min((there / need for there, need in pairs if there and need), default=1.0)
 
 
-def _figures(link: Link) -> str:
+def _numbers(link: SlotLink) -> str:
     parts = []
     for name, there, need in (("up", link.up, link.needs_up), ("down", link.down, link.needs_down)):
         if there:
@@ -115,14 +116,14 @@ def _rounded(value: float) -> float:
 # ------------------------------------------------------------------ other jobs
 
 
-def _drift(view: View, out: Conditions) -> None:
+def _spec_drift(view: View, out: ConditionSet) -> None:
     fields: dict[str, set[str]] = {}
     for refusal in view.refusals:
-        if refusal.reason == JoinRefusal.SPEC_DRIFT and refusal.seconds_ago < LATELY:
-            fields.setdefault(_whose(view.job, refusal.role, refusal.region), set()).update(refusal.fields)
+        if refusal.reason == JoinRefusal.SPEC_DRIFT and refusal.seconds_ago < RECENT_SECONDS:
+            fields.setdefault(_name_party(view.job, refusal.role, refusal.region), set()).update(refusal.fields)
     if fields:
-        said = "; ".join(f"{whose}: {listed(sorted(found))}" for whose, found in sorted(fields.items()))
-        out.say(
+        said = "; ".join(f"{party}: {list_fields(sorted(found))}" for party, found in sorted(fields.items()))
+        out.set(
             "SpecDrift",
             True,
             "FieldsDiffer",
@@ -130,10 +131,10 @@ def _drift(view: View, out: Conditions) -> None:
             "quorum until their cluster's copy is deleted and this job applied there.",
         )
     else:
-        out.say("SpecDrift", False, "SameJob", "")
+        out.set("SpecDrift", False, "SameJob", "")
 
 
-def _whose(job: Job, role: str, region: str) -> str:
+def _name_party(job: Job, role: str, region: str) -> str:
     if role == "evaluator":
         return "the evaluator"
     cluster = next((r.cluster for r in job.spec.regions if r.name == region), None)

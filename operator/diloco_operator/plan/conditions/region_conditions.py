@@ -1,11 +1,13 @@
-"""What a cluster without the syncer can tell of the job's hub, by its learners: is it reached, and is
-this copy of the job the hub's?
+"""HubReachable, SpecDrift and SettingsDiffer in a cluster without the syncer, by its learners.
 
-Theory of operation. Nobody here has credentials for the hub, or reads its copy of the job.
-What is known is what learners here say on their status pages, and in the last line of those
-that were refused for good. Each Welcome brings the hub's settings, and a learner shows them;
-compared with this copy they tell which fields differ. That is no fault: the hub's rule, here
-too. What may not differ at all the syncer compares itself, by digests (``SpecDrift``).
+This operator has no credentials for the hub, and does not read the hub's copy of the job. What it
+knows are the status pages of the learners here, and the last line of those that were refused for
+good.
+
+Each Welcome brings a learner the hub's settings, and its page shows them. Compared with this copy
+of the job they give the fields of SettingsDiffer. Such a difference is no fault: the hub's
+settings are in force here, too. What must not differ at all the syncer compares itself, by digests
+(SpecDrift).
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from diloco_operator.job import Job
-from diloco_operator.objects.manifests import reachable_at
+from diloco_operator.model import Fact
+from diloco_operator.objects.manifests import sync_address
 from diloco_operator.plan import refusals
-from diloco_operator.plan.conditions.conditions import Conditions, listed
+from diloco_operator.plan.conditions.condition_set import ConditionSet, list_fields
 from diloco_operator.plan.pods.pod_status import shortened
 from diloco_operator.plan.view import View
 from diloco_protocol.vocabulary import JobPhase, JoinRefusal
@@ -24,43 +27,45 @@ from diloco_protocol.vocabulary import JobPhase, JoinRefusal
 DRAINED = "Drained"
 _DRAINED = (JobPhase.DRAINING, JobPhase.SUSPENDED)
 DIFFERS_SECONDS = 60.0
-"""An edit reaches clusters one after another: a difference younger than this is nothing to tell."""
+"""A difference younger than this is not reported: an edit reaches one cluster after another."""
 
 
-def judge(view: View, stage: tuple[str, str] | None, out: Conditions) -> None:
-    """``stage``: reason and message of why nobody is to be connected now; None: learners are."""
-    kept_out = _kept_out(view)
-    _reachable(view, stage, kept_out, out)
-    drifted = sorted(message for word, message in kept_out if word == JoinRefusal.SPEC_DRIFT)
+def decide_region_conditions(view: View, stage: tuple[str, str] | None, out: ConditionSet) -> None:
+    """Decide the three. ``stage``: why no learner shall be connected now, reason and message; None: learners
+    shall."""
+    refused = _find_refusals(view)
+    _reachable(view, stage, refused, out)
+    drifted = sorted(message for word, message in refused if word == JoinRefusal.SPEC_DRIFT)
     if drifted:
         said = shortened("; ".join(drifted), 1000).rstrip(".")
-        out.say("SpecDrift", True, "FieldsDiffer", f"{said}. {refusals.cure(view.job, JoinRefusal.SPEC_DRIFT)}")
+        cure = refusals.cure_of_refusal(view.job, JoinRefusal.SPEC_DRIFT)
+        out.set("SpecDrift", True, "FieldsDiffer", f"{said}. {cure}")
     else:
-        out.say("SpecDrift", False, "SameJob", "")
+        out.set("SpecDrift", False, "SameJob", "")
     _differs(view, out)
 
 
-def _kept_out(view: View) -> set[tuple[str, str]]:
-    """Word and sentence of what keeps learners here out."""
-    said = {refusals.current(document) for document in view.pages}
-    # Who was refused for good ends by it, and its page with it.
+def _find_refusals(view: View) -> set[tuple[str, str]]:
+    """Word and sentence of each refusal that keeps a learner of this cluster out."""
+    said = {refusals.current_refusal(document) for document in view.pages}
+    # A learner that was refused for good has ended, and its page with it.
     away = [pod for pod in view.learners.values() if not pod.ready and not view.taking_part(pod)]
-    said |= {refusals.ended(pod.last_end) for pod in away if pod.last_end is not None}
+    said |= {refusals.refusal_of_exit(pod.last_end) for pod in away if pod.last_end is not None}
     return {one for one in said if one is not None}
 
 
-def _reachable(view: View, stage: tuple[str, str] | None, kept_out: set[tuple[str, str]], out: Conditions) -> None:
-    address = reachable_at(view.job, view.here)
+def _reachable(view: View, stage: tuple[str, str] | None, refused: set[tuple[str, str]], out: ConditionSet) -> None:
+    address = sync_address(view.job, view.here)
     if stage is not None:
-        out.say("HubReachable", "Unknown", *stage)
+        out.set("HubReachable", "Unknown", *stage)
     elif any(document.get("connected") for document in view.pages):
-        out.say("HubReachable", True, "Connected", f"Learners here are connected to {address}.")
-    elif kept_out:
-        word, said = min(kept_out, key=lambda one: (refusals.rank(one[0]), one))
-        message = f"{address}: {shortened(said).rstrip('.')}. {refusals.cure(view.job, word)}"
-        out.say("HubReachable", False, refusals.reason(word), message.strip())
-    elif drained(view):
-        out.say(
+        out.set("HubReachable", True, "Connected", f"Learners here are connected to {address}.")
+    elif refused:
+        word, said = min(refused, key=lambda one: (refusals.refusal_rank(one[0]), one))
+        message = f"{address}: {shortened(said).rstrip('.')}. {refusals.cure_of_refusal(view.job, word)}"
+        out.set("HubReachable", False, refusals.condition_reason(word), message.strip())
+    elif hub_has_drained(view):
+        out.set(
             "HubReachable",
             False,
             DRAINED,
@@ -70,15 +75,15 @@ def _reachable(view: View, stage: tuple[str, str] | None, kept_out: set[tuple[st
     elif tried := [page for page in view.pages if page.get("tried", True)]:
         said = min((str(page["message"]) for page in tried if page.get("message")), default="")
         message = f"{address}: {shortened(said or 'no learner is connected').rstrip('.')}. {refusals.UNREACHED}"
-        out.say("HubReachable", False, refusals.reason(""), message)
+        out.set("HubReachable", False, refusals.condition_reason(""), message)
     elif view.pages:
-        out.say("HubReachable", "Unknown", "Preparing", "Learners here load what they need, and connect then.")
+        out.set("HubReachable", "Unknown", "Preparing", "Learners here load what they need, and connect then.")
     else:
-        out.say("HubReachable", "Unknown", "NoLearner", "No learner here can be asked yet.")
+        out.set("HubReachable", "Unknown", "NoLearner", "No learner here can be asked yet.")
 
 
-def drained(view: View) -> bool:
-    """Whether learners here have left a drain in good order, and hear nobody since."""
+def hub_has_drained(view: View) -> bool:
+    """Whether all learners here have finished a drain in good order and have not been connected since."""
     return bool(view.pages) and all(
         page.get("idle") and not page.get("connected") and page.get("phase") in _DRAINED for page in view.pages
     )
@@ -87,32 +92,29 @@ def drained(view: View) -> bool:
 # ------------------------------------------------------------------ settings
 
 
-def _differs(view: View, out: Conditions) -> None:
-    told = [page["settings"] for page in view.pages if page.get("connected") and isinstance(page.get("settings"), dict)]
-    before = view.condition("SettingsDiffer")
-    if not told:
-        if before:  # what was last known stands
-            out.say("SettingsDiffer", before["status"], str(before.get("reason")), str(before.get("message")))
-        else:
-            out.say("SettingsDiffer", "Unknown", "NotHeard", "No learner here has heard of the hub's settings.")
+def _differs(view: View, out: ConditionSet) -> None:
+    connected = [page for page in view.pages if page.get("connected")]
+    hub_settings = [page["settings"] for page in connected if isinstance(page.get("settings"), dict)]
+    if not hub_settings:
+        out.keep_or_unknown("SettingsDiffer", "NotHeard", "No learner here has heard of the hub's settings.")
         return
-    own = _own(view.job)
-    fields = sorted({field for hub in told for field in differences(own, hub)})
-    lasts = view.lasting("copy differs", bool(fields))
-    if fields and (lasts >= DIFFERS_SECONDS or before.get("status") == "True"):
-        out.say(
+    own = _own_settings(view.job)
+    fields = sorted({field for hub in hub_settings for field in differing_fields(own, hub)})
+    lasts = view.observe(Fact.SETTINGS_DIFFER, holds=bool(fields))
+    if fields and (lasts >= DIFFERS_SECONDS or view.is_true("SettingsDiffer")):
+        out.set(
             "SettingsDiffer",
             True,
             "FieldsDiffer",
-            f"Not as at the hub, whose settings are in force here too: {listed(fields)}. "
+            f"Not as at the hub, whose settings are in force here too: {list_fields(fields)}. "
             "Apply the same job in every cluster.",
         )
     else:
-        out.say("SettingsDiffer", False, "SameSettings", "")
+        out.set("SettingsDiffer", False, "SameSettings", "")
 
 
-def _own(job: Job) -> dict[str, Any]:
-    """This copy's settings, in the form in which a syncer says its own."""
+def _own_settings(job: Job) -> dict[str, Any]:
+    """The settings of this copy of the job, in the form of those in a Welcome."""
     spec = job.spec
     return {
         "sync": spec.sync.model_dump(mode="json", by_alias=True),
@@ -121,9 +123,9 @@ def _own(job: Job) -> dict[str, Any]:
     }
 
 
-def differences(own: Mapping[str, Any], hub: Mapping[str, Any]) -> list[str]:
-    """Fields of the job in which the settings differ. What one side does not have, as another release may
-    not, is not compared."""
+def differing_fields(own: Mapping[str, Any], hub: Mapping[str, Any]) -> list[str]:
+    """Paths of the job's fields in which the settings differ. A field that one side lacks, as another release
+    may, is not compared."""
     called = {"sync": "sync", "learners": "regions[].learners (in all)", "stop": "training.stop"}
     found: list[str] = []
     for key, path in called.items():

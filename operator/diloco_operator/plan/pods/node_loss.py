@@ -1,11 +1,19 @@
-"""Pods on lost nodes: what is said of them, and when one is force-deleted.
+"""Pods on lost nodes: what status says of them, and when one is force-deleted.
 
-A pod whose node is lost stays Terminating until the node's kubelet says that it is gone,
-which may be never. Under ``Wait`` that is told, with the cures. Under ``ForceDelete`` the
-pod object is deleted with grace 0 if all of this holds: it is past its grace, its node was
-NotReady (or away) for ``afterSeconds``, the budget is not used up, and, for a learner or an
-evaluator, none of its volumes is one that a single node may write. The syncer may have one:
-what fences it is the epoch in its store. Nodes are never tainted.
+A node is lost when it is NotReady or its object is missing. A pod on it stays Terminating until
+the node's kubelet confirms that it has ended, which may be never. Until then the StatefulSet
+makes no successor.
+
+Under ``nodeLoss.policy: Wait`` status names the node and the cures. Under ``ForceDelete`` the pod
+object is deleted with grace 0 if all of this holds:
+
+* the pod is past its grace period, and its node has been lost for ``afterSeconds``;
+* fewer than ``BUDGET`` pods of the job were force-deleted within ``WINDOW_SECONDS``: where more
+  nodes seem lost, a person should look first;
+* a learner or an evaluator has no volume that only one node may write. The syncer may have one,
+  because the epoch in its store keeps an old syncer from writing there.
+
+Nodes are never tainted by the operator.
 """
 
 from __future__ import annotations
@@ -13,57 +21,55 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from diloco_operator.job import seconds, stamp
-from diloco_operator.model import Delete, EventWanted, Ref
+from diloco_operator.job import rfc3339, unix_seconds
+from diloco_operator.model import Delete, EventWanted, Fact, Ref
 from diloco_operator.plan.pods.pod_status import Pod
 from diloco_operator.plan.view import View
 
 BUDGET, WINDOW_SECONDS = 10, 300.0
-"""So many force-deletions of one job in so many seconds: if more nodes seem lost, look before it goes on."""
+"""At most so many force-deletions of one job in so many seconds."""
 _SHARED = frozenset({"ReadWriteMany", "ReadOnlyMany"})
 
 
 @dataclass(slots=True)
-class Lost:
-    """What was found this turn."""
+class NodeLosses:
+    """The pods on lost nodes, and what is to be done about them."""
 
-    said: dict[str, str] = field(default_factory=dict)  # pod -> what is so, for status
+    reasons: dict[str, str] = field(default_factory=dict)  # pod's name -> a sentence for status
     deletes: list[Delete] = field(default_factory=list)
     events: list[EventWanted] = field(default_factory=list)
-    wake_in: float = math.inf  # seconds until a pod's time is over
+    wake_in: float = math.inf  # seconds until the next pod may be force-deleted
 
 
-def watch(view: View) -> Lost:
-    """All pods of the job, whatever its stage. Changes the view's memory."""
-    out = Lost()
+def handle_lost_nodes(view: View) -> NodeLosses:
+    """Find them among all pods of the job, whatever its stage. Changes the view's memory."""
+    out = NodeLosses()
     memory = view.memory
     memory.force_deletions = [t for t in memory.force_deletions if view.now - t < WINDOW_SECONDS]
     for pod in view.pods:
         if pod.node and not pod.over:
-            _look(view, pod, out)
-    present = {f"away {pod.node}" for pod in view.pods}
-    for fact in [f for f in memory.since if f.startswith("away ") and f not in present]:
-        del memory.since[fact]
+            _handle_pod(view, pod, out)
+    memory.timers.keep(Fact.NODE_MISSING, {pod.node for pod in view.pods})
     return out
 
 
 def node_lost_since(view: View, name: str) -> float | None:
-    """Since when the node is not ready or not there; None: it is well, or nobody can tell."""
+    """Since when the node is lost; None: it is not, or this operator may not read nodes."""
     nodes = view.observed.nodes
     if nodes is None or not name:
         return None
     node = nodes.get(name)
     if node is None:
-        return view.now - view.lasting(f"away {name}")
-    view.lasting(f"away {name}", False)
+        return view.now - view.observe(Fact.NODE_MISSING, name)
+    view.observe(Fact.NODE_MISSING, name, holds=False)
     for condition in (node.get("status") or {}).get("conditions") or []:
         if condition.get("type") == "Ready" and condition.get("status") != "True":
             text = condition.get("lastTransitionTime")
-            return seconds(text) if isinstance(text, str) else view.now
+            return unix_seconds(text) if isinstance(text, str) else view.now
     return None
 
 
-def _look(view: View, pod: Pod, out: Lost) -> None:
+def _handle_pod(view: View, pod: Pod, out: NodeLosses) -> None:
     policy = view.job.spec.node_loss
     lost = node_lost_since(view, pod.node)
     cures = (
@@ -72,30 +78,30 @@ def _look(view: View, pod: Pod, out: Lost) -> None:
     )
     if lost is None:
         if view.observed.nodes is None and view.stuck(pod):
-            out.said[pod.name] = (
+            out.reasons[pod.name] = (
                 f"it should have gone, and its node {pod.node} does not say that it has; whether the node is "
                 "lost cannot be told, since this operator may not read nodes"
             )
         return
-    said = f"its node {pod.node} has been lost since {stamp(lost)}"
+    said = f"its node {pod.node} has been lost since {rfc3339(lost)}"
     if policy.policy == "Wait":
-        out.said[pod.name] = f"{said}, and nodeLoss.policy is Wait: {cures}, or set ForceDelete"
+        out.reasons[pod.name] = f"{said}, and nodeLoss.policy is Wait: {cures}, or set ForceDelete"
         return
     if not pod.terminating:
-        out.said[pod.name] = said
+        out.reasons[pod.name] = said
         return
     assert pod.leaves_at is not None
     waits = max(pod.leaves_at, lost + policy.after_seconds) - view.now
-    shared = pod.role == "syncer" or not (volume := _own_volume(view, pod))
+    may_move = pod.role == "syncer" or not (volume := _own_volume(view, pod))
     if waits > 0:
-        out.said[pod.name] = f"{said}; it is force-deleted at {stamp(math.ceil(view.now + waits))}"
+        out.reasons[pod.name] = f"{said}; it is force-deleted at {rfc3339(math.ceil(view.now + waits))}"
         out.wake_in = min(out.wake_in, waits)
-    elif not shared:
-        out.said[pod.name] = (
+    elif not may_move:
+        out.reasons[pod.name] = (
             f"{said}, and it is not force-deleted, since only one node may write its volume {volume}: {cures}"
         )
     elif len(view.memory.force_deletions) >= BUDGET:
-        out.said[pod.name] = (
+        out.reasons[pod.name] = (
             f"{said}, and {BUDGET} pods were force-deleted within {WINDOW_SECONDS / 60:.0f} minutes: "
             f"the rest waits; {cures}"
         )
@@ -112,11 +118,11 @@ def _look(view: View, pod: Pod, out: Lost) -> None:
                 f"Pod {pod.name} is force-deleted: {said}. Its successor may start elsewhere.",
             )
         )
-        out.said[pod.name] = said
+        out.reasons[pod.name] = said
 
 
 def _own_volume(view: View, pod: Pod) -> str:
-    """A volume of the pod that only one node may write, or of which that is not known; empty: none."""
+    """The name of a volume of the pod that only one node may write, as far as is known; empty: there is none."""
     for volume in pod.spec.get("volumes") or []:
         if "ephemeral" in volume:
             template = (volume["ephemeral"] or {}).get("volumeClaimTemplate") or {}

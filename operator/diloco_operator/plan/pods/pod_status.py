@@ -1,8 +1,8 @@
-"""What a pod's status says: how it is, why it does not start, how its program ended.
+"""One pod's status, read: how it is, why it does not start, how its program ended.
 
-A pod object of the API server goes in, with the cluster's Events about it; a ``Pod`` comes
-out that the other files read. Sentences made here go into status and events, so they name
-what is wrong in the words of the cluster and, where there is one, the cure.
+A pod object of the API server goes in, with the cluster's Events about it; a ``Pod`` comes out that
+the other files of the plan read. Sentences made here go into status and Events. They name what is
+wrong in the cluster's own words and, where there is one, the cure.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco_operator import names
-from diloco_operator.job import seconds
+from diloco_operator.job import unix_seconds
 from diloco_operator.model import ClusterEvent, Object
 from diloco_protocol.vocabulary import ENDS_FOR_RESUME, LABEL_POD_INDEX, LABEL_REGION, LABEL_ROLE
 
@@ -39,27 +39,27 @@ _CONFIG = frozenset(
         "PostStartHookError",
     }
 )
-_MOUNT_NOTES = ("FailedMount", "FailedAttachVolume", "FailedMapVolume")
-_START_NOTES = ("FailedCreatePodSandBox", "NetworkNotReady", "FailedPrepareDynamicResources")
+_MOUNT_REASONS = ("FailedMount", "FailedAttachVolume", "FailedMapVolume")
+_START_REASONS = ("FailedCreatePodSandBox", "NetworkNotReady", "FailedPrepareDynamicResources")
 _ABSENT = re.compile(r'\b(secret|configmap)s? "([^"]+)" not found')
 _KINDS = {"secret": "Secret", "configmap": "ConfigMap"}
-WORDS = 300
+MAX_MESSAGE_CHARS = 300
 _MESSAGE = re.compile(r'"message": ?("(?:[^"\\]|\\.)*")\}$')
 
 
 @dataclass(frozen=True, slots=True)
-class End:
-    """How a container ended."""
+class ContainerExit:
+    """The end of a container's process."""
 
     code: int
     reason: str  # Error, OOMKilled, Completed, ...
-    words: str  # its last line, shortened; may be empty
+    last_line: str  # of its termination message or log, shortened; may be empty
     at: float | None
 
     @property
     def makes_room(self) -> bool:
-        """Of a learner that was idle, for its successor, when a job that had been drained goes on."""
-        return self.code == 0 and self.words == ENDS_FOR_RESUME
+        """Whether an idle learner ended so that its successor can join a job that goes on after a drain."""
+        return self.code == 0 and self.last_line == ENDS_FOR_RESUME
 
     def __str__(self) -> str:
         if self.reason == "OOMKilled":
@@ -70,22 +70,21 @@ class End:
             said = f"its program was ended by signal {self.code - 128}"
         else:
             said = f"its program ended with exit code {self.code}"
-        return f"{said}: {self.words}" if self.words else said
+        return f"{said}: {self.last_line}" if self.last_line else said
 
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:
-    """Why a pod does not start. ``kind``: unschedulable, image, config, volume, crash or other."""
+    """Why a pod does not start."""
 
-    kind: str
+    kind: str  # unschedulable, image, config, volume, crash or other
     message: str
-    # Names of Secrets of which the message says that they are not there.
-    secret: str = ""
+    secret: str = ""  # name of a Secret that is missing, by the message
 
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """One pod. Times are unix seconds."""
+    """One pod of the job. Times are unix seconds."""
 
     name: str
     uid: str
@@ -95,31 +94,31 @@ class Pod:
     revision: str
     node: str
     terminating: bool
-    leaves_at: float | None  # when its grace is over
+    leaves_at: float | None  # end of its grace period; None: it does not terminate
     ready: bool
     running: bool  # its main container
     running_since: float | None
     started: bool  # its main container has run
     ends: int  # how often it has ended
-    last_end: End | None
+    last_end: ContainerExit | None
     over: bool  # phase Failed or Succeeded: nothing of it runs any more
-    excused: str  # preempted, evicted by an API call, ...: no fault of the job's
+    excused: str  # why losing it is no fault of the job's: preempted, evicted, ...; empty: it is
     obstacle: Obstacle | None
     spec: Object
 
     @property
     def process(self) -> str:
-        """What the ids of its processes begin with."""
+        """The UID without dashes: every id of its processes begins so."""
         return self.uid.replace("-", "")
 
     @property
     def alive(self) -> bool:
-        """It is there to stay."""
+        """Whether the pod neither terminates nor has ended."""
         return not self.terminating and not self.over
 
 
-def read(obj: Object, cluster_events: Iterable[ClusterEvent]) -> Pod | None:
-    """The facts; None for a pod that is none of a job's parts."""
+def read_pod(obj: Object, cluster_events: Iterable[ClusterEvent]) -> Pod | None:
+    """The pod of an API object; None if it is no syncer, learner or evaluator."""
     metadata, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
     labels = metadata.get("labels") or {}
     role = labels.get(LABEL_ROLE, "")
@@ -145,7 +144,7 @@ def read(obj: Object, cluster_events: Iterable[ClusterEvent]) -> Pod | None:
         revision=labels.get(names.POD_REVISION, ""),
         node=spec.get("nodeName", ""),
         terminating=deleted is not None,
-        leaves_at=seconds(deleted) if deleted is not None else None,
+        leaves_at=unix_seconds(deleted) if deleted is not None else None,
         ready=_true(conditions.get("Ready")),
         running=running is not None,
         running_since=_time(running, "startedAt"),
@@ -174,11 +173,11 @@ def _true(condition: Mapping[str, Any] | None) -> bool:
 
 def _time(mapping: Mapping[str, Any] | None, key: str) -> float | None:
     text = (mapping or {}).get(key)
-    return seconds(text) if isinstance(text, str) else None
+    return unix_seconds(text) if isinstance(text, str) else None
 
 
-def _ends(main: Object | None) -> tuple[int, End | None]:
-    """How often the main container has ended, and how it did last."""
+def _ends(main: Object | None) -> tuple[int, ContainerExit | None]:
+    """How often the main container has ended, and its last end."""
     if main is None:
         return 0, None
     restarts = int(main.get("restartCount", 0))
@@ -191,26 +190,26 @@ def _ends(main: Object | None) -> tuple[int, End | None]:
     return restarts, _end(before) if before is not None else None
 
 
-def _end(terminated: Mapping[str, Any]) -> End:
+def _end(terminated: Mapping[str, Any]) -> ContainerExit:
     code = int(terminated.get("exitCode", 0))
     signal = int(terminated.get("signal") or 0)
-    return End(
+    return ContainerExit(
         code=code or (128 + signal if signal else 0),
         reason=str(terminated.get("reason", "")),
-        words=last_words(str(terminated.get("message") or "")),
+        last_line=shorten_last_line(str(terminated.get("message") or "")),
         at=_time(terminated, "finishedAt"),
     )
 
 
-def last_words(text: str) -> str:
-    """The last line that says something, shortened; of a JSON log line its message."""
+def shorten_last_line(text: str) -> str:
+    """The last line that is not empty, shortened; of a JSON log line its message."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return shortened(_message(lines[-1])) if lines else ""
 
 
 def _message(line: str) -> str:
-    """What a line of our programs' logs says. ``message`` is last in it (diloco_protocol.common.logs): of a
-    long line the kubelet keeps the end."""
+    """The message of a line of our programs' logs; the line itself if it is no such line. ``message`` is the
+    last key (diloco_protocol.common.logs), for of a long line the kubelet keeps the end."""
     found = _MESSAGE.search(line)
     if found is None:
         return line
@@ -220,14 +219,14 @@ def _message(line: str) -> str:
         return line
 
 
-def shortened(text: str, limit: int = WORDS) -> str:
+def shortened(text: str, limit: int = MAX_MESSAGE_CHARS) -> str:
     """One line of at most ``limit`` characters."""
     line = " ".join(text.split())
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
 def _excused(status: Mapping[str, Any], conditions: Mapping[Any, Mapping[str, Any]]) -> str:
-    """Why the pod's going is no fault of the job's; empty: none is known."""
+    """Why losing the pod is no fault of the job's; empty: no such reason is known."""
     target = conditions.get("DisruptionTarget")
     if _true(target):
         assert target is not None
@@ -256,7 +255,7 @@ def _obstacle(
     state: Mapping[str, Any],
     conditions: Mapping[Any, Mapping[str, Any]],
     cluster_events: list[ClusterEvent],
-    last: End | None,
+    last: ContainerExit | None,
     ends: int,
 ) -> Obstacle | None:
     scheduled = conditions.get("PodScheduled")
@@ -279,8 +278,8 @@ def _obstacle(
         if found is not None:
             return found
     for reasons, kind, said in (
-        (_MOUNT_NOTES, "volume", "its volumes cannot be mounted"),
-        (_START_NOTES, "other", "it cannot be set up"),
+        (_MOUNT_REASONS, "volume", "its volumes cannot be mounted"),
+        (_START_REASONS, "other", "it cannot be set up"),
         (("Failed", "BackOff"), "image", "its image cannot be pulled"),
     ):
         message = _newest(cluster_events, reasons)
@@ -289,7 +288,7 @@ def _obstacle(
     return None
 
 
-def _crash(last: End | None, ends: int) -> Obstacle:
+def _crash(last: ContainerExit | None, ends: int) -> Obstacle:
     said = "its program ended" if last is None else str(last)
     return Obstacle("crash", f"{said} ({ends} times)" if ends > 1 else said)
 

@@ -1,135 +1,146 @@
-"""Pods that went, crashed or fell silent: told, fenced, counted, replaced, followed.
+"""What becomes of a pod that is gone, crashes or falls silent.
 
-Theory of operation. Kubernetes' own controllers make new pods; the syncer takes a newcomer
-in by itself. What is left for the operator:
+Kubernetes' own controllers make new pods, and the syncer lets a newcomer join by itself. The
+operator adds four things, of which ``track_pods`` does each in every turn.
 
-* **Fence.** Every slot that the syncer still lists as held by a process of which the cluster
-  knows that it is gone is reported to it (``process-gone``), as long as it is listed. A
-  process id begins with its pod's UID, so there is no guessing. A container that runs again
-  needs no word: its new process takes the slot over when it joins.
-* **Count.** A loss counts against ``failurePolicy.maxReplacements`` unless it was this
-  operator's own doing, a preemption or eviction, or the pod had never started. A container
-  that ended counts each time, as ``failurePolicy.rules`` say for its exit code. Who
-  is refused, or cannot start, for credentials or another copy of the job does not count: that
-  heals when they are put right.
-* **Delete** what will not mend by itself: a pod that crashes again and again (a new one may
-  come to another node), but not for such a refusal, and one that runs and says it is ready but
-  is not heard by a syncer that answers. With a backoff that grows to five minutes, never two of
-  a region at once.
-* **Follow** the successor until it is in the quorum (or stands by for it).
+**Fence.** A slot may be held by a process that no longer exists. The syncer is told so
+(``process-gone``) for as long as it lists the process. No guess is needed: a process id begins
+with its pod's UID. A container that runs again is not reported, since its new process takes the
+slot over when it joins.
 
-A pod that cannot start is left alone: a new one could not either. The status names why.
-What is remembered (``PlanMemory``) is what pods were like a moment ago. An operator that starts
-anew knows nothing of that: it counts nothing for the past, and fences after a moment.
+**Count.** A loss counts against ``failurePolicy.maxReplacements``: a pod that is gone, and each
+end of a container, as ``failurePolicy.rules`` say for its exit code. It does not count when the
+operator removed the pod, when the pod was preempted or evicted, or when it had never started.
+Nor does a learner that was refused for its credentials or its copy of the job, or a syncer whose
+credentials cannot be used: a person puts those right.
+
+**Delete.** Two kinds of pods do not mend by themselves. One crashes again and again; a new pod
+may come to another node. The other is silent: it runs and says that it is ready, but the syncer,
+which answers, does not hear it. Both are deleted, with a backoff that grows to five minutes, and
+never two of a region at once. A pod that cannot start is left alone, for a new one could not
+start either; the status names the reason.
+
+**Follow.** The successor is followed until it is in the quorum or stands by, and that is an Event.
+
+Example: ``kubectl delete pod job-local-1``. The next turn finds another UID at that place, sends
+``LearnerGone``, counts one loss, and calls ``process-gone`` while the syncer lists the old process.
+When the new pod is in the quorum, ``LearnerReplaced`` says after how many seconds.
+
+All of this compares pods with their snapshots in ``PlanMemory``. An operator that restarts has no
+snapshots: it counts nothing of what happened before, and fences after ``UNKNOWN_SECONDS``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from diloco_operator.model import Call, Delete, EventWanted, PodSnapshot, Ref
-from diloco_operator.plan.pods.pod_status import End, Pod
-from diloco_operator.plan.refusals import UNFIT, curable
+from diloco_operator.model import AwaitedSuccessor, Backoff, Call, Delete, EventWanted, Fact, PodSnapshot, Ref
+from diloco_operator.plan.pods.pod_status import ContainerExit, Pod
+from diloco_operator.plan.refusals import UNFIT, is_curable
 from diloco_operator.plan.view import UID_DIGITS, View
 from diloco_protocol.vocabulary import TRAINING_PHASES, ControlMethod, SyncerExit, WorkerExit
 
 CRASHES = 3
 """So often the kubelet alone starts a container again, before the pod is replaced."""
 FIRST_BACKOFF, LAST_BACKOFF = 20.0, 300.0
-SILENT_SECONDS = 30.0
+LEARNER_SILENT_SECONDS = 30.0
 """A learner is silent after this, or after twice the heartbeat's timeout if that is longer."""
 UNKNOWN_SECONDS = 5.0
-"""A process whose pod was never seen is taken for gone after so long: the pod may be on its way here."""
+"""A process whose pod was never seen counts as gone after so long: the cache may not have the pod yet."""
 SYNCER = "syncer"
 
 
 @dataclass(slots=True)
-class Outcome:
-    """What was found this turn."""
+class PodChanges:
+    """What has happened to pods since the last turn, and what is to be done about it."""
 
     calls: list[Call] = field(default_factory=list)
     deletes: list[Delete] = field(default_factory=list)
     events: list[EventWanted] = field(default_factory=list)
-    counted: int = 0
-    cause: str = ""  # of the last one that was counted
-    failure: tuple[str, str] | None = None  # reason and message
+    counted: int = 0  # losses that count against failurePolicy.maxReplacements
+    cause: str = ""  # of the last one that counted
+    failure: tuple[str, str] | None = None  # reason and message of why the job fails
+
+    def count_loss(self, cause: str) -> None:
+        """Count one loss."""
+        self.counted += 1
+        self.cause = cause
 
 
-def watch(view: View) -> Outcome:
-    """All of it, for a job that is running. Changes the view's memory."""
-    out = Outcome()
-    gone: set[str] = set()  # UIDs of pods that went since the last turn
+def track_pods(view: View) -> PodChanges:
+    """Fence, count, delete and follow, for a job that is running. Changes the view's memory."""
+    out = PodChanges()
+    gone: set[str] = set()  # UIDs of pods that are gone since the last turn
     for region in view.here.regions:
         for ordinal in range(region.learners + region.spares):
-            _learner(view, view.place(region.name, ordinal), out, gone)
+            _track_learner(view, view.place(region.name, ordinal), out, gone)
     if view.here.syncer:
-        _syncer(view, out, gone)
-    _forget(view)
+        _track_syncer(view, out, gone)
+    _forget_places(view)
     if view.here.syncer:
         _fence(view, out, gone)
     for region in view.here.regions:
-        _delete(view, region.name, out)
+        _delete_broken(view, region.name, out)
     return out
 
 
-def rest(view: View) -> None:
-    """The job is not running: what happens to pods is its own doing, and not counted."""
+def reset(view: View) -> None:
+    """Forget all pods, for a job that is not running: what happens to them then is the operator's own doing."""
     memory = view.memory
-    memory.seen.clear()
-    memory.followed.clear()
-    memory.backoff.clear()
-    for fact in [f for f in memory.since if f.partition(" ")[0] in ("silent", "apart", "unknown")]:
-        del memory.since[fact]
-    uids = {pod.uid for pod in view.pods}
-    memory.own_deletions &= uids
+    memory.snapshots.clear()
+    memory.successors.clear()
+    memory.backoffs.clear()
+    memory.timers.stop(Fact.POD_SILENT, Fact.POD_NOT_JOINED, Fact.PROCESS_UNKNOWN)
+    memory.own_deletions &= {pod.uid for pod in view.pods}
 
 
 # ------------------------------------------------------------------ each place
 
 
-def _learner(view: View, name: str, out: Outcome, gone: set[str]) -> None:
+def _track_learner(view: View, name: str, out: PodChanges, gone: set[str]) -> None:
     memory = view.memory
-    pod, before = view.learners.get(name), memory.seen.get(name)
+    pod, before = view.learners.get(name), memory.snapshots.get(name)
     if before is not None and (pod is None or pod.uid != before.uid):
-        _gone(view, name, before, pod, out, gone)
+        _handle_gone_pod(view, name, before, pod, out, gone)
         before = None
     if pod is None:
         return
     if before is not None and pod.ends > before.ends:
-        _crashed(view, pod, before, out)
-    memory.seen[name] = _sighting(view, pod)
+        _handle_crash(view, pod, before, out)
+    memory.snapshots[name] = _snapshot(view, pod)
     if pod.running_since is not None and view.now - pod.running_since > LAST_BACKOFF:
-        memory.backoff.pop(name, None)
-    slot = view.slot_of(pod)
-    since, lost = memory.followed.get(name, (0.0, ""))
-    if since and pod.running and view.taking_part(pod) and (slot is None or slot.process != lost or not lost):
-        del memory.followed[name]
-        waited = view.now - since
+        memory.backoffs.pop(name, None)
+    awaited, slot = memory.successors.get(name), view.slot_of(pod)
+    if awaited is None or not pod.running or not view.taking_part(pod):
+        return
+    if slot is None or slot.process != awaited.lost_process or not awaited.lost_process:
+        del memory.successors[name]
+        waited = view.now - awaited.since
         where = "is in the quorum" if slot is None or slot.in_quorum else "stands by"
         out.events.append(
             EventWanted("Normal", "LearnerReplaced", f"{name} {where} again, {waited:.0f} s after its loss.")
         )
 
 
-def _syncer(view: View, out: Outcome, gone: set[str]) -> None:
+def _track_syncer(view: View, out: PodChanges, gone: set[str]) -> None:
     memory = view.memory
-    pod, before = view.pod_of(SYNCER), memory.seen.get(SYNCER)
+    pod, before = view.pod_of(SYNCER), memory.snapshots.get(SYNCER)
     if before is not None and (pod is None or pod.uid != before.uid):
-        _gone(view, SYNCER, before, pod, out, gone)
+        _handle_gone_pod(view, SYNCER, before, pod, out, gone)
         before = None
     if pod is None:
         return
     end = pod.last_end
     if before is not None and pod.ends > before.ends:
-        _crashed(view, pod, before, out)
+        _handle_crash(view, pod, before, out)
     if end is not None and end.code == WorkerExit.CONFIGURATION and not pod.running and not pod.terminating:
         out.failure = (
             "SyncerConfiguration",
-            f"The syncer cannot work with this job: {end.words or 'it ended with exit code 2'}",
+            f"The syncer cannot work with this job: {end.last_line or 'it ended with exit code 2'}",
         )
-    memory.seen[SYNCER] = _sighting(view, pod)
-    if SYNCER in memory.followed and pod.alive and pod.ready and view.document is not None:
-        waited = view.now - memory.followed.pop(SYNCER)[0]
+    memory.snapshots[SYNCER] = _snapshot(view, pod)
+    if SYNCER in memory.successors and pod.alive and pod.ready and view.document is not None:
+        waited = view.now - memory.successors.pop(SYNCER).since
         epoch = view.document.get("epoch")
         out.events.append(
             EventWanted(
@@ -140,16 +151,16 @@ def _syncer(view: View, out: Outcome, gone: set[str]) -> None:
         )
 
 
-def _sighting(view: View, pod: Pod) -> PodSnapshot:
-    before = view.memory.seen.get(SYNCER if pod.role == SYNCER else pod.name)
+def _snapshot(view: View, pod: Pod) -> PodSnapshot:
+    before = view.memory.snapshots.get(SYNCER if pod.role == SYNCER else pod.name)
     excused = pod.excused
     if not excused and pod.uid in view.memory.own_deletions:
         excused = "the operator replaced it"
     if not excused and before is not None and before.uid == pod.uid and before.excused != UNFIT:
         excused = before.excused
-    if not excused and _unfit(pod) and not pod.ready:
+    if not excused and _has_unfit_credentials(pod) and not pod.ready:
         excused = UNFIT
-    # A pod that was told to go and went in good order was deleted; how its program ended says nothing.
+    # A pod that was told to terminate and ended in good order was deleted: its exit code says nothing.
     broke = pod.last_end is not None and not (pod.terminating and pod.last_end.code in (0, 143))
     cause = str(pod.last_end) if broke and not pod.running else ""
     slot = view.slot_of(pod)
@@ -157,91 +168,95 @@ def _sighting(view: View, pod: Pod) -> PodSnapshot:
     return PodSnapshot(pod.uid, pod.ends, pod.started, excused, cause, process)
 
 
-def _gone(view: View, place: str, before: PodSnapshot, successor: Pod | None, out: Outcome, gone: set[str]) -> None:
+def _handle_gone_pod(
+    view: View, place: str, before: PodSnapshot, successor: Pod | None, out: PodChanges, gone: set[str]
+) -> None:
     memory = view.memory
     gone.add(before.uid)
-    memory.seen.pop(place, None)
+    memory.snapshots.pop(place, None)
     own = before.uid in memory.own_deletions
     memory.own_deletions.discard(before.uid)
-    memory.followed.setdefault(place, (view.now, before.process))
-    who = "The syncer's pod" if place == SYNCER else f"Pod {place}"
-    what = "SyncerGone" if place == SYNCER else "LearnerGone"
+    memory.successors.setdefault(place, AwaitedSuccessor(view.now, before.process))
     if own:
-        return  # it was told when it was done
+        return  # the Event was sent when the operator deleted it
     if not before.started:
         return  # nothing was lost
     # An evicted syncer's pod stays as Failed beside its successor, and may be seen so for the first time now.
     left = next((pod for pod in view.pods if pod.uid == before.uid), None)
     excused = before.excused or (left.excused if left is not None else "")
     why = excused or before.cause or "it was deleted"
+    kind, subject = ("SyncerGone", "The syncer's pod") if place == SYNCER else ("LearnerGone", f"Pod {place}")
     there = "its successor is there" if successor is not None else "its successor is being made"
     if not excused:
-        _count(out, f"{who} is gone: {why}")
-    out.events.append(EventWanted("Warning", what, f"{who} is gone ({why}); {there}."))
+        out.count_loss(f"{subject} is gone: {why}")
+    out.events.append(EventWanted("Warning", kind, f"{subject} is gone ({why}); {there}."))
 
 
-def _crashed(view: View, pod: Pod, before: PodSnapshot, out: Outcome) -> None:
+def _handle_crash(view: View, pod: Pod, before: PodSnapshot, out: PodChanges) -> None:
+    """The main container of a pod has ended since the last turn, and the pod is still there."""
+    memory, end = view.memory, pod.last_end
     place = SYNCER if pod.role == SYNCER else pod.name
-    end = pod.last_end
-    if end is None or pod.terminating or pod.uid in view.memory.own_deletions:
-        return  # it was told to go, and went
+    if end is None or pod.terminating or pod.uid in memory.own_deletions:
+        return  # it was told to terminate, and did
     if pod.excused:
-        return  # as when its node's kubelet evicts it: told, and not counted, when it is gone
+        return  # as when the kubelet evicts it: the Event comes, without a count, when the pod is gone
     if end.makes_room:
-        return  # it is nobody's loss
-    if _unfit(pod):
-        return  # its Secret is to be put right: SyncerReady says so, once
-    view.memory.followed[place] = (view.memory.followed.get(place, (view.now, ""))[0], before.process)
-    who = "The syncer" if pod.role == SYNCER else f"Learner {pod.name}"
-    said = f"{who}: {end}."
-    action = _rule(view, end) if pod.role == "learner" else ""
-    if not action and pod.role == "learner" and curable(end):
-        return  # likewise: SpecDrift or HubReachable says so
+        return  # no loss: an idle learner ended so that its successor can join
+    if _has_unfit_credentials(pod):
+        return  # a person puts its Secret right: SyncerReady says so, once
+    known = memory.successors.get(place)
+    memory.successors[place] = AwaitedSuccessor(known.since if known is not None else view.now, before.process)
+    subject = "The syncer" if pod.role == SYNCER else f"Learner {pod.name}"
+    action = _action_of_rules(view, end) if pod.role == "learner" else ""
+    if not action and pod.role == "learner" and is_curable(end):
+        return  # a person puts its Secret or this copy of the job right: SpecDrift or HubReachable says so
     kind = "SyncerCrashed" if pod.role == SYNCER else "LearnerCrashed"
-    out.events.append(EventWanted("Warning", kind, said))
+    out.events.append(EventWanted("Warning", kind, f"{subject}: {end}."))
     if action == "Fail":
-        out.failure = ("ExitCode", f"{who}: {end}. failurePolicy.rules says Fail for this exit code.")
+        out.failure = ("ExitCode", f"{subject}: {end}. failurePolicy.rules says Fail for this exit code.")
     elif action != "Ignore":
         for _ in range(pod.ends - before.ends):
-            _count(out, said)
-    if action == "" and pod.role == "learner" and end.code == WorkerExit.CONFIGURATION and not _others(view, pod):
+            out.count_loss(f"{subject}: {end}.")
+    if (
+        action == ""
+        and pod.role == "learner"
+        and end.code == WorkerExit.CONFIGURATION
+        and not _others_take_part(view, pod)
+    ):
         out.failure = (
             "LearnerConfiguration",
-            f"{who} cannot work with this job, and another start does not help: {end}.",
+            f"{subject} cannot work with this job, and another start does not help: {end}.",
         )
 
 
-def _unfit(pod: Pod) -> bool:
-    """Whether it is the syncer's and ended because its credentials could not be used."""
+def _has_unfit_credentials(pod: Pod) -> bool:
+    """Whether this is the syncer's pod, and its program ended because its credentials cannot be used."""
     return pod.role == SYNCER and pod.last_end is not None and pod.last_end.code == SyncerExit.CREDENTIALS
 
 
-def _others(view: View, pod: Pod) -> bool:
-    """Whether anybody else is in the quorum, or where the syncer is elsewhere is connected with a slot: then
-    what is wrong is this learner's, as after an edit that is rolled out, and not the job's."""
+def _others_take_part(view: View, pod: Pod) -> bool:
+    """Whether any other learner takes part. If one does, the fault is this learner's, as after an edit that
+    is being rolled out, and not the job's. In a cluster without the syncer, a learner takes part when its
+    status page says that it is connected and has a slot."""
     processes = [slot.process for slot in view.slots if slot.in_quorum]
     pages = [page for page in view.pages if page.get("connected") and page.get("slot") is not None]
     processes += [str(page["process"]) for page in pages if page.get("process")]
     return any(not process.startswith(pod.process) for process in processes)
 
 
-def _rule(view: View, end: End) -> str:
-    """What failurePolicy.rules say of an exit code; empty: nothing."""
+def _action_of_rules(view: View, end: ContainerExit) -> str:
+    """The action of failurePolicy.rules for an exit code; empty: no rule names it."""
     rules = view.job.spec.failure_policy.rules
     return next((rule.action for rule in rules if end.code in rule.exit_codes), "")
-
-
-def _count(out: Outcome, cause: str) -> None:
-    out.counted += 1
-    out.cause = cause
 
 
 # ------------------------------------------------------------------ fence
 
 
-def _fence(view: View, out: Outcome, gone: set[str]) -> None:
+def _fence(view: View, out: PodChanges, gone: set[str]) -> None:
+    """Tell the syncer of every process that it lists as holding a slot and that no longer exists."""
     by_process = {pod.process: pod for pod in view.pods}
-    went = {uid.replace("-", "") for uid in gone}
+    gone_processes = {uid.replace("-", "") for uid in gone}
     here = {region.name for region in view.here.regions}
     unknown: set[str] = set()
     for slot in view.slots:
@@ -253,96 +268,88 @@ def _fence(view: View, out: Outcome, gone: set[str]) -> None:
             dead = pod.over or (pod.started and not pod.running)
             why = f"its container ended in pod {pod.name}"
         else:
-            fact = f"unknown {head}"
-            unknown.add(fact)
-            dead = head in went or view.lasting(fact) >= UNKNOWN_SECONDS
+            unknown.add(head)
+            dead = head in gone_processes or view.observe(Fact.PROCESS_UNKNOWN, head) >= UNKNOWN_SECONDS
             why = "its pod is gone"
         if dead:
             body = {"region": slot.region, "ordinal": slot.ordinal, "process": slot.process, "reason": why}
             out.calls.append(Call(ControlMethod.PROCESS_GONE, body))
     if view.document is not None:
-        for fact in [f for f in view.memory.since if f.startswith("unknown ") and f not in unknown]:
-            del view.memory.since[fact]
+        view.memory.timers.keep(Fact.PROCESS_UNKNOWN, unknown)
 
 
 # ------------------------------------------------------------------ delete
 
 
-def _delete(view: View, region: str, out: Outcome) -> None:
-    """At most one pod of the region, and none while another is on its way; one that is stuck on a lost node
-    may be so for ever, and is not waited for."""
+def _delete_broken(view: View, region: str, out: PodChanges) -> None:
+    """Delete at most one crash-looping or silent pod of the region, and none while another is missing or
+    leaving. A pod that is stuck, as on a lost node, is not waited for: it may be stuck for ever."""
     pods = [view.learners.get(view.place(region, i)) for i in range(view.wanted(region))]
-    for told in (p for p in pods if p is not None and p.alive and p.uid in view.memory.own_deletions):
-        # It was to be deleted and is not: the API server did not hear, or the watch does not know yet.
-        out.deletes.append(Delete(Ref("Pod", told.name), told.uid, "it was to be deleted before"))
-    silent = {pod.name for pod in pods if pod is not None and _silent(view, pod)}
+    for pod in (p for p in pods if p is not None and p.alive and p.uid in view.memory.own_deletions):
+        # An earlier turn deleted it, and it is there: the request was lost, or the cache is behind.
+        out.deletes.append(Delete(Ref("Pod", pod.name), pod.uid, "it was to be deleted before"))
+    silent = {pod.name for pod in pods if pod is not None and _is_silent(view, pod)}
     if any(pod is None or (view.leaving(pod) and not view.stuck(pod)) for pod in pods):
         return
     for pod in sorted((p for p in pods if p is not None), key=lambda p: (p.name not in silent, p.name)):
         why = ""
-        # Who is refused so would be in a new pod too, and until then nobody would know why.
-        loops = pod.ends >= CRASHES and not curable(pod.last_end)
+        # A refused learner would be refused in a new pod too, and meanwhile its last line would be lost.
+        loops = pod.ends >= CRASHES and not is_curable(pod.last_end)
         if pod.name in silent:
             why = "it runs, and the syncer has not heard it"
         elif loops and pod.obstacle is not None and pod.obstacle.kind == "crash":
             why = f"it crashes again and again: {pod.obstacle.message}"
-        if why and _may(view, pod):
+        if why and _pass_backoff(view, pod):
             view.memory.own_deletions.add(pod.uid)
             out.deletes.append(Delete(Ref("Pod", pod.name), pod.uid, why))
             out.events.append(EventWanted("Warning", "LearnerDeleted", f"Pod {pod.name} is replaced: {why}."))
             return
 
 
-def _may(view: View, pod: Pod) -> bool:
-    """Whether the backoff of this place is over; begins the next one. The first begins when the fault is
-    seen, but for a silent pod, whose silence was waited for."""
-    backoff = view.memory.backoff
-    times, not_before = backoff.get(pod.name, (0, 0.0))
-    if times == 0 and not_before == 0.0 and pod.obstacle is not None:
-        backoff[pod.name] = (0, view.now + FIRST_BACKOFF)
+def _pass_backoff(view: View, pod: Pod) -> bool:
+    """Whether the pod may be deleted now; if so, the next backoff of its place begins. The first backoff
+    begins when a crash is seen. A silent pod has none at first, since its silence was waited for."""
+    backoff = view.memory.backoffs.get(pod.name)
+    if backoff is None and pod.obstacle is not None:
+        view.memory.backoffs[pod.name] = Backoff(0, view.now + FIRST_BACKOFF)
         return False
-    if view.now < not_before:
+    backoff = backoff or Backoff()
+    if view.now < backoff.not_before:
         return False
-    # Drawn from the UID: places that broke together do not come back together.
+    # Drawn from the UID, so that places that broke together do not come back together.
     spread = 0.9 + 0.2 * int(pod.process[:4] or "0", 16) / 0xFFFF
-    delay = min(LAST_BACKOFF, FIRST_BACKOFF * 2 ** (times + 1)) * spread
-    backoff[pod.name] = (times + 1, view.now + delay)
+    delay = min(LAST_BACKOFF, FIRST_BACKOFF * 2 ** (backoff.deletions + 1)) * spread
+    view.memory.backoffs[pod.name] = Backoff(backoff.deletions + 1, view.now + delay)
     return True
 
 
-def silence(view: View) -> float:
-    """Seconds after which a learner that says it is ready is silent."""
-    return max(2 * view.job.spec.sync.heartbeat.timeout_seconds, SILENT_SECONDS)
-
-
-def _silent(view: View, pod: Pod) -> bool:
-    """Ready, and neither in a slot nor standing by, for long, while the syncer answers. Told per epoch:
-    a syncer that has just come back has heard nobody."""
-    document = view.document
+def _is_silent(view: View, pod: Pod) -> bool:
+    """Whether a pod that is ready has long been neither heard in a slot nor standing by, while the syncer
+    answers. Timed per epoch, for a syncer that has just started has heard no learner yet."""
+    document, heartbeat = view.document, view.job.spec.sync.heartbeat.timeout_seconds
     if document is None or not view.here.syncer:
         return False
     heard = view.standing_by(pod)
     slot = view.slot_of(pod)
     if slot is not None and slot.holding:
-        heard = heard or slot.silent is None or slot.silent <= view.job.spec.sync.heartbeat.timeout_seconds
-    judged = pod.ready and pod.running and document.get("phase") in TRAINING_PHASES
-    fact = f"silent {pod.uid} {document.get('epoch')}"
-    return view.lasting(fact, judged and not heard) > silence(view)
+        heard = heard or slot.heard_seconds_ago is None or slot.heard_seconds_ago <= heartbeat
+    expected = pod.ready and pod.running and document.get("phase") in TRAINING_PHASES
+    lasts = view.observe(Fact.POD_SILENT, pod.uid, epoch=view.epoch, holds=expected and not heard)
+    return lasts > max(2 * heartbeat, LEARNER_SILENT_SECONDS)
 
 
 # ------------------------------------------------------------------ memory
 
 
-def _forget(view: View) -> None:
-    """What is remembered of places that are not wanted any more, and of pods that are gone."""
+def _forget_places(view: View) -> None:
+    """Forget places that the job does not have any more, and the timers of pods that are gone."""
     memory = view.memory
     places = {view.place(r.name, i) for r in view.here.regions for i in range(r.learners + r.spares)}
     places.add(SYNCER)
-    uids = {pod.uid for pod in view.pods}
-    for known in (memory.seen, memory.followed, memory.backoff):
-        for place in [p for p in known if p not in places]:
+    for known in (memory.snapshots, memory.successors, memory.backoffs):
+        for place in known.keys() - places:
             del known[place]
-    memory.own_deletions &= uids | {seen.uid for seen in memory.seen.values()}
-    by_uid = ("silent", "slow", "apart")
-    for fact in [f for f in memory.since if f.partition(" ")[0] in by_uid and f.split()[1] not in uids]:
-        del memory.since[fact]
+    uids = {pod.uid for pod in view.pods}
+    memory.own_deletions &= uids | {snapshot.uid for snapshot in memory.snapshots.values()}
+    for fact in (Fact.POD_SILENT, Fact.POD_SLOW, Fact.POD_NOT_JOINED):
+        memory.timers.keep(fact, uids)

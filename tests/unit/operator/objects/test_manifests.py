@@ -10,26 +10,26 @@ import pytest
 import yaml
 
 from diloco_operator import names
-from diloco_operator.job import Job, place, read
+from diloco_operator.job import Job, place_job, read_job
 from diloco_operator.model import PlanSettings, Ref
 from diloco_operator.objects import manifests, pods
-from diloco_operator.objects.manifests import Images
+from diloco_operator.objects.manifests import DefaultImages
 from diloco_protocol.spec.load import job_from_json
 from operator_world import job_object
 
 SETTINGS = PlanSettings(None, "diloco-system", "syncer:1", "worker:1")
-IMAGES = Images("syncer:1", "worker:1")
+IMAGES = DefaultImages("syncer:1", "worker:1")
 EVALUATED = {"evaluation": {"fraction": 0.1}}
 
 
 def job(**spec: Any) -> Job:
-    found = read(job_object(**spec))
+    found = read_job(job_object(**spec))
     assert found.document is not None, found.problems
     return found
 
 
 def everything(given: Job, settings: PlanSettings = SETTINGS) -> dict[Ref, dict[str, Any]]:
-    here = place(given.spec, settings.cluster)
+    here = place_job(given.spec, settings.cluster)
     found = [*manifests.plain(given, here, settings)]
     claim = manifests.claim_manifest(given, None)
     found += [claim] if claim is not None and here.syncer else []
@@ -254,7 +254,7 @@ def test_a_regions_template_goes_over_the_shared_one_and_the_evaluator_takes_no_
 def test_the_kueue_label_is_copied_to_the_stateful_sets() -> None:
     document = job_object(training=EVALUATED)
     document["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "gpus", "mine": "x"}
-    for ref, manifest in everything(read(document)).items():
+    for ref, manifest in everything(read_job(document)).items():
         queue = manifest["metadata"]["labels"].get("kueue.x-k8s.io/queue-name")
         assert (queue == "gpus") == (ref.kind == "StatefulSet")
 
@@ -387,7 +387,7 @@ def test_a_claim_that_is_there_is_only_made_larger() -> None:
 )
 def test_secrets(spec: dict[str, Any], wanted: dict[str, tuple[bool, bool]]) -> None:
     given = job(**spec)
-    found = manifests.secrets(given, place(given.spec, None))
+    found = manifests.secrets(given, place_job(given.spec, None))
     assert {s.name: (s.tls, s.control_key) for s in found} == wanted
     assert all(s.manifest_head["metadata"]["ownerReferences"] for s in found)
     made = everything(given)
@@ -407,7 +407,7 @@ def test_secrets(spec: dict[str, Any], wanted: dict[str, tuple[bool, bool]]) -> 
 
 def test_only_what_a_pod_waits_for_is_missed() -> None:
     given = job()
-    found = manifests.secrets(given, place(given.spec, None), frozenset({"job-learner-aaaaaaaa", "users-own"}))
+    found = manifests.secrets(given, place_job(given.spec, None), frozenset({"job-learner-aaaaaaaa", "users-own"}))
     assert {s.name: s.missed for s in found} == {"job-syncer-aaaaaaaa": False, "job-learner-aaaaaaaa": True}
 
 
@@ -438,7 +438,7 @@ def test_each_cluster_has_its_part() -> None:
     }
     assert json.loads(far[names.settings_map("job")]["data"]["address.json"]) == {"sync": "10.0.0.1:30700"}
     assert json.loads(hub[names.settings_map("job")]["data"]["address.json"])["sync"].endswith(".svc:7700")
-    assert manifests.secrets(given, place(given.spec, "far")) == []
+    assert manifests.secrets(given, place_job(given.spec, "far")) == []
 
 
 @pytest.mark.parametrize(
@@ -451,10 +451,10 @@ def test_each_cluster_has_its_part() -> None:
     ],
 )
 def test_placement(cluster: str | None, syncer: bool, regions: list[str], said: str) -> None:
-    here = place(job(**SPREAD).spec, cluster)
+    here = place_job(job(**SPREAD).spec, cluster)
     assert here.syncer == syncer and [r.name for r in here.regions] == regions and said in here.elsewhere
     assert bool(here.elsewhere) == (not here.anything)
-    unnamed = place(job().spec, cluster)
+    unnamed = place_job(job().spec, cluster)
     assert unnamed.syncer and unnamed.regions, "a job that names no cluster is where it was applied"
 
 
@@ -470,7 +470,7 @@ def test_placement(cluster: str | None, syncer: bool, regions: list[str], said: 
 def test_addresses(address: str, wanted: str) -> None:
     spec = {**SPREAD, "syncer": {**SPREAD["syncer"], "endpoint": {**SPREAD["syncer"]["endpoint"], "address": address}}}  # type: ignore[dict-item]
     given = job(**spec)
-    assert manifests.reachable_at(given, place(given.spec, "far")) == wanted
+    assert manifests.sync_address(given, place_job(given.spec, "far")) == wanted
 
 
 # ------------------------------------------------------------------ renderings and what programs read
@@ -479,14 +479,14 @@ def test_addresses(address: str, wanted: str) -> None:
 def test_what_was_rendered_can_be_read_back() -> None:
     given = job()
     ref = names.stateful_set("job", "local")
-    spec = manifests.fresh(given, place(given.spec, None), ref, IMAGES, SETTINGS)
+    spec = manifests.fresh(given, place_job(given.spec, None), ref, IMAGES, SETTINGS)
     manifest = manifests.with_pods(given, ref, spec, 7, 3)
-    assert manifests.rendering(manifest) == (7, spec) and manifest["spec"]["replicas"] == 3
+    assert manifests.stored_rendering(manifest) == (7, spec) and manifest["spec"]["replicas"] == 3
     assert "replicas" not in spec
     for broken in ("", "[]", "{", '{"a": 1}'):
         manifest["metadata"]["annotations"][names.RENDERED] = broken
-        assert manifests.rendering(manifest) is None
-    assert manifests.rendering(None) is None and manifests.rendering({"metadata": {}}) is None
+        assert manifests.stored_rendering(manifest) is None
+    assert manifests.stored_rendering(None) is None and manifests.stored_rendering({"metadata": {}}) is None
 
 
 def inputs(**spec: Any) -> tuple[str, str, str]:
@@ -537,7 +537,7 @@ def test_whole_numbers_that_came_as_floats() -> None:
     document = job_object()
     document["spec"]["training"]["stop"] = {"tokens": 2e6}
     document["spec"]["training"]["model"]["config"]["rope_theta"] = 10000.0
-    found = read(document)
+    found = read_job(document)
     assert found.document is not None and found.spec.training.stop.tokens == 2_000_000
 
 
@@ -545,8 +545,8 @@ def test_a_wrong_spec_is_told_whole() -> None:
     document = job_object()
     document["spec"]["sync"] = {"quorum": 9, "everyy": 3}
     document["spec"]["regions"][0]["learners"] = "3"
-    found = read(document)
+    found = read_job(document)
     assert found.document is None
     said = "\n".join(found.problems)
     assert "everyy" in said and "learners" in said
-    assert read({"metadata": {"name": "x", "uid": "u"}}).problems
+    assert read_job({"metadata": {"name": "x", "uid": "u"}}).problems

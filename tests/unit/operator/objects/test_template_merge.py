@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from diloco_operator.job import read
+from diloco_operator.job import read_job
 from diloco_operator.objects import pods
-from diloco_operator.objects.template_merge import Protected, merge, refused
+from diloco_operator.objects.template_merge import Protected, find_refusals, merge_template
 
 BASE: dict[str, Any] = {
     "metadata": {"labels": {"a": "1"}},
@@ -38,7 +38,7 @@ BASE: dict[str, Any] = {
 
 def merged(spec: dict[str, Any]) -> dict[str, Any]:
     before = copy.deepcopy(BASE)
-    result = merge(BASE, {"spec": spec})
+    result = merge_template(BASE, {"spec": spec})
     assert before == BASE, "the base is not changed"
     return dict(result["spec"])
 
@@ -118,15 +118,16 @@ def test_mappings_are_merged_and_other_lists_replaced() -> None:
     spec = merged({"securityContext": {"runAsUser": 1000, "supplementalGroups": [5]}, "nodeSelector": {"x": "y"}})
     assert spec["securityContext"] == {"runAsUser": 1000, "runAsNonRoot": True, "supplementalGroups": [5]}
     assert spec["nodeSelector"] == {"x": "y"}
-    two = merge(
-        merge(BASE, {"spec": {"imagePullSecrets": [{"name": "a"}]}}), {"spec": {"imagePullSecrets": [{"name": "b"}]}}
+    two = merge_template(
+        merge_template(BASE, {"spec": {"imagePullSecrets": [{"name": "a"}]}}),
+        {"spec": {"imagePullSecrets": [{"name": "b"}]}},
     )
     assert [s["name"] for s in two["spec"]["imagePullSecrets"]] == ["a", "b"]
 
 
 def test_null_takes_away_what_a_pod_can_do_without() -> None:
     for nothing in ({"metadata": None}, {"spec": None}, {"spec": {"containers": None, "volumes": None}}):
-        assert merge(BASE, nothing) == BASE
+        assert merge_template(BASE, nothing) == BASE
     nulls = dict.fromkeys(("env", "ports", "volumeMounts", "image", "command", "args"))
     assert main(**nulls) == BASE["spec"]["containers"][0]
     spec = merged({"terminationGracePeriodSeconds": None, "securityContext": {"runAsUser": None}})
@@ -175,7 +176,7 @@ OURS = Protected("learner", {"diloco.io/job"}, {"DILOCO_JOB_FILE"}, {"/etc/diloc
     ],
 )
 def test_refused_by_path(template: dict[str, Any], path: str) -> None:
-    found = refused(template, "t", OURS)
+    found = find_refusals(template, "t", OURS)
     assert [r.path for r in found] == [path] and found[0].message
 
 
@@ -191,15 +192,15 @@ def test_refused_by_path(template: dict[str, Any], path: str) -> None:
     ],
 )
 def test_not_refused(template: dict[str, Any]) -> None:
-    assert refused(template, "t", OURS) == []
-    merge(BASE, template)
+    assert find_refusals(template, "t", OURS) == []
+    merge_template(BASE, template)
 
 
 def test_every_field_that_the_operator_sets_in_a_main_container_is_protected() -> None:
     """What is in the rendered pods and would break the job if it were replaced, is in the lists."""
     from operator_world import job_object
 
-    job = read(job_object(training={"evaluation": {"fraction": 0.1}}))
+    job = read_job(job_object(training={"evaluation": {"fraction": 0.1}}))
     for role, template in (
         ("syncer", pods.syncer(job, "i", "p")),
         ("learner", pods.learner(job, job.spec.regions[0], "i", "p")),

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from diloco_operator import names
-from diloco_operator.job import stamp
+from diloco_operator.job import rfc3339
 from diloco_operator.model import Observed, Plan, PlanMemory, PlanSettings
 from diloco_operator.plan.plan import plan
 from operator_world import SPREAD, START, Far, World, job_object
@@ -129,7 +129,7 @@ def test_a_job_that_is_placed_elsewhere() -> None:
         assert found.status is not None and found.status["phase"] == "Pending"
         ready = found.status["conditions"][0]
         assert ready["reason"] == "NotPlaced" and word in ready["message"]
-        assert ready["lastTransitionTime"] == stamp(START)
+        assert ready["lastTransitionTime"] == rfc3339(START)
     assert made("other").finalizer, "one that names no cluster is where it was applied"
 
 

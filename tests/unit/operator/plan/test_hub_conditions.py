@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from diloco_operator.model import Object, Observed, PlanSettings
-from diloco_operator.plan.conditions.hub_conditions import LATELY, THIN_SECONDS, WELL_SECONDS
+from diloco_operator.plan.conditions.hub_conditions import RECENT_SECONDS, TOO_SLOW_SECONDS, WELL_SECONDS
 from diloco_protocol.vocabulary import LABEL_ROLE
 from operator_world import SPREAD, World, job_object
 
@@ -49,9 +49,9 @@ def served(**spec: Any) -> Hub:
 def test_a_link_that_stays_thin_is_told_once_with_numbers_that_stand() -> None:
     world = served()
     world.links = {"near": WIDE, "away": THIN}
-    world.run(THIN_SECONDS / 2)
+    world.run(TOO_SLOW_SECONDS / 2)
     assert world.truth("LinksTooSlow") == "False"
-    world.run(THIN_SECONDS)
+    world.run(TOO_SLOW_SECONDS)
     found = world.condition("LinksTooSlow")
     assert found["status"] == "True" and found["reason"] == "SlowerThanNeeded"
     for part in (
@@ -84,7 +84,7 @@ def test_a_link_near_its_need_does_not_flap() -> None:
     assert world.truth("LinksTooSlow") == "False" and world.told("LinksTooSlowOver") == 1
     for _ in range(5):
         world.links = {"away": THIN}
-        world.run(THIN_SECONDS / 2)
+        world.run(TOO_SLOW_SECONDS / 2)
         world.links = {"away": WIDE}
         world.run(20)
     assert world.truth("LinksTooSlow") == "False" and world.told("LinksTooSlow") == 1
@@ -109,7 +109,7 @@ def test_another_region_that_is_thin_too_is_added() -> None:
     world.links = {"away": THIN}
     world.until(lambda w: w.truth("LinksTooSlow") == "True", 200)
     world.links = {"away": THIN, "near": THIN}
-    world.run(THIN_SECONDS + 60)
+    world.run(TOO_SLOW_SECONDS + 60)
     message = world.condition("LinksTooSlow")["message"]
     assert "Region away " in message and "Region near " in message and world.told("LinksTooSlow") == 1
 
@@ -134,7 +134,7 @@ def test_a_region_whose_name_begins_another_is_its_own() -> None:
     world.links = {"eu-1": THIN}
     world.until(lambda w: w.truth("LinksTooSlow") == "True", 200)
     world.links = {"eu-1": THIN, "eu": THIN}
-    world.run(THIN_SECONDS + 60)
+    world.run(TOO_SLOW_SECONDS + 60)
     assert "Region eu (learner 0)" in world.condition("LinksTooSlow")["message"]
 
 
@@ -158,7 +158,7 @@ def test_what_was_known_of_links_stands_while_the_syncer_is_silent_and_for_a_new
 def test_links_of_which_little_is_known(link: Any) -> None:
     world = served()
     world.links = {"away": link}
-    world.run(THIN_SECONDS + 60)
+    world.run(TOO_SLOW_SECONDS + 60)
     thin = isinstance(link, dict) and bool(link.get("thin"))
     assert world.truth("LinksTooSlow") == ("True" if thin else "False")
 
@@ -168,7 +168,7 @@ def test_many_regions_fit_into_the_message() -> None:
     regions = [{"name": f"region-{i:02}", "cluster": c, "learners": 1} for i, c in enumerate(clusters)]
     world = served(regions=regions)
     world.links = {row["name"]: THIN for row in regions}
-    world.run(THIN_SECONDS + 60)
+    world.run(TOO_SLOW_SECONDS + 60)
     message = world.condition("LinksTooSlow")["message"]
     assert len(message) < 4000 and "Region region-63 too." in message and message.endswith("needed.")
 
@@ -209,7 +209,7 @@ def test_whose_copy_is_another_job_is_named_at_the_hub_too() -> None:
 def test_a_refusal_of_long_ago_or_for_another_reason_is_no_drift() -> None:
     world = served()
     world.refused = [
-        refusal(0, "seed", ago=LATELY + 1),
+        refusal(0, "seed", ago=RECENT_SECONDS + 1),
         refusal(1, reason="other-data"),
         {},
         "junk",

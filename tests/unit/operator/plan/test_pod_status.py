@@ -9,7 +9,7 @@ import pytest
 
 from diloco_operator.model import ClusterEvent
 from diloco_operator.plan.pods import pod_status
-from diloco_operator.plan.pods.pod_status import End
+from diloco_operator.plan.pods.pod_status import ContainerExit
 from diloco_protocol.common import logs
 from diloco_protocol.vocabulary import ENDS_FOR_RESUME
 
@@ -33,7 +33,7 @@ def pod(container: dict[str, Any] | None = None, **status: Any) -> dict[str, Any
 
 
 def facts(container: dict[str, Any] | None = None, events: list[ClusterEvent] | None = None, **status: Any) -> Any:
-    found = pod_status.read(pod(container, **status), events or [])
+    found = pod_status.read_pod(pod(container, **status), events or [])
     assert found is not None
     return found
 
@@ -205,14 +205,14 @@ def test_how_often_a_container_has_ended(container: Any, ends: int, started: boo
 @pytest.mark.parametrize(
     ("end", "words"),
     [
-        (End(1, "Error", "no", None), "its program ended with exit code 1: no"),
-        (End(0, "Completed", "", None), "by itself with exit code 0"),
-        (End(137, "OOMKilled", "", None), "out of memory"),
-        (End(143, "Error", "", None), "signal 15"),
-        (End(255, "Error", "", None), "exit code 255"),
+        (ContainerExit(1, "Error", "no", None), "its program ended with exit code 1: no"),
+        (ContainerExit(0, "Completed", "", None), "by itself with exit code 0"),
+        (ContainerExit(137, "OOMKilled", "", None), "out of memory"),
+        (ContainerExit(143, "Error", "", None), "signal 15"),
+        (ContainerExit(255, "Error", "", None), "exit code 255"),
     ],
 )
-def test_an_end_in_words(end: End, words: str) -> None:
+def test_an_end_in_words(end: ContainerExit, words: str) -> None:
     assert words in str(end)
 
 
@@ -258,18 +258,18 @@ def test_the_plain_facts() -> None:
     assert found.ready and found.running and found.alive and found.running_since == 1767225610.0
     going = pod(None)
     going["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-    read = pod_status.read(going, [])
+    read = pod_status.read_pod(going, [])
     assert read is not None and read.terminating and not read.alive and read.leaves_at == 1767225600.0
     over = facts(None, phase="Failed")
     assert over.over and not over.alive and over.obstacle is None
     stranger = pod(None)
     stranger["metadata"]["labels"] = {}
-    assert pod_status.read(stranger, []) is None
+    assert pod_status.read_pod(stranger, []) is None
 
 
-def test_last_words_are_one_short_line() -> None:
-    assert pod_status.last_words("a\n\n  b  \n") == "b" and pod_status.last_words("\n") == ""
-    assert len(pod_status.last_words("x" * 5000)) == pod_status.WORDS
+def test_the_last_line_is_one_short_line() -> None:
+    assert pod_status.shorten_last_line("a\n\n  b  \n") == "b" and pod_status.shorten_last_line("\n") == ""
+    assert len(pod_status.shorten_last_line("x" * 5000)) == pod_status.MAX_MESSAGE_CHARS
 
 
 def test_last_words_of_a_json_log_are_its_message() -> None:
@@ -278,10 +278,10 @@ def test_last_words_of_a_json_log_are_its_message() -> None:
     formatter = logs.JsonLines({"job": "tiny", "region": "local", "ordinal": 1})
     record = logging.LogRecord("a", logging.ERROR, "f", 1, "%s", (said,), None)
     line = formatter.format(record)
-    assert line.startswith("{") and pod_status.last_words(f"before\n{line}\n") == " ".join(said.split())
-    assert pod_status.last_words(line[-100:]) == " ".join(said.split())
+    assert line.startswith("{") and pod_status.shorten_last_line(f"before\n{line}\n") == " ".join(said.split())
+    assert pod_status.shorten_last_line(line[-100:]) == " ".join(said.split())
     for other in ('{"message": 3}', '{"message": "a", "b": 1}', '"message": "\\q"}', "no message"):
-        assert pod_status.last_words(other) == other
+        assert pod_status.shorten_last_line(other) == other
 
 
 def test_a_learner_that_makes_room_has_not_crashed() -> None:

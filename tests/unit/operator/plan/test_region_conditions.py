@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from diloco_operator.model import Observed, ProgramAnswer
-from diloco_operator.plan.conditions.region_conditions import DIFFERS_SECONDS, differences
-from diloco_operator.plan.pods.pod_status import End
-from diloco_operator.plan.refusals import current, ended, rank, reason
+from diloco_operator.plan.conditions.region_conditions import DIFFERS_SECONDS, differing_fields
+from diloco_operator.plan.pods.pod_status import ContainerExit
+from diloco_operator.plan.refusals import condition_reason, current_refusal, refusal_of_exit, refusal_rank
 from diloco_protocol.vocabulary import ENDS_FOR_RESUME
 from operator_world import SPREAD, START, Far, World, job_object
 
@@ -241,7 +241,7 @@ def test_a_drift_is_told_once_however_long_it_lasts() -> None:
     joined, world.page = world.page, {**world.page, **untried}
     world.run(1500)
     assert world.truth("SpecDrift") == "True" and world.truth("HubReachable") == "False"
-    told = [world.told(reason) for reason in ("SpecDrift", "SpecDriftOver", "LearnerDeleted")]
+    told = [world.told(condition_reason) for condition_reason in ("SpecDrift", "SpecDriftOver", "LearnerDeleted")]
     assert told == [1, 0, 0], world.story()
     (pod,) = world.of("learner")
     world.crashing, world.page = {}, joined
@@ -301,16 +301,19 @@ def test_one_that_is_connected_is_enough() -> None:
 
 
 def test_words_of_refusals() -> None:
-    assert current({"connected": True, "refused": {"reason": "a", "message": "b"}}) is None
-    assert current({"refused": None}) is None and current({}) is None
-    assert current({"refused": {"reason": "a", "message": "b"}, "message": "x: b"}) == ("a", "b")
+    assert current_refusal({"connected": True, "refused": {"reason": "a", "message": "b"}}) is None
+    assert current_refusal({"refused": None}) is None and current_refusal({}) is None
+    assert current_refusal({"refused": {"reason": "a", "message": "b"}, "message": "x: b"}) == ("a", "b")
     words = "refused by the syncer (spec-drift): seed differ (a): b"
-    assert ended(End(4, "Error", words, None)) == ("spec-drift", "seed differ (a): b")
-    assert ended(End(1, "Error", words, None)) is None
-    assert ended(End(4, "Error", "", None)) is None and ended(End(4, "Error", "a): b", None)) is None
-    assert reason("") == "NotConnected" and reason("anything") == "Refused"
+    assert refusal_of_exit(ContainerExit(4, "Error", words, None)) == ("spec-drift", "seed differ (a): b")
+    assert refusal_of_exit(ContainerExit(1, "Error", words, None)) is None
+    assert (
+        refusal_of_exit(ContainerExit(4, "Error", "", None)) is None
+        and refusal_of_exit(ContainerExit(4, "Error", "a): b", None)) is None
+    )
+    assert condition_reason("") == "NotConnected" and condition_reason("anything") == "Refused"
     order = ["credentials-unusable", "unauthenticated", "spec-drift", "other-data", "other", ""]
-    assert sorted(reversed(order), key=rank) == order
+    assert sorted(reversed(order), key=refusal_rank) == order
 
 
 # ------------------------------------------------------------------ missing Secrets
@@ -350,10 +353,10 @@ def test_a_key_that_is_missing_in_a_secret() -> None:
 
 
 def hub_settings(**sync: Any) -> dict[str, Any]:
-    from diloco_operator.job import read
-    from diloco_operator.plan.conditions.region_conditions import _own
+    from diloco_operator.job import read_job
+    from diloco_operator.plan.conditions.region_conditions import _own_settings
 
-    own = _own(read(job_object(**SPREAD)))
+    own = _own_settings(read_job(job_object(**SPREAD)))
     return {**own, "sync": {**own["sync"], **sync}}
 
 
@@ -382,10 +385,14 @@ def test_the_copy_names_the_fields_in_which_it_differs() -> None:
 
 def test_differences_are_paths_of_the_job() -> None:
     own = {"sync": {"every": 24, "outer": {"lr": 0.7}, "new": 1}, "learners": 3, "stop": {"tokens": 5}}
-    assert differences(own, own) == []
-    assert differences(own, {}) == [] and differences({}, own) == []
+    assert differing_fields(own, own) == []
+    assert differing_fields(own, {}) == [] and differing_fields({}, own) == []
     other = {"sync": {"every": 24.0, "outer": {"lr": 0.1}, "old": 2}, "learners": 4, "stop": {"tokens": None}}
-    assert sorted(differences(own, other)) == ["regions[].learners (in all)", "sync.outer.lr", "training.stop.tokens"]
+    assert sorted(differing_fields(own, other)) == [
+        "regions[].learners (in all)",
+        "sync.outer.lr",
+        "training.stop.tokens",
+    ]
 
 
 def test_many_differences_are_counted() -> None:
