@@ -1,0 +1,16 @@
+"""The conditions of a DiLoCoJob: which there are, and where each is decided.
+
+On every job: Ready, Suspended, Complete, Failed, Degraded, NameConflict (``decide.py``).
+In the hub: SyncerReady, QuorumMet, RegionLost (``decide.py``), LinksTooSlow (``hub_conditions.py``).
+In a cluster without the syncer: HubReachable, SettingsDiffer (``region_conditions.py``).
+On both sides: SpecDrift. In the hub it is about the learners that the syncer refused for it
+(``hub_conditions.py``), elsewhere about the learners here (``region_conditions.py``).
+
+What cannot be known at the moment is Unknown, or stays as it was. A job whose spec is refused keeps its
+conditions, and says why in Ready.
+
+A new condition: decide it in one of these three files with ``ConditionSet.set``, in every turn; give it its place in
+``condition_set.ORDER`` and its line above; if it tells of a fault, add it to ``transition_events`` in
+``plan/transitions.py``, so that an Event is sent when it comes and when it goes; describe it in
+docs/operator.md or docs/regions.md. ``status.py`` and the CRD need nothing.
+"""
