@@ -18,8 +18,7 @@ from diloco_protocol.vocabulary import API_VERSION, JOB_KIND
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What of the object is not its spec, and the spec: ``document`` is None where it is wrong, and then
-    ``problems`` says how."""
+    """A DiLoCoJob, read. Times are unix seconds."""
 
     name: str
     namespace: str
@@ -30,7 +29,7 @@ class Job:
     deleted_at: float | None
     status: Object
     raw_spec: Object
-    document: DiLoCoJob | None
+    document: DiLoCoJob | None  # None: the spec is wrong, and ``problems`` says how
     problems: tuple[str, ...] = ()
 
     @property
@@ -65,7 +64,7 @@ def _digestible(spec: Any) -> str:
 
 
 def _whole(value: Any) -> Any:
-    """Numbers such as 2e6 arrive as floats; where a whole number is meant, that is one."""
+    """The value with whole numbers as int: 2e6 arrives as a float where a whole number is meant."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return int(value)
     if isinstance(value, dict):
@@ -87,11 +86,11 @@ def _document(name: str, namespace: str, spec: str) -> tuple[DiLoCoJob | None, t
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What of a job runs on this cluster. ``elsewhere``: a sentence, where nothing does."""
+    """What of a job runs on this cluster."""
 
     syncer: bool
     regions: tuple[RegionSpec, ...]
-    elsewhere: str = ""
+    elsewhere: str = ""  # why nothing of the job runs here, as a sentence
 
     @property
     def anything(self) -> bool:
@@ -99,7 +98,8 @@ class Placement:
 
 
 def place_job(spec: JobSpec, cluster: str | None) -> Placement:
-    """A job that names no cluster is all here; of another, what names this cluster."""
+    """What of the job is placed on a cluster: all of a job that names no cluster, else what names this one.
+    ``cluster``: this cluster's name; None: it has none."""
     named = sorted({n for n in [spec.syncer.cluster, *(r.cluster for r in spec.regions)] if n is not None})
     if not named:
         return Placement(True, tuple(spec.regions))
@@ -121,7 +121,7 @@ def place_job(spec: JobSpec, cluster: str | None) -> Placement:
 
 
 def find_unsupported(spec: JobSpec) -> list[str]:
-    """What the spec allows and this version of the operator does not do."""
+    """Sentences about what the spec allows and this version of the operator does not do; empty: nothing."""
     found = []
     if spec.syncer.shards > 1:
         found.append(f"spec.syncer.shards is {spec.syncer.shards}: this version runs one syncer per job, set it to 1")
@@ -141,7 +141,7 @@ def find_unsupported(spec: JobSpec) -> list[str]:
 
 
 def digest(value: Any) -> str:
-    """A short digest (16 hexadecimal digits) of what JSON can say."""
+    """A short digest (16 hexadecimal digits) of a value that JSON can hold."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode("ascii")).hexdigest()[:16]
 

@@ -260,7 +260,7 @@ class Plan:
     finalizer: bool  # whether the job shall carry our finalizer
     secrets: tuple[SecretWanted, ...] = ()
     # Whole manifests for server-side apply. Annotated, where they hold pods, with the generation
-    # that they were rendered for (objects.GENERATION) and their own rendering (objects.RENDERED).
+    # that they were rendered for (names.GENERATION) and their own rendering (names.RENDERED).
     apply: tuple[Object, ...] = ()
     calls: tuple[Call, ...] = ()
     deletes: tuple[Delete, ...] = ()

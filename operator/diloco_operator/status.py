@@ -17,8 +17,8 @@ from diloco_protocol.vocabulary import ResourcePhase
 
 
 def _shown(value: Any) -> Any:
-    """A figure as `kubectl get` shows it: at most four decimals, as it prints numbers whole. None where
-    there is no figure (a diverged loss), which JSON could not carry. The report has the exact ones."""
+    """A number with at most four decimals, for `kubectl get` prints all that there are. None for a number that
+    JSON cannot carry (a diverged loss). The report has the exact numbers."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
     return round(value, 4) if math.isfinite(value) else None
@@ -72,7 +72,7 @@ class RegionStatus(Spec):
     image: str | None = Field(None, max_length=1024, description="Image of its learners.")
 
 
-class Images(Spec):
+class StartImages(Spec):
     """The operator's default images when the job started; kept, so that its upgrade restarts nothing."""
 
     syncer: str = Field(..., max_length=1024, description="Of the syncer.")
@@ -100,6 +100,6 @@ class JobStatus(Spec):
     syncer: SyncerStatus | None = Field(None, description="The syncer as it answered last.")
     progress: Progress | None = Field(None, description="How far it is.")
     regions: list[RegionStatus] = Field([], max_length=64, description="Each region.")
-    image: Images | None = Field(None, description="Default images when the job started.")
+    image: StartImages | None = Field(None, description="Default images when the job started.")
     replacements: Replacements | None = Field(None, description="Learners that had to be replaced.")
     report: dict[str, Any] = Field({}, description="At the end: report.json's scalars and token totals.")

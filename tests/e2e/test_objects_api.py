@@ -129,14 +129,14 @@ JOBS: dict[str, dict[str, Any]] = {
 
 def manifests(job: Job, settings: PlanSettings = SETTINGS, live: Object | None = None) -> list[Object]:
     here = place_job(job.spec, settings.cluster)
-    found = objects.plain(job, here, settings)
+    found = objects.manifests_without_pods(job, here, settings)
     claim = objects.claim_manifest(job, live)
     if claim is not None and here.syncer:
         found.append(claim)
     images = DefaultImages("diloco-syncer:1", "diloco-worker:1")
-    for ref in objects.holders(job, here):
-        spec = objects.fresh(job, here, ref, images, settings)
-        found.append(objects.with_pods(job, ref, spec, job.generation, 2 if ref.kind == "StatefulSet" else 1))
+    for ref in objects.pod_holders(job, here):
+        spec = objects.render_pod_holder(job, here, ref, images, settings)
+        found.append(objects.pod_holder_manifest(job, ref, spec, job.generation, 2 if ref.kind == "StatefulSet" else 1))
     return found
 
 

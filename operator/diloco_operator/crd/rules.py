@@ -8,7 +8,7 @@ status written. Only rules about the past and about metadata are at the root.
 
 By the time a rule runs, the API server has checked types and bounds and has filled in every
 default, so only fields that may be null need ``has``; it is false for null. What a rule reads
-is bounded (spec_base), or the API server would refuse the whole definition for its cost. A
+is bounded (``diloco_protocol.spec.base``), or the API server would refuse the whole definition for its cost. A
 preserved mapping (``model.config``) is invisible to the type checker; ``dyn`` lets a rule ask
 whether a key is there and whether it is equal to something, and nothing else.
 

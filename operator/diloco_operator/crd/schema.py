@@ -3,12 +3,12 @@
 Theory of operation. The schema is made from the models that the loader validates with
 (``diloco_protocol.spec.job``, ``status.py``), field by field: type, range, choices, pattern,
 lengths, whether null is allowed, default, description. What holds between fields is in
-``crd_rules``. So the API server refuses what ``diloco validate`` refuses, fills in the same
+``crd/rules.py``. So the API server refuses what ``diloco validate`` refuses, fills in the same
 defaults, and stores what the models read back to the same job.
 
 Mappings that others define (pod templates, report) are kept as they are written. A model's
 configuration is a mapping of anything: unlike a wholly unknown object, it is compared key by
-key (crd_rules says why that matters).
+key (``crd/rules.py`` says why that matters).
 
 Without arguments the program prints the definition; ``--write FILE ...`` writes it,
 ``--check FILE ...`` exits 1 if one of them differs.

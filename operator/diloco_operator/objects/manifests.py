@@ -1,10 +1,12 @@
-"""The manifests of a job's objects.
+"""The manifests of a job's objects, for server-side apply: each names the fields that the operator owns.
 
-Everything here is for server-side apply: a manifest names the fields that the operator
-owns and no other. Objects that hold pods (the syncer's and the evaluator's Deployment, the
-regions' StatefulSets) are rendered anew only when the job's generation has changed; else
-what was rendered then, kept in the annotation RENDERED, is applied again. So what another
-version of the operator would render differently restarts nothing.
+Three kinds of objects hold pods: the syncer's and the evaluator's Deployment, and the regions'
+StatefulSets. These are rendered anew only when the job's generation has changed. Until then the old
+rendering is applied again; the annotation ``names.RENDERED`` keeps it, and ``names.GENERATION`` says
+which generation it was rendered for.
+
+Example: release 2 of the operator would give every pod another label. After the upgrade no pod
+restarts, for the old renderings are applied. The label comes with the next edit of the job.
 """
 
 from __future__ import annotations
@@ -17,14 +19,13 @@ from typing import Any
 from diloco_operator import names
 from diloco_operator.job import Job, Placement
 from diloco_operator.model import Object, PlanSettings, Ref, SecretWanted
-from diloco_operator.names import GENERATION, MANAGER, RENDERED, children, is_ours
+from diloco_operator.names import GENERATION, RENDERED
 from diloco_operator.objects import pods
 from diloco_protocol.spec.job import DiLoCoJob, RegionSpec
 from diloco_protocol.spec.load import job_to_json
 from diloco_protocol.spec.quantities import parse_quantity
 from diloco_protocol.vocabulary import (
     CONTROL_PORT,
-    FINALIZER,
     HTTP_PORT,
     LABEL_JOB,
     LABEL_REGION,
@@ -32,28 +33,6 @@ from diloco_protocol.vocabulary import (
     SYNC_PORT,
     WORKER_PORT,
 )
-
-__all__ = [
-    "FINALIZER",
-    "GENERATION",
-    "LABEL_JOB",
-    "LABEL_REGION",
-    "LABEL_ROLE",
-    "MANAGER",
-    "RENDERED",
-    "DefaultImages",
-    "Scale",
-    "children",
-    "claim_manifest",
-    "fresh",
-    "holders",
-    "is_ours",
-    "plain",
-    "secrets",
-    "stored_rendering",
-    "sync_address",
-    "with_pods",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +55,8 @@ class Scale:
 # ------------------------------------------------------------------ what holds no pods
 
 
-def plain(job: Job, here: Placement, settings: PlanSettings) -> list[Object]:
-    """The manifests of what holds no pods, but for the claim."""
+def manifests_without_pods(job: Job, here: Placement, settings: PlanSettings) -> list[Object]:
+    """The manifests of all objects that hold no pods, without the claim."""
     found = [_settings(job, here)]
     if here.syncer:
         found += [_syncer_policy(job, settings), _syncer_service(job)]
@@ -93,7 +72,7 @@ def _evaluated(job: Job, here: Placement) -> bool:
 
 
 def sync_address(job: Job, here: Placement) -> str:
-    """host:port where this cluster's learners reach the syncer."""
+    """HOST:PORT at which this cluster's learners reach the syncer."""
     if here.syncer:
         # Without the cluster's domain, which is not everywhere cluster.local: the pods' resolver knows it.
         return f"{names.syncer_service(job.name).name}.{job.namespace}.svc:{SYNC_PORT}"
@@ -146,7 +125,7 @@ def _policy(job: Job, role: str, selector: Object, rules: list[Object]) -> Objec
 
 
 def _scraped(port: int, settings: PlanSettings) -> Object:
-    """Status and metrics: for the operator, and for who may scrape."""
+    """The rule for a port with status and metrics: open to the operator, and to the namespace that scrapes."""
     rule: Object = {"ports": [_allow(port)]}
     if settings.metrics_namespace is not None:
         allowed = dict.fromkeys((settings.namespace, settings.metrics_namespace))
@@ -202,8 +181,8 @@ def _learners(job: Job, region: str) -> dict[str, str]:
 
 
 def claim_manifest(job: Job, live: Mapping[str, Any] | None) -> Object | None:
-    """The claim of the syncer's volume; None where the job brings its own store. Of a claim that is there
-    (an earlier job's of this name, too) only the size can change, and only up."""
+    """The claim of the syncer's volume; None where the job names a store of its own. Of a claim that is there,
+    even of an earlier job of this name, only the size can change, and it only grows."""
     storage = job.spec.syncer.storage
     if storage.uri is not None or storage.claim_name is not None:
         return None
@@ -230,8 +209,8 @@ def _bytes(quantity: str) -> int:
         return 0
 
 
-def secrets(job: Job, here: Placement, missed: frozenset[str] = frozenset()) -> list[SecretWanted]:
-    """The Secrets that the operator makes. ``missed``: names of those that a pod waits for."""
+def wanted_secrets(job: Job, here: Placement, missed: frozenset[str] = frozenset()) -> list[SecretWanted]:
+    """The Secrets that the operator makes. ``missed``: names of Secrets that a pod waits for."""
     spec, found = job.spec, []
     secure = spec.syncer.tls.mode == "auto"
 
@@ -251,20 +230,20 @@ def secrets(job: Job, here: Placement, missed: frozenset[str] = frozenset()) -> 
 # ------------------------------------------------------------------ what holds pods
 
 
-def holders(job: Job, here: Placement) -> list[Ref]:
-    """What holds pods: the syncer's Deployment, the regions' StatefulSets, the evaluator's Deployment."""
+def pod_holders(job: Job, here: Placement) -> list[Ref]:
+    """The objects that hold pods: the syncer's Deployment, the regions' StatefulSets, the evaluator's Deployment."""
     found = [names.syncer_deployment(job.name)] if here.syncer else []
     found += [names.stateful_set(job.name, region.name) for region in here.regions]
     return found + ([names.evaluator_deployment(job.name)] if _evaluated(job, here) else [])
 
 
-def fresh(job: Job, here: Placement, ref: Ref, images: DefaultImages, settings: PlanSettings) -> Object:
-    """The spec of what holds pods, rendered from the job as it is now, without replicas."""
+def render_pod_holder(job: Job, here: Placement, ref: Ref, images: DefaultImages, settings: PlanSettings) -> Object:
+    """The spec of an object that holds pods, rendered from the job as it is now, without replicas."""
     pull = settings.image_pull_policy
     if ref == names.syncer_deployment(job.name):
-        return _deployment(job, "syncer", pods.syncer(job, images.syncer, pull))
+        return _deployment(job, "syncer", pods.syncer_template(job, images.syncer, pull))
     if ref == names.evaluator_deployment(job.name):
-        return _deployment(job, "evaluator", pods.evaluator(job, images.worker, pull))
+        return _deployment(job, "evaluator", pods.evaluator_template(job, images.worker, pull))
     region = next(r for r in here.regions if names.stateful_set(job.name, r.name) == ref)
     return {
         "serviceName": names.region_service(job.name, region.name).name,
@@ -272,7 +251,7 @@ def fresh(job: Job, here: Placement, ref: Ref, images: DefaultImages, settings: 
         "updateStrategy": {"type": "OnDelete"},
         "revisionHistoryLimit": 2,
         "selector": {"matchLabels": _learners(job, region.name)},
-        "template": pods.learner(job, region, images.worker, pull),
+        "template": pods.learner_template(job, region, images.worker, pull),
     }
 
 
@@ -286,7 +265,7 @@ def _deployment(job: Job, role: str, template: Object) -> Object:
 
 
 def stored_rendering(live: Mapping[str, Any] | None) -> tuple[int, Object] | None:
-    """The generation that a live object was rendered for, and the rendering; None: not to be had."""
+    """The generation that a live object was rendered for, and the rendering; None: the object does not say."""
     annotations = ((live or {}).get("metadata") or {}).get("annotations") or {}
     try:
         generation = int(annotations[GENERATION])
@@ -296,7 +275,7 @@ def stored_rendering(live: Mapping[str, Any] | None) -> tuple[int, Object] | Non
     return (generation, rendered) if isinstance(rendered, dict) and "template" in rendered else None
 
 
-def with_pods(job: Job, ref: Ref, spec: Object, generation: int, replicas: int) -> Object:
+def pod_holder_manifest(job: Job, ref: Ref, spec: Object, generation: int, replicas: int) -> Object:
     """The manifest of an object that holds pods. ``spec``: rendered for that generation of the job."""
     role, region = "learner", ref.name.removeprefix(f"{job.name}-")
     if ref.kind == "Deployment":

@@ -33,11 +33,11 @@ from diloco_protocol.vocabulary import (
 USER = 65532
 GRACE_SECONDS = 30
 SPARED_SECONDS = 5
-"""Of the grace period, what a learner's drain leaves for the process to end."""
+"""A learner's drain leaves so much of the grace period for the process to end."""
 TOLERATION_SECONDS = 20
 DRAIN = "DILOCO_DRAIN_SECONDS"
 START_SECONDS = 3600
-"""How long a program may take to open its port: reading a store, loading data, compiling."""
+"""A program may take so long to open its port: it reads a store, loads data, compiles."""
 
 _POD: Object = {"name": "DILOCO_POD", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}}
 _SECURITY: Object = {
@@ -70,7 +70,7 @@ _LABELS = frozenset(
 # ------------------------------------------------------------------ what users give
 
 
-def refusals(spec: JobSpec) -> list[TemplateRefusal]:
+def template_refusals(spec: JobSpec) -> list[TemplateRefusal]:
     """Where the job's podTemplates contradict what makes the job work."""
     found = find_refusals(spec.syncer.pod_template, "spec.syncer.podTemplate", _syncer_protected())
     shared = _learner_protected(spec)
@@ -106,7 +106,7 @@ def _learner_protected(spec: JobSpec) -> Protected:
 # ------------------------------------------------------------------ templates
 
 
-def syncer(job: Job, image: str, pull: str) -> Object:
+def syncer_template(job: Job, image: str, pull: str) -> Object:
     """The syncer's pod template."""
     spec = job.spec
     secret = names.secret_name(job.name, "syncer", job.uid)
@@ -158,7 +158,7 @@ def syncer(job: Job, image: str, pull: str) -> Object:
     return _template(job, "syncer", container, volumes, [spec.syncer.pod_template], syncer_inputs(spec))
 
 
-def learner(job: Job, region: RegionSpec, image: str, pull: str) -> Object:
+def learner_template(job: Job, region: RegionSpec, image: str, pull: str) -> Object:
     """The pod template of a region's learners."""
     spec = job.spec
     container = _worker(job, "learner", image, pull, region.name)
@@ -170,8 +170,8 @@ def learner(job: Job, region: RegionSpec, image: str, pull: str) -> Object:
 
 
 def _drains_in_time(pod: Object) -> None:
-    """Bounds the drain by the grace period that the pod has, the user's or ours: a learner that is killed
-    while it still offers its work has not said which of it is nobody's."""
+    """Bound the drain by the pod's grace period, the user's or ours. A learner that is killed while it still
+    offers its work has not reported which of its tokens are dropped."""
     grace = pod.get("terminationGracePeriodSeconds")
     seconds = max(1, (grace if isinstance(grace, int) else GRACE_SECONDS) - SPARED_SECONDS)
     for container in pod["containers"]:
@@ -179,7 +179,7 @@ def _drains_in_time(pod: Object) -> None:
             container["env"].append({"name": DRAIN, "value": str(seconds)})
 
 
-def evaluator(job: Job, image: str, pull: str) -> Object:
+def evaluator_template(job: Job, image: str, pull: str) -> Object:
     """The evaluator's pod template."""
     spec = job.spec
     container = _worker(job, "evaluator", image, pull)
@@ -233,7 +233,7 @@ def _template(
 
 
 def _for_evaluator(template: Object) -> Object:
-    """learners.podTemplate as the evaluator takes it."""
+    """The patch for the evaluator's pod, from learners.podTemplate."""
     patch = copy.deepcopy(template)
     for name in ("resources", "resourceClaims"):
         (patch.get("spec") or {}).pop(name, None)
@@ -253,8 +253,8 @@ def _for_evaluator(template: Object) -> Object:
 
 
 def learner_inputs(spec: JobSpec) -> str:
-    """Of what a learner reads when it starts. The rest of ``sync`` and ``training.stop`` come from the
-    syncer when it joins; a program of the user's own may read all of ``training``."""
+    """A digest of what a learner reads when it starts. The rest of ``sync`` and ``training.stop`` come from the
+    syncer when it joins. A program of the user's own may read all of ``training``."""
     training = spec.training.model_dump(mode="json", by_alias=True)
     if spec.learners.command is None:
         del training["stop"]
@@ -264,6 +264,7 @@ def learner_inputs(spec: JobSpec) -> str:
 
 
 def evaluator_inputs(spec: JobSpec) -> str:
+    """A digest of what the evaluator reads when it starts."""
     training = spec.training.model_dump(mode="json", by_alias=True)
     del training["stop"]
     return digest([training, *_layout(spec)])
@@ -274,7 +275,7 @@ def _layout(spec: JobSpec) -> list[Any]:
 
 
 def syncer_inputs(spec: JobSpec) -> str:
-    """Of what the syncer reads when it starts."""
+    """A digest of what the syncer reads when it starts."""
     training = spec.training.model_dump(mode="json", by_alias=True)
     return digest(
         [
@@ -345,7 +346,8 @@ def _worker_volumes(job: Job) -> list[Object]:
 
 
 def _syncer_credentials(job: Job) -> Object:
-    """TLS files from the syncer's secret; the join token is in the learners', where users name them."""
+    """The volume with the syncer's TLS files and the join token. Where users name the Secrets, the token is in
+    the learners' Secret."""
     own = job.spec.syncer.tls.secret_name
     if own is None:
         files = ("tls.crt", "tls.key", "ca.crt", "join-token")

@@ -54,7 +54,7 @@ _KEY_DEFAULTS = {"protocol": "TCP"}
 
 
 class TemplateRefusal(NamedTuple):
-    """Where a podTemplate cannot be taken: the path, and what is wrong with the cure."""
+    """One place where a podTemplate cannot be taken: its path, and what is wrong, with the cure."""
 
     path: str
     message: str
@@ -65,15 +65,14 @@ class TemplateRefusal(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Protected:
-    """What a podTemplate may not touch. ``container``: the main container's name; names of labels,
-    environment variables, mount paths and volumes; ``command``: what to use instead of command and args."""
+    """What a podTemplate may not touch."""
 
-    container: str
-    labels: Collection[str]
-    env: Collection[str]
-    mounts: Collection[str]
-    volumes: Collection[str]
-    command: str
+    container: str  # the main container's name
+    labels: Collection[str]  # names of labels and annotations
+    env: Collection[str]  # names of environment variables
+    mounts: Collection[str]  # mount paths
+    volumes: Collection[str]  # names of volumes
+    command: str  # what the message says to use instead of command and args
 
 
 # ------------------------------------------------------------------ merge
@@ -122,7 +121,7 @@ def _list(base: Any, patch: list[Any], path: Path) -> list[Any]:
 
 
 def _needed(path: Path) -> bool:
-    """What null does not take away, because no pod could do without it."""
+    """Whether null is ignored at this path, because no pod could do without the field."""
     in_main = len(path) == 3 and path[1] in _CONTAINERS
     return (
         path in (_POD, ("metadata",))
@@ -156,7 +155,7 @@ def _covers(toleration: Any, other: Mapping[str, Any]) -> bool:
 
 
 def _drop_alternatives(result: Object, patch: Mapping[str, Any], path: Path) -> None:
-    """Takes out of ``result`` what the patch chooses an alternative to."""
+    """Remove from ``result`` the fields to which the patch gives an alternative."""
     given = {key for key, value in patch.items() if value is not None}
     if path == (*_POD, "volumes"):
         if given - {"name"}:
@@ -186,7 +185,7 @@ def _drop_alternatives(result: Object, patch: Mapping[str, Any], path: Path) -> 
 
 
 def find_refusals(template: Mapping[str, Any], path: str, protected: Protected) -> list[TemplateRefusal]:
-    """What of a podTemplate at ``path`` (of the job's spec) cannot be taken; empty: nothing."""
+    """The places of a podTemplate, at ``path`` of the job's spec, that cannot be taken; empty: none."""
     found: list[TemplateRefusal] = []
     _shapes(template, path, (), found)
     if found:
@@ -242,7 +241,7 @@ def _main(container: Mapping[str, Any], path: str, protected: Protected) -> list
 
 
 def _shapes(value: Any, at: str, path: Path, found: list[TemplateRefusal]) -> None:
-    """Whether everything that the merge looks into is of the kind that it expects."""
+    """Find the fields that the merge looks into and that are not of the kind that it expects."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             if str(key).startswith("$"):

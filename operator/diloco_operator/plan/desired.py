@@ -52,14 +52,14 @@ def desired_objects(view: View, decision: LifecycleDecision, images: DefaultImag
     job, here, settings = view.job, view.here, view.settings
     ended = decision.stage in ("finishing", "complete", "failing", "failed")
     if not refused:
-        out.secrets = manifests.secrets(job, here, _missing_secrets(view))
-        for manifest in manifests.plain(job, here, settings):
+        out.secrets = manifests.wanted_secrets(job, here, _missing_secrets(view))
+        for manifest in manifests.manifests_without_pods(job, here, settings):
             out.apply.append(_as_it_was(view, manifest) if ended else manifest)
         if here.syncer:
             claim = manifests.claim_manifest(job, view.live(names.claim(job.name)))
             out.apply += [claim] if claim is not None else []
     keep = {_ref(manifest) for manifest in out.apply}
-    holders = manifests.holders(job, here) if not refused else _rendered(view)
+    holders = manifests.pod_holders(job, here) if not refused else _rendered(view)
     for ref in holders:
         keep.add(ref)
         if view.live(ref) is None and not _ready_for(view, ref):
@@ -67,7 +67,7 @@ def desired_objects(view: View, decision: LifecycleDecision, images: DefaultImag
             continue
         generation, spec = _rendering(view, decision, ref, images, ended or refused, out)
         replicas = _replicas(decision, job.name, ref) if here.anything else view.replicas(ref) or 0
-        manifest = manifests.with_pods(job, ref, spec, generation, replicas)
+        manifest = manifests.pod_holder_manifest(job, ref, spec, generation, replicas)
         if _needs_nudge(view, ref):
             manifest["metadata"]["annotations"][NUDGED] = str(int(view.now // NUDGE_SECONDS))
         out.apply.append(manifest)
@@ -115,7 +115,7 @@ def _rendering(
     before = manifests.stored_rendering(view.live(ref))
     if before is not None and (frozen or before[0] == view.job.generation):
         return before
-    fresh = manifests.fresh(view.job, view.here, ref, images, view.settings)
+    fresh = manifests.render_pod_holder(view.job, view.here, ref, images, view.settings)
     if before is None or before[1] == fresh:
         return view.job.generation, fresh
     is_syncer = ref == names.syncer_deployment(view.job.name)
@@ -184,7 +184,7 @@ def _prune(view: View, decision: LifecycleDecision, keep: set[Ref], out: Desired
         rendering = manifests.stored_rendering(live)
         if ref.kind == "StatefulSet" and left and rendering is not None:
             generation, spec = rendering
-            out.apply.append(manifests.with_pods(view.job, ref, spec, generation, 0))
+            out.apply.append(manifests.pod_holder_manifest(view.job, ref, spec, generation, 0))
         elif not left or ref.kind == "StatefulSet":
             out.deletes.append(Delete(ref, live["metadata"]["uid"], "the job does not ask for it any more"))
 

@@ -225,7 +225,7 @@ def _refusal(view: View) -> tuple[str, str] | None:
     missing = find_unsupported(view.job.spec)
     if missing:
         return "Unsupported", "; ".join(missing) + "."
-    contradictions = pods.refusals(view.job.spec)
+    contradictions = pods.template_refusals(view.job.spec)
     if contradictions:
         return "PodTemplate", "; ".join(map(str, contradictions)) + "."
     return None

@@ -30,12 +30,12 @@ def job(**spec: Any) -> Job:
 
 def everything(given: Job, settings: PlanSettings = SETTINGS) -> dict[Ref, dict[str, Any]]:
     here = place_job(given.spec, settings.cluster)
-    found = [*manifests.plain(given, here, settings)]
+    found = [*manifests.manifests_without_pods(given, here, settings)]
     claim = manifests.claim_manifest(given, None)
     found += [claim] if claim is not None and here.syncer else []
-    for ref in manifests.holders(given, here):
-        spec = manifests.fresh(given, here, ref, IMAGES, settings)
-        found.append(manifests.with_pods(given, ref, spec, 1, 1))
+    for ref in manifests.pod_holders(given, here):
+        spec = manifests.render_pod_holder(given, here, ref, IMAGES, settings)
+        found.append(manifests.pod_holder_manifest(given, ref, spec, 1, 1))
     return {Ref(m["kind"], m["metadata"]["name"]): m for m in found}
 
 
@@ -69,7 +69,7 @@ def test_the_objects_of_a_job_have_the_names_of_the_contract() -> None:
             ("Deployment", "job-evaluator"),
         ]
     )
-    assert set(made) == set(manifests.children("job", job(training=EVALUATED).raw_spec))
+    assert set(made) == set(names.children("job", job(training=EVALUATED).raw_spec))
 
 
 def test_labels_and_owners() -> None:
@@ -80,9 +80,9 @@ def test_labels_and_owners() -> None:
         owners = manifest["metadata"].get("ownerReferences", [])
         assert bool(owners) == (ref.kind != "PersistentVolumeClaim"), "the claim outlives the job"
         live = {**manifest, "kind": ref.kind}
-        assert manifests.is_ours(ref, live, "job", job().uid)
-        assert manifests.is_ours(ref, live, "job", "another") == (ref.kind == "PersistentVolumeClaim")
-        assert not manifests.is_ours(ref, {"metadata": {"name": ref.name}}, "job", job().uid)
+        assert names.is_ours(ref, live, "job", job().uid)
+        assert names.is_ours(ref, live, "job", "another") == (ref.kind == "PersistentVolumeClaim")
+        assert not names.is_ours(ref, {"metadata": {"name": ref.name}}, "job", job().uid)
         template = manifest.get("spec", {}).get("template")
         if template:
             for key, value in manifest["spec"]["selector"]["matchLabels"].items():
@@ -92,7 +92,7 @@ def test_labels_and_owners() -> None:
 
 def test_children_of_specs_that_cannot_be_read() -> None:
     for spec in ({}, {"regions": None}, {"regions": ["x", {"name": 3}, {}]}, {"regions": {"a": 1}}):
-        found = manifests.children("job", spec)
+        found = names.children("job", spec)
         assert names.claim("job") in found and len(found) == len(set(found))
 
 
@@ -340,7 +340,7 @@ spec:
 
 def test_credentials_of_a_bucket_come_with_the_pod_template() -> None:
     syncer = {"storage": {"uri": "s3://bucket/x"}, "podTemplate": yaml.safe_load(BUCKET)}
-    assert not pods.refusals(job(syncer=syncer).spec)
+    assert not pods.template_refusals(job(syncer=syncer).spec)
     spec = everything(job(syncer=syncer))[names.syncer_deployment("job")]["spec"]["template"]["spec"]
     assert spec["serviceAccountName"] == "train-bucket" and spec["automountServiceAccountToken"] is False
     main = next(one for one in spec["containers"] if one["name"] == "syncer")
@@ -387,7 +387,7 @@ def test_a_claim_that_is_there_is_only_made_larger() -> None:
 )
 def test_secrets(spec: dict[str, Any], wanted: dict[str, tuple[bool, bool]]) -> None:
     given = job(**spec)
-    found = manifests.secrets(given, place_job(given.spec, None))
+    found = manifests.wanted_secrets(given, place_job(given.spec, None))
     assert {s.name: (s.tls, s.control_key) for s in found} == wanted
     assert all(s.manifest_head["metadata"]["ownerReferences"] for s in found)
     made = everything(given)
@@ -407,7 +407,9 @@ def test_secrets(spec: dict[str, Any], wanted: dict[str, tuple[bool, bool]]) -> 
 
 def test_only_what_a_pod_waits_for_is_missed() -> None:
     given = job()
-    found = manifests.secrets(given, place_job(given.spec, None), frozenset({"job-learner-aaaaaaaa", "users-own"}))
+    found = manifests.wanted_secrets(
+        given, place_job(given.spec, None), frozenset({"job-learner-aaaaaaaa", "users-own"})
+    )
     assert {s.name: s.missed for s in found} == {"job-syncer-aaaaaaaa": False, "job-learner-aaaaaaaa": True}
 
 
@@ -438,7 +440,7 @@ def test_each_cluster_has_its_part() -> None:
     }
     assert json.loads(far[names.settings_map("job")]["data"]["address.json"]) == {"sync": "10.0.0.1:30700"}
     assert json.loads(hub[names.settings_map("job")]["data"]["address.json"])["sync"].endswith(".svc:7700")
-    assert manifests.secrets(given, place_job(given.spec, "far")) == []
+    assert manifests.wanted_secrets(given, place_job(given.spec, "far")) == []
 
 
 @pytest.mark.parametrize(
@@ -479,8 +481,8 @@ def test_addresses(address: str, wanted: str) -> None:
 def test_what_was_rendered_can_be_read_back() -> None:
     given = job()
     ref = names.stateful_set("job", "local")
-    spec = manifests.fresh(given, place_job(given.spec, None), ref, IMAGES, SETTINGS)
-    manifest = manifests.with_pods(given, ref, spec, 7, 3)
+    spec = manifests.render_pod_holder(given, place_job(given.spec, None), ref, IMAGES, SETTINGS)
+    manifest = manifests.pod_holder_manifest(given, ref, spec, 7, 3)
     assert manifests.stored_rendering(manifest) == (7, spec) and manifest["spec"]["replicas"] == 3
     assert "replicas" not in spec
     for broken in ("", "[]", "{", '{"a": 1}'):

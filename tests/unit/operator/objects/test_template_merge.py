@@ -202,8 +202,8 @@ def test_every_field_that_the_operator_sets_in_a_main_container_is_protected() -
 
     job = read_job(job_object(training={"evaluation": {"fraction": 0.1}}))
     for role, template in (
-        ("syncer", pods.syncer(job, "i", "p")),
-        ("learner", pods.learner(job, job.spec.regions[0], "i", "p")),
+        ("syncer", pods.syncer_template(job, "i", "p")),
+        ("learner", pods.learner_template(job, job.spec.regions[0], "i", "p")),
     ):
         container = template["spec"]["containers"][0]
         protected = pods._syncer_protected() if role == "syncer" else pods._learner_protected(job.spec)
