@@ -1,11 +1,10 @@
-"""Are the committed gRPC stubs what sync.proto says?
+"""Are the committed message classes what sync.proto says?
 
     python tools/check_proto.py            exit 1, with the difference, where they are not
     python tools/check_proto.py --write    regenerate them (`make proto`)
 
-Protoc and the gRPC plugin stamp their own version into what they generate.
-Those stamps are taken out of both sides before comparing, so that only the
-definition counts.
+Protoc stamps its own version into what it generates. Those stamps are taken
+out of both sides before comparing, so that only the definition counts.
 """
 
 from __future__ import annotations
@@ -22,11 +21,10 @@ from grpc_tools import protoc
 
 PROTOCOL = Path(__file__).resolve().parent.parent / "protocol"
 SOURCE = "diloco_protocol/wire/sync.proto"
-STUBS = ("sync_pb2.py", "sync_pb2.pyi", "sync_pb2_grpc.py")
+STUBS = ("sync_pb2.py", "sync_pb2.pyi")
 STAMPS = (
     (re.compile(r"^# Protobuf Python Version: .*$", re.M), "# Protobuf Python Version: *"),
     (re.compile(r"(_runtime_version\.Domain\.PUBLIC,\n)(?:    \d+,\n){3}"), r"\1    *\n"),
-    (re.compile(r"^GRPC_GENERATED_VERSION = '.*'$", re.M), "GRPC_GENERATED_VERSION = '*'"),
 )
 
 
@@ -34,7 +32,7 @@ def generate(out: Path) -> None:
     """Run protoc over sync.proto into `out`; raises SystemExit when it fails."""
     well_known = str(files("grpc_tools") / "_proto")
     arguments = ["protoc", f"-I{PROTOCOL}", f"-I{well_known}"]
-    arguments += [f"--{plugin}={out}" for plugin in ("python_out", "pyi_out", "grpc_python_out")]
+    arguments += [f"--{plugin}={out}" for plugin in ("python_out", "pyi_out")]
     if protoc.main([*arguments, SOURCE]) != 0:
         raise SystemExit(f"protoc refused protocol/{SOURCE}; its words are above")
 

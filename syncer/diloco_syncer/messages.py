@@ -63,7 +63,7 @@ def join_from(message: sync_pb2.Join, connection: int, job: str) -> ev.Join:
     return ev.Join(
         connection=connection,
         process=_matches(_PROCESS, message.process, "process", "1 to 64 hex digits"),
-        region=_matches(_REGION, message.region[: limits.MAX_REGIONS_TEXT], "region", "a region's name"),
+        region=_matches(_REGION, message.region[: limits.MAX_NAME_CHARS], "region", "a region's name"),
         ordinal=message.ordinal,
         evaluator=message.role == sync_pb2.ROLE_EVALUATOR,
         layout_digest=_matches(_HEX, message.layout_digest, "layout_digest", "hex digits"),

@@ -16,8 +16,8 @@ ACCOUNT = f"system:serviceaccount:{SYSTEM}:diloco-operator"
 
 CALL = """
 import sys, time, grpc
-from diloco_protocol import sync_pb2, sync_pb2_grpc
-from diloco_protocol.security.credentials import sign_call
+from diloco_protocol.wire import limits, sync_pb2
+from diloco_protocol.wire.control_auth import sign_call
 address, keys = sys.argv[1], [bytes.fromhex(k) if k else b"" for k in sys.argv[2:]]
 with grpc.insecure_channel(address) as channel:
     try:
@@ -25,10 +25,12 @@ with grpc.insecure_channel(address) as channel:
     except grpc.FutureTimeoutError:
         print("unreachable")
         sys.exit()
-    stub = sync_pb2_grpc.ControlStub(channel)
+    call_syncer = channel.unary_unary(
+        limits.CONTROL_PATH, sync_pb2.SignedCall.SerializeToString, sync_pb2.CallReply.FromString
+    )
     for key in keys:
         try:
-            reply = stub.Call(sign_call(key, "status", b"{}"), timeout=5)
+            reply = call_syncer(sign_call(key, "status", b"{}"), timeout=5)
             print("ok" if reply.ok else "failed")
         except grpc.RpcError as error:
             print(error.code().name)
@@ -49,14 +51,16 @@ for path in ("/api/v1/secrets", "/api/v1/namespaces/default/pods", "/apis/diloco
 
 REPLAY = """
 import sys, grpc
-from diloco_protocol import sync_pb2_grpc
-from diloco_protocol.security.credentials import sign_call, read_key
+from diloco_protocol.wire import limits, sync_pb2
+from diloco_protocol.wire.control_auth import sign_call, read_key
 key = read_key("/etc/diloco/control/control-key")
 with grpc.insecure_channel("127.0.0.1:7701") as channel:
-    stub = sync_pb2_grpc.ControlStub(channel)
+    call_syncer = channel.unary_unary(
+        limits.CONTROL_PATH, sync_pb2.SignedCall.SerializeToString, sync_pb2.CallReply.FromString
+    )
     def say(call):
         try:
-            print("ok" if stub.Call(call, timeout=5).ok else "failed")
+            print("ok" if call_syncer(call, timeout=5).ok else "failed")
         except grpc.RpcError as error:
             print(error.code().name)
     call = sign_call(key, "status", b"{}")

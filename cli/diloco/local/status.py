@@ -64,11 +64,12 @@ def _from_address(address: str) -> dict[str, Any]:
     import grpc
 
     from diloco_protocol.security.credentials import Credentials
-    from diloco_protocol.wire import channels, sync_pb2, sync_pb2_grpc
+    from diloco_protocol.wire import channels, limits, sync_pb2
 
     with Credentials.from_directory(None).blocking_channel(address, channels.channel_options()) as channel:
         try:
-            reply = sync_pb2_grpc.StatusStub(channel).Get(sync_pb2.StatusRequest(), timeout=5.0)
+            write, read = sync_pb2.StatusRequest.SerializeToString, sync_pb2.StatusReply.FromString
+            reply = channel.unary_unary(limits.STATUS_PATH, write, read)(sync_pb2.StatusRequest(), timeout=5.0)
             document = json.loads(reply.json)
         except grpc.RpcError as error:
             raise StatusError(

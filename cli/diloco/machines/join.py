@@ -120,16 +120,16 @@ async def fetch_job(address: str, credentials: Credentials) -> DiLoCoJob:
     from diloco_protocol.security.credentials import CredentialsError
     from diloco_protocol.spec.load import JobError, job_from_json
     from diloco_protocol.wire import bulk, channels, limits, sync_pb2
-    from diloco_protocol.wire.verify_server import VouchError, vouched
+    from diloco_protocol.wire.verify_server import ServerNotTrusted, verify_syncer
 
     request = sync_pb2.DownloadRequest(what=sync_pb2.DownloadRequest.JOB)
     try:
-        believed = await vouched(credentials, address, credentials.names())
+        believed = await verify_syncer(credentials, address, credentials.names())
         async with believed.aio_channel(address, channels.channel_options(bulk=True)) as channel:
             found, data = await bulk.download(
                 channel, request, limit=MAX_JOB_BYTES, metadata=believed.metadata(), timeout=FETCH_SECONDS
             )
-    except VouchError as error:
+    except ServerNotTrusted as error:
         raise JoinError(str(error), FAILED) from error
     except (bulk.TransferError, limits.WireError) as error:
         raise JoinError(

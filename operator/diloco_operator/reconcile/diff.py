@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diloco_operator.model import Object
-from diloco_protocol.spec.quantities import parse_quantity
+from diloco_protocol.common.quantities import parse_quantity
 from diloco_protocol.vocabulary import DOMAIN
 
 APPLIED = f"{DOMAIN}/applied"

@@ -18,8 +18,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from diloco_protocol.security.credentials import SERVER_NAME
-from diloco_protocol.security.identity import IdentityError, Name, Names, Role, names_in
+from diloco_protocol.security.identity import SERVER_NAME, IdentityError, Name, Names, Role, names_in
 
 BACKDATED = datetime.timedelta(days=1)  # clocks differ
 LEAF_DAYS, AUTHORITY_DAYS = 90, 3650

@@ -29,10 +29,9 @@ import grpc
 from grpc import aio
 
 from diloco_protocol.common.files import read_bounded
-from diloco_protocol.security.identity import NOBODY, Names
+from diloco_protocol.security.identity import NO_NAMES, SERVER_NAME, Names
 
 TOKEN_KEY = "diloco-join-token"
-SERVER_NAME = "diloco-syncer"
 _TLS_FILES = ("tls.crt", "tls.key", "ca.crt")
 _MAX_FILE = 256 * 1024
 
@@ -100,7 +99,7 @@ class Credentials:
     def names(self) -> Names:
         """Which job and role the own certificate names. Raises ``CredentialsError``."""
         if not self.secure:
-            return NOBODY
+            return NO_NAMES
         from diloco_protocol.security.certificates import CertificateError, describe  # late: plaintext needs no X.509
 
         try:

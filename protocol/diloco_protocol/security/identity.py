@@ -32,6 +32,8 @@ from typing import Literal
 from diloco_protocol.vocabulary import ConnectionRefusal
 
 SCHEME = "diloco"
+SERVER_NAME = "diloco-syncer"
+"""The host name that a syncer's certificate carries, whatever its address is."""
 Role = Literal["syncer", "learner"]
 _URI = re.compile(r"diloco://job/([^/]+)/([^/]+)/(syncer|learner)(?:/([^/]+))?")
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
@@ -62,7 +64,7 @@ class Name:
 
 
 Names = frozenset[Name]
-NOBODY: Names = frozenset()
+NO_NAMES: Names = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,7 @@ def covers(names: Names, region: str) -> bool:
     return not names or any(one.region in ("", region) for one in names)
 
 
-def akin(one: Names, other: Names) -> bool:
+def same_party(one: Names, other: Names) -> bool:
     """Whether two learners' certificates may be the same party's, before and after a change: they name
     a job's region in common, or nobody both."""
     if not one or not other:
@@ -141,7 +143,7 @@ def akin(one: Names, other: Names) -> bool:
     )
 
 
-def objection_to_learner(mine: Names, theirs: Names, job: str) -> Objection | None:
+def check_learner(mine: Names, theirs: Names, job: str) -> Objection | None:
     """What a syncer with the names ``mine`` has against a client's certificate; None: nothing."""
     if not theirs and not mine:
         return None
@@ -157,7 +159,7 @@ def objection_to_learner(mine: Names, theirs: Names, job: str) -> Objection | No
     return None
 
 
-def objection_to_syncer(mine: Names, theirs: Names) -> Objection | None:
+def check_syncer(mine: Names, theirs: Names) -> Objection | None:
     """What a learner with the names ``mine`` has against a server's certificate; None: nothing."""
     if not mine:
         return None

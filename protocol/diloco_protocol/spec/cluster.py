@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from diloco_protocol.common.quantities import parse_quantity
 from diloco_protocol.spec.base import ADDRESS_PATTERN, NAME_PATTERN, Free, Name, Seconds, Spec, Text
-from diloco_protocol.spec.quantities import parse_quantity
 
 
 def _positive_quantity(text: str) -> str:

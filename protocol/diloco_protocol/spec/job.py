@@ -1,9 +1,8 @@
 """The DiLoCoJob: the one definition that the command line, the workers, the syncer and the operator read.
 
-The models check types, ranges and unknown fields; ``spec_rules`` checks what
-holds between fields and is run by ``DiLoCoJob`` itself, so that no job that
-breaks a rule exists as an object. ``load.load_job`` reads a file and reports
-all problems at once.
+The models check types, ranges and unknown fields; ``rules`` checks what holds between fields. ``DiLoCoJob``
+runs the rules itself, so that no job that breaks one exists as an object. ``load.read_job`` and
+``load.load_job`` read a file and report all problems at once.
 """
 
 from __future__ import annotations
@@ -28,6 +27,8 @@ from diloco_protocol.spec.cluster import (
     SyncerSpec,
     TlsSpec,
 )
+from diloco_protocol.spec.job_spec import JobSpec
+from diloco_protocol.spec.rules import violations
 from diloco_protocol.spec.sync import (
     AdoptionSpec,
     CompressionSpec,
@@ -106,52 +107,6 @@ class MetadataSpec(Spec):
     annotations: Annotations = Field({}, description="Kubernetes annotations.")
 
 
-class JobSpec(Spec):
-    """What the job is."""
-
-    suspend: bool = Field(False, description="Drain, checkpoint and stop until it is false again.")
-    seed: int = Field(0, ge=0, le=2**32 - 1, description="Of initial weights, data order and everything random.")
-    ttl_seconds_after_finished: int | None = Field(
-        None, ge=0, le=2**31 - 1, description="Delete the job so long after its end; null: keep it."
-    )
-    training: TrainingSpec = Field(default_factory=TrainingSpec, description="What is trained, and until when.")
-    sync: SyncSpec = Field(default_factory=SyncSpec, description="How learners exchange and merge.")
-    syncer: SyncerSpec = Field(default_factory=SyncerSpec, description="The service that holds the parameters.")
-    learners: LearnersSpec = Field(default_factory=LearnersSpec, description="What all learners share.")
-    regions: list[RegionSpec] = Field(
-        ...,
-        min_length=1,
-        max_length=64,
-        examples=[[{"learners": 3}]],
-        description="Where learners run and how many, each region under its own name.",
-    )
-    failure_policy: FailurePolicySpec = Field(
-        default_factory=FailurePolicySpec, description="How much failure is taken."
-    )
-    node_loss: NodeLossSpec = Field(default_factory=NodeLossSpec, description="Pods on lost nodes.")
-
-    @property
-    def slots(self) -> int:
-        """M: learners of all regions together."""
-        return sum(region.learners for region in self.regions)
-
-    @property
-    def quorum(self) -> int:
-        """K that holds: all slots in deterministic mode, else sync.quorum."""
-        return self.slots if self.sync.deterministic else self.sync.quorum
-
-    @property
-    def max_steps_alone(self) -> int:
-        """sync.staleness.maxSteps with its default, 4·H."""
-        return self.sync.staleness.max_steps or 4 * self.sync.every
-
-    @property
-    def evaluated(self) -> bool:
-        """Whether an evaluator runs: asked for, and there is a model and data to do it with."""
-        training = self.training
-        return training.evaluation is not None and training.model is not None and training.data is not None
-
-
 class DiLoCoJob(Spec):
     """One training job."""
 
@@ -166,10 +121,8 @@ class DiLoCoJob(Spec):
 
     @model_validator(mode="after")
     def _rules(self, info: ValidationInfo) -> Self:
-        from diloco_protocol.spec.rules import violations
-
         if not (info.context or {}).get("skip_rules"):
-            broken = [f"{'.'.join(map(str, v.path))}: {v.message}" for v in violations(self)]
+            broken = [f"{'.'.join(map(str, v.path))}: {v.message}" for v in violations(self.spec)]
             if broken:
                 raise ValueError("; ".join(broken))
         return self

@@ -27,7 +27,8 @@ from diloco_protocol.spec.base import Spec, fields_by_alias, nested_model, unwra
 from diloco_protocol.spec.explain import explain, suggestion
 from diloco_protocol.spec.job import DiLoCoJob, immutable_digests, spec_digest
 from diloco_protocol.spec.kubectl_yaml import MAX_BYTES, Document, Path, YamlProblem, parse
-from diloco_protocol.spec.rules import violations, warnings
+from diloco_protocol.spec.rules import violations
+from diloco_protocol.spec.warnings import warnings
 
 __all__ = [
     "JobError",
@@ -154,7 +155,7 @@ def _parse(
 
 def job_warnings(job: DiLoCoJob) -> list[Problem]:
     """What the job allows and its author probably did not mean."""
-    return [Problem(dotted(w.path), w.value, w.message) for w in warnings(job)]
+    return [Problem(dotted(w.path), w.value, w.message) for w in warnings(job.spec)]
 
 
 def job_to_json(job: DiLoCoJob) -> str:
@@ -335,7 +336,7 @@ def _validate(document: Document, overridden: Sequence[Path] = ()) -> tuple[DiLo
     if job is None:
         job = _repaired(data, errors)
     if job is not None:
-        for broken in violations(job):
+        for broken in violations(job.spec):
             if not any(_overlap(read, path) for read in broken.reads for path in refused):
                 report(broken.path, broken.value, broken.message)
     problems.sort(key=lambda problem: problem.line if problem.line is not None else 1 << 31)

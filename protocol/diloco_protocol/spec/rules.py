@@ -1,22 +1,17 @@
 """What must hold between the fields of a job.
 
-Each rule is a function of the whole job that yields violations. A violation
+Each rule is a function of the whole spec that yields violations. A violation
 names every field that the rule read, so that a loader which has already refused
-some of these fields can leave the rule's word out instead of reporting a
-consequence of the first mistake. ``warnings`` lists what is allowed and
-probably not meant.
+some of these fields can leave the violation out instead of reporting a
+consequence of the first mistake.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from diloco_protocol.spec.warnings import link_warnings
-
-if TYPE_CHECKING:
-    from diloco_protocol.spec.job import DiLoCoJob, JobSpec
+from diloco_protocol.spec.job_spec import JobSpec
 
 Path = tuple[str | int, ...]
 
@@ -37,7 +32,8 @@ def _at(dotted: str) -> Path:
     return ("spec", *(int(part) if part.isdigit() else part for part in dotted.split(".")))
 
 
-def _broken(path: str, value: Any, message: str, *also: str) -> Violation:
+def broken(path: str, value: Any, message: str, *also: str) -> Violation:
+    """A violation at ``path`` (dotted, below spec), found by reading that field and those of ``also``."""
     return Violation(_at(path), value, message, (_at(path), *map(_at, also)))
 
 
@@ -50,17 +46,17 @@ def _stop(spec: JobSpec) -> Iterator[Violation]:
     if len(given) != 1:
         said = f"{' and '.join(given)} are given" if given else "none is given"
         value = {name: getattr(stop, name) for name in given}
-        yield _broken(path, value, f"needs exactly one of steps, tokens, seconds ({said}); set the others to null")
+        yield broken(path, value, f"needs exactly one of steps, tokens, seconds ({said}); set the others to null")
     if stop.seconds is not None:
         if spec.sync.deterministic:
-            yield _broken(
+            yield broken(
                 "training.stop.seconds",
                 stop.seconds,
                 "a deterministic job cannot stop by the clock: stop by steps or tokens",
                 "sync.deterministic",
             )
         if spec.training.optimizer.schedule == "cosine" and spec.learners.command is None:
-            yield _broken(
+            yield broken(
                 "training.optimizer.schedule",
                 "cosine",
                 "cosine decays towards a known last step, and stop.seconds names none: "
@@ -78,7 +74,7 @@ def _model(spec: JobSpec) -> Iterator[Violation]:
     model, builtin = training.model, spec.learners.command is None
     if model is None:
         if builtin:
-            yield _broken(
+            yield broken(
                 path,
                 None,
                 "is required by the built-in trainer: give config or from "
@@ -87,11 +83,11 @@ def _model(spec: JobSpec) -> Iterator[Violation]:
             )
         return
     if model.config is None and model.from_ is None:
-        yield _broken(path, {}, "needs config (a transformers configuration) or from (weights to start from)")
+        yield broken(path, {}, "needs config (a transformers configuration) or from (weights to start from)")
     if model.config is not None:
         kind = model.config.get("model_type")
         if model.from_ is None and (not isinstance(kind, str) or not kind):
-            yield _broken(
+            yield broken(
                 f"{path}.config.model_type",
                 kind,
                 "is required: the kind of transformers model, such as llama, mixtral or vit",
@@ -103,7 +99,7 @@ def _model(spec: JobSpec) -> Iterator[Violation]:
         if size is not None and data is not None and data.source != "python" and data.tokenizer == "bytes":
             whole = isinstance(size, int) and not isinstance(size, bool)
             if not whole or size < 256:
-                yield _broken(
+                yield broken(
                     f"{path}.config.vocab_size",
                     size,
                     "must be a whole number, at least 256, with the tokenizer bytes; or leave it out",
@@ -112,7 +108,7 @@ def _model(spec: JobSpec) -> Iterator[Violation]:
                     "training.data.source",
                 )
     if model.lora is not None and model.freeze:
-        yield _broken(
+        yield broken(
             f"{path}.freeze",
             model.freeze,
             "has no meaning with lora, which freezes everything but the adapters: leave one of them out",
@@ -126,7 +122,7 @@ def _data(spec: JobSpec) -> Iterator[Violation]:
     data, path = spec.training.data, "training.data"
     if data is None:
         if spec.learners.command is None:
-            yield _broken(
+            yield broken(
                 path,
                 None,
                 "is required by the built-in trainer, such as {paths: [python-stdlib]} "
@@ -139,18 +135,18 @@ def _data(spec: JobSpec) -> Iterator[Violation]:
     for source, name in needs.items():
         value = getattr(data, name)
         if source == data.source and not value:
-            yield _broken(
+            yield broken(
                 f"{path}.{name}", value, f"is required with source {source}, such as {examples[name]}", f"{path}.source"
             )
         if source != data.source and value:
-            yield _broken(
+            yield broken(
                 f"{path}.{name}",
                 value,
                 f"belongs to source {source}, and source is {data.source}: leave it out or set source: {source}",
                 f"{path}.source",
             )
     if data.subset is not None and data.source != "datasets":
-        yield _broken(
+        yield broken(
             f"{path}.subset",
             data.subset,
             f"belongs to source datasets, and source is {data.source}: leave it out",
@@ -164,16 +160,16 @@ def _sync(spec: JobSpec) -> Iterator[Violation]:
     more than intervalSeconds. compression.errorFeedback is not for float32."""
     sync = spec.sync
     if sync.fragments > sync.every:
-        yield _broken(
+        yield broken(
             "sync.fragments",
             sync.fragments,
             f"must be at most sync.every ({sync.every}): every fragment is merged once in that many steps",
             "sync.every",
         )
     if sync.overlap >= sync.every:
-        yield _broken("sync.overlap", sync.overlap, f"must be below sync.every ({sync.every})", "sync.every")
+        yield broken("sync.overlap", sync.overlap, f"must be below sync.every ({sync.every})", "sync.every")
     if sync.quorum > spec.slots:
-        yield _broken(
+        yield broken(
             "sync.quorum",
             sync.quorum,
             f"must be at most the number of learners in all regions ({spec.slots}), or nothing is ever merged",
@@ -181,7 +177,7 @@ def _sync(spec: JobSpec) -> Iterator[Violation]:
         )
     alone = sync.staleness.max_steps
     if alone is not None and alone < sync.every:
-        yield _broken(
+        yield broken(
             "sync.staleness.maxSteps",
             alone,
             f"must be at least sync.every ({sync.every}), or learners pause before each merge",
@@ -189,7 +185,7 @@ def _sync(spec: JobSpec) -> Iterator[Violation]:
         )
     beat = sync.heartbeat
     if beat.timeout_seconds <= beat.interval_seconds:
-        yield _broken(
+        yield broken(
             "sync.heartbeat.timeoutSeconds",
             beat.timeout_seconds,
             "must be more than sync.heartbeat."
@@ -197,7 +193,7 @@ def _sync(spec: JobSpec) -> Iterator[Violation]:
             "sync.heartbeat.intervalSeconds",
         )
     if sync.compression.error_feedback and sync.compression.up == "float32":
-        yield _broken(
+        yield broken(
             "sync.compression.errorFeedback",
             True,
             "has no meaning with up float32, which drops nothing: set it to false or choose a smaller encoding",
@@ -212,7 +208,7 @@ def _regions(spec: JobSpec) -> Iterator[Violation]:
     for index, region in enumerate(spec.regions):
         path = f"regions.{index}.name"
         if region.name in first:
-            yield _broken(
+            yield broken(
                 path,
                 region.name,
                 f"is the name of regions.{first[region.name]} too: give each region its own",
@@ -220,9 +216,9 @@ def _regions(spec: JobSpec) -> Iterator[Violation]:
             )
         first.setdefault(region.name, index)
         if region.name in RESERVED_REGIONS:
-            yield _broken(path, region.name, "is taken by a part of the job itself: choose another name")
+            yield broken(path, region.name, "is taken by a part of the job itself: choose another name")
     if spec.slots > 4096:
-        yield _broken("regions", spec.slots, "hold more than 4096 learners in all: ask for fewer")
+        yield broken("regions", spec.slots, "hold more than 4096 learners in all: ask for fewer")
 
 
 def _clusters(spec: JobSpec) -> Iterator[Violation]:
@@ -235,7 +231,7 @@ def _clusters(spec: JobSpec) -> Iterator[Violation]:
     named = {name for _, name in places if name is not None}
     endpoint = spec.syncer.endpoint
     if endpoint.type == "External" and endpoint.address is None:
-        yield _broken(
+        yield broken(
             "syncer.endpoint.address",
             None,
             "is required with type External: host or host:port that leads to the syncer",
@@ -245,7 +241,7 @@ def _clusters(spec: JobSpec) -> Iterator[Violation]:
         return
     for path, name in places:
         if name is None:
-            yield _broken(
+            yield broken(
                 path,
                 None,
                 f"is required where the job names clusters ({', '.join(sorted(named))}): "
@@ -256,14 +252,14 @@ def _clusters(spec: JobSpec) -> Iterator[Violation]:
         return
     said = f"this job spans clusters ({', '.join(sorted(named))})"
     if endpoint.type == "ClusterIP":
-        yield _broken(
+        yield broken(
             "syncer.endpoint.type",
             "ClusterIP",
             f"is reachable from its own cluster only, and {said}: use NodePort, LoadBalancer or External",
             *paths,
         )
     if endpoint.address is None and endpoint.type != "External":
-        yield _broken(
+        yield broken(
             "syncer.endpoint.address",
             None,
             f"is required: {said}, and learners must know whom to dial (host or host:port)",
@@ -274,14 +270,14 @@ def _clusters(spec: JobSpec) -> Iterator[Violation]:
         ("learners.credentials.secretName", spec.learners.credentials.secret_name),
     ):
         if secret is None:
-            yield _broken(
+            yield broken(
                 path,
                 None,
                 f"is required: {said}, and a made secret does not leave its cluster: create one and name it",
                 *paths,
             )
     if spec.syncer.tls.mode == "off":
-        yield _broken("syncer.tls.mode", "off", f"sends weights in the clear, and {said}: use auto", *paths)
+        yield broken("syncer.tls.mode", "off", f"sends weights in the clear, and {said}: use auto", *paths)
 
 
 def _syncer(spec: JobSpec) -> Iterator[Violation]:
@@ -290,7 +286,7 @@ def _syncer(spec: JobSpec) -> Iterator[Violation]:
     what is about a volume that is made (storageClassName, onDelete Delete)."""
     syncer, storage, endpoint = spec.syncer, spec.syncer.storage, spec.syncer.endpoint
     if syncer.shards > spec.sync.fragments:
-        yield _broken(
+        yield broken(
             "syncer.shards",
             syncer.shards,
             f"must be at most sync.fragments ({spec.sync.fragments}): each shard owns some fragments",
@@ -298,14 +294,14 @@ def _syncer(spec: JobSpec) -> Iterator[Violation]:
         )
     if endpoint.node_port is not None:
         if endpoint.type != "NodePort":
-            yield _broken(
+            yield broken(
                 "syncer.endpoint.nodePort",
                 endpoint.node_port,
                 f"belongs to type NodePort, and type is {endpoint.type}: leave it out",
                 "syncer.endpoint.type",
             )
         elif endpoint.node_port + syncer.shards - 1 > 32767:
-            yield _broken(
+            yield broken(
                 "syncer.endpoint.nodePort",
                 endpoint.node_port,
                 f"leaves no room for {syncer.shards} shards below 32768: use at most {32768 - syncer.shards}",
@@ -313,14 +309,14 @@ def _syncer(spec: JobSpec) -> Iterator[Violation]:
                 "syncer.endpoint.type",
             )
     if syncer.tls.mode == "off" and syncer.tls.secret_name is not None:
-        yield _broken(
+        yield broken(
             "syncer.tls.mode",
             "off",
             "contradicts syncer.tls.secretName: leave one of them out",
             "syncer.tls.secretName",
         )
     if storage.claim_name is not None and storage.uri is not None:
-        yield _broken(
+        yield broken(
             "syncer.storage.uri",
             storage.uri,
             "contradicts syncer.storage.claimName: the state lies in one place",
@@ -329,14 +325,14 @@ def _syncer(spec: JobSpec) -> Iterator[Violation]:
     own = "claimName" if storage.claim_name is not None else "uri" if storage.uri is not None else None
     if own is not None:
         if storage.storage_class_name is not None:
-            yield _broken(
+            yield broken(
                 "syncer.storage.storageClassName",
                 storage.storage_class_name,
                 f"is for a volume that is made, and {own} names one of yours: leave it out",
                 f"syncer.storage.{own}",
             )
         if storage.on_delete == "Delete":
-            yield _broken(
+            yield broken(
                 "syncer.storage.onDelete",
                 "Delete",
                 f"is for a volume that is made, and {own} names yours, which is never deleted: leave it out",
@@ -355,39 +351,6 @@ RULES: tuple[Callable[[JobSpec], Iterator[Violation]], ...] = (
 )
 
 
-def violations(job: DiLoCoJob) -> list[Violation]:
+def violations(spec: JobSpec) -> list[Violation]:
     """All broken rules of a job whose fields are valid each on its own."""
-    return [violation for rule in RULES for violation in rule(job.spec)]
-
-
-def warnings(job: DiLoCoJob) -> list[Violation]:
-    """What is allowed and probably not meant."""
-    return [*_unlikely(job.spec), *(_broken(*found) for found in link_warnings(job.spec))]
-
-
-def _unlikely(spec: JobSpec) -> Iterator[Violation]:
-    training, outer = spec.training, spec.sync.outer
-    warmup, steps = training.optimizer.warmup_steps, training.stop.steps
-    if steps is not None and warmup >= steps and spec.learners.command is None:
-        yield _broken(
-            "training.optimizer.warmupSteps",
-            warmup,
-            f"the warm-up is not over when the job stops (training.stop.steps is {steps})",
-        )
-    if outer.optimizer in ("adamw", "cosine-gated") and outer.lr > 0.1:
-        yield _broken(
-            "sync.outer.lr",
-            outer.lr,
-            f"{outer.optimizer} moves every parameter by about lr at each merge; 0.7 is meant for nesterov: try 0.001",
-        )
-    endpoint = spec.syncer.endpoint
-    asked = re.fullmatch(r"(?:[^:]*|\[.*\]):(\d+)", endpoint.address or "")
-    if endpoint.node_port is not None and asked and int(asked[1]) != endpoint.node_port:
-        yield _broken(
-            "syncer.endpoint.address",
-            endpoint.address,
-            f"learners dial port {asked[1]}, and syncer.endpoint.nodePort is {endpoint.node_port}: right "
-            "only if something between leads from one to the other",
-        )
-    if spec.sync.deterministic and spec.sync.quorum not in (1, spec.slots):
-        yield _broken("sync.quorum", spec.sync.quorum, f"a deterministic job waits for all {spec.slots} learners")
+    return [violation for rule in RULES for violation in rule(spec)]

@@ -1,13 +1,16 @@
-"""Warnings about a job whose learners and hub are in different clusters: what of ``sync`` asks more of the
+"""Warnings about a job: what is allowed and probably not meant.
+
+For a job whose learners and hub are in different clusters, that is also what of ``sync`` asks more of the
 links between them than it need. Only what the job file alone shows; `diloco plan` says how much."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from diloco_protocol.spec.job import JobSpec
+from diloco_protocol.spec.job_spec import JobSpec
+from diloco_protocol.spec.rules import Violation, broken
 
 _IDLE = 4  # so many times the bandwidth that the same bytes need, spread out
 
@@ -19,7 +22,7 @@ def spans_clusters(spec: JobSpec) -> bool:
     return len({spec.syncer.cluster, *(region.cluster for region in spec.regions)} - {None}) > 1
 
 
-def link_warnings(spec: JobSpec) -> Iterator[Unlikely]:
+def _link_warnings(spec: JobSpec) -> Iterator[Unlikely]:
     """Nothing for a job of one cluster or machine, whose network is nobody's bottleneck."""
     if not spans_clusters(spec):
         return
@@ -59,3 +62,36 @@ def link_warnings(spec: JobSpec) -> Iterator[Unlikely]:
             "float32",
             "twice the bytes of bfloat16 and 7.8 times those of delta-int4, out of the hub for every learner",
         )
+
+
+def warnings(spec: JobSpec) -> list[Violation]:
+    """What is allowed and probably not meant."""
+    return [*_unlikely(spec), *(broken(*found) for found in _link_warnings(spec))]
+
+
+def _unlikely(spec: JobSpec) -> Iterator[Violation]:
+    training, outer = spec.training, spec.sync.outer
+    warmup, steps = training.optimizer.warmup_steps, training.stop.steps
+    if steps is not None and warmup >= steps and spec.learners.command is None:
+        yield broken(
+            "training.optimizer.warmupSteps",
+            warmup,
+            f"the warm-up is not over when the job stops (training.stop.steps is {steps})",
+        )
+    if outer.optimizer in ("adamw", "cosine-gated") and outer.lr > 0.1:
+        yield broken(
+            "sync.outer.lr",
+            outer.lr,
+            f"{outer.optimizer} moves every parameter by about lr at each merge; 0.7 is meant for nesterov: try 0.001",
+        )
+    endpoint = spec.syncer.endpoint
+    asked = re.fullmatch(r"(?:[^:]*|\[.*\]):(\d+)", endpoint.address or "")
+    if endpoint.node_port is not None and asked and int(asked[1]) != endpoint.node_port:
+        yield broken(
+            "syncer.endpoint.address",
+            endpoint.address,
+            f"learners dial port {asked[1]}, and syncer.endpoint.nodePort is {endpoint.node_port}: right "
+            "only if something between leads from one to the other",
+        )
+    if spec.sync.deterministic and spec.sync.quorum not in (1, spec.slots):
+        yield broken("sync.quorum", spec.sync.quorum, f"a deterministic job waits for all {spec.slots} learners")

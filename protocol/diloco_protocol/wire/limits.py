@@ -10,8 +10,10 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-FORMAT = 1  # of messages; the present and the previous one are understood
-PREVIOUS_FORMAT = 1  # there is none before the first
+FORMAT = 2  # of messages; the present and the previous one are understood
+PREVIOUS_FORMAT = 2  # nothing that was released spoke an earlier one
+STATUS_PATH = "/diloco.v1.Status/Get"
+CONTROL_PATH = "/diloco.v1.Control/Call"
 
 MAX_CONTROL_BYTES = 1 << 20  # any protobuf message
 MAX_REPLY_BYTES = 16 << 20  # a reply of the control service, status and report included
@@ -19,7 +21,7 @@ MAX_HEADER_BYTES = 64 << 10  # UploadHeader, DownloadRequest, DownloadHeader
 MAX_FRAGMENTS = 512  # a Report has a row of at most 90 bytes per fragment: 46 KiB of a push's header
 MAX_RECEIPT_BYTES = 48 << 10  # in a DownloadHeader or a Base; about 50 bytes per slot
 MAX_CURSORS = 256  # leases that a slot may hold; 36 bytes each in a Report
-MAX_REGIONS_TEXT = 64  # characters of a region's name, and of a process id
+MAX_NAME_CHARS = 64  # characters of a region's name, and of a process id
 MAX_TEXT = 4096  # characters of any other text in a control message
 CHUNK_BYTES = 2 << 20  # measured on loopback: 1-2 MiB is the plateau, 4 MiB halves it
 MAX_CHUNK_BYTES = 4 << 20  # accepted

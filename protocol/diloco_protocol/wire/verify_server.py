@@ -21,14 +21,14 @@ import contextlib
 import ssl
 
 from diloco_protocol.security.credentials import Credentials
-from diloco_protocol.security.identity import IdentityError, Names, names_in, objection_to_syncer
+from diloco_protocol.security.identity import IdentityError, Names, check_syncer, names_in
 from diloco_protocol.vocabulary import TrustFailure
 from diloco_protocol.wire.limits import CONNECT_SECONDS
 
 _SECONDS = 2.0 * CONNECT_SECONDS  # for the handshake, and again for the first bytes
 
 
-class VouchError(Exception):
+class ServerNotTrusted(Exception):
     """The server is not to be spoken to, or does not take us; the message says why and the cure.
 
     ``reason`` is a ``TrustFailure``, or empty where there was
@@ -40,11 +40,11 @@ class VouchError(Exception):
         self.reason = reason
 
 
-async def vouched(credentials: Credentials, address: str, mine: Names) -> Credentials:
+async def verify_syncer(credentials: Credentials, address: str, mine: Names) -> Credentials:
     """``credentials`` that believe the syncer at ``address`` (host:port) alone, after a look at it.
 
     ``mine``: what the own certificate says of the job; nothing: gRPC's own checks are all there
-    are, and ``credentials`` come back as they are. Raises ``VouchError``.
+    are, and ``credentials`` come back as they are. Raises ``ServerNotTrusted``.
     """
     if not credentials.secure or not mine or credentials.directory is None:
         return credentials
@@ -56,31 +56,31 @@ async def vouched(credentials: Credentials, address: str, mine: Names) -> Creden
                 host.strip("[]"), int(port), ssl=context, server_hostname=credentials.server_name
             )
     except TimeoutError as error:
-        raise VouchError(f"no TLS handshake with {address} within {_SECONDS:.0f} s") from error
+        raise ServerNotTrusted(f"no TLS handshake with {address} within {_SECONDS:.0f} s") from error
     except ssl.SSLCertVerificationError as error:
-        raise VouchError(
+        raise ServerNotTrusted(
             f"the certificate that {address} shows is not believed: {error.verify_message.rstrip('.')}",
             TrustFailure.UNTRUSTED_SYNCER,
         ) from error
     except ssl.SSLError as error:
-        raise VouchError(f"no TLS with {address}: {_words(error)}") from error
+        raise ServerNotTrusted(f"no TLS with {address}: {_words(error)}") from error
     except (OSError, ValueError) as error:
-        raise VouchError(f"cannot connect to {address}: {error}") from error
+        raise ServerNotTrusted(f"cannot connect to {address}: {error}") from error
     try:
         server = _judged(writer, mine)
         try:
             async with asyncio.timeout(_SECONDS):
                 first = await reader.read(1)
         except TimeoutError as error:
-            raise VouchError(f"{address} took the handshake and says nothing") from error
+            raise ServerNotTrusted(f"{address} took the handshake and says nothing") from error
         except ssl.SSLError as error:
-            raise VouchError(
+            raise ServerNotTrusted(
                 f"{address} refuses our certificate: {_words(error)}", TrustFailure.CERTIFICATE_REFUSED
             ) from error
         except OSError as error:
-            raise VouchError(f"the connection to {address} broke: {error}") from error
+            raise ServerNotTrusted(f"the connection to {address} broke: {error}") from error
         if not first:
-            raise VouchError(
+            raise ServerNotTrusted(
                 f"{address} hung up after the handshake: the syncer's log says why", TrustFailure.CERTIFICATE_REFUSED
             )
     finally:
@@ -99,7 +99,7 @@ def _context(credentials: Credentials) -> ssl.SSLContext:
         context.load_verify_locations(cadata=credentials.authority.decode("ascii"))
         context.load_cert_chain(folder / "tls.crt", folder / "tls.key", password=lambda: "")
     except (OSError, ValueError) as error:  # SSLError is an OSError, UnicodeDecodeError a ValueError
-        raise VouchError(
+        raise ServerNotTrusted(
             f"{folder}: ca.crt, tls.crt and tls.key are not an authority, a certificate and its key in PEM",
             TrustFailure.CREDENTIALS_UNUSABLE,
         ) from error
@@ -107,15 +107,15 @@ def _context(credentials: Credentials) -> ssl.SSLContext:
 
 
 def _judged(writer: asyncio.StreamWriter, mine: Names) -> bytes:
-    """The server's certificate (DER), if it is the job's syncer's. Raises ``VouchError``."""
+    """The server's certificate (DER), if it is the job's syncer's. Raises ``ServerNotTrusted``."""
     shown = writer.get_extra_info("peercert") or {}
     try:
         theirs = names_in(str(value) for kind, value in shown.get("subjectAltName", ()) if kind == "URI")
     except IdentityError as error:
-        raise VouchError(f"the server's certificate: {error}", TrustFailure.UNTRUSTED_SYNCER) from error
-    objection = objection_to_syncer(mine, theirs)
+        raise ServerNotTrusted(f"the server's certificate: {error}", TrustFailure.UNTRUSTED_SYNCER) from error
+    objection = check_syncer(mine, theirs)
     if objection is not None:
-        raise VouchError(objection.message, TrustFailure.UNTRUSTED_SYNCER)
+        raise ServerNotTrusted(objection.message, TrustFailure.UNTRUSTED_SYNCER)
     return bytes(writer.get_extra_info("ssl_object").getpeercert(binary_form=True))
 
 

@@ -122,4 +122,4 @@ class Downloads:
 
 
 def _reader(request: sync_pb2.DownloadRequest) -> tuple[str, int]:
-    return request.process[: limits.MAX_REGIONS_TEXT], request.what
+    return request.process[: limits.MAX_NAME_CHARS], request.what

@@ -22,7 +22,7 @@ from typing import Any
 
 import grpc
 
-from diloco_protocol.security.identity import akin
+from diloco_protocol.security.identity import same_party
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.vocabulary import ConnectionRefusal, JobPhase, JoinRefusal
 from diloco_protocol.wire import limits, sync_pb2
@@ -130,7 +130,7 @@ class Sessions:
         connection = self.find_process(process) if self._authorizer.secure else None
         if connection is None:
             return ""
-        if akin(connection.peer.names, peer.names):
+        if same_party(connection.peer.names, peer.names):
             self._authorizer.assign_place(context, connection.place)
             return ""
         message = "a process with another certificate has this id"
@@ -191,7 +191,7 @@ class Sessions:
         newest = self.find_process(join.process)
         if not join.evaluator and not may_join_region(peer, join.region):
             said = ConnectionRefusal.WRONG_REGION, f"region {join.region!r} is not of this certificate", True
-        elif newest is not None and not akin(newest.peer.names, peer.names):
+        elif newest is not None and not same_party(newest.peer.names, peer.names):
             said = ConnectionRefusal.WRONG_PROCESS, "a process with another certificate has this id", False
         elif not self._authorizer.limits.is_new_attempt(join.process, attempt):
             said = ConnectionRefusal.REPLAYED, "this Join was said before: join anew", False

@@ -17,7 +17,7 @@ from grpc import aio
 from diloco_protocol.security.certificates import Issued
 from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.wire import channels, limits, services, sync_pb2
-from diloco_protocol.wire.verify_server import VouchError, vouched
+from diloco_protocol.wire.verify_server import ServerNotTrusted, verify_syncer
 from floods import Flood
 from parties import DAY, Parties
 
@@ -82,8 +82,8 @@ def heard(address: str, folder: Path, honest: Path) -> str:
     names of an honest one (with its own it would see itself that it is wrong here)."""
     names = Credentials.from_directory(honest).names()
     try:
-        asyncio.run(vouched(Credentials.from_directory(folder), address, names))
-    except VouchError as error:
+        asyncio.run(verify_syncer(Credentials.from_directory(folder), address, names))
+    except ServerNotTrusted as error:
         return str(error)
     return "ok"
 

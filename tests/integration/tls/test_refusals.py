@@ -21,7 +21,7 @@ from syncer_client import LAYOUT, Client, SyncerProcess, raw_job, send_call, tur
 from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.wire import bulk, limits, services, sync_pb2
 from diloco_protocol.wire.control_auth import sign_call
-from diloco_protocol.wire.verify_server import VouchError, vouched
+from diloco_protocol.wire.verify_server import ServerNotTrusted, verify_syncer
 from diloco_syncer.server.tls import connection_limits
 from floods import Flood
 from parties import DAY, TOKEN, Parties
@@ -164,8 +164,8 @@ async def test_every_refusal_has_its_name(syncer: SyncerProcess, parties: Partie
         # At the gate.
         for folder in (parties.learner("old", "eu-1", since=-30 * DAY, days=10), parties.learner("x", job="x")):
             made = Credentials.from_directory(folder)
-            with pytest.raises(VouchError):  # with others' names: it would see itself that it is wrong here
-                await vouched(made, syncer.addresses["sync"], honest.credentials.names())
+            with pytest.raises(ServerNotTrusted):  # with others' names: it would see itself that it is wrong here
+                await verify_syncer(made, syncer.addresses["sync"], honest.credentials.names())
         expected = {"expired": 1, "replayed": 1, "wrong-job": 2, "wrong-process": 3, "wrong-region": 2}
         expected |= {"wrong-token": 4, "bad-join": 1, "spec-drift": 1}
         await until(lambda: refused(syncer).keys() >= expected.keys())
@@ -229,7 +229,7 @@ async def test_the_job_goes_on_under_a_flood(syncer: SyncerProcess, parties: Par
             await until(lambda: syncer.status()["tls"]["handshakes"] > 200, 30)
             # Somebody comes in meanwhile, by a look first as a learner does, makes version 0, and trains.
             made = Credentials.from_directory(europe)
-            await vouched(made, syncer.addresses["sync"], made.names())
+            await verify_syncer(made, syncer.addresses["sync"], made.names())
             honest = learners(europe)
             assert (await honest.join()).welcome.initialise
             await honest.initialise()

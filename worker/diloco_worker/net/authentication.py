@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 
 from diloco_protocol.security.credentials import Credentials, CredentialsError
-from diloco_protocol.security.identity import NOBODY, IdentityError, own_learner
+from diloco_protocol.security.identity import NO_NAMES, IdentityError, own_learner
 from diloco_protocol.vocabulary import TrustFailure
-from diloco_protocol.wire.verify_server import VouchError, vouched
+from diloco_protocol.wire.verify_server import ServerNotTrusted, verify_syncer
 from diloco_worker.settings import ConfigurationError, WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -24,18 +24,18 @@ class WorkerCredentials:
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
         self._newest: Credentials | None = None  # the newest that could be used
-        self._names = NOBODY
+        self._names = NO_NAMES
         problem = self._reload()
         if problem and not settings.pod:
             raise ConfigurationError(problem)
 
     async def for_syncer(self, address: str) -> tuple[Credentials, bool]:
         """Credentials for the syncer at ``address`` (host:port), after its certificate was checked; and whether
-        channels made with them trust that one certificate only. Raises VouchError."""
+        channels made with them trust that one certificate only. Raises ServerNotTrusted."""
         problem = self._reload()
         if self._newest is None:
-            raise VouchError(problem, TrustFailure.CREDENTIALS_UNUSABLE)
-        credentials = await vouched(self._newest, address, self._names)
+            raise ServerNotTrusted(problem, TrustFailure.CREDENTIALS_UNUSABLE)
+        credentials = await verify_syncer(self._newest, address, self._names)
         return credentials, credentials is not self._newest
 
     def _reload(self) -> str:

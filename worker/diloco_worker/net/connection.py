@@ -27,7 +27,7 @@ from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.spec.job import immutable_digests
 from diloco_protocol.vocabulary import TrustFailure
 from diloco_protocol.wire import channels, limits, sync_pb2
-from diloco_protocol.wire.verify_server import VouchError
+from diloco_protocol.wire.verify_server import ServerNotTrusted
 from diloco_worker.core.connection_status import ConnectionStatus
 from diloco_worker.core.leases import LeaseGrant
 from diloco_worker.core.syncer_settings import SyncerSettings
@@ -160,7 +160,7 @@ class SyncerConnection:
         """One connection, from its beginning to its end; returns why it ended. Raises RefusedError."""
         try:
             credentials, pinned = await self._credentials.for_syncer(address)
-        except VouchError as error:
+        except ServerNotTrusted as error:
             if error.reason:  # not for good: a Secret may be put right, on either side
                 self.status = replace(self.status, refused=(error.reason, str(error)))
             return str(error)

@@ -32,7 +32,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from diloco_protocol.security.identity import NOBODY, Names
+from diloco_protocol.security.identity import NO_NAMES, Names
 from diloco_protocol.vocabulary import ConnectionRefusal
 
 MAX_CERTIFICATES = 4096
@@ -47,7 +47,7 @@ class Peer:
     """The other end of a connection. ``fingerprint`` empty: plaintext."""
 
     fingerprint: str = ""
-    names: Names = NOBODY
+    names: Names = NO_NAMES
     address: str = ""  # for the log
     expires: float = math.inf  # wall-clock seconds
 

@@ -322,7 +322,7 @@ class TlsListener:
             raise HandshakeRefused(ConnectionRefusal.BAD_CERTIFICATE, str(error)) from error
         expires = ssl.cert_time_to_seconds(str(shown["notAfter"])) if "notAfter" in shown else math.inf
         peer = Peer(hashlib.sha256(raw).hexdigest(), names, connection.address, expires)
-        objection = identity.objection_to_learner(self.reloader.own_names, names, self._job)
+        objection = identity.check_learner(self.reloader.own_names, names, self._job)
         if objection is not None:
             raise HandshakeRefused(objection.reason, objection.message)
         allowed = allowance_of(self._regions, names).connections

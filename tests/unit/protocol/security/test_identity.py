@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_protocol.security import identity
-from diloco_protocol.security.identity import NOBODY, IdentityError, Name, name, names_in, parse
+from diloco_protocol.security.identity import NO_NAMES, IdentityError, Name, name, names_in, parse
 
 LABEL = st.from_regex(r"[a-z0-9]([-a-z0-9]{0,10}[a-z0-9])?", fullmatch=True)
 NAMES = st.one_of(
@@ -61,18 +61,18 @@ def test_one_certificate_has_one_role() -> None:
         ({SYNCER}, {EU}, None),
         ({SYNCER}, {ANY}, None),
         ({SYNCER}, {EU, name("ns", "other", "learner")}, None),
-        ({SYNCER}, NOBODY, "unnamed"),
+        ({SYNCER}, NO_NAMES, "unnamed"),
         ({SYNCER}, {SYNCER}, "wrong-role"),
         ({SYNCER}, {name("ns", "other", "learner", "eu-1")}, "wrong-job"),
         ({SYNCER}, {name("else", "tiny", "learner", "eu-1")}, "wrong-job"),
-        (NOBODY, NOBODY, None),
-        (NOBODY, {name("else", "tiny", "learner")}, None),
-        (NOBODY, {name("ns", "other", "learner")}, "wrong-job"),
-        (NOBODY, {SYNCER}, "wrong-role"),
+        (NO_NAMES, NO_NAMES, None),
+        (NO_NAMES, {name("else", "tiny", "learner")}, None),
+        (NO_NAMES, {name("ns", "other", "learner")}, "wrong-job"),
+        (NO_NAMES, {SYNCER}, "wrong-role"),
     ],
 )
 def test_whom_a_syncer_lets_in(mine: set[Name], theirs: set[Name], reason: str | None) -> None:
-    said = identity.objection_to_learner(frozenset(mine), frozenset(theirs), "tiny")
+    said = identity.check_learner(frozenset(mine), frozenset(theirs), "tiny")
     assert (said and said.reason) == reason
 
 
@@ -83,20 +83,20 @@ def test_whom_a_syncer_lets_in(mine: set[Name], theirs: set[Name], reason: str |
         ({EU}, {SYNCER, name("ns", "other", "syncer")}, None),
         ({EU}, {EU}, "wrong-role"),
         ({EU}, {ANY}, "wrong-role"),
-        ({EU}, NOBODY, "unnamed"),
+        ({EU}, NO_NAMES, "unnamed"),
         ({EU}, {name("ns", "other", "syncer")}, "wrong-job"),
         ({EU}, {name("else", "tiny", "syncer")}, "wrong-job"),
-        (NOBODY, NOBODY, None),
+        (NO_NAMES, NO_NAMES, None),
     ],
 )
 def test_which_server_a_learner_believes(mine: set[Name], theirs: set[Name], reason: str | None) -> None:
-    said = identity.objection_to_syncer(frozenset(mine), frozenset(theirs))
+    said = identity.check_syncer(frozenset(mine), frozenset(theirs))
     assert (said and said.reason) == reason
 
 
 def test_ones_own_certificate_must_be_ones_own() -> None:
     assert identity.own_syncer(frozenset({SYNCER}), "tiny") == {SYNCER}
-    assert identity.own_syncer(NOBODY, "tiny") == NOBODY == identity.own_learner(NOBODY, "tiny", "eu-1")
+    assert identity.own_syncer(NO_NAMES, "tiny") == NO_NAMES == identity.own_learner(NO_NAMES, "tiny", "eu-1")
     assert identity.own_learner(frozenset({EU}), "tiny", "eu-1") == {EU}
     assert identity.own_learner(frozenset({ANY}), "tiny", "us-2") == {ANY}
     assert identity.own_learner(frozenset({EU}), "tiny", None) == {EU}  # an evaluator
@@ -121,11 +121,11 @@ def test_a_party_stays_itself_when_its_certificate_changes() -> None:
         ({EU}, {EU}, True),
         ({EU}, {EU, us}, True),
         ({ANY}, {EU}, True),
-        (NOBODY, NOBODY, True),
+        (NO_NAMES, NO_NAMES, True),
         ({EU}, {us}, False),
         ({EU}, {other}, False),
-        ({EU}, NOBODY, False),
+        ({EU}, NO_NAMES, False),
         ({ANY}, {other}, False),
     ):
-        assert identity.akin(frozenset(before), frozenset(after)) == same
-        assert identity.akin(frozenset(after), frozenset(before)) == same
+        assert identity.same_party(frozenset(before), frozenset(after)) == same
+        assert identity.same_party(frozenset(after), frozenset(before)) == same

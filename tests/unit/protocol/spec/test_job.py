@@ -17,6 +17,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from diloco_protocol.common.quantities import parse_quantity
 from diloco_protocol.spec import reference, rules
 from diloco_protocol.spec.base import Spec, fields_by_alias, nested_model, unwrap
 from diloco_protocol.spec.explain import words
@@ -31,7 +32,6 @@ from diloco_protocol.spec.load import (
     parse_job,
     spec_digest,
 )
-from diloco_protocol.spec.quantities import parse_quantity
 from repository import ROOT
 from wrong_jobs import (
     BASE,

@@ -21,7 +21,7 @@ from grpc import aio
 from diloco_operator.reconcile.job_secrets import RootKey, certificates
 from diloco_protocol.security.credentials import Credentials, CredentialsError
 from diloco_protocol.wire import channels, limits
-from diloco_protocol.wire.verify_server import VouchError, vouched
+from diloco_protocol.wire.verify_server import ServerNotTrusted, verify_syncer
 from diloco_syncer.server.tls import connection_limits
 from diloco_syncer.server.tls import listener as listeners
 from diloco_syncer.server.tls.listener import TlsListener
@@ -105,8 +105,8 @@ class Place:
         """How a learner looks at it first: ``ok``, or what it says."""
         made = Credentials.from_directory(credentials)
         try:
-            await vouched(made, self.address, made.names())
-        except VouchError as error:
+            await verify_syncer(made, self.address, made.names())
+        except ServerNotTrusted as error:
             return str(error)
         return "ok"
 
@@ -239,8 +239,8 @@ async def test_a_learner_is_no_server(parties: Parties) -> None:
         port = posing.bind(server, "127.0.0.1:0")
         await server.start()
         try:
-            with pytest.raises(VouchError, match=said) as caught:
-                await vouched(Credentials.from_directory(learner), f"127.0.0.1:{port}", names)
+            with pytest.raises(ServerNotTrusted, match=said) as caught:
+                await verify_syncer(Credentials.from_directory(learner), f"127.0.0.1:{port}", names)
             assert caught.value.reason == "untrusted-syncer"
         finally:
             await server.stop(0)
@@ -250,7 +250,7 @@ async def test_whom_a_learner_looked_at_nobody_else_can_be(parties: Parties) -> 
     """Another server, with a certificate as good, takes the address over: the channels do not believe it."""
     made = Credentials.from_directory(parties.learner())
     async with place(parties) as there:
-        pinned = await vouched(made, there.address, made.names())
+        pinned = await verify_syncer(made, there.address, made.names())
         assert (await there.call(pinned)).startswith("the learner")
         another = await Place(parties, parties.syncer("another")).start()
         assert (await another.call(made)).startswith("the learner")
@@ -265,7 +265,7 @@ async def test_certificates_are_replaced_while_it_serves(
     learner = parties.learner()
     made = Credentials.from_directory(learner)
     async with place(parties) as there:
-        first = await vouched(made, there.address, made.names())
+        first = await verify_syncer(made, there.address, made.names())
         async with first.aio_channel(there.address, channels.channel_options()) as channel:
             call = channel.stream_stream("/T/Echo")()
             await call.write(b"before")
@@ -290,7 +290,7 @@ async def test_certificates_are_replaced_while_it_serves(
             # The whole of it.
             parties.syncer()
             await until(lambda: True)
-            second = await vouched(made, there.address, made.names())
+            second = await verify_syncer(made, there.address, made.names())
             assert second.authority != first.authority
             assert await there.call(first) == "UNAVAILABLE"  # pinned to what is there no more
             assert (await there.call(second)).startswith("the learner")

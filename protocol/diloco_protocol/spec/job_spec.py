@@ -1,0 +1,56 @@
+"""``spec`` of a DiLoCoJob: its sections, and what follows from several of them."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from diloco_protocol.spec.base import Spec
+from diloco_protocol.spec.cluster import FailurePolicySpec, LearnersSpec, NodeLossSpec, RegionSpec, SyncerSpec
+from diloco_protocol.spec.sync import SyncSpec
+from diloco_protocol.spec.training import TrainingSpec
+
+
+class JobSpec(Spec):
+    """What the job is."""
+
+    suspend: bool = Field(False, description="Drain, checkpoint and stop until it is false again.")
+    seed: int = Field(0, ge=0, le=2**32 - 1, description="Of initial weights, data order and everything random.")
+    ttl_seconds_after_finished: int | None = Field(
+        None, ge=0, le=2**31 - 1, description="Delete the job so long after its end; null: keep it."
+    )
+    training: TrainingSpec = Field(default_factory=TrainingSpec, description="What is trained, and until when.")
+    sync: SyncSpec = Field(default_factory=SyncSpec, description="How learners exchange and merge.")
+    syncer: SyncerSpec = Field(default_factory=SyncerSpec, description="The service that holds the parameters.")
+    learners: LearnersSpec = Field(default_factory=LearnersSpec, description="What all learners share.")
+    regions: list[RegionSpec] = Field(
+        ...,
+        min_length=1,
+        max_length=64,
+        examples=[[{"learners": 3}]],
+        description="Where learners run and how many, each region under its own name.",
+    )
+    failure_policy: FailurePolicySpec = Field(
+        default_factory=FailurePolicySpec, description="How much failure is taken."
+    )
+    node_loss: NodeLossSpec = Field(default_factory=NodeLossSpec, description="Pods on lost nodes.")
+
+    @property
+    def slots(self) -> int:
+        """M: learners of all regions together."""
+        return sum(region.learners for region in self.regions)
+
+    @property
+    def quorum(self) -> int:
+        """K that holds: all slots in deterministic mode, else sync.quorum."""
+        return self.slots if self.sync.deterministic else self.sync.quorum
+
+    @property
+    def max_steps_alone(self) -> int:
+        """sync.staleness.maxSteps with its default, 4·H."""
+        return self.sync.staleness.max_steps or 4 * self.sync.every
+
+    @property
+    def evaluated(self) -> bool:
+        """Whether an evaluator runs: asked for, and there is a model and data to do it with."""
+        training = self.training
+        return training.evaluation is not None and training.model is not None and training.data is not None
