@@ -185,18 +185,18 @@ def test_every_rule_is_broken_by_a_case(monkeypatch: pytest.MonkeyPatch) -> None
         for function in tree.body
         if isinstance(function, ast.FunctionDef) and function.name in names
         for call in ast.walk(function)
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "_broken"
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "broken"
     }
     assert len(places) > 30
     seen: set[int] = set()
-    plain = rules._broken
+    plain = rules.broken
 
     def noted(*arguments: Any) -> Any:
         frame = sys._getframe(1)
         seen.update(places & {frame.f_lineno})
         return plain(*arguments)
 
-    monkeypatch.setattr(rules, "_broken", noted)
+    monkeypatch.setattr(rules, "broken", noted)
     for _, job, paths in broken():
         assert {problem.path for problem in problems(job)} >= paths
     assert seen == places, [source.splitlines()[line - 1 : line + 2] for line in places - seen]
