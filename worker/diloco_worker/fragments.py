@@ -1,16 +1,13 @@
 """Fragments of a torch model: flat float32 vectors out of its parameters, and back into them.
 
-A ``Vector`` is one fragment in host memory: float32, the pieces in the layout's
-order. Taking one (``snapshot``) and moving the parameters to a new base
-(``move``) are the only things that the training thread itself does for the
-exchange, so they are copies of one fragment and nothing else. All arithmetic is
-float32, whatever the parameters' dtype.
+A ``Vector`` is one fragment in host memory: float32, the pieces in the layout's order. The training thread itself
+only takes such vectors (``snapshot``) and moves the parameters to a new base (``move``); each is a copy of one
+fragment and nothing else. All arithmetic is float32, whatever the parameters' dtype.
 
-On a GPU neither waits for the device. A snapshot is gathered by a kernel on the
-current stream (so it lies between two optimizer steps), and copied to pinned host
-memory on a side stream; whoever reads the vector waits for that copy's event, and
-that is the background thread. A move uploads its vectors on the side stream and
-lets the current stream, not the host, wait for them.
+On a GPU neither waits for the device. A snapshot is gathered by a kernel on the current stream, so it lies between
+two optimizer steps, and copied to pinned host memory on a side stream; the background thread, which reads the
+vector, waits for that copy's event. A move uploads its vectors on the side stream, and the current stream, not the
+host, waits for them.
 """
 
 from __future__ import annotations
@@ -192,7 +189,7 @@ class ModelFragments:
         return there
 
     def pinned(self, array: Floats) -> Vector:
-        """Called by the background thread: a vector that ``move`` can upload without copying it first."""
+        """Make a vector that ``move`` can upload without copying it first; the background thread calls this."""
         if self._stream is None:
             return Vector.from_array(array)
         return Vector(torch.from_numpy(array).pin_memory())
@@ -220,7 +217,7 @@ def frozen_bytes(model: torch.nn.Module) -> bytes:
 
 
 def most_frozen_bytes(model: torch.nn.Module) -> int:
-    """``frozen_bytes`` of this model are not more; what is offered beyond that is not downloaded."""
+    """Upper bound of ``frozen_bytes`` of this model; more is not downloaded."""
     frozen = frozen_tensors(model)
     return sum(p.numel() * p.element_size() for p in frozen.values()) + (1 << 20) + 512 * len(frozen)
 

@@ -2,44 +2,42 @@
 
 Theory of operation
 -------------------
-Everything here is plain code: no tensors, threads, clocks or sockets. It keeps
-count and decides; ``fragments`` moves the numbers and ``exchange`` the bytes.
+There are no tensors, threads, clocks or sockets here. This module counts and decides; ``fragments`` moves the
+numbers, ``net`` the bytes.
 
-A learner trains *above* a base: for each fragment p, θ_p = base_p + its own work.
-One *point* says how far it is: slot step, tokens and compute seconds trained in
-this tenure (a process's unbroken use of a slot). A fragment's work above its base
-is a list of *marks*, each a version and the point from which steps were made on
-that version; the work of one mark ends where the next one's begins, the last one's
-ends now. So a step costs the same however many fragments there are, and what the
-fragment carries is always ``now - marks[0].point``, in integers.
+A learner trains *above* a base: for each fragment p, θ_p = base_p + its own work. A *point* says how far it is:
+slot step, tokens and compute seconds trained in this tenure (a process's unbroken use of a slot). A fragment's work
+above its base is a list of *marks*. Each mark is a version and the point from which steps were made on that version;
+its work ends where the next mark begins, the last one's ends now. So a step costs the same however many fragments
+there are, and the fragment's work is always ``now - marks[0].point``, in integers.
 
-A *snapshot* is θ_p at one point, taken for a push or an offer. It is kept until
-the push's fate is known, because the merge needs it: of the work above the base
-the part up to the snapshot is in Θ' then, and the part since then is not. If very
-many are open the values of the oldest are given up; should one of them turn out
-to be merged, the steps since then are dropped (overlap). Sending changes no count.
-Every live snapshot starts at ``marks[0].point``.
+A *snapshot* is θ_p at one point, taken for a push or an offer. It is kept until the push's fate is known, because a
+merge needs it: of the work above the base, the part up to the snapshot is in Θ' then, and the part since then is
+not. Sending changes no count. If very many snapshots are open, the values of the oldest are given up; if one of
+those turns out to be merged, the steps since then are dropped (overlap). Every live snapshot starts at
+``marks[0].point``.
 
-A broadcast (Θ', v') names this learner's newest push that was merged in any
-version up to v', and the version that merged it. Then (algorithm.md section 3,
-after Decoupled DiLoCo section 3 and Streaming DiLoCo, arXiv 2501.18512):
+Example: the base is version 4 at step 10. A pull at step 18 takes a snapshot of 8 steps. Version 5 comes at step 20
+and says that this push was merged in it: 8 steps are confirmed, 2 stay above the new base, and with ``keep``
+θ ← Θ' + (θ - snapshot). Had version 5 not merged it: θ ← Θ' + (θ - base), and all 10 steps stay above the base.
 
-- merged in a version above the base: the tokens up to that snapshot are
-  *confirmed*. ``overwrite``: θ ← Θ', the tokens since then are dropped (overlap).
-  ``keep``: θ ← Θ' + (θ - snapshot). ``mix``: θ ← (1-α)·Θ' + α·θ. In the latter
-  two the marks since the snapshot go on, with the versions on which they were made.
-- not merged: θ ← Θ' + (θ - base), no count changes, and snapshots whose fate is
-  still open move along with the base, so that θ - snapshot stays this learner's
-  own work only.
-- in either case, work older than ``max_versions`` can never be merged:
-  θ ← Θ', its tokens dropped (stale).
-- a roll-back since the base (``reset_at``; the broadcast of it may have been overtaken):
-  θ ← Θ', its tokens dropped (rolled-back), and the inner optimizer starts afresh.
+A broadcast (Θ', v') names this learner's newest push that was merged in any version up to v', and the version that
+merged it. The rule is (algorithm.md section 3, after Decoupled DiLoCo section 3 and Streaming DiLoCo, arXiv
+2501.18512):
 
-Within an epoch a lower version is ignored, and the same version with other bytes
-stops the learner. A higher epoch wins whatever its version: with the same version
-and bytes the base only changes its label; with a lower version, or other bytes,
-the base is not in that history, and the work is rebased.
+- A push was merged in a version above the base: the tokens up to its snapshot are *confirmed*. ``overwrite``:
+  θ ← Θ', the tokens since then are dropped (overlap). ``keep``: θ ← Θ' + (θ - snapshot). ``mix``:
+  θ ← (1-α)·Θ' + α·θ. In the latter two the marks since the snapshot go on, with the versions on which their steps
+  were made.
+- None was: θ ← Θ' + (θ - base), and no count changes. Snapshots whose fate is still open move along with the base,
+  so that θ - snapshot stays this learner's own work only.
+- In either case work older than ``max_versions`` can never be merged: θ ← Θ', its tokens are dropped (stale).
+- The job was rolled back since the base (``reset_at``; the broadcast of the roll-back may have been overtaken):
+  θ ← Θ', its tokens are dropped (rolled-back), and the inner optimizer starts afresh.
+
+Within an epoch a lower version is ignored, and the same version with other bytes stops the learner. A higher epoch
+wins whatever its version. With the same version and bytes the base only changes its label; with a lower version, or
+other bytes, the base is not in that history, and the work is rebased.
 
 In integers and at any time, per fragment:
 trained = confirmed + pending (now - marks[0].point) + dropped.
@@ -69,7 +67,7 @@ class Rule(StrEnum):
 class Kind(StrEnum):
     """What to do with θ_p."""
 
-    IGNORE = "ignore"  # nothing: old news
+    IGNORE = "ignore"  # nothing: it is older than the base
     STOP = "stop"  # the broadcasts contradict each other: end with ``message``
     RELABEL = "relabel"  # the same bytes under a new epoch: nothing moves
     OVERWRITE = "overwrite"  # θ ← Θ'
@@ -141,8 +139,8 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class Broadcast:
-    """An announcement whose bytes are here (sync.proto Announcement). ``reset_at``: (epoch, version)
-    of the newest roll-back that was announced, this one's or an earlier one's."""
+    """An announcement whose bytes are here (sync.proto Announcement). ``reset_at``: (epoch, version) of the newest
+    roll-back that was announced, by this announcement or an earlier one."""
 
     fragment: int
     epoch: int
@@ -252,23 +250,23 @@ class Adoption:
     # -------------------------------------------------------------- tenure and steps
 
     def begin_tenure(self, slot_step: int) -> None:
-        """A slot was taken anew: nothing is held, nothing trained. Sequences go on rising."""
+        """Begin a tenure: there is no base and nothing is trained. Sequences go on rising."""
         self.now = Point(step=slot_step)
         self._start_step = slot_step
         self.fragments = [FragmentState(sequence=old.sequence) for old in self.fragments]
 
     @property
     def trained_steps(self) -> int:
-        """Of this tenure."""
+        """Inner steps made in this tenure."""
         return self.now.step - self._start_step
 
     @property
     def complete(self) -> bool:
-        """Every fragment has a base."""
+        """Whether every fragment has a base."""
         return all(state.base is not None for state in self.fragments)
 
     def on_step(self, tokens: int, compute_seconds: float) -> None:
-        """One inner step was made on all fragments."""
+        """Count one inner step, which was made on all fragments."""
         if tokens < 0 or compute_seconds < 0:
             raise ValueError(f"a step of {tokens} tokens in {compute_seconds} s: neither can be negative")
         if not self.complete:
@@ -289,13 +287,14 @@ class Adoption:
     def steps_alone(self) -> int:
         """Steps since this learner last adopted a broadcast, of whichever fragment.
 
-        Not of the fragment that has waited longest: rounds open at the learners' pace, so a
-        learner that pauses while others of its fragments are merged would wait for itself."""
+        It is the fragment adopted last that counts, not the one that has waited longest: rounds open at the learners'
+        pace, so a learner that pauses while others of its fragments are merged would wait for itself.
+        """
         return min((self.now.step - state.adopted.step for state in self.fragments), default=0)
 
     @property
     def paused(self) -> bool:
-        """Alone for ``max_steps``: make no further step until a broadcast is adopted."""
+        """Whether the learner was alone for ``max_steps``: it makes no further step until it adopts a broadcast."""
         return self.complete and self.steps_alone() >= self.config.max_steps
 
     def rows(self) -> list[Row]:
@@ -320,10 +319,12 @@ class Adoption:
     # -------------------------------------------------------------- pushes
 
     def snapshot(self, fragment: int, round: int, version: int) -> tuple[PushPlan, tuple[int, ...]] | None:
-        """Plan a push of everything above the base, now. ``version`` is v_p as the pull names
-        it (for an offer: the base's). Returns the plan and the sequences of snapshots whose
-        values are given up to keep their number bounded; None: no step above the base (zero steps
-        are never pushed)."""
+        """Plan a push of everything above the base, now; ``round`` 0: an offer. ``version`` is v_p as the pull names it
+        (for an offer: the base's).
+
+        Returns the plan, and the sequences of snapshots whose values are given up to keep their number bounded. None:
+        there is no step above the base (zero steps are never pushed).
+        """
         state = self.fragments[fragment]
         steps = self.pending_steps(fragment)
         oldest = state.oldest_version(self.now)
@@ -355,8 +356,8 @@ class Adoption:
         return plan, tuple(given_up)
 
     def on_push_answer(self, fragment: int, sequence: int, refused: bool) -> tuple[int, ...]:
-        """The syncer answered. Refused for good: the snapshot is not needed (returned), the
-        work stays above the base. Accepted, or no answer at all: wait for a broadcast."""
+        """Take the syncer's answer; returns the snapshots that are not needed any more. ``refused``: for good, and the
+        work stays above the base. Accepted, or no answer at all: a broadcast will tell."""
         state = self.fragments[fragment]
         if not refused or sequence not in state.snapshots:
             return ()
@@ -372,48 +373,49 @@ class Adoption:
 
     # -------------------------------------------------------------- broadcasts
 
-    def on_broadcast(self, news: Broadcast) -> Decision:
-        """Decide, and count as if the decision were carried out now, at a step boundary."""
-        p, state = news.fragment, self.fragments[news.fragment]
+    def on_broadcast(self, broadcast: Broadcast) -> Decision:
+        """Decide what to do with a broadcast, and count as if that were done now, at a step boundary."""
+        p, state = broadcast.fragment, self.fragments[broadcast.fragment]
         base = state.base
         if base is None:
-            state.base = Base(news.epoch, news.version, news.identity)
-            state.marks, state.adopted = [Mark(news.version, self.now)], self.now
+            state.base = Base(broadcast.epoch, broadcast.version, broadcast.identity)
+            state.marks, state.adopted = [Mark(broadcast.version, self.now)], self.now
             return Decision(Kind.OVERWRITE, p)
-        if news.epoch < base.epoch:
+        if broadcast.epoch < base.epoch:
             return Decision(Kind.IGNORE, p)
-        same_bytes = news.identity == base.identity
-        if news.epoch == base.epoch:
-            if news.version < base.version:
+        same_bytes = broadcast.identity == base.identity
+        if broadcast.epoch == base.epoch:
+            if broadcast.version < base.version:
                 return Decision(Kind.IGNORE, p)
-            if news.version == base.version:
+            if broadcast.version == base.version:
                 if same_bytes:
                     return Decision(Kind.IGNORE, p)
-                return self._stop(news, "arrived twice with different bytes")
-        elif news.version == base.version and same_bytes:
-            state.base = Base(news.epoch, base.version, base.identity)
+                return self._stop(broadcast, "arrived twice with different bytes")
+        elif broadcast.version == base.version and same_bytes:
+            state.base = Base(broadcast.epoch, base.version, base.identity)
             return Decision(Kind.RELABEL, p)
-        return self._adopt(state, base, news)
+        return self._adopt(state, base, broadcast)
 
-    def _adopt(self, state: FragmentState, base: Base, news: Broadcast) -> Decision:
+    def _adopt(self, state: FragmentState, base: Base, broadcast: Broadcast) -> Decision:
         now = self.now
         merged: _Snapshot | None = None
-        reset = news.reset_at > (base.epoch, base.version)
-        if news.merged_sequence and news.merged_version > base.version:
-            merged = state.snapshots.get(news.merged_sequence)
+        reset = broadcast.reset_at > (base.epoch, base.version)
+        if broadcast.merged_sequence and broadcast.merged_version > base.version:
+            merged = state.snapshots.get(broadcast.merged_sequence)
             if merged is None:
-                return self._stop(news, f"says that push {news.merged_sequence} was merged, which is not outstanding")
+                what = f"says that push {broadcast.merged_sequence} was merged, which is not outstanding"
+                return self._stop(broadcast, what)
 
         # Count: what was merged is confirmed; the marks since then (or all) go on.
         since = state.marks
         if merged is not None:
             state.confirmed += merged.point.tokens - since[0].point.tokens
             since = _marks_from(since, merged.point)
-        alive = [s for s in state.snapshots.values() if _open_after(s, merged, news)]
-        state.base, state.adopted = Base(news.epoch, news.version, news.identity), now
+        alive = [s for s in state.snapshots.values() if _open_after(s, merged, broadcast)]
+        state.base, state.adopted = Base(broadcast.epoch, broadcast.version, broadcast.identity), now
         state.marks = since
         oldest = state.oldest_version(now)
-        age = 0 if oldest is None else news.version - oldest
+        age = 0 if oldest is None else broadcast.version - oldest
         pending = now.tokens - since[0].point.tokens
 
         overwrite: Dropped | None = None
@@ -425,43 +427,43 @@ class Adoption:
             overwrite = Dropped.OVERLAP
         if overwrite is not None:
             state.dropped[overwrite] += pending
-            state.marks = [Mark(news.version, now)]
+            state.marks = [Mark(broadcast.version, now)]
             alive = []
         else:
-            state.marks = _with_mark(since, Mark(news.version, now))
+            state.marks = _with_mark(since, Mark(broadcast.version, now))
         forget = tuple(sorted(set(state.snapshots) - {s.plan.sequence for s in alive}))
         state.snapshots = {s.plan.sequence: s for s in alive}
         decision = Decision(
             Kind.REBASE,
-            news.fragment,
+            broadcast.fragment,
             merged=merged.plan.sequence if merged else 0,
             forget=forget,
             move=tuple(sorted(s for s, kept in state.snapshots.items() if kept.values)),
             reset_optimizer=reset,
         )
         if overwrite is not None:
-            return _as(decision, Kind.OVERWRITE)
+            return replace(decision, kind=Kind.OVERWRITE)
         if merged is None:
             return decision
         if self.config.rule is Rule.MIX:
-            return _as(decision, Kind.MIX, alpha=self.config.alpha)
-        return _as(decision, Kind.KEEP, reference=merged.plan.sequence)
+            return replace(decision, kind=Kind.MIX, alpha=self.config.alpha)
+        return replace(decision, kind=Kind.KEEP, reference=merged.plan.sequence)
 
-    def _stop(self, news: Broadcast, what: str) -> Decision:
+    def _stop(self, broadcast: Broadcast, what: str) -> Decision:
         message = (
-            f"fragment {news.fragment}: version {news.version} of epoch {news.epoch} {what}; two syncers "
-            "write one job, or its store was changed: training on would corrupt the model"
+            f"fragment {broadcast.fragment}: version {broadcast.version} of epoch {broadcast.epoch} {what}; "
+            "two syncers write one job, or its store was changed: training on would corrupt the model"
         )
-        return Decision(Kind.STOP, news.fragment, message=message)
+        return Decision(Kind.STOP, broadcast.fragment, message=message)
 
 
-def _open_after(snapshot: _Snapshot, merged: _Snapshot | None, news: Broadcast) -> bool:
+def _open_after(snapshot: _Snapshot, merged: _Snapshot | None, broadcast: Broadcast) -> bool:
     """Whether the snapshot's push can still be merged after this broadcast."""
-    if snapshot.plan.base_version > news.version:
+    if snapshot.plan.base_version > broadcast.version:
         return False  # its base is not in this history
-    if merged is not None and snapshot.plan.base_version < news.merged_version:
+    if merged is not None and snapshot.plan.base_version < broadcast.merged_version:
         return False  # the syncer refuses it as already-merged
-    return snapshot.settled_at is None or snapshot.settled_at > news.version
+    return snapshot.settled_at is None or snapshot.settled_at > broadcast.version
 
 
 def _marks_from(marks: Sequence[Mark], point: Point) -> list[Mark]:
@@ -482,16 +484,3 @@ def _with_mark(marks: Sequence[Mark], new: Mark) -> list[Mark]:
         elif not kept or kept[-1].version != mark.version:
             kept.append(mark)
     return kept
-
-
-def _as(decision: Decision, kind: Kind, reference: int = 0, alpha: float = 0.0) -> Decision:
-    return Decision(
-        kind,
-        decision.fragment,
-        reference=reference,
-        alpha=alpha,
-        merged=decision.merged,
-        forget=decision.forget,
-        move=decision.move,
-        reset_optimizer=decision.reset_optimizer,
-    )

@@ -27,6 +27,8 @@ from typing import IO
 import numpy as np
 from numpy.typing import NDArray
 
+from diloco_protocol.common import files
+
 log = logging.getLogger(__name__)
 
 FORMAT = 1
@@ -90,11 +92,7 @@ def _write_whole(path: Path, pieces: Iterable[NDArray[np.generic]], dtype: np.dt
         temporary.rename(path)
     finally:
         temporary.unlink(missing_ok=True)
-    handle = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    files.sync_directory(path.parent)
     count = path.stat().st_size // dtype.itemsize
     log.info("wrote %d tokens to %s in %.1f s", count, path, time.monotonic() - started)
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from diloco_protocol.spec.job import DataSpec
 from diloco_worker.data.split import Split
 from diloco_worker.data.text import TokenSequences, packed, tokenizer
-from diloco_worker.errors import job_error
+from diloco_worker.errors import job_error, one_line
 
 NAME = "spec.training.data.name"
 ROWS_AT_ONCE = 1000
@@ -96,13 +96,12 @@ def _table(data: DataSpec, directory: Path) -> Any:
             table = datasets.load_dataset(where, data.subset, split=data.split)
     except ValueError as e:
         field = "spec.training.data.split" if "split" in str(e).lower() else NAME
-        raise job_error(field, data.split if field != NAME else data.name, _first_line(e)) from e
+        raise job_error(field, data.split if field != NAME else data.name, one_line(e)) from e
     except Exception as e:  # the library raises a class of its own for each way to fail
         raise job_error(
             NAME,
             data.name,
-            f"could not be loaded ({_first_line(e)}); "
-            "name a data set of the hub, or a directory that save_to_disk wrote",
+            f"could not be loaded ({one_line(e)}); name a data set of the hub, or a directory that save_to_disk wrote",
         ) from e
     if isinstance(table, datasets.DatasetDict):
         if data.split not in table:
@@ -138,8 +137,3 @@ def _text(data: DataSpec, table: Any, fraction: float, held_out: bool, cache_dir
 def _tensor(value: Any) -> torch.Tensor:
     array = np.asarray(value)
     return torch.from_numpy(array.astype(np.float32 if array.dtype.kind == "f" else np.int64))
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from diloco_worker.data import cache
 from diloco_worker.data.corpus import documents
 from diloco_worker.data.split import Split
-from diloco_worker.errors import job_error
+from diloco_worker.errors import job_error, one_line
 
 log = logging.getLogger(__name__)
 
@@ -70,11 +70,10 @@ class HubTokenizer:
         try:
             self.inner: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         except (OSError, ValueError, KeyError) as e:
-            first = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
             raise job_error(
                 "spec.training.data.tokenizer",
                 name,
-                f"no tokenizer could be loaded ({first}); use `bytes`, a directory that "
+                f"no tokenizer could be loaded ({one_line(e)}); use `bytes`, a directory that "
                 "`save_pretrained` wrote, or a name on the hub",
             ) from e
         self.vocabulary = len(self.inner)

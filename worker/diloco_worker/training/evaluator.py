@@ -40,7 +40,7 @@ AGAIN_SECONDS = 5.0
 
 @dataclass(slots=True)
 class EvaluationSchedule:
-    """When a score is due: at the first model seen, then every so many tokens. Plain code."""
+    """When a score is due: at the first model seen, then every ``every_tokens`` tokens."""
 
     every_tokens: int
     next_tokens: int = 0

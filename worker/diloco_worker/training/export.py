@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from diloco_protocol.spec.job import DiLoCoJob
-from diloco_worker.errors import job_error
+from diloco_worker.errors import job_error, one_line
 from diloco_worker.training import lora, models
 
 
@@ -103,11 +103,10 @@ def _save_tokenizer(job: DiLoCoJob, out: Path) -> None:
     try:
         AutoTokenizer.from_pretrained(data.tokenizer, trust_remote_code=False).save_pretrained(out)
     except (OSError, ValueError) as e:
-        words = str(e).strip().splitlines()
         raise job_error(
             "spec.training.data.tokenizer",
             data.tokenizer,
-            f"cannot be loaded, to be saved with the model ({words[0] if words else type(e).__name__})",
+            f"cannot be loaded, to be saved with the model ({one_line(e)})",
         ) from e
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -26,7 +25,7 @@ from torch import nn
 
 from diloco_protocol.spec.job import JobSpec, ModelSpec
 from diloco_protocol.spec.load import JobError, Problem
-from diloco_worker.errors import job_error
+from diloco_worker.errors import job_error, one_line
 from diloco_worker.training import lora
 from diloco_worker.training.pretrained import local_directory
 
@@ -225,7 +224,7 @@ def _from_config(model_spec: ModelSpec, config: Any) -> nn.Module:
         named = next((n for n, v in given.items() if isinstance(e, KeyError) and v in e.args), None)
         if named is not None:  # a name that some table of transformers does not hold
             raise job_error(f"{CONFIG}.{named}", given[named], "transformers knows no such one") from e
-        raise job_error(CONFIG, given, f"no model can be built from it: {_words(e)}") from e
+        raise job_error(CONFIG, given, f"no model can be built from it: {one_line(e)}") from e
     return model.train()
 
 
@@ -291,7 +290,7 @@ def _checked(given: Mapping[str, Any], make: Any) -> Any:
     try:
         return make()
     except (StrictDataclassError, ValueError, TypeError, KeyError) as e:
-        words = _words(e, last=True)
+        words = one_line(e, last=True)
         named = next((name for name in given if f"'{name}'" in str(e)), None)
         path = f"{CONFIG}.{named}" if named else CONFIG
         raise job_error(path, given[named] if named else dict(given), words) from e
@@ -359,7 +358,7 @@ def _bad_from(model_spec: ModelSpec, error: Exception) -> JobError:
     return job_error(
         "spec.training.model.from",
         model_spec.from_,
-        f"no model could be loaded: {_words(error)}; it must hold config.json and safetensors",
+        f"no model could be loaded: {one_line(error)}; it must hold config.json and safetensors",
     )
 
 
@@ -369,10 +368,3 @@ def _some(names: list[str], count: int = 6) -> str:
 
 def _below_one(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value < 1
-
-
-def _words(error: Exception, last: bool = False) -> str:
-    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
-    if not lines:
-        return type(error).__name__
-    return re.sub(r"^\w*Error: ", "", lines[-1 if last else 0])
