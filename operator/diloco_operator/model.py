@@ -205,7 +205,7 @@ class PlanMemory:
     backoffs: dict[str, Backoff] = field(default_factory=dict)  # by place
     successors: dict[str, AwaitedSuccessor] = field(default_factory=dict)  # by place
     # Region and ordinal of learners that the rollout has restarted and that do not take part again yet.
-    rolled_out: set[tuple[str, int]] = field(default_factory=set)
+    rollout_restarts: set[tuple[str, int]] = field(default_factory=set)
     force_deletions: list[float] = field(default_factory=list)  # when, for their budget
     last_counted_loss: CountedLoss | None = None
     # The state of each topic's subject of which an Event was sent last, so that none is sent twice.

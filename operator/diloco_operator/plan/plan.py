@@ -100,25 +100,25 @@ def _plan_job(view: View) -> Plan:
         changes = replacement.track_pods(view)
         _count_losses(view, replacements, changes)
         if found.refused is None:
-            found.rolled = rollout.advance_rollout(view)
+            found.rollout = rollout.advance_rollout(view)
     else:
         replacement.reset(view)
-    found.regions = report_regions(view, found.decision, found.rolled, found.node_losses)
+    found.regions = report_regions(view, found.decision, found.rollout, found.node_losses)
     # Decide: a failure changes the stage. Then objects and conditions.
     found.failure = _failure(view, found.decision, changes, replacements)
     if found.failure is not None:
         found.decision = lifecycle.decide(view, found.failure[1])
-        found.regions = report_regions(view, found.decision, found.rolled, found.node_losses)
+        found.regions = report_regions(view, found.decision, found.rollout, found.node_losses)
     desired = _desired(view, found)
     found.syncer_waits = desired.syncer_waits
     conditions = decide_conditions(view, found)
     # Write: one status, and the Events of what differs from the old one.
     status = build_status(view, found, conditions, replacements, desired.with_pods)
-    events = [*changes.events, *found.node_losses.events, *found.rolled.events]
+    events = [*changes.events, *found.node_losses.events, *found.rollout.events]
     events += transition_events(view, found, conditions, status)
     deletes = [*found.node_losses.deletes, *desired.deletes]
     if found.failure is None:
-        deletes += [*changes.deletes, *found.rolled.deletes]
+        deletes += [*changes.deletes, *found.rollout.deletes]
     ttl = lifecycle.seconds_to_live(view) if found.decision.stage in ("complete", "failed") else None
     poll = _poll_interval(view, found)
     return Plan(
@@ -308,7 +308,7 @@ def _poll_interval(view: View, found: TurnFindings) -> float:
         changing = (
             not whole
             or not ready.issuperset(places)
-            or bool(found.rolled.regions)
+            or bool(found.rollout.regions)
             or bool(memory.successors)
             or found.syncer_waits
             or any(view.leaving(pod) for pod in view.pods)

@@ -223,7 +223,7 @@ def _regions(view: View, event_log: EventLog, found: TurnFindings, status: Objec
         was_state = str(old.get("state")) if old.get("state") in ROLLING else ""
         state = str(row["state"]) if row["state"] in ROLLING else ""
         if state == "RolloutStopped":
-            said = found.rolled.regions.get(name, "")
+            said = found.rollout.regions.get(name, "")
             event_log.transition(
                 Topic.REGION_ROLLOUT, was_state, state, "Warning", state, f"Region {name}: {said}.", name
             )
@@ -250,7 +250,7 @@ def _pods(view: View, event_log: EventLog, found: TurnFindings) -> None:
         kind = "" if kind == "crash" and pod.role == "learner" else kind  # LearnerCrashed says it
         message = f"{title} {pod.name} does not start: {pod.obstacle.message if pod.obstacle is not None else ''}."
         before = event_log.last_state(Topic.POD_OBSTACLE, pod.uid, default=kind if known else "")
-        untold = not kind or found.rolled.stopped.get(pod.region) == pod.name  # RolloutStopped says it
+        untold = not kind or found.rollout.stopped.get(pod.region) == pod.name  # RolloutStopped says it
         reason = "" if untold else f"{title}NotStarting"
         event_log.transition(Topic.POD_OBSTACLE, before, kind, "Warning", reason, message, pod.uid)
         lost = "lost" if pod.name in found.node_losses.reasons else ""

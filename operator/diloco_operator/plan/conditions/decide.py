@@ -67,7 +67,7 @@ class TurnFindings:
 
     decision: LifecycleDecision
     regions: RegionReport
-    rolled: Rollout = field(default_factory=Rollout)
+    rollout: Rollout = field(default_factory=Rollout)
     node_losses: NodeLosses = field(default_factory=NodeLosses)
     apply_errors: Sequence[ApplyError] = ()
     refused: tuple[str, str] | None = None  # reason and message of why the spec is not taken
@@ -287,10 +287,10 @@ def _degraded(view: View, found: TurnFindings, out: ConditionSet) -> None:
         causes = {
             name: cause
             for name, cause in found.regions.causes.items()
-            if cause != found.rolled.regions.get(name) or name in found.rolled.stopped
+            if cause != found.rollout.regions.get(name) or name in found.rollout.stopped
         }
         said += [f"Region {name}: {cause}." for name, cause in sorted(causes.items())]
-        reason = reason or ("RolloutStopped" if found.rolled.stopped else "Learners" if causes else "")
+        reason = reason or ("RolloutStopped" if found.rollout.stopped else "Learners" if causes else "")
         evaluator = _evaluator(view, found)
         if evaluator:
             said.append(evaluator)
@@ -385,7 +385,7 @@ def _ready(view: View, found: TurnFindings, out: ConditionSet) -> None:
         out.set("Ready", False, "Holding", said)
         return
     waits = " A change of the syncer waits until learners here are through." if found.syncer_waits else ""
-    rolling = "".join(f" Region {name}: {said}." for name, said in sorted(found.rolled.regions.items()))
+    rolling = "".join(f" Region {name}: {said}." for name, said in sorted(found.rollout.regions.items()))
     if phase in FINISHING_PHASES:
         out.set("Ready", True, "Finishing", "Learners offer their last work, then the model is evaluated.")
     else:

@@ -51,7 +51,7 @@ def advance_rollout(view: View) -> Rollout:
     """Choose the pods to restart now. Changes the view's memory."""
     out = Rollout()
     budget = _budget(view)
-    restarted = view.memory.rolled_out
+    restarted = view.memory.rollout_restarts
     restarted -= {(pod.region, pod.ordinal) for pod in view.learners.values() if view.taking_part(pod)}
     for region in view.here.regions:
         if not _revision(view, region.name):
@@ -84,7 +84,7 @@ def advance_rollout(view: View) -> Rollout:
             if holds
             else ""
         )
-        out.regions[region.name] = f"{said}; {pod.name} is taken now{suffix}"
+        out.regions[region.name] = f"{said}; {pod.name} is restarted now{suffix}"
         view.memory.own_deletions.add(pod.uid)
         view.memory.successors.setdefault(pod.name, AwaitedSuccessor(view.now, ""))
         restarted.add((region.name, pod.ordinal))
@@ -121,7 +121,7 @@ def _is_rolled_out(view: View) -> bool:
             taken = pod.ordinal < wanted and pod.terminating and pod.revision != _revision(view, region.name)
             if taken and not view.stuck(pod):
                 return False
-        if any((region.name, i) in view.memory.rolled_out for i in range(wanted)):
+        if any((region.name, i) in view.memory.rollout_restarts for i in range(wanted)):
             return False
     return True
 
@@ -207,11 +207,11 @@ def _budget(view: View) -> int:
 
 def _explain_no_budget(view: View) -> str:
     if view.document is None:
-        return "no learner that works is taken while the syncer does not answer"
+        return "no learner that works is restarted while the syncer does not answer"
     return (
-        f"no other is taken until more than {view.required} (sync.quorum) are in the quorum"
+        f"no other is restarted until more than {view.required} (sync.quorum) are in the quorum"
         if view.required < view.job.spec.slots
-        else "no other is taken until all are in the quorum"
+        else "no other is restarted until all are in the quorum"
     )
 
 

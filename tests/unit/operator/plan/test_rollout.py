@@ -149,7 +149,7 @@ def test_settings_do_not_wait_for_a_rollout() -> None:
     world.edit(learners=template("other:1"), training={**world.job["spec"]["training"], "stop": {"tokens": 10**11}})
     world.until(lambda w: w.syncer.stop == 10**11 and w.truth("QuorumMet") == "True", 60)
     assert {name for _, name in world.taken} <= {"job-far-0"}
-    assert "no other is taken" in world.condition("Ready")["message"]
+    assert "no other is restarted" in world.condition("Ready")["message"]
     assert "waits until" not in world.condition("Ready")["message"]
     world.unschedulable = set()
     world.until(lambda w: w.whole() and {p.image for p in w.of("learner")} == {"other:1"})
