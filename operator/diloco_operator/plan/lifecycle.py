@@ -24,7 +24,7 @@ When the last pod is gone, the stage is ``suspended``.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from diloco_operator import names
 from diloco_operator.job import unix_seconds
@@ -56,6 +56,28 @@ UNREACHABLE_SECONDS = 60.0
 """The longest that a suspension waits for a syncer that does not answer."""
 REPORT_SECONDS = 60.0
 """The longest that a job's end waits for its report."""
+
+
+class StageWords(NamedTuple):
+    """How status names a stage in which the job does not train."""
+
+    phase: str  # status.phase
+    region_state: str  # status.regions[].state
+    reason: str  # of conditions that are False in it
+    message: str
+
+
+STAGE_WORDS: dict[Stage, StageWords] = {
+    "waiting": StageWords("Suspended", "Suspended", "Suspended", "The job is suspended and was not started."),
+    "suspending": StageWords("Suspending", "Suspending", "Suspending", "The job is being suspended."),
+    "suspended": StageWords("Suspended", "Suspended", "Suspended", "The job is suspended."),
+    "restarting": StageWords("Starting", "Restarting", "Restarting", "The job goes on when its earlier pods are gone."),
+    "finishing": StageWords("Finishing", "Ended", "Complete", "The job has reached its end."),
+    "complete": StageWords("Complete", "Ended", "Complete", "The job has ended."),
+    "failing": StageWords("Failed", "Ended", "Failed", "The job has failed."),
+    "failed": StageWords("Failed", "Ended", "Failed", "The job has failed."),
+    "deleting": StageWords("Deleting", "Deleting", "Deleting", "The job is being deleted."),
+}
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from diloco_operator.job import rfc3339, unix_seconds
 from diloco_operator.model import Fact, Object, Ref
 from diloco_operator.objects.manifests import stored_rendering
 from diloco_operator.plan import refusals
-from diloco_operator.plan.lifecycle import LifecycleDecision
+from diloco_operator.plan.lifecycle import STAGE_WORDS, LifecycleDecision
 from diloco_operator.plan.pods.node_loss import NodeLosses
 from diloco_operator.plan.pods.pod_status import Pod, shortened
 from diloco_operator.plan.pods.rollout import Rollout
@@ -94,7 +94,7 @@ def _here(
         if pod.name in nodes.reasons:
             causes.append(f"{pod.name}: {nodes.reasons[pod.name]}")
     lost = _lost_since(view, region, decision, before, taking)
-    state = _state(view, decision, region, taking, ready, rolled, excess, lost is not None)
+    state = _state(view, decision, region, taking, rolled, excess, lost is not None)
     if decision.training and region.name in rolled.unknown and before.get("state") in ROLLING:
         state = str(before["state"])  # just after an edit it is not known which pods have the changed template
         causes = causes or [str(before.get("cause") or "")]
@@ -279,23 +279,12 @@ def _state(
     decision: LifecycleDecision,
     region: RegionSpec,
     taking: int,
-    ready: int,
     rolled: Rollout,
     excess: list[Pod],
     lost: bool,
 ) -> str:
     if not decision.training:
-        return {
-            "suspended": "Suspended",
-            "waiting": "Suspended",
-            "suspending": "Suspending",
-            "restarting": "Restarting",
-            "complete": "Ended",
-            "failed": "Ended",
-            "finishing": "Ended",
-            "failing": "Ended",
-            "deleting": "Deleting",
-        }[decision.stage]
+        return STAGE_WORDS[decision.stage].region_state
     if lost:
         return "Lost"
     if region.name in rolled.stopped:

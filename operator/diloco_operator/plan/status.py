@@ -18,6 +18,7 @@ from diloco_operator.plan.conditions.condition_set import ConditionSet
 from diloco_operator.plan.conditions.decide import TurnFindings
 from diloco_operator.plan.conditions.region_conditions import hub_has_drained
 from diloco_operator.plan.desired import default_images
+from diloco_operator.plan.lifecycle import STAGE_WORDS
 from diloco_operator.plan.regions import image_of
 from diloco_operator.plan.view import ANSWER_PATIENCE, View
 from diloco_operator.status import JobStatus, Progress, SyncerStatus
@@ -73,19 +74,8 @@ def _keep_part(model: type[Spec], value: Any) -> Object | None:
 
 def _phase(view: View, found: TurnFindings) -> str:
     """``status.phase``: the stage, or of a running job the syncer's phase."""
-    stage = found.decision.stage
-    if stage != "running":
-        return {
-            "waiting": "Suspended",
-            "suspending": "Suspending",
-            "suspended": "Suspended",
-            "restarting": "Starting",
-            "finishing": "Finishing",
-            "complete": "Complete",
-            "failing": "Failed",
-            "failed": "Failed",
-            "deleting": "Deleting",
-        }[stage]
+    if not found.decision.training:
+        return STAGE_WORDS[found.decision.stage].phase
     if not view.begun:
         return "Pending"
     phase = view.job_phase

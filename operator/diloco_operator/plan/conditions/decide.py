@@ -12,7 +12,7 @@ from diloco_operator.objects.manifests import sync_address
 from diloco_operator.plan import refusals
 from diloco_operator.plan.conditions import hub_conditions, region_conditions
 from diloco_operator.plan.conditions.condition_set import ConditionSet
-from diloco_operator.plan.lifecycle import LifecycleDecision
+from diloco_operator.plan.lifecycle import STAGE_WORDS, LifecycleDecision
 from diloco_operator.plan.pods.node_loss import NodeLosses
 from diloco_operator.plan.pods.pod_status import Pod, shortened
 from diloco_operator.plan.pods.rollout import Rollout
@@ -27,17 +27,6 @@ _WAITING = {
     "volume": "VolumeUnavailable",
     "crash": "Crashing",
     "other": "NotStarting",
-}
-_STAGE = {
-    "waiting": ("Suspended", "The job is suspended and was not started."),
-    "suspending": ("Suspending", "The job is being suspended."),
-    "suspended": ("Suspended", "The job is suspended."),
-    "restarting": ("Restarting", "The job goes on when its earlier pods are gone."),
-    "finishing": ("Complete", "The job has reached its end."),
-    "complete": ("Complete", "The job has ended."),
-    "failing": ("Failed", "The job has failed."),
-    "failed": ("Failed", "The job has failed."),
-    "deleting": ("Deleting", "The job is being deleted."),
 }
 _CURES = {
     "forbidden": "It is done when the operator is granted that.",
@@ -94,7 +83,9 @@ def decide_conditions(view: View, found: TurnFindings) -> ConditionSet:
 
 
 def _stage(found: TurnFindings) -> tuple[str, str]:
-    return _STAGE[found.decision.stage]
+    """Reason and message of the conditions that are False because the job does not train."""
+    words = STAGE_WORDS[found.decision.stage]
+    return words.reason, words.message
 
 
 # ------------------------------------------------------------------ the syncer
