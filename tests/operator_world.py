@@ -497,54 +497,54 @@ class World:
         return slot.state == "active" and self.now >= slot.ready_at
 
     def _syncer(self) -> None:
-        hub = self.syncer
+        syncer = self.syncer
         running = [p for p in self.of("syncer") if p.running and self._reachable(p)]
-        current = next((p for p in running if p.uid == hub.pod), None)
+        current = next((p for p in running if p.uid == syncer.pod), None)
         if current is None:
-            hub.pod = ""
+            syncer.pod = ""
             fresh = [p for p in running if not p.terminating and self.now >= p.ready_to_start + 1]
             if fresh:
                 self._claim_epoch(fresh[-1])
             return
-        self._members(hub)
-        active = sum(self._in_quorum(s) for s in hub.slots)
-        if hub.phase == "waiting" and active >= hub.required:
-            hub.phase = "training"
-        if hub.phase in ("training", "holding"):
-            hub.phase = "training" if active >= hub.required and not hub.misses else "holding"
-            if hub.phase == "training":
-                hub.merges += 1
-                hub.tokens += 100 * active
-                for slot in hub.slots:
+        self._members(syncer)
+        active = sum(self._in_quorum(s) for s in syncer.slots)
+        if syncer.phase == "waiting" and active >= syncer.required:
+            syncer.phase = "training"
+        if syncer.phase in ("training", "holding"):
+            syncer.phase = "training" if active >= syncer.required and not syncer.misses else "holding"
+            if syncer.phase == "training":
+                syncer.merges += 1
+                syncer.tokens += 100 * active
+                for slot in syncer.slots:
                     slot.merged += self._in_quorum(slot)
-            if hub.tokens >= hub.stop:
-                hub.phase, hub.target, hub.moves_at = "draining", "complete", self.now + 2
-        elif hub.phase == "draining" and self.now >= hub.moves_at:
-            hub.phase = hub.target
+            if syncer.tokens >= syncer.stop:
+                syncer.phase, syncer.target, syncer.moves_at = "draining", "complete", self.now + 2
+        elif syncer.phase == "draining" and self.now >= syncer.moves_at:
+            syncer.phase = syncer.target
 
     def _claim_epoch(self, pod: PodSim) -> None:
-        hub, config = self.syncer, self.objects.get(names.settings_map(self.job["metadata"]["name"]))
+        syncer, config = self.syncer, self.objects.get(names.settings_map(self.job["metadata"]["name"]))
         assert config is not None, "a syncer that runs without its settings"
         spec = json.loads(config["data"]["job.json"])["spec"]
-        hub.pod, hub.epoch = pod.uid, hub.epoch + 1
-        hub.required, hub.stop = spec["sync"]["quorum"], spec["training"]["stop"]["tokens"] or 10**12
-        known = {(s.region, s.ordinal): s for s in hub.slots}
+        syncer.pod, syncer.epoch = pod.uid, syncer.epoch + 1
+        syncer.required, syncer.stop = spec["sync"]["quorum"], spec["training"]["stop"]["tokens"] or 10**12
+        known = {(s.region, s.ordinal): s for s in syncer.slots}
         places = [(r["name"], i) for r in spec["regions"] for i in range(r["learners"])]
-        hub.slots = [known.get(place, SlotSim(*place, place=place)) for place in places]
-        for slot in hub.slots:
+        syncer.slots = [known.get(place, SlotSim(*place, place=place)) for place in places]
+        for slot in syncer.slots:
             slot.state = "lost" if slot.process else "empty"
-        if hub.phase != "complete" or hub.tokens < hub.stop:
-            hub.phase = "waiting"
+        if syncer.phase != "complete" or syncer.tokens < syncer.stop:
+            syncer.phase = "waiting"
         for learner in self.of("learner"):
             learner.joins_at = max(learner.joins_at, self.now + 0.5)
             learner.joined = False
 
-    def _members(self, hub: SyncerSim) -> None:
+    def _members(self, syncer: SyncerSim) -> None:
         alive = {}
         for pod in self.of("learner"):
             if pod.running and self._reachable(pod) and pod.uid not in self.deaf:
                 alive[pod.process] = pod
-        for slot in hub.slots:
+        for slot in syncer.slots:
             if slot.state in HOLDING:
                 if slot.process in alive:
                     slot.heard = self.now
@@ -554,46 +554,46 @@ class World:
                     slot.state = "drained"
                 elif self.now - slot.heard > 10:
                     slot.state = "lost"
-        hub.standbys = [p for p in hub.standbys if p in alive]
-        if hub.phase not in ("waiting", "training", "holding"):
+        syncer.standbys = [p for p in syncer.standbys if p in alive]
+        if syncer.phase not in ("waiting", "training", "holding"):
             return
         for process, pod in sorted(alive.items(), key=lambda item: item[1].name):
             if pod.terminating or self.now < pod.joins_at:
                 continue
             self._condition(pod, "Ready", True, "")
             pod.joined = True
-            if any(s.process == process and s.state in HOLDING for s in hub.slots):
+            if any(s.process == process and s.state in HOLDING for s in syncer.slots):
                 continue
-            free = [s for s in hub.slots if s.state in ("empty", "lost", "drained")]
+            free = [s for s in syncer.slots if s.state in ("empty", "lost", "drained")]
             # A newcomer takes over the place where its predecessor was.
             old = [
-                s for s in hub.slots if s.process and s.place == (pod.region, pod.ordinal) and s.process not in alive
+                s for s in syncer.slots if s.process and s.place == (pod.region, pod.ordinal) and s.process not in alive
             ]
             own = [s for s in free if (s.region, s.ordinal) == (pod.region, pod.ordinal)]
             for slot in (*old, *own, *free):
                 slot.process, slot.state, slot.heard = process, "active", self.now
                 slot.ready_at, slot.place = self.now + JOIN_SECONDS, (pod.region, pod.ordinal)
-                if process in hub.standbys:
-                    hub.standbys.remove(process)
+                if process in syncer.standbys:
+                    syncer.standbys.remove(process)
                 break
             else:
-                if process not in hub.standbys:
-                    hub.standbys.append(process)
+                if process not in syncer.standbys:
+                    syncer.standbys.append(process)
 
     def document(self) -> Object:
-        hub = self.syncer
+        syncer = self.syncer
         return {
-            "phase": hub.phase,
-            "message": hub.misses,
-            "regions_lost": hub.lost,
-            "epoch": hub.epoch,
-            "merges": hub.merges,
+            "phase": syncer.phase,
+            "message": syncer.misses,
+            "regions_lost": syncer.lost,
+            "epoch": syncer.epoch,
+            "merges": syncer.merges,
             "goodput": 0.9,
-            "quorum": {"active": self.active(), "required": hub.required},
+            "quorum": {"active": self.active(), "required": syncer.required},
             "eval_loss": [],
-            "standby": len(hub.standbys),
-            "standbys": list(hub.standbys),
-            "tokens": {"trained": hub.tokens, "merged": hub.tokens, "pending": 0, "dropped": 0},
+            "standby": len(syncer.standbys),
+            "standbys": list(syncer.standbys),
+            "tokens": {"trained": syncer.tokens, "merged": syncer.tokens, "pending": 0, "dropped": 0},
             "slots": [
                 {
                     "slot": i,
@@ -607,7 +607,7 @@ class World:
                     "merged_pushes": s.merged,
                     "heard_seconds_ago": self.now - s.heard if s.state in HOLDING else None,
                 }
-                for i, s in enumerate(hub.slots)
+                for i, s in enumerate(syncer.slots)
             ],
         }
 
@@ -781,24 +781,24 @@ class World:
         self.apply_errors = tuple(apply_errors)
 
     def _call(self, method: str, body: Object) -> None:
-        hub = self.syncer
-        if not hub.pod or self.syncer_silent:
+        syncer = self.syncer
+        if not syncer.pod or self.syncer_silent:
             return
         if method == "process-gone":
-            for slot in hub.slots:
+            for slot in syncer.slots:
                 if slot.process == body["process"] and slot.state in HOLDING:
                     alive = [p for p in self.of("learner") if p.process == body["process"] and p.running]
                     assert not alive, f"a living process was said to be gone: {body}\n{self.story()}"
                     slot.state = "lost"
         elif method == "announce":
             phase = body["phase"]
-            if hub.phase in ("complete", "failed", "deleted", "suspended"):
+            if syncer.phase in ("complete", "failed", "deleted", "suspended"):
                 return
             if phase == "suspended":
-                if hub.phase != "draining":
-                    hub.phase, hub.target, hub.moves_at = "draining", "suspended", self.now + 2
+                if syncer.phase != "draining":
+                    syncer.phase, syncer.target, syncer.moves_at = "draining", "suspended", self.now + 2
             else:
-                hub.phase = phase
+                syncer.phase = phase
 
     def _delete(self, delete: Delete) -> None:
         if delete.ref.kind == "Pod":
@@ -820,7 +820,7 @@ class World:
 
 
 class Far(World):
-    """The cluster without the syncer: its learners' status pages are what it sees of the hub."""
+    """The cluster without the syncer: its learners' status pages are what it sees of the syncer."""
 
     def __init__(self, job: Object) -> None:
         super().__init__(job, settings=PlanSettings("far", "diloco-system", "s:1", "w:1"))

@@ -1,7 +1,7 @@
-"""What a job's objects are called, labelled and annotated, and where things lie in its pods.
+"""Names, labels and annotations of a job's objects, and the paths in its pods.
 
-docs/contracts.md has these names as the contract between operator, images,
-chart and command line; here they are defined once for the operator.
+docs/contracts.md has them as the contract between operator, images, chart and command line.
+Names that other packages use too are in ``diloco_protocol.vocabulary``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MANAGER = "diloco-operator"
 """Field manager of server-side apply, and the value of app.kubernetes.io/managed-by."""
 
 QUEUE = "kueue.x-k8s.io/queue-name"
-"""Copied from the job to its StatefulSets."""
+"""Label of Kueue's, copied from the job to its StatefulSets."""
 
 GENERATION = f"{DOMAIN}/generation"
 """Annotation of pod-carrying objects: the job's generation that they were rendered for."""
@@ -88,8 +88,8 @@ def budget(job: str, region: str) -> Ref:
 
 
 def secret_name(job: str, role: str, uid: str) -> str:
-    """``role`` is syncer or learner. A Secret is never read back, so an earlier job's of the same name
-    must not be taken for this one's: the name has the first 8 digits of the job's UID."""
+    """The name of a Secret that the operator makes. ``role``: syncer or learner. It has the first 8 digits of
+    the job's UID: Secrets are never read back, so an earlier job's must not be used for this one."""
     return f"{job}-{role}-{uid.replace('-', '')[:8]}"
 
 
@@ -107,6 +107,7 @@ def labels(job: str, role: str, region: str | None = None) -> dict[str, str]:
 
 
 def owner_reference(job: str, uid: str) -> Object:
+    """The ownerReference of a job's objects."""
     return {
         "apiVersion": API_VERSION,
         "kind": JOB_KIND,
@@ -118,8 +119,8 @@ def owner_reference(job: str, uid: str) -> Object:
 
 
 def is_ours(ref: Ref, live: Mapping[str, Any], job: str, uid: str) -> bool:
-    """Whether a live object is this job's: controlled by its UID. A claim, which has no owner since it
-    outlives jobs, is the job's by its labels, unless something else controls it."""
+    """Whether a live object is this job's: its controller has the job's UID. A claim has no owner, since it
+    outlives jobs; it is the job's by its labels, unless another object controls it."""
     metadata = live.get("metadata") or {}
     controllers = [o for o in metadata.get("ownerReferences") or [] if o.get("controller")]
     if controllers:

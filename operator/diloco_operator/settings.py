@@ -159,7 +159,7 @@ class Settings:
     log_format: str = _setting("json", _word(*FORMATS), "FORMAT", "json: an object a line; text: for people.")
 
     def plan(self) -> PlanSettings:
-        """What of it the plan depends on."""
+        """The settings that the plan depends on."""
         return PlanSettings(
             cluster=self.cluster,
             namespace=self.namespace,

@@ -162,7 +162,7 @@ def value_schema(annotation: Any, metadata: typing.Iterable[Any] = ()) -> Schema
     origin = typing.get_origin(kind)
     found: Schema
     if origin is Literal or (isinstance(kind, type) and issubclass(kind, StrEnum)):
-        # Among choices the API server takes no null, listed or not: who writes leaves the field out.
+        # Among choices the API server takes no null, listed or not: a writer leaves the field out.
         choices = typing.get_args(kind) if origin is Literal else [str(one) for one in kind]
         found, nullable = {"type": "string", "enum": list(choices)}, False
     elif kind is bool:

@@ -151,11 +151,11 @@ def _failed(view: View, failure: str) -> LifecycleDecision:
     told = view.job_phase == JobPhase.FAILED or view.document is None
     since = view.now if failure else view.condition_since("Failed")
     down = told or view.now - since > FAIL_SECONDS
-    found = LifecycleDecision("failed" if down and not _pods(view, "learner") else "failing")
+    found = LifecycleDecision("failed" if down and not _has_pods(view, "learner") else "failing")
     if down:
         found.scale = _ended_scale(view)
     else:
-        found.scale = _full(view)
+        found.scale = _full_scale(view)
         found.message = "Learners are told that the job has failed."
     if view.job_phase not in ENDED_PHASES:
         found.calls = _announce(view, JobPhase.FAILED, failure or str(view.condition("Failed").get("message", "")))
@@ -179,13 +179,13 @@ def _ended_scale(view: View) -> Scale:
 def _suspended(view: View) -> LifecycleDecision:
     if not view.begun:
         return LifecycleDecision("waiting", message="It is suspended from its creation: nothing was started.")
-    if not _is_down(view):
+    if not _asks_for_no_pods(view):
         answers = view.document is not None
         told = view.job_phase == JobPhase.SUSPENDED
         unanswered = view.observe(Fact.SUSPENDING_UNANSWERED, holds=not answers)
         waited = view.observe(Fact.SUSPENDING)
         if not told and unanswered < UNREACHABLE_SECONDS and waited < SUSPEND_SECONDS:
-            found = LifecycleDecision("suspending", _full(view))
+            found = LifecycleDecision("suspending", _full_scale(view))
             found.calls = _announce(view, JobPhase.SUSPENDED, "the job is suspended")
             found.message = (
                 "Learners offer their work and the syncer makes a checkpoint."
@@ -197,7 +197,7 @@ def _suspended(view: View) -> LifecycleDecision:
     else:
         view.memory.timers.stop(Fact.SUSPENDING, Fact.SUSPENDING_UNANSWERED)
     rest = [pod for pod in view.pods if not pod.over and not view.stuck(pod)]
-    if rest or not _is_down(view):
+    if rest or not _asks_for_no_pods(view):
         return LifecycleDecision("suspending", message="Learners drain, and pods are taken down.")
     return LifecycleDecision("suspended")
 
@@ -208,15 +208,15 @@ def _running(view: View) -> LifecycleDecision:
         if view.job_phase == JobPhase.SUSPENDED and view.here.syncer:
             return LifecycleDecision("restarting", message="The suspension is finished first, then the job goes on.")
         old = [pod for pod in view.pods if not pod.over and not view.stuck(pod)]
-        if _is_down(view) and old:
+        if _asks_for_no_pods(view) and old:
             return LifecycleDecision("restarting", message="The pods from before the suspension leave first.")
-    return LifecycleDecision("running", _full(view))
+    return LifecycleDecision("running", _full_scale(view))
 
 
 # ------------------------------------------------------------------ parts
 
 
-def _full(view: View) -> Scale:
+def _full_scale(view: View) -> Scale:
     spec, here = view.job.spec, view.here
     return Scale(
         syncer=1 if here.syncer else 0,
@@ -225,7 +225,7 @@ def _full(view: View) -> Scale:
     )
 
 
-def _is_down(view: View) -> bool:
+def _asks_for_no_pods(view: View) -> bool:
     """Whether the objects ask for no pods, as a suspension makes them. Missing objects say nothing: another
     program has deleted them."""
     if view.here.syncer:
@@ -234,7 +234,7 @@ def _is_down(view: View) -> bool:
     return 0 in asked and not any(asked)
 
 
-def _pods(view: View, role: str) -> bool:
+def _has_pods(view: View, role: str) -> bool:
     return any(pod.role == role and not pod.over and not view.stuck(pod) for pod in view.pods)
 
 

@@ -29,7 +29,7 @@ from diloco_protocol.vocabulary import TRAINING_PHASES, SlotState
 ROLLING = ("RollingOut", "RolloutStopped")
 CAUSES = 3
 """So many pods' causes are given; of the others there is the number."""
-UNHEARD_SECONDS = 120.0
+NEVER_HEARD_SECONDS = 120.0
 """After so long status says that no learner of another cluster's region has ever joined."""
 START_PATIENCE = 10.0
 """For so long a pod may be missing, start or be stuck before status says so."""
@@ -56,13 +56,13 @@ def report_regions(view: View, decision: LifecycleDecision, rolled: Rollout, nod
     before = {row.get("name"): row for row in view.job.status.get("regions") or []}
     for region in view.job.spec.regions:
         if region.name in here:
-            _here(view, region, decision, rolled, nodes, before.get(region.name) or {}, out)
+            _report_region_here(view, region, decision, rolled, nodes, before.get(region.name) or {}, out)
         elif view.here.syncer:
-            _elsewhere(view, region, decision, before.get(region.name) or {}, out)
+            _report_region_elsewhere(view, region, decision, before.get(region.name) or {}, out)
     return out
 
 
-def _here(
+def _report_region_here(
     view: View,
     region: RegionSpec,
     decision: LifecycleDecision,
@@ -82,7 +82,7 @@ def _here(
     ready = sum(pod.ready and pod.alive for pod in there)
     causes = []
     for ordinal, pod in enumerate(pods):
-        said = _cause(view, region, ordinal, pod, nodes) if decision.training else ""
+        said = _explain_absence(view, region, ordinal, pod, nodes) if decision.training else ""
         if said and pod is not None and pod.obstacle is not None:
             out.obstacles[pod.name] = pod.obstacle.kind
         if said and rolled.stopped.get(region.name) != view.place(region.name, ordinal):
@@ -94,20 +94,22 @@ def _here(
         if pod.name in nodes.reasons:
             causes.append(f"{pod.name}: {nodes.reasons[pod.name]}")
     lost = _lost_since(view, region, decision, before, taking)
-    state = _state(view, decision, region, taking, rolled, excess, lost is not None)
+    state = _region_state(view, decision, region, taking, rolled, excess, lost is not None)
     if decision.training and region.name in rolled.unknown and before.get("state") in ROLLING:
         state = str(before["state"])  # just after an edit it is not known which pods have the changed template
         causes = causes or [str(before.get("cause") or "")]
-    _row(view, region, decision, out, wanted, ready, taking, state, causes, lost)
+    _add_row(view, region, decision, out, wanted, ready, taking, state, causes, lost)
 
 
-def _elsewhere(view: View, region: RegionSpec, decision: LifecycleDecision, before: Object, out: RegionReport) -> None:
+def _report_region_elsewhere(
+    view: View, region: RegionSpec, decision: LifecycleDecision, before: Object, out: RegionReport
+) -> None:
     taking = _in_quorum(view, region, decision, before)
     lost = _lost_since(view, region, decision, before, taking)
     causes = ["nobody there is heard"] if lost is not None else []
     known = any(slot.region == region.name and slot.process for slot in view.slots)
     waiting = decision.training and view.document is not None and lost is None and not known
-    if view.observe(Fact.REGION_NEVER_HEARD, region.name, holds=waiting) >= UNHEARD_SECONDS:
+    if view.observe(Fact.REGION_NEVER_HEARD, region.name, holds=waiting) >= NEVER_HEARD_SECONDS:
         causes = [
             f"nobody there has joined yet: is the job applied in cluster {region.cluster}, to an operator "
             "with that cluster.name, with its Secret?"
@@ -115,7 +117,7 @@ def _elsewhere(view: View, region: RegionSpec, decision: LifecycleDecision, befo
     wanted = region.learners + region.spares if decision.training else 0
     state = "Lost" if lost is not None else "Running" if taking >= region.learners else "Elsewhere"
     # Ready are, as far as is known here, those that take part. That cluster's own status knows more.
-    _row(view, region, decision, out, wanted, taking, taking, state, causes, lost)
+    _add_row(view, region, decision, out, wanted, taking, taking, state, causes, lost)
 
 
 def _in_quorum(view: View, region: RegionSpec, decision: LifecycleDecision, before: Object) -> int:
@@ -126,7 +128,7 @@ def _in_quorum(view: View, region: RegionSpec, decision: LifecycleDecision, befo
     return sum(slot.region == region.name and slot.in_quorum for slot in view.slots)
 
 
-def _row(
+def _add_row(
     view: View,
     region: RegionSpec,
     decision: LifecycleDecision,
@@ -176,7 +178,7 @@ def image_of(view: View, ref: Ref, container: str) -> str:
 # ------------------------------------------------------------------ one learner
 
 
-def _cause(view: View, region: RegionSpec, ordinal: int, pod: Pod | None, nodes: NodeLosses) -> str:
+def _explain_absence(view: View, region: RegionSpec, ordinal: int, pod: Pod | None, nodes: NodeLosses) -> str:
     """Why the learner of a place does not take part; empty: it does, or it has not had the time to."""
     place = view.place(region.name, ordinal)
     missing = view.observe(Fact.POD_MISSING, place, holds=pod is None)
@@ -274,7 +276,7 @@ def _lost_since(
     return view.now if was_there and taking == 0 else None
 
 
-def _state(
+def _region_state(
     view: View,
     decision: LifecycleDecision,
     region: RegionSpec,

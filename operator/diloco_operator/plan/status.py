@@ -42,7 +42,7 @@ def build_status(
         "startTime": started,
         "completionTime": completed if ended else None,
         "conditions": conditions.rows(),
-        "syncer": _syncer(view),
+        "syncer": _syncer_status(view),
         "progress": _progress(view) or _keep_part(Progress, before.get("progress")),
         "regions": found.regions.rows,
         "image": {"syncer": images.syncer, "worker": images.worker} if started else before.get("image") or None,
@@ -95,7 +95,7 @@ def _phase(view: View, found: TurnFindings) -> str:
     return "Starting"
 
 
-def _syncer(view: View) -> Object | None:
+def _syncer_status(view: View) -> Object | None:
     if not view.here.syncer:
         return {"address": sync_address(view.job, view.here)} if view.here.regions else None
     document = view.document

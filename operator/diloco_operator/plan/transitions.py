@@ -103,26 +103,26 @@ def transition_events(view: View, found: TurnFindings, conditions: ConditionSet,
     """The Events of what differs between the job's status and the planned one."""
     event_log = EventLog(view.memory)
     before = {str(c.get("type")): c for c in conditions.before}
-    _beginning(view, event_log, status)
-    _refusal(event_log, before.get("Ready", {}), conditions.found["Ready"])
+    _report_start(view, event_log, status)
+    _report_refusal(event_log, before.get("Ready", {}), conditions.found["Ready"])
     for kind in ("NameConflict", "SpecDrift", "SettingsDiffer", "RegionLost", "LinksTooSlow", "HubReachable"):
         if kind in ("LinksTooSlow", "SpecDrift") and not found.decision.training:
             event_log.forget_condition(kind)  # no learner is connected, so the fault is not over either
         elif kind in conditions.found:
-            _fault(event_log, kind, before.get(kind, {}), conditions.found[kind])
-    _degraded(event_log, before.get("Degraded", {}), conditions.found["Degraded"], conditions.found["Ready"])
+            _report_fault(event_log, kind, before.get(kind, {}), conditions.found[kind])
+    _report_apply_failed(event_log, before.get("Degraded", {}), conditions.found["Degraded"], conditions.found["Ready"])
     if found.decision.training and view.begun:
-        _syncer(event_log, before, conditions.found)
-        _quorum(event_log, before, conditions.found)
-        _regions(view, event_log, found, status)
-        _pods(view, event_log, found)
+        _report_syncer_fault(event_log, before, conditions.found)
+        _report_quorum(event_log, before, conditions.found)
+        _report_regions(view, event_log, found, status)
+        _report_pods(view, event_log, found)
     else:
         event_log.forget(Topic.QUORUM, Topic.SYNCER_FAULT, Topic.REGION_SCALE, Topic.REGION_ROLLOUT)
-    _ends(view, event_log, found, before, conditions.found)
+    _report_end(view, event_log, found, before, conditions.found)
     return event_log.events
 
 
-def _beginning(view: View, event_log: EventLog, status: Object) -> None:
+def _report_start(view: View, event_log: EventLog, status: Object) -> None:
     if not status.get("startTime"):
         return
     spec, here = view.job.spec, view.here
@@ -134,7 +134,7 @@ def _beginning(view: View, event_log: EventLog, status: Object) -> None:
     event_log.transition(Topic.JOB_STARTED, "yes" if started else "", "yes", "Normal", "Started", message)
 
 
-def _refusal(event_log: EventLog, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def _report_refusal(event_log: EventLog, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """An Event where the job itself, or an object that it cannot do without, is refused."""
 
     def state(condition: Mapping[str, Any]) -> str:
@@ -146,7 +146,9 @@ def _refusal(event_log: EventLog, before: Mapping[str, Any], now: Mapping[str, A
     event_log.transition(Topic.JOB_REFUSED, state(before), state(now), "Warning", reason, str(now.get("message")))
 
 
-def _degraded(event_log: EventLog, before: Mapping[str, Any], now: Mapping[str, Any], ready: Mapping[str, Any]) -> None:
+def _report_apply_failed(
+    event_log: EventLog, before: Mapping[str, Any], now: Mapping[str, Any], ready: Mapping[str, Any]
+) -> None:
     """An Event where an object that training can do without is refused. The other reasons of Degraded have
     Events of their own."""
     state = "yes" if now.get("reason") == "ApplyFailed" else ""
@@ -155,7 +157,7 @@ def _degraded(event_log: EventLog, before: Mapping[str, Any], now: Mapping[str, 
     event_log.transition(Topic.APPLY_FAILED, was, state, "Warning", reason, str(now.get("message")))
 
 
-def _fault(event_log: EventLog, kind: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def _report_fault(event_log: EventLog, kind: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """An Event when a condition begins to say a fault, and one when the fault is over."""
     topic, bad = Topic.CONDITION, "False" if kind == "HubReachable" else "True"
 
@@ -184,7 +186,7 @@ def _fault(event_log: EventLog, kind: str, before: Mapping[str, Any], now: Mappi
         event_log.transition(topic, state(before), "", "Normal", reason if before else "", over[kind], kind)
 
 
-def _syncer(event_log: EventLog, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def _report_syncer_fault(event_log: EventLog, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     def state(conditions: Mapping[str, Any]) -> str:
         reason = f"Syncer{conditions.get('SyncerReady', {}).get('reason', '')}"
         return reason if reason in _SYNCER_FAULTS else ""
@@ -194,7 +196,7 @@ def _syncer(event_log: EventLog, before: Mapping[str, Any], now: Mapping[str, An
     event_log.transition(Topic.SYNCER_FAULT, state(before), fault, "Warning", fault, f"The syncer: {message}")
 
 
-def _quorum(event_log: EventLog, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def _report_quorum(event_log: EventLog, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     row, old = now.get("QuorumMet", {}), before.get("QuorumMet", {})
     if row.get("status") == "True":
         event_log.transition(Topic.QUORUM, _met(old), "met", "Normal", "QuorumMet", str(row.get("message")))
@@ -209,7 +211,7 @@ def _met(condition: Mapping[str, Any]) -> str:
     return "few" if condition.get("reason") == "TooFew" else ""
 
 
-def _regions(view: View, event_log: EventLog, found: TurnFindings, status: Object) -> None:
+def _report_regions(view: View, event_log: EventLog, found: TurnFindings, status: Object) -> None:
     before = {row.get("name"): row for row in view.job.status.get("regions") or []}
     here = {region.name for region in view.here.regions}
     for row in status.get("regions") or []:
@@ -233,7 +235,7 @@ def _regions(view: View, event_log: EventLog, found: TurnFindings, status: Objec
             event_log.transition(Topic.REGION_ROLLOUT, was_state, state, "Normal", reason, message, name)
 
 
-def _pods(view: View, event_log: EventLog, found: TurnFindings) -> None:
+def _report_pods(view: View, event_log: EventLog, found: TurnFindings) -> None:
     """Pods that do not start, and pods on lost nodes: one Event per pod and kind of reason. An operator that
     has just started sends none for a pod that the status names already."""
     rows = view.job.status.get("regions") or []
@@ -262,7 +264,7 @@ def _pods(view: View, event_log: EventLog, found: TurnFindings) -> None:
     event_log.keep(Topic.POD_NODE_LOST, uids)
 
 
-def _ends(
+def _report_end(
     view: View, event_log: EventLog, found: TurnFindings, before: Mapping[str, Any], now: Mapping[str, Any]
 ) -> None:
     stage = found.decision.stage

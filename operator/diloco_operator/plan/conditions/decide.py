@@ -67,22 +67,22 @@ class TurnFindings:
 def decide_conditions(view: View, found: TurnFindings) -> ConditionSet:
     """Decide all conditions of a job whose spec could be read."""
     out = ConditionSet(list(view.job.status.get("conditions") or []), view.job.generation, view.now)
-    stage = None if found.decision.training else _stage(found)
+    stage = None if found.decision.training else _stage_reason(found)
     if view.here.syncer:
-        _syncer_ready(view, found, out)
-        _quorum(view, found, out)
-        _region_lost(view, found, out)
+        _decide_syncer_ready(view, found, out)
+        _decide_quorum_met(view, found, out)
+        _decide_region_lost(view, found, out)
         hub_conditions.decide_hub_conditions(view, stage, out)
     elif view.here.regions:
         region_conditions.decide_region_conditions(view, stage, out)
-    _conflict(found, out)
-    _degraded(view, found, out)
-    _ends(view, found, out)
-    _ready(view, found, out)
+    _decide_name_conflict(found, out)
+    _decide_degraded(view, found, out)
+    _decide_ends(view, found, out)
+    _decide_ready(view, found, out)
     return out
 
 
-def _stage(found: TurnFindings) -> tuple[str, str]:
+def _stage_reason(found: TurnFindings) -> tuple[str, str]:
     """Reason and message of the conditions that are False because the job does not train."""
     words = STAGE_WORDS[found.decision.stage]
     return words.reason, words.message
@@ -91,19 +91,19 @@ def _stage(found: TurnFindings) -> tuple[str, str]:
 # ------------------------------------------------------------------ the syncer
 
 
-def _syncer_ready(view: View, found: TurnFindings, out: ConditionSet) -> None:
+def _decide_syncer_ready(view: View, found: TurnFindings, out: ConditionSet) -> None:
     wanted = found.decision.scale.syncer > 0
     pod = view.pod_of("syncer")
     if not view.begun and pod is None:
-        reason, message = ("Starting", "It is being started.") if wanted else _stage(found)
+        reason, message = ("Starting", "It is being started.") if wanted else _stage_reason(found)
         out.set("SyncerReady", False, reason, message)
     elif not wanted and (pod is None or pod.terminating):
-        out.set("SyncerReady", False, *_stage(found))
+        out.set("SyncerReady", False, *_stage_reason(found))
     else:
-        _running_syncer(view, found, pod, out)
+        _decide_syncer_pod(view, found, pod, out)
 
 
-def _running_syncer(view: View, found: TurnFindings, pod: Pod | None, out: ConditionSet) -> None:
+def _decide_syncer_pod(view: View, found: TurnFindings, pod: Pod | None, out: ConditionSet) -> None:
     held = pod is not None and pod.obstacle is not None and "ReadWriteOncePod" in pod.obstacle.message
     handing_over = view.observe(Fact.SYNCER_VOLUME_HELD, holds=held) < HANDOVER_SECONDS and held
     # A successor waits for the volume that a pod on a lost node still has.
@@ -122,13 +122,13 @@ def _running_syncer(view: View, found: TurnFindings, pod: Pod | None, out: Condi
         out.set("SyncerReady", False, "Credentials", f"Pod {pod.name}: {refusals.UNFIT}: {unfit}")
     elif pod.obstacle is not None:
         reason = _WAITING[pod.obstacle.kind]
-        more = _claim(view, pod) + refusals.missing_secret_cure(view.job, pod.obstacle)
+        more = _describe_claim(view, pod) + refusals.missing_secret_cure(view.job, pod.obstacle)
         message = f"Pod {pod.name}: {pod.obstacle.message.rstrip('.')}{more}."
         out.set("SyncerReady", False, reason, message)
     elif not pod.ready:
         out.set("SyncerReady", False, "Starting", f"Pod {pod.name} reads its store, or is about to serve.")
     else:
-        _answering(view, pod, out)
+        _decide_answering(view, pod, out)
 
 
 def _explain_unfit(view: View, pod: Pod) -> str:
@@ -145,7 +145,7 @@ def _explain_unfit(view: View, pod: Pod) -> str:
     return f"{line}. {refusals.syncer_cure(view.job, line)}"
 
 
-def _answering(view: View, pod: Pod, out: ConditionSet) -> None:
+def _decide_answering(view: View, pod: Pod, out: ConditionSet) -> None:
     asked, document = view.observed.syncer, view.document
     error = shortened(asked.error) if asked is not None else "it could not be asked"
     if document is not None and document.get("store_problem"):
@@ -186,7 +186,7 @@ def _explain_not_made(view: View) -> str:
     return said[0].upper() + said[1:] + "."
 
 
-def _claim(view: View, pod: Pod) -> str:
+def _describe_claim(view: View, pod: Pod) -> str:
     """What is added of the claim where the syncer's pod waits for its volume; empty: it does not."""
     if pod.obstacle is None or pod.obstacle.kind not in ("volume", "unschedulable"):
         return ""
@@ -202,9 +202,9 @@ def _claim(view: View, pod: Pod) -> str:
     return f" (claim {ref.name} is not bound{why}; syncer.storage names its class and size)"
 
 
-def _quorum(view: View, found: TurnFindings, out: ConditionSet) -> None:
+def _decide_quorum_met(view: View, found: TurnFindings, out: ConditionSet) -> None:
     if not found.decision.training:
-        out.set("QuorumMet", False, *_stage(found))
+        out.set("QuorumMet", False, *_stage_reason(found))
         return
     quorum = (view.document or {}).get("quorum")
     if not isinstance(quorum, dict):
@@ -230,7 +230,7 @@ def _learners_are(count: int) -> str:
     return "1 learner is" if count == 1 else f"{count} learners are"
 
 
-def _region_lost(view: View, found: TurnFindings, out: ConditionSet) -> None:
+def _decide_region_lost(view: View, found: TurnFindings, out: ConditionSet) -> None:
     policy = view.job.spec.failure_policy
     lost = {
         name: since
@@ -263,7 +263,7 @@ def _sorted(apply_errors: Sequence[ApplyError]) -> list[ApplyError]:
     return sorted(apply_errors, key=lambda t: (t.ref, t.reason, t.message))
 
 
-def _conflict(found: TurnFindings, out: ConditionSet) -> None:
+def _decide_name_conflict(found: TurnFindings, out: ConditionSet) -> None:
     theirs = [t for t in found.apply_errors if t.reason == "conflict"]
     if theirs:
         out.set("NameConflict", True, "NameTaken", " ".join(sorted(map(describe_apply_error, theirs))))
@@ -271,7 +271,7 @@ def _conflict(found: TurnFindings, out: ConditionSet) -> None:
         out.set("NameConflict", False, "NamesFree", "")
 
 
-def _degraded(view: View, found: TurnFindings, out: ConditionSet) -> None:
+def _decide_degraded(view: View, found: TurnFindings, out: ConditionSet) -> None:
     said = [describe_apply_error(t) for t in _sorted(found.apply_errors) if t.reason != "conflict"]
     reason = "ApplyFailed" if said else ""
     if found.decision.training:
@@ -282,18 +282,18 @@ def _degraded(view: View, found: TurnFindings, out: ConditionSet) -> None:
         }
         said += [f"Region {name}: {cause}." for name, cause in sorted(causes.items())]
         reason = reason or ("RolloutStopped" if found.rollout.stopped else "Learners" if causes else "")
-        evaluator = _evaluator(view, found)
+        evaluator = _explain_evaluator(view, found)
         if evaluator:
             said.append(evaluator)
             reason = reason or "Evaluator"
-    fixed = _fixed_volume(view)
+    fixed = _explain_fixed_volume(view)
     if fixed:
         said.append(fixed)
         reason = reason or "VolumeFixed"
     out.set("Degraded", bool(said), reason or "AsWanted", " ".join(said))
 
 
-def _evaluator(view: View, found: TurnFindings) -> str:
+def _explain_evaluator(view: View, found: TurnFindings) -> str:
     pod = view.pod_of("evaluator")
     if not found.decision.scale.evaluator or pod is None or pod.terminating:
         return ""
@@ -305,7 +305,7 @@ def _evaluator(view: View, found: TurnFindings) -> str:
     return ""
 
 
-def _fixed_volume(view: View) -> str:
+def _explain_fixed_volume(view: View) -> str:
     storage = view.job.spec.syncer.storage
     live = view.live(names.claim(view.job.name))
     if live is None or storage.claim_name is not None or storage.uri is not None:
@@ -322,7 +322,7 @@ def _fixed_volume(view: View) -> str:
 # ------------------------------------------------------------------ ends, and the whole
 
 
-def _ends(view: View, found: TurnFindings, out: ConditionSet) -> None:
+def _decide_ends(view: View, found: TurnFindings, out: ConditionSet) -> None:
     stage, message = found.decision.stage, found.decision.message
     if stage in ("waiting", "suspended"):
         out.set("Suspended", True, "Suspended", message or "Everything is saved; set suspend: false to go on.")
@@ -349,13 +349,13 @@ def _ends(view: View, found: TurnFindings, out: ConditionSet) -> None:
         out.set("Failed", False, "NotFailed", "")
 
 
-def _ready(view: View, found: TurnFindings, out: ConditionSet) -> None:
+def _decide_ready(view: View, found: TurnFindings, out: ConditionSet) -> None:
     decision = found.decision
     if found.refused is not None:
         out.set("Ready", False, *found.refused)
         return
     if not decision.training:
-        reason, message = _stage(found)
+        reason, message = _stage_reason(found)
         out.set("Ready", False, reason, decision.message or message)
         return
     essential = [t for t in _sorted(found.apply_errors) if t.ref.kind in _ESSENTIAL]

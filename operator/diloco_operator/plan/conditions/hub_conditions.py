@@ -37,7 +37,7 @@ _CURE = (
 
 def decide_hub_conditions(view: View, stage: tuple[str, str] | None, out: ConditionSet) -> None:
     """Decide both. ``stage``: why no learner shall be connected now, reason and message; None: learners shall."""
-    for kind, decide in (("LinksTooSlow", _too_slow), ("SpecDrift", _spec_drift)):
+    for kind, decide in (("LinksTooSlow", _decide_links_too_slow), ("SpecDrift", _decide_spec_drift)):
         if stage is not None:
             out.set(kind, False, *stage)
         elif view.document is not None:
@@ -49,7 +49,7 @@ def decide_hub_conditions(view: View, stage: tuple[str, str] | None, out: Condit
 # ------------------------------------------------------------------ links
 
 
-def _too_slow(view: View, out: ConditionSet) -> None:
+def _decide_links_too_slow(view: View, out: ConditionSet) -> None:
     slots = [slot for slot in view.slots if slot.link is not None]
     slow = {_subject(slot): slot for slot in slots if slot.link is not None and slot.link.too_slow}
     lasting = [
@@ -116,7 +116,7 @@ def _rounded(value: float) -> float:
 # ------------------------------------------------------------------ other jobs
 
 
-def _spec_drift(view: View, out: ConditionSet) -> None:
+def _decide_spec_drift(view: View, out: ConditionSet) -> None:
     fields: dict[str, set[str]] = {}
     for refusal in view.refusals:
         if refusal.reason == JoinRefusal.SPEC_DRIFT and refusal.seconds_ago < RECENT_SECONDS:

@@ -34,7 +34,7 @@ def decide_region_conditions(view: View, stage: tuple[str, str] | None, out: Con
     """Decide the three. ``stage``: why no learner shall be connected now, reason and message; None: learners
     shall."""
     refused = _find_refusals(view)
-    _reachable(view, stage, refused, out)
+    _decide_hub_reachable(view, stage, refused, out)
     drifted = sorted(message for word, message in refused if word == JoinRefusal.SPEC_DRIFT)
     if drifted:
         said = shortened("; ".join(drifted), 1000).rstrip(".")
@@ -42,7 +42,7 @@ def decide_region_conditions(view: View, stage: tuple[str, str] | None, out: Con
         out.set("SpecDrift", True, "FieldsDiffer", f"{said}. {cure}")
     else:
         out.set("SpecDrift", False, "SameJob", "")
-    _differs(view, out)
+    _decide_settings_differ(view, out)
 
 
 def _find_refusals(view: View) -> set[tuple[str, str]]:
@@ -54,7 +54,9 @@ def _find_refusals(view: View) -> set[tuple[str, str]]:
     return {one for one in said if one is not None}
 
 
-def _reachable(view: View, stage: tuple[str, str] | None, refused: set[tuple[str, str]], out: ConditionSet) -> None:
+def _decide_hub_reachable(
+    view: View, stage: tuple[str, str] | None, refused: set[tuple[str, str]], out: ConditionSet
+) -> None:
     address = sync_address(view.job, view.here)
     if stage is not None:
         out.set("HubReachable", "Unknown", *stage)
@@ -92,7 +94,7 @@ def hub_has_drained(view: View) -> bool:
 # ------------------------------------------------------------------ settings
 
 
-def _differs(view: View, out: ConditionSet) -> None:
+def _decide_settings_differ(view: View, out: ConditionSet) -> None:
     connected = [page for page in view.pages if page.get("connected")]
     hub_settings = [page["settings"] for page in connected if isinstance(page.get("settings"), dict)]
     if not hub_settings:

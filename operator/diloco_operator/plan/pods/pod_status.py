@@ -293,10 +293,10 @@ def _crash(last: ContainerExit | None, ends: int) -> Obstacle:
     return Obstacle("crash", f"{said} ({ends} times)" if ends > 1 else said)
 
 
-def _waiting(container: Mapping[str, Any], waiting: Mapping[str, Any] | None, who: str) -> Obstacle | None:
+def _waiting(container: Mapping[str, Any], waiting: Mapping[str, Any] | None, subject: str) -> Obstacle | None:
     reason = str((waiting or {}).get("reason", ""))
     message = shortened(str((waiting or {}).get("message") or reason))
-    prefix = f"{who}: " if who else ""
+    prefix = f"{subject}: " if subject else ""
     if reason in _IMAGE:
         image = container.get("image", "")
         return Obstacle(
