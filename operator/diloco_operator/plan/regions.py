@@ -11,7 +11,6 @@ While the syncer cannot be asked, the numbers of the last status stand.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from diloco_operator import names
 from diloco_operator.job import rfc3339, unix_seconds
@@ -46,7 +45,27 @@ class RegionReport:
     lost: dict[str, float] = field(default_factory=dict)  # region -> since when no learner of it is heard
     obstacles: dict[str, str] = field(default_factory=dict)  # learner's pod that does not start -> kind of reason
     in_quorum: int = 0  # learners of all regions
-    wanted: int = 0  # likewise, without spares
+    wanted: int = 0  # learners of all regions, without spares
+
+    def add(self, region: RegionSpec, row: Object, causes: list[str], lost_since: float | None, image: str) -> None:
+        """Add a region's row. ``image``: of its learners; empty: not known."""
+        cause = "; ".join(causes[:CAUSES])
+        if len(causes) > CAUSES:
+            cause += f"; and {len(causes) - CAUSES} more"
+        cause = shortened(cause, 2000)
+        row = {"name": region.name, **row, "cause": cause}
+        if region.cluster is not None:
+            row["cluster"] = region.cluster
+        if lost_since is not None:
+            row["lostSince"] = rfc3339(lost_since)
+            self.lost[region.name] = lost_since
+        if image:
+            row["image"] = image
+        if cause:
+            self.causes[region.name] = cause
+        self.rows.append(row)
+        self.in_quorum += row["inQuorum"]
+        self.wanted += region.learners
 
 
 def report_regions(view: View, decision: LifecycleDecision, rolled: Rollout, nodes: NodeLosses) -> RegionReport:
@@ -98,7 +117,8 @@ def _report_region_here(
     if decision.training and region.name in rolled.unknown and before.get("state") in ROLLING:
         state = str(before["state"])  # just after an edit it is not known which pods have the changed template
         causes = causes or [str(before.get("cause") or "")]
-    _add_row(view, region, decision, out, wanted, ready, taking, state, causes, lost)
+    row = {"desired": wanted, "ready": ready, "inQuorum": taking, "state": state}
+    out.add(region, row, causes, lost, image_of(view, names.stateful_set(view.job.name, region.name), "learner"))
 
 
 def _report_region_elsewhere(
@@ -117,7 +137,8 @@ def _report_region_elsewhere(
     wanted = region.learners + region.spares if decision.training else 0
     state = "Lost" if lost is not None else "Running" if taking >= region.learners else "Elsewhere"
     # Ready are, as far as is known here, those that take part. That cluster's own status knows more.
-    _add_row(view, region, decision, out, wanted, taking, taking, state, causes, lost)
+    row = {"desired": wanted, "ready": taking, "inQuorum": taking, "state": state}
+    out.add(region, row, causes, lost, image_of(view, names.stateful_set(view.job.name, region.name), "learner"))
 
 
 def _in_quorum(view: View, region: RegionSpec, decision: LifecycleDecision, before: Object) -> int:
@@ -126,45 +147,6 @@ def _in_quorum(view: View, region: RegionSpec, decision: LifecycleDecision, befo
     if view.document is None and decision.training:
         return min(int(before.get("inQuorum") or 0), region.learners)
     return sum(slot.region == region.name and slot.in_quorum for slot in view.slots)
-
-
-def _add_row(
-    view: View,
-    region: RegionSpec,
-    decision: LifecycleDecision,
-    out: RegionReport,
-    wanted: int,
-    ready: int,
-    taking: int,
-    state: str,
-    causes: list[str],
-    lost: float | None,
-) -> None:
-    cause = "; ".join(causes[:CAUSES])
-    if len(causes) > CAUSES:
-        cause += f"; and {len(causes) - CAUSES} more"
-    cause = shortened(cause, 2000)
-    row: dict[str, Any] = {
-        "name": region.name,
-        "desired": wanted,
-        "ready": ready,
-        "inQuorum": taking,
-        "state": state,
-        "cause": cause,
-    }
-    if region.cluster is not None:
-        row["cluster"] = region.cluster
-    if lost is not None:
-        row["lostSince"] = rfc3339(lost)
-        out.lost[region.name] = lost
-    image = image_of(view, names.stateful_set(view.job.name, region.name), "learner")
-    if image:
-        row["image"] = image
-    out.rows.append(row)
-    if cause:
-        out.causes[region.name] = cause
-    out.in_quorum += taking
-    out.wanted += region.learners
 
 
 def image_of(view: View, ref: Ref, container: str) -> str:
