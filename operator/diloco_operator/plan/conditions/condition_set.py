@@ -62,12 +62,16 @@ class ConditionSet:
             if isinstance(old.get("type"), str):
                 self.found.setdefault(old["type"], dict(old))
 
-    def keep_or_unknown(self, kind: str, reason: str, message: str) -> None:
-        """Keep a condition that cannot be decided now; one that never was becomes Unknown."""
+    def keep(self, kind: str) -> bool:
+        """Decide a condition as it was; False, if there was none."""
         old = next((c for c in self.before if c.get("type") == kind), None)
         if old:
             self.set(kind, old["status"], str(old.get("reason")), str(old.get("message")))
-        else:
+        return bool(old)
+
+    def keep_or_unknown(self, kind: str, reason: str, message: str) -> None:
+        """Keep a condition that cannot be decided now; one that never was becomes Unknown."""
+        if not self.keep(kind):
             self.set(kind, "Unknown", reason, message)
 
     def rows(self) -> list[Object]:

@@ -107,9 +107,9 @@ def _decide_syncer_pod(view: View, found: TurnFindings, pod: Pod | None, out: Co
     held = pod is not None and pod.obstacle is not None and "ReadWriteOncePod" in pod.obstacle.message
     handing_over = view.observe(Fact.SYNCER_VOLUME_HELD, holds=held) < HANDOVER_SECONDS and held
     # A successor waits for the volume that a pod on a lost node still has.
-    stuck = next((p.name for p in view.pods if p.role == "syncer" and p.name in found.node_losses.reasons), None)
-    if stuck is not None and not (pod is not None and pod.alive and pod.ready and pod.name != stuck):
-        out.set("SyncerReady", False, "NodeLost", f"Pod {stuck}: {found.node_losses.reasons[stuck]}.")
+    on_lost_node = next((p.name for p in view.pods if p.role == "syncer" and p.name in found.node_losses.reasons), None)
+    if on_lost_node is not None and not (pod is not None and pod.alive and pod.ready and pod.name != on_lost_node):
+        out.set("SyncerReady", False, "NodeLost", f"Pod {on_lost_node}: {found.node_losses.reasons[on_lost_node]}.")
     elif pod is None or pod.over:
         unmade = _explain_not_made(view)
         out.set("SyncerReady", False, "NotCreated" if unmade else "Starting", unmade or "Its pod is being made.")
@@ -155,9 +155,8 @@ def _decide_answering(view: View, pod: Pod, out: ConditionSet) -> None:
         message = f"It serves at {sync_address(view.job, view.here)} in epoch {epoch}."
         out.set("SyncerReady", True, "Serving", message)
     elif view.unanswered_seconds < ANSWER_PATIENCE:
-        before = view.condition("SyncerReady")
-        if before.get("status") == "True":  # one failed call changes nothing
-            out.set("SyncerReady", True, str(before.get("reason")), str(before.get("message")))
+        if view.is_true("SyncerReady"):
+            out.keep("SyncerReady")  # one failed call changes nothing
         else:
             out.set("SyncerReady", False, "Starting", f"Pod {pod.name} is ready and about to be asked.")
     else:
@@ -208,10 +207,7 @@ def _decide_quorum_met(view: View, found: TurnFindings, out: ConditionSet) -> No
         return
     quorum = (view.document or {}).get("quorum")
     if not isinstance(quorum, dict):
-        before = view.condition("QuorumMet")
-        if out.status_of("SyncerReady") == "True" and before:
-            out.set("QuorumMet", before["status"], str(before.get("reason")), str(before.get("message")))
-        else:
+        if out.status_of("SyncerReady") != "True" or not out.keep("QuorumMet"):
             message = "The syncer, which knows, cannot be asked; learners go on alone for a while."
             out.set("QuorumMet", "Unknown", "SyncerNotReady", message)
         return
@@ -331,18 +327,14 @@ def _decide_ends(view: View, found: TurnFindings, out: ConditionSet) -> None:
     else:
         out.set("Suspended", False, "NotSuspended", "")
     if stage == "complete":
-        before = view.condition("Complete")
-        said = before.get("message") if before.get("status") == "True" else None
-        out.set("Complete", True, "StopReached", said or "The job has reached its stop.")
+        if not view.is_true("Complete") or not out.keep("Complete"):
+            out.set("Complete", True, "StopReached", "The job has reached its stop.")
     else:
         out.set("Complete", False, "NotComplete", "")
     if found.failure is not None:
         out.set("Failed", True, *found.failure)
     elif stage in ("failing", "failed"):
-        before = view.condition("Failed")
-        if before.get("status") == "True":
-            out.set("Failed", True, str(before.get("reason")), str(before.get("message")))
-        else:
+        if not view.is_true("Failed") or not out.keep("Failed"):
             message = str((view.document or {}).get("message") or "the syncer says so")
             out.set("Failed", True, "SyncerFailed", f"The job has failed: {message}")
     else:

@@ -66,7 +66,7 @@ def _decide_links_too_slow(view: View, out: ConditionSet) -> None:
     if fresh:
         out.set("LinksTooSlow", True, "SlowerThanNeeded", _extend_message(known, fresh, lasting))
     elif known and well < WELL_SECONDS:
-        out.set("LinksTooSlow", True, str(before.get("reason")), known)
+        out.keep("LinksTooSlow")
     else:
         out.set("LinksTooSlow", False, "FastEnough", "")
 

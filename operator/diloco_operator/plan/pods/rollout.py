@@ -198,8 +198,8 @@ def _budget(view: View) -> int:
     for slot in view.slots:
         pod = pods.get(slot.process[:UID_DIGITS])
         # The syncer's answer is seconds old: a pod that has left meanwhile does not count.
-        gone = slot.region in here if pod is None else view.leaving(pod)
-        active += slot.in_quorum and not gone
+        has_left = slot.region in here if pod is None else view.leaving(pod)
+        active += slot.in_quorum and not has_left
     if view.required >= view.job.spec.slots:
         return 1 if active >= view.required else 0
     return active - view.required
