@@ -332,3 +332,7 @@ def measure(args: Any, jobs: int) -> list[common.Row]:
             operator.stop()
             answering.join(5)
             answering.kill()
+
+
+if __name__ == "__main__":
+    main()
