@@ -33,10 +33,10 @@ from diloco_operator.logs import about
 from diloco_operator.metrics import PHASES, Metrics
 from diloco_operator.model import Key
 from diloco_operator.plan.plan import plan
-from diloco_operator.reconcile.event_recorder import EventWriter
+from diloco_operator.reconcile.event_recorder import EventRecorder
 from diloco_operator.reconcile.reconciler import PlanFunction, Reconciler
-from diloco_operator.reconcile.root_key import KeyFinder
-from diloco_operator.reconcile.syncer_poller import Asker
+from diloco_operator.reconcile.root_key import RootKeyFinder
+from diloco_operator.reconcile.syncer_poller import SyncerPoller
 from diloco_operator.reconcile.workqueue import WorkQueue
 from diloco_operator.settings import RELEASE, Settings
 from diloco_protocol.common.http_server import AddressError
@@ -63,9 +63,9 @@ class Operator:
         self.api = api = Api(
             config, settings.api_threads, settings.api_timeout_seconds, metrics.request, self._recovered, streams
         )
-        self.keys = KeyFinder(api, Path(settings.key_file), settings.namespace)
+        self.keys = RootKeyFinder(api, Path(settings.key_file), settings.namespace)
         self.permissions = Permissions(api, settings)
-        self.asker = Asker(metrics, settings.syncer_calls, settings.syncer_timeout_seconds, self._answered)
+        self.poller = SyncerPoller(metrics, settings.syncer_calls, settings.syncer_timeout_seconds, self._answered)
         self.job_events = JobEvents(api, cache, self._wake_all)
         self.informer = Informer(
             settings, api, cache, metrics, self._from_thread(self._wake_all), self._from_thread(self._stream_changed)
@@ -74,10 +74,10 @@ class Operator:
             settings,
             api,
             cache,
-            self.asker,
+            self.poller,
             self.keys,
             self.permissions,
-            EventWriter(api, socket.gethostname()),
+            EventRecorder(api, socket.gethostname()),
             metrics,
             self.informer.nodes_are_read,
             self.job_events.confirm,
@@ -99,7 +99,7 @@ class Operator:
             checks.cancel()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STOP_SECONDS):
-                    await self.asker.close()
+                    await self.poller.close()
                     await self.health.stop()
             self.api.close()
         if self._failure is not None:
@@ -138,7 +138,7 @@ class Operator:
         wait, said = 1.0, ""
         while not stop.is_set():
             try:
-                found = JOB.plural in await self.api.resources(JOB.group, JOB.version)
+                found = JOB.plural in await self.api.served_resources(JOB.group, JOB.version)
                 problem = "" if found else _CRD_HINT
             except ApiError as error:
                 found, problem = False, f"{error}; trying again"
@@ -189,7 +189,7 @@ class Operator:
 
     def _stream_changed(self, stream: Reflector) -> None:
         if stream.denied is not None:
-            self.permissions.doubt()
+            self.permissions.recheck()
 
     def _answered(self, key: Key) -> None:
         self.queue.add(key)

@@ -18,7 +18,7 @@ from diloco_operator.informer.reflector import Informer, Reflector
 from diloco_operator.kube.api import Api
 from diloco_operator.kube.errors import ApiError
 from diloco_operator.metrics import Metrics
-from diloco_operator.reconcile.root_key import KeyFinder
+from diloco_operator.reconcile.root_key import RootKeyFinder
 from diloco_operator.reconcile.workqueue import WorkQueue
 from diloco_protocol.common.http_server import METRICS_TYPE, HttpServer, Page, split_address, text_page
 
@@ -32,7 +32,13 @@ class Health:
     """Serves ``/healthz``, ``/readyz`` and ``/metrics``."""
 
     def __init__(
-        self, api: Api, informer: Informer, job_events: JobEvents, queue: WorkQueue, keys: KeyFinder, metrics: Metrics
+        self,
+        api: Api,
+        informer: Informer,
+        job_events: JobEvents,
+        queue: WorkQueue,
+        keys: RootKeyFinder,
+        metrics: Metrics,
     ) -> None:
         self._api = api
         self._informer = informer

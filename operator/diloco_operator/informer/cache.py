@@ -50,7 +50,7 @@ class Entry(NamedTuple):
         return dict(json.loads(zlib.decompress(self.blob)))
 
 
-def trimmed(kind: Kind, obj: Object) -> Object:
+def trim(kind: Kind, obj: Object) -> Object:
     """What is kept of an object."""
     meta = {key: value for key, value in obj["metadata"].items() if key not in ("managedFields", "selfLink")}
     annotations = dict(meta.get("annotations") or {})
@@ -116,7 +116,7 @@ def job_of(kind: Kind, meta: Mapping[str, Any]) -> str:
     return str((meta.get("labels") or {}).get(LABEL_JOB) or "")
 
 
-def older(version: str, than: str) -> bool:
+def is_older(version: str, than: str) -> bool:
     """Whether an object's version is not newer than another of the same UID. Versions are numbers that
     rise with every write to the cluster (since Kubernetes 1.35 by contract); what is none is newer."""
     return version == than or (version.isdigit() and than.isdigit() and int(version) < int(than))
@@ -136,7 +136,7 @@ class Cache:
         """An object as it is now; returns the jobs for which that is news."""
         meta = obj["metadata"]
         key = (meta.get("namespace", ""), meta["name"])
-        kept = trimmed(kind, obj)
+        kept = trim(kind, obj)
         blob = zlib.compress(json.dumps(kept, separators=(",", ":")).encode(), 1)
         job = job_of(kind, meta)
         node = (obj.get("spec") or {}).get("nodeName", "") if kind is POD else ""
@@ -144,7 +144,7 @@ class Cache:
         with self._lock:
             have = self._objects.setdefault(kind.name, {})
             before = have.get(key)
-            if before is not None and before.uid == entry.uid and older(entry.version, before.version):
+            if before is not None and before.uid == entry.uid and is_older(entry.version, before.version):
                 return set()
             have[key] = entry
             news = self._index(kind, key, before, entry)

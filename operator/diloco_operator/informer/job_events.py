@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from diloco_operator.informer.cache import Cache, older
+from diloco_operator.informer.cache import Cache, is_older
 from diloco_operator.kube.api import Api
 from diloco_operator.kube.errors import ApiError
 from diloco_operator.kube.kinds import JOB
@@ -93,7 +93,7 @@ class JobEvents:
             self._changed(self._cache.drop(JOB, *key) or {key})
             return False
         version = job["metadata"]["resourceVersion"]
-        if mention is not None and not older(version, mention.version):
+        if mention is not None and not is_older(version, mention.version):
             await asyncio.sleep(DELIVERY_SECONDS)
             if self._mentions.get(key) is mention:
                 log.error("kopf has not brought version %s of the job", version, extra=about(key))

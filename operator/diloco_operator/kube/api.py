@@ -128,7 +128,7 @@ class Api:
                 return None
             raise
 
-    async def warnings(self, namespace: str, selector: str = "", limit: int = 500) -> tuple[list[Object], bool]:
+    async def list_warnings(self, namespace: str, selector: str = "", limit: int = 500) -> tuple[list[Object], bool]:
         """Kubernetes Events of a namespace that are not Normal (``selector``: and that these fields select),
         at most ``limit``, and whether that is all. Raises ApiError."""
         fields = ",".join(["type!=Normal", *([selector] if selector else [])])
@@ -149,7 +149,7 @@ class Api:
         path = kind.path(meta["namespace"], meta["name"])
         return await self._ask("patch", kind, "PATCH", path, query, manifest, content=APPLY_PATCH)
 
-    async def merge(self, kind: Kind, namespace: str, name: str, patch: Object, sub: str = "") -> Object:
+    async def merge_patch(self, kind: Kind, namespace: str, name: str, patch: Object, sub: str = "") -> Object:
         """A merge patch of the object or its subresource ``sub``; with a resourceVersion in its metadata
         it is refused (409) if the object has changed. Raises ApiError."""
         query = {"fieldManager": FIELD_MANAGER}
@@ -176,7 +176,7 @@ class Api:
         ends = (answer.get("metadata") or {}).get("deletionTimestamp") and answer.get("kind") == kind.name
         return answer if ends else None
 
-    async def allowed(self, group: str, resource: str, verb: str, namespace: str | None) -> bool:
+    async def is_allowed(self, group: str, resource: str, verb: str, namespace: str | None) -> bool:
         """Whether this operator may do it (SelfSubjectAccessReview). Raises ApiError."""
         resource, _, sub = resource.partition("/")
         asked = {"group": group, "resource": resource, "subresource": sub, "verb": verb}
@@ -190,7 +190,7 @@ class Api:
         answer = await self._ask("create", ACCESS_REVIEW, "POST", ACCESS_REVIEW.path(), {}, review)
         return bool((answer.get("status") or {}).get("allowed"))
 
-    async def resources(self, group: str, version: str) -> set[str]:
+    async def served_resources(self, group: str, version: str) -> set[str]:
         """The plural names that the API server serves in a group; empty: it has not the group.
 
         Raises ApiError.

@@ -23,14 +23,14 @@ log = logging.getLogger(__name__)
 AGAIN_SECONDS = 60.0
 
 
-class Lack(NamedTuple):
+class MissingPermission(NamedTuple):
     """One thing that the operator may not do. ``namespace`` None: in the whole cluster."""
 
     need: Need
     verb: str
     namespace: str | None
 
-    def words(self) -> str:
+    def describe(self) -> str:
         where = "in the whole cluster" if self.namespace is None else f"in namespace {self.namespace}"
         group = f".{self.need.group}" if self.need.group else ""
         return f"{self.verb} {self.need.resource}{group} {where}"
@@ -43,53 +43,53 @@ class Permissions:
         self._api = api
         self._namespaces: tuple[str | None, ...] = settings.watch_namespaces or (None,)
         self._nodes = settings.watches_nodes
-        self.lacking: frozenset[Lack] = frozenset()
-        self._doubt = asyncio.Event()
+        self.lacking: frozenset[MissingPermission] = frozenset()
+        self._recheck = asyncio.Event()
 
-    def doubt(self) -> None:
+    def recheck(self) -> None:
         """Something was forbidden that was not known to be: ask for everything again."""
-        self._doubt.set()
+        self._recheck.set()
 
     async def run(self) -> None:
-        """Ask until cancelled; only while something is missing, or after ``doubt``."""
+        """Ask until cancelled; only while something is missing, or after ``recheck``."""
         every = {
-            Lack(need, verb, namespace)
+            MissingPermission(need, verb, namespace)
             for need in needs(self._nodes)
             for verb in need.verbs
             for namespace in self._namespaces
         }
         wanted = every
         while True:
-            self._doubt.clear()
+            self._recheck.clear()
             unknown = await self._ask(wanted)
             try:
                 async with asyncio.timeout(AGAIN_SECONDS if unknown or self.lacking else None):
-                    await self._doubt.wait()
+                    await self._recheck.wait()
                 wanted = every
             except TimeoutError:
                 wanted = unknown | self.lacking
 
-    async def _ask(self, wanted: Set[Lack]) -> set[Lack]:
+    async def _ask(self, wanted: Set[MissingPermission]) -> set[MissingPermission]:
         """Ask for ``wanted``; what the API server did not answer, which is not known to be missing."""
         lacking, unknown = set(self.lacking) - wanted, set()
-        for lack in sorted(wanted, key=Lack.words):
+        for lack in sorted(wanted, key=MissingPermission.describe):
             try:
-                if not await self._api.allowed(lack.need.group, lack.need.resource, lack.verb, lack.namespace):
+                if not await self._api.is_allowed(lack.need.group, lack.need.resource, lack.verb, lack.namespace):
                     lacking.add(lack)
             except ApiError as error:
-                log.debug("whether the operator may %s is not known: %s", lack.words(), error)
+                log.debug("whether the operator may %s is not known: %s", lack.describe(), error)
                 unknown.add(lack)
         lacking |= self.lacking & unknown
-        for lack in sorted(lacking - self.lacking, key=Lack.words):
+        for lack in sorted(lacking - self.lacking, key=MissingPermission.describe):
             level = logging.INFO if lack.need.optional else logging.ERROR
             log.log(
                 level,
                 "forbidden: the operator may not %s (for %s); grant it that: docs/operator.md, permissions",
-                lack.words(),
+                lack.describe(),
                 lack.need.why,
             )
-        for lack in sorted(self.lacking - lacking, key=Lack.words):
-            log.info("the operator may %s now", lack.words())
+        for lack in sorted(self.lacking - lacking, key=MissingPermission.describe):
+            log.info("the operator may %s now", lack.describe())
         self.lacking = frozenset(lacking)
         return unknown
 

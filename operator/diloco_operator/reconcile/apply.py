@@ -29,17 +29,17 @@ from diloco_operator.reconcile.diff import APPLIED, differences, digest, marked,
 log = logging.getLogger(__name__)
 
 TRY_AGAIN_SECONDS = 300.0  # a dry run that found a fault is repeated after this, whatever was wanted
-SETTLED_SECONDS = 600.0  # likewise an object that does not become what was wanted
+UNCHANGED_SECONDS = 600.0  # likewise an object that does not become what was wanted
 
 
 @dataclass(slots=True)
-class Applied:
+class ApplyMemory:
     """What is remembered of one job's objects between turns; an operator that restarts starts with none."""
 
     # object -> digest of what is wanted and version of what is there, when they were found to agree
     agreed: dict[Ref, tuple[str, str]] = field(default_factory=dict)
     # object -> digests of what was sent and of what the API server made of it, and when
-    settled: dict[Ref, tuple[str, str, float]] = field(default_factory=dict)
+    unchanged_by_apply: dict[Ref, tuple[str, str, float]] = field(default_factory=dict)
     # digest of the pod-carrying manifests of a generation -> their fault (None: tried and fine), and when
     tried: dict[str, tuple[tuple[ApplyError, ...], float]] = field(default_factory=dict)
 
@@ -53,7 +53,7 @@ def _annotation(obj: Object, name: str) -> str | None:
     return None if value is None else str(value)
 
 
-def in_order(wanted: Object, live: Object, memory: Applied, now: float) -> bool:
+def is_in_order(wanted: Object, live: Object, memory: ApplyMemory, now: float) -> bool:
     """Whether there is nothing to send. ``wanted`` is marked."""
     ref = ref_of(wanted)
     found = (_annotation(wanted, APPLIED) or "", _version(live))
@@ -61,11 +61,13 @@ def in_order(wanted: Object, live: Object, memory: Applied, now: float) -> bool:
         return True
     if _annotation(live, APPLIED) == found[0] and not differences(wanted, live):
         memory.agreed[ref] = found
-        memory.settled.pop(ref, None)
+        memory.unchanged_by_apply.pop(ref, None)
         return True
-    sent = memory.settled.get(ref)
+    sent = memory.unchanged_by_apply.get(ref)
     return (
-        sent is not None and now - sent[2] < SETTLED_SECONDS and sent[:2] == (_annotation(wanted, APPLIED), state(live))
+        sent is not None
+        and now - sent[2] < UNCHANGED_SECONDS
+        and sent[:2] == (_annotation(wanted, APPLIED), state(live))
     )
 
 
@@ -77,7 +79,7 @@ class Applier:
         self._cache = cache
 
     async def apply(
-        self, key: Key, uid: str, manifests: Sequence[Object], live: dict[Ref, Object], memory: Applied
+        self, key: Key, uid: str, manifests: Sequence[Object], live: dict[Ref, Object], memory: ApplyMemory
     ) -> dict[Ref, ApplyError]:
         """Apply what is not in order. ``live``: the job's objects as the cache has them. Returns what could
         not be; raises ApiError where the API server is not there."""
@@ -89,7 +91,7 @@ class Applier:
             there = live.get(ref)
             if there is not None and not is_ours(ref, there, key[1], uid):
                 apply_errors[ref] = _conflict(ref, there)
-            elif there is None or not in_order(wanted, there, memory, now):
+            elif there is None or not is_in_order(wanted, there, memory, now):
                 pending.append(wanted)
         if not pending:
             return apply_errors
@@ -104,7 +106,7 @@ class Applier:
         return apply_errors
 
     async def _one(
-        self, key: Key, uid: str, wanted: Object, there: Object | None, memory: Applied, now: float
+        self, key: Key, uid: str, wanted: Object, there: Object | None, memory: ApplyMemory, now: float
     ) -> ApplyError | None:
         ref = ref_of(wanted)
         kind = BY_NAME[ref.kind]
@@ -121,11 +123,11 @@ class Applier:
         if there is None or made["metadata"].get("resourceVersion") != there["metadata"].get("resourceVersion"):
             log.info("%s %s applied (%s)", ref.kind, ref.name, why, extra=about(key))
         if differences(wanted, made):
-            memory.settled[ref] = (_annotation(wanted, APPLIED) or "", state(made), now)
+            memory.unchanged_by_apply[ref] = (_annotation(wanted, APPLIED) or "", state(made), now)
         return None
 
     async def _try_dry(
-        self, key: Key, uid: str, pending: Sequence[Object], live: dict[Ref, Object], memory: Applied, now: float
+        self, key: Key, uid: str, pending: Sequence[Object], live: dict[Ref, Object], memory: ApplyMemory, now: float
     ) -> tuple[set[Ref], tuple[ApplyError, ...]]:
         """The dry run of pod-carrying objects of a new generation: what is held back, and the faults."""
         new = [
@@ -188,10 +190,10 @@ def _apply_error(ref: Ref, error: ApiError) -> ApplyError:
     """Raises ``error`` again where trying the whole turn again is all there is to do."""
     if error.unreachable:
         raise error
-    return ApplyError(ref, classify_failure(error), explained(error))
+    return ApplyError(ref, classify_failure(error), explain_refusal(error))
 
 
-def explained(error: ApiError) -> str:
+def explain_refusal(error: ApiError) -> str:
     """A refusal in one sentence; of a forbidden request the verb and resource."""
     message = str(error).strip()
     if classify_failure(error) == "forbidden" and "cannot " in message:

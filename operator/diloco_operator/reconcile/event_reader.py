@@ -31,7 +31,7 @@ KEPT = 256  # answers
 MAX_MESSAGE = 1000
 
 
-def seconds(text: str | None) -> float | None:
+def parse_time(text: str | None) -> float | None:
     """Wall-clock unix seconds of a time as the API server writes it; None if it is none."""
     found = re.fullmatch(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(\.\d+)?Z", text or "")
     if found is None:
@@ -40,7 +40,7 @@ def seconds(text: str | None) -> float | None:
     return whole + float(found[2] or 0)
 
 
-def waiting(objects: Mapping[Ref, Object], pods: Iterable[Object], now: float) -> list[Ref]:
+def find_waiting(objects: Mapping[Ref, Object], pods: Iterable[Object], now: float) -> list[Ref]:
     """What of a job is not started, or has not made its pods, that should have."""
     count: dict[str, int] = {}
     found: list[Ref] = []
@@ -48,13 +48,13 @@ def waiting(objects: Mapping[Ref, Object], pods: Iterable[Object], now: float) -
         meta, status = pod["metadata"], pod.get("status") or {}
         for owner in meta.get("ownerReferences") or ():
             count[str(owner.get("name"))] = count.get(str(owner.get("name")), 0) + 1
-        born = seconds(meta.get("creationTimestamp")) or now
+        born = parse_time(meta.get("creationTimestamp")) or now
         starts = status.get("phase") == "Pending" and not meta.get("deletionTimestamp")
         if starts and now - born > PATIENCE_SECONDS:
             found.append(Ref("Pod", str(meta["name"])))
     for ref, obj in objects.items():
         spec, status = obj.get("spec") or {}, obj.get("status") or {}
-        born = seconds(obj["metadata"].get("creationTimestamp")) or now
+        born = parse_time(obj["metadata"].get("creationTimestamp")) or now
         if now - born < PATIENCE_SECONDS:
             continue
         wanted = spec.get("replicas", 1)
@@ -112,7 +112,7 @@ class EventReader:
         if time.monotonic() - at < AGAIN_SECONDS:
             return cluster_events, whole
         try:
-            items, whole = await self._api.warnings(namespace, selector)
+            items, whole = await self._api.list_warnings(namespace, selector)
         except ApiError as error:
             if not error.unreachable and time.monotonic() > self._silent_until:
                 log.warning("Kubernetes Events of namespace %s cannot be read: %s", namespace, error)
@@ -143,7 +143,7 @@ def _cluster_event(item: Object) -> tuple[ClusterEvent, str] | None:
         item.get("eventTime"),
         (item.get("metadata") or {}).get("creationTimestamp"),
     )
-    when = next((at for text in times if (at := seconds(text)) is not None), None)
+    when = next((at for text in times if (at := parse_time(text)) is not None), None)
     if when is None or not about.get("kind") or not about.get("name"):
         return None
     message = str(item.get("message") or "")[:MAX_MESSAGE]

@@ -34,7 +34,7 @@ def stamp(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
-class EventWriter:
+class EventRecorder:
     """Writes Events. ``instance``: this operator's pod, or host."""
 
     def __init__(self, api: Api, instance: str) -> None:
@@ -43,7 +43,7 @@ class EventWriter:
         self._known: OrderedDict[str, tuple[str, int, float]] = OrderedDict()  # what -> name, count, when
         self._silent_until = 0.0
 
-    async def write(self, key: Key, job: Object, events: Sequence[EventWanted], now: float) -> None:
+    async def record(self, key: Key, job: Object, events: Sequence[EventWanted], now: float) -> None:
         """Write them, and log each. ``now``: wall-clock unix seconds. Raises nothing."""
         for event in events:
             level = logging.WARNING if event.type == "Warning" else logging.INFO
@@ -63,7 +63,7 @@ class EventWriter:
             name, count, _ = known
             patch: Object = {"count": count + 1, "lastTimestamp": stamp(now)}
             try:
-                await self._api.merge(EVENT, key[0], name, patch)
+                await self._api.merge_patch(EVENT, key[0], name, patch)
             except ApiError as error:
                 if error.status != 404:
                     raise

@@ -41,14 +41,14 @@ from diloco_operator.model import (
     Ref,
 )
 from diloco_operator.plan import plan as planning
-from diloco_operator.reconcile.apply import Applied, Applier, explained, ref_of
-from diloco_operator.reconcile.event_reader import EventReader, waiting
-from diloco_operator.reconcile.event_recorder import EventWriter
+from diloco_operator.reconcile.apply import Applier, ApplyMemory, explain_refusal, ref_of
+from diloco_operator.reconcile.event_reader import EventReader, find_waiting
+from diloco_operator.reconcile.event_recorder import EventRecorder
 from diloco_operator.reconcile.job_secrets import manifest as secret_manifest
 from diloco_operator.reconcile.observe import Seen, freeze, learner_pods, role_runs, see, syncer_is_here, syncer_pod
-from diloco_operator.reconcile.root_key import KeyFinder
+from diloco_operator.reconcile.root_key import RootKeyFinder
 from diloco_operator.reconcile.status_writer import Written, write_status
-from diloco_operator.reconcile.syncer_poller import Asker
+from diloco_operator.reconcile.syncer_poller import SyncerPoller
 from diloco_operator.settings import Settings
 from diloco_protocol.vocabulary import FINALIZER
 
@@ -68,7 +68,7 @@ class Record:
 
     uid: str
     memory: PlanMemory = field(default_factory=PlanMemory)
-    applied: Applied = field(default_factory=Applied)
+    applied: ApplyMemory = field(default_factory=ApplyMemory)
     apply_errors: tuple[ApplyError, ...] = ()
     made: dict[str, float] = field(default_factory=dict)  # Secret -> when it was made (monotonic)
     status: Written = field(default_factory=Written)
@@ -88,10 +88,10 @@ class Reconciler:
         settings: Settings,
         api: Api,
         cache: Cache,
-        asker: Asker,
-        keys: KeyFinder,
+        poller: SyncerPoller,
+        keys: RootKeyFinder,
         permissions: Permissions,
-        events: EventWriter,
+        events: EventRecorder,
         metrics: Metrics,
         nodes_are_read: Callable[[], bool],
         confirm: Callable[[Key], Awaitable[bool]],
@@ -100,7 +100,7 @@ class Reconciler:
         self._settings = settings
         self._api = api
         self._cache = cache
-        self._asker = asker
+        self._poller = poller
         self._keys = keys
         self._permissions = permissions
         self._events = events
@@ -137,16 +137,16 @@ class Reconciler:
         seen = see(self._cache, key, self._nodes_are_read())
         if seen is None:
             self._records.pop(key, None)
-            self._asker.forget(key)
+            self._poller.forget(key)
             return None
         uid = str(seen.job["metadata"]["uid"])
         record = self._records.get(key)
         if record is None or record.uid != uid:
-            self._asker.forget(key)
+            self._poller.forget(key)
             record = self._records[key] = Record(uid)
         here = syncer_is_here(seen.job, self._settings.cluster)
         target = syncer_pod(seen.pods) if here else None
-        asked, learners, report = self._asker.answers(key, target[0] if target else None)
+        asked, learners, report = self._poller.latest_answers(key, target[0] if target else None)
         now = time.time()
         observed = freeze(
             seen,
@@ -167,7 +167,7 @@ class Reconciler:
         self._count(record, plan.status)
         apply_errors = await self._carry_out(key, record, seen, plan, target, now)
         root = self._keys.key
-        self._asker.every(
+        self._poller.schedule(
             key,
             plan.poll_syncer,
             target,
@@ -205,7 +205,7 @@ class Reconciler:
         apply_errors += applied.values()
         root = self._keys.key
         if target is not None and root is not None:
-            await self._asker.call(key, target[1], root.control_key(record.uid), plan.calls)
+            await self._poller.call(key, target[1], root.control_key(record.uid), plan.calls)
         for delete in plan.deletes:
             await self._trying(apply_errors, delete.ref.kind, delete.ref.name, self._delete(key, delete))
         await self._trying(
@@ -215,7 +215,7 @@ class Reconciler:
             write_status(self._api, self._cache, key, record.uid, record.status, plan.urgent),
         )
         events, record.events = record.events, []
-        await self._events.write(key, seen.job, events, now)
+        await self._events.record(key, seen.job, events, now)
         if plan.delete_job:
             log.info("deleting the job: its time to live is over", extra=about(key))
             await self._trying(apply_errors, JOB.name, key[1], self._delete_job(key, record.uid))
@@ -233,7 +233,7 @@ class Reconciler:
             if error.unreachable or error.status == 409:
                 raise
             if error.status != 404:
-                apply_errors.append(ApplyError(Ref(kind, name), classify_failure(error), explained(error)))
+                apply_errors.append(ApplyError(Ref(kind, name), classify_failure(error), explain_refusal(error)))
 
     async def _finalizer(self, key: Key, job: Object, wanted: bool) -> None:
         meta = job["metadata"]
@@ -245,7 +245,7 @@ class Reconciler:
                 "uid": meta["uid"],
             }
         }
-        made = await self._api.merge(JOB, key[0], key[1], patch)
+        made = await self._api.merge_patch(JOB, key[0], key[1], patch)
         if not wanted and meta.get("deletionTimestamp") and not others:
             self._cache.drop(JOB, key[0], key[1], meta["uid"])
             log.info("the job is let go", extra=about(key))
@@ -274,7 +274,7 @@ class Reconciler:
                 if error.unreachable:
                     raise
                 if error.status != 409:
-                    apply_errors.append(ApplyError(ref, classify_failure(error), explained(error)))
+                    apply_errors.append(ApplyError(ref, classify_failure(error), explain_refusal(error)))
                     continue
             record.made[wanted.name] = now
 
@@ -304,7 +304,7 @@ class Reconciler:
     # ------------------------------------------------------------------ small things
 
     async def _read_cluster_events(self, key: Key, seen: Seen, now: float) -> tuple[ClusterEvent, ...]:
-        waits = waiting(seen.objects, seen.pods, now)
+        waits = find_waiting(seen.objects, seen.pods, now)
         if not waits:
             return ()
         uids = {ref: str(obj["metadata"]["uid"]) for ref, obj in seen.objects.items()}

@@ -19,7 +19,7 @@ from diloco_operator.kube.api import Api
 from diloco_operator.kube.errors import ApiError
 from diloco_operator.kube.kinds import SECRET
 from diloco_operator.names import MANAGER
-from diloco_operator.reconcile.apply import explained
+from diloco_operator.reconcile.apply import explain_refusal
 from diloco_operator.reconcile.job_secrets import RootKey
 from diloco_protocol.common.files import read_bounded
 
@@ -29,7 +29,7 @@ NAME = "diloco-operator-key"
 SAY_SECONDS = 30.0
 
 
-class KeyFinder:
+class RootKeyFinder:
     """``key`` is None until it is known; ``problem`` then says why."""
 
     def __init__(self, api: Api, file: Path, namespace: str) -> None:
@@ -93,7 +93,7 @@ class KeyFinder:
                     f"kubectl get secret -n {self._namespace} {NAME} -o jsonpath='{{.data.key}}' | base64 -d)"
                 )
                 return True
-            self.problem = f"root key: the Secret {self._namespace}/{NAME} cannot be made: {explained(error)}"
+            self.problem = f"root key: the Secret {self._namespace}/{NAME} cannot be made: {explain_refusal(error)}"
             return False
         self.key = RootKey(value)
         log.info("root key: made, as Secret %s/%s", self._namespace, NAME)

@@ -97,7 +97,7 @@ async def write_status(api: Api, cache: Cache, key: Key, uid: str, written: Writ
             written.unwritten = None
             return
         try:
-            made = await api.merge(JOB, key[0], key[1], patch, sub="status")
+            made = await api.merge_patch(JOB, key[0], key[1], patch, sub="status")
         except ApiError as error:
             if error.status == 404:
                 written.unwritten = None

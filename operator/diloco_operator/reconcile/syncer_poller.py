@@ -1,7 +1,7 @@
 """Talking to the programs of jobs: signed calls to a syncer's control port, and learners' status pages.
 
 Theory of operation. A job is asked beside its turns, on a timer, so that a syncer that does
-not answer holds up nothing: ``Asker.every`` says which pod is to be asked how often, the
+not answer holds up nothing: ``SyncerPoller.every`` says which pod is to be asked how often, the
 answer is kept (compressed: there are hundreds of documents) and the job is looked at; that
 look calls ``every`` again, and only then is there a next question, so that an operator with
 more to do than it can does not ask for answers that nobody reads. At most
@@ -79,7 +79,7 @@ class _Job:
     phase: str = ""
 
 
-class Asker:
+class SyncerPoller:
     """Asks programs; ``answered(key)`` is told when there is something new."""
 
     def __init__(self, metrics: Metrics, calls: int, timeout: float, answered: Callable[[Key], None]) -> None:
@@ -92,7 +92,7 @@ class Asker:
 
     # ------------------------------------------------------------------ who is asked
 
-    def every(
+    def schedule(
         self,
         key: Key,
         seconds: float,
@@ -123,7 +123,7 @@ class Asker:
         if job is not None and job.timer is not None:
             job.timer.cancel()
 
-    def answers(
+    def latest_answers(
         self, key: Key, pod: str | None
     ) -> tuple[ProgramAnswer | None, dict[str, ProgramAnswer], Report | None]:
         """The syncer's last answer (``pod``: UID of the pod that is the syncer now; None: there is none, and

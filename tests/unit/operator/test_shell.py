@@ -20,8 +20,8 @@ from diloco_operator.kube.errors import ApiError, classify_failure
 from diloco_operator.metrics import Metrics
 from diloco_operator.model import ClusterEvent, Object, Ref
 from diloco_operator.reconcile import observe, status_writer
-from diloco_operator.reconcile.apply import explained
-from diloco_operator.reconcile.event_reader import _cluster_event, seconds, waiting
+from diloco_operator.reconcile.apply import explain_refusal
+from diloco_operator.reconcile.event_reader import _cluster_event, find_waiting, parse_time
 from diloco_operator.reconcile.event_recorder import stamp
 from diloco_protocol.common.logs import MAX_MESSAGE
 
@@ -116,7 +116,7 @@ def test_refusals_by_kind(status: int, message: str, reason: str) -> None:
     error = ApiError("patch", "statefulsets", status, message)
     assert classify_failure(error) == reason
     assert not error.unreachable
-    assert message[:40] in explained(error)
+    assert message[:40] in explain_refusal(error)
 
 
 @pytest.mark.parametrize("status", [0, 429, 500, 503, 504])
@@ -126,7 +126,7 @@ def test_what_trying_again_helps_with(status: int) -> None:
 
 def test_a_missing_permission_is_told_with_verb_and_resource() -> None:
     text = 'dilocojobs.diloco.io "j" is forbidden: User "sa" cannot patch resource "dilocojobs/status"'
-    said = explained(ApiError("patch", "dilocojobs/status", 403, text))
+    said = explain_refusal(ApiError("patch", "dilocojobs/status", 403, text))
     assert said.startswith("the operator may not patch dilocojobs/status: grant it that")
 
 
@@ -202,7 +202,7 @@ def test_when_it_is_worth_asking_why() -> None:
         return {Ref(kind, name): {"metadata": meta, "spec": spec, "status": status}}
 
     def names(objects: dict[Ref, Object], *pods: Object) -> list[str]:
-        return [ref.name for ref in waiting(objects, pods, NOW)]
+        return [ref.name for ref in find_waiting(objects, pods, NOW)]
 
     owned = pod("a", "learner")
     owned["metadata"]["ownerReferences"] = [{"kind": "StatefulSet", "name": "s"}]
@@ -240,7 +240,7 @@ def test_an_events_time_however_it_is_told(times: dict[str, Any], when: float) -
 def test_an_event_that_is_none() -> None:
     assert _cluster_event({"involvedObject": {"kind": "Pod"}, "lastTimestamp": "2027-01-15T08:00:00Z"}) is None
     assert _cluster_event({"involvedObject": {"kind": "Pod", "name": "p"}, "lastTimestamp": "yesterday"}) is None
-    assert seconds(stamp(NOW)) == NOW
+    assert parse_time(stamp(NOW)) == NOW
 
 
 # ------------------------------------------------------------------ log and metrics

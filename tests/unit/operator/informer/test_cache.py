@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from diloco_operator.informer.cache import Cache, older
+from diloco_operator.informer.cache import Cache, is_older
 from diloco_operator.kube.kinds import CONFIG_MAP, JOB, NODE, POD, STATEFUL_SET
 from diloco_operator.model import Ref
 
@@ -73,9 +73,9 @@ def test_what_is_not_newer_changes_nothing() -> None:
 
 
 def test_versions() -> None:
-    assert older("5", "5") and older("9", "10") and not older("10", "9")
-    assert not older("a", "b")  # no numbers: nothing is known, so the later is the newer
-    assert older("a", "a")
+    assert is_older("5", "5") and is_older("9", "10") and not is_older("10", "9")
+    assert not is_older("a", "b")  # no numbers: nothing is known, so the later is the newer
+    assert is_older("a", "a")
 
 
 def test_what_is_dropped_is_news_once_and_only_the_object_that_was_meant() -> None:

@@ -15,7 +15,7 @@ import pytest
 from diloco_operator.metrics import Metrics
 from diloco_operator.model import Call, ProgramAnswer
 from diloco_operator.reconcile import syncer_poller
-from diloco_operator.reconcile.syncer_poller import NOT_ASKED, Asker
+from diloco_operator.reconcile.syncer_poller import NOT_ASKED, SyncerPoller
 from diloco_protocol.common.http_server import HttpServer, json_page
 from diloco_protocol.wire import limits, sync_pb2
 from diloco_protocol.wire.control_auth import CallRefused, NonceCache, sign_reply, verify_call
@@ -92,9 +92,9 @@ class Told:
                 await asyncio.sleep(0.005)
 
 
-def ask(asker: Asker, seconds: float = 30.0, pod: str = "pod-1", ip: str = "127.0.0.1", **more: Any) -> None:
+def ask(poller: SyncerPoller, seconds: float = 30.0, pod: str = "pod-1", ip: str = "127.0.0.1", **more: Any) -> None:
     given: dict[str, Any] = {"control_key": KEY, "learners": {}, "report_wanted": True, **more}
-    asker.every(JOB, seconds, (pod, ip), **given)
+    poller.schedule(JOB, seconds, (pod, ip), **given)
 
 
 def outcome(metrics: Metrics, method: str, word: str) -> float:
@@ -109,30 +109,30 @@ async def test_a_syncer_is_asked_at_once_and_then_as_often_as_wanted(
 ) -> None:
     monkeypatch.setattr(syncer_poller, "MIN_SECONDS", 0.0)
     told, metrics = Told(), Metrics()
-    asker = Asker(metrics, 4, 3.0, told)
+    poller = SyncerPoller(metrics, 4, 3.0, told)
     began = time.monotonic()
-    told.then = lambda: ask(asker, 0.2)
-    ask(asker, 0.2)
+    told.then = lambda: ask(poller, 0.2)
+    ask(poller, 0.2)
     await told.until(3)
     assert 0.35 < time.monotonic() - began < 3
-    asked, learners, report = asker.answers(JOB, "pod-1")
+    asked, learners, report = poller.latest_answers(JOB, "pod-1")
     assert asked is not None and asked.document == syncer.status
     assert asked.error == "" and asked.failing_since is None and time.time() - asked.at < 5
     assert (learners, report) == ({}, None)
     assert {method for method, _ in syncer.calls} == {"status"}
     assert outcome(metrics, "status", "ok") == len(syncer.calls)
-    await asker.close()
+    await poller.close()
 
 
 async def test_asking_often_is_bounded(syncer: Syncer) -> None:
     told = Told()
-    asker = Asker(Metrics(), 4, 3.0, told)
-    told.then = lambda: ask(asker, 0.0)
-    ask(asker, 0.0)
+    poller = SyncerPoller(Metrics(), 4, 3.0, told)
+    told.then = lambda: ask(poller, 0.0)
+    ask(poller, 0.0)
     await told.until(1)
     await asyncio.sleep(0.5)
     assert len(syncer.calls) == 1
-    await asker.close()
+    await poller.close()
 
 
 async def test_nobody_is_asked_again_before_the_answer_was_looked_at(
@@ -140,14 +140,14 @@ async def test_nobody_is_asked_again_before_the_answer_was_looked_at(
 ) -> None:
     monkeypatch.setattr(syncer_poller, "MIN_SECONDS", 0.0)
     told = Told()
-    asker = Asker(Metrics(), 4, 3.0, told)
-    ask(asker, 0.02)
+    poller = SyncerPoller(Metrics(), 4, 3.0, told)
+    ask(poller, 0.02)
     await told.until(1)
     await asyncio.sleep(0.3)
     assert len(syncer.calls) == 1
-    ask(asker, 0.02)
+    ask(poller, 0.02)
     await told.until(2)
-    await asker.close()
+    await poller.close()
 
 
 async def test_since_when_nobody_answers_and_that_somebody_does_again(
@@ -156,78 +156,78 @@ async def test_since_when_nobody_answers_and_that_somebody_does_again(
     monkeypatch.setattr(syncer_poller, "MIN_SECONDS", 0.05)
     caplog.set_level(logging.INFO, "diloco_operator")
     told, metrics = Told(), Metrics()
-    asker = Asker(metrics, 4, 3.0, told)
+    poller = SyncerPoller(metrics, 4, 3.0, told)
     await syncer.stop()
     before = time.time()
-    told.then = lambda: ask(asker, 0.05)
-    ask(asker, 0.05)
+    told.then = lambda: ask(poller, 0.05)
+    ask(poller, 0.05)
     await told.until(3)
-    first, _, _ = asker.answers(JOB, "pod-1")
+    first, _, _ = poller.latest_answers(JOB, "pod-1")
     assert first is not None and first.document is None and "unavailable" in first.error
     assert first.failing_since is not None and before - 0.1 <= first.failing_since <= first.at
     # The pod is replaced: the answers of the one before are none of its own, but how long nobody
     # answered goes on.
-    other, _, _ = asker.answers(JOB, "pod-2")
+    other, _, _ = poller.latest_answers(JOB, "pod-2")
     assert other == ProgramAnswer(None, other.error if other else "", first.at, first.failing_since)
     await syncer.start()
     async with asyncio.timeout(10):
-        while (now := asker.answers(JOB, "pod-1")[0]) is None or now.document is None:
+        while (now := poller.latest_answers(JOB, "pod-1")[0]) is None or now.document is None:
             await asyncio.sleep(0.02)
     assert now.failing_since is None
     said = [record.message for record in caplog.records]
     assert len([line for line in said if "does not answer" in line]) == 1
     assert len([line for line in said if "answers again" in line]) == 1
     assert outcome(metrics, "status", "unreachable") >= 3
-    await asker.close()
+    await poller.close()
 
 
 async def test_a_wrong_key_is_refused_and_said(syncer: Syncer) -> None:
     told, metrics = Told(), Metrics()
-    asker = Asker(metrics, 4, 3.0, told)
-    ask(asker, control_key=b"w" * 64)
+    poller = SyncerPoller(metrics, 4, 3.0, told)
+    ask(poller, control_key=b"w" * 64)
     await told.until(1)
-    asked, _, _ = asker.answers(JOB, "pod-1")
+    asked, _, _ = poller.latest_answers(JOB, "pod-1")
     assert asked is not None and asked.document is None and "wrong signature" in asked.error
     assert outcome(metrics, "status", "refused") == 1
-    assert await asker.call(JOB, "127.0.0.1", b"w" * 64, [Call("checkpoint", {})] * 2) == 0
+    assert await poller.call(JOB, "127.0.0.1", b"w" * 64, [Call("checkpoint", {})] * 2) == 0
     assert outcome(metrics, "checkpoint", "refused") == 2
     assert syncer.calls == []
-    await asker.close()
+    await poller.close()
 
 
 async def test_who_answers_in_the_syncers_place_is_not_believed(syncer: Syncer) -> None:
     syncer.credulous, syncer.key = True, b"x" * 64
     told = Told()
-    asker = Asker(Metrics(), 4, 3.0, told)
-    ask(asker)
+    poller = SyncerPoller(Metrics(), 4, 3.0, told)
+    ask(poller)
     await told.until(1)
-    asked, _, _ = asker.answers(JOB, "pod-1")
+    asked, _, _ = poller.latest_answers(JOB, "pod-1")
     assert asked is not None and asked.document is None and "not signed with the control key" in asked.error
-    await asker.close()
+    await poller.close()
 
 
 async def test_a_syncer_that_hangs_holds_up_nobody(syncer: Syncer) -> None:
     syncer.delay = 30.0
     told = Told()
-    asker = Asker(Metrics(), 4, 0.2, told)
+    poller = SyncerPoller(Metrics(), 4, 0.2, told)
     began = time.monotonic()
-    ask(asker)
+    ask(poller)
     await told.until(1)
     assert time.monotonic() - began < 5
-    asked, _, _ = asker.answers(JOB, "pod-1")
+    asked, _, _ = poller.latest_answers(JOB, "pod-1")
     assert asked is not None and "deadline exceeded" in asked.error
-    await asker.close()
+    await poller.close()
 
 
 async def test_no_more_than_so_many_calls_at_once(syncer: Syncer) -> None:
     syncer.delay = 0.05
     told = Told()
-    asker = Asker(Metrics(), 3, 5.0, told)
+    poller = SyncerPoller(Metrics(), 3, 5.0, told)
     for i in range(12):
-        asker.every(("ns", f"j{i}"), 30.0, (f"p{i}", "127.0.0.1"), KEY, {}, True)
+        poller.schedule(("ns", f"j{i}"), 30.0, (f"p{i}", "127.0.0.1"), KEY, {}, True)
     await told.until(12)
     assert syncer.most == 3
-    await asker.close()
+    await poller.close()
 
 
 async def test_the_report_is_fetched_once_when_the_end_is_said_and_only_if_it_is_wanted(
@@ -236,58 +236,58 @@ async def test_the_report_is_fetched_once_when_the_end_is_said_and_only_if_it_is
     monkeypatch.setattr(syncer_poller, "MIN_SECONDS", 0.0)
     syncer.status = {"phase": "complete"}
     told = Told()
-    asker = Asker(Metrics(), 4, 3.0, told)
-    told.then = lambda: ask(asker, 0.05, report_wanted=False)
+    poller = SyncerPoller(Metrics(), 4, 3.0, told)
+    told.then = lambda: ask(poller, 0.05, report_wanted=False)
     told.then()
     await told.until(2)
-    assert asker.answers(JOB, "pod-1")[2] is None
-    told.then = lambda: ask(asker, 0.05, report_wanted=True)
+    assert poller.latest_answers(JOB, "pod-1")[2] is None
+    told.then = lambda: ask(poller, 0.05, report_wanted=True)
     await told.until(5)
-    assert asker.answers(JOB, "pod-1")[2] == {"outcome": "complete", "merges": 7}
+    assert poller.latest_answers(JOB, "pod-1")[2] == {"outcome": "complete", "merges": 7}
     assert [method for method, _ in syncer.calls].count("report") == 1
     syncer.status = {"phase": "training"}  # its stop was raised: it goes on
     await told.until(8)
-    assert asker.answers(JOB, "pod-1")[2] is None
-    await asker.close()
+    assert poller.latest_answers(JOB, "pod-1")[2] is None
+    await poller.close()
 
 
 async def test_a_new_pod_is_asked_at_once_and_no_pod_not_at_all(syncer: Syncer) -> None:
     told = Told()
-    asker = Asker(Metrics(), 4, 3.0, told)
-    ask(asker, 30.0, pod="pod-1")
+    poller = SyncerPoller(Metrics(), 4, 3.0, told)
+    ask(poller, 30.0, pod="pod-1")
     await told.until(1)
-    ask(asker, 30.0, pod="pod-2")
+    ask(poller, 30.0, pod="pod-2")
     await told.until(2)
-    assert asker.answers(JOB, None)[0] is None
-    asker.every(JOB, 0.0, None, KEY, {}, True)
+    assert poller.latest_answers(JOB, None)[0] is None
+    poller.schedule(JOB, 0.0, None, KEY, {}, True)
     await asyncio.sleep(0.1)
     assert len(syncer.calls) == 2
-    asker.forget(JOB)
-    assert asker.answers(JOB, None) == (None, {}, None)
+    poller.forget(JOB)
+    assert poller.latest_answers(JOB, None) == (None, {}, None)
     # A pod that was not asked yet is not no pod: an operator that begins anew knows of one.
-    assert asker.answers(JOB, "pod-2") == (ProgramAnswer(None, NOT_ASKED), {}, None)
-    await asker.close()
+    assert poller.latest_answers(JOB, "pod-2") == (ProgramAnswer(None, NOT_ASKED), {}, None)
+    await poller.close()
 
 
 async def test_calls_say_what_they_are_told_to(syncer: Syncer) -> None:
-    asker = Asker(Metrics(), 4, 3.0, lambda key: None)
+    poller = SyncerPoller(Metrics(), 4, 3.0, lambda key: None)
     gone = Call("process-gone", {"region": "local", "ordinal": 1, "process": "", "reason": "pod deleted"})
     end = Call("announce", {"phase": "suspended", "message": "x"})
-    assert await asker.call(JOB, "127.0.0.1", KEY, [gone, end]) == 2
+    assert await poller.call(JOB, "127.0.0.1", KEY, [gone, end]) == 2
     assert syncer.calls == [(gone.method, gone.body), (end.method, end.body)]
-    await asker.close()
+    await poller.close()
 
 
 async def test_of_many_calls_that_nobody_answers_only_the_first_is_waited_for(syncer: Syncer) -> None:
     syncer.delay = 30.0
     metrics = Metrics()
-    asker = Asker(metrics, 4, 0.3, lambda key: None)
+    poller = SyncerPoller(metrics, 4, 0.3, lambda key: None)
     calls = [Call("process-gone", {"region": "local", "ordinal": i}) for i in range(20)]
     began = time.monotonic()
-    assert await asker.call(JOB, "127.0.0.1", KEY, calls) == 0
+    assert await poller.call(JOB, "127.0.0.1", KEY, calls) == 0
     assert time.monotonic() - began < 4
     assert outcome(metrics, "process-gone", "unreachable") == 1
-    await asker.close()
+    await poller.close()
 
 
 async def test_learners_pages_are_read_where_the_syncer_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,17 +296,17 @@ async def test_learners_pages_are_read_where_the_syncer_is_elsewhere(monkeypatch
     port = await server.start("127.0.0.1", 0)
     monkeypatch.setattr(syncer_poller, "WORKER_PORT", port)
     told, metrics = Told(), Metrics()
-    asker = Asker(metrics, 4, 3.0, told)
-    asker.every(JOB, 5.0, None, KEY, {"tiny-b-0": ("u0", "127.0.0.1"), "tiny-b-1": ("u1", "::1")}, True)
+    poller = SyncerPoller(metrics, 4, 3.0, told)
+    poller.schedule(JOB, 5.0, None, KEY, {"tiny-b-0": ("u0", "127.0.0.1"), "tiny-b-1": ("u1", "::1")}, True)
     await told.until(1)
-    _, learners, _ = asker.answers(JOB, None)
+    _, learners, _ = poller.latest_answers(JOB, None)
     assert learners["tiny-b-0"].document == {"role": "learner", "phase": "suspended"}
     assert learners["tiny-b-1"].document is None and learners["tiny-b-1"].failing_since is not None
     assert outcome(metrics, "learner-status", "ok") == 1
     # A pod that is not there any more says nothing, nor does its successor before it was asked.
-    asker.every(JOB, 5.0, None, KEY, {"tiny-b-0": ("u9", "127.0.0.1")}, True)
-    assert asker.answers(JOB, None)[1] == {}
-    await asker.close()
+    poller.schedule(JOB, 5.0, None, KEY, {"tiny-b-0": ("u9", "127.0.0.1")}, True)
+    assert poller.latest_answers(JOB, None)[1] == {}
+    await poller.close()
     await server.stop()
 
 
