@@ -262,6 +262,6 @@ class Job:
         until(f"the pods of {self.name} gone", lambda: not self.pods(), timeout)
 
 
-def wall() -> float:
+def clock() -> float:
     """Now, as the pods' clocks have it (one machine, or NTP)."""
     return time.time()

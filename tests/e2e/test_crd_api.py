@@ -634,12 +634,12 @@ def test_what_kubectl_apply_makes_of_zeros_and_of_an_alternative(
 
 def test_status_and_spec_have_separate_doors(api: Api, started: tuple[str, str]) -> None:
     fresh, running = started
-    # The spec's door ignores status: nobody unlocks a job by taking its start time away.
+    # The endpoint of the spec ignores status: nobody unlocks a job by taking its start time away.
     answer = api.edit(running, {"status": {"startTime": None}, "spec": {"seed": 7}})
     assert answer.fields == {"spec.seed"}, answer
     answer = api.edit(fresh, {"status": {"startTime": "2026-01-01T00:00:00Z"}, "spec": {"seed": 7}})
     assert answer.taken and "startTime" not in answer.body.get("status", {})
-    # The status' door ignores spec.
+    # The endpoint of the status ignores spec.
     answer = api.edit(running, {"spec": {"seed": 7}, "status": {"phase": "Running"}}, "status")
     assert answer.taken and answer.body["spec"]["seed"] == 0
     # A job is created without status, whatever the file says.

@@ -21,7 +21,7 @@ from repository import ROOT
 
 from .clusters import Cluster, until
 from .conftest import SYSTEM
-from .jobs import Job, wall
+from .jobs import Job, clock
 
 WINDOW = 20.0  # seconds of steps before and after a deletion
 
@@ -48,14 +48,14 @@ def delete_and_follow(job: Job, victim: str, forced: bool) -> Timeline:
     newest = known[-1]["n"] if known else 0
     slot = next(s["slot"] for s in job.training()["slots"] if s["process"].startswith(uid.replace("-", "")))
     told = Timeline(victim, forced)
-    start = wall()
+    start = clock()
     words = ("--grace-period=0", "--force") if forced else ()
     job.cluster.kubectl("delete", "pod", victim, "-n", job.namespace, "--wait=false", *words)
 
     def successor() -> dict[str, Any] | None:
         found = job.pod(victim)
         if told.gone == 0.0 and (found is None or found["metadata"]["uid"] != uid):
-            told.gone = wall() - start
+            told.gone = clock() - start
         return found if found is not None and found["metadata"]["uid"] != uid else None
 
     new = until(f"a successor of {victim}", successor, 90, every=0.2)
@@ -109,18 +109,18 @@ def test_learners_are_deleted(cluster: Cluster, start: Any, count: int) -> None:
     pods = sorted(job.identities())
     for turn in range(count):
         # Long enough for the steps before the deletion to be those of a whole quorum.
-        moment = wall() + WINDOW + rng.uniform(0, 5)
-        until("the random moment", lambda at=moment: wall() >= at, WINDOW + 10, every=0.1)
+        moment = clock() + WINDOW + rng.uniform(0, 5)
+        until("the random moment", lambda at=moment: clock() >= at, WINDOW + 10, every=0.1)
         before = job.identities()
         victim, forced = rng.choice(pods), turn % 2 == 1
-        began = wall()
+        began = clock()
         earlier = job.step_seconds(began - WINDOW, began)
         if turn == count // 2:  # nobody is there to replace anything, and nothing waits for it
             cluster.kubectl(
                 "delete", "pod", "-n", SYSTEM, "-l", "app.kubernetes.io/name=diloco-operator", "--wait=false"
             )
         told = delete_and_follow(job, victim, forced)
-        until("the window after it", lambda at=began: wall() >= at + WINDOW, WINDOW + 5)
+        until("the window after it", lambda at=began: clock() >= at + WINDOW, WINDOW + 5)
         later = job.step_seconds(began, began + WINDOW)
         survivors = [p for p in pods if p != victim]
         told.slower = max(later[p] / earlier[p] for p in survivors)

@@ -12,7 +12,7 @@ from repository import ROOT
 
 from .clusters import Cluster, run, until
 from .conftest import VERSION
-from .jobs import Job, small_job, wall
+from .jobs import Job, clock, small_job
 
 OTHER = f"diloco-worker:{VERSION}-other"
 
@@ -37,10 +37,10 @@ def test_suspend_resume_delete(cluster: Cluster, start: Any) -> None:
     job.exact()
     claim = f"/api/v1/namespaces/{job.namespace}/persistentvolumeclaims/{job.name}-syncer"
     assert cluster.api(claim) is not None
-    began = wall()
+    began = clock()
     cluster.diloco("delete", job.name, "-n", job.namespace)
     until("the job is gone", lambda: job.object() is None, 60)
-    assert wall() - began < 45
+    assert clock() - began < 45
     until("its pods are gone", lambda: not job.pods(), 60)
     until("its volume is gone (onDelete: Delete)", lambda: cluster.api(claim) is None, 60)
     until("nothing of it is left", lambda: not left(job), 60)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from .clusters import Cluster, until
-from .jobs import Job, pod_template, wall
+from .jobs import Job, clock, pod_template
 from .test_syncer_pod import tape
 
 FAR = 1  # the node that is lost; node 0 carries the control plane and, in these tests, the operator
@@ -67,7 +67,7 @@ def test_a_learner_is_replaced_elsewhere(cluster: Cluster, start: Any, far_node:
     theirs = old["metadata"]["uid"].replace("-", "")
     lost = next(row for row in before["slots"] if row["process"].startswith(theirs))
     near = job.identities()[f"{job.name}-near-0"]
-    began = wall()
+    began = clock()
     lose(loss)
     told = job.training()
     job.merging_on()  # the one that is left goes on
@@ -91,11 +91,11 @@ def test_a_learner_is_replaced_elsewhere(cluster: Cluster, start: Any, far_node:
         ),
         120,
     )
-    print(f"{loss}: replaced and in a merge {wall() - began:.1f} s after the node was lost")
+    print(f"{loss}: replaced and in a merge {clock() - began:.1f} s after the node was lost")
     back()
     # The old incarnation, alive on the isolated node, does not take its place back.
-    began = wall()
-    while wall() < began + 20:
+    began = clock()
+    while clock() < began + 20:
         rows = job.training()["slots"]
         assert not any(s["process"].startswith(theirs) and s["state"] == "active" for s in rows)
         job.merging_on(merges=2)
@@ -145,8 +145,8 @@ def test_under_wait_it_is_told_and_comes_back(cluster: Cluster, start: Any, far_
         "status names the node", lambda: any(node in region.get("cause", "") for region in job.status()["regions"]), 150
     )
     until("the pod is on its way", lambda: "deletionTimestamp" in job.pod(f"{job.name}-far-0")["metadata"], 120)  # type: ignore[index]
-    began = wall()
-    until("some time after its grace", lambda: wall() > began + 45, 60)
+    began = clock()
+    until("some time after its grace", lambda: clock() > began + 45, 60)
     left = job.pod(f"{job.name}-far-0")
     assert left is not None and left["metadata"]["uid"] == uid, "it was force-deleted under Wait"
     job.merging_on()
@@ -208,8 +208,8 @@ def test_training_goes_on_without_the_api_server(cluster: Cluster, start: Any) -
     pods = job.identities() | job.identities("syncer")
     cluster.fault("stop-api")
     try:
-        began = wall()
-        until("30 seconds without it", lambda: wall() > began + 30, 60, every=1)
+        began = clock()
+        until("30 seconds without it", lambda: clock() > began + 30, 60, every=1)
     finally:
         cluster.fault("start-api")
     until("the API server answers", lambda: cluster.nodes(), 60)

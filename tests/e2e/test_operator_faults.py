@@ -397,8 +397,8 @@ def test_a_secret_that_was_deleted_is_made_again_when_it_is_missed(
     )
     with operate(wants) as operator:
         until("ready", operator.ready, 30)
-        kube.apply(job("keeper"))
-        path = named("secrets", wants_secret(settled(kube, "keeper")))
+        kube.apply(job("kept"))
+        path = named("secrets", wants_secret(settled(kube, "kept")))
         before = until("made", lambda: get(kube, path), 10)
         kube.kubectl("delete", "secret", path.rsplit("/", 1)[1])
         assert not any(resource == "secrets" for _, resource, _ in quiet(operator, 3))

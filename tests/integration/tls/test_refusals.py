@@ -152,7 +152,7 @@ async def test_every_refusal_has_its_name(syncer: SyncerProcess, parties: Partie
         header = sync_pb2.UploadHeader(job="raw", process=honest.process, initial=part)
         reply = await other.upload(header, b"{}")
         assert (reply.accepted, reply.reason) == (False, "wrong-process")
-        # The join token, at every door.
+        # The join token, at every service.
         thief = learners(parties.learner("thief", "eu-1", token="b6" * 32))
         assert await code_of(thief.join()) == "UNAUTHENTICATED"
         with pytest.raises(bulk.TransferError, match=r"join token|Internal error"):

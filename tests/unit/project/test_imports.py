@@ -1,7 +1,7 @@
-"""The doors between rooms, as a process meets them: what an import really loads.
+"""What an import really loads, as a process meets it.
 
 The linter reads source; this runs it. Each package, and every module of the
-rooms that must stay without torch, is imported in a fresh interpreter, and
+packages that must stay without torch, is imported in a fresh interpreter, and
 sys.modules says what came along.
 """
 
@@ -49,7 +49,7 @@ def probe(package: str) -> tuple[list[str], set[str]]:
         ("diloco", ()),
     ],
 )
-def test_importing_every_module_of_the_room_loads_no_torch(package: str, closed: tuple[str, ...]) -> None:
+def test_importing_every_module_of_a_package_loads_no_torch(package: str, closed: tuple[str, ...]) -> None:
     modules, loaded = probe(package)
     assert modules, f"{package} has no modules: the probe looked at nothing"
     assert package in loaded
@@ -64,7 +64,7 @@ def test_the_worker_knows_neither_syncer_nor_command_line() -> None:
     assert not loaded & {"diloco_syncer", "diloco"}
 
 
-def test_the_linter_finds_the_doors_closed() -> None:
+def test_the_linters_contracts_are_kept() -> None:
     """The same contracts that `make lint` checks (pyproject.toml, tool.importlinter)."""
     done = subprocess.run(
         [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"],

@@ -28,10 +28,10 @@ FILES = {
 @pytest.fixture
 def modules(tmp_path: Path) -> dict[str, structure.Module]:
     for name, text in FILES.items():
-        path = tmp_path / "room" / "pack" / f"{name}.py"
+        path = tmp_path / "folder" / "pack" / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return structure.read_modules(tmp_path, {"pack": "room"})
+    return structure.read_modules(tmp_path, {"pack": "folder"})
 
 
 def test_circles_through_late_imports_and_behind_type_checking(modules: dict[str, structure.Module]) -> None:
@@ -43,14 +43,14 @@ def test_circles_through_late_imports_and_behind_type_checking(modules: dict[str
 
 def test_names(modules: dict[str, structure.Module]) -> None:
     (twin,) = structure.twin_classes(modules)
-    assert twin == "pack.Twin: room/pack/c.py:2, room/pack/deep/e.py:2"
+    assert twin == "pack.Twin: folder/pack/c.py:2, folder/pack/deep/e.py:2"
     assert [line.split()[-1] for line in structure.bare_verbs(modules)] == ["take", "settled"]
 
 
 def test_folders(modules: dict[str, structure.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     assert structure.full_folders(modules) == []
     monkeypatch.setattr(structure, "MOST_FILES", 3)
-    assert structure.full_folders(modules) == ["room/pack: 4 files", "room/pack/deep: 4 files"]
+    assert structure.full_folders(modules) == ["folder/pack: 4 files", "folder/pack/deep: 4 files"]
 
 
 def test_upward_imports() -> None:

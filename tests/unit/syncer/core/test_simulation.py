@@ -423,7 +423,7 @@ class World:
                 raise AssertionError(action)
 
     def merge(self, action: ev.Merge, headers: list[str], content: list[Ids], life: int) -> None:
-        """The wall merges and writes the record; a crash before loses it, after keeps it."""
+        """The runtime merges and writes the record; a crash before loses it, after keeps it."""
         if life != self.life:
             return
         p, v = action.fragment, action.version
@@ -500,7 +500,7 @@ class World:
         return tuple(learner.holdings[p][4] for p, _ in enumerate(self.held_by(learner)))
 
     def give_base(self, ask: ev.RequestVersion) -> None:
-        """A learner was asked for what it holds; the wall makes it durable."""
+        """A learner was asked for what it holds; the runtime makes it durable."""
         learner, p = self.connections.get(ask.connection), ask.fragment
         if learner is None or not self.up() or self.chance(0.05):
             return  # no answer
