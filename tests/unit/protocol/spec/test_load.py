@@ -336,6 +336,7 @@ def test_paths_that_are_no_file(tmp_path: Path) -> None:
         assert "cannot be read" in refusal(tmp_path / "socket")
 
 
+@pytest.mark.alone
 def test_a_large_file_is_refused_by_its_size(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     with path.open("wb") as file:

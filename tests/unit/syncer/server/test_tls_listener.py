@@ -463,6 +463,7 @@ async def test_a_flood_of_silent_connections_keeps_nobody_out(
         await until(lambda: there.listener.handshakes == 0, "those who left to be forgotten")
 
 
+@pytest.mark.alone
 async def test_slow_loris_garbage_and_probes(parties: Parties, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listeners, "HANDSHAKE_SECONDS", 1.0)
     learner = parties.learner()
