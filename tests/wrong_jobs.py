@@ -264,14 +264,7 @@ RULES: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     ("external", {"syncer.endpoint.type": "External"}, "syncer.endpoint.address", "is required"),
     ("half named", {"syncer.cluster": "a"}, "regions.0.cluster", "everywhere, or nowhere"),
-    ("shards above P", {"syncer.shards": 25}, "syncer.shards", "at most sync.fragments"),
     ("port of ClusterIP", {"syncer.endpoint.nodePort": 30000}, "syncer.endpoint.nodePort", "belongs to type NodePort"),
-    (
-        "ports beyond the range",
-        {"syncer.endpoint": {"type": "NodePort", "nodePort": 32767}, "syncer.shards": 2},
-        "syncer.endpoint.nodePort",
-        "at most 32766",
-    ),
     ("tls off and named", {"syncer.tls": {"mode": "off", "secretName": "a"}}, "syncer.tls.mode", "contradicts"),
     ("two stores", {"syncer.storage": {"claimName": "a", "uri": "s3://a"}}, "syncer.storage.uri", "contradicts"),
     (

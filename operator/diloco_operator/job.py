@@ -123,8 +123,6 @@ def place_job(spec: JobSpec, cluster: str | None) -> Placement:
 def find_unsupported(spec: JobSpec) -> list[str]:
     """Sentences about what the spec allows and this version of the operator does not do; empty: nothing."""
     found = []
-    if spec.syncer.shards > 1:
-        found.append(f"spec.syncer.shards is {spec.syncer.shards}: this version runs one syncer per job, set it to 1")
     if spec.syncer.tls.mode == "auto":
         named = (spec.syncer.tls.secret_name is not None, spec.learners.credentials.secret_name is not None)
         if named == (True, False):

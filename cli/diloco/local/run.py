@@ -56,7 +56,7 @@ def run(options: RunOptions) -> int:
         raise UsageError(problems_text(error)) from error
     except chaos.ChaosError as error:
         raise UsageError(str(error)) from error
-    _check_here(job, options)
+    _check_report_path(options)
     try:
         with locked(options.workdir or Path("runs") / job.metadata.name) as workdir:
             again = claim(workdir, job, options.job.absolute().parent)
@@ -82,13 +82,8 @@ def run(options: RunOptions) -> int:
         raise UsageError(str(error)) from error
 
 
-def _check_here(job: DiLoCoJob, options: RunOptions) -> None:
-    """What can be known to be wrong before anything is started."""
-    if job.spec.syncer.shards > 1:
-        raise UsageError(
-            f"spec.syncer.shards = {job.spec.syncer.shards}: a run on one machine has one syncer;"
-            " set it to 1, or give --set syncer.shards=1"
-        )
+def _check_report_path(options: RunOptions) -> None:
+    """Check that the report can be written, before anything is started."""
     if options.report is not None:
         # Its directory is made with the first write (it may be the workdir itself): the nearest
         # one that exists has to be writable.

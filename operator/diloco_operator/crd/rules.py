@@ -228,23 +228,10 @@ BETWEEN_FIELDS: tuple[Rule, ...] = (
     ),
     # syncer
     Rule(
-        SPEC,
-        "self.syncer.shards <= self.sync.fragments",
-        "must be at most sync.fragments: each shard owns some fragments",
-        ".syncer.shards",
-    ),
-    Rule(
         ENDPOINT,
         "!has(self.nodePort) || self.type == 'NodePort'",
         "belongs to type NodePort: leave it out",
         ".nodePort",
-    ),
-    Rule(
-        SYNCER,
-        "!has(self.endpoint.nodePort) || self.endpoint.type != 'NodePort'"
-        " || self.endpoint.nodePort + self.shards - 1 <= 32767",
-        "leaves no room for all shards below 32768: use at most 32768 less syncer.shards",
-        ".endpoint.nodePort",
     ),
     Rule(
         TLS,

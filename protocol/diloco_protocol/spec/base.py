@@ -52,6 +52,12 @@ NAMESPACE_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 FUNCTION_PATTERN = r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*$"
 """module:function. No class such as \\w here: regular expressions in Go know them for ASCII only."""
 
+BUCKET_PATTERN = r"^(s3|gs|az)://.+$"
+"""What obstore speaks, the client of buckets."""
+
+BucketUri = Annotated[str, StringConstraints(pattern=BUCKET_PATTERN, max_length=1024)]
+"""A bucket, and a folder in it."""
+
 Name = Annotated[str, StringConstraints(pattern=OBJECT_PATTERN, max_length=253)]
 """The name of a Kubernetes object."""
 

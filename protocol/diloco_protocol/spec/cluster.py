@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from diloco_protocol.common.quantities import parse_quantity
-from diloco_protocol.spec.base import ADDRESS_PATTERN, NAME_PATTERN, Free, Name, Seconds, Spec, Text
+from diloco_protocol.spec.base import ADDRESS_PATTERN, NAME_PATTERN, BucketUri, Free, Name, Seconds, Spec, Text
 
 
 def _positive_quantity(text: str) -> str:
@@ -50,7 +50,7 @@ class StorageSpec(Spec):
     size: Quantity = Field("10Gi", description="Size of the volume that is made.")
     storage_class_name: Name | None = Field(None, description="Its storage class; null: the cluster's default.")
     claim_name: Name | None = Field(None, description="A PersistentVolumeClaim of yours instead.")
-    uri: Text | None = Field(None, description="A bucket instead, by its URI, such as s3://bucket/prefix.")
+    uri: BucketUri | None = Field(None, description="A bucket instead, by its URI, such as s3://bucket/prefix.")
     on_delete: Literal["Retain", "Delete"] = Field(
         "Retain", description="What happens to a made volume when the job is deleted."
     )
@@ -67,7 +67,7 @@ class SyncerSpec(Spec):
     """The service that holds the global parameters."""
 
     cluster: Name | None = Field(None, description="Cluster it runs in; null in a job of one cluster.")
-    shards: int = Field(1, ge=1, le=64, description="Processes that share the fragments; at most sync.fragments.")
+    shards: int = Field(1, ge=1, le=1, description="Processes that share the fragments; more than 1 do not work yet.")
     endpoint: EndpointSpec = Field(default_factory=EndpointSpec, description="Where learners reach it.")
     tls: TlsSpec = Field(default_factory=TlsSpec, description="Its certificate.")
     storage: StorageSpec = Field(default_factory=StorageSpec, description="Where its durable state lies.")

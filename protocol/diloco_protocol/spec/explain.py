@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from diloco_protocol.spec.base import (
     ADDRESS_PATTERN,
+    BUCKET_PATTERN,
     FUNCTION_PATTERN,
     NAME_PATTERN,
     NAMESPACE_PATTERN,
@@ -29,6 +30,7 @@ _PATTERNS = {
     OBJECT_PATTERN: "lower-case letters, digits and dashes between letters or digits, parts joined by dots",
     NAMESPACE_PATTERN: "lower-case letters, digits and dashes between letters or digits",
     FUNCTION_PATTERN: "module:function",
+    BUCKET_PATTERN: "a bucket by its URI (s3://, gs:// or az://)",
     ADDRESS_PATTERN: "host or host:port (an IPv6 host in brackets)",
 }
 

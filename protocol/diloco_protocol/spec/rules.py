@@ -281,33 +281,16 @@ def _clusters(spec: JobSpec) -> Iterator[Violation]:
 
 
 def _syncer(spec: JobSpec) -> Iterator[Violation]:
-    """syncer.shards is at most sync.fragments. endpoint.nodePort belongs to type NodePort and leaves room
-    for all shards. tls.mode off has no secretName. storage.claimName and storage.uri exclude each other and
-    what is about a volume that is made (storageClassName, onDelete Delete)."""
+    """endpoint.nodePort belongs to type NodePort. tls.mode off has no secretName. storage.claimName and storage.uri
+    exclude each other and what is about a volume that is made (storageClassName, onDelete Delete)."""
     syncer, storage, endpoint = spec.syncer, spec.syncer.storage, spec.syncer.endpoint
-    if syncer.shards > spec.sync.fragments:
+    if endpoint.node_port is not None and endpoint.type != "NodePort":
         yield broken(
-            "syncer.shards",
-            syncer.shards,
-            f"must be at most sync.fragments ({spec.sync.fragments}): each shard owns some fragments",
-            "sync.fragments",
+            "syncer.endpoint.nodePort",
+            endpoint.node_port,
+            f"belongs to type NodePort, and type is {endpoint.type}: leave it out",
+            "syncer.endpoint.type",
         )
-    if endpoint.node_port is not None:
-        if endpoint.type != "NodePort":
-            yield broken(
-                "syncer.endpoint.nodePort",
-                endpoint.node_port,
-                f"belongs to type NodePort, and type is {endpoint.type}: leave it out",
-                "syncer.endpoint.type",
-            )
-        elif endpoint.node_port + syncer.shards - 1 > 32767:
-            yield broken(
-                "syncer.endpoint.nodePort",
-                endpoint.node_port,
-                f"leaves no room for {syncer.shards} shards below 32768: use at most {32768 - syncer.shards}",
-                "syncer.shards",
-                "syncer.endpoint.type",
-            )
     if syncer.tls.mode == "off" and syncer.tls.secret_name is not None:
         yield broken(
             "syncer.tls.mode",

@@ -75,7 +75,7 @@ def test_wrong_arguments_are_2(arguments: list[str]) -> None:
         (["--set", "sync.every=-1"], "sync.every"),
         (["--set", "nonsense"], "path=value"),
         (["--seed", "-5"], "seed"),
-        (["--set", "syncer.shards=2"], "--set syncer.shards=1"),
+        (["--set", "syncer.shards=2"], "syncer.shards = 2"),
         (["--report", "/dev/null/report.json"], "name a file in a directory that can be written"),
         (["--report", "r" * 300], "name a file in a directory that can be written"),
         (["--http", "8080"], "host:port"),

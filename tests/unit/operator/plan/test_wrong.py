@@ -65,7 +65,6 @@ def test_an_invalid_spec_touches_nothing() -> None:
 @pytest.mark.parametrize(
     ("spec", "reason", "words"),
     [
-        ({"syncer": {"shards": 2}}, "Unsupported", ["syncer.shards", "set it to 1"]),
         ({"syncer": {"tls": {"secretName": "mine"}}}, "Unsupported", ["learners.credentials.secretName"]),
         (
             {"syncer": {"cluster": "a"}, "regions": [{"name": "local", "cluster": "a", "learners": 3}]},

@@ -502,7 +502,7 @@ def test_labels_and_annotations_are_those_of_kubernetes(key: str, good: bool) ->
         ("training.data.paths.1=c", "training.data.paths", ["python-stdlib", "c"]),
         ("training.optimizer.clipNorm=null", "training.optimizer.clip_norm", None),
         ("training.optimizer.clipNorm=", "training.optimizer.clip_norm", None),
-        ("syncer.storage.uri='123'", "syncer.storage.uri", "123"),
+        ("syncer.storage.storageClassName='123'", "syncer.storage.storage_class_name", "123"),
         ("sync.outer.betas.1=0.99", "sync.outer.betas", [0.9, 0.99]),
         (" suspend = yes", "suspend", True),
     ],
@@ -642,3 +642,18 @@ def test_what_a_newer_operator_wrote_is_left_out_and_said(tmp_path: Path, caplog
     with pytest.raises(JobError, match=r"sync\.quorum") as error:
         read_job(path)
     assert [problem.path for problem in error.value.problems] == ["spec.sync.quorum"]
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "words"),
+    [
+        ("syncer.shards=2", "syncer.shards", "at most 1"),
+        ("syncer.storage.uri=memory://x", "syncer.storage.uri", "s3://, gs:// or az://"),
+        ("syncer.storage.uri=s3://", "syncer.storage.uri", "a bucket by its URI"),
+    ],
+)
+def test_what_the_syncer_cannot_do_is_refused(override: str, path: str, words: str) -> None:
+    with pytest.raises(JobError) as caught:
+        parse_job(MINIMAL, [override])
+    (problem,) = caught.value.problems
+    assert problem.path.endswith(path) and words in problem.message
