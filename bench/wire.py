@@ -41,7 +41,7 @@ from diloco_protocol.spec.load import parse_job
 from diloco_protocol.vocabulary import TransferRefusal
 from diloco_protocol.wire import bulk, limits, services, sync_pb2
 from diloco_protocol.wire import channels as wire_channels
-from diloco_syncer.messages import reply
+from diloco_syncer.messages import upload_reply
 from diloco_syncer.runtime.buffer_pool import BufferPool
 from diloco_syncer.runtime.multipart import MultipartUploads
 
@@ -105,7 +105,7 @@ async def _sink(pipe: Connection) -> None:
 
         key = (header.process, header.push.fragment, header.push.sequence)
         whole = await uploads.receive_part(key, header, stream, size, make)
-        return reply(True) if whole is not None else reply(True, TransferRefusal.PARTIAL)
+        return upload_reply(True) if whole is not None else upload_reply(True, TransferRefusal.PARTIAL)
 
     async def download(request: bytes, context: Any) -> AsyncIterator[bytes]:
         raise NotImplementedError("nothing is downloaded here")

@@ -17,7 +17,7 @@ from diloco.processes.workdir import Workdir
 from diloco.processes.worker_specs import ServeOptions, served_worker_specs
 from diloco_protocol.spec.job import DiLoCoJob, immutable_digests
 from diloco_protocol.spec.load import job_from_json, load_job, parse_job
-from diloco_syncer.server.pages.job_page import handout
+from diloco_syncer.server.pages.job_page import job_for_learners
 from repository import ROOT
 
 GPT = ROOT / "examples" / "tiny-gpt.yaml"
@@ -135,13 +135,13 @@ def test_addresses_of_this_machine_need_no_certificates() -> None:
 
 def test_what_is_handed_out_is_the_job_without_templates() -> None:
     given = job(TWO, "learners.podTemplate={spec: {containers: [{name: learner, env: [{name: K, value: w}]}]}}")
-    handed = job_from_json(handout(given))
+    handed = job_from_json(job_for_learners(given))
     assert immutable_digests(handed) == immutable_digests(given)
     assert (handed.spec.sync, handed.spec.training) == (given.spec.sync, given.spec.training)
-    text = handout(given).decode()
+    text = job_for_learners(given).decode()
     assert "inside" not in text and '"K"' not in text and "inside" in given.model_dump_json()
     annotated = parse_job(GPT.read_text().replace("name: tiny-gpt", "name: tiny-gpt\n  annotations: {a: unheard}"))
-    assert "unheard" not in handout(annotated).decode()
+    assert "unheard" not in job_for_learners(annotated).decode()
 
 
 def test_a_serving_machine_runs_the_evaluator_at_most() -> None:
