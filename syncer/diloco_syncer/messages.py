@@ -71,6 +71,7 @@ def join_from(message: sync_pb2.Join, connection: int, job: str) -> ev.Join:
         sequences=_count(message.sequences, "sequences"),
         held=tuple((_count(h.epoch, "epoch"), _count(h.version, "version")) for h in message.held),
         tenure=_count(message.tenure, "tenure"),
+        slot=message.slot if message.tenure else -1,
         settled=tuple(_count(h.settled, "settled") for h in message.held),
         previous_incarnation=_count(message.previous_incarnation, "previous_incarnation"),
         idle=message.idle,

@@ -62,7 +62,7 @@ class LearnerMessage(_message.Message):
     def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., lease_request: _Optional[_Union[LeaseRequest, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., peer_state_wanted: _Optional[_Union[PeerStateWanted, _Mapping]] = ..., peer_state_unavailable: _Optional[_Union[PeerStateUnavailable, _Mapping]] = ..., drain_request: _Optional[_Union[DrainRequest, _Mapping]] = ..., base_unavailable: _Optional[_Union[BaseUnavailable, _Mapping]] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("format", "job", "process", "role", "region", "ordinal", "layout_digest", "digests", "sequences", "held", "previous_incarnation", "idle", "tenure", "pod", "attempt")
+    __slots__ = ("format", "job", "process", "role", "region", "ordinal", "layout_digest", "digests", "sequences", "held", "previous_incarnation", "slot", "idle", "tenure", "pod", "attempt")
     class DigestsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -81,6 +81,7 @@ class Join(_message.Message):
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     PREVIOUS_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
     IDLE_FIELD_NUMBER: _ClassVar[int]
     TENURE_FIELD_NUMBER: _ClassVar[int]
     POD_FIELD_NUMBER: _ClassVar[int]
@@ -96,11 +97,12 @@ class Join(_message.Message):
     sequences: int
     held: _containers.RepeatedCompositeFieldContainer[Held]
     previous_incarnation: int
+    slot: int
     idle: bool
     tenure: int
     pod: str
     attempt: int
-    def __init__(self, format: _Optional[int] = ..., job: _Optional[str] = ..., process: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., region: _Optional[str] = ..., ordinal: _Optional[int] = ..., layout_digest: _Optional[str] = ..., digests: _Optional[_Mapping[str, str]] = ..., sequences: _Optional[int] = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., previous_incarnation: _Optional[int] = ..., idle: _Optional[bool] = ..., tenure: _Optional[int] = ..., pod: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+    def __init__(self, format: _Optional[int] = ..., job: _Optional[str] = ..., process: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., region: _Optional[str] = ..., ordinal: _Optional[int] = ..., layout_digest: _Optional[str] = ..., digests: _Optional[_Mapping[str, str]] = ..., sequences: _Optional[int] = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., previous_incarnation: _Optional[int] = ..., slot: _Optional[int] = ..., idle: _Optional[bool] = ..., tenure: _Optional[int] = ..., pod: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Held(_message.Message):
     __slots__ = ("epoch", "version", "settled")

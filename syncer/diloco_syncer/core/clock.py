@@ -49,8 +49,8 @@ class JobClock:
             self.started_at = self.advanced_at = now
 
     def advance(self, now: float, step_seconds: float, computed: float, trained: int) -> None:
-        """Some learner made steps, ``computed`` seconds of them since it was last heard;
-        ``trained``: tokens of all."""
+        """A learner made steps. ``computed``: its compute seconds since its last report; ``trained``: tokens of all
+        learners."""
         if self.advanced_at is not None and self.running:
             self.up += min(now - self.advanced_at, max(MIN_GAP, 3 * step_seconds, computed))
         self.advanced_at = now
@@ -74,13 +74,13 @@ class JobClock:
     def end(self, now: float) -> None:
         if self.ended_at is None:
             self.ended_at = now
-            self.release(now)
+            self.end_hold(now)
 
-    def hold(self, now: float) -> None:
+    def begin_hold(self, now: float) -> None:
         if not self.holding:
             self.holds.append([self.elapsed(now), None])
 
-    def release(self, now: float) -> None:
+    def end_hold(self, now: float) -> None:
         if self.holding:
             self.holds[-1][1] = self.elapsed(now)
 
@@ -102,7 +102,7 @@ class JobClock:
     def load(self, row: dict[str, Any], now: float, wall: float) -> None:
         self.before = row["elapsed"]
         self.up = row["up"]
-        self.slot_seconds_before = row.get("slot_seconds", self.slots * self.before)
+        self.slot_seconds_before = row["slot_seconds"]
         self.holds = [list(hold) for hold in row["holds"]]
         if row["running"]:
             down = max(0.0, wall - row["wall"])

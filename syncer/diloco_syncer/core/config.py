@@ -31,6 +31,7 @@ class CoreConfig:
     evaluator_seconds: float = 20.0  # of these, the wait for an evaluator that is not connected
     peer_seconds: float = 30.0  # the longest wait for a peer's optimizer state
     checkpoint_seconds: float = 20.0  # and for the one that goes into the checkpoint
+    rebuild_seconds: float = 30.0  # an empty store's wait for learners beyond the quorum
 
     @classmethod
     def from_job(cls, job: DiLoCoJob) -> CoreConfig:

@@ -90,6 +90,7 @@ class Join:
     pod: str = ""  # UID of its pod (hex); empty: it runs in none
     tenure: int = 0  # the incarnation under which its newest tenure began; 0: it had none
     settled: tuple[int, ...] = ()  # per fragment, what the announcement of ``held`` said (lineage.py)
+    slot: int = -1  # in which its newest tenure ran; -1: it had none
 
 
 @dataclass(frozen=True, slots=True)

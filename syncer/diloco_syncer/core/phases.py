@@ -6,11 +6,13 @@
     (restart)            draining ──all left, last merges──▶ evaluating ──▶ complete
                              └──▶ suspended
 
-Failed and deleted are entered at once. Training starts when K slots hold version
-0. Below K active slots the job holds: learners go on, merges wait, K stays. The same while a
-whole region is lost, where failurePolicy.onRegionLost is Hold; where it is Fail, that ends the job. At
-the end all drain: every learner finishes its step and offers what it has; then
-each fragment that K slots have work for is merged once more. Plain code.
+Failed and deleted are entered at once. Training starts when K slots hold version 0.
+
+Below K active slots the job holds: learners go on, merges wait, and K stays. The same while a whole region is
+lost and failurePolicy.onRegionLost is Hold; where it is Fail, a lost region ends the job.
+
+At the end all drain: every learner finishes its step and offers what it has. Then each fragment that K slots
+have work for is merged once more.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any
 
 from diloco_protocol.vocabulary import ENDED_PHASES, EventKind, JobPhase, SlotState
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.events import Action
+from diloco_syncer.core.actions import Actions
 from diloco_syncer.core.members.state_donors import StateDonors
 from diloco_syncer.core.merging.aggregation import Aggregator
 from diloco_syncer.core.recovery.lost_versions import VersionRecovery
@@ -32,195 +34,211 @@ _ENOUGH = "the learners that a merge needs are there"
 class Phases:
     """The phase, and when it is left. Times are monotonic seconds."""
 
-    def __init__(self, job: JobState, merging: Aggregator, peers: StateDonors, lost: VersionRecovery) -> None:
-        self.job = job
-        self.lost = lost
-        self.merging = merging
-        self.peers = peers
-        self.config = job.config
-        self.target = JobPhase.COMPLETE  # of the drain
-        self.target_message = ""
-        self.since = 0.0
-        self.requested: tuple[JobPhase, str] | None = None
-        self.moved_at = 0.0  # when the drain last came on
+    def __init__(
+        self, state: JobState, actions: Actions, aggregator: Aggregator, donors: StateDonors, recovery: VersionRecovery
+    ) -> None:
+        self._state = state
+        self._actions = actions
+        self._aggregator = aggregator
+        self._donors = donors
+        self._recovery = recovery
+        self._config = state.config
+        self._target = JobPhase.COMPLETE  # the phase that follows the drain
+        self._target_message = ""
+        self._entered_at = 0.0  # when the phase began
+        self._progress_at = 0.0  # when the drain last made progress
+        self._requested: tuple[JobPhase, str] | None = None
 
     def request_end(self, phase: JobPhase, message: str) -> None:
-        """Somebody wants an end; the first one wins, but failing or deleting beats suspending."""
-        if self.requested is None or phase is not JobPhase.SUSPENDED:
-            self.requested = (phase, message)
+        """An end is requested; the first request wins, but failing or deleting goes before suspending."""
+        if self._requested is None or phase is not JobPhase.SUSPENDED:
+            self._requested = (phase, message)
 
-    def advance(self, now: float) -> list[Action]:
-        """The transitions that are due. A transition may make the next one due."""
-        out: list[Action] = []
-        while True:
-            step = self._next(now)
-            if step is None:
-                return out
-            out += step
+    def record_progress(self, now: float) -> None:
+        """An offer came or a learner left: the drain's patience begins anew."""
+        self._progress_at = now
 
-    def _next(self, now: float) -> list[Action] | None:
-        if self.job.phase in ENDED_PHASES:
-            return None
-        if self.requested is not None:
-            phase, message = self.requested
-            self.requested = None
-            if phase is not JobPhase.SUSPENDED or not self.job.initialised:
+    def advance(self, now: float) -> None:
+        """Make the transitions that are due. A transition may make the next one due."""
+        while self._advance_once(now):
+            pass
+
+    def _advance_once(self, now: float) -> bool:
+        """Make one transition; False: none is due."""
+        state = self._state
+        if state.phase in ENDED_PHASES:
+            return False
+        if self._requested is not None:
+            phase, message = self._requested
+            self._requested = None
+            if phase is not JobPhase.SUSPENDED or not state.initialised:
                 return self._end(phase, message, now)
-            if not self.job.closing:
+            if not state.is_ending:
                 return self._drain(phase, message, now)
-        handlers: dict[JobPhase, Callable[[float], list[Action] | None]] = {
-            JobPhase.WAITING: self._waiting,
-            JobPhase.TRAINING: self._training,
-            JobPhase.HOLDING: self._training,
-            JobPhase.DRAINING: self._draining,
-            JobPhase.EVALUATING: self._evaluating,
+        handlers: dict[JobPhase, Callable[[float], bool]] = {
+            JobPhase.WAITING: self._leave_waiting,
+            JobPhase.TRAINING: self._leave_training,
+            JobPhase.HOLDING: self._leave_training,
+            JobPhase.DRAINING: self._leave_draining,
+            JobPhase.EVALUATING: self._leave_evaluating,
         }
-        return handlers[self.job.phase](now)
+        return handlers[state.phase](now)
 
-    def _set(self, name: JobPhase, message: str, now: float) -> list[Action]:
-        self.job.phase, self.job.phase_message = name, message
-        self.since = self.moved_at = now
-        return [
-            ev.Persist(),
-            ev.SetPhase(name, message),
-            ev.RecordEvent(EventKind.PHASE, -1, 0, f"{name.value}: {message}"),
-        ]
+    def _set(self, name: JobPhase, message: str, now: float) -> bool:
+        self._state.phase = name
+        self._state.phase_message = message
+        self._entered_at = self._progress_at = now
+        self._actions.add(ev.Persist(), ev.SetPhase(name, message))
+        self._actions.record_event(EventKind.PHASE, None, f"{name.value}: {message}")
+        return True
 
     # ------------------------------------------------------------- phases
 
-    def _waiting(self, now: float) -> list[Action] | None:
-        if self.job.initialised and self._stop_reached(now):
+    def _leave_waiting(self, now: float) -> bool:
+        state = self._state
+        if state.initialised and self._stop_reached(now):
             return self._drain(JobPhase.COMPLETE, "the stop is reached", now)
-        ready = sum(s.occupied and s.ready for s in self.job.members.slots)
-        if not self.job.initialised or ready < self.config.rules.quorum or self.lost.settling:
-            return None
-        self.job.history.settle(self.job.epoch)
+        ready = sum(s.occupied and s.ready for s in state.members.slots)
+        if not state.initialised or ready < self._config.rules.quorum or self._recovery.is_pending:
+            return False
+        state.lineage.mark_settled(state.epoch)
         return self._set(JobPhase.TRAINING, _ENOUGH, now)
 
-    def _training(self, now: float) -> list[Action] | None:
+    def _leave_training(self, now: float) -> bool:
         if self._stop_reached(now):
             return self._drain(JobPhase.COMPLETE, "the stop is reached", now)
-        told = self._watch_regions(now)
-        if told:
-            return told
+        if self._record_lost_regions(now):
+            return True
         lost = self._missed_regions()
-        if lost and self.config.on_region_lost == "Fail":
+        if lost and self._config.on_region_lost == "Fail":
             return self._end(JobPhase.FAILED, f"{lost}, and failurePolicy.onRegionLost is Fail", now)
-        quorum = self.config.rules.quorum
+        quorum = self._config.rules.quorum
         # A suspect slot is not given up yet, and a draining one still takes part by its offers.
-        active = sum(s.occupied for s in self.job.members.slots)
+        active = sum(s.occupied for s in self._state.members.slots)
         message = f"{active} of {quorum} learners that a merge needs are active" if active < quorum else ""
         if lost:
             message = f"{lost}, and failurePolicy.onRegionLost is Hold"
-        if message and self.job.phase is JobPhase.TRAINING:
-            self.job.clock.hold(now)
-            return [*self._set(JobPhase.HOLDING, message, now), ev.RecordEvent(EventKind.HOLD, -1, 0, message)]
-        if not message and self.job.phase is JobPhase.HOLDING:
-            self.job.clock.release(now)
-            return [*self._set(JobPhase.TRAINING, _ENOUGH, now), ev.RecordEvent(EventKind.RESUME, -1, 0, _ENOUGH)]
-        return None
+        if message and self._state.phase is JobPhase.TRAINING:
+            self._state.clock.begin_hold(now)
+            self._set(JobPhase.HOLDING, message, now)
+            self._actions.record_event(EventKind.HOLD, None, message)
+            return True
+        if not message and self._state.phase is JobPhase.HOLDING:
+            self._state.clock.end_hold(now)
+            self._set(JobPhase.TRAINING, _ENOUGH, now)
+            self._actions.record_event(EventKind.RESUME, None, _ENOUGH)
+            return True
+        return False
 
-    def _watch_regions(self, now: float) -> list[Action]:
-        """Which regions are lost since the last look, and which are back: told, and kept for the report."""
-        members, patience = self.job.members, self.config.region_lost_seconds
-        members.watch_regions(now, patience)
-        gone, back = members.note_absences(now, self.job.clock.elapsed(now))
-        notes = [
-            ev.RecordEvent(EventKind.REGION_LOST, -1, 0, f"nobody of region {region} was heard for {patience:g} s")
-            for region in gone
-        ]
-        notes += [ev.RecordEvent(EventKind.REGION_BACK, -1, 0, f"region {region} is heard again") for region in back]
-        return [ev.Persist(), *notes] if notes else []
+    def _record_lost_regions(self, now: float) -> bool:
+        """Record which regions are lost since the last call, and which are back."""
+        members, patience = self._state.members, self._config.region_lost_seconds
+        members.update_lost_regions(now, patience)
+        lost, back = members.record_absences(now, self._state.clock.elapsed(now))
+        if not lost and not back:
+            return False
+        self._actions.add(ev.Persist())
+        for region in lost:
+            message = f"nobody of region {region} was heard for {patience:g} s"
+            self._actions.record_event(EventKind.REGION_LOST, None, message)
+        for region in back:
+            self._actions.record_event(EventKind.REGION_BACK, None, f"region {region} is heard again")
+        return True
 
     def _missed_regions(self) -> str:
-        """What is said of lost regions; empty: none, or the job goes on without them."""
-        lost = ", ".join(self.job.members.lost)
-        if not lost or self.config.on_region_lost == "Continue":
+        """What is said of lost regions; empty: none is lost, or the job goes on without them."""
+        lost = ", ".join(self._state.members.lost_regions)
+        if not lost or self._config.on_region_lost == "Continue":
             return ""
-        return f"nobody of region {lost} was heard for {self.config.region_lost_seconds:g} s"
+        return f"nobody of region {lost} was heard for {self._config.region_lost_seconds:g} s"
 
-    def _draining(self, now: float) -> list[Action] | None:
-        staying = [s for s in self.job.members.slots if s.occupied]
-        if staying and now - self.moved_at < self.config.drain_seconds:
-            return None
-        out: list[Action] = []
+    def _leave_draining(self, now: float) -> bool:
+        staying = [s for s in self._state.members.slots if s.occupied]
+        if staying and now - self._progress_at < self._config.drain_seconds:
+            return False
         for slot in staying:
             slot.state = SlotState.LOST
-            out.append(ev.RecordEvent(EventKind.LOST, slot.index, slot.incarnation, "did not drain in time"))
-        if out:
-            return out
-        if self.lost.settling:
-            return None
-        finished, out = self.merging.finish_rounds(now)
-        if out or not finished or self.peers.checkpoint_pending:
-            return out or None
-        self.job.clock.end(now)
-        if self.target is JobPhase.COMPLETE and self.config.evaluated:
+            self._actions.record_event(EventKind.LOST, slot, "did not drain in time")
+        if staying:
+            return True
+        # A rebuild may be suspended, and goes on after a resume; it never ends in a complete job.
+        suspending = self._recovery.is_rebuilding and self._target is JobPhase.SUSPENDED
+        if self._recovery.is_pending and not suspending:
+            return False
+        begun, merging = self._aggregator.finish_rounds(now)
+        if begun:
+            return True
+        if merging or self._donors.checkpoint_pending:
+            return False
+        self._state.clock.end(now)
+        if self._target is JobPhase.COMPLETE and self._config.evaluated:
             return self._set(JobPhase.EVALUATING, "the merged model is evaluated", now)
-        return self._end(self.target, self.target_message, now)
+        return self._end(self._target, self._target_message, now)
 
-    def _evaluating(self, now: float) -> list[Action] | None:
-        waited = now - self.since
-        patience = self.config.evaluation_seconds if self.job.members.evaluators else self.config.evaluator_seconds
-        if self.job.final_loss is None and waited < patience:
-            return None
-        message = (
-            self.target_message if self.job.final_loss is not None else "no final evaluation: no evaluator in time"
-        )
-        return self._end(self.target, message, now)
+    def _leave_evaluating(self, now: float) -> bool:
+        config, state = self._config, self._state
+        patience = config.evaluation_seconds if state.members.evaluators else config.evaluator_seconds
+        scored = state.scores.final is not None
+        if not scored and now - self._entered_at < patience:
+            return False
+        message = self._target_message if scored else "no final evaluation: no evaluator in time"
+        return self._end(self._target, message, now)
 
     # ------------------------------------------------------------- transitions
 
-    def _drain(self, target: JobPhase, message: str, now: float) -> list[Action]:
-        self.target = target
-        self.target_message = message
-        out: list[Action] = []
+    def _drain(self, target: JobPhase, message: str, now: float) -> bool:
+        self._target = target
+        self._target_message = message
         if target is JobPhase.SUSPENDED:
-            out += self.peers.checkpoint(self.job.members, now)
-        return out + self._set(JobPhase.DRAINING, message, now)
+            self._donors.request_for_checkpoint(now)
+        return self._set(JobPhase.DRAINING, message, now)
 
-    def _end(self, name: JobPhase, message: str, now: float) -> list[Action]:
-        self.job.clock.end(now)
+    def _end(self, name: JobPhase, message: str, now: float) -> bool:
+        self._state.clock.end(now)
         return self._set(name, message, now)
 
     def _stop_reached(self, now: float) -> bool:
-        """Tokens of all learners, the greatest slot step, or seconds since the first step;
-        in deterministic mode every slot stops by itself and all must have."""
-        if self.job.ledger is None:
+        """Whether the job's stop is reached: tokens of all learners, the greatest slot step, or seconds since the
+        first step. In deterministic mode every slot stops by itself, and all must have."""
+        state = self._state
+        if state.ledger is None:
             return False
-        kind, limit = self.config.stop
-        slots = self.job.members.slots
-        if self.config.rules.deterministic:
+        kind, limit = self._config.stop
+        slots = state.members.slots
+        if self._config.rules.deterministic:
             if kind == "steps":
                 return all(slot.step >= limit for slot in slots)
             share = -(-int(limit) // len(slots))
-            return all(self.job.ledger.trained(slot.index) >= share for slot in slots)
+            return all(state.ledger.trained(slot.index) >= share for slot in slots)
         if kind == "steps":
             return max(slot.step for slot in slots) >= limit
         if kind == "tokens":
-            return self.job.ledger.total_trained() >= limit
-        return self.job.clock.elapsed(now) >= limit
+            return state.ledger.total_trained() >= limit
+        return state.clock.elapsed(now) >= limit
 
     # ------------------------------------------------------------- durable
 
     def to_json(self) -> dict[str, Any]:
-        return {"target": self.target.value, "target_message": self.target_message}
+        """Its part of the durable document."""
+        return {"target": self._target.value, "target_message": self._target_message}
 
     def load(self, row: dict[str, Any]) -> None:
-        """Go on from a saved phase. A suspended, failed or deleted job, a complete one whose stop was
-        moved, and one that was draining wait for learners again: whoever wants it suspended
-        still says so, and a stop that is reached is seen again."""
-        self.target = JobPhase(row["target"])
-        self.target_message = row["target_message"]
-        job = self.job
-        again = job.phase in (JobPhase.SUSPENDED, JobPhase.FAILED, JobPhase.DELETED, JobPhase.DRAINING)
-        ended = job.phase in (JobPhase.COMPLETE, JobPhase.EVALUATING)
+        """Go on from a saved phase. A suspended, failed or deleted job, one that was draining, and a complete one
+        whose stop was moved wait for learners again. Where a suspension is still wanted it is requested again,
+        and a stop that is reached is seen again."""
+        self._target = JobPhase(row["target"])
+        self._target_message = row["target_message"]
+        state = self._state
+        again = state.phase in (JobPhase.SUSPENDED, JobPhase.FAILED, JobPhase.DELETED, JobPhase.DRAINING)
+        ended = state.phase in (JobPhase.COMPLETE, JobPhase.EVALUATING)
         if again or (ended and not self._stop_reached(0.0)):
-            job.phase, job.phase_message, self.target = JobPhase.WAITING, "resumed", JobPhase.COMPLETE
-            job.final_loss = None  # of an end that was not the last: the next one is scored anew
+            state.phase = JobPhase.WAITING
+            state.phase_message = "resumed"
+            self._target = JobPhase.COMPLETE
+            state.scores.final = None  # it was of an end that was not the last: the next one is scored anew
 
     def restart(self, now: float) -> None:
-        """A new life of the syncer: learners have to come back before it goes on."""
-        if self.job.phase in (JobPhase.TRAINING, JobPhase.HOLDING):
-            self.job.phase = JobPhase.WAITING
-        self.since = self.moved_at = now
+        """The syncer began anew: learners have to come back before the job goes on."""
+        if self._state.phase in (JobPhase.TRAINING, JobPhase.HOLDING):
+            self._state.phase = JobPhase.WAITING
+        self._entered_at = self._progress_at = now

@@ -33,7 +33,7 @@ from diloco_syncer.core import events as ev
 from diloco_syncer.messages import payload_to
 from diloco_syncer.numerics import merge, outer
 from diloco_syncer.runtime.active_downloads import ActiveDownloads
-from diloco_syncer.store.records import Array, Floats, MergeRecord, responders_of, theta_digest
+from diloco_syncer.store.records import Array, Floats, MergeRecord, Recovered, responders_of, theta_digest
 
 MAX_SUPERSEDED = 4  # versions of one fragment kept for slow readers, beside the newest two
 
@@ -213,10 +213,21 @@ class GlobalModel:
         return None
 
 
-def first_records(job: str, epoch: int, fragments: Mapping[int, Floats]) -> list[MergeRecord]:
-    """The records of version 0, by fragment, from the parameters that a learner uploaded."""
+def first_records(
+    job: str, epoch: int, fragments: Mapping[int, Floats], origins: Sequence[int] = ()
+) -> list[MergeRecord]:
+    """Make the records of version 0, by fragment, from the parameters that a learner uploaded. ``origins``: where an
+    empty store is rebuilt, the epoch of each fragment's version (core/recovery)."""
     return [
-        MergeRecord(job=job, epoch=epoch, fragment=p, version=0, theta=theta, time=time.time())
+        MergeRecord(
+            job=job,
+            epoch=epoch,
+            fragment=p,
+            version=0,
+            theta=theta,
+            time=time.time(),
+            recovered=Recovered(0, origins[p], ()) if origins else None,
+        )
         for p, theta in sorted(fragments.items())
     ]
 

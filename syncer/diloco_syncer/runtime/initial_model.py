@@ -30,7 +30,7 @@ from diloco_syncer.core.core import Core
 from diloco_syncer.runtime.durability import Durability
 from diloco_syncer.runtime.global_model import GlobalModel, first_records
 from diloco_syncer.store import records
-from diloco_syncer.store.records import Array, Floats
+from diloco_syncer.store.records import Array, Floats, MergeRecord
 
 log = logging.getLogger(__name__)
 
@@ -165,6 +165,9 @@ class InitialModelUpload:
             raise InitialRefused(str(error)) from error
         if len(layout) > limits.MAX_FRAGMENTS:
             raise self._fail_job(f"{len(layout)} fragments; at most {limits.MAX_FRAGMENTS} are served")
+        origins = self._core.version_0_origins(self._connection)
+        if origins and len(origins) != len(layout):
+            raise InitialRefused(f"{len(layout)} fragments, and this learner said that it holds {len(origins)}")
         packed = records.pack("blob", {}, {"blob": data})
         self._layout_name = await self._stage(attempt, "layout.rec", *packed)
         self._layout = layout
@@ -178,9 +181,13 @@ class InitialModelUpload:
         theta = data.view(np.float32)
         if not codec.norm_and_finite(theta)[1]:
             raise InitialRefused(f"fragment {fragment} has values that are not finite: check the model's start")
-        record = first_records(self._job, self._core.epoch, {fragment: theta})[0]
+        record = self._records({fragment: theta})[0]
         self._names[fragment] = await self._stage(attempt, f"f{fragment:05d}.rec", *record.pack())
         self._fragments[fragment] = theta
+
+    def _records(self, fragments: dict[int, Floats]) -> list[MergeRecord]:
+        origins = self._core.version_0_origins(self._connection)
+        return first_records(self._job, self._core.epoch, fragments, origins)
 
     async def _finish(self) -> None:
         layout = self._layout
@@ -189,7 +196,7 @@ class InitialModelUpload:
         if missing:
             raise InitialRefused(f"fragment {missing[0]} is missing ({len(missing)} in all)")
         names, frozen = [self._names[p] for p in range(len(layout))], self._frozen_name
-        newest = first_records(self._job, self._core.epoch, self._fragments)
+        newest = self._records(self._fragments)
         await self._durability.commit_initial(self._layout_name, names, frozen)
         self._model.begin(layout, newest, frozen)
         self._fragments = {}

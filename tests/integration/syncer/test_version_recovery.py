@@ -35,7 +35,9 @@ SYNC = {
 def service(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Syncer]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    made = Syncer(tmp_path, make_job({**SYNC, **getattr(request, "param", {})}, {"steps": 1_000_000}))
+    sync = {**SYNC, **getattr(request, "param", {})}
+    learners = sync.pop("learners", 1)
+    made = Syncer(tmp_path, make_job(sync, {"steps": 1_000_000}, learners))
     made.start()
     yield made
     made.stop()
@@ -153,34 +155,82 @@ def test_records_states_and_perhaps_epochs_are_gone(service: Syncer, epochs_too:
     assert report["merges"] >= before + 6
 
 
-def test_a_wiped_store_is_refused_in_words(service: Syncer) -> None:
-    """A syncer with an empty store does not begin the job anew under a learner that is far ahead."""
+@pytest.mark.parametrize(
+    "service",
+    [{}, {"compression": {"up": "int8", "down": "delta-int8"}}, {"fragments": 3, "every": 60}],
+    indirect=True,
+    ids=["every fragment merged", "deltas", "one fragment merged"],
+)
+def test_an_emptied_store_is_rebuilt_from_the_learner(service: Syncer) -> None:
+    """The store is gone while the learner lives: its versions come back bit for bit, and not a token is lost."""
     model = small_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    log = service.folder / "syncer.log"
+    every = json.loads(service.job_file.read_text(encoding="utf-8"))["spec"]["sync"]["every"]
+    enough = 1 if every > 50 else 6
+    emptied, versions = service.folder / "emptied", list[int]()
+    before = 0
     with Learner.from_environment(model, optimizer, environ=service.environ()) as learner:
-        wiped = False
         for batch in learner.batches(Rows(40_000)):
             loss = one_step(model, optimizer, batch)
             learner.after_step(tokens=batch.numel(), loss=loss)
             time.sleep(0.002)
             if learner.step % 20:
                 continue
-            if not wiped and service.status()["merges"] >= 4:
-                wiped = True
+            now = {"merges": 0} | status(service)
+            if not versions and now["merges"] >= enough:
+                versions = now["versions"]
+                before = now["merges"]
                 service.kill()
-                (service.folder / "store").rename(service.folder / "aside")
+                (service.folder / "store").rename(emptied)
                 service.start()
-                until(lambda: "joins" in log.read_text().split("serving on")[-1], "the learner to come back")
-                time.sleep(0.5)
-                assert not service.status()["versions"], "nobody was asked for version 0"
-                # It goes on alone, and as soon as the store is there again, with everybody.
-                service.kill()
-                shutil.rmtree(service.folder / "store")
-                (service.folder / "aside").rename(service.folder / "store")
-                service.start()
-                wiped_at = learner.step
-            if wiped and learner.step > wiped_at + 100 and slot_is(service, "active"):
+            elif versions and now["merges"] >= before + 3 and slot_is(service, "active"):
                 os.kill(os.getpid(), signal.SIGTERM)
+    assert versions
     until(lambda: slot_is(service, "drained"), "the slot to be free")
-    assert service.report()["tokens"]["dropped"] == 0
+    report = service.report()
+    assert report["tokens"]["trained"] == learner.step * 32
+    assert report["tokens"]["dropped"] == 0
+    for row in report["ledger"]:
+        assert row["merged"] + row["pending"] == learner.step * 32
+    told = lines(service.folder / "store")
+    taken = {row["fragment"]: row for row in told if row["kind"] == "recovered-from-learner"}
+    merged = [p for p, version in enumerate(versions) if version > 1]
+    assert set(merged) <= set(taken) <= set(range(3)) and taken, "what was merged came back"
+    for fragment, row in taken.items():
+        # The newest may have been on its way to the learner when the syncer was killed.
+        assert row["version"] >= versions[fragment] - 1 and row["follows"] == 0
+        assert row["result"] == broadcast_of(emptied, fragment, row["version"], service)
+    assert tape.verify(DirectoryStore(service.folder / "store")) == len(told)
+    log = (service.folder / "syncer.log").read_text(encoding="utf-8")
+    assert "the store has lost data (it is empty, and local-0 holds merged versions)" in log and "Traceback" not in log
+    assert "an empty store is rebuilt from what learners hold" in log
+
+
+@pytest.mark.parametrize("service", [{"learners": 2}], indirect=True)
+def test_an_emptied_store_is_rebuilt_from_two_learners(service: Syncer) -> None:
+    """Each goes on in its slot and its tenure, and their tokens are all accounted for."""
+    learners = [service.learner(ordinal, 40_000) for ordinal in (0, 1)]
+    try:
+        until(lambda: status(service).get("merges", 0) >= 6, "some merges")
+        was = service.status()
+        service.kill()
+        (service.folder / "store").rename(service.folder / "emptied")
+        service.start()
+        until(lambda: status(service).get("merges", 0) >= was["merges"] + 6, "merges after the rebuild", 60)
+        until(lambda: service.status()["quorum"]["active"] == 2, "both learners")
+        now = service.status()
+    finally:
+        for learner in learners:
+            learner.terminate()
+        for learner in learners:
+            learner.wait(30)
+    rows = {row["slot"]: row for row in now["slots"]}
+    for row in was["slots"]:
+        after = rows[row["slot"]]
+        assert (after["process"], after["state"]) == (row["process"], "active")
+        assert after["tokens"] >= row["tokens"] and after["step"] >= row["step"], "it began no new tenure"
+    assert all(now["versions"][p] >= version for p, version in enumerate(was["versions"]))
+    assert now["tokens"]["dropped"] == 0
+    until(lambda: all(row["state"] == "drained" for row in status(service).get("slots", [{"state": ""}])), "the drain")
+    tokens = service.report()["tokens"]
+    assert tokens["trained"] == tokens["merged"] + tokens["pending"] + tokens["dropped"]

@@ -106,6 +106,7 @@ class SyncerConnection:
         # What the syncer has said of this process; it outlives sessions.
         self._incarnation = 0
         self._tenure = 0  # the incarnation under which the newest tenure began, over or not
+        self._tenure_slot = 0  # and the slot in which it ran
         self._versions: dict[int, int] = {}  # announced last, of this session or one before
         self._attempt = 0
         self._session: Session | None = None
@@ -249,6 +250,7 @@ class SyncerConnection:
             held=self._cache.held_versions(),
             previous_incarnation=self._incarnation,
             tenure=self._tenure,
+            slot=self._tenure_slot,
             idle=self._idle,
             pod=settings.pod,
             attempt=self._attempt,
@@ -337,6 +339,7 @@ class SyncerConnection:
         self.status = replace(self.status, standby=False, slot=seat.slot)
         if not seat.continuing:
             self._tenure = seat.incarnation
+            self._tenure_slot = seat.slot
             self.outbox.put_report(None)
         leases = tuple(_lease_grant(lease) for lease in seat.leases)
         self._inbox.put(Seated(seat.slot, seat.incarnation, seat.continuing, seat.slot_step, seat.slot_tokens, leases))

@@ -272,7 +272,8 @@ class Synchronizer:
             case Welcomed():
                 self._on_welcome(message)
             case InitialRequested():
-                vectors = [self._fragments.snapshot(p) for p in range(len(self._layout))]
+                # Bases where there are some: an emptied store is rebuilt without this learner's own work.
+                vectors = [base or self._fragments.snapshot(p) for p, base in enumerate(self._bases)]
                 self._client.upload_initial(vectors, self._frozen.serialize())
             case FrozenDownloaded():
                 self._frozen.load(message)

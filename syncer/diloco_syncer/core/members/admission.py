@@ -1,14 +1,27 @@
-"""Admission: who joins, who is seated, who is given up.
+"""Admission: which process is refused, gets a slot or stands by, and what follows when it leaves.
 
-``membership`` knows the slots; here is what follows from an arrival or a loss for
-the ledger, the leases, the rounds and the others. Plain code, driven by ``core``.
+``slots`` knows the slots; here is what an arrival or a loss means for the ledger, the leases, the rounds and the
+other parts. A process that joins goes through these steps:
+
+1. It is refused for good if its job, layout or data differ from the syncer's, or its place is a newer process's.
+2. If it holds versions that this syncer cannot have announced, the syncer restarts above their epoch
+   (``recovery/lost_versions.py``).
+3. What it holds is remembered, in case the store has lost it.
+4. It goes on in its own slot, or gets another one, or stands by.
+
+A slot ends in one of two ways. A *lost* slot keeps its open tenure, for its process may come back. A *released*
+slot (drained, or its place is over) has its tenure closed, and its leases go to others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from diloco_protocol.vocabulary import ENDED_PHASES, EventKind, JobPhase, JoinRefusal, SlotState
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.events import MergedPush
+from diloco_syncer.core.actions import Actions
+from diloco_syncer.core.events import MergedPush, PushHeader
+from diloco_syncer.core.members.initial_model import InitialModelRequest
 from diloco_syncer.core.members.leases import LeaseBook
 from diloco_syncer.core.members.slots import Slot
 from diloco_syncer.core.members.state_donors import StateDonors
@@ -17,343 +30,357 @@ from diloco_syncer.core.state import JobState
 
 FURTHEST = 1 << 32  # incarnations that a lost state may have given
 
+Objection = tuple[str, str, tuple[str, ...]]  # reason, words, and the fields in which the jobs differ
+
 
 class Admission:
-    def __init__(self, job: JobState, peers: StateDonors, lost: VersionRecovery) -> None:
-        self.job = job
-        self.peers = peers
-        self.lost = lost
-        self._withheld: frozenset[int] = frozenset()  # of whoever joins at the moment
+    """Arrivals and losses. ``accepted_headers``: the pushes that are accepted and not merged."""
+
+    def __init__(
+        self,
+        state: JobState,
+        actions: Actions,
+        donors: StateDonors,
+        recovery: VersionRecovery,
+        accepted_headers: Callable[[], list[PushHeader]],
+    ) -> None:
+        self._state = state
+        self._actions = actions
+        self._donors = donors
+        self._recovery = recovery
+        self._accepted_headers = accepted_headers
+        self._deterministic = state.config.rules.deterministic
+        self.initial_model = InitialModelRequest(state, actions, recovery)
+
+    # ---------------------------------------------------------------- joins
 
     def join(self, join: ev.Join, now: float) -> None:
-        """A process wants in: refuse it, or give it a slot, or let it stand by."""
+        """A process wants to take part: refuse it, give it a slot, or let it stand by."""
+        state = self._state
         if join.idle:
-            self._withheld = frozenset()
             self._admit(join, None)
             return
-        # First, for a model or fragments that differ make another layout too.
-        differing = sorted(k for k, v in join.digests.items() if self.job.config.digests.get(k, v) != v)
-        if differing:
-            fields = ", ".join(differing)
-            verb = "differs" if len(differing) == 1 else "differ"
-            words = f"{fields} {verb} from the job's: apply the same job everywhere"
-            self._refuse(join, JoinRefusal.SPEC_DRIFT, words, now, tuple(differing))
+        objection = self._objection(join)
+        if objection is not None:
+            self._refuse(join, now, *objection)
             return
-        layout = self.job.layout_digest
-        if layout and join.layout_digest != layout:
-            self._refuse(
-                join,
-                JoinRefusal.OTHER_LAYOUT,
-                f"its model's layout is {join.layout_digest[:12]}, the job's is {layout[:12]}: "
-                "give every learner the same model and sync.fragments",
-                now,
-            )
+        if self._answer_unknown_epoch(join, now):
             return
-        if not join.evaluator and join.sequences and self.job.leases and join.sequences != self.job.leases.sequences:
-            self._refuse(
-                join,
-                JoinRefusal.OTHER_DATA,
-                f"its data set has {join.sequences} sequences, the job's has {self.job.leases.sequences}: "
-                "give every learner the same data",
-                now,
-            )
-            return
-        if not join.evaluator and self.job.members.superseded(join):
-            self._refuse(
-                join,
-                JoinRefusal.SUPERSEDED,
-                f"{join.region}-{join.ordinal} belongs to a newer process; this one was given up",
-                now,
-            )
-            return
-        if self._other_history(join, now):
-            return
-        self._withheld = self.lost.joined(join)
-        given = max(join.previous_incarnation, join.tenure)
-        if given < self.job.members.next_incarnation + FURTHEST:
-            # Numbers that a lost state gave are not given again.
-            self.job.members.next_incarnation = max(self.job.members.next_incarnation, given + 1)
+        withheld = self._recovery.register_holder(join)
+        self._reserve_incarnations(join)
         if join.evaluator:
-            self.job.members.evaluators.add(join.connection)
-            self._admit(join, None)
+            state.members.evaluators.add(join.connection)
+            self._admit(join, None, withheld=withheld)
             return
-        if join.sequences and self.job.leases is None:
-            places = len(self.job.config.places)
-            self.job.leases = LeaseBook(
-                self.job.config.seed, join.sequences, places, self.job.config.rules.deterministic
-            )
-        slot = self.job.members.own(join)
-        if self.job.phase not in ENDED_PHASES and slot is not None:
-            self._seat(slot, join, now, continuing=self._same_tenure(slot, join))
+        if join.sequences and state.leases is None:
+            self._make_leases(join.sequences)
+        slot = state.members.slot_of_process(join)
+        if state.phase not in ENDED_PHASES and slot is not None:
+            self._seat(slot, join, now, continuing=self._is_same_tenure(slot, join), withheld=withheld)
             return
-        if self.job.phase in ENDED_PHASES or self.job.closing:
-            self._admit(join, None)
+        if state.phase in ENDED_PHASES or state.is_ending:
+            self._admit(join, None, withheld=withheld)
             return
         self._end_predecessor(join)
-        slot = self.job.members.choose(join, self.job.config.rules.deterministic)
-        if slot is None:
-            if self.job.config.rules.deterministic:
-                words = f"deterministic mode has no slot for {join.region}-{join.ordinal}"
-                self._refuse(join, JoinRefusal.NO_SUCH_PLACE, words, now)
-                return
-            self.job.members.standby[join.connection] = join
-            self._admit(join, None)
-            self.job.note(EventKind.SPARE, None, f"{join.region}-{join.ordinal} stands by")
+        slot = self._slot_of_unknown_tenure(join)
+        if slot is not None:
+            self._seat(slot, join, now, continuing=True, withheld=withheld)
             return
-        self._seat(slot, join, now, continuing=False)
+        slot = state.members.choose_slot(join, self._deterministic)
+        if slot is not None:
+            self._seat(slot, join, now, continuing=False, withheld=withheld)
+        elif self._deterministic:
+            words = f"deterministic mode has no slot for {join.region}-{join.ordinal}"
+            self._refuse(join, now, JoinRefusal.NO_SUCH_PLACE, words)
+        else:
+            state.members.standby[join.connection] = join
+            self._admit(join, None, withheld=withheld)
+            self._actions.record_event(EventKind.SPARE, None, f"{join.region}-{join.ordinal} stands by")
 
-    def _same_tenure(self, slot: Slot, join: ev.Join) -> bool:
-        """Whether the open tenure of its slot is the one that it counts in. A state that was lost may
-        have begun another for it, or a syncer that ended before it could say so; and what it was told
-        in another history is void."""
-        if self.lost.foreign(join):
-            return False
-        ledger = self.job.ledger
-        return ledger is None or join.tenure in (0, ledger.books[slot.index].first_incarnation)
+    def _objection(self, join: ev.Join) -> Objection | None:
+        """Why this process is refused for good; None: nothing speaks against it."""
+        state = self._state
+        # Differing fields come first, for a model or fragments that differ make another layout too.
+        differing = tuple(sorted(k for k, v in join.digests.items() if state.config.digests.get(k, v) != v))
+        if differing:
+            verb = "differs" if len(differing) == 1 else "differ"
+            words = f"{', '.join(differing)} {verb} from the job's: apply the same job everywhere"
+            return JoinRefusal.SPEC_DRIFT, words, differing
+        layout = state.layout_digest
+        if layout and join.layout_digest != layout:
+            words = (
+                f"its model's layout is {join.layout_digest[:12]}, the job's is {layout[:12]}: "
+                "give every learner the same model and sync.fragments"
+            )
+            return JoinRefusal.OTHER_LAYOUT, words, ()
+        if join.evaluator:
+            return None
+        if join.sequences and state.leases and join.sequences != state.leases.sequences:
+            words = (
+                f"its data set has {join.sequences} sequences, the job's has {state.leases.sequences}: "
+                "give every learner the same data"
+            )
+            return JoinRefusal.OTHER_DATA, words, ()
+        if not state.members.register_pod(join):
+            words = f"{join.region}-{join.ordinal} belongs to a newer process; this one was given up"
+            return JoinRefusal.SUPERSEDED, words, ()
+        return None
 
-    def _other_history(self, join: ev.Join, now: float) -> bool:
-        """Whether it holds what this store has never had, and was answered so."""
-        if not self.job.initialised:
-            if all(version == 0 for _, version in join.held):
-                return False
-            self.job.out.append(
-                ev.Refuse(
-                    join.connection,
-                    JoinRefusal.EMPTY_STORE,
-                    "the syncer's store is empty and you hold merged versions: give it its store back "
-                    "(or a copy of it); to begin the job anew, restart its learners",
-                    False,
-                )
-            )
-            return True
-        above = self.lost.strange_epoch(join)
-        if not above:
+    def _answer_unknown_epoch(self, join: ev.Join, now: float) -> bool:
+        """Answer a process that holds an epoch which this syncer cannot have announced; False: it does not."""
+        state = self._state
+        above = self._recovery.unknown_epoch(join)
+        if not above or not (state.initialised or any(version for _, version in join.held)):
             return False
-        # First of all: if another syncer has the store, this one must stop, and not judge anybody.
-        self.job.out.append(ev.Persist())
-        if not self.lost.open or above - self.job.epoch > EPOCHS_ABOVE:
-            self._refuse(
-                join,
-                JoinRefusal.OTHER_HISTORY,
-                f"it holds versions of epoch {above}, and the job went on from an older copy of its store in "
-                f"epoch {self.job.epoch}: start this process anew",
-                now,
-            )
+        # Persist first: if another syncer has the store, this one must stop, and not judge anybody.
+        self._actions.add(ev.Persist())
+        if self._recovery.can_recover and above - state.epoch <= EPOCHS_ABOVE:
+            why = f"{join.region}-{join.ordinal} has heard of epoch {above}"
+            self._actions.add(ev.RestartFromStore(why, above))
             return True
-        self.job.out.append(ev.RestartFromStore(f"{join.region}-{join.ordinal} has heard of epoch {above}", above))
+        if not state.initialised:
+            words = (
+                f"the syncer's store is empty and you hold versions of epoch {above}: give it its store back "
+                "(or a copy of it); to begin the job anew, restart its learners"
+            )
+            self._actions.add(ev.Refuse(join.connection, JoinRefusal.EMPTY_STORE, words, False))
+            return True
+        words = (
+            f"it holds versions of epoch {above}, and the job went on from an older copy of its store in "
+            f"epoch {state.epoch}: start this process anew"
+        )
+        self._refuse(join, now, JoinRefusal.OTHER_HISTORY, words)
         return True
 
-    def _refuse(self, join: ev.Join, reason: str, message: str, now: float, fields: tuple[str, ...] = ()) -> None:
-        if reason != JoinRefusal.SUPERSEDED:  # that is told of a process; its place is a newer one's
-            self.job.refusals.note(join, reason, message, fields, now)
-        self.job.out.append(ev.Refuse(join.connection, reason, message, True))
+    def _reserve_incarnations(self, join: ev.Join) -> None:
+        """Never give an incarnation again that a state which was lost has given to this process."""
+        members = self._state.members
+        given = max(join.previous_incarnation, join.tenure)
+        if given < members.next_incarnation + FURTHEST:
+            members.next_incarnation = max(members.next_incarnation, given + 1)
 
-    def _admit(self, join: ev.Join, seat: ev.Seat | None, merged: tuple[MergedPush, ...] = ()) -> None:
-        self.job.refusals.admitted(join)
-        self.job.out.append(
+    def _make_leases(self, sequences: int) -> None:
+        config = self._state.config
+        self._state.leases = LeaseBook(config.seed, sequences, len(config.places), self._deterministic)
+        if self._recovery.is_rebuilding:
+            self._state.leases.skip_numbers()
+
+    def _is_same_tenure(self, slot: Slot, join: ev.Join) -> bool:
+        """Whether the open tenure of the process's slot is the one that the process counts in. It is not if a state
+        that was lost had begun another for it, if a syncer ended before it could say that it had, or if what the
+        process was told belongs to another lineage."""
+        if self._recovery.is_other_lineage(join):
+            return False
+        ledger = self._state.ledger
+        return ledger is None or join.tenure in (0, ledger.books[slot.index].first_incarnation)
+
+    def _slot_of_unknown_tenure(self, join: ev.Join) -> Slot | None:
+        """In a rebuild: the slot that the process says it has, though the store has never heard of it. Receipts
+        count by slot, so its tenure can go on in that very slot only; None: it begins a new tenure elsewhere."""
+        unknown = self._recovery.is_rebuilding and join.tenure and join.held
+        if not unknown or self._recovery.is_other_lineage(join):
+            return None
+        slot = self._state.slot(join.slot)
+        return slot if slot is not None and not slot.incarnation and not slot.retired else None
+
+    # ---------------------------------------------------------------- answers
+
+    def _refuse(self, join: ev.Join, now: float, reason: str, message: str, fields: tuple[str, ...] = ()) -> None:
+        if reason != JoinRefusal.SUPERSEDED:  # a superseded process is refused, and not its place
+            self._state.refusals.add(join, reason, message, fields, now)
+        self._actions.add(ev.Refuse(join.connection, reason, message, True))
+
+    def _admit(
+        self,
+        join: ev.Join,
+        seat: ev.Seat | None,
+        merged: tuple[MergedPush, ...] = (),
+        withheld: frozenset[int] = frozenset(),
+    ) -> None:
+        self._state.refusals.remove(join)
+        self._actions.add(
             ev.Admit(
                 connection=join.connection,
                 observer=join.evaluator,
                 seat=seat,
-                initialise=self.job.initialiser == join.connection,
-                phase=self.job.phase,
-                message=self.job.phase_message,
+                initialise=self.initial_model.connection == join.connection,
+                phase=self._state.phase,
+                message=self._state.phase_message,
                 merged=merged,
-                withheld=self._withheld,
+                withheld=withheld,
             )
         )
 
-    def _seat(self, slot: Slot, join: ev.Join, now: float, *, continuing: bool, promote: bool = False) -> None:
-        """Give the slot to the process; fence and write off whoever had it."""
+    def _seat(
+        self,
+        slot: Slot,
+        join: ev.Join,
+        now: float,
+        *,
+        continuing: bool,
+        promote: bool = False,
+        withheld: frozenset[int] = frozenset(),
+    ) -> None:
+        """Give the slot to the process, and fence the one that had it. ``continuing``: its tenure goes on; else the
+        slot's tenure is closed and a new one begins. ``promote``: it stood by, and has had its Welcome."""
+        state = self._state
         old = slot.connection
         if old is not None and old != join.connection:
             # The same program may begin anew: its broken session must not end it.
             another = not (join.previous_incarnation and join.process == slot.process)
             words = f"slot {slot.index} was taken by a newer process"
-            self.job.out.append(ev.Refuse(old, JoinRefusal.SUPERSEDED, words, another))
+            self._actions.add(ev.Refuse(old, JoinRefusal.SUPERSEDED, words, another))
             slot.connection = None
         if not continuing and slot.incarnation:
-            self._vacate(slot, "died")
+            self._close_tenure(slot, "died")
         first_taken = not slot.incarnation
-        incarnation = self.job.members.sit(slot, join, now)
+        incarnation = state.members.give_slot(slot, join, now)
         slot.tenure = join.tenure if continuing else incarnation
         if not continuing:
-            slot.clear_tenure()
-            # A slot first taken later starts where the job is. In deterministic mode that goes for
-            # everybody who begins anew after a pause: slots at different steps would be due for
-            # different fragments, and wait for each other.
-            together = self.job.config.rules.deterministic and self.job.phase is JobPhase.WAITING
-            if together or (first_taken and self.job.clock.elapsed(now) > 0):
-                slot.step = max(s.step for s in self.job.members.slots)
-            slot.step_at_seat = slot.step
-            if self.job.rounds and self.job.ledger:
-                self.job.ledger.open_tenure(slot.index, incarnation)
-                self.job.rounds.seat(slot.index, slot.step)
+            self._begin_tenure(slot, incarnation, first_taken, now)
+        elif first_taken and state.ledger:
+            state.ledger.open_tenure(slot.index, slot.tenure)
         slot.ready = False
-        self._may_initialise(slot, now)
-        leases = self.job.leases.of(slot.index) if self.job.leases else ()
-        tokens = self.job.ledger.trained(slot.index) if self.job.ledger else 0
+        self.initial_model.offer(slot, now)
+        leases = state.leases.leases_of(slot.index) if state.leases else ()
+        tokens = state.ledger.trained(slot.index) if state.ledger else 0
         seat = ev.Seat(slot.index, incarnation, continuing, slot.step, tokens, leases)
-        self.job.out.append(ev.Persist())
+        self._actions.add(ev.Persist())
+        merged = tuple(slot.merged.get(p, MergedPush()) for p in range(len(state.versions)))
         if promote:
-            self.job.out.append(ev.Promote(join.connection, seat, self._merged_of(slot)))
+            self._actions.add(ev.Promote(join.connection, seat, merged))
         else:
-            self._admit(join, seat, self._merged_of(slot))
-        self.job.note(
+            self._admit(join, seat, merged, withheld)
+        verb = "came back to" if continuing else "took"
+        self._actions.record_event(
             EventKind.JOINED,
             slot,
-            f"{join.region}-{join.ordinal} {'came back to' if continuing else 'took'} slot {slot.index} "
-            f"at step {slot.step}",
+            f"{join.region}-{join.ordinal} {verb} slot {slot.index} at step {slot.step}",
             region=join.region,
             ordinal=join.ordinal,
             process=join.process,
             continuing=continuing,
         )
 
+    def _begin_tenure(self, slot: Slot, incarnation: int, first_taken: bool, now: float) -> None:
+        state = self._state
+        slot.clear_tenure()
+        # A slot first taken later starts where the job is. In deterministic mode that goes for every
+        # process that begins anew after a pause: slots at different steps would be due for different
+        # fragments, and wait for each other.
+        together = self._deterministic and state.phase is JobPhase.WAITING
+        if together or (first_taken and state.clock.elapsed(now) > 0):
+            slot.step = max(s.step for s in state.members.slots)
+        slot.step_at_seat = slot.step
+        if state.rounds and state.ledger:
+            state.ledger.open_tenure(slot.index, incarnation)
+            state.rounds.begin_progress(slot.index, slot.step)
+
+    # ---------------------------------------------------------------- leaving
+
     def _end_predecessor(self, join: ev.Join) -> None:
-        """A place runs one process: who had a retired slot there is gone, and nobody else will take it."""
-        for slot in self.job.members.slots:
+        """Release the retired slot of the place's former process: a place runs one process, so that one is over,
+        and nobody else will take the slot."""
+        for slot in self._state.members.slots:
             if slot.retired and slot.process and (slot.region, slot.ordinal) == (join.region, join.ordinal):
                 if slot.connection is not None:
                     words = f"{join.region}-{join.ordinal} belongs to a newer process"
-                    self.job.out.append(ev.Refuse(slot.connection, JoinRefusal.SUPERSEDED, words, True))
-                self._close(slot, "died")
+                    self._actions.add(ev.Refuse(slot.connection, JoinRefusal.SUPERSEDED, words, True))
+                self._release_slot(slot, "died")
 
-    def _close(self, slot: Slot, reason: str) -> None:
-        """The slot's process has left for good, and what it had is settled."""
-        self._vacate(slot, reason)
+    def _release_slot(self, slot: Slot, reason: str) -> None:
+        """The slot's process has left for good: close its tenure and free its leases."""
+        self._close_tenure(slot, reason)
         slot.state = SlotState.DRAINED
         slot.connection = None
         slot.process = ""
-        if self.job.leases:
-            self.job.leases.give_back(slot.index)
-        self.job.out.append(ev.Persist())
+        if self._state.leases:
+            self._state.leases.return_leases(slot.index)
+        self._actions.add(ev.Persist())
 
-    def _merged_of(self, slot: Slot) -> tuple[MergedPush, ...]:
-        return tuple(slot.merged.get(p, MergedPush()) for p in range(len(self.job.versions)))
-
-    def _vacate(self, slot: Slot, reason: str) -> None:
-        """The tenure ends: write off what is pending, keep what was accepted."""
-        if self.job.ledger is None:
+    def _close_tenure(self, slot: Slot, reason: str) -> None:
+        """Drop what is pending of the slot's tenure; pushes that were accepted still count."""
+        if self._state.ledger is None:
             return
-        dropped = self.job.ledger.close_tenure(slot.index, reason, self.job.accepted_headers())
+        dropped = self._state.ledger.close_tenure(slot.index, reason, self._accepted_headers())
         if dropped:
-            self.job.note(
-                EventKind.DROPPED, slot, f"{dropped // max(1, len(self.job.versions))} tokens dropped ({reason})"
-            )
+            tokens = dropped // max(1, len(self._state.versions))
+            self._actions.record_event(EventKind.DROPPED, slot, f"{tokens} tokens dropped ({reason})")
 
-    def connection_lost(self, connection: int, now: float) -> None:
-        self.job.members.standby.pop(connection, None)
-        self.job.members.evaluators.discard(connection)
-        self.initial_failed(connection)
-        self.peers.forget(connection)
-        self.lost.gone(connection)
-        slot = self.job.members.by_connection(connection)
+    def connection_lost(self, connection: int) -> None:
+        """A session ended. A broken stream alone proves nothing: the slot is suspect, and the timeout, or a party
+        that knows the process's end, decides."""
+        members = self._state.members
+        members.standby.pop(connection, None)
+        members.evaluators.discard(connection)
+        self.initial_model.mark_failed(connection)
+        self._donors.forget_connection(connection)
+        self._recovery.forget_connection(connection)
+        slot = members.by_connection(connection)
         if slot is None:
             return
         slot.connection = None
         if slot.occupied:
-            # A broken stream alone proves nothing: the timeout, or somebody who knows, decides.
             slot.state = SlotState.SUSPECT
-            self.job.note(EventKind.SUSPECT, slot, f"slot {slot.index}: connection lost")
+            self._actions.record_event(EventKind.SUSPECT, slot, f"slot {slot.index}: connection lost")
 
-    def process_gone(self, event: ev.ProcessEnded) -> None:
-        """Somebody who knows says so. A process that neither holds a slot nor stands by is old news."""
-        for connection, join in list(self.job.members.standby.items()):
+    def process_ended(self, event: ev.ProcessEnded) -> None:
+        """A process is known to have ended. One that neither has a slot nor stands by changes nothing."""
+        members = self._state.members
+        for connection, join in list(members.standby.items()):
             if (join.process, join.region, join.ordinal) == (event.process, event.region, event.ordinal):
                 # It would be given a slot, and be lost again only after a heartbeat timeout.
-                del self.job.members.standby[connection]
-                self.job.out.append(ev.Refuse(connection, JoinRefusal.LOST, f"gone: {event.reason}", False))
-        for slot in self.job.members.slots:
+                del members.standby[connection]
+                self._actions.add(ev.Refuse(connection, JoinRefusal.LOST, f"gone: {event.reason}", False))
+        for slot in members.slots:
             if (slot.region, slot.ordinal) != (event.region, event.ordinal) or not slot.occupied:
                 continue
             if event.process and event.process != slot.process:
                 continue
-            self._lose(slot, EventKind.GONE, f"slot {slot.index}: its process is gone ({event.reason})")
+            self._lose_slot(slot, EventKind.GONE, f"slot {slot.index}: its process is gone ({event.reason})")
             if slot.retired:
-                self._close(slot, "died")
+                self._release_slot(slot, "died")
 
-    def _lose(self, slot: Slot, kind: str, message: str) -> None:
+    def _lose_slot(self, slot: Slot, kind: str, message: str) -> None:
+        """Rounds go on without the slot; its tenure stays open for its process to come back."""
         slot.state = SlotState.LOST
         if slot.connection is not None:
-            self.job.out.append(ev.Refuse(slot.connection, JoinRefusal.LOST, "not heard in time: join again", False))
-            self.peers.forget(slot.connection)
-            self.lost.gone(slot.connection)
-            self.initial_failed(slot.connection)
+            self._actions.add(ev.Refuse(slot.connection, JoinRefusal.LOST, "not heard in time: join again", False))
+            self._donors.forget_connection(slot.connection)
+            self._recovery.forget_connection(slot.connection)
+            self.initial_model.mark_failed(slot.connection)
             slot.connection = None
-        self.job.out.append(ev.Persist())
-        self.job.note(kind, slot, message)
+        self._actions.add(ev.Persist())
+        self._actions.record_event(kind, slot, message)
 
     def drained(self, connection: int) -> None:
-        slot = self.job.members.by_connection(connection)
+        """A learner has offered everything and leaves."""
+        slot = self._state.members.by_connection(connection)
         if slot is None or not slot.occupied:
             return
-        self._close(slot, "drain")
-        self.job.note(EventKind.DRAINED, slot, f"slot {slot.index} left with its work offered, at step {slot.step}")
+        self._release_slot(slot, "drain")
+        message = f"slot {slot.index} left with its work offered, at step {slot.step}"
+        self._actions.record_event(EventKind.DRAINED, slot, message)
 
-    def lose_silent(self, now: float) -> None:
-        if self.job.phase in ENDED_PHASES:
+    # ---------------------------------------------------------------- what time brings
+
+    def lose_silent_slots(self, now: float) -> None:
+        """Give up slots of which nothing was heard for the heartbeat timeout."""
+        if self._state.phase in ENDED_PHASES:
             return
-        for slot in self.job.members.slots:
-            if slot.occupied and now - slot.heard_at > self.job.config.heartbeat_timeout:
-                silent = now - slot.heard_at
-                self._lose(slot, EventKind.LOST, f"slot {slot.index}: nothing heard for {silent:.1f} s")
+        for slot in self._state.members.slots:
+            silent = now - slot.heard_at
+            if slot.occupied and silent > self._state.config.heartbeat_timeout:
+                self._lose_slot(slot, EventKind.LOST, f"slot {slot.index}: nothing heard for {silent:.1f} s")
 
     def seat_standbys(self, now: float) -> None:
-        if self.job.phase in ENDED_PHASES or self.job.closing:
+        """Give free slots to processes that stand by, in the order in which they came."""
+        if self._state.phase in ENDED_PHASES or self._state.is_ending:
             return
-        for connection, join in list(self.job.members.standby.items()):
-            slot = self.job.members.free_for(join)
+        members = self._state.members
+        for connection, join in list(members.standby.items()):
+            slot = members.free_slot_for(join)
             if slot is None:
                 return
-            del self.job.members.standby[connection]
+            del members.standby[connection]
             self._seat(slot, join, now, continuing=False, promote=True)
-
-    # ---------------------------------------------------------------- version 0
-
-    def initial_failed(self, connection: int) -> None:
-        """Version 0 does not come from there: whoever failed less often is asked before it."""
-        if self.job.initialiser != connection:
-            return
-        self.job.initialiser = None
-        slot = self.job.members.by_connection(connection)
-        if slot is not None:
-            self.job.initial_failures[slot.process] += 1
-
-    def ask_initial(self, now: float) -> None:
-        """Version 0 is missing and nobody is making it: invite the next member. Only a Welcome can ask
-        for it, so its session ends, and until it is back nobody else is invited."""
-        job = self.job
-        if job.initialised or job.initialiser is not None or job.phase in ENDED_PHASES or self._invited(now):
-            return
-        if job.invited[0]:
-            job.initial_failures[job.invited[0]] += 1  # it did not come back
-            job.invited = ("", 0.0)
-        here = [slot for slot in job.members.slots if slot.connection is not None]
-        seated = [slot for slot in here if self._initialises(slot)]
-        if not seated:
-            return
-        slot = min(seated, key=lambda slot: job.initial_failures[slot.process])
-        assert slot.connection is not None
-        job.invited = (slot.process, now + job.config.heartbeat_timeout)
-        job.out.append(ev.RequestInitialModel(slot.connection))
-
-    def _initialises(self, slot: Slot) -> bool:
-        return slot.index == 0 or not self.job.config.rules.deterministic
-
-    def _invited(self, now: float) -> str:
-        """The process that is expected back to upload version 0; empty: none is."""
-        process, until = self.job.invited
-        if now < until and any(s.occupied and s.process == process for s in self.job.members.slots):
-            return process
-        return ""
-
-    def _may_initialise(self, slot: Slot, now: float) -> None:
-        """Who is seated while version 0 is missing makes it, unless a better one is expected back."""
-        job = self.job
-        if job.initialised or job.initialiser is not None or not self._initialises(slot):
-            return
-        invited, failures = self._invited(now), job.initial_failures
-        if invited in ("", slot.process) or failures[slot.process] < failures[invited]:
-            job.initialiser = slot.connection
-            job.invited = ("", 0.0)

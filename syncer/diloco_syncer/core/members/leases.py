@@ -32,7 +32,7 @@ MAX_BLOCK = 4096  # sequences
 
 @dataclass(slots=True)
 class OpenLease:
-    """A lease that is out."""
+    """A lease that a slot has: sequences ``position`` to ``end`` of its block are still to be trained."""
 
     slot: int
     data_epoch: int
@@ -65,7 +65,7 @@ class LeaseBook:
         self.issued = 0  # index of the next block in the endless order
         self.given = [0] * slots  # leases per slot, deterministic mode
         self.next_lease = 1
-        self.held: dict[int, OpenLease] = {}
+        self.open: dict[int, OpenLease] = {}
         self.returned: deque[OpenLease] = deque()
         self._order: tuple[int, list[int]] | None = None
 
@@ -82,13 +82,13 @@ class LeaseBook:
     def _grant(self, held: OpenLease) -> LeaseGrant:
         lease = self.next_lease
         self.next_lease += 1
-        self.held[lease] = held
+        self.open[lease] = held
         return self._as_grant(lease, held)
 
     def _as_grant(self, lease: int, held: OpenLease) -> LeaseGrant:
         return LeaseGrant(lease, held.data_epoch, held.block, held.position, held.end, self.block_size)
 
-    def grant(self, slot: int, lost: Collection[int] = ()) -> LeaseGrant:
+    def grant_lease(self, slot: int, lost: Collection[int] = ()) -> LeaseGrant:
         """One more block for the slot. ``lost``: slots without a process."""
         while slot >= len(self.given):
             self.given.append(0)
@@ -103,7 +103,7 @@ class LeaseBook:
             return self._grant(OpenLease(slot, data_epoch, block, 0, self._block_end(block)))
         if not self.returned and self.issued and self.issued % self.blocks == 0:
             for other in lost:
-                self.give_back(other)
+                self.return_leases(other)
         if self.returned:
             held = self.returned.popleft()
             held.slot = slot
@@ -112,32 +112,32 @@ class LeaseBook:
         self.issued += 1
         return self._grant(OpenLease(slot, data_epoch, block, 0, self._block_end(block)))
 
-    def move(self, slot: int, cursors: Collection[tuple[int, int]]) -> None:
+    def advance_cursors(self, slot: int, cursors: Collection[tuple[int, int]]) -> None:
         """Cursors as the slot reports them; a lease that is not its own, or a step back, is ignored."""
         for lease, position in cursors:
-            held = self.held.get(lease)
+            held = self.open.get(lease)
             if held is None or held.slot != slot or position <= held.position:
                 continue
             held.position = min(position, held.end)
             if held.position == held.end:
-                del self.held[lease]
+                del self.open[lease]
 
-    def out(self, slot: int) -> int:
+    def count_of(self, slot: int) -> int:
         """How many leases the slot holds."""
-        return sum(held.slot == slot for held in self.held.values())
+        return sum(held.slot == slot for held in self.open.values())
 
-    def of(self, slot: int) -> tuple[LeaseGrant, ...]:
+    def leases_of(self, slot: int) -> tuple[LeaseGrant, ...]:
         """The slot's leases from their cursors on, oldest first."""
-        return tuple(self._as_grant(i, h) for i, h in sorted(self.held.items()) if h.slot == slot)
+        return tuple(self._as_grant(i, h) for i, h in sorted(self.open.items()) if h.slot == slot)
 
-    def give_back(self, slot: int) -> None:
+    def return_leases(self, slot: int) -> None:
         """The slot was given up: what is left of its leases is leased first."""
-        for lease in sorted(i for i, h in self.held.items() if h.slot == slot):
-            held = self.held.pop(lease)
+        for lease in sorted(i for i, h in self.open.items() if h.slot == slot):
+            held = self.open.pop(lease)
             if held.position < held.end:
                 self.returned.append(held)
 
-    def skip(self) -> None:
+    def skip_numbers(self) -> None:
         """Leases may have been given that this book has lost: use none of their numbers again."""
         self.next_lease += 1 << 16
 
@@ -151,7 +151,7 @@ class LeaseBook:
             "issued": self.issued,
             "given": self.given,
             "next_lease": self.next_lease,
-            "held": {str(lease): row(held) for lease, held in self.held.items()},
+            "held": {str(lease): row(held) for lease, held in self.open.items()},
             "returned": [row(held) for held in self.returned],
         }
 
@@ -161,6 +161,6 @@ class LeaseBook:
         book.issued = row["issued"]
         book.given = list(row["given"])
         book.next_lease = row["next_lease"]
-        book.held = {int(lease): OpenLease(*values) for lease, values in row["held"].items()}
+        book.open = {int(lease): OpenLease(*values) for lease, values in row["held"].items()}
         book.returned = deque(OpenLease(*values) for values in row["returned"])
         return book

@@ -1,9 +1,8 @@
 """Which places were refused for good lately, and why: the status document's ``refusals``.
 
-A learner that is refused ends, and with it all that could be asked there. Whoever looks at
-the job from the syncer's side would only see that nobody comes; so the last refusal of each
-place is kept, until somebody of that place is let in. Plain code; not durable: who is refused
-comes again.
+A learner that is refused ends, and nobody can ask it any more. Seen from the syncer, only nobody comes; so
+the last refusal of each place is kept until a process of that place is admitted. It is not durable: a
+refused process comes again.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ class RecentRefusals:
     def __init__(self) -> None:
         self._by_place: OrderedDict[tuple[str, str, int], _RefusedPlace] = OrderedDict()
 
-    def note(self, join: ev.Join, reason: str, message: str, fields: tuple[str, ...], now: float) -> None:
-        """A Join was refused for good. ``fields``: in which the jobs differ, where that is why."""
+    def add(self, join: ev.Join, reason: str, message: str, fields: tuple[str, ...], now: float) -> None:
+        """Remember that a Join was refused for good. ``fields``: in which the jobs differ, where that is why."""
         place = _place(join)
         self._by_place[place] = _RefusedPlace(reason, message, fields, now)
         self._by_place.move_to_end(place)
         if len(self._by_place) > MOST:
             self._by_place.popitem(last=False)
 
-    def admitted(self, join: ev.Join) -> None:
-        """Somebody of that place was let in."""
+    def remove(self, join: ev.Join) -> None:
+        """Forget the refusal of the place: a process of it was admitted."""
         self._by_place.pop(_place(join), None)
 
     def rows(self, now: float) -> list[dict[str, Any]]:

@@ -1,9 +1,10 @@
 """Slots, incarnations and who holds which slot.
 
-Theory of operation. A slot outlives its processes. A process joins and is given
+Theory of operation. A slot outlives its processes. A process that joins is given
 a slot under a new incarnation number, drawn from one rising counter, so that of
 two incarnations the higher is always the newer; whatever carries an older one is
-fenced. Which slot a newcomer gets, in this order:
+fenced. A *tenure* is one process's unbroken use of a slot; it spans several incarnations if the process
+comes back. Which slot a newcomer gets, in this order:
 
 1. the slot that this very process still has (its tenure goes on; it names its last
    incarnation, for a program may be started again under the id of the one before),
@@ -33,7 +34,9 @@ was told to leave, *drained* when it left with everything offered.
 A region is *lost* when somebody of it held a slot and nobody of it has been there for a time
 that the job sets (failurePolicy.regionLostSeconds).
 
-No I/O; the time is an argument.
+Example. The places a-0 and a-1 have the slots 0 and 1. Process p of a-1 holds slot 1 as incarnation 2. Its pod is
+deleted, and process q joins from a-1: q gets slot 1 as incarnation 3, in a new tenure. A push that p sent as
+incarnation 2 and that arrives now is refused as fenced.
 """
 
 from __future__ import annotations
@@ -55,7 +58,7 @@ class Slot:
 
     index: int
     state: SlotState = SlotState.EMPTY
-    retired: bool = False  # scaled down: for whom it has, until they leave
+    retired: bool = False  # the job has no place for it any more; its process stays until it leaves
     region: str = ""
     ordinal: int = 0
     process: str = ""
@@ -72,7 +75,7 @@ class Slot:
     step_seconds: float = 0.0
     paused: bool = False
     merged_pushes: int = 0
-    # Since it was seated, anew or as who it was: what a fault's time of recovery is read from.
+    # Since the slot was last given to a process, in a new tenure or not: these date a fault's recovery.
     stepped: bool = False
     merged_since: bool = False
     late_rounds: int = 0
@@ -103,6 +106,7 @@ _DURABLE = (
     "incarnations",
     "step",
     "step_at_seat",
+    "tenure",
     "merged_pushes",
 )
 
@@ -128,10 +132,10 @@ class SlotTable:
         self.evaluators: set[int] = set()
         # (region, ordinal) -> the pods that joined from there, the newest last
         self.pods: dict[tuple[str, int], list[str]] = {}
-        self.seen: set[str] = set()  # regions of which somebody held a slot
-        # Of these, region -> since when nobody is there; -inf: it was lost already in an earlier life.
+        self.seen_regions: set[str] = set()  # those of which a process held a slot
+        # Of these, region -> since when it has no process; -inf: it was lost already in an earlier life.
         self.silent_since: dict[str, float] = {}
-        self.lost: list[str] = []  # of these, those that count as lost
+        self.lost_regions: list[str] = []  # of these, those that count as lost
         self.absences: list[Absence] = []  # the newest ABSENCES, in their order
 
     @property
@@ -139,8 +143,8 @@ class SlotTable:
         """The slots that the job has now, without the retired ones."""
         return [slot for slot in self.slots if not slot.retired]
 
-    def grow(self, slots: int) -> None:
-        """Retired slots for the history of those that a lost state had."""
+    def add_retired_slots(self, slots: int) -> None:
+        """Have at least so many slots; new ones are retired and keep the history of those that a lost state had."""
         while len(self.slots) < slots:
             self.slots.append(Slot(len(self.slots), retired=True))
 
@@ -150,8 +154,8 @@ class SlotTable:
     def by_place(self, region: str, ordinal: int) -> Slot | None:
         return next((s for s in self.current if s.incarnation and (s.region, s.ordinal) == (region, ordinal)), None)
 
-    def superseded(self, join: Join) -> bool:
-        """Whether this process's place has gone to a newer one; else its pod is the place's newest."""
+    def register_pod(self, join: Join) -> bool:
+        """Make the process's pod its place's newest; False: the place belongs to a newer process."""
         place = (join.region, join.ordinal)
         holder = self.by_place(*place)
         if (
@@ -160,41 +164,40 @@ class SlotTable:
             and holder.process != join.process
             and 0 < join.previous_incarnation < holder.incarnation
         ):
-            return True
-        if not join.pod:
             return False
+        if not join.pod:
+            return True
         known = self.pods.setdefault(place, [])
         if join.pod in known[:-1]:
-            return True
+            return False
         if join.pod not in known:
             known.append(join.pod)
             del known[:-PODS_KEPT]
             while len(self.pods) > PLACES_KEPT:
                 self.pods.pop(next(iter(self.pods)))
-        return False
+        return True
 
-    def own(self, join: Join) -> Slot | None:
-        """The slot that this very process holds, if nobody took it and it was not given up."""
+    def slot_of_process(self, join: Join) -> Slot | None:
+        """The slot that this very process had last, unless another process took it or it was released."""
         for slot in self.slots if join.previous_incarnation else ():
             if slot.process == join.process and slot.state not in (SlotState.DRAINED, SlotState.EMPTY):
                 return slot
         return None
 
-    def choose(self, join: Join, deterministic: bool) -> Slot | None:
-        """The slot that a newcomer gets (not its own), or None: stand by."""
+    def choose_slot(self, join: Join, deterministic: bool) -> Slot | None:
+        """The slot that a process without one gets; None: there is none for it now."""
         if deterministic:
             return self.nominal.get((join.region, join.ordinal))
-        return self.by_place(join.region, join.ordinal) or self.free_for(join)
+        return self.by_place(join.region, join.ordinal) or self.free_slot_for(join)
 
-    def free_for(self, join: Join) -> Slot | None:
-        """A slot that nobody holds, for a standby: its nominal one, else the lowest."""
+    def free_slot_for(self, join: Join) -> Slot | None:
+        """A slot that no process holds: the nominal one of the place, else the lowest."""
         nominal = self.nominal.get((join.region, join.ordinal))
-        return nominal if nominal is not None and not nominal.occupied else self._free()
-
-    def _free(self) -> Slot | None:
+        if nominal is not None and not nominal.occupied:
+            return nominal
         return next((slot for slot in self.current if not slot.occupied), None)
 
-    def sit(self, slot: Slot, join: Join, now: float) -> int:
+    def give_slot(self, slot: Slot, join: Join, now: float) -> int:
         """Give the slot to the process under a new incarnation, which is returned."""
         slot.incarnation = self.next_incarnation
         slot.incarnations += 1
@@ -202,32 +205,31 @@ class SlotTable:
         slot.process, slot.region, slot.ordinal = join.process, join.region, join.ordinal
         slot.connection, slot.state, slot.heard_at = join.connection, SlotState.ACTIVE, now
         slot.stepped = slot.merged_since = False
-        self.seen.add(join.region)
+        self.seen_regions.add(join.region)
         return slot.incarnation
 
     def reachable(self) -> set[int]:
         """Slots whose process can still push."""
         return {s.index for s in self.slots if s.occupied and s.connection is not None and s.ready}
 
-    def watch_regions(self, now: float, patience: float) -> None:
-        """Which of the job's regions are lost: somebody of them held a slot, and for ``patience``
-        seconds nobody of them does or stands by."""
+    def update_lost_regions(self, now: float, patience: float) -> None:
+        """Update ``lost_regions``: those that once had a slot, and for ``patience`` seconds neither hold one nor
+        have a process that stands by."""
         present = {slot.region for slot in self.slots if slot.occupied}
         present |= {join.region for join in self.standby.values()}
         regions = dict.fromkeys(region for region, _ in self.places)
-        silent = [region for region in regions if region in self.seen - present]
+        silent = [region for region in regions if region in self.seen_regions - present]
         self.silent_since = {region: self.silent_since.get(region, now) for region in silent}
-        self.lost = [region for region, since in self.silent_since.items() if now - since >= patience]
+        self.lost_regions = [region for region, since in self.silent_since.items() if now - since >= patience]
 
-    def note_absences(self, now: float, elapsed: float) -> tuple[list[str], list[str]]:
-        """Write down who is lost, and who is back; regions of which either is new. ``elapsed``: the job's
-        seconds at ``now``."""
+    def record_absences(self, now: float, elapsed: float) -> tuple[list[str], list[str]]:
+        """Write down since when regions are lost and which are back; returns the regions of which either is new.
+        ``elapsed``: the job's seconds at ``now``."""
         away = {absence.region: absence for absence in self.absences if absence.until is None}
-        gone = [region for region in self.lost if region not in away]
-        back = [region for region in away if region not in self.lost]
+        gone = [region for region in self.lost_regions if region not in away]
+        back = [region for region in away if region not in self.lost_regions]
         for region in gone:
             quiet = now - self.silent_since[region]
-            # Infinite: lost in an earlier life, which an older release has not written down.
             since = elapsed if math.isinf(quiet) else max(0.0, elapsed - quiet)
             self.absences.append(Absence(region, since, None))
         for region in back:
@@ -239,8 +241,8 @@ class SlotTable:
     def to_json(self) -> dict[str, Any]:
         return {
             "regions": {
-                "seen": sorted(self.seen),
-                "lost": self.lost,
+                "seen": sorted(self.seen_regions),
+                "lost": self.lost_regions,
                 "absences": [[a.region, a.since, a.until] for a in self.absences],
             },
             "next_incarnation": self.next_incarnation,
@@ -258,40 +260,40 @@ class SlotTable:
         }
 
     def load(self, row: dict[str, Any], now: float) -> None:
-        """Who was connected is suspect now, and has a heartbeat timeout to come back."""
+        """Go on from a saved table: processes that were connected are suspect, and have a heartbeat timeout to come
+        back."""
         self.next_incarnation = row["next_incarnation"]
-        self.pods = {(region, ordinal): list(pods) for region, ordinal, pods in row.get("pods", [])}
+        self.pods = {(region, ordinal): list(pods) for region, ordinal, pods in row["pods"]}
         self.slots = [Slot(index) for index in range(len(row["slots"]))]
         for slot, saved in zip(self.slots, row["slots"], strict=True):
             for name in _DURABLE:
-                setattr(slot, name, saved.get(name, False) if name == "retired" else saved[name])
+                setattr(slot, name, saved[name])
             state = SlotState(saved["state"])
             slot.state = SlotState.SUSPECT if state in HELD_STATES else state
             slot.heard_at = now
             slot.merged = {int(k): MergedPush(*v) for k, v in saved["merged"].items()}
-            # What was accepted and not merged is gone, but for spooled offers, which say so themselves.
+            # Pushes that were accepted and not merged are gone; spooled offers are restored after this.
             slot.accepted_sequence = {fragment: push.sequence for fragment, push in slot.merged.items()}
             slot.merged_last_step = {int(k): v for k, v in saved["merged_last_step"].items()}
-        regions = row.get("regions") or {}
-        self.seen = set(regions.get("seen", ())) or {s.region for s in self.slots if s.incarnation}
-        self.silent_since = dict.fromkeys(regions.get("lost", ()), -math.inf)
-        self.absences = [Absence(*saved) for saved in regions.get("absences", ())]
-        before = row.get("places")
-        self._arrange(None if before is None else {(region, ordinal) for region, ordinal in before})
+        regions = row["regions"]
+        self.seen_regions = set(regions["seen"])
+        self.silent_since = dict.fromkeys(regions["lost"], -math.inf)
+        self.absences = [Absence(*saved) for saved in regions["absences"]]
+        self._arrange({(region, ordinal) for region, ordinal in row["places"]})
 
-    def _arrange(self, before: set[tuple[str, int]] | None) -> None:
-        """Which slot each place keeps, and which slots are over. ``before``: the places until now."""
+    def _arrange(self, before: set[tuple[str, int]]) -> None:
+        """Decide which slot each place keeps, and retire the others. ``before``: the places until now."""
         kept: dict[tuple[str, int], Slot] = {}
-        # Who holds a slot now goes before who held one once, the newest before the older.
+        # A process that holds a slot now goes before one that held one once, the newest before the older.
         for slot in sorted(self.slots, key=lambda s: (s.retired, not s.occupied, -s.incarnation)):
             if slot.incarnation and (slot.region, slot.ordinal) in self.places:
                 kept.setdefault((slot.region, slot.ordinal), slot)
         taken = {slot.index for slot in kept.values()}
 
-        gone = (before or set()) - set(self.places)  # who sits there leaves; a spare has no place of its own
+        removed = before - set(self.places)  # their processes leave; a spare has no place of its own
 
         def leaves(slot: Slot) -> bool:
-            return (slot.region, slot.ordinal) in gone
+            return (slot.region, slot.ordinal) in removed
 
         rest = [slot for slot in self.slots if slot.index not in taken]
         free = [

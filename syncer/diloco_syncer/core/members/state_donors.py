@@ -1,9 +1,9 @@
 """Whose inner optimizer state a newcomer gets (algorithm.md section 8).
 
-A newcomer asks once. The healthy learner with the longest tenure is asked to
-upload its state; if it does not in time, the next; if there is none, the
-newcomer is told so and starts afresh. When all leave, one learner's state goes
-into the job's checkpoint in the same way. Plain code.
+A newcomer requests a state once. The healthy learner with the most steps in its tenure is asked to upload
+its state; if that fails or takes too long, the next one is asked; if there is none left, the newcomer is
+told so and starts afresh. When all leave, the state of one learner goes into the job's checkpoint in the
+same way.
 """
 
 from __future__ import annotations
@@ -12,106 +12,108 @@ from dataclasses import dataclass, field
 
 from diloco_protocol.vocabulary import SlotState
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.events import Action
-from diloco_syncer.core.members.slots import SlotTable
+from diloco_syncer.core.actions import Actions
+from diloco_syncer.core.state import JobState
 
 
 @dataclass(slots=True)
 class DonorRequest:
-    """A newcomer's request; ``transfer`` 0: nobody is asked at the moment."""
+    """A newcomer's request; ``transfer`` 0: no donor is asked at the moment."""
 
     connection: int
     transfer: int = 0
-    source: int = -1
+    donor: int = -1  # a connection
     deadline: float = 0.0
     tried: set[int] = field(default_factory=set)
 
 
 class StateDonors:
-    """Open requests. ``patience`` and ``checkpoint_patience``: seconds for one answer."""
+    """Open requests for an inner optimizer state."""
 
-    def __init__(self, patience: float, checkpoint_patience: float) -> None:
-        self.patience = patience
-        self.checkpoint_patience = checkpoint_patience
-        self.wants: dict[int, DonorRequest] = {}
-        self.next_transfer = 1
-        self.checkpoint_transfer = 0
-        self.checkpoint_source = -1
-        self.checkpoint_deadline = 0.0
+    def __init__(self, state: JobState, actions: Actions) -> None:
+        self._state = state
+        self._actions = actions
+        self._requests: dict[int, DonorRequest] = {}  # by the newcomer's connection
+        self._next_transfer = 1
+        self._checkpoint: DonorRequest | None = None  # for the job's checkpoint; nobody's connection
 
     @property
     def checkpoint_pending(self) -> bool:
-        return self.checkpoint_transfer != 0
+        """Whether a state for the job's checkpoint is still awaited."""
+        return self._checkpoint is not None
 
-    def want(self, connection: int, now: float) -> None:
-        self.wants.setdefault(connection, DonorRequest(connection))
+    def request(self, connection: int) -> None:
+        """A newcomer requests a state."""
+        self._requests.setdefault(connection, DonorRequest(connection))
 
-    def forget(self, connection: int) -> None:
-        """The connection is gone: it wants nothing, and will not answer."""
-        self.wants.pop(connection, None)
-        for want in self.wants.values():
-            if want.source == connection:
-                want.transfer = 0
-        if self.checkpoint_source == connection:
-            self.checkpoint_transfer = 0
+    def forget_connection(self, connection: int) -> None:
+        """The connection is closed: it needs no state, and will not upload one."""
+        self._requests.pop(connection, None)
+        for request in self._requests.values():
+            if request.donor == connection:
+                request.transfer = 0
+        if self._checkpoint is not None and self._checkpoint.donor == connection:
+            self._checkpoint = None
 
-    def arrived(self, transfer: int) -> list[Action]:
-        if transfer == self.checkpoint_transfer:
-            self.checkpoint_transfer = 0
-            return []
-        for want in list(self.wants.values()):
-            if transfer and want.transfer == transfer:
-                del self.wants[want.connection]
-                return [ev.OfferPeerState(want.connection, transfer)]
-        return []
+    def received(self, transfer: int) -> None:
+        """A donor's upload is complete."""
+        if self._checkpoint is not None and transfer == self._checkpoint.transfer:
+            self._checkpoint = None
+            return
+        for request in list(self._requests.values()):
+            if transfer and request.transfer == transfer:
+                del self._requests[request.connection]
+                self._actions.add(ev.OfferPeerState(request.connection, transfer))
+                return
 
     def failed(self, transfer: int) -> None:
-        """That peer has none, or its upload broke: ask the next."""
-        if transfer == self.checkpoint_transfer:
-            self.checkpoint_transfer = 0
-        for want in self.wants.values():
-            if want.transfer == transfer:
-                want.transfer = 0
+        """The donor has no state, or its upload broke: the next one is asked."""
+        if self._checkpoint is not None and transfer == self._checkpoint.transfer:
+            self._checkpoint = None
+        for request in self._requests.values():
+            if request.transfer == transfer:
+                request.transfer = 0
 
-    def checkpoint(self, members: SlotTable, now: float) -> list[Action]:
+    def request_for_checkpoint(self, now: float) -> None:
         """Ask one healthy learner for the state that the job's checkpoint keeps."""
-        source = self._healthiest(members, set())
-        if source is None:
-            return []
-        self.checkpoint_transfer, self.checkpoint_source = self._number(), source
-        self.checkpoint_deadline = now + self.checkpoint_patience
-        return [ev.RequestPeerState(source, self.checkpoint_transfer, checkpoint=True)]
+        donor = self._healthiest(set())
+        if donor is None:
+            return
+        deadline = now + self._state.config.checkpoint_seconds
+        self._checkpoint = DonorRequest(-1, self._new_transfer(), donor, deadline)
+        self._actions.add(ev.RequestPeerState(donor, self._checkpoint.transfer, checkpoint=True))
 
-    def advance(self, members: SlotTable, closing: bool, now: float) -> list[Action]:
-        out: list[Action] = []
-        if self.checkpoint_pending and now >= self.checkpoint_deadline:
-            self.checkpoint_transfer = 0
-        for want in list(self.wants.values()):
-            if want.transfer and now < want.deadline:
+    def advance(self, now: float) -> None:
+        """Ask the next donor wherever none is asked or the one that was has let its time pass."""
+        if self._checkpoint is not None and now >= self._checkpoint.deadline:
+            self._checkpoint = None
+        for request in list(self._requests.values()):
+            if request.transfer and now < request.deadline:
                 continue
-            source = None if closing else self._healthiest(members, want.tried | set(self.wants))
-            if source is None:
-                del self.wants[want.connection]
-                out.append(ev.OfferPeerState(want.connection, 0))
+            donor = None if self._state.is_ending else self._healthiest(request.tried | set(self._requests))
+            if donor is None:
+                del self._requests[request.connection]
+                self._actions.add(ev.OfferPeerState(request.connection, 0))
                 continue
-            want.tried.add(source)
-            want.transfer, want.source, want.deadline = self._number(), source, now + self.patience
-            out.append(ev.RequestPeerState(source, want.transfer))
-        return out
+            request.tried.add(donor)
+            request.transfer = self._new_transfer()
+            request.donor = donor
+            request.deadline = now + self._state.config.peer_seconds
+            self._actions.add(ev.RequestPeerState(donor, request.transfer))
 
-    def _number(self) -> int:
-        self.next_transfer += 1
-        return self.next_transfer - 1
+    def _new_transfer(self) -> int:
+        self._next_transfer += 1
+        return self._next_transfer - 1
 
-    def _healthiest(self, members: SlotTable, but: set[int]) -> int | None:
+    def _healthiest(self, excluded: set[int]) -> int | None:
         """The connection of the active learner with the most steps in its tenure."""
         healthy = [
             (slot.step - slot.step_at_seat, -slot.index, slot.connection)
-            for slot in members.slots
+            for slot in self._state.members.slots
             if slot.state in (SlotState.ACTIVE, SlotState.DRAINING)
             and slot.ready
             and slot.advanced
             and slot.connection is not None
-            and slot.connection not in but
+            and slot.connection not in excluded
         ]
         return max(healthy)[2] if healthy else None

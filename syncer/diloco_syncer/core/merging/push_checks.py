@@ -1,95 +1,204 @@
-"""Which pushes count: the rules of algorithm.md section 4.5 as one function.
+"""Which pushes count (algorithm.md section 4.5). Every check that a push passes, in this order:
 
-A push is checked twice: its header before any byte is read, so that a hopeless
-transfer costs nothing, and again when all bytes are here, since a round may have
-been taken meanwhile. The order of the rules is the order of the names that an
-operator would want to read: who, what, when, which steps, how large.
+Before its bytes are read, so that a hopeless transfer costs nothing:
+
+ 1. The connection may speak for the process that the header names
+    (``server/tls/access.py``, ``server/bulk.py`` ``_objection``).
+ 2. Every number of the header is in range (``messages.py`` ``push_from``).
+ 3. The syncer is not recovering lost versions; else the learner tries again later
+    (``server/bulk.py`` ``_push``, ``recovery/lost_versions.py`` ``is_pending``).
+ 4. The job has not ended, version 0 exists, the fragment exists (here, ``_check_job``).
+ 5. The sender is the one that holds the slot, under its newest incarnation (here, ``_check_sender``).
+ 6. Layout and encoding are the job's (here, ``_check_format``).
+ 7. The base is a version that this store has had, and not a future one (here, ``_check_base``).
+ 8. The push is not a repeated one, and its counts agree with each other (here, ``_check_counts``).
+ 9. None of its steps was merged before, and none is too old (here, ``_check_steps``).
+10. Its round is open; an offer's fragment is not merging an earlier push of the same slot
+    (here, ``_check_round``).
+11. It has exactly as many bytes as its encoding gives the fragment (``server/bulk.py`` ``_push``).
+12. Its parts do not overlap, and there is room for them (``runtime/multipart.py`` ``receive``).
+
+When all bytes are here:
+
+13. The checksum of every part is right (``runtime/multipart.py`` ``receive``).
+14. Checks 4 to 10 once more, since its round may have closed meanwhile
+    (``merging/aggregation.py`` ``receive_push``).
+15. All its values are finite (here, ``check_content``).
+16. Its norm is not far above those of the fragment's merged pushes (here, ``NormGate``).
+
+A push that passed them is in the round, or waits as an offer. It can still be replaced by a newer push of the same
+slot that carries the same steps (``merging/rounds.py`` ``superseded``). Each refusal has a reason of its own,
+which metrics count; the learner keeps the work of a refused push and offers it in the next one.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from statistics import median
 
-from diloco_protocol.vocabulary import PushRefusal, SlotState
+from diloco_protocol.vocabulary import ENDED_PHASES, PushRefusal, SlotState
 from diloco_syncer.core.events import PushHeader
 from diloco_syncer.core.members.slots import Slot
 from diloco_syncer.core.merging.rounds import Round
+from diloco_syncer.core.state import JobState
 
-GATE_SAMPLES = 5  # norms seen before the gate judges
+Refusal = tuple[PushRefusal, str]
+
+GATE_SAMPLES = 5  # norms seen before the norm gate judges
 GATE_WINDOW = 31
 
 
 @dataclass(frozen=True, slots=True)
 class PushLimits:
+    """What the job's spec allows; ``max_versions``: the greatest age of a step, in versions."""
+
     encoding: str
     max_versions: int
     deterministic: bool
 
 
-def check_header(
-    header: PushHeader,
-    *,
-    rules: PushLimits,
-    slot: Slot | None,
-    version: int,
-    opened: Round | None,
-    layout_digest: str,
-    base_known: bool,
-) -> tuple[PushRefusal, str] | None:
-    """None: the push may count. ``slot``: the one it names; ``version``: v_p now;
-    ``opened``: the fragment's open round; ``base_known``: its base is in this
-    store's history."""
-    if slot is None or not slot.incarnation:
-        return PushRefusal.NO_SLOT, f"slot {header.slot} is not held by anybody: join first"
-    if header.incarnation != slot.incarnation:
-        return PushRefusal.FENCED, f"incarnation {header.incarnation} was replaced by {slot.incarnation}"
-    if not slot.occupied and slot.state is not SlotState.LOST:
-        return PushRefusal.NO_SLOT, f"slot {slot.index} is {slot.state}"
-    if header.layout_digest != layout_digest:
-        return PushRefusal.OTHER_LAYOUT, f"layout {header.layout_digest[:12]}, the job's is {layout_digest[:12]}"
-    if header.encoding != rules.encoding:
-        return PushRefusal.WRONG_ENCODING, f"encoding {header.encoding!r}, the job's is {rules.encoding!r}"
-    if not base_known:
+class NormGate:
+    """Refuses a push whose norm is above ``factor`` times the running median of its fragment's merged pushes."""
+
+    def __init__(self, factor: float | None) -> None:
+        self.factor = factor
+        self._norms: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=GATE_WINDOW))
+
+    def check(self, fragment: int, norm: float) -> Refusal | None:
+        """Judge the L2 norm of a fragment's push; None: it passes."""
+        seen = self._norms[fragment]
+        if self.factor is None or len(seen) < GATE_SAMPLES:
+            return None
+        middle = median(seen)
+        if norm > self.factor * middle:
+            return PushRefusal.NORM_GATE, f"norm {norm:.3g} is above {self.factor:g} x the running median {middle:.3g}"
+        return None
+
+    def add(self, fragment: int, norms: tuple[float, ...]) -> None:
+        """Remember the norms of pushes that were merged."""
+        self._norms[fragment].extend(norms)
+
+
+class PushChecks:
+    """The core's checks. Each returns the reason and the words of a refusal, or None."""
+
+    def __init__(self, state: JobState) -> None:
+        config = state.config
+        self._state = state
+        self._limits = PushLimits(config.encoding, config.max_versions, config.rules.deterministic)
+        self.norm_gate = NormGate(config.norm_gate)
+
+    def check_header(self, header: PushHeader, process: str = "") -> Refusal | None:
+        """Judge a push without its bytes. ``process``: the one that sends it, where that is known."""
+        refusal = self._check_job(header)
+        if refusal is not None:
+            return refusal
+        assert self._state.rounds
+        slot, version = self._state.slot(header.slot), self._state.rounds.versions[header.fragment]
+        opened = self._state.rounds.open.get(header.fragment)
+        refusal = self._check_sender(header, slot, process)
+        if refusal is not None:
+            return refusal
+        assert slot is not None
         return (
-            PushRefusal.OTHER_EPOCH,
-            f"base epoch {header.epoch} version {header.base_version} is not in this store's history",
+            self._check_format(header)
+            or self._check_base(header, version)
+            or _check_counts(header, slot)
+            or self._check_steps(header, slot, version)
+            or self._check_round(header, version, opened)
         )
-    if header.base_version > version:
-        return PushRefusal.FUTURE_BASE, f"base version {header.base_version} is above {version}"
+
+    def check_content(self, header: PushHeader, norm: float, finite: bool) -> Refusal | None:
+        """Judge a push's decoded values by what was measured of them: ``norm`` is the L2 norm of them all."""
+        if not finite:
+            return PushRefusal.NOT_FINITE, "the outer gradient has NaN or infinite values"
+        return self.norm_gate.check(header.fragment, norm)
+
+    def _check_job(self, header: PushHeader) -> Refusal | None:
+        state = self._state
+        if state.phase in ENDED_PHASES:
+            return PushRefusal.ENDED, f"the job is {state.phase.value}"
+        if not state.rounds:
+            return PushRefusal.OTHER_LAYOUT, "version 0 does not exist yet"
+        if not 0 <= header.fragment < state.rounds.fragments:
+            return PushRefusal.INCONSISTENT, f"there is no fragment {header.fragment}"
+        return None
+
+    def _check_sender(self, header: PushHeader, slot: Slot | None, process: str) -> Refusal | None:
+        if slot is None or not slot.incarnation:
+            return PushRefusal.NO_SLOT, f"slot {header.slot} is not held by anybody: join first"
+        if process and process != slot.process:
+            return PushRefusal.FENCED, f"slot {slot.index} is another process's"
+        if header.incarnation != slot.incarnation:
+            return PushRefusal.FENCED, f"incarnation {header.incarnation} was replaced by {slot.incarnation}"
+        if not slot.occupied and slot.state is not SlotState.LOST:
+            return PushRefusal.NO_SLOT, f"slot {slot.index} is {slot.state}"
+        return None
+
+    def _check_format(self, header: PushHeader) -> Refusal | None:
+        layout, encoding = self._state.layout_digest, self._limits.encoding
+        if header.layout_digest != layout:
+            return PushRefusal.OTHER_LAYOUT, f"layout {header.layout_digest[:12]}, the job's is {layout[:12]}"
+        if header.encoding != encoding:
+            return PushRefusal.WRONG_ENCODING, f"encoding {header.encoding!r}, the job's is {encoding!r}"
+        return None
+
+    def _check_base(self, header: PushHeader, version: int) -> Refusal | None:
+        if not self._store_had(header.epoch, header.fragment, header.base_version):
+            base = f"base epoch {header.epoch} version {header.base_version}"
+            return PushRefusal.OTHER_EPOCH, f"{base} is not in this store's history"
+        if header.base_version > version:
+            return PushRefusal.FUTURE_BASE, f"base version {header.base_version} is above {version}"
+        return None
+
+    def _store_had(self, epoch: int, fragment: int, version: int) -> bool:
+        """Whether this store has had that version under that epoch. A store that lost data began its epoch below
+        what learners saw before."""
+        if epoch > self._state.epoch:
+            return False
+        later = [versions for began, versions in self._state.epochs if began > epoch]
+        return not later or version <= later[0][fragment]
+
+    def _check_steps(self, header: PushHeader, slot: Slot, version: int) -> Refusal | None:
+        merged = slot.merged.get(header.fragment)
+        if merged is not None and header.base_version < merged.version:
+            words = f"base {header.base_version} is older than the slot's merge in {merged.version}"
+            return PushRefusal.ALREADY_MERGED, words
+        if header.first_step <= slot.merged_last_step.get(header.fragment, 0):
+            return PushRefusal.ALREADY_MERGED, f"slot step {header.first_step} was merged before"
+        age = version - header.oldest_version
+        if age > self._limits.max_versions:
+            return PushRefusal.TOO_OLD, f"age {age} is above maxVersions {self._limits.max_versions}"
+        return None
+
+    def _check_round(self, header: PushHeader, version: int, opened: Round | None) -> Refusal | None:
+        if header.round:
+            # In deterministic mode the first push opens the round.
+            opens = opened is None and self._limits.deterministic
+            if opens and header.round == version + 1 == header.base_version + 1:
+                return None
+            if opened is None or opened.merging or opened.id != header.round:
+                return PushRefusal.OTHER_ROUND, f"round {header.round} of fragment {header.fragment} is not open"
+        elif opened is not None and opened.merging and header.slot in opened.slots():
+            words = "an earlier push of these steps is being merged; adopt it, then offer the rest"
+            return PushRefusal.ALREADY_MERGED, words
+        return None
+
+
+def _check_counts(header: PushHeader, slot: Slot) -> Refusal | None:
     if header.sequence <= slot.accepted_sequence.get(header.fragment, 0):
         return PushRefusal.REPEATED, f"push {header.sequence} of fragment {header.fragment} was taken before"
-    problem = _inconsistency(header)
-    if problem:
-        return PushRefusal.INCONSISTENT, problem
+    contradiction = _contradiction(header)
+    if contradiction:
+        return PushRefusal.INCONSISTENT, contradiction
     if header.steps == 0 or header.tokens == 0:
         return PushRefusal.NO_STEPS, "the push carries no step"
-    merged = slot.merged.get(header.fragment)
-    if merged is not None and header.base_version < merged.version:
-        return (
-            PushRefusal.ALREADY_MERGED,
-            f"base {header.base_version} is older than the slot's merge in {merged.version}",
-        )
-    if header.first_step <= slot.merged_last_step.get(header.fragment, 0):
-        return PushRefusal.ALREADY_MERGED, f"slot step {header.first_step} was merged before"
-    age = version - header.oldest_version
-    if age > rules.max_versions:
-        return PushRefusal.TOO_OLD, f"age {age} is above maxVersions {rules.max_versions}"
-    if header.round:
-        if opened is None and rules.deterministic and header.round == version + 1 == header.base_version + 1:
-            return None
-        if opened is None or opened.merging or opened.id != header.round:
-            return PushRefusal.OTHER_ROUND, f"round {header.round} of fragment {header.fragment} is not open"
-    elif opened is not None and opened.merging and header.slot in opened.slots():
-        return (
-            PushRefusal.ALREADY_MERGED,
-            "an earlier push of these steps is being merged; adopt it, then offer the rest",
-        )
     return None
 
 
-def _inconsistency(header: PushHeader) -> str:
+def _contradiction(header: PushHeader) -> str:
+    """How the header contradicts itself; empty: it does not."""
     if header.steps < 0 or header.tokens < 0 or not 0 <= header.compute_seconds < 1e12:
         return "steps, tokens and compute seconds are not negative"
     if header.steps and header.last_step - header.first_step + 1 != header.steps:
@@ -102,26 +211,3 @@ def _inconsistency(header: PushHeader) -> str:
     if header.report.slot_step < header.last_step:
         return "the report inside is older than the push"
     return ""
-
-
-class NormGate:
-    """Refuses a push whose norm is ``factor`` times the running median of its fragment."""
-
-    def __init__(self, factor: float | None, fragments: int) -> None:
-        self.factor = factor
-        self.norms: list[deque[float]] = [deque(maxlen=GATE_WINDOW) for _ in range(fragments)]
-
-    def check(self, fragment: int, norm: float) -> tuple[PushRefusal, str] | None:
-        seen = self.norms[fragment]
-        if self.factor is None or len(seen) < GATE_SAMPLES:
-            return None
-        middle = median(seen)
-        if norm > self.factor * middle:
-            return (
-                PushRefusal.NORM_GATE,
-                f"norm {norm:.3g} is above {self.factor:g} x the running median {middle:.3g}",
-            )
-        return None
-
-    def add(self, fragment: int, norms: tuple[float, ...]) -> None:
-        self.norms[fragment].extend(norms)

@@ -1,12 +1,16 @@
-"""Rounds: when a fragment's merge opens, whom it waits for, and when it is taken.
+"""Rounds: when a fragment's merge opens, which pushes it waits for, and when it is merged.
 
-Theory of operation (algorithm.md section 4; paper section on the syncer).
+Theory of operation (algorithm.md section 4; arXiv 2604.21428, section on the syncer).
 
 *Progress.* Every slot has a mark per fragment: the slot step from which its steps
 toward the fragment's next merge count. It is the snapshot that the last merge
 took from it, or, for a slot that the last merge left out, its step when that
 round opened; the period H is thus counted from snapshot to snapshot, not from
 adoption to adoption. A slot counts only while its base is the current version.
+
+Example. H = 24, P = 4, K = 2, three learners at slot steps 31, 30 and 12, all marks of fragment 2 at 6. The two
+fastest have made 25 and 24 steps since: a round for fragment 2 opens. Two pushes come; from then on the third
+learner has the grace window to push, too.
 
 *Opening.* A round for p opens when K active learners have made H steps since
 their marks (in the first turn (p+1)·H/P, which staggers the fragments), p has
@@ -18,13 +22,11 @@ opens first; ties by index. K is never lowered.
 on it waits for the other pulled learners, but at most the grace window. Offers
 (pushes of learners that left) count in the next round of their fragment.
 
-*Taking.* When it is taken the round is merging until the wall says that the
-record is durable. Nothing may join it any more.
+*Merging.* From then on the round is merging, until the shell says that the record is durable. No push may
+join it any more.
 
 In deterministic mode there is no opening rule: the first push for version v+1
 opens the round, and it waits for all slots.
-
-Plain code: time comes in as an argument, decisions go out.
 """
 
 from __future__ import annotations
@@ -136,8 +138,8 @@ class RoundBook:
     def open_limit(self) -> int:
         return max(1, math.ceil(self.rules.overlap * self.fragments / self.rules.every))
 
-    def seat(self, slot: int, step: int) -> None:
-        """A process begins on the slot at this step: its progress counts from here."""
+    def begin_progress(self, slot: int, step: int) -> None:
+        """A process begins a tenure in the slot at this step: its progress counts from here."""
         self.first_marks[slot] = step
         for marks in self.marks:
             marks[slot] = step
@@ -157,7 +159,7 @@ class RoundBook:
             return (fragment + 1) * self.rules.every / self.fragments
         return float(self.rules.every)
 
-    def due(self, active: Iterable[Progress]) -> int | None:
+    def next_due(self, active: Iterable[Progress]) -> int | None:
         """The fragment whose round should open now, or None."""
         rules, learners = self.rules, list(active)
         if rules.deterministic or len(learners) < rules.quorum or len(self.open) >= self.open_limit:
@@ -215,7 +217,7 @@ class RoundBook:
             )
         return replaced
 
-    def ready(self, opened: Round, now: float, reachable: set[int]) -> bool:
+    def is_ready(self, opened: Round, now: float, reachable: set[int]) -> bool:
         """May the round be merged now? ``reachable``: slots that can still push."""
         if opened.merging or opened.quorum_at is None:
             return False
@@ -233,8 +235,8 @@ class RoundBook:
 
     # ------------------------------------------------------------- merging
 
-    def take(self, opened: Round, median_step: float | None) -> list[Accepted]:
-        """The round is merged now: its pushes in slot order."""
+    def begin_merge(self, opened: Round, median_step: float | None) -> list[Accepted]:
+        """Close the round to further pushes; returns its pushes in slot order. ``median_step``: seconds."""
         opened.merging = True
         if median_step is not None:
             self.step_seconds.add(median_step)
@@ -243,7 +245,7 @@ class RoundBook:
         opened.pushes.sort(key=lambda p: (p.header.slot, p.header.incarnation, p.header.sequence))
         return opened.pushes
 
-    def merged(self, fragment: int, version: int, merge_seconds: float) -> Round:
+    def complete_merge(self, fragment: int, version: int, merge_seconds: float) -> Round:
         """The record is durable: the round is closed and the marks move."""
         closed = self.open.pop(fragment)
         self.sync_seconds.add(merge_seconds)
@@ -252,12 +254,12 @@ class RoundBook:
         self._advance(fragment, version, (push.header for push in closed.pushes))
         return closed
 
-    def recovered(self, fragment: int, version: int, headers: Iterable[PushHeader]) -> None:
+    def apply_record(self, fragment: int, version: int, headers: Iterable[PushHeader]) -> None:
         """A record newer than the state was found in the store."""
         self._advance(fragment, version, headers)
 
-    def took_over(self, fragment: int, version: int, last_steps: Mapping[int, int]) -> None:
-        """A version is from a learner; ``last_steps``: per slot, the last step that is in it."""
+    def apply_recovered_version(self, fragment: int, version: int, last_steps: Mapping[int, int]) -> None:
+        """A version came from a learner; ``last_steps``: per slot, the last step that is in it."""
         self.versions[fragment] = version
         for slot, step in last_steps.items():
             self._mark(fragment, slot, step)

@@ -1,18 +1,19 @@
-"""Which of its histories a job goes on with, when a store that lost data has made it have several.
+"""Which past a store has: the epochs from which the job went on for good.
 
-Theory of operation. An epoch *settles* when it starts to train, or gives up what its store
-had lost: from then on, versions above its own are another history's. The settled epochs
-of a store's past, in order, name its history. They are in its state, and a state can be lost
-too; so every announcement says which epoch had settled last, and learners say it again at
-Join, for each version that they hold. Whoever was told of a settled epoch may have given up
-what came before it; who was not, has not.
+A syncer's epoch *settles* when it starts to train, or gives up what its store has lost. From then on,
+versions above its own that were made before belong to another *lineage*: nobody may bring them back.
+The settled epochs, in order, name the lineage.
 
-Until something is decided, what learners tell is believed: the store has forgotten it, and goes on in
-that history. Once a version was taken from a learner since then (``chosen``), or this epoch has settled,
-it is too late: who has heard of an epoch that is not in this past is *foreign*, and begins anew,
-for its pushes and confirmations are of versions that will never be again.
+They are part of the state, and a state can be lost too. Therefore every announcement names the newest
+settled epoch, and learners repeat it at Join for each version that they hold.
 
-Plain code, in ``job``.
+Until this syncer decides, it trusts what learners report. Once it has recovered a version from a learner, or
+its own epoch has settled, a learner that names an epoch missing from ``epochs`` is on another lineage and must
+start a new tenure: its pushes and confirmations refer to versions that no longer exist.
+
+Example. Epochs 1 and 2 settled; the store is restored from a copy of epoch 1, and its syncer is epoch 3. A
+learner that was told "2 has settled" adds 2 to the past (``learn_settled``), as long as nothing was decided.
+Had epoch 3 settled before that learner came, 2 would be another lineage's, and so would the learner's work.
 """
 
 from __future__ import annotations
@@ -26,42 +27,48 @@ class Lineage:
 
     def __init__(self) -> None:
         self.epochs: list[int] = []
-        self.taken = 0  # the newest epoch in which a version was taken from a learner
+        self._forgotten = 0  # the store was emptied: it is not known which epochs up to this one settled
+        self._recovered_in = 0  # the newest epoch in which a version was recovered from a learner
 
     @property
-    def settled(self) -> int:
-        """The newest; 0: none."""
+    def newest_settled(self) -> int:
+        """The newest settled epoch; 0: none."""
         return self.epochs[-1] if self.epochs else 0
 
     @property
-    def chosen(self) -> bool:
-        """Whether the store has gone on in this history, though no epoch has settled since."""
-        return self.taken > self.settled
+    def has_recovered(self) -> bool:
+        """Whether a version was recovered from a learner since the newest epoch settled."""
+        return self._recovered_in > self.newest_settled
 
-    def settle(self, epoch: int) -> None:
-        """``epoch`` went on from what it had: this syncer's, or that of a record found in the store."""
+    def mark_settled(self, epoch: int) -> None:
+        """The job went on for good in ``epoch``: this syncer's, or that of a record found in the store."""
         if epoch > 0 and epoch not in self.epochs:
             insort(self.epochs, epoch)
 
-    def take(self, epoch: int) -> None:
-        """In ``epoch`` a version was taken from a learner."""
-        self.taken = max(self.taken, epoch)
+    def mark_recovered(self, epoch: int) -> None:
+        """A version was recovered from a learner in ``epoch``."""
+        self._recovered_in = max(self._recovered_in, epoch)
 
-    def hear(self, epoch: int) -> bool:
-        """A learner was told that ``epoch`` had settled; call only before this syncer's has.
-        True: the store had forgotten it, and it is in its past from now on."""
-        if self.chosen or epoch <= self.settled:
+    def learn_settled(self, epoch: int, *, emptied: bool = False) -> bool:
+        """Add an epoch that a learner reports as settled; call only before this syncer's own has settled.
+        ``emptied``: the store has forgotten all that was before, too. True: the epoch is new to it."""
+        if self.has_recovered or epoch <= self.newest_settled:
             return False
         self.epochs.append(epoch)
+        if emptied:
+            self._forgotten = epoch
         return True
 
-    def foreign(self, epoch: int) -> bool:
-        """Whether who was told that ``epoch`` had settled comes from another history."""
-        return epoch > 0 and epoch not in self.epochs
+    def is_unknown(self, epoch: int) -> bool:
+        """Whether a learner that reports ``epoch`` as settled is on another lineage."""
+        return epoch > self._forgotten and epoch not in self.epochs
 
     def to_json(self) -> dict[str, Any]:
-        return {"epochs": list(self.epochs), "taken": self.taken}
+        """Its part of the durable document."""
+        return {"epochs": list(self.epochs), "forgotten": self._forgotten, "recovered_in": self._recovered_in}
 
     def load(self, row: dict[str, Any]) -> None:
+        """Go on from a saved document."""
         self.epochs = list(row["epochs"])
-        self.taken = row["taken"]
+        self._forgotten = row["forgotten"]
+        self._recovered_in = row["recovered_in"]

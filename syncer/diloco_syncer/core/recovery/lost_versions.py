@@ -1,31 +1,27 @@
-"""What to do when the store lost data: take newer fragments from those who hold them.
+"""What the store lost, which learners hold it, and which of them is asked for it.
 
-Theory of operation (algorithm.md section 8). Whoever joins says which version of
-each fragment it holds, and under which epoch's label. A base (epoch e, version h)
-is *newer* than the store's version s if it extends the store's own history:
+Theory of operation (algorithm.md section 8; the package's docstring tells the whole story). At Join a learner
+names, for each fragment, the version h that it holds, the epoch e under which it was announced, and the newest
+epoch that had settled then. With s the store's version, made in epoch m, the learner's version *extends* the
+store's lineage if
 
-- h > s, and e is an earlier epoch than this syncer's (this syncer made none above s),
-- e is no earlier than the epoch in which s was made, and
-- no epoch after e has settled (``history``): once a syncer went on without a version, that
-  version belongs to another history, and nobody may bring it back. Where the store has
-  forgotten that, whoever was told of it says so at Join.
+- h > s and e is below this syncer's epoch, for this syncer made nothing above s;
+- m <= e, so that it was made no earlier than the store's own;
+- no epoch after e has settled: once a syncer went on without a version, that version is another lineage's.
 
-That can only be between a restart and the first merge after it (``open``). If such a
-base is found, or the tape tells of versions that the store has not, the loss is
-*known*, and the job waits: no push is taken, training does not go on, and a
-process is not told of the store's older version of a fragment that it holds newer, or it
-would throw away what is wanted of it. When every slot that had a process has one
-again or was given up, the holder of the newest version of each fragment is asked
-for it, the next one if it does not answer. What came is durable as a record of
-its own kind, and the syncer begins again from its store: there the version and its receipt
-are applied like any other record (``receipts``). If nobody has anything, the job goes on from
-what the store has; what learners know to be merged beyond it is dropped (``rolled-back``).
+This is decided between a restart and the first merge after it (``can_recover``). When such a version shows up,
+or the tape tells of versions that the store has not, the loss is *announced*: no push is accepted, training
+waits, and fragments that a learner holds newer are withheld from it. When all learners are back or given up,
+each missing fragment is requested from the holder of its newest version, one request per learner at a time;
+if the holder fails, the next one is asked. Versions that came are durable as records, and the syncer restarts
+from its store. If no learner had anything, the job goes on from what the store has, and tokens that learners
+know to be merged beyond it are dropped (``rolled-back``).
 
-Where also the store's epochs went back (it was restored from a copy), learners hold
-epochs that this syncer has not reached: it begins again above them, so that one
-(epoch, version) never has two meanings.
+Where the store's epochs went back too, learners hold epochs that this syncer has not reached: it restarts
+above them, so that one (epoch, version) never has two meanings.
 
-Plain code, driven by ``core``.
+A *rebuild* is the same for a store that came back empty. Version 0 then has stand-ins (``STAND_IN``), from which
+the job never goes on: it waits for learners that hold the fragments.
 """
 
 from __future__ import annotations
@@ -35,18 +31,31 @@ from dataclasses import dataclass
 
 from diloco_protocol.vocabulary import EventKind, JobPhase
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.events import Action
-from diloco_syncer.core.recovery.receipts import Rows, contradiction
+from diloco_syncer.core.actions import Actions
+from diloco_syncer.core.recovery.receipts import Rows, validate_receipt
 from diloco_syncer.core.state import JobState
 
-ASK_SECONDS = 60.0  # for an answer, besides the transfer
+REQUEST_SECONDS = 60.0  # for an answer, besides the transfer
+RETRY_SECONDS = 10.0  # before a holder that failed is asked again, where nobody else has the version
 SLOWEST = 64 << 10  # elements a second
 EPOCHS_ABOVE = 1000  # as far as a store's epochs are believed to have gone back
+STAND_IN = 0  # the epoch of a version 0 that stands in for a later version: no epoch makes a version in it
+FIRST_EPOCH = 1  # the epoch of a version 0 that a learner gave back: not later than any that a learner holds
+
+
+@dataclass(frozen=True, slots=True)
+class HeldVersion:
+    """A version that a learner holds; ``settled``: the newest epoch that had settled when it was announced.
+    Ordered by version."""
+
+    version: int
+    epoch: int
+    settled: int
 
 
 @dataclass(frozen=True, slots=True)
 class VersionRequest:
-    """A base that was asked for."""
+    """A version that a learner was asked for."""
 
     connection: int
     fragment: int
@@ -56,177 +65,249 @@ class VersionRequest:
 
 
 class VersionRecovery:
-    """What was lost, who has it, and who was asked for it."""
+    """The search for versions that the store lost."""
 
-    def __init__(self, job: JobState) -> None:
-        self.job = job
-        self.known = False
-        self.made: list[int] = []  # per fragment, the epoch of its newest version
-        # connection -> fragment -> (version, epoch, the newest epoch that had settled by then)
-        self.holders: dict[int, dict[int, tuple[int, int, int]]] = {}
-        self.asked: dict[int, VersionRequest] = {}
-        self.taken: set[int] = set()
-        self.withheld: set[int] = set()  # fragments of which somebody was not told
-        self.welcomed: set[str] = set()  # processes that this syncer has admitted
-        self.ending = False
-
-    @property
-    def open(self) -> bool:
-        """Whether newer versions may still be taken."""
-        job = self.job
-        waiting = job.phase in (JobPhase.WAITING, JobPhase.DRAINING)
-        return bool(self.made) and waiting and job.history.settled < job.epoch
+    def __init__(self, state: JobState, actions: Actions) -> None:
+        self._state = state
+        self._actions = actions
+        self._announced = False  # whether a loss is known
+        self._rebuilding = False
+        self._rebuild_until: float | None = None  # how long a rebuild waits for more learners
+        self._made: list[int] = []  # per fragment, the epoch of its newest version
+        self._held: dict[int, dict[int, HeldVersion]] = {}  # connection -> fragment -> what extends the lineage
+        self._origins: dict[int, list[int]] = {}  # connection -> fragment -> epoch of its bases as version 0
+        self._requests: dict[int, VersionRequest] = {}  # by fragment
+        self._retry_at: dict[tuple[int, int], float] = {}  # (connection, fragment) that failed, in a rebuild
+        self._recovered: set[int] = set()  # fragments
+        self._withheld: set[int] = set()  # fragments that some learner was not told of
+        self._welcomed: set[str] = set()  # processes that this syncer has admitted
+        self._restarting = False
 
     @property
-    def settling(self) -> bool:
-        """Whether everything waits until it is settled what the store lost."""
-        return self.known and self.open
+    def can_recover(self) -> bool:
+        """Whether newer versions may still be recovered: nothing was merged or given up in this epoch."""
+        state = self._state
+        begun = bool(self._made) or not state.initialised
+        waiting = state.phase in (JobPhase.WAITING, JobPhase.DRAINING)
+        return begun and waiting and state.lineage.newest_settled < state.epoch
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether everything waits until it is decided what the store lost."""
+        return self._announced and self.can_recover
 
     def start(self, made: Sequence[int], behind: bool) -> None:
-        """``made``: the epoch of each fragment's newest version, empty before version 0; ``behind``:
-        the tape tells of more than the store has."""
-        self.made = list(made)
-        if behind and self.open:
-            self._notice("the tape tells of merges that the store has not")
+        """The store was read. ``made``: the epoch of each fragment's newest version, empty before version 0;
+        ``behind``: the tape tells of more than the store has."""
+        self._made = list(made)
+        self._rebuilding = STAND_IN in self._made
+        if self._rebuilding:
+            self._announce_loss("it was emptied")
+        elif behind and self.can_recover:
+            self._announce_loss("the tape tells of merges that the store has not")
 
-    def _notice(self, why: str) -> None:
-        if self.known:
+    def _announce_loss(self, why: str) -> None:
+        if self._announced:
             return
-        job = self.job
-        self.known = True
-        if job.leases:
-            job.leases.skip()
+        state = self._state
+        self._announced = True
+        if state.leases:
+            state.leases.skip_numbers()
         message = f"the store has lost data ({why}): learners are asked for what they hold"
-        if job.phase is JobPhase.WAITING:
-            job.phase_message = message
-            job.out.append(ev.SetPhase(job.phase, message))
-        job.note(EventKind.LOST_DATA, None, message)
+        if state.phase is JobPhase.WAITING:
+            self._set_message(message)
+        self._actions.record_event(EventKind.LOST_DATA, None, message)
 
-    # ------------------------------------------------------------- who holds what
+    def _set_message(self, message: str) -> None:
+        if message != self._state.phase_message:
+            self._state.phase_message = message
+            self._actions.add(ev.SetPhase(self._state.phase, message))
 
-    def strange_epoch(self, join: ev.Join) -> int:
-        """The newest epoch that it holds, if this syncer cannot have told it; else 0."""
+    # ------------------------------------------------------------- a store that came back empty
+
+    @property
+    def is_rebuilding(self) -> bool:
+        """Whether the store came back empty, and some fragments are still stood in for."""
+        return self._rebuilding and self.can_recover
+
+    def origins(self, connection: int) -> tuple[int, ...]:
+        """What the bases are that this connection uploads as version 0: per fragment the epoch for the record,
+        ``STAND_IN`` or ``FIRST_EPOCH``; empty: the job is new, and they are its version 0."""
+        return tuple(self._origins.get(connection, ()))
+
+    def _register_for_rebuild(self, join: ev.Join) -> None:
+        """Nothing is in the store, and a learner holds merged versions."""
+        self._rebuilding = True
+        self._state.lineage.learn_settled(max(join.settled, default=0), emptied=True)
+        self._origins[join.connection] = [STAND_IN if version else FIRST_EPOCH for _, version in join.held]
+        self._announce_loss(f"it is empty, and {join.region}-{join.ordinal} holds merged versions")
+
+    def restart_with_stand_ins(self) -> None:
+        """Version 0's place is taken: the versions that it stands in for are requested after a restart."""
+        self._restarting = True
+        self._actions.add(ev.RestartFromStore("an empty store is rebuilt from what learners hold", 0))
+
+    # ------------------------------------------------------------- which learner holds what
+
+    def unknown_epoch(self, join: ev.Join) -> int:
+        """The newest epoch that a learner holds, if this syncer cannot have announced it; else 0."""
         newest = max((epoch for epoch, _ in join.held), default=0)
-        return newest if newest >= self.job.epoch and join.process not in self.welcomed else 0
+        return newest if newest >= self._state.epoch and join.process not in self._welcomed else 0
 
-    def joined(self, join: ev.Join) -> frozenset[int]:
-        """Remember what it holds; the fragments of which it is not to be told."""
-        self.welcomed.add(join.process)
-        self.holders.pop(join.connection, None)
-        if not self.open or {len(join.held), len(join.settled)} != {len(self.job.versions)}:
+    def register_holder(self, join: ev.Join) -> frozenset[int]:
+        """Remember what a learner holds; returns the fragments that it must not be told of."""
+        state = self._state
+        self._welcomed.add(join.process)
+        self.forget_connection(join.connection)
+        if not self.can_recover:
             return frozenset()
-        if self.job.history.hear(max(join.settled)):
-            self._sort_out()
-        if self.foreign(join):
+        if not state.initialised:
+            if any(version for _, version in join.held):
+                self._register_for_rebuild(join)
             return frozenset()
+        stand_ins = frozenset(p for p, epoch in enumerate(self._made) if epoch == STAND_IN)
+        self._withheld |= stand_ins
+        if {len(join.held), len(join.settled)} != {len(state.versions)}:
+            return stand_ins
+        if state.lineage.learn_settled(max(join.settled), emptied=self._rebuilding):
+            self._drop_other_lineages()
+        if self.is_other_lineage(join):
+            return stand_ins
         newer = {
-            fragment: (version, epoch, settled)
+            fragment: HeldVersion(version, epoch, settled)
             for fragment, ((epoch, version), settled) in enumerate(zip(join.held, join.settled, strict=True))
-            if version > self.job.versions[fragment] and not self._past(fragment, version, epoch)
+            if version > state.versions[fragment] and not self._went_on_without(fragment, version, epoch)
         }
         if newer:
-            self.holders[join.connection] = {p: row for p, row in newer.items() if self._extends(p, *row)}
-            self.withheld |= newer.keys()
-            self._notice(f"{join.region}-{join.ordinal} holds newer versions, of fragments: {len(newer)}")
-        return frozenset(newer)
+            self._held[join.connection] = {p: held for p, held in newer.items() if self._extends(p, held)}
+            self._withheld |= newer.keys()
+            self._announce_loss(f"{join.region}-{join.ordinal} holds newer versions, of fragments: {len(newer)}")
+        return stand_ins | newer.keys()
 
-    def foreign(self, join: ev.Join) -> bool:
-        """Whether its work is of another history than the store's."""
-        return any(map(self.job.history.foreign, join.settled))
+    def is_other_lineage(self, join: ev.Join) -> bool:
+        """Whether a learner's work is of another lineage than the store's."""
+        return any(map(self._state.lineage.is_unknown, join.settled))
 
-    def _past(self, fragment: int, version: int, epoch: int) -> bool:
-        """Whether the store knows that it went on without this version. Where it does not, nobody who
-        holds it is told of an older one: what others hold may be above it, and it must not drop it."""
-        went_on = (versions for e, versions in self.job.epochs if e > epoch and e in self.job.history.epochs)
-        return any(versions[fragment] < version for versions in went_on)
+    def _went_on_without(self, fragment: int, version: int, epoch: int) -> bool:
+        """Whether the store knows that it went on without this version. Where it does not know, a learner that
+        holds the version is told nothing older: others may hold versions above it, and need its work."""
+        lineage = self._state.lineage.epochs
+        later = (versions for e, versions in self._state.epochs if e > epoch and e in lineage)
+        return any(versions[fragment] < version for versions in later)
 
-    def _extends(self, fragment: int, version: int, epoch: int, told: int) -> bool:
-        """Whether this version, held under ``epoch`` when ``told`` had settled last, extends the store's
-        history. Of an epoch after the newest settled one, but told before: it did not know of that."""
-        job, settled = self.job, self.job.history.settled
-        return max(self.made[fragment], settled) <= epoch < job.epoch and settled in (told, epoch)
+    def _extends(self, fragment: int, held: HeldVersion) -> bool:
+        """Whether a held version continues this store's lineage: not older than the store's newest, made before
+        this epoch, and its learner knew of every epoch that has settled since."""
+        settled = self._state.lineage.newest_settled
+        oldest = max(self._made[fragment], settled)
+        return oldest <= held.epoch < self._state.epoch and settled in (held.settled, held.epoch)
 
-    def _sort_out(self) -> None:
-        """An epoch had settled of which the store knew nothing: keep what extends that history."""
-        for held in self.holders.values():
-            for fragment, row in list(held.items()):
-                if not self._extends(fragment, *row):
-                    del held[fragment]
-        self.asked = {p: ask for p, ask in self.asked.items() if p in self.holders.get(ask.connection, {})}
+    def _drop_other_lineages(self) -> None:
+        """A settled epoch was learned that the store had forgotten: keep only what extends that lineage."""
+        for versions in self._held.values():
+            for fragment, held in list(versions.items()):
+                if not self._extends(fragment, held):
+                    del versions[fragment]
+        self._requests = {p: r for p, r in self._requests.items() if p in self._held.get(r.connection, {})}
 
-    def gone(self, connection: int) -> None:
-        """The connection will not answer any more."""
-        self.holders.pop(connection, None)
-        self.asked = {p: ask for p, ask in self.asked.items() if ask.connection != connection}
+    def forget_connection(self, connection: int) -> None:
+        """The connection is closed: it will not answer any more."""
+        self._held.pop(connection, None)
+        self._origins.pop(connection, None)
+        self._requests = {p: request for p, request in self._requests.items() if request.connection != connection}
 
-    # ------------------------------------------------------------- asking
+    # ------------------------------------------------------------- requests
 
-    def admit(self, connection: int, fragment: int, epoch: int, version: int, rows: Rows) -> str:
-        """Whether this base may come: empty, or why not."""
-        ask = self.asked.get(fragment)
-        if ask is None or (ask.connection, ask.epoch, ask.version) != (connection, epoch, version):
+    def check_upload(self, connection: int, fragment: int, epoch: int, version: int, rows: Rows) -> str:
+        """Whether this version may come now, before its bytes are read: empty, or why not."""
+        request = self._requests.get(fragment)
+        if request is None or (request.connection, request.epoch, request.version) != (connection, epoch, version):
             return f"nobody asked this process for version {version} of fragment {fragment}"
-        return contradiction(self.job, fragment, version, rows)
+        return validate_receipt(self._state, fragment, version, rows)
 
-    def failed(self, connection: int, fragment: int) -> None:
-        """It cannot give that base: ask the next."""
-        ask = self.asked.get(fragment)
-        if ask is not None and ask.connection == connection:
-            del self.asked[fragment]
-            self.holders.get(connection, {}).pop(fragment, None)
+    def mark_failed(self, connection: int, fragment: int, now: float) -> None:
+        """The learner cannot give what it was asked for: the next holder is asked, in a rebuild this one too."""
+        request = self._requests.get(fragment)
+        if request is None or request.connection != connection:
+            return
+        del self._requests[fragment]
+        if self._rebuilding:
+            self._retry_at[connection, fragment] = now + RETRY_SECONDS
+        else:
+            self._held.get(connection, {}).pop(fragment, None)
 
-    def stored(self, fragment: int) -> None:
-        """A record with the base is durable."""
-        self.asked.pop(fragment, None)
-        self.taken.add(fragment)
-        self.job.history.take(self.job.epoch)
+    def mark_stored(self, fragment: int) -> None:
+        """A record with the version is durable."""
+        self._requests.pop(fragment, None)
+        self._recovered.add(fragment)
+        self._state.lineage.mark_recovered(self._state.epoch)
 
-    def advance(self, now: float) -> list[Action]:
-        if not self.settling or self.ending or not self._all_here():
-            return []
-        for ask in list(self.asked.values()):
-            if now >= ask.deadline:
-                self.failed(ask.connection, ask.fragment)
-        out: list[Action] = []
-        for fragment in range(len(self.made)):
-            if fragment not in self.taken and fragment not in self.asked:
-                out += self._ask(fragment, now)
-        if self.asked or self._waiting():
-            return out
-        if self.taken:
-            self.ending = True
-            return [*out, ev.RestartFromStore(f"fragments taken from learners: {len(self.taken)}", 0)]
-        return out + self._give_up()
+    def advance(self, now: float) -> None:
+        """Request what is missing; restart when all came, or go on without it when nobody has it."""
+        if not self.is_pending or self._restarting or not self._state.initialised or not self._all_present(now):
+            return
+        for request in list(self._requests.values()):
+            if now >= request.deadline:
+                self.mark_failed(request.connection, request.fragment, now)
+        for fragment in range(len(self._made)):
+            if fragment not in self._recovered and fragment not in self._requests:
+                self._request(fragment, now)
+        if self._requests or any(held.keys() - self._recovered for held in self._held.values()):
+            return
+        if self._recovered:
+            self._restarting = True
+            message = f"fragments taken from learners: {len(self._recovered)}"
+            self._actions.add(ev.RestartFromStore(message, 0))
+        elif self._rebuilding:
+            self._say_what_is_missing()
+        else:
+            self._give_up()
 
-    def _all_here(self) -> bool:
-        """Whether everybody who may hold something is connected or was given up."""
-        slots = self.job.members.slots
-        if any(slot.occupied and slot.connection is None for slot in slots):
+    def _all_present(self, now: float) -> bool:
+        """Whether every learner that may hold something is connected or was given up. In a rebuild the store
+        does not know its learners: all places are waited for, for a while."""
+        state = self._state
+        if any(slot.occupied and slot.connection is None for slot in state.members.slots):
             return False
-        here = sum(slot.occupied for slot in slots)
-        return self.job.phase is not JobPhase.WAITING or here >= self.job.config.rules.quorum
+        present = sum(slot.occupied for slot in state.members.slots)
+        if state.phase is JobPhase.WAITING and present < state.config.rules.quorum:
+            return False
+        if not self._rebuilding or present >= len(state.members.current):
+            return True
+        if self._rebuild_until is None:
+            self._rebuild_until = now + state.config.rebuild_seconds
+        return now >= self._rebuild_until
 
-    def _waiting(self) -> bool:
-        """Whether somebody can still be asked for something."""
-        return any(held.keys() - self.taken for held in self.holders.values())
+    def _request(self, fragment: int, now: float) -> None:
+        holders = [
+            ((held[fragment].version, held[fragment].epoch, held[fragment].settled), -connection)
+            for connection, held in self._held.items()
+            if fragment in held and self._retry_at.get((connection, fragment), now) <= now
+        ]
+        if not holders:
+            return
+        (version, epoch, _), negative = max(holders)
+        connection = -negative
+        if any(request.connection == connection for request in self._requests.values()):
+            return  # one at a time
+        deadline = now + REQUEST_SECONDS + self._state.fragment_elements[fragment] / SLOWEST
+        self._requests[fragment] = VersionRequest(connection, fragment, epoch, version, deadline)
+        self._actions.add(ev.RequestVersion(connection, fragment, epoch, version))
 
-    def _ask(self, fragment: int, now: float) -> list[Action]:
-        busy = {ask.connection for ask in self.asked.values()}
-        holding = [(held[fragment], -c) for c, held in self.holders.items() if fragment in held]
-        if not holding:
-            return []
-        (version, epoch, _), negative = max(holding)
-        if -negative in busy:
-            return []  # one at a time
-        deadline = now + ASK_SECONDS + self.job.fragment_elements[fragment] / SLOWEST
-        self.asked[fragment] = VersionRequest(-negative, fragment, epoch, version, deadline)
-        return [ev.RequestVersion(-negative, fragment, epoch, version)]
+    def _say_what_is_missing(self) -> None:
+        missing = [str(p) for p, epoch in enumerate(self._made) if epoch == STAND_IN]
+        self._set_message(
+            f"the store came back empty, and no learner here holds a merged version of fragments {', '.join(missing)}: "
+            "waiting for one; or give the syncer its store back, or empty it and restart all learners to begin anew"
+        )
 
-    def _give_up(self) -> list[Action]:
-        """Nobody has anything: this is the history from now on."""
-        job = self.job
-        job.history.settle(job.epoch)
-        job.phase_message = "what the store lost is not to be had"
-        job.note(EventKind.LOST_DATA, None, f"{job.phase_message}: going on from versions {job.versions}")
-        told = [job.announce(fragment) for fragment in sorted(self.withheld)]
-        return [ev.Persist(), ev.SetPhase(job.phase, job.phase_message), *told]
+    def _give_up(self) -> None:
+        """No learner has anything: the job goes on from what the store has, for good."""
+        state = self._state
+        state.lineage.mark_settled(state.epoch)
+        state.phase_message = "what the store lost is not to be had"
+        self._actions.record_event(
+            EventKind.LOST_DATA, None, f"{state.phase_message}: going on from versions {state.versions}"
+        )
+        self._actions.add(ev.Persist(), ev.SetPhase(state.phase, state.phase_message))
+        self._actions.add(*(state.announcement(fragment) for fragment in sorted(self._withheld)))

@@ -1,28 +1,29 @@
-"""Receipts: what the ledger says of a fragment's version, kept by whoever holds its bytes.
+"""Receipts: what the ledger says of a fragment's version, kept by everybody who holds its bytes.
 
-Theory of operation. A store may lose its newest records, and the state documents
-that go with them; a learner still has the bytes of a version that was merged
-since. The bytes alone are not enough to go on from. Some of the work that other
-learners have above their bases may be in them: merged again it would count twice;
-and the ledger would not know what it says it merged. So every version travels
-with a receipt: per slot, the tokens merged so far, and the newest push that was
-merged. Learners keep it unread and give it back with the bytes.
+Theory of operation. A store may lose its newest records, and the state documents that go with them; a learner
+still has the bytes of a version that was merged since. The bytes alone are not enough to go on from. They may
+contain work that other learners still have above their bases: merged again it would count twice. And the ledger
+would not know what it says it merged. So every version travels with a receipt: per slot, the tokens merged so
+far and the newest push that was merged. Learners keep it unread and give it back with the bytes.
 
-``take_over`` puts a version and its receipt on top of a restored state. A slot's
-tenure is one of two:
+``apply_recovered_version`` puts a version and its receipt on top of a restored state. A slot is in one of two
+cases:
 
-- it is still the tenure that the receipt tells of: the ledger learns what was
-  merged of it. If that is more than its learner had told in that state, it must have
-  trained at least so much; its next report will say how much.
-- it is another: the state is older than the tenure. The tenure that it knows is
-  over (``foresee`` closes it, before any record is applied), and tokens of tenures
-  that it never heard of are counted trained as far as they are merged.
+- Its open tenure is the one that the receipt names. The ledger learns what was merged of it. If that is more
+  than the learner had reported in the restored state, the learner must have trained at least so much; its next
+  report says how much.
+- Its open tenure is another one: the restored state is older than the tenure. Then the tenure that the state
+  knows is over, and ``close_superseded_tenures`` has closed it before any record was applied. Tokens of tenures
+  that the state never saw count as trained as far as they are merged.
 
-For the latter the drops for ``died`` serve as the account between fragments: what was merged
-after all is taken from them, and ``Ledger.balance`` evens them out at the end. So
-trained = merged + pending + dropped holds to the token, and merged is exactly what is in Θ.
+In the second case ``dropped["died"]`` may go negative while records are applied: tokens that were written off,
+or never heard of, and then found merged are subtracted from it. ``count_unreported_tokens`` finally counts
+them as trained, so that trained = merged + pending + dropped holds to the token, and merged is exactly what is
+in the parameters.
 
-Plain code, driven by ``core``.
+Example. The state knows slot 1 with 300 trained tokens, 200 of them merged in fragment 0. The receipt of the
+recovered version says 500 merged, of the same tenure. The ledger then has merged 500 and trained 500; the
+learner's next report says that it trained 520, and 20 are pending.
 """
 
 from __future__ import annotations
@@ -57,30 +58,30 @@ class SlotRow:
 Rows = tuple[SlotRow, ...]
 
 
-def tenure_of(job: JobState, slot: Slot) -> int:
-    """The slot's open tenure in 64 bits, the same for no other process or seat; 0: none."""
-    assert job.ledger
-    first = job.ledger.books[slot.index].first_incarnation
+def tenure_hash(state: JobState, slot: Slot) -> int:
+    """The slot's open tenure in 64 bits: its first incarnation and its process, hashed; 0: none is open."""
+    assert state.ledger
+    first = state.ledger.books[slot.index].first_incarnation
     if not first:
         return 0
     digest = hashlib.sha256(f"{first}:{slot.process}".encode()).digest()
     return int.from_bytes(digest[:8], "big") | 1
 
 
-def receipt(job: JobState, fragment: int) -> Rows:
-    """The receipt of the fragment's present version."""
-    assert job.ledger
+def make_receipt(state: JobState, fragment: int) -> Rows:
+    """Make the receipt of the fragment's present version: a row for every slot that was ever held or merged."""
+    assert state.ledger
     rows = []
-    for slot in job.members.slots:
-        cell = job.ledger.books[slot.index].cells[fragment]
-        # A state may be older than a slot's first process, whose merges are in records after it.
+    for slot in state.members.slots:
+        cell = state.ledger.books[slot.index].cells[fragment]
+        # The restored state may be older than the slot's first process, whose merges are in records after it.
         if not slot.incarnation and not cell.merged:
             continue
         newest = slot.merged.get(fragment, MergedPush())
         rows.append(
             SlotRow(
                 slot.index,
-                tenure_of(job, slot),
+                tenure_hash(state, slot),
                 cell.merged,
                 cell.tenure_merged,
                 newest.sequence,
@@ -92,124 +93,123 @@ def receipt(job: JobState, fragment: int) -> Rows:
     return tuple(rows)
 
 
-def contradiction(job: JobState, fragment: int, version: int, rows: Sequence[SlotRow]) -> str:
-    """Why this cannot be the receipt of a later version in this store's history; empty: it can."""
-    assert job.ledger
+def validate_receipt(state: JobState, fragment: int, version: int, rows: Sequence[SlotRow]) -> str:
+    """Why this cannot be the receipt of a later version in this store's lineage; empty: it can."""
+    assert state.ledger
     if not rows:
         return "it has no receipt"
     seen: set[int] = set()
     for row in rows:
-        # Not only of this store's slots: the job may have been scaled in the time that was lost.
+        # Slots that this store does not know are right: the job may have been scaled in the time that was lost.
         if row.slot >= MOST_SLOTS or row.slot in seen:
-            return f"the receipt tells of a slot {row.slot} that cannot exist, or twice of it"
+            return f"the receipt has a slot {row.slot} that cannot exist, or has it twice"
         seen.add(row.slot)
         if row.version > version:
             return f"the receipt contradicts itself about slot {row.slot}"
-    told = {row.slot: row for row in rows}
-    for slot in job.members.slots:
-        cell, row_ = job.ledger.books[slot.index].cells[fragment], told.get(slot.index)
+    by_slot = {row.slot: row for row in rows}
+    for slot in state.members.slots:
+        cell, row_ = state.ledger.books[slot.index].cells[fragment], by_slot.get(slot.index)
         if cell.merged > (row_.merged_tokens if row_ else 0):
             return f"the receipt has fewer merged tokens of slot {slot.index} than this store"
     return ""
 
 
-def foresee(job: JobState, headers: Iterable[PushHeader], receipts: Iterable[Rows]) -> None:
-    """Before records and offers that are newer than the state are applied: end the tenures that
-    are over by what they tell, and know of all slots that they tell of. Nothing of it is left to do
-    after a restart whose state is the newest."""
-    if job.ledger is None:
+def close_superseded_tenures(state: JobState, headers: Iterable[PushHeader], receipts: Iterable[Rows]) -> None:
+    """Close the tenures of the restored state that are over, as the headers of newer records and offers and the
+    receipts of recovered versions show, and add the slots that these name. Call before any of them is applied;
+    it changes nothing after a restart whose state is the newest."""
+    if state.ledger is None:
         return
     headers, receipts = list(headers), list(receipts)
-    told = [header.slot for header in headers] + [row.slot for rows in receipts for row in rows]
-    job.members.grow(1 + max(told, default=-1))
-    job.ledger.grow(len(job.members.slots))
+    named = [header.slot for header in headers] + [row.slot for rows in receipts for row in rows]
+    state.members.add_retired_slots(1 + max(named, default=-1))
+    state.ledger.add_slots(len(state.members.slots))
     over: dict[int, Slot] = {}
     for header in headers:
-        slot = job.slot(header.slot)
+        slot = state.slot(header.slot)
         if slot is None or header.incarnation <= slot.incarnation:
             continue
-        job.members.next_incarnation = max(job.members.next_incarnation, header.incarnation + 1)
+        state.members.next_incarnation = max(state.members.next_incarnation, header.incarnation + 1)
         began = header.report.slot_step - header.report.trained_steps
-        if began != slot.step_at_seat or not job.ledger.books[slot.index].first_incarnation:
+        if began != slot.step_at_seat or not state.ledger.books[slot.index].first_incarnation:
             over[slot.index] = slot
     for rows in receipts:
         for row in rows:
-            slot = job.slot(row.slot)
-            if slot is not None and row.tenure != tenure_of(job, slot):
+            slot = state.slot(row.slot)
+            if slot is not None and row.tenure != tenure_hash(state, slot):
                 over[slot.index] = slot
     for slot in over.values():
-        job.ledger.close_tenure(slot.index, "died", ())
-        job.forgotten.add(slot.index)
-        # Nobody has it, so that whoever had it is refused, and what it had is leased on.
-        slot.state, slot.process = SlotState.EMPTY, ""
-        if job.leases:
-            job.leases.give_back(slot.index)
+        state.ledger.close_tenure(slot.index, "died", ())
+        state.slots_with_unknown_tenure.add(slot.index)
+        # The slot is free: its former process is refused, and its leases go to others.
+        slot.state = SlotState.EMPTY
+        slot.process = ""
+        if state.leases:
+            state.leases.return_leases(slot.index)
 
 
-def take_over(job: JobState, fragment: int, version: int, origin: int, rows: Rows, epoch: int) -> None:
-    """The store has this version from a learner, which had it in epoch ``origin``, and took it in
-    ``epoch``; go on from it.
-
-    Call in the order of the records, after ``foresee``."""
-    assert job.rounds and job.ledger
-    before = job.rounds.versions[fragment]
+def apply_recovered_version(state: JobState, fragment: int, version: int, origin: int, rows: Rows, epoch: int) -> None:
+    """Go on from a version that came from a learner, which held it in epoch ``origin``; the store took it in
+    ``epoch``. Call in the order of the records, after ``close_superseded_tenures``."""
+    assert state.rounds and state.ledger
+    before = state.rounds.versions[fragment]
     if version <= before:
         return
-    job.history.take(epoch)
+    state.lineage.mark_recovered(epoch)
     for row in rows:
-        slot = job.slot(row.slot)
+        slot = state.slot(row.slot)
         if slot is None:
             continue
-        same = row.tenure != 0 and row.tenure == tenure_of(job, slot)
-        _count(job.ledger.books[slot.index].cells[fragment], row, same)
+        same = row.tenure != 0 and row.tenure == tenure_hash(state, slot)
+        _count_merged(state.ledger.books[slot.index].cells[fragment], row, same)
         slot.step = max(slot.step, row.last_step)
         slot.merged_last_step[fragment] = max(row.last_step, slot.merged_last_step.get(fragment, 0))
         if same and row.sequence:
             slot.merged[fragment] = MergedPush(row.sequence, row.version)
             accepted = slot.accepted_sequence.get(fragment, 0)
             slot.accepted_sequence[fragment] = max(accepted, row.sequence)
-    job.rounds.took_over(fragment, version, {row.slot: row.last_step for row in rows})
-    job.merges += version - before
-    for epoch, versions in job.epochs:
-        if epoch > origin:  # what was begun below it is one history with it now
+    state.rounds.apply_recovered_version(fragment, version, {row.slot: row.last_step for row in rows})
+    state.merges += version - before
+    for begun, versions in state.epochs:
+        if begun > origin:  # epochs that began below this version are of one lineage with it now
             versions[fragment] = max(versions[fragment], version)
 
 
-def _count(cell: Cell, row: SlotRow, same: bool) -> None:
-    """The ledger learns what is merged. What is not of the open tenure was written off, or never
-    heard of: ``balance`` makes that good."""
+def _count_merged(cell: Cell, row: SlotRow, same: bool) -> None:
+    """Count what the receipt says is merged. Tokens of other tenures than the open one were written off or never
+    heard of: ``count_unreported_tokens`` makes that good."""
     of_tenure = max(0, row.tenure_tokens - cell.tenure_merged) if same else 0
     elsewhere = max(0, row.merged_tokens - cell.merged) - of_tenure
-    # Less than nothing: of the open tenure's some were merged in versions that were given up since.
+    # Negative: some of the open tenure's tokens were merged in versions that were given up since.
     cell.dropped["died" if elsewhere > 0 else "rolled-back"] -= elsewhere
     cell.merged = max(row.merged_tokens, cell.merged)
     cell.tenure_merged += of_tenure
     cell.compute_seconds = max(row.compute_seconds, cell.compute_seconds)
 
 
-def hold(ledger: Ledger, header: PushHeader) -> None:
-    """A spooled offer of a tenure that the restored state has not heard of."""
+def hold_unknown_offer(ledger: Ledger, header: PushHeader) -> None:
+    """Hold a spooled offer of a tenure that the restored state never saw."""
     cell = ledger.books[header.slot].cells[header.fragment]
     cell.held[header.id] = header.tokens
     cell.dropped["died"] -= header.tokens
 
 
-def balance(ledger: Ledger) -> None:
-    """When all is applied: what is merged was trained, told or not."""
+def count_unreported_tokens(ledger: Ledger) -> None:
+    """Count as trained what is merged, reported or not; call when all records are applied."""
     for book in ledger.books:
-        unheard = max((-cell.dropped["died"] for cell in book.cells), default=0)
-        if unheard > 0:
-            book.trained += unheard
+        unreported = max((-cell.dropped["died"] for cell in book.cells), default=0)
+        if unreported > 0:
+            book.trained += unreported
             for cell in book.cells:
-                cell.dropped["died"] += unheard
+                cell.dropped["died"] += unreported
         if not book.first_incarnation:
             continue
         nothing = ReportCounts(0, 0, 0, (FragmentCounts(0, 0, 0, 0),) * ledger.fragments)
-        told = book.report or nothing
+        report = book.report or nothing
         beyond = max(
             cell.tenure_merged - counts.confirmed_tokens - counts.tokens
-            for cell, counts in zip(book.cells, told.fragments, strict=True)
+            for cell, counts in zip(book.cells, report.fragments, strict=True)
         )
         if beyond > 0:
-            rows = tuple(replace(counts, tokens=counts.tokens + beyond) for counts in told.fragments)
-            book.report = replace(told, trained_tokens=told.trained_tokens + beyond, fragments=rows)
+            rows = tuple(replace(counts, tokens=counts.tokens + beyond) for counts in report.fragments)
+            book.report = replace(report, trained_tokens=report.trained_tokens + beyond, fragments=rows)

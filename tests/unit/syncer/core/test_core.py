@@ -62,7 +62,7 @@ class Desk:
         return self.do(ev.Reported(connection, report(step, base, confirmed, epoch, len(self.core.versions))))
 
     def header(self, slot_index: int, last: int, **changes: object) -> ev.PushHeader:
-        opened = self.core.rounds.open.get(0) if self.core.rounds else None
+        opened = self.core.open_rounds.get(0)
         header = ev.PushHeader(
             slot_index,
             self.core.slots[slot_index].incarnation,
@@ -629,7 +629,7 @@ def test_suspend_keeps_offers_short_of_k_and_resume_merges_them() -> None:
     assert core.restore_offer(offer, 51, 1.0)
     core.start(0.0)
     assert core.phase is JobPhase.WAITING
-    assert core.ledger and core.ledger.check() == [] and core.ledger.pending(0, 0) == 40
+    assert core.ledger and core.ledger.imbalances() == [] and core.ledger.pending(0, 0) == 40
 
 
 @pytest.mark.parametrize("end", [JobPhase.DELETED, JobPhase.FAILED])
@@ -642,7 +642,7 @@ def test_a_job_that_is_applied_again_after_its_end_goes_on_from_its_store(end: J
     core = Core(config(slots=1), json.loads(json.dumps(desk.core.state(desk.now))), 2, 0.0)
     core.start(0.0)
     assert core.phase is JobPhase.WAITING
-    assert core.ledger and core.ledger.check() == []
+    assert core.ledger and core.ledger.imbalances() == []
 
 
 def test_what_does_not_drain_in_time_is_given_up() -> None:

@@ -20,18 +20,18 @@ def test_each_sequence_once_per_epoch(total: int, slots: int, data: st.DataObjec
     trained: dict[int, list[int]] = {0: [], 1: [], 2: []}
     for _ in range(2000):
         slot = data.draw(st.integers(0, slots - 1)) if total < 40 else _ % slots
-        leases = book.of(slot)
+        leases = book.leases_of(slot)
         if not leases:
-            grant = book.grant(slot, lost=[s for s in range(slots) if s != slot])
+            grant = book.grant_lease(slot, lost=[s for s in range(slots) if s != slot])
             if grant.data_epoch == 2:
                 break
-            leases = book.of(slot)
+            leases = book.leases_of(slot)
         lease = leases[0]
         part = data.draw(st.integers(1, lease.end - lease.start)) if total < 40 else lease.end - lease.start
         trained[lease.data_epoch] += sequences(book, lease.block, lease.start, lease.start + part)
-        book.move(slot, [(lease.lease, lease.start + part)])
+        book.advance_cursors(slot, [(lease.lease, lease.start + part)])
         if total < 40 and data.draw(st.integers(0, 9)) == 0:
-            book.give_back(slot)
+            book.return_leases(slot)
         if total < 40 and data.draw(st.integers(0, 9)) == 0:
             book = LeaseBook.from_json(7, False, json.loads(json.dumps(book.to_json())))
     else:
@@ -43,22 +43,22 @@ def test_each_sequence_once_per_epoch(total: int, slots: int, data: st.DataObjec
 
 def test_a_lost_slots_block_is_leased_on_from_its_cursor() -> None:
     book = LeaseBook(0, 64 * 10, 1)
-    grant = book.grant(0)
-    book.move(0, [(grant.lease, 4)])
-    (kept,) = book.of(0)
+    grant = book.grant_lease(0)
+    book.advance_cursors(0, [(grant.lease, 4)])
+    (kept,) = book.leases_of(0)
     assert (kept.lease, kept.block, kept.start) == (grant.lease, grant.block, 4)
-    book.give_back(0)
-    again = book.grant(1)
+    book.return_leases(0)
+    again = book.grant_lease(1)
     assert (again.block, again.start, again.end) == (grant.block, 4, grant.end)
 
 
 def test_cursors_never_step_back_and_belong_to_their_slot() -> None:
     book = LeaseBook(0, 640, 1)
-    grant = book.grant(0)
-    book.move(0, [(grant.lease, 5)])
-    book.move(0, [(grant.lease, 3)])
-    book.move(1, [(grant.lease, 9)])
-    assert book.of(0)[0].start == 5
+    grant = book.grant_lease(0)
+    book.advance_cursors(0, [(grant.lease, 5)])
+    book.advance_cursors(0, [(grant.lease, 3)])
+    book.advance_cursors(1, [(grant.lease, 9)])
+    assert book.leases_of(0)[0].start == 5
 
 
 def test_epochs_are_ordered_by_seed_and_differ() -> None:
@@ -69,7 +69,7 @@ def test_epochs_are_ordered_by_seed_and_differ() -> None:
 
 def test_deterministic_leases_do_not_depend_on_who_asks_first() -> None:
     one, two = LeaseBook(3, 1000, 2, deterministic=True), LeaseBook(3, 1000, 2, deterministic=True)
-    a = [one.grant(slot) for slot in (0, 1, 0, 1)]
-    b = [two.grant(slot) for slot in (1, 1, 0, 0)]
+    a = [one.grant_lease(slot) for slot in (0, 1, 0, 1)]
+    b = [two.grant_lease(slot) for slot in (1, 1, 0, 0)]
     assert [g.block for g in a] == [b[2].block, b[0].block, b[3].block, b[1].block]
     assert len({g.block for g in a}) == 4

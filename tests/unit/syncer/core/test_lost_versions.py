@@ -66,7 +66,7 @@ class Life:
         """The slot's push of its steps up to ``last`` is merged alone."""
         first = 1
         incarnation = self.core.slots[slot].incarnation
-        rounds = self.core.rounds
+        rounds = self.core._state.rounds
         assert rounds is not None
         opened = rounds.open.get(fragment) or rounds.open_round(fragment, self.now, ())
         header = ev.PushHeader(
@@ -112,7 +112,7 @@ def trained() -> tuple[dict[str, Any], dict[int, Rows]]:
     state = life.core.state(life.now)
     for fragment in (0, 1):
         life.merge(fragment, 1, 0, 10, report(counts(1, 0, 100), counts(1, 0, 100)))
-    assert life.core.versions == [1, 1] and life.core.ledger is not None and not life.core.ledger.check()
+    assert life.core.versions == [1, 1] and life.core.ledger is not None and not life.core.ledger.imbalances()
     return state, {fragment: life.core.receipt(fragment) for fragment in (0, 1)}
 
 
@@ -154,7 +154,7 @@ def test_the_newest_is_asked_for_when_everybody_is_back_and_the_rest_follows_a_r
     again.apply_recovered_version(0, 1, 1, receipts[0], 2)
     again.start(0.0, (1, 1))
     assert again.versions == [1, 0] and again.ledger is not None
-    assert again.ledger.check() == []
+    assert again.ledger.imbalances() == []
     assert [again.ledger.merged(0, p) for p in (0, 1)] == [100, 0]
     assert [again.ledger.pending(0, p) for p in (0, 1)] == [0, 100]
     # Who was behind hears what was merged, as if nothing had been lost.
@@ -170,7 +170,7 @@ def test_a_receipt_tells_of_more_than_was_told() -> None:
     core.close_superseded_tenures([], [receipts[0]])
     core.apply_recovered_version(0, 1, 1, receipts[0], 2)
     core.start(0.0, (1, 1))
-    assert core.ledger is not None and core.ledger.check() == []
+    assert core.ledger is not None and core.ledger.imbalances() == []
     assert (core.ledger.trained(0), core.ledger.merged(0, 0), core.ledger.pending(0, 1)) == (100, 100, 100)
 
 
@@ -182,7 +182,7 @@ def test_a_tenure_that_the_state_has_not_heard_of() -> None:
     core.close_superseded_tenures([], [rows])
     core.apply_recovered_version(0, 1, 1, rows, 2)
     core.start(0.0, (1, 1))
-    assert core.ledger is not None and core.ledger.check() == []
+    assert core.ledger is not None and core.ledger.imbalances() == []
     assert core.ledger.merged(0, 0) == 100 and core.ledger.trained(0) == 100
     assert core.ledger.dropped(0, 1) == {"died": 100}
     (admit,) = of(core.handle(a_join(21, 0), 0.0), ev.Admit)
@@ -205,7 +205,7 @@ def test_the_next_is_asked_and_what_is_not_to_be_had_is_rolled_back() -> None:
     assert not life.core.is_recovering
     # Its 100 confirmed tokens are in no version any more.
     life.do(ev.Reported(11, report(counts(2, 0, 0, 100), counts(2, 0, 100))))
-    assert life.core.ledger is not None and life.core.ledger.check() == []
+    assert life.core.ledger is not None and life.core.ledger.imbalances() == []
     assert life.core.ledger.dropped(0, 0) == {"rolled-back": 100}
     assert life.core.ledger.pending(0, 0) == 0
     # And nobody can bring them back later: this is another history now.
@@ -257,12 +257,108 @@ def test_an_epoch_that_this_syncer_has_not_told(epoch: int) -> None:
     assert admit.seat is not None, "who heard it from this syncer may come back"
 
 
-def test_an_empty_store_does_not_begin_anew_under_those_who_are_ahead() -> None:
+# ------------------------------------------------------------------ an empty store
+
+
+def rejoin(life: Life, connection: int, slot: int, held: tuple[tuple[int, int], ...] = HELD, **fields: Any) -> ev.Admit:
+    """A learner of an earlier life joins in its tenure, which began as incarnation slot + 1."""
+    fields = {"tenure": slot + 1, "slot": slot, "settled": (1, 1), "previous_incarnation": slot + 1} | fields
+    (admit,) = of(life.join(connection, slot, held=held, **fields), ev.Admit)
+    return admit
+
+
+def test_an_empty_store_is_rebuilt_from_what_learners_hold() -> None:
+    """Both fragments come back with their merged tokens, and the tenures of both learners go on."""
+    _, receipts = trained()
     life = Life(None, 1)
-    (refused,) = of(life.join(11, 0, held=HELD), ev.Refuse)
+    (above,) = of(life.join(11, 0, held=HELD, tenure=1, slot=0), ev.RestartFromStore)
+    assert above.above == 1 and not of(life.log, ev.Admit)
+
+    life = Life(None, 2)
+    first = rejoin(life, 11, 0)
+    assert first.initialise and first.seat is not None and first.seat.continuing and first.seat.slot == 0
+    assert life.core.version_0_origins(11) == (0, 1), "fragment 1 was never merged: its version 0 is the job's"
+    assert life.core.is_recovering
+    assert of(life.do(ev.InitialModelStored("L", (8, 8))), ev.RestartFromStore)
+    assert not life.core.initialised, "what stands in for version 1 is not gone on from"
+
+    saved = json.loads(json.dumps(life.core.state(0.0)))
+    life = Life(saved, 3)
+    life.core.handle(ev.InitialModelStored("L", (8, 8)), 0.0)
+    life.log += life.core.start(0.0, (0, 1))
+    assert life.core.is_recovering and "emptied" in life.core.phase_message
+    assert rejoin(life, 21, 0).withheld == {0}
+    assert not of(life.log, ev.RequestVersion), "the other learner is waited for"
+    second = rejoin(life, 22, 1, ((1, 0), (1, 0)))
+    assert second.seat is not None and second.seat.continuing and second.seat.slot == 1 and second.withheld == {0}
+    (ask,) = of(life.log, ev.RequestVersion)
+    assert (ask.connection, ask.fragment, ask.epoch, ask.version) == (21, 0, 1, 1)
+    assert life.core.check_version_upload(21, 0, 1, 1, receipts[0]) == ""
+    assert of(life.do(ev.LostVersionStored(0)), ev.RestartFromStore)
+
+    saved = json.loads(json.dumps(life.core.state(0.0)))
+    life = Life(saved, 4)
+    life.core.close_superseded_tenures([], [receipts[0]])
+    life.core.apply_recovered_version(0, 1, 1, receipts[0], 3)
+    life.log += life.core.start(0.0, (1, 1))
+    assert not life.core.is_recovering
+    seats = [rejoin(life, 31, 0).seat, rejoin(life, 32, 1, ((1, 0), (1, 0))).seat]
+    assert [seat is not None and seat.continuing for seat in seats] == [True, True]
+    life.do(ev.Reported(31, report(counts(1, 1, 20, 100), counts(1, 0, 120))))
+    life.do(ev.Reported(32, report(counts(1, 0, 70), counts(1, 0, 70))))
+    ledger = life.core.ledger
+    assert ledger is not None and ledger.imbalances() == []
+    assert [ledger.trained(slot) for slot in (0, 1)] == [120, 70]
+    assert (ledger.merged(0, 0), ledger.pending(0, 0), ledger.pending(1, 0)) == (100, 20, 70)
+    assert ledger.dropped(0, 0) == ledger.dropped(1, 0) == {}
+    assert life.core.phase is JobPhase.TRAINING and life.core.merges == 1
+
+
+def test_a_learner_that_holds_the_model_goes_before_one_that_builds_another() -> None:
+    life = Life(None, 5)
+    assert of(life.join(12, 1), ev.Admit)[0].initialise
+    assert rejoin(life, 11, 0).initialise and life.core.initialiser == 11
+    assert not rejoin(life, 13, 1, tenure=2).initialise, "the upload that is under way goes on"
+    life.do(ev.ConnectionLost(11))
+    (again,) = of(life.log, ev.RequestInitialModel)
+    assert again.connection == 13
+
+
+def test_a_rebuild_never_goes_on_from_what_stands_in_for_a_version() -> None:
+    """If no learner has it any more, that is said; who has it later may still bring it."""
+    life = Life(None, 5)
+    rejoin(life, 11, 0)
+    saved = json.loads(json.dumps(life.core.state(0.0)))
+    life = Life(saved, 6)
+    life.core.handle(ev.InitialModelStored("L", (8, 8)), 0.0)
+    life.log += life.core.start(0.0, (0, 1))
+    assert of(life.join(22, 1), ev.Admit)[0].withheld == {0}, "a newcomer is not told of it either"
+    rejoin(life, 21, 0, ((1, 0), (1, 0)), tenure=1)
+    assert "no learner here holds a merged version of fragments 0" in life.core.phase_message
+    life.later(CONFIG.heartbeat_timeout - 1)
+    assert life.core.phase is JobPhase.WAITING and not of(life.log, ev.RestartFromStore)
+    (ask,) = of(life.join(23, 0, held=HELD, settled=(1, 1), tenure=1, slot=0), ev.RequestVersion)
+    assert not of(life.do(ev.LostVersionFailed(23, 0)), ev.RequestVersion)
+    life.do(ev.Reported(23, report(counts(1, 1, 0), counts(1, 0, 0))))
+    life.do(ev.Reported(22, report(counts(1, 1, 0), counts(1, 0, 0))))
+    (again,) = of(life.later(CONFIG.heartbeat_timeout), ev.RequestVersion)
+    assert again == ask, "the only one that has it is asked once more"
+
+
+def test_an_empty_store_without_a_merge_begins_anew() -> None:
+    life = Life(None, 1)
+    assert of(life.join(12, 1, held=((1, 0), (1, 0))), ev.Admit)[0].initialise, "version 0 is made again"
+    assert life.core.version_0_origins(12) == () and not life.core.is_recovering
+
+
+def test_an_empty_store_does_not_believe_every_epoch() -> None:
+    life = Life(None, 1)
+    (refused,) = of(life.join(11, 0, held=((5000, 1), (5000, 1))), ev.Refuse)
     assert (refused.reason, refused.fatal) == ("empty-store", False)
     assert "give it its store back" in refused.message
-    assert of(life.join(12, 1, held=((1, 0), (1, 0))), ev.Admit)[0].initialise, "version 0 is made again"
+
+
+# ------------------------------------------------------------------ receipts
 
 
 @pytest.mark.parametrize(
@@ -301,7 +397,7 @@ def test_a_receipt_tells_of_slots_that_the_state_has_not_heard_of() -> None:
     core.close_superseded_tenures([header], [])
     core.apply_record(0, 1, [header], 1)
     core.start(0.0, (1, 1))
-    assert core.ledger is not None and core.ledger.check() == []
+    assert core.ledger is not None and core.ledger.imbalances() == []
     assert {row.slot: row.merged_tokens for row in core.receipt(0)} == {0: 0, 1: 40}
 
 
@@ -316,7 +412,7 @@ def test_slots_that_a_lost_state_had() -> None:
     core.apply_record(0, 1, [header], 1)
     core.apply_recovered_version(1, 1, 1, (*receipts[1], more), 1)
     core.start(0.0, (1, 1))
-    assert core.ledger is not None and core.ledger.check() == []
+    assert core.ledger is not None and core.ledger.imbalances() == []
     assert [row["merged"] for row in core.ledger.rows()] == [40, 150]
     assert [slot.retired for slot in core.slots] == [False, False, True, True, True]
     assert [row.slot for row in core.receipt(1)] == [0, 1, 4]
@@ -330,7 +426,7 @@ def settled_without_it() -> dict[str, Any]:
     life.join(11, 0, held=HELD)
     life.do(ev.LostVersionFailed(11, 0))
     assert life.core.newest_settled_epoch == 2 and not life.core.is_recovering
-    assert state["job"]["history"]["epochs"] == [1], "it has forgotten that"
+    assert state["job"]["lineage"]["epochs"] == [1], "it has forgotten that"
     return state
 
 
@@ -375,7 +471,7 @@ def test_who_gave_up_what_was_taken_meanwhile_begins_anew() -> None:
         back = a_join(21, 1, held=((2, 0), (2, 0)), settled=settled, previous_incarnation=9)
         (admit,) = of(again.handle(back, 0.0), ev.Admit)
         assert admit.seat is not None and admit.seat.continuing == continuing
-        assert again.ledger is not None and again.ledger.check() == []
+        assert again.ledger is not None and again.ledger.imbalances() == []
 
 
 def test_merges_in_the_store_tell_which_epochs_settled() -> None:
@@ -413,7 +509,7 @@ def test_a_tenure_that_a_lost_state_began_is_not_taken_for_the_one_before(tenure
     core.start(0.0, (1, 1))
     (admit,) = of(core.handle(a_join(11, 0, tenure=tenure, previous_incarnation=3), 0.0), ev.Admit)
     assert admit.seat is not None and admit.seat.continuing == continuing
-    assert core.ledger is not None and core.ledger.check() == []
+    assert core.ledger is not None and core.ledger.imbalances() == []
     assert core.ledger.dropped(0, 0) == ({} if continuing else {"died": 70})
 
 

@@ -48,52 +48,52 @@ def at(slot: int, step: int, versions: list[int]) -> Progress:
 def test_first_turn_is_staggered() -> None:
     """Fragment p opens first at (p+1)·H/P steps: one fragment per step at P = H."""
     book = RoundBook(24, rules())
-    book.seat(0, 0)
+    book.begin_progress(0, 0)
     opened = []
     for step in range(1, 25):
-        fragment = book.due([at(0, step, book.versions)])
+        fragment = book.next_due([at(0, step, book.versions)])
         assert fragment is not None
         book.open_round(fragment, 0.0, [at(0, step, book.versions)])
         taken = book.open[fragment]
         book.accept(taken, push(0, fragment, taken.id, 1, step), 0.0)
-        book.take(taken, 0.1)
-        book.merged(fragment, 1, 0.0)
+        book.begin_merge(taken, 0.1)
+        book.complete_merge(fragment, 1, 0.0)
         opened.append(fragment)
     assert opened == list(range(24))
 
 
 def test_period_counts_from_the_snapshot_not_the_adoption() -> None:
     book = RoundBook(1, rules(every=10))
-    book.seat(0, 0)
+    book.begin_progress(0, 0)
     book.open_round(0, 0.0, [at(0, 10, [0])])
     opened = book.open[0]
     book.accept(opened, push(0, 0, opened.id, 1, 10), 0.0)
-    book.take(opened, 0.1)
-    book.merged(0, 1, 0.0)  # adopted at step 12, say
-    assert book.due([at(0, 19, [1])]) is None
-    assert book.due([at(0, 20, [1])]) == 0
+    book.begin_merge(opened, 0.1)
+    book.complete_merge(0, 1, 0.0)  # adopted at step 12, say
+    assert book.next_due([at(0, 19, [1])]) is None
+    assert book.next_due([at(0, 20, [1])]) == 0
 
 
 def test_a_report_counts_only_on_the_current_version() -> None:
     book = RoundBook(1, rules(every=4))
-    book.seat(0, 0)
+    book.begin_progress(0, 0)
     book.versions[0] = 3
-    assert book.due([at(0, 50, [2])]) is None
-    assert book.due([at(0, 50, [3])]) == 0
+    assert book.next_due([at(0, 50, [2])]) is None
+    assert book.next_due([at(0, 50, [3])]) == 0
 
 
 def test_a_slot_left_out_of_a_merge_does_not_open_the_next_round() -> None:
     """Its old steps are above its base still, but its progress counts from the opening."""
     book = RoundBook(1, rules(every=4, quorum=1))
-    book.seat(0, 0)
-    book.seat(1, 0)
+    book.begin_progress(0, 0)
+    book.begin_progress(1, 0)
     book.open_round(0, 0.0, [at(0, 4, [0]), at(1, 3, [0])])
     opened = book.open[0]
     book.accept(opened, push(0, 0, opened.id, 1, 4), 0.0)
-    book.take(opened, 0.1)
-    book.merged(0, 1, 0.0)
-    assert book.due([at(0, 5, [1]), at(1, 5, [1])]) is None
-    assert book.due([at(0, 5, [1]), at(1, 7, [1])]) == 0
+    book.begin_merge(opened, 0.1)
+    book.complete_merge(0, 1, 0.0)
+    assert book.next_due([at(0, 5, [1]), at(1, 5, [1])]) is None
+    assert book.next_due([at(0, 5, [1]), at(1, 7, [1])]) == 0
 
 
 @pytest.mark.parametrize(("overlap", "fragments", "every", "limit"), [(2, 24, 24, 2), (0, 4, 8, 1), (5, 4, 10, 2)])
@@ -114,8 +114,8 @@ def test_opening_rule_against_a_plain_reading(steps: list[int], quorum: int, fra
     book = RoundBook(fragments, rules(every=every, quorum=quorum))
     learners = [at(i, step, book.versions) for i, step in enumerate(steps)]
     for i in range(len(steps)):
-        book.seat(i, 0)
-    got = book.due(learners)
+        book.begin_progress(i, 0)
+    got = book.next_due(learners)
     expected = None
     if len(steps) >= quorum and sorted(steps)[-quorum] * fragments >= every:
         due = [
@@ -150,12 +150,12 @@ def test_a_newer_push_with_the_same_steps_takes_the_place() -> None:
 def test_grace_waits_for_the_rest_but_not_for_ever() -> None:
     book = RoundBook(1, rules(quorum=1, grace_cap=3.0))
     opened = book.open_round(0, 0.0, [at(0, 30, [0]), at(1, 30, [0])])
-    assert not book.ready(opened, 100.0, {0, 1})
+    assert not book.is_ready(opened, 100.0, {0, 1})
     book.accept(opened, push(0), 1.0)
     assert opened.deadline == 4.0 and book.wake_at() == 4.0
-    assert not book.ready(opened, 3.9, {0, 1})
-    assert book.ready(opened, 4.0, {0, 1})
-    assert book.ready(opened, 1.0, {0}), "nobody is left to wait for"
+    assert not book.is_ready(opened, 3.9, {0, 1})
+    assert book.is_ready(opened, 4.0, {0, 1})
+    assert book.is_ready(opened, 1.0, {0}), "nobody is left to wait for"
 
 
 def test_deterministic_waits_for_all_and_ignores_grace() -> None:
@@ -163,10 +163,10 @@ def test_deterministic_waits_for_all_and_ignores_grace() -> None:
     opened = book.open_round(0, 0.0, [])
     assert opened.id == 1
     book.accept(opened, push(1), 0.0)
-    assert not book.ready(opened, 1e9, {1})
+    assert not book.is_ready(opened, 1e9, {1})
     book.accept(opened, push(0), 0.0)
-    assert book.ready(opened, 0.0, set())
-    assert [p.header.slot for p in book.take(opened, None)] == [0, 1]
+    assert book.is_ready(opened, 0.0, set())
+    assert [p.header.slot for p in book.begin_merge(opened, None)] == [0, 1]
 
 
 @given(

@@ -446,7 +446,7 @@ class World:
 
     def check(self) -> None:
         if self.core.ledger is not None:
-            assert self.core.ledger.check() == []
+            assert self.core.ledger.imbalances() == []
             for p in range(self.setup.fragments):
                 ids = self.records[p, self.core.versions[p]].ids
                 merged = sum(self.core.ledger.merged(s, p) for s in range(len(self.core.ledger.books)))

@@ -1,0 +1,41 @@
+"""What a learner's report changes: the ledger, its slot, its leases' cursors and the job's clock."""
+
+from __future__ import annotations
+
+from diloco_protocol.vocabulary import EventKind
+from diloco_syncer.core.actions import Actions
+from diloco_syncer.core.events import ReportCounts
+from diloco_syncer.core.members.slots import Slot
+from diloco_syncer.core.state import JobState
+
+
+def apply_report(state: JobState, actions: Actions, slot: Slot, report: ReportCounts, now: float) -> bool:
+    """Apply a report of the slot's process; False: it is older than the newest, or of another layout.
+
+    A report is cumulative over the tenure, so a repeated or late one changes nothing.
+    """
+    ledger = state.ledger
+    if ledger is None:
+        return False
+    trained, computed = ledger.trained(slot.index), ledger.compute_seconds(slot.index)
+    if not ledger.apply_report(slot.index, report):
+        return False
+    ledger.drop_rolled_back(slot.index, state.epoch)
+    moved = report.slot_step > slot.step or not slot.advanced
+    slot.step = max(slot.step, report.slot_step)
+    slot.step_at_seat = report.slot_step - report.trained_steps
+    slot.step_seconds = report.step_seconds
+    slot.paused = report.paused
+    if report.loss == report.loss:  # a loss that is not a number says nothing
+        slot.loss = report.loss
+    if state.leases:
+        state.leases.advance_cursors(slot.index, report.cursors)
+    slot.advanced = slot.advanced or bool(report.trained_steps)
+    if report.trained_steps and moved and not slot.stepped:
+        slot.stepped = True
+        actions.record_event(EventKind.FIRST_STEP, slot, f"slot {slot.index} made its first step, {slot.step}")
+    if ledger.trained(slot.index) > trained:
+        state.clock.start(now)
+        computed = ledger.compute_seconds(slot.index) - computed
+        state.clock.advance(now, slot.step_seconds, computed, ledger.total_trained())
+    return True

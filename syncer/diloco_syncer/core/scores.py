@@ -1,0 +1,42 @@
+"""The evaluator's scores: the job's curve of loss over tokens, its first and its last value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diloco_syncer.core.events import Evaluated
+
+
+class Scores:
+    """Losses in mean nats per token, as the evaluator sent them."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, float]] = []  # (tokens trained by all learners, loss), ascending
+        self.initial: float | None = None  # of version 0
+        self.final: float | None = None  # of the model at the job's end
+        self._newest_merges = -1  # merges in the model of the newest row
+
+    def apply(self, event: Evaluated, *, may_be_final: bool) -> None:
+        """Take one score. A model that is scored again (the evaluator began anew, or scores the end) replaces
+        its row, so that every model has one."""
+        if event.sum_versions == 0 and self.initial is None:
+            self.initial = event.loss
+        newest = self.rows[-1][0] if self.rows else 0
+        if event.tokens >= newest:
+            if self.rows and (event.tokens, event.sum_versions) == (newest, self._newest_merges):
+                self.rows.pop()
+            self.rows.append((event.tokens, event.loss))
+            self._newest_merges = event.sum_versions
+        if event.final and may_be_final:
+            self.final = event.loss
+
+    def to_json(self) -> dict[str, Any]:
+        """Its part of the durable document."""
+        return {"rows": self.rows, "newest_merges": self._newest_merges, "initial": self.initial, "final": self.final}
+
+    def load(self, row: dict[str, Any]) -> None:
+        """Go on from a saved document."""
+        self.rows = [(tokens, loss) for tokens, loss in row["rows"]]
+        self._newest_merges = row["newest_merges"]
+        self.initial = row["initial"]
+        self.final = row["final"]
