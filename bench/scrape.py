@@ -89,7 +89,7 @@ def errors(before: Snapshot, after: Snapshot) -> dict[str, int]:
     """What went wrong between two snapshots, by metric and kind."""
     found = {}
     for (name, labels), value in after.samples.items():
-        if name in (PREFIX + "reconcile_errors_total", PREFIX + "troubles_total"):
+        if name in (PREFIX + "reconcile_errors_total", PREFIX + "apply_errors_total"):
             more = round(value - before.samples.get((name, labels), 0.0))
             if more:
                 found[" ".join(dict(labels).values())] = more

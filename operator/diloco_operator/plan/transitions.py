@@ -172,7 +172,7 @@ def _report_fault(event_log: EventLog, kind: str, before: Mapping[str, Any], now
         "NameConflict": "The names that the job needs are free.",
         "SpecDrift": "The job is the same again.",
         "SettingsDiffer": "The settings are the hub's again.",
-        "LinksTooSlow": "Every link is as wide as the job needs again.",
+        "LinksTooSlow": "Every link is as fast as the job needs again.",
         "RegionLost": "Every region is heard again.",
         "HubReachable": str(now.get("message")),
     }

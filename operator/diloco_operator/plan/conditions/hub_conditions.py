@@ -101,7 +101,7 @@ def _numbers(link: SlotLink) -> str:
             parts.append(f"{name} {_rate(there)}{f' of {_rate(need)} needed' if need else ''}")
     if link.round_trip:
         parts.append(f"round trip {seconds_text(_rounded(link.round_trip))}")
-    return ", ".join(parts) or "thinner than needed"
+    return ", ".join(parts) or "slower than needed"
 
 
 def _rate(bytes_per_second: float) -> str:
