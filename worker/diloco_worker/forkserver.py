@@ -62,12 +62,16 @@ MODULES = (
 )
 
 
-def die_with_parent(parent: int) -> None:
-    """Have the kernel SIGKILL this process when its parent ends; at once if it has ended."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+def _set_parent_death_signal(number: signal.Signals) -> None:
+    """Have the kernel send ``number`` to this process when its parent ends."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"prctl(PR_SET_PDEATHSIG): {os.strerror(error)}")
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel SIGKILL this process when its parent ends; at once if it has ended."""
+    _set_parent_death_signal(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(128 + signal.SIGKILL)
 
@@ -78,10 +82,7 @@ def die_while_loading() -> None:
     # Ignored and blocked signals are inherited: the runner's own parent may have left SIGTERM so.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
-        error = ctypes.get_errno()
-        raise OSError(error, f"prctl(PR_SET_PDEATHSIG): {os.strerror(error)}")
+    _set_parent_death_signal(signal.SIGTERM)
     poll = select.poll()
     poll.register(0, select.POLLIN)
     if any(events & select.POLLHUP for _, events in poll.poll(0)):
