@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import re
@@ -278,6 +279,27 @@ def test_the_contracts_have_what_programs_are_told() -> None:
     syncer = (ROOT / "syncer/diloco_syncer/__main__.py").read_text(encoding="utf-8")
     flags = set(re.findall(r"add_argument\(\s*\"(--[a-z-]+)\"", syncer))
     assert flags and flags == set(re.findall(r"--[a-z-]+", section(text, "The syncer").split("```")[1]))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "syncer/diloco_syncer/core/status.py",
+        "syncer/diloco_syncer/core/members/recent_refusals.py",
+        "syncer/diloco_syncer/runtime/event_log.py",
+        "syncer/diloco_syncer/server/pages/links.py",
+        "syncer/diloco_syncer/server/pages/status.py",
+        "syncer/diloco_syncer/server/tls/access.py",
+        "cli/diloco/local/chaos/fault_report.py",
+        "cli/diloco/local/outcome.py",
+    ],
+)
+def test_the_contracts_have_every_field_of_status_and_report(path: str) -> None:
+    text = (DOCS / "contracts.md").read_text(encoding="utf-8")
+    nodes = ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8")))
+    keys = [key for node in nodes if isinstance(node, ast.Dict) for key in node.keys]
+    fields = {key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
+    assert fields and not {field for field in fields if not re.search(rf"[\"`]{field}[\"`]", text)}
 
 
 def test_every_decision_is_in_the_index() -> None:
