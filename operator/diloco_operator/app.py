@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 
 STOP_SECONDS = 10.0
 LONGEST_BACKOFF = 30.0
+SIGNALS_SECONDS = 0.5
 _CRD_HINT = (
     f"the API server does not know DiLoCoJobs ({JOB.api_version}): install the CRD "
     "(`kubectl apply -f manifests/crd.yaml`, or the chart with crds.install=true); waiting for it"
@@ -52,9 +53,15 @@ _CRD_HINT = (
 
 
 class Operator:
-    """All parts, made for the running event loop. ``plan``: another plan, for tests."""
+    """All parts, made for the running event loop.
 
-    def __init__(self, settings: Settings, config: Any, plan: PlanFunction = plan) -> None:
+    ``plan``: another plan, for tests. ``signals``: those that end it, in a main thread.
+    """
+
+    def __init__(
+        self, settings: Settings, config: Any, plan: PlanFunction = plan, signals: tuple[signal.Signals, ...] = ()
+    ) -> None:
+        self._signals = signals
         self._loop = asyncio.get_running_loop()
         self.settings = settings
         self.metrics = metrics = Metrics()
@@ -107,6 +114,7 @@ class Operator:
 
     async def _run_kopf_again_and_again(self, stop: asyncio.Event) -> None:
         backoff = 1.0
+        self._take_signals(stop)
         while await self._wait_for_crd(stop):
             began = time.monotonic()
             try:
@@ -121,11 +129,17 @@ class Operator:
                 log.warning("kopf ended (%s); it begins again in %.0f s", reason, backoff)
                 await _sleep(stop, backoff)
 
+    def _take_signals(self, stop: asyncio.Event) -> None:
+        for number in self._signals:
+            self._loop.add_signal_handler(number, stop.set)
+
     async def _run_kopf(self, stop: asyncio.Event) -> None:
         """kopf, and within its life the parts. Raises what kopf ends with, which may be anything."""
         namespaces = self.settings.watch_namespaces
         await kopf.operator(
-            registry=make_registry(self.api, lambda: self._begin(stop), self._end, self.job_events.handle),
+            registry=make_registry(
+                self.api, lambda: self._begin(stop), lambda: self._end(stop), self.job_events.handle
+            ),
             settings=make_settings(self.settings),
             standalone=True,
             stop_flag=stop,
@@ -157,6 +171,8 @@ class Operator:
     # ------------------------------------------------------------------ the parts, within kopf's life
 
     def _begin(self, stop: asyncio.Event) -> None:
+        # kopf takes the signals as it starts, and would lose one that comes while it ends for another reason.
+        self._loop.call_later(SIGNALS_SECONDS, self._take_signals, stop)
         self.job_events.start()
         self._parts = asyncio.create_task(self._run_parts(stop), name="parts")
 
@@ -172,9 +188,10 @@ class Operator:
             self._failure = error
             stop.set()
 
-    async def _end(self) -> None:
-        if self._parts is not None:
+    async def _end(self, stop: asyncio.Event) -> None:
+        if stop.is_set():
             log.info("stopping; training goes on without the operator")
+        if self._parts is not None:
             self._parts.cancel()
             await asyncio.wait([self._parts], timeout=STOP_SECONDS)
 
@@ -238,10 +255,7 @@ async def _sleep(stop: asyncio.Event, seconds: float) -> None:
 async def run(settings: Settings, config: Any) -> int:
     """The operator until SIGTERM or SIGINT; the exit code."""
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    operator = Operator(settings, config)
+    operator = Operator(settings, config, signals=(signal.SIGTERM, signal.SIGINT))
     where = ", ".join(settings.watch_namespaces) or "all namespaces"
     log.info(
         "operator %s, cluster %s, %s, API server %s", RELEASE, settings.cluster or "unnamed", where, operator.api.host

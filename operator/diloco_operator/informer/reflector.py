@@ -106,10 +106,7 @@ class Reflector:
         return "in the whole cluster" if self.namespace is None else f"in namespace {self.namespace}"
 
     def start(self) -> None:
-        """List and watch in a new thread. After ``stop`` it may be started again, and lists anew."""
-        self._stopped = threading.Event()
-        self._version = ""
-        self.synced = False
+        """List and watch in a new thread; once."""
         self._thread = threading.Thread(target=self._run, name=f"watch {self.kind.plural}", daemon=True)
         self._thread.start()
 
@@ -287,13 +284,19 @@ class Informer:
         places = [(kind, namespace) for kind in LABELLED for namespace in namespaces]
         if settings.watches_nodes:
             places.append((NODE, None))
-        self.streams = {
-            (kind.plural, namespace): Reflector(kind, namespace, api, cache, metrics, changed, state_changed)
-            for kind, namespace in places
-        }
+
+        def make_streams() -> dict[tuple[str, str | None], Reflector]:
+            return {
+                (kind.plural, namespace): Reflector(kind, namespace, api, cache, metrics, changed, state_changed)
+                for kind, namespace in places
+            }
+
+        self._make_streams = make_streams
+        self.streams = make_streams()
 
     async def run(self) -> None:
-        """Keep the cache true until cancelled."""
+        """Keep the cache true until cancelled. May run again, and lists anew then."""
+        self.streams = self._make_streams()
         streams = self.streams.values()
         try:
             for stream in streams:
