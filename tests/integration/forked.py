@@ -104,13 +104,15 @@ def fork(arguments: list[str], env: dict[str, str], log: Path) -> ForkedProcess:
 
 def _run_child() -> int | None:
     program, *words = json.loads(os.environ.pop(ARGUMENTS))
-    if program == "-m":
-        sys.argv = words
-        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = [program, *words]
-        sys.path.insert(0, str(Path(program).parent))
+    if program == "-m":  # loaded already
+        return int(sys.modules[f"{words[0]}.__main__"].main() or 0)
+    sys.argv = [program, *words]
+    sys.path.insert(0, str(Path(program).parent))
+    try:
         runpy.run_path(program, run_name="__main__")
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # as the interpreter would; the library's ends with an exit code
+        return 1
     return 0
 
 
