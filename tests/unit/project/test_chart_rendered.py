@@ -264,6 +264,7 @@ def test_monitors_find_the_pods_and_ports_that_there_are() -> None:
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     assert own["spec"]["selector"]["matchLabels"].items() <= labels.items()
     ports = {"syncer": {HTTP_PORT: "http"}, "learner": {WORKER_PORT: "status"}, "evaluator": {WORKER_PORT: "status"}}
+    constants = {"http": "HTTP_PORT", "status": "WORKER_PORT"}
     source = Path(pods.__file__).read_text()
     for role, expected in ports.items():
         (found,) = [
@@ -276,7 +277,7 @@ def test_monitors_find_the_pods_and_ports_that_there_are() -> None:
         assert found["spec"]["selector"]["matchExpressions"][0]["key"] in job_labels
         (endpoint,) = found["spec"]["podMetricsEndpoints"]
         assert endpoint["port"] in expected.values() and endpoint["honorLabels"] is True
-        assert f'_port("{endpoint["port"]}", names.' in source, "pods.py names its ports"
+        assert f'_port("{endpoint["port"]}", {constants[endpoint["port"]]})' in source, "pods.py names its ports"
 
 
 def notes(values: str) -> str:

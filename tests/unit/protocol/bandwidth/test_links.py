@@ -25,33 +25,33 @@ def test_an_echo_is_asked_for_once_a_heartbeat_and_the_shortest_counts() -> None
     first = stamped(probe, 10.0)
     assert first.echo and not first.HasField("link")
     assert not stamped(probe, 10.5).echo  # one at a time
-    probe.heard(first.echo, 10.25)
+    probe.record_echo(first.echo, 10.25)
     assert probe.round_trip == pytest.approx(0.25)
     assert not stamped(probe, 10.9).echo  # not before the next heartbeat
     second = stamped(probe, 11.0)
     assert second.echo and second.echo != first.echo
     assert second.link.round_trip_seconds == pytest.approx(0.25)
-    probe.heard(second.echo, 11.75)
+    probe.record_echo(second.echo, 11.75)
     assert probe.round_trip == pytest.approx(0.25)
     for n in range(16):  # what is long ago is forgotten
-        probe.heard(stamped(probe, 20.0 + n).echo, 20.5 + n)
+        probe.record_echo(stamped(probe, 20.0 + n).echo, 20.5 + n)
     assert probe.round_trip == pytest.approx(0.5)
 
 
 def test_echoes_of_others_say_nothing_and_a_lost_one_is_asked_for_again() -> None:
     probe = LinkProbe()
     asked = stamped(probe, 0.0).echo
-    probe.heard(asked + 1, 0.1)
-    probe.heard(0, 0.1)
+    probe.record_echo(asked + 1, 0.1)
+    probe.record_echo(0, 0.1)
     assert probe.round_trip is None
     assert not stamped(probe, 59.0).echo
     again = stamped(probe, 61.0).echo
     assert again > asked
-    probe.heard(asked, 61.1)  # the lost one, after all: of no use
+    probe.record_echo(asked, 61.1)  # the lost one, after all: of no use
     assert probe.round_trip is None
-    probe.begin()  # a new session
+    probe.reset()  # a new session
     assert stamped(probe, 61.2).echo > again
-    probe.heard(again, 61.3)
+    probe.record_echo(again, 61.3)
     assert probe.round_trip is None
 
 
@@ -62,18 +62,18 @@ def test_a_report_tells_the_speed_once_enough_was_carried() -> None:
         probe.down.begin(2.0 * n)
         probe.down.end(2.0 * n + 0.5, 1000)
     assert stamped(probe, 99.0).link.down_bytes_per_second == pytest.approx(2000)
-    assert probe.figures() == {"link_up": None, "link_down": pytest.approx(2000), "round_trip_seconds": None}
+    assert probe.measurements() == {"link_up": None, "link_down": pytest.approx(2000), "round_trip_seconds": None}
 
 
 def test_the_syncer_believes_numbers_that_make_sense() -> None:
     link = LinkMeasures()
     assert link.known == Measured(None, None, None)
-    link.heard(sync_pb2.Report(link=sync_pb2.Link(down_bytes_per_second=5e6, round_trip_seconds=0.03)))
+    link.apply_report(sync_pb2.Report(link=sync_pb2.Link(down_bytes_per_second=5e6, round_trip_seconds=0.03)))
     assert link.known == Measured(None, 5e6, 0.03)
-    link.heard(sync_pb2.Report())  # says nothing of the link: what was known stays
+    link.apply_report(sync_pb2.Report())  # says nothing of the link: what was known stays
     assert link.known == Measured(None, 5e6, 0.03)
     for number in (float("nan"), float("inf"), -1.0, 1e30):
-        link.heard(sync_pb2.Report(link=sync_pb2.Link(down_bytes_per_second=number, round_trip_seconds=number)))
+        link.apply_report(sync_pb2.Report(link=sync_pb2.Link(down_bytes_per_second=number, round_trip_seconds=number)))
         assert link.known == Measured(None, None, None)
     for n in range(LEAST_TRANSFERS):
         assert link.known.up is None
