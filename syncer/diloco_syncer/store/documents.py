@@ -9,9 +9,8 @@ from typing import Any
 
 from diloco_protocol.common.files import Buffer
 from diloco_syncer.store.base import Store
-from diloco_syncer.store.records import Damaged, check_format
+from diloco_syncer.store.records import FORMAT, Damaged, check_format
 
-FORMAT = 1
 MAX_DOCUMENT = 1 << 30
 
 

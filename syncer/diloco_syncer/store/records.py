@@ -34,8 +34,8 @@ from diloco_syncer.core.merging.ledger import header_from_json, header_to_json
 from diloco_syncer.core.recovery.receipts import Rows, SlotRow
 from diloco_syncer.store.base import Store
 
-FORMAT = 1
-READABLE = (1,)  # the present and, once there is one, the previous
+FORMAT = 2
+READABLE = (2,)  # the present and, once there is one, the previous
 MAGIC = b"\x89DILOCO\n"
 MAX_HEADER = 64 << 20
 MAX_FILE = 1 << 37

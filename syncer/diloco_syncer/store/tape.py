@@ -27,9 +27,8 @@ from typing import Any
 
 from diloco_syncer.store.base import ObjectExists, Store
 from diloco_syncer.store.directory import DirectoryStore
-from diloco_syncer.store.records import MergeRecord, check_format
+from diloco_syncer.store.records import FORMAT, MergeRecord, check_format
 
-FORMAT = 1
 MAX_LINE = 16 << 20
 FILE = "tape.jsonl"
 RECOVERED = "recovered-from-learner"

@@ -427,7 +427,7 @@ async def test_a_reader_that_does_not_read_is_disconnected_and_nobody_waits(sync
             a = await clients.first()
             deaf: Any = a.channel.stream_stream(services.SESSION)()
             join = sync_pb2.Join(
-                format=1,
+                format=limits.FORMAT,
                 job="raw",
                 process="dead",
                 role=sync_pb2.ROLE_EVALUATOR,

@@ -144,7 +144,7 @@ async def test_every_refusal_has_its_name(syncer: SyncerProcess, parties: Partie
         assert first.welcome.observer
         # Bulk calls in another's name.
         other = learners(america, "us-2")
-        request = sync_pb2.DownloadRequest(format=1, job="raw", process=honest.process)
+        request = sync_pb2.DownloadRequest(format=limits.FORMAT, job="raw", process=honest.process)
         download = other.channel.unary_stream(services.DOWNLOAD)
         call = download(request.SerializeToString(), metadata=other.metadata)
         assert await code_of(call.read()) == "PERMISSION_DENIED"

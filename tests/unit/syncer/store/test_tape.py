@@ -108,7 +108,7 @@ def test_changes_are_found(tmp_path: Path) -> None:
         (lines[1:], "line 1 does not follow line 0"),
         ([lines[1], lines[0], *lines[2:]], "line 1 does not follow"),
         ([b"not json\n", *lines], "line 1 is not understood"),
-        ([lines[0].replace(b'"format":1', b'"format":7')], "has format 7"),
+        ([lines[0].replace(b'"format":2', b'"format":7')], "has format 7"),
     ):
         path.write_bytes(b"".join(wrong))
         with pytest.raises(Exception, match=message) as caught:
