@@ -3,10 +3,10 @@
 Before its bytes are read, so that a hopeless transfer costs nothing:
 
  1. The connection may speak for the process that the header names
-    (``server/tls/access.py``, ``server/bulk.py`` ``_objection``).
+    (``server/tls/access.py``, ``server/sessions.py`` ``check_process``).
  2. Every number of the header is in range (``messages.py`` ``push_from``).
  3. The syncer is not recovering lost versions; else the learner tries again later
-    (``server/bulk.py`` ``_push``, ``recovery/lost_versions.py`` ``is_pending``).
+    (``server/uploads.py`` ``_receive_push``, ``recovery/lost_versions.py`` ``is_pending``).
  4. The job has not ended, version 0 exists, the fragment exists (here, ``_check_job``).
  5. The sender is the one that holds the slot, under its newest incarnation (here, ``_check_sender``).
  6. Layout and encoding are the job's (here, ``_check_format``).
@@ -15,7 +15,7 @@ Before its bytes are read, so that a hopeless transfer costs nothing:
  9. None of its steps was merged before, and none is too old (here, ``_check_steps``).
 10. Its round is open; an offer's fragment is not merging an earlier push of the same slot
     (here, ``_check_round``).
-11. It has exactly as many bytes as its encoding gives the fragment (``server/bulk.py`` ``_push``).
+11. It has exactly as many bytes as its encoding gives the fragment (``server/uploads.py`` ``_receive_push``).
 12. Its parts do not overlap, and there is room for them (``runtime/multipart.py`` ``receive``).
 
 When all bytes are here:
