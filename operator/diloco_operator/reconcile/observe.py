@@ -66,7 +66,7 @@ def role_runs(pods: Iterable[Object], role: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class CachedJob:
     """The watches' part of an ``Observed``."""
 
     job: Object
@@ -75,18 +75,18 @@ class Seen:
     nodes: dict[str, Object] | None
 
 
-def see(cache: Cache, key: Key, nodes_are_read: bool) -> Seen | None:
+def read_cached_job(cache: Cache, key: Key, nodes_are_read: bool) -> CachedJob | None:
     """What the cache has of a job; None: there is no such job."""
     job = cache.get(JOB, *key)
     if job is None:
         return None
     objects, pods = cache.of_job(key)
     names = {str(pod["spec"]["nodeName"]) for pod in pods if pod["spec"].get("nodeName")}
-    return Seen(job, objects, pods, cache.nodes(names) if nodes_are_read else None)
+    return CachedJob(job, objects, pods, cache.nodes(names) if nodes_are_read else None)
 
 
-def freeze(
-    seen: Seen,
+def make_observed(
+    seen: CachedJob,
     now: float,
     *,
     status: dict[str, Any] | None,

@@ -45,7 +45,15 @@ from diloco_operator.reconcile.apply import Applier, ApplyMemory, explain_refusa
 from diloco_operator.reconcile.event_reader import EventReader, find_waiting
 from diloco_operator.reconcile.event_recorder import EventRecorder
 from diloco_operator.reconcile.job_secrets import manifest as secret_manifest
-from diloco_operator.reconcile.observe import Seen, freeze, learner_pods, role_runs, see, syncer_is_here, syncer_pod
+from diloco_operator.reconcile.observe import (
+    CachedJob,
+    learner_pods,
+    make_observed,
+    read_cached_job,
+    role_runs,
+    syncer_is_here,
+    syncer_pod,
+)
 from diloco_operator.reconcile.root_key import RootKeyFinder
 from diloco_operator.reconcile.status_writer import Written, write_status
 from diloco_operator.reconcile.syncer_poller import SyncerPoller
@@ -134,7 +142,7 @@ class Reconciler:
             self._metrics.reconcile_seconds.observe(time.monotonic() - began)
 
     async def _turn(self, key: Key) -> float | None:
-        seen = see(self._cache, key, self._nodes_are_read())
+        seen = read_cached_job(self._cache, key, self._nodes_are_read())
         if seen is None:
             self._records.pop(key, None)
             self._poller.forget(key)
@@ -148,7 +156,7 @@ class Reconciler:
         target = syncer_pod(seen.pods) if here else None
         asked, learners, report = self._poller.latest_answers(key, target[0] if target else None)
         now = time.time()
-        observed = freeze(
+        observed = make_observed(
             seen,
             now,
             status=record.status.unwritten,
@@ -192,7 +200,7 @@ class Reconciler:
     # ------------------------------------------------------------------ carrying out, in the plan's order
 
     async def _carry_out(
-        self, key: Key, record: Record, seen: Seen, plan: Plan, target: tuple[str, str] | None, now: float
+        self, key: Key, record: Record, seen: CachedJob, plan: Plan, target: tuple[str, str] | None, now: float
     ) -> tuple[ApplyError, ...]:
         meta = seen.job["metadata"]
         ending = bool(meta.get("deletionTimestamp"))
@@ -253,7 +261,7 @@ class Reconciler:
             self._cache.put(JOB, made)
 
     async def _make_secrets(
-        self, key: Key, record: Record, seen: Seen, plan: Plan, apply_errors: list[ApplyError]
+        self, key: Key, record: Record, seen: CachedJob, plan: Plan, apply_errors: list[ApplyError]
     ) -> None:
         root = self._keys.key
         now = time.monotonic()
@@ -303,7 +311,7 @@ class Reconciler:
 
     # ------------------------------------------------------------------ small things
 
-    async def _read_cluster_events(self, key: Key, seen: Seen, now: float) -> tuple[ClusterEvent, ...]:
+    async def _read_cluster_events(self, key: Key, seen: CachedJob, now: float) -> tuple[ClusterEvent, ...]:
         waits = find_waiting(seen.objects, seen.pods, now)
         if not waits:
             return ()

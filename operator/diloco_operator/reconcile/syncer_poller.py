@@ -1,12 +1,12 @@
 """Talking to the programs of jobs: signed calls to a syncer's control port, and learners' status pages.
 
-Theory of operation. A job is asked beside its turns, on a timer, so that a syncer that does
-not answer holds up nothing: ``SyncerPoller.every`` says which pod is to be asked how often, the
-answer is kept (compressed: there are hundreds of documents) and the job is looked at; that
-look calls ``every`` again, and only then is there a next question, so that an operator with
-more to do than it can does not ask for answers that nobody reads. At most
-``syncer_calls`` are under way at once. A connection is closed after each answer: the
-next is seconds away, and hundreds of idle connections are memory in both programs.
+Theory of operation. A job is asked beside its turns, on a timer, so that a syncer that does not answer holds up
+nothing. ``SyncerPoller.schedule`` says which pod is to be asked and when. The answer is kept, compressed (there are
+hundreds of documents), and wakes the job's reconcile.
+
+That turn calls ``schedule`` again, and only then is there a next question: an operator with more to do than it can
+does not ask for answers that nobody reads. At most ``syncer_calls`` are under way at once. A connection is closed
+after each answer: the next is seconds away, and hundreds of idle connections are memory in both programs.
 
 A learner is asked only where the job's syncer is in another cluster; its page is read, not
 signed, and decides over nothing but words in the status.
@@ -102,8 +102,8 @@ class SyncerPoller:
         report_wanted: bool,
     ) -> None:
         """Ask once, so many seconds after the last time: the syncer (its pod's UID and IP; None: there is
-        none), or learners by their pods' names. To be called after each look at the job, so that it is asked
-        ``every`` so many seconds. ``control_key`` None: not known yet, nobody is asked."""
+        none), or learners by their pods' names. Called after each turn of the job, so that it is asked again and
+        again. ``control_key`` None: not known yet, nobody is asked."""
         job = self._jobs.setdefault(key, _Job())
         if syncer is None or control_key is None:
             job.target, job.syncer = None, None
