@@ -18,9 +18,11 @@ from typing import Any
 import torch
 from forked import ForkedProcess, fork
 
+from diloco_protocol.documents import Report, StatusDocument
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json
 from diloco_worker import Learner
+from documents import conforming
 
 SYNC = {
     "fragments": 3,
@@ -83,14 +85,12 @@ class Syncer:
     def status(self) -> dict[str, Any]:
         address = json.loads(self.address_file.read_text(encoding="utf-8"))["http"]
         with urllib.request.urlopen(f"http://{address}/status", timeout=5) as reply:
-            document: dict[str, Any] = json.load(reply)
-        return document
+            return conforming(StatusDocument, json.load(reply))
 
     def report(self) -> dict[str, Any]:
         address = json.loads(self.address_file.read_text(encoding="utf-8"))["http"]
         with urllib.request.urlopen(f"http://{address}/report", timeout=5) as reply:
-            document: dict[str, Any] = json.load(reply)
-        return document
+            return conforming(Report, json.load(reply))
 
     def last_report(self) -> dict[str, Any]:
         """What the syncer wrote when the job was over."""

@@ -23,9 +23,11 @@ from typing import Any
 
 from forked import ForkedProcess, fork
 
+from diloco_protocol.documents import LearnerPage, Report, StatusDocument
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json
 from diloco_protocol.wire.control_auth import make_key
+from documents import conforming
 
 STEP_SECONDS = 0.01
 TOKENS = 4  # per step
@@ -204,10 +206,10 @@ class Hub(Process):
         return f"127.0.0.1:{self.ports[name]}"
 
     def status(self) -> dict[str, Any]:
-        return dict(json.loads(get(f"http://{self.address('http')}/status")[1]))
+        return conforming(StatusDocument, json.loads(get(f"http://{self.address('http')}/status")[1]))
 
     def report(self) -> dict[str, Any]:
-        return dict(json.loads(get(f"http://{self.address('http')}/report")[1]))
+        return conforming(Report, json.loads(get(f"http://{self.address('http')}/report")[1]))
 
     def waits_until(self, condition: Callable[[dict[str, Any]], Any], what: str, seconds: float = 60) -> Any:
         try:
@@ -273,7 +275,7 @@ class Pod(Process):
 
     def status(self) -> dict[str, Any]:
         code, body = self.page("/status")
-        return dict(json.loads(body)) if code == 200 else {}
+        return conforming(LearnerPage, json.loads(body)) if code == 200 else {}
 
     def waits_until(self, condition: Callable[[dict[str, Any]], Any], what: str, seconds: float = 60) -> Any:
         def holds() -> Any:

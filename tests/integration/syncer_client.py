@@ -24,10 +24,12 @@ from grpc import aio
 
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.layout import Layout, Tensor
+from diloco_protocol.documents import StatusDocument
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json, parse_job
 from diloco_protocol.wire import bulk, channels, limits, services, sync_pb2
 from diloco_protocol.wire.control_auth import make_key, sign_call
+from documents import conforming
 
 LAYOUT = Layout.build([Tensor("embed", (32, 8), "float32", True), Tensor("w", (64, 8), "float32", False)], fragments=2)
 TOKENS = 100  # per step
@@ -138,7 +140,7 @@ class SyncerProcess:
 
     def status(self) -> dict[str, Any]:
         with urllib.request.urlopen(f"http://{self.addresses['http']}/status", timeout=10) as page:
-            return dict(json.load(page))
+            return conforming(StatusDocument, json.load(page))
 
     def get(self, path: str) -> bytes:
         with urllib.request.urlopen(f"http://{self.addresses['http']}{path}", timeout=10) as page:
