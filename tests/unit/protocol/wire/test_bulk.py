@@ -261,7 +261,7 @@ def test_the_largest_report_fits_a_header() -> None:
         report=report,
     )
     header = sync_pb2.UploadHeader(
-        format=1,
+        format=limits.FORMAT,
         job="j" * 30,
         slot=(1 << 32) - 1,
         incarnation=most,
