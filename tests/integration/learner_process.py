@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from documents import conforming
 from forked import ForkedProcess, fork
 
 from diloco_protocol.documents import Report, StatusDocument
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json
 from diloco_worker import Learner
-from documents import conforming
 
 SYNC = {
     "fragments": 3,

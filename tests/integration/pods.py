@@ -21,13 +21,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from documents import conforming
 from forked import ForkedProcess, fork
 
 from diloco_protocol.documents import LearnerPage, Report, StatusDocument
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json
 from diloco_protocol.wire.control_auth import make_key
-from documents import conforming
 
 STEP_SECONDS = 0.01
 TOKENS = 4  # per step

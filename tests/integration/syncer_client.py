@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from documents import conforming
 from grpc import aio
 
 from diloco_protocol.arrays import codec
@@ -29,7 +30,6 @@ from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json, parse_job
 from diloco_protocol.wire import bulk, channels, limits, services, sync_pb2
 from diloco_protocol.wire.control_auth import make_key, sign_call
-from documents import conforming
 
 LAYOUT = Layout.build([Tensor("embed", (32, 8), "float32", True), Tensor("w", (64, 8), "float32", False)], fragments=2)
 TOKENS = 100  # per step
