@@ -29,6 +29,7 @@ from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
 from diloco_syncer.core.merging.ledger import header_from_json, header_to_json
 from diloco_syncer.core.merging.rounds import RoundRules
+from diloco_syncer.core.recovery.lost_versions import STAND_IN
 from diloco_syncer.core.recovery.receipts import Rows
 from diloco_worker.core.adoption import Adoption, AdoptionConfig, Broadcast, Kind, Rule
 
@@ -51,6 +52,7 @@ class Setup:
     crashes: float = 1.0  # how often the syncer crashes
     refusals: float = 0.1  # how often somebody who is asked for a lost version has it no more
     losses: float = 0.0  # share of the crashes after which the store's newest content is gone
+    wipes: float = 0.0  # share of the crashes after which the store is empty
     scales: float = 0.0  # share of the syncer's starts that have other places
 
 
@@ -65,6 +67,7 @@ class Learner:
     connection: int | None = None
     seat: ev.Seat | None = None
     tenure: int = 0  # the incarnation under which the newest one began
+    tenure_slot: int = -1  # and in which slot
     adoption: Adoption = field(init=False)
     theta: list[Ids] = field(default_factory=list)
     base: list[Ids] = field(default_factory=list)
@@ -208,6 +211,7 @@ class World:
             stop=("steps", setup.steps),
             seed=setup.seed,
             drain_seconds=30.0,
+            rebuild_seconds=6.0,
         )
         self.start_syncer()
         for i in range(setup.slots):
@@ -240,6 +244,8 @@ class World:
         state = None if self.state is None else json.loads(self.state)
         self.core = Core(self.config, state, self.epoch, self.now, self.now)
         self.payload = {}
+        if self.records and not self.core.initialised:
+            self.core.handle(ev.InitialModelStored("L", (10,) * self.setup.fragments), self.now)
         if self.core.initialised:
             begun = list(self.core.versions)
             newer = [(p, v, r) for (p, v), r in sorted(self.records.items()) if v > begun[p]]
@@ -328,9 +334,24 @@ class World:
             self.spool = dict(spool)
         self.behind = lost > 0 and self.random.random() < 0.5
         self.seen["losses"] += lost > 0
+        self.respawn_left()
+
+    def respawn_left(self) -> None:
+        """The store has forgotten that some have left."""
         for learner in [learner for learner in self.learners if learner.left]:
             self.learners.remove(learner)  # the job had let it go, and wants a learner there again
             self.at(1.0, lambda learner=learner: self.respawn(learner.place))
+
+    def wipe(self) -> None:
+        """The store is empty: only learners have something."""
+        self.seen["wipes"] += 1
+        self.records.clear()
+        self.spool.clear()
+        self.older.clear()
+        self.state = None
+        self.behind = False
+        self.epoch = 0
+        self.respawn_left()
 
     def crash_syncer(self) -> None:
         self.seen["crashes"] += 1
@@ -338,6 +359,8 @@ class World:
         self.down_until = self.now + self.random.uniform(0.1, 4.0)
         if self.older and self.random.random() < self.setup.losses:
             self.lose()
+        if self.setup.wipes and self.random.random() < self.setup.wipes:
+            self.wipe()
         self.end_life()
 
     def end_life(self) -> None:
@@ -381,8 +404,9 @@ class World:
             case ev.RequestVersion():
                 self.at(self.delay(0.5), lambda: self.give_base(action))
             case ev.RestartFromStore():
-                assert action.above == 0
-                self.seen["recoveries"] += 1
+                assert action.above == 0 or self.setup.wipes
+                self.epoch = max(self.epoch, action.above)
+                self.seen["recoveries"] += not action.above
                 self.life += 1
                 self.down_until = self.now + 0.1
                 self.end_life()
@@ -402,6 +426,9 @@ class World:
                         self.at(0.2, lambda: self.connect(learner))
                     else:
                         learner.alive = False
+                        if self.setup.wipes and learner in self.learners:  # as its supervisor would
+                            self.learners.remove(learner)
+                            self.at(1.0, lambda: self.respawn(learner.place))
             case ev.Pull():
                 learner = self.connections.get(action.connection)
                 if learner is not None and not self.chance(0.02):
@@ -448,7 +475,11 @@ class World:
         if self.core.ledger is not None:
             assert self.core.ledger.imbalances() == []
             for p in range(self.setup.fragments):
-                ids = self.records[p, self.core.versions[p]].ids
+                newest = self.records[p, self.core.versions[p]]
+                if newest.made == STAND_IN:
+                    assert self.core.phase not in (JobPhase.TRAINING, JobPhase.COMPLETE), "gone on from a stand-in"
+                    continue
+                ids = newest.ids
                 merged = sum(self.core.ledger.merged(s, p) for s in range(len(self.core.ledger.books)))
                 assert merged == sum(self.tokens_of[i] for i in ids), "the merged column is not what was merged"
 
@@ -487,6 +518,7 @@ class World:
                 previous_incarnation=learner.seat.incarnation if learner.seat else 0,
                 settled=self.settled_by(learner),
                 tenure=learner.tenure,
+                slot=learner.tenure_slot,
             )
         )
 
@@ -531,6 +563,7 @@ class World:
         if not (seat.continuing and learner.seat is not None):
             learner.begin(seat.slot_step)
             learner.tenure = seat.incarnation
+            learner.tenure_slot = seat.slot
             learner.offered.clear()
             learner.unsettled.clear()
         # As the worker does when a session ends: a round's number may come again after a restart.
@@ -544,8 +577,12 @@ class World:
 
     def initialise(self, connection: int) -> None:
         if connection in self.connections and self.core.initialiser == connection:
+            learner, origins = self.connections[connection], self.core.version_0_origins(connection)
             for p in range(self.setup.fragments):
-                self.records[p, 0] = Record(self.epoch, frozenset(), [], self.epoch)
+                # What stands in for a version holds its steps: the job must never go on from it.
+                ids = learner.base[p] if origins else frozenset()
+                self.records[p, 0] = Record(origins[p] if origins else self.epoch, ids, [], self.epoch)
+            self.seen["rebuilds"] += bool(origins)
             self.handle(ev.InitialModelStored("L", (10,) * self.setup.fragments))
 
     def announce(self, learner: Learner, p: int, merged: ev.MergedPush) -> None:
@@ -732,7 +769,7 @@ def settle(world: World) -> dict[str, int]:
     for p in range(world.setup.fragments):
         there = {v for q, v in world.records if q == p}
         assert max(there) == world.core.versions[p]
-        if not world.setup.losses:
+        if not world.setup.losses and not world.setup.wipes:
             assert there == set(range(world.core.versions[p] + 1)), "a gap"
     return world.core.ledger.totals()
 
@@ -810,6 +847,35 @@ def test_the_simulation_scales() -> None:
         retired += sum(slot.retired for slot in world.core.slots)
     assert min(seen[what] for what in ("scalings", "removed by draining", "removed by force")) > 5, seen
     assert retired > 5
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    slots=st.integers(1, 4),
+    fragments=st.integers(1, 4),
+    every=st.integers(4, 8),
+    rule=st.sampled_from([Rule.KEEP, Rule.OVERWRITE]),
+    refusals=st.sampled_from([0.1, 0.7]),
+)
+def test_an_emptied_store_is_rebuilt_and_keeps_the_books_exact(
+    seed: int, slots: int, fragments: int, every: int, rule: Rule, refusals: float
+) -> None:
+    """All that is durable is gone, again and again: learners bring back what they hold, and nothing counts twice."""
+    setup = Setup(seed, slots, fragments, every, rule=rule, refusals=refusals, crashes=3.0, wipes=0.6)
+    world = World(setup)
+    world.run()
+    settle(world)
+
+
+def test_the_simulation_empties_stores_and_rebuilds_them() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(30):
+        world = World(Setup(seed, steps=80, crashes=3.0, refusals=0.3, wipes=0.6))
+        world.run()
+        settle(world)
+        seen += world.seen
+    assert seen["wipes"] > 10 and seen["rebuilds"] > 10 and seen["taken"] > 20, seen
 
 
 # Each failed with some earlier code. 61, 148, 819: a receipt left out a slot whose first process came after
