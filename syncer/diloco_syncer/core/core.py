@@ -19,8 +19,7 @@ learners' cumulative reports. ``start`` is called once after these.
 
 Example. K = 1, one learner. ``Join`` gives ``Persist`` and ``Admit``. Its ``Reported`` makes the slot ready, and the
 phase moves: ``Persist``, ``SetPhase``. A later report reaches H steps: ``Pull``. ``PushReceived`` gives
-``AnswerPush`` and ``Merge``; ``MergeDurable`` gives ``ReleasePush`` and ``Announce``. More such transcripts, which
-are tests, are in tests/unit/syncer/core/transcripts.
+``AnswerPush`` and ``Merge``; ``MergeDurable`` gives ``ReleasePush`` and ``Announce``.
 
 The parts
 ---------

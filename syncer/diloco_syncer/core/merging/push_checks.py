@@ -3,7 +3,7 @@
 Before its bytes are read, so that a hopeless transfer costs nothing:
 
  1. The connection may speak for the process that the header names
-    (``server/tls/access.py``, ``server/sessions.py`` ``check_process``).
+    (``server/uploads.py`` ``upload``, ``server/sessions.py`` ``check_process``).
  2. Every number of the header is in range (``messages.py`` ``push_from``).
  3. The syncer is not recovering lost versions; else the learner tries again later
     (``server/uploads.py`` ``_receive_push``, ``recovery/lost_versions.py`` ``is_pending``).
@@ -16,11 +16,11 @@ Before its bytes are read, so that a hopeless transfer costs nothing:
 10. Its round is open; an offer's fragment is not merging an earlier push of the same slot
     (here, ``_check_round``).
 11. It has exactly as many bytes as its encoding gives the fragment (``server/uploads.py`` ``_receive_push``).
-12. Its parts do not overlap, and there is room for them (``runtime/multipart.py`` ``receive``).
+12. Its parts do not overlap, and there is room for them (``runtime/multipart.py`` ``receive_part``).
 
 When all bytes are here:
 
-13. The checksum of every part is right (``runtime/multipart.py`` ``receive``).
+13. The checksum of every part is right (``runtime/multipart.py`` ``receive_part``).
 14. Checks 4 to 10 once more, since its round may have closed meanwhile
     (``merging/aggregation.py`` ``receive_push``).
 15. All its values are finite (here, ``check_content``).
