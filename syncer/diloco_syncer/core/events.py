@@ -1,7 +1,7 @@
 """The syncer core's vocabulary: events go in, actions come out.
 
-Everything here is plain data. The walls (server, store, clock) turn what
-happens into an event, hand it to ``core.Core.handle(event, now)`` and carry out
+Everything here is plain data. The shell (server, store, clock) turns what
+happens into an event, hands it to ``core.Core.handle(event, now)`` and carries out
 the actions that it returns, in order. ``now`` is a monotonic time in seconds;
 the core never asks for it. Ids are those of sync.proto.
 """
@@ -74,7 +74,7 @@ class PushHeader:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A process opened a session. ``connection`` is the wall's handle for it."""
+    """A process opened a session. ``connection`` is the shell's number for it."""
 
     connection: int
     process: str
@@ -111,7 +111,7 @@ class PushReceived:
     header: PushHeader
     norm: float
     finite: bool
-    handle: int  # the wall's name for the decoded bytes (and an offer's spool file)
+    handle: int  # the shell's number for the decoded bytes (and an offer's spool file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class InitialModelFailed:
 
 @dataclass(frozen=True, slots=True)
 class MergeDurable:
-    """The wall merged, and the record of (fragment, version) is durable."""
+    """The shell merged, and the record of (fragment, version) is durable."""
 
     fragment: int
     version: int
@@ -326,7 +326,7 @@ class Pull:
 @dataclass(frozen=True, slots=True)
 class AnswerPush:
     """The answer to PushReceived; reason None: accepted. An accepted offer is
-    spooled durably by the wall before it answers."""
+    spooled durably by the shell before it answers."""
 
     handle: int
     reason: PushRefusal | None

@@ -103,6 +103,12 @@ class VersionRecovery:
         self._rebuilding = STAND_IN in self._made
         if self._rebuilding:
             self._announce_loss("it was emptied")
+            self._actions.record_event(
+                EventKind.LOST_DATA,
+                None,
+                "no learner knows the outer optimizer's momentum, the order of the data, the job's elapsed time and "
+                "scores, and tokens dropped in tenures that are over: these begin anew",
+            )
         elif behind and self.can_recover:
             self._announce_loss("the tape tells of merges that the store has not")
 
