@@ -29,7 +29,7 @@ MOST_FILES = 14  # in one folder, `__init__.py` included
 # Verbs that say nothing without their object: `take_lease` is found by a search, `take` is not.
 BARE_VERBS = frozenset({"take", "tell", "note", "look", "hold", "settled"})
 # What --check lets pass. A figure only goes down, to 0 and no further up.
-BOUNDS = {"import circles": 0, "full folders": 0, "upward imports": 0, "twin class names": 0, "bare verbs": 9}
+BOUNDS = {"import circles": 0, "full folders": 0, "upward imports": 0, "twin class names": 0, "bare verbs": 0}
 
 
 class Module:

@@ -135,7 +135,7 @@ class _Open:
 
 
 @dataclass
-class Document:
+class YamlDocument:
     """A parsed document: plain values, and the line (from 1) of each path."""
 
     value: Any = None
@@ -147,7 +147,7 @@ class _Builder:
     """Builds one document from libyaml's events."""
 
     def __init__(self) -> None:
-        self.document = Document()
+        self.document = YamlDocument()
         self.stack: list[_Open] = []
         self.anchors: dict[str, tuple[Any, int, int]] = {}  # value, number of values, depth
         self.count = 0
@@ -268,7 +268,7 @@ def _extent(value: Any) -> tuple[int, int]:
     return total, deepest
 
 
-def parse(text: str) -> Document:
+def parse(text: str) -> YamlDocument:
     """The one document in ``text``; empty documents beside it do not count.
 
     Raises YamlProblem. A text without any value gives a Document whose ``found`` is False.
@@ -276,7 +276,7 @@ def parse(text: str) -> Document:
     if len(text) > MAX_BYTES:
         raise YamlProblem(f"more than {MAX_BYTES} characters: a job file is a few kilobytes")
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    result, builder, first_line = Document(), _Builder(), 1
+    result, builder, first_line = YamlDocument(), _Builder(), 1
     try:
         for event in yaml.parse(text, Loader=loader):
             if isinstance(event, yaml.DocumentStartEvent):

@@ -26,7 +26,7 @@ from diloco_protocol.spec.api_server import dropped_nulls, without_server_fields
 from diloco_protocol.spec.base import Spec, fields_by_alias, nested_model, unwrap
 from diloco_protocol.spec.explain import explain, suggestion
 from diloco_protocol.spec.job import DiLoCoJob, immutable_digests, spec_digest
-from diloco_protocol.spec.kubectl_yaml import MAX_BYTES, Document, Path, YamlProblem, parse
+from diloco_protocol.spec.kubectl_yaml import MAX_BYTES, Path, YamlDocument, YamlProblem, parse
 from diloco_protocol.spec.rules import violations
 from diloco_protocol.spec.warnings import warnings
 
@@ -122,7 +122,7 @@ def parse_job(
 
 def job_from_object(item: dict[str, Any]) -> DiLoCoJob:
     """The job that an API server's object is; ``item`` stays as it is. Raises JobError."""
-    job, problems = _validate(Document(without_server_fields(item)[0], {}, True))
+    job, problems = _validate(YamlDocument(without_server_fields(item)[0], {}, True))
     if job is None:
         raise JobError(problems, f"job {(item.get('metadata') or {}).get('name', '')}".rstrip())
     return job
@@ -174,7 +174,7 @@ def job_from_json(text: str | bytes) -> DiLoCoJob:
         raise JobError([Problem("", None, f"not JSON: {error}")], source) from None
     if not isinstance(data, dict):
         raise JobError([Problem("", None, "not a JSON object")], source)
-    job, problems = _validate(Document(data, {}, True))
+    job, problems = _validate(YamlDocument(data, {}, True))
     if job is None:
         raise JobError(problems, source)
     return job
@@ -260,7 +260,7 @@ def _read(path: FilePath) -> str:
 # ------------------------------------------------------------------ overrides
 
 
-def _override(document: Document, overrides: Iterable[str]) -> tuple[list[Path], list[Problem]]:
+def _override(document: YamlDocument, overrides: Iterable[str]) -> tuple[list[Path], list[Problem]]:
     """Applies overrides to the document in place; returns the paths set, and what is wrong with the rest."""
     overridden: list[Path] = []
     problems = []
@@ -272,7 +272,7 @@ def _override(document: Document, overrides: Iterable[str]) -> tuple[list[Path],
     return overridden, problems
 
 
-def _set(document: Document, text: str, overridden: list[Path]) -> None:
+def _set(document: YamlDocument, text: str, overridden: list[Path]) -> None:
     left, equals, right = text.partition("=")
     parts = left.strip().split(".")
     if not equals or not all(parts):
@@ -311,7 +311,7 @@ def _set(document: Document, text: str, overridden: list[Path]) -> None:
 # ------------------------------------------------------------------ validation
 
 
-def _validate(document: Document, overridden: Sequence[Path] = ()) -> tuple[DiLoCoJob | None, list[Problem]]:
+def _validate(document: YamlDocument, overridden: Sequence[Path] = ()) -> tuple[DiLoCoJob | None, list[Problem]]:
     """The job, or (None, all problems). What ``overridden`` paths have set has no line in the file."""
     data = _without_nulls(DiLoCoJob, document.value)
     problems: list[Problem] = []
