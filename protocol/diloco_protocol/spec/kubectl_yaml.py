@@ -8,7 +8,7 @@ text. The same job file must mean the same to ``kubectl apply`` and to
 ``diloco run``, so this module resolves scalars by those rules; the table in
 tests/unit/protocol/spec/test_load.py was recorded from kubectl 1.32.
 
-Parsing goes over libyaml's events with a stack of our own: no recursion, no
+Parsing goes over libyaml's events with a stack of our own (docs/decisions/017): no recursion, no
 object construction, and bounds on size, depth and the number of values, so that
 neither nesting nor aliases of aliases can exhaust memory. Duplicate keys,
 tags other than YAML's own, and several documents are refused.
@@ -271,7 +271,7 @@ def _extent(value: Any) -> tuple[int, int]:
 def parse(text: str) -> YamlDocument:
     """The one document in ``text``; empty documents beside it do not count.
 
-    Raises YamlProblem. A text without any value gives a Document whose ``found`` is False.
+    Raises YamlProblem. A text without any value gives a document whose ``found`` is False.
     """
     if len(text) > MAX_BYTES:
         raise YamlProblem(f"more than {MAX_BYTES} characters: a job file is a few kilobytes")

@@ -165,6 +165,7 @@ def test_merge_keys_and_aliases() -> None:
     assert value["one"] == {"x": 9, "w": 2} and value["two"] == {"x": 1, "w": 2, "z": 4}
     assert parse("{'<<': 1}").value == {"<<": 1}
     assert value["three"] == value["base"] and value["three"] is not value["base"]
+    assert parse("a: &x 1\nb: *x\nc: &x 2\nd: *x\n").value == {"a": 1, "b": 1, "c": 2, "d": 2}  # given anew
 
 
 JSON = st.recursive(
