@@ -91,6 +91,11 @@ class ResourcePhase(StrEnum):
     INVALID = "Invalid"
 
 
+FAULT_CONDITIONS = frozenset(
+    {"RegionLost", "LinksTooSlow", "SpecDrift", "SettingsDiffer", "NameConflict", "Degraded", "Failed"}
+)
+"""Conditions of a job that tell of trouble when they are True; the others do when they are False."""
+
 JOB_REFUSED_REASONS = frozenset(
     {"Unsupported", "PodTemplate", "NotPlaced", "Refused", "Forbidden", "QuotaExceeded", "ApplyFailed"}
 )

@@ -19,15 +19,12 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.local.screen import RunView, nats, number, picture, progress, progress_line, summary
+from diloco_protocol.vocabulary import FAULT_CONDITIONS
 
 Object = dict[str, Any]
 
 EVENTS_SHOWN = 10
 UNSEEN = "no operator has looked at it yet"
-# Conditions that tell of trouble when they are true; the others do when they are false.
-_TROUBLE = frozenset(
-    {"RegionLost", "LinksTooSlow", "SpecDrift", "SettingsDiffer", "NameConflict", "Degraded", "Failed", "Invalid"}
-)
 _ENDS = {"Complete": "green", "Failed": "bold red"}  # and the style of each
 _NEUTRAL = frozenset({"Suspended", "Complete"})  # false: nothing to tell
 _PHASES = {"Complete": "green", "Failed": "red", "Invalid": "red", "Holding": "yellow", "Suspended": "yellow"}
@@ -140,7 +137,7 @@ def condition_style(one: Object) -> str:
         return _ENDS[kind] if state == "True" else "dim"
     if kind in _NEUTRAL:
         return "yellow" if state == "True" else "dim"
-    return "green" if (state == "True") != (kind in _TROUBLE) and state != "Unknown" else "red"
+    return "green" if (state == "True") != (kind in FAULT_CONDITIONS) and state != "Unknown" else "red"
 
 
 def conditions_shown(job: Object) -> list[Object]:
@@ -148,7 +145,7 @@ def conditions_shown(job: Object) -> list[Object]:
     found = [
         one
         for one in (job.get("status") or {}).get("conditions") or []
-        if one.get("status") == "True" or one.get("type") not in _TROUBLE | _NEUTRAL
+        if one.get("status") == "True" or one.get("type") not in FAULT_CONDITIONS | _NEUTRAL
     ]
     return sorted(found, key=lambda one: condition_style(one) != "red")
 

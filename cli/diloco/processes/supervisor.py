@@ -7,7 +7,7 @@ a given time, stop trying, or nothing because the end was as it should be. The r
   once. One that ends again and again without getting that far comes back after
   0.5 s, 1 s, 2 s, ... up to 30 s, each with jitter of ± 50 %, so that processes which
   broke together do not come back together.
-* ``failurePolicy.maxReplacements`` replacements of learners and syncer without any
+* More than ``failurePolicy.maxReplacements`` replacements of learners and syncer without any
   merge in between, and the job has failed: something is wrong that another start
   will not cure. Every merge sets the count back to zero.
 * Some exit codes say that a start is in vain (docs/contracts.md): 2, the configuration is

@@ -24,9 +24,10 @@ Example: what happens when a pod is deleted (``kubectl delete pod job-local-1``)
 2. ``reconcile/reconciler.py`` takes a turn; ``reconcile/observe.py`` freezes what is known.
 3. ``pods/replacement.py`` finds another UID, or no pod, at that place: the Event ``LearnerGone``, one
    counted loss, and a call ``process-gone`` while the syncer lists the old process.
-4. ``regions.py``: one learner fewer in the quorum, and the region is ``Degraded``.
-5. ``conditions/decide.py``: ``Degraded`` is True with that cause; ``QuorumMet`` is False only if fewer than
-   K are left.
+4. ``regions.py``: one learner fewer in the quorum; the region's state says ``Degraded`` (``Starting`` if
+   nobody is left in it).
+5. ``conditions/decide.py``: the condition ``Degraded`` becomes True only if the successor is not there in
+   time, with the cause; ``QuorumMet`` is False only if fewer than K are left.
 6. ``status.py``: ``status.replacements`` goes up, ``status.learners`` down.
 7. ``reconcile/reconciler.py`` sends the call (``reconcile/syncer_poller.py``), writes the status
    (``reconcile/status_writer.py``), then sends the Events (``reconcile/event_recorder.py``).

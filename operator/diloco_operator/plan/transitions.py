@@ -37,6 +37,16 @@ _REFUSALS = (
     "ApplyFailed",
 )
 # Reasons for which SyncerReady turns False and that do not pass by themselves.
+FAULT_OVER = {
+    "NameConflict": "The names that the job needs are free.",
+    "SpecDrift": "The job is the same again.",
+    "SettingsDiffer": "The settings are the hub's again.",
+    "RegionLost": "Every region is heard again.",
+    "LinksTooSlow": "Every link is as fast as the job needs again.",
+    "HubReachable": "",  # its own message says it
+}
+"""Conditions that have an Event when they begin to say a fault and one when it is over: the latter's sentence."""
+
 _SYNCER_FAULTS = frozenset(
     {
         "SyncerUnschedulable",
@@ -105,7 +115,7 @@ def transition_events(view: View, found: TurnFindings, conditions: ConditionSet,
     before = {str(c.get("type")): c for c in conditions.before}
     _report_start(view, event_log, status)
     _report_refusal(event_log, before.get("Ready", {}), conditions.found["Ready"])
-    for kind in ("NameConflict", "SpecDrift", "SettingsDiffer", "RegionLost", "LinksTooSlow", "HubReachable"):
+    for kind in FAULT_OVER:
         if kind in ("LinksTooSlow", "SpecDrift") and not found.decision.training:
             event_log.forget_condition(kind)  # no learner is connected, so the fault is not over either
         elif kind in conditions.found:
@@ -168,14 +178,6 @@ def _report_fault(event_log: EventLog, kind: str, before: Mapping[str, Any], now
 
     if now.get("status") == "Unknown":
         return
-    over = {
-        "NameConflict": "The names that the job needs are free.",
-        "SpecDrift": "The job is the same again.",
-        "SettingsDiffer": "The settings are the hub's again.",
-        "LinksTooSlow": "Every link is as fast as the job needs again.",
-        "RegionLost": "Every region is heard again.",
-        "HubReachable": str(now.get("message")),
-    }
     if kind == "HubReachable" and now.get("reason") == DRAINED:
         event_log.transition(topic, state(before), state(now), "Normal", "HubDrained", str(now.get("message")), kind)
     elif state(now):
@@ -183,7 +185,15 @@ def _report_fault(event_log: EventLog, kind: str, before: Mapping[str, Any], now
         event_log.transition(topic, state(before), "fault", "Warning", reason, str(now.get("message")), kind)
     else:
         reason = {"HubReachable": "HubReachable", "RegionLost": "RegionBack"}.get(kind, f"{kind}Over")
-        event_log.transition(topic, state(before), "", "Normal", reason if before else "", over[kind], kind)
+        event_log.transition(
+            topic,
+            state(before),
+            "",
+            "Normal",
+            reason if before else "",
+            FAULT_OVER[kind] or str(now.get("message")),
+            kind,
+        )
 
 
 def _report_syncer_fault(event_log: EventLog, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

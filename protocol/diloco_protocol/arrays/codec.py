@@ -28,7 +28,7 @@ vector code. Bits without a value are zero. int2's bits are sign (2) and outer l
 
 A value that is not finite (or of 2^126 and more) makes its block's scale NaN, and
 the whole block decodes to NaN: nothing that is broken becomes a plausible number.
-``norm_and_finite`` of what was decoded tells.
+The norm of what was decoded tells: it is not finite either.
 
 Everything is float32 arithmetic with one rounding per operation, so that encoder
 and decoder give the same bytes on every machine and with any number of threads.

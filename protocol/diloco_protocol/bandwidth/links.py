@@ -15,19 +15,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from diloco_protocol.arrays import codec
 from diloco_protocol.bandwidth import model
 from diloco_protocol.bandwidth.model import Turn
 from diloco_protocol.common.format_units import rate_text, seconds_text, size_text
-from diloco_protocol.spec.sync import SyncSpec
+from diloco_protocol.spec.sync import CompressionSpec, SyncSpec
 from diloco_protocol.wire import limits, sync_pb2
 
 FRAMING = 1.05  # bytes on an Ethernet link per byte of ours: TCP/IP and Ethernet 66 of 1448, TLS, HTTP/2
 ROUND_TRIPS = 2.5  # per exchange: pull and push, announcement, request and broadcast
 REPORT_SECONDS = 0.02  # reports are at least so far apart
-UP = ("float32", "bfloat16", "int8", "int4", "int2")
-DOWN = ("float32", "bfloat16", "delta-int8", "delta-int4")
+UP: tuple[str, ...] = get_args(CompressionSpec.model_fields["up"].annotation)  # encodings
+DOWN: tuple[str, ...] = get_args(CompressionSpec.model_fields["down"].annotation)
 LEAST_TRANSFERS = 4  # before a link is judged
 NOISE_SECONDS = 0.05  # an exchange shorter than this says more of busy processors than of the link
 

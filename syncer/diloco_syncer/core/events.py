@@ -353,7 +353,7 @@ class Responder:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Merge these into ``version`` = v_p + 1, make it durable, then say Merged.
+    """Merge these into ``version`` = v_p + 1, make it durable, then say ``MergeDurable``.
     Responders are in slot order. ``waited_seconds``: from opening to now;
     ``quorum_seconds``: from opening to the quorum."""
 

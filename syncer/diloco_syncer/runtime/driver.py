@@ -5,7 +5,7 @@ at once (``handle``). The actions that the core returns go into one queue, and o
 out strictly in order, because an action may rely on those before it: a Welcome must not be sent
 before the ``Persist`` that makes the seat durable.
 
-Each kind of action has one handler, registered with ``on`` by service.py. A handler that has to wait
+Each kind of action has one handler, registered with ``on`` by syncer.py. A handler that has to wait
 (for the store) holds up the queue; a handler that only begins something (a merge) does not. A handler
 may also be given what was true when the core decided: a Welcome that waits in the queue must tell of
 the versions that the core knew then, not of those that are in force when it is sent.

@@ -4,10 +4,7 @@ Everything is decided from the header: which process sends it, and how many byte
 are the chunks read, into a buffer of that size. A refusal is a reply with a fixed word; only a broken
 transfer is an error of the call.
 
-The checks of a push, in their order: the certificate of the call (tls/access.py), the process id
-(``Sessions.check_process``), the job, the header's ranges (messages.py), the header against rounds, slots
-and versions (``Core.admit_push``), its size in bytes (here), the checksum of every part (multipart.py), and
-once it is decoded its norm and everything again (``Core.handle`` of ``PushReceived``).
+The head of core/merging/push_checks.py lists the checks of a push, in their order.
 """
 
 from __future__ import annotations

@@ -6,11 +6,12 @@ In a cluster without the syncer: HubReachable, SettingsDiffer (``region_conditio
 On both sides: SpecDrift. In the hub it is about the learners that the syncer refused for it
 (``hub_conditions.py``), elsewhere about the learners here (``region_conditions.py``).
 
-What cannot be known at the moment is Unknown, or stays as it was. A job whose spec is refused keeps its
+What cannot be known at the moment is Unknown, or stays as it was. A job whose spec is invalid keeps its
 conditions, and says why in Ready.
 
 A new condition: decide it in one of these three files with ``ConditionSet.set``, in every turn; give it its place in
-``condition_set.ORDER`` and its line above; if it tells of a fault, add it to ``transition_events`` in
-``plan/transitions.py``, so that an Event is sent when it comes and when it goes; describe it in
-docs/operator.md or docs/regions.md. ``status.py`` and the CRD need nothing.
+``condition_set.ORDER`` and its line above. If it tells of a fault when it is True, name it in
+``FAULT_CONDITIONS`` (diloco_protocol/vocabulary.py), by which the command line chooses colours, and in
+``FAULT_OVER`` (``plan/transitions.py``), so that an Event is sent when it comes and when it goes. Describe it
+in docs/decisions/024 and in docs/operator.md or docs/regions.md. ``plan/status.py`` and the CRD need nothing.
 """

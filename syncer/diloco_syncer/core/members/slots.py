@@ -8,9 +8,9 @@ comes back. Which slot a newcomer gets, in this order:
 
 1. the slot that this very process still has (its tenure goes on; it names its last
    incarnation, for a program may be started again under the id of the one before),
-2. the slot of its region and ordinal: a newcomer there supersedes the process
-   that was there before, at once, for a place runs one process only,
-3. its own nominal slot, then the lowest slot that nobody holds,
+2. the slot that a process of its place (region and ordinal) has held: a newcomer there supersedes the
+   process that was there before, at once, for a place runs one process only,
+3. the slot that the job assigns to its place, then the lowest slot that nobody holds,
 4. none: it stands by, and takes the first slot that is lost.
 
 A place belongs to the newest pod that joined from it. A pod that was given up as lost with

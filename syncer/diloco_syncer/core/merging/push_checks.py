@@ -1,33 +1,39 @@
-"""Which pushes count (algorithm.md section 4.5). Every check that a push passes, in this order:
+"""Which pushes count (algorithm.md section 4.5). Every check that a push passes, in this order. Paths are
+those below ``diloco_syncer``; a function without a path is one of this file.
 
-Before its bytes are read, so that a hopeless transfer costs nothing:
+The connection itself was checked before: TLS, the certificate's job and role, the join token
+(``server/tls/listener.py``, ``server/tls/access.py``). Then, before the push's bytes are read, so that a
+hopeless transfer costs nothing:
 
- 1. The connection may speak for the process that the header names
-    (``server/uploads.py`` ``upload``, ``server/sessions.py`` ``check_process``).
+ 1. The header is small enough, is a message, has a known format number, and names this job; with TLS, the
+    connection may speak for the process that the header names
+    (``server/uploads.py`` ``upload`` and ``_route``, ``server/sessions.py`` ``check_process``).
  2. Every number of the header is in range (``messages.py`` ``push_from``).
  3. The syncer is not recovering lost versions; else the learner tries again later
-    (``server/uploads.py`` ``_receive_push``, ``recovery/lost_versions.py`` ``is_pending``).
- 4. The job has not ended, version 0 exists, the fragment exists (here, ``_check_job``).
- 5. The sender is the one that holds the slot, under its newest incarnation (here, ``_check_sender``).
- 6. Layout and encoding are the job's (here, ``_check_format``).
- 7. The base is a version that this store has had, and not a future one (here, ``_check_base``).
- 8. The push is not a repeated one, and its counts agree with each other (here, ``_check_counts``).
- 9. None of its steps was merged before, and none is too old (here, ``_check_steps``).
-10. Its round is open; an offer's fragment is not merging an earlier push of the same slot
-    (here, ``_check_round``).
+    (``server/uploads.py`` ``_receive_push``, ``core/recovery/lost_versions.py`` ``is_pending``).
+ 4. The job has not ended, version 0 exists, the fragment exists (``_check_job``).
+ 5. The sender is the one that holds the slot, under its newest incarnation (``_check_sender``).
+ 6. Layout and encoding are the job's (``_check_format``).
+ 7. The base is a version that this store has had, and not a future one (``_check_base``).
+ 8. The push is not a repeated one, and its counts agree with each other (``_check_counts``).
+ 9. None of its steps was merged before, and none is too old (``_check_steps``).
+10. Its round is open, or in deterministic mode is the next one, which the first push opens; an offer's
+    fragment is not merging an earlier push of the same slot (``_check_round``).
 11. It has exactly as many bytes as its encoding gives the fragment (``server/uploads.py`` ``_receive_push``).
-12. Its parts do not overlap, and there is room for them (``runtime/multipart.py`` ``receive_part``).
+12. There is room for it, else the learner tries again later; a part that overlaps an earlier one begins
+    the upload anew (``runtime/multipart.py`` ``receive_part``).
 
 When all bytes are here:
 
 13. The checksum of every part is right (``runtime/multipart.py`` ``receive_part``).
 14. Checks 4 to 10 once more, since its round may have closed meanwhile
-    (``merging/aggregation.py`` ``receive_push``).
-15. All its values are finite (here, ``check_content``).
-16. Its norm is not far above those of the fragment's merged pushes (here, ``NormGate``).
+    (``core/merging/aggregation.py`` ``receive_push``).
+15. All its values are finite (``check_content``).
+16. Where the job sets ``sync.normGate.factor``, its norm is not far above those of the fragment's merged
+    pushes (``NormGate``).
 
 A push that passed them is in the round, or waits as an offer. It can still be replaced by a newer push of the same
-slot that carries the same steps (``merging/rounds.py`` ``superseded``). Each refusal has a reason of its own,
+slot that carries the same steps (``core/merging/rounds.py`` ``superseded``). Each refusal has a reason of its own,
 which metrics count; the learner keeps the work of a refused push and offers it in the next one.
 """
 

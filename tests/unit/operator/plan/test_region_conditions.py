@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from diloco_operator.model import Observed, ProgramAnswer
+from diloco_operator.plan.conditions.condition_set import ORDER
 from diloco_operator.plan.conditions.region_conditions import DIFFERS_SECONDS, differing_fields
 from diloco_operator.plan.pods.pod_status import ContainerExit
 from diloco_operator.plan.refusals import condition_reason, current_refusal, refusal_of_exit, refusal_rank
-from diloco_protocol.vocabulary import ENDS_FOR_RESUME
+from diloco_operator.plan.transitions import FAULT_OVER
+from diloco_protocol.vocabulary import ENDS_FOR_RESUME, FAULT_CONDITIONS
 from operator_world import SPREAD, START, Far, World, job_object
 
 
@@ -405,3 +407,9 @@ def test_many_differences_are_counted() -> None:
     world.run(120)
     message = world.condition("SettingsDiffer")["message"]
     assert " more. " in message and len(message) < 1000
+
+
+def test_every_fault_that_people_and_events_know_is_a_condition() -> None:
+    assert set(ORDER) >= FAULT_CONDITIONS
+    assert set(ORDER) >= set(FAULT_OVER)
+    assert set(FAULT_OVER) - {"HubReachable"} <= FAULT_CONDITIONS

@@ -9,18 +9,18 @@ import pytest
 
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.layout import Layout, Tensor
+from diloco_protocol.bandwidth import links
 from diloco_protocol.spec.load import parse_job
 from diloco_protocol.wire import bulk
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.events import PushHeader, ReportCounts
-from diloco_syncer.numerics.outer import OuterError
+from diloco_syncer.numerics.outer import REGISTRY, OuterError
 from diloco_syncer.runtime.global_model import Diverged, GlobalModel, first_records
 from diloco_syncer.store.records import Floats, MergeRecord
 
 LAYOUT = Layout.build(
     [Tensor("embed", (40, 30), "float32", True), Tensor("w", (50, 31), "float32", False)], fragments=2
 )
-DOWN = ("float32", "bfloat16", "delta-int8", "delta-int4")
 JOB = """
 apiVersion: diloco.io/v1alpha1
 kind: DiLoCoJob
@@ -62,7 +62,7 @@ def merge(made: GlobalModel, fragment: int, seed: int) -> MergeRecord:
     return record
 
 
-@pytest.mark.parametrize("down", DOWN)
+@pytest.mark.parametrize("down", links.DOWN)
 def test_whoever_takes_the_whole_and_whoever_takes_the_update_hold_the_same_bits(down: str) -> None:
     made = parameters(f"sync.compression.down={down}")
     full = made.broadcasts[0]
@@ -103,8 +103,8 @@ def test_what_quantisation_drops_is_not_lost(down: str) -> None:
     assert np.abs(record.feedback).max() > 1e-4
 
 
-@pytest.mark.parametrize("down", DOWN)
-@pytest.mark.parametrize("optimizer", ["nesterov", "sgd", "adamw", "cosine-gated"])
+@pytest.mark.parametrize("down", links.DOWN)
+@pytest.mark.parametrize("optimizer", sorted(REGISTRY))
 def test_a_restart_from_the_records_goes_on_bit_for_bit(down: str, optimizer: str) -> None:
     overrides = (f"sync.compression.down={down}", f"sync.outer.optimizer={optimizer}")
     made = parameters(*overrides)
