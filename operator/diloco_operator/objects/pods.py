@@ -287,6 +287,7 @@ def syncer_inputs(spec: JobSpec) -> str:
             spec.seed,
             [[region.name, region.learners] for region in spec.regions],
             spec.syncer.checkpoint.model_dump(mode="json", by_alias=True),
+            [spec.failure_policy.on_region_lost, spec.failure_policy.region_lost_seconds],
         ]
     )
 

@@ -501,6 +501,8 @@ def inputs(**spec: Any) -> tuple[str, str, str]:
     [
         ({"suspend": True}, False, False, False),
         ({"failurePolicy": {"maxReplacements": 1}}, False, False, False),
+        ({"failurePolicy": {"onRegionLost": "Hold"}}, True, False, False),
+        ({"failurePolicy": {"regionLostSeconds": 60}}, True, False, False),
         ({"nodeLoss": {"policy": "ForceDelete"}}, False, False, False),
         ({"syncer": {"storage": {"onDelete": "Delete"}}}, False, False, False),
         ({"syncer": {"checkpoint": {"everySeconds": 5}}}, True, False, False),
