@@ -130,7 +130,7 @@ def join(
         typer.Argument(
             metavar="JOB.yaml",
             show_default=False,
-            help="The job file, where the job runs code of its own.  [default: the hub's job]",
+            help="The job file, where the job runs code of its own.  [default: the syncer's job]",
         ),
     ] = None,
     credentials: CredentialsFolder = None,
@@ -154,7 +154,7 @@ def join(
     """Train on this machine for a job that is served elsewhere, until the job is done or you say stop.
 
     It dials out only: no port has to be open here. It takes a free slot, or stands by until there is one.
-    Ctrl-C or SIGTERM: it offers its work and leaves, and nothing is lost. Without JOB.yaml the hub says which
+    Ctrl-C or SIGTERM: it offers its work and leaves, and nothing is lost. Without JOB.yaml the syncer says which
     model and which data are used, so trust it with what you may read here; code is only run from a job file
     of yours.
 

@@ -1,6 +1,6 @@
 """``diloco learner join``: this machine's compute for a job that is served elsewhere.
 
-Theory of operation. The job comes from the hub, over the very connection that a learner
+Theory of operation. The job comes from the syncer, over the very connection that a learner
 would make (credentials, identity, join token), unless a job file is given; code of the
 job's own is run only from a file that is here. Then one learner process runs in the
 foreground: the worker program with the environment that it has everywhere, its place
@@ -31,7 +31,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from diloco.console import COMPLETE, FAILED, INTERRUPTED, WRONG
-from diloco.processes.launch import TETHER
+from diloco.processes.launch import CHILD_GUARD
 from diloco.processes.workdir import Workdir, WorkdirError, locked
 from diloco.processes.worker_specs import base_environment, threads_each
 from diloco_protocol.vocabulary import WorkerExit
@@ -148,7 +148,7 @@ async def fetch_job(address: str, credentials: Credentials) -> DiLoCoJob:
 
 
 def _without_code(job: DiLoCoJob) -> DiLoCoJob:
-    """What comes from the hub may not choose which program runs here."""
+    """What comes from the syncer may not choose which program runs here."""
     data = job.spec.training.data
     runs = "learners.command" if job.spec.learners.command is not None else ""
     if data is not None and data.source == "python":
@@ -261,9 +261,9 @@ class _LearnerProcess:
         if command is not None:
             program = [sys.executable if command[0] == "python" else command[0], *command[1:]]
             guard = ["--guard"]
-        tether = [sys.executable, "-I", "-S", str(TETHER), *guard, str(os.getpid())]
+        guarded = [sys.executable, "-I", "-S", str(CHILD_GUARD), *guard, str(os.getpid())]
         self._process = subprocess.Popen(
-            [*tether, *program],
+            [*guarded, *program],
             env=self._env,
             stdin=subprocess.DEVNULL,
             process_group=0,

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from diloco.processes.supervisor import Exit
 
-TETHER = Path(__file__).with_name("child_guard.py")
+CHILD_GUARD = Path(__file__).with_name("child_guard.py")
 START_SECONDS = 30.0  # for the forkserver to answer a spawn
 LOAD_SECONDS = 180.0  # for the forkserver to load the libraries, on a cold disk
 MAX_EVENT_BYTES = 1 << 20
@@ -44,7 +44,7 @@ class Process(Protocol):
 
 
 class Child:
-    """A program of its own, started through the tether."""
+    """A program of its own, started through ``child_guard.py``."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, guard: bool) -> None:
         self.name = name
@@ -64,12 +64,12 @@ class Child:
         guard: bool = False,
     ) -> Child:
         """Raises StartError. ``guard``: the command may start processes of its own."""
-        tether = [sys.executable, "-I", "-S", str(TETHER), *(["--guard"] if guard else []), str(os.getpid())]
+        guarded = [sys.executable, "-I", "-S", str(CHILD_GUARD), *(["--guard"] if guard else []), str(os.getpid())]
         try:
             output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *tether,
+                    *guarded,
                     *command,
                     env=dict(env),
                     cwd=cwd,

@@ -1,6 +1,6 @@
-"""Freezing what is known about a job into an ``Observed``, for one turn of the plan.
+"""Freeze what is known about a job into an ``Observed``, for one turn of the plan.
 
-Also what the walls themselves have to read in pods: which one is the syncer that can be
+Also what the shell itself has to read in pods: which one is the syncer that can be
 asked, and which learners have a status page.
 """
 

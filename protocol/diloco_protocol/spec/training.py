@@ -49,7 +49,7 @@ class ModelSpec(Spec):
     from_: Text | None = Field(
         None,
         alias="from",
-        description="Weights to start from: a directory, a URI or a hub name. "
+        description="Weights to start from: a directory, a URI or a name on Hugging Face. "
         "Without config, the configuration comes from there too.",
     )
     freeze: list[Pattern] = Field(
@@ -76,7 +76,7 @@ class DataSpec(Spec):
         "`python-stdlib` is the built-in corpus: the Python standard library's own source.",
     )
     name: Text | None = Field(
-        None, description="Of source datasets: a hub name, or a directory written by save_to_disk."
+        None, description="Of source datasets: a name on Hugging Face, or a directory written by save_to_disk."
     )
     subset: Text | None = Field(
         None, description="Of source datasets: the data set's configuration, where it has several."
@@ -90,7 +90,8 @@ class DataSpec(Spec):
     )
     tokenizer: Text = Field(
         "bytes",
-        description="bytes: one token a byte, 256 of them; or a transformers tokenizer, by directory or hub name.",
+        description="bytes: one token a byte, 256 of them; or a transformers tokenizer, by directory or name on "
+        "Hugging Face.",
     )
     sequence_length: int = Field(
         128, ge=2, le=1_048_576, description="Tokens per training sequence; for text and datasets."

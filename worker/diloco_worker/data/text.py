@@ -8,7 +8,7 @@ a sequence of L tokens has L - 1 predictions.
 
 Tokenizer ``bytes`` takes each byte as a token (vocabulary 256, the byte 0 between
 documents). Any other name is a transformers tokenizer, a directory or a name on
-the hub, with its end-of-text token between documents.
+Hugging Face, with its end-of-text token between documents.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class HubTokenizer:
     """A transformers tokenizer; documents end with its end-of-text token if it has one."""
 
     def __init__(self, name: str) -> None:
-        """Raises JobError if ``name`` is neither a directory with a tokenizer nor one on the hub."""
+        """Raises JobError if ``name`` is neither a directory with a tokenizer nor one on Hugging Face."""
         from transformers import AutoTokenizer
 
         try:
@@ -74,7 +74,7 @@ class HubTokenizer:
                 "spec.training.data.tokenizer",
                 name,
                 f"no tokenizer could be loaded ({one_line(e)}); use `bytes`, a directory that "
-                "`save_pretrained` wrote, or a name on the hub",
+                "`save_pretrained` wrote, or a name on Hugging Face",
             ) from e
         self.vocabulary = len(self.inner)
         backend = getattr(self.inner, "backend_tokenizer", None)

@@ -1,6 +1,6 @@
 """Where weights to start from are: ``training.model.from`` as something that transformers can open.
 
-A directory stays where it is, a hub name is left to transformers, and a URI is
+A directory stays where it is, a name on Hugging Face is left to transformers, and a URI is
 copied whole into the cache once, under a name that the URI gives.
 """
 
@@ -21,7 +21,7 @@ _SUFFIXES = (".safetensors", ".json", ".model", ".txt")
 
 
 def local_directory(source: str, directory: Path | None = None) -> str:
-    """A directory's path, or ``source`` itself if it is a name on the hub.
+    """A directory's path, or ``source`` itself if it is a name on Hugging Face.
 
     Relative paths start at ``directory`` (default: DILOCO_JOB_DIRECTORY, the job
     file's, else the current one). Raises JobError if it names nothing.
