@@ -150,7 +150,7 @@ def begin(cores: set[int], job_file: str, address: str) -> tuple[DiLoCoJob, Any,
     from diloco_protocol.spec.load import job_from_json
     from diloco_worker import data
     from diloco_worker.training import models
-    from diloco_worker.training import optimizer as schedule
+    from diloco_worker.training import optimizer as optimizers
 
     torch.set_num_threads(1)
     # The allocator keeps what it is given back once it has seen a block so large. The library's
@@ -158,7 +158,7 @@ def begin(cores: set[int], job_file: str, address: str) -> tuple[DiLoCoJob, Any,
     torch.ones(31 << 20, dtype=torch.uint8)
     job = job_from_json(Path(job_file).read_text(encoding="utf-8"))
     model = models.build(job.spec, job.spec.seed)
-    return job, model, schedule.build_optimizer(model, job.spec.training.optimizer), data.load(job.spec)
+    return job, model, optimizers.build_optimizer(model, job.spec.training.optimizer), data.load(job.spec)
 
 
 def trained(job: DiLoCoJob, model: Any, optimizer: Any, batch: Any) -> tuple[int, Any]:

@@ -85,7 +85,7 @@ def _trained(rank: int, folder: str, job_file: str, bfloat16: bool, steps: int) 
     from diloco_worker import data
     from diloco_worker.data.prefetch import stack
     from diloco_worker.training import models, trainer
-    from diloco_worker.training import optimizer as schedule
+    from diloco_worker.training import optimizer as optimizers
 
     torch.set_num_threads(1)
     job = job_from_json(Path(job_file).read_text(encoding="utf-8"))
@@ -101,7 +101,7 @@ def _trained(rank: int, folder: str, job_file: str, bfloat16: bool, steps: int) 
     parallel = DistributedDataParallel(model)
     if bfloat16:
         parallel.register_comm_hook(None, averaged_as_bfloat16)
-    optimizer = schedule.build_optimizer(parallel, job.spec.training.optimizer)
+    optimizer = optimizers.build_optimizer(parallel, job.spec.training.optimizer)
     training, before = job.spec.training, 0
     size, clip = training.batch.sequences, training.optimizer.clip_norm
     for step in range(WARM_UP + steps):

@@ -20,7 +20,7 @@ from diloco_worker import data, device
 from diloco_worker.data.shuffle import mix
 from diloco_worker.learner import Learner
 from diloco_worker.training import models
-from diloco_worker.training import optimizer as schedule
+from diloco_worker.training import optimizer as optimizers
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def train(job: DiLoCoJob) -> int:
     dataset = data.load(spec)
     model = models.build(spec, spec.seed).to(where)
     models.check_batch(model, dataset[0], spec.training.data.source if spec.training.data else "")
-    optimizer = schedule.build_optimizer(model, spec.training.optimizer)
+    optimizer = optimizers.build_optimizer(model, spec.training.optimizer)
     log.info(
         "%s: %d parameters, %d trained; %d sequences; %s, %s",
         type(model).__name__,
@@ -56,10 +56,10 @@ def train(job: DiLoCoJob) -> int:
             tokens = data.tokens_in(batch)
             if learner.job is not known:  # the stop may be moved while the job runs
                 known = learner.job
-                total = schedule.total_steps(known.spec.training.stop, learner.learners, tokens)
-            rate = schedule.learning_rate(spec.training.optimizer, learner.step, total)
+                total = optimizers.total_steps(known.spec.training.stop, learner.learners, tokens)
+            rate = optimizers.learning_rate(spec.training.optimizer, learner.step, total)
             rate *= learner.rewarm_scale()
-            schedule.set_learning_rate(optimizer, rate)
+            optimizers.set_learning_rate(optimizer, rate)
             torch.manual_seed(dropout_seed(spec.seed, learner.slot, learner.step))
             nats = step(
                 model,
@@ -96,7 +96,7 @@ def step(
         share = loss.predictions / predictions
         (loss.value * share).backward()
         total += loss.nats.float() * share
-    schedule.clip((p for p in model.parameters() if p.requires_grad), clip_norm)
+    optimizers.clip((p for p in model.parameters() if p.requires_grad), clip_norm)
     optimizer.step()
     return total
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from diloco_protocol.security.identity import name
 from diloco_protocol.vocabulary import ConnectionRefusal
-from diloco_syncer.server.tls import connection_limits as guards
+from diloco_syncer.server.tls import connection_limits
 from diloco_syncer.server.tls.connection_limits import ConnectionLimits, Peer, RefusalCounter, allowance_of
 
 REGIONS = {"eu-1": 10, "us-2": 2}
@@ -22,7 +22,7 @@ def test_limits_follow_the_regions_that_a_certificate_names() -> None:
     everybody = allowance_of(REGIONS, frozenset({name("ns", "tiny", "learner")}))
     assert (eu.sessions, us.sessions, everybody.sessions) == (38, 22, 42)
     assert allowance_of(REGIONS, frozenset()) == everybody
-    assert allowance_of(REGIONS, EU.names | US.names).connections == 10 * 13 + guards.SPARE_CONNECTIONS
+    assert allowance_of(REGIONS, EU.names | US.names).connections == 10 * 13 + connection_limits.SPARE_CONNECTIONS
     assert us.joins > 60 * 2  # two learners that try about once a second are never held up
     # A region that the job does not have gets the evaluator's share and no more.
     assert allowance_of(REGIONS, frozenset({name("ns", "tiny", "learner", "no")})).sessions == 18
@@ -72,12 +72,15 @@ def test_a_join_is_believed_once(joins: list[tuple[str, int]]) -> None:
 
 def test_the_memory_is_bounded() -> None:
     held = ConnectionLimits({})
-    for number in range(guards.MAX_PROCESSES + 10):
+    for number in range(connection_limits.MAX_PROCESSES + 10):
         assert held.is_new_attempt(f"{number:x}", 7)
-    assert not held.is_new_attempt(f"{guards.MAX_PROCESSES:x}", 7) and len(held._attempts) == guards.MAX_PROCESSES
-    for number in range(guards.MAX_CERTIFICATES + 10):
+    assert (
+        not held.is_new_attempt(f"{connection_limits.MAX_PROCESSES:x}", 7)
+        and len(held._attempts) == connection_limits.MAX_PROCESSES
+    )
+    for number in range(connection_limits.MAX_CERTIFICATES + 10):
         held.admit_join(Peer(str(number)), 0.0)
-    assert len(held._buckets) == guards.MAX_CERTIFICATES
+    assert len(held._buckets) == connection_limits.MAX_CERTIFICATES
 
 
 def test_a_flood_of_refusals_writes_a_line_each_ten_seconds() -> None:
