@@ -200,13 +200,16 @@ async def upload(
         taken: int | None = None
         meter.begin(time.monotonic())
         try:
-            await call.write(first)
-            for chunk in chunks(part):
-                if reading.done():
-                    break
-                await call.write(chunk)
-            else:
-                await call.done_writing()
+            # A refusal ends the call while we still send: then a write fails, and the answer that says why
+            # has come all the same.
+            with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):
+                await call.write(first)
+                for chunk in chunks(part):
+                    if reading.done():
+                        break
+                    await call.write(chunk)
+                else:
+                    await call.done_writing()
             answer = await reading
             if not isinstance(answer, bytes):
                 raise TransferError("upload: the call ended without a reply", retry=True)

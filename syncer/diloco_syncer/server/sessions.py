@@ -141,8 +141,8 @@ class Sessions:
 
     async def serve(self, stream: AsyncIterator[bytes], context: Any) -> None:
         """One call of Sync.Session."""
-        peer = await self._authorizer.authorize(context)
-        await self._check_limits(peer, context)
+        peer = await self._authorizer.authorize(context, stream)
+        await self._check_limits(stream, peer, context)
         if self.count >= 4 * len(self._core.slots) + SPARE_SESSIONS:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many sessions: try again later")
         connection = Connection(next(self._numbers), peer)
@@ -171,7 +171,7 @@ class Sessions:
         finally:
             self._authorizer.limits.session_closed(peer)
 
-    async def _check_limits(self, peer: Peer, context: Any) -> None:
+    async def _check_limits(self, stream: AsyncIterator[bytes], peer: Peer, context: Any) -> None:
         if not self._authorizer.secure:
             return
         over = self._authorizer.limits.admit_join(peer, time.monotonic())
@@ -183,6 +183,7 @@ class Sessions:
                 over,
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"too many {what} with one certificate: try again later",
+                stream,
             )
 
     async def _check_join(self, join: ev.Join, attempt: int, peer: Peer, context: Any) -> bool:

@@ -75,7 +75,7 @@ class Uploads:
 
     async def upload(self, stream: AsyncIterator[bytes], context: Any) -> bytes:
         """One part of a payload; the reply is ``partial``, or the verdict."""
-        peer = await self.authorizer.authorize(context)
+        peer = await self.authorizer.authorize(context, stream)
         try:
             async with asyncio.timeout(limits.STALL_SECONDS):
                 raw = await anext(stream, b"")

@@ -187,6 +187,18 @@ async def test_every_refusal_has_its_name(syncer: SyncerProcess, parties: Partie
             assert f": {reason}: " in log, reason
 
 
+async def test_who_speaks_late_still_hears_why(syncer: SyncerProcess, parties: Parties) -> None:
+    """A first write on a call that has ended already is INTERNAL to a gRPC client, whatever the server said."""
+    async with Learners(syncer) as learners:
+        thief = learners(parties.learner("thief", "eu-1", token="b6" * 32))
+        for method, first in ((services.SESSION, thief.said()), (services.UPLOAD, b"")):
+            before = refused(syncer).get("wrong-token", 0)
+            call: Any = thief.channel.stream_stream(method)(metadata=thief.metadata)
+            await until(lambda b=before: refused(syncer).get("wrong-token", 0) > b)
+            await call.write(first)
+            assert await code_of(call.read()) == "UNAUTHENTICATED"
+
+
 async def test_limits_are_a_certificates_own(syncer: SyncerProcess, parties: Parties) -> None:
     europe, america = parties.learner("eu", "eu-1"), parties.learner("us", "us-2")
     allowed = connection_limits.allowance_of({"eu-1": 1, "us-2": 1}, Credentials.from_directory(europe).names())

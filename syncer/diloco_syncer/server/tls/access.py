@@ -7,16 +7,19 @@ counted and logged together with what the listener refused.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import grpc
 
 from diloco_protocol.security import identity
 from diloco_protocol.vocabulary import ConnectionRefusal
+from diloco_protocol.wire import limits
 from diloco_syncer.server.tls.connection_limits import ConnectionLimits, Peer, RefusalCounter
 from diloco_syncer.server.tls.listener import TlsListener
 
@@ -33,8 +36,12 @@ class CallAuthorizer:
         self.secure = listener is not None  # plaintext has no certificate that limits could hang on
         self._refusals = RefusalCounter()
 
-    async def authorize(self, context: Any) -> Peer:
-        """The peer of a call that shows the join token; aborts any other call."""
+    async def authorize(self, context: Any, requests: AsyncIterator[bytes] | None = None) -> Peer:
+        """The peer of a call that shows the join token; aborts any other call.
+
+        ``requests``: what the caller streams. Its first message is awaited before the call is aborted:
+        a client whose first write meets a call that has ended already sees INTERNAL and not the reason.
+        """
         if self.listener is None:
             return Peer()
         peer = self.listener.find_peer(context.peer())
@@ -43,7 +50,7 @@ class CallAuthorizer:
         assert peer is not None
         if not self.listener.reloader.accepts_token(context.invocation_metadata()):
             code, message = grpc.StatusCode.UNAUTHENTICATED, "the join token is missing or wrong"
-            await self.refuse(context, peer, ConnectionRefusal.WRONG_TOKEN, code, message)
+            await self.refuse(context, peer, ConnectionRefusal.WRONG_TOKEN, code, message, requests)
         return peer
 
     def assign_place(self, context: Any, place: str) -> None:
@@ -51,9 +58,21 @@ class CallAuthorizer:
         if self.listener is not None:
             self.listener.assign_place(context.peer(), place)
 
-    async def refuse(self, context: Any, peer: Peer, reason: str, code: grpc.StatusCode, message: str) -> None:
-        """Record a refusal and abort the call; always raises."""
+    async def refuse(
+        self,
+        context: Any,
+        peer: Peer,
+        reason: str,
+        code: grpc.StatusCode,
+        message: str,
+        requests: AsyncIterator[bytes] | None = None,
+    ) -> None:
+        """Record a refusal and abort the call, after its first message (``authorize``); always raises."""
         self.record_refusal(peer, reason, message)
+        if requests is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(limits.JOIN_SECONDS):
+                    await anext(requests, None)
         await context.abort(code, message)
 
     def record_refusal(self, peer: Peer, reason: str, message: str) -> None:
