@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,11 @@ from learner_process import Rows, Syncer, make_job, one_step, small_model, until
 
 from diloco_protocol.wire import sync_pb2
 from diloco_worker import Learner, Observer
-from diloco_worker.fragments import ModelFragments, build_layout
+from diloco_worker.fragments import ModelFragments, build_layout, frozen_bytes
 from diloco_worker.net import inbox
 from diloco_worker.net.client import SyncerClient
 from diloco_worker.net.session import Session
+from diloco_worker.net.transfers import Transfers
 from diloco_worker.settings import WorkerSettings
 
 SYNC: dict[str, Any] = {"heartbeat": {"intervalSeconds": 0.1, "timeoutSeconds": 0.6}}
@@ -36,25 +39,30 @@ def events(service: Syncer) -> set[str]:
     return {event["kind"] for event in service.status()["events"]}
 
 
-def test_a_slow_initialiser_and_newcomer_keeps_its_slot(service: Syncer) -> None:
-    """Twice the heartbeat's timeout before version 0 is uploaded, and again before the first report."""
-    model = small_model()
+@contextmanager
+def initialiser(service: Syncer, model: torch.nn.Module, waits: float = 0.0) -> Iterator[None]:
+    """Has a slot, and uploads version 0 after ``waits`` seconds; nothing else."""
     layout = build_layout(model, 3, 4)
-    box = inbox.Inbox()
-    client = SyncerClient(WorkerSettings.from_environment(service.environ()), layout, box, 64)
+    client = SyncerClient(WorkerSettings.from_environment(service.environ()), layout, inbox.Inbox(), 64)
     client.start()
     try:
         until(lambda: "joined" in events(service), "a seat")
-        time.sleep(1.3)
+        time.sleep(waits)
         fragments = ModelFragments(model, layout)
-        client.upload_initial([fragments.snapshot(p) for p in range(3)], b"")
+        client.upload_initial([fragments.snapshot(p) for p in range(len(layout))], frozen_bytes(model))
         until(lambda: "initialised" in events(service), "version 0")
+        yield
+    finally:
+        client.stop()
+
+
+def test_a_slow_initialiser_and_newcomer_keeps_its_slot(service: Syncer) -> None:
+    """Twice the heartbeat's timeout before version 0 is uploaded, and again before the first report."""
+    with initialiser(service, small_model(), waits=1.3):
         time.sleep(1.3)
         assert service.status()["slots"][0]["state"] == "active"
         assert service.status()["slots"][0]["incarnation"] == 1
         assert not events(service) & {"lost", "suspect"}
-    finally:
-        client.stop()
 
 
 def test_a_lost_goodbye_is_said_again(service: Syncer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,3 +108,50 @@ def test_a_lost_initial_evaluation_is_said_again(service: Syncer, monkeypatch: p
         observer.report(2.5, tokens=0, sum_versions=0)
         until(lambda: service.status()["eval_loss"] == [[0, 2.5]], "the evaluation")
     assert len(swallowed) == 1
+
+
+def frozen_model(seed: int) -> torch.nn.Sequential:
+    """Its first layer is frozen: that travels once, with version 0."""
+    model = small_model(seed)
+    model[0].requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("role", ["learner", "evaluator"])
+def test_frozen_parameters_whose_download_broke_with_the_session_are_requested_again(
+    service: Syncer, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    """The download begins, and the session ends with all that it carried."""
+    sessions: list[Session] = []
+    broken: list[Session] = []
+    open_session, fetch = Session.open, Transfers.fetch_frozen
+
+    async def noted(self: Session, join: sync_pb2.Join) -> sync_pb2.SyncerMessage:
+        sessions.append(self)
+        return await open_session(self, join)
+
+    async def lossy(self: Transfers, limit: int) -> None:
+        if broken:
+            return await fetch(self, limit)
+        broken.append(sessions[-1])
+        sessions[-1].end("the network is gone")
+        await asyncio.Event().wait()  # until it is cancelled with the session
+
+    given = frozen_model(1)
+    with initialiser(service, given):
+        pass
+    monkeypatch.setattr(Session, "open", noted)
+    monkeypatch.setattr(Transfers, "fetch_frozen", lossy)
+    model = frozen_model(2)
+    if role == "evaluator":
+        with Observer.from_environment(model, environ=service.environ(role)) as observer:
+            observer.refresh()
+            until(lambda: observer.poll() and observer.complete, "a whole model")
+    else:
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
+        with Learner.from_environment(model, optimizer, environ=service.environ()) as learner:
+            next(learner.batches(Rows()))  # which waits until the model is whole
+    assert broken == sessions[:1] and len(sessions) == 2
+    for name, parameter in given.named_parameters():
+        if not parameter.requires_grad:
+            assert torch.equal(model.get_parameter(name), parameter), name
