@@ -25,6 +25,7 @@ from diloco_protocol.spec.job import DiLoCoJob, immutable_digests
 from diloco_protocol.vocabulary import EventKind
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
+from diloco_syncer.core.deterministic import make_mode
 from diloco_syncer.core.events import InitialModelStored, ReleasePush
 from diloco_syncer.numerics import merge, outer
 from diloco_syncer.runtime.global_model import GlobalModel
@@ -98,13 +99,9 @@ def restore(
 def _fixed_digests(job: DiLoCoJob) -> dict[str, str]:
     """Digests of what else may not change, because learners and data would not fit any more.
 
-    These are how the layout was made, and in deterministic mode which learner trains which data.
+    These are how the layout was made, and what the job's mode needs.
     """
-    sync, fixed = job.spec.sync, dict[str, object]()
-    fixed["sync.merge.meanTensors"] = sync.merge.mean_tensors
-    fixed["sync.deterministic"] = sync.deterministic
-    if sync.deterministic:
-        fixed["regions (with sync.deterministic)"] = [[r.name, r.learners] for r in job.spec.regions]
+    fixed = {"sync.merge.meanTensors": job.spec.sync.merge.mean_tensors, **make_mode(job).fixed_fields(job)}
     return {
         name: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest() for name, value in fixed.items()
     }

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from diloco_protocol.spec.job import DiLoCoJob, immutable_digests
+from diloco_syncer.core.deterministic import Mode, StopKind, make_mode
 from diloco_syncer.core.merging.rounds import RoundRules
 
 
@@ -16,10 +17,11 @@ class CoreConfig:
     places: tuple[tuple[str, int], ...]  # (region, ordinal) of every slot, in job order
     rules: RoundRules
     encoding: str  # of pushes
+    mode: Mode = field(default_factory=Mode)
     weights: str = "tokens-quality"
     max_versions: int = 16
     heartbeat_timeout: float = 10.0
-    stop: tuple[Literal["steps", "tokens", "seconds"], float] = ("steps", 1)
+    stop: tuple[StopKind, float] = ("steps", 1)
     norm_gate: float | None = None
     on_region_lost: Literal["Continue", "Hold", "Fail"] = "Continue"
     region_lost_seconds: float = 120.0
@@ -37,19 +39,17 @@ class CoreConfig:
     def from_job(cls, job: DiLoCoJob) -> CoreConfig:
         spec = job.spec
         sync, stop = spec.sync, spec.training.stop
-        places = tuple((region.name, ordinal) for region in spec.regions for ordinal in range(region.learners))
         return cls(
-            places=places,
+            places=tuple((region.name, ordinal) for region in spec.regions for ordinal in range(region.learners)),
             rules=RoundRules(
                 every=sync.every,
                 overlap=sync.overlap,
                 quorum=spec.quorum,
                 grace_factor=sync.grace.factor,
                 grace_cap=sync.grace.cap_seconds,
-                deterministic=sync.deterministic,
-                slots=len(places),
             ),
             encoding=sync.compression.up,
+            mode=make_mode(job),
             weights=sync.merge.weights,
             max_versions=sync.staleness.max_versions,
             heartbeat_timeout=sync.heartbeat.timeout_seconds,

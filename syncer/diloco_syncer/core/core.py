@@ -29,6 +29,7 @@ The parts
 ``recovery/``  versions that the store lost and learners hold
 ``phases``     start, hold, drain, end
 ``status``     the core's part of the status document and of the report
+``deterministic``  all that differs in deterministic mode
 
 Where to add
 ------------
@@ -313,7 +314,7 @@ class Core:
         if slot is None or state.leases is None or state.is_ending or state.phase in ENDED_PHASES:
             return
         lost = [s.index for s in state.members.slots if s.state is SlotState.LOST]
-        grant = state.leases.grant_lease(slot.index, lost)
+        grant = self.config.mode.grant_lease(state.leases, slot.index, lost)
         self._actions.add(ev.Persist(), ev.GrantLease(connection, grant))
 
     def _initial_model_stored(self, event: ev.InitialModelStored) -> None:

@@ -198,23 +198,12 @@ class Phases:
         return self._set(name, message, now)
 
     def _stop_reached(self, now: float) -> bool:
-        """Whether the job's stop is reached: tokens of all learners, the greatest slot step, or seconds since the
-        first step. In deterministic mode every slot stops by itself, and all must have."""
         state = self._state
         if state.ledger is None:
             return False
         kind, limit = self._config.stop
-        slots = state.members.slots
-        if self._config.rules.deterministic:
-            if kind == "steps":
-                return all(slot.step >= limit for slot in slots)
-            share = -(-int(limit) // len(slots))
-            return all(state.ledger.trained(slot.index) >= share for slot in slots)
-        if kind == "steps":
-            return max(slot.step for slot in slots) >= limit
-        if kind == "tokens":
-            return state.ledger.total_trained() >= limit
-        return state.clock.elapsed(now) >= limit
+        elapsed = state.clock.elapsed(now)
+        return self._config.mode.is_stop_reached(kind, limit, state.members.slots, state.ledger, elapsed)
 
     # ------------------------------------------------------------- durable
 

@@ -69,7 +69,7 @@ class JobState:
         fragments = len(fragment_elements)
         self.layout_digest = layout_digest
         self.fragment_elements = fragment_elements
-        self.rounds = RoundBook(fragments, self.config.rules)
+        self.rounds = RoundBook(fragments, self.config.rules, self.config.mode)
         self.ledger = Ledger(fragments, len(self.members.slots))
         self.epochs = [(self.epoch, [0] * fragments)]
 
@@ -125,7 +125,7 @@ class JobState:
             self.ledger.add_slots(len(self.members.slots))
             self.epochs = [(epoch, list(versions)) for epoch, versions in state["epochs"]]
         if state["leases"] is not None:
-            self.leases = LeaseBook.from_json(self.config.seed, self.config.rules.deterministic, state["leases"])
+            self.leases = LeaseBook.from_json(self.config.seed, state["leases"])
         self.clock.load(state["clock"], now, wall)
         self.phase = JobPhase(state["phase"]["name"])
         self.phase_message = state["phase"]["message"]

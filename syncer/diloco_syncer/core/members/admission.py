@@ -49,7 +49,7 @@ class Admission:
         self._donors = donors
         self._recovery = recovery
         self._accepted_headers = accepted_headers
-        self._deterministic = state.config.rules.deterministic
+        self._mode = state.config.mode
         self.initial_model = InitialModelRequest(state, actions, recovery)
 
     # ---------------------------------------------------------------- joins
@@ -86,11 +86,10 @@ class Admission:
         if slot is not None:
             self._seat(slot, join, now, continuing=True, withheld=withheld)
             return
-        slot = state.members.choose_slot(join, self._deterministic)
+        slot = self._mode.choose_slot(state.members, join)
         if slot is not None:
             self._seat(slot, join, now, continuing=False, withheld=withheld)
-        elif self._deterministic:
-            words = f"deterministic mode has no slot for {join.region}-{join.ordinal}"
+        elif words := self._mode.standby_objection(join):
             self._refuse(join, now, JoinRefusal.NO_SUCH_PLACE, words)
         else:
             state.members.standby[join.connection] = join
@@ -161,7 +160,7 @@ class Admission:
 
     def _make_leases(self, sequences: int) -> None:
         config = self._state.config
-        self._state.leases = LeaseBook(config.seed, sequences, len(config.places), self._deterministic)
+        self._state.leases = LeaseBook(config.seed, sequences, len(config.places))
         if self._recovery.is_rebuilding:
             self._state.leases.skip_numbers()
 
@@ -265,10 +264,8 @@ class Admission:
     def _begin_tenure(self, slot: Slot, incarnation: int, first_taken: bool, now: float) -> None:
         state = self._state
         slot.clear_tenure()
-        # A slot first taken later starts where the job is. In deterministic mode that goes for every
-        # process that begins anew after a pause: slots at different steps would be due for different
-        # fragments, and wait for each other.
-        together = self._deterministic and state.phase is JobPhase.WAITING
+        # A slot first taken later starts where the job is.
+        together = self._mode.begins_together and state.phase is JobPhase.WAITING
         if together or (first_taken and state.clock.elapsed(now) > 0):
             slot.step = max(s.step for s in state.members.slots)
         slot.step_at_seat = slot.step

@@ -79,7 +79,7 @@ class InitialModelRequest:
     def _may_upload(self, slot: Slot) -> bool:
         if self._recovery.is_rebuilding:
             return slot.connection is not None and bool(self._recovery.origins(slot.connection))
-        return slot.index == 0 or not self._state.config.rules.deterministic
+        return self._state.config.mode.builds_version_0(slot)
 
     def _expected_process(self, now: float) -> str:
         """The process that was invited and is expected back; empty: none is."""

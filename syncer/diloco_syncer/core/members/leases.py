@@ -10,9 +10,6 @@ is out, what lost slots hold is leased on before the next epoch starts. Data of
 steps that were trained and then dropped are not trained again: the cursor has
 moved on.
 
-In deterministic mode blocks are leased by index, not by who asks first: the
-n-th lease of slot m is the block n*M + m of the endless order.
-
 No I/O, no clock.
 """
 
@@ -53,33 +50,32 @@ def block_order(seed: int, data_epoch: int, blocks: int) -> list[int]:
 class LeaseBook:
     """The leases of one job. ``sequences``: N; ``slots``: M when the job started."""
 
-    def __init__(self, seed: int, sequences: int, slots: int, deterministic: bool = False) -> None:
+    def __init__(self, seed: int, sequences: int, slots: int) -> None:
         if sequences < 1:
             raise ValueError("a data set has at least one sequence")
         self.seed = seed
         self.sequences = sequences
         self.slots = slots
-        self.deterministic = deterministic
         self.block_size = min(MAX_BLOCK, max(1, sequences // (BLOCKS_PER_SLOT * max(1, slots))))
         self.blocks = -(-sequences // self.block_size)
         self.issued = 0  # index of the next block in the endless order
-        self.given = [0] * slots  # leases per slot, deterministic mode
+        self.given = [0] * slots  # leases per slot; only deterministic mode counts them
         self.next_lease = 1
         self.open: dict[int, OpenLease] = {}
         self.returned: deque[OpenLease] = deque()
         self._order: tuple[int, list[int]] | None = None
 
-    def _block_at(self, index: int) -> tuple[int, int]:
+    def grant_block(self, slot: int, index: int) -> LeaseGrant:
+        """Lease the block of this index in the endless order to the slot."""
         data_epoch, place = divmod(index, self.blocks)
         if self._order is None or self._order[0] != data_epoch:
             self._order = (data_epoch, block_order(self.seed, data_epoch, self.blocks))
-        return data_epoch, self._order[1][place]
+        block = self._order[1][place]
+        end = min(self.block_size, self.sequences - block * self.block_size)  # the last block may be short
+        return self.grant(OpenLease(slot, data_epoch, block, 0, end))
 
-    def _block_end(self, block: int) -> int:
-        """Sequences in the block; the last one may be short."""
-        return min(self.block_size, self.sequences - block * self.block_size)
-
-    def _grant(self, held: OpenLease) -> LeaseGrant:
+    def grant(self, held: OpenLease) -> LeaseGrant:
+        """Lease a block, or what is left of one, under a new number."""
         lease = self.next_lease
         self.next_lease += 1
         self.open[lease] = held
@@ -90,27 +86,15 @@ class LeaseBook:
 
     def grant_lease(self, slot: int, lost: Collection[int] = ()) -> LeaseGrant:
         """One more block for the slot. ``lost``: slots without a process."""
-        while slot >= len(self.given):
-            self.given.append(0)
-        if self.deterministic:
-            # A newcomer first goes on with what its slot returned.
-            for held in list(self.returned):
-                if held.slot == slot:
-                    self.returned.remove(held)
-                    return self._grant(held)
-            data_epoch, block = self._block_at(self.given[slot] * self.slots + slot)
-            self.given[slot] += 1
-            return self._grant(OpenLease(slot, data_epoch, block, 0, self._block_end(block)))
         if not self.returned and self.issued and self.issued % self.blocks == 0:
             for other in lost:
                 self.return_leases(other)
         if self.returned:
             held = self.returned.popleft()
             held.slot = slot
-            return self._grant(held)
-        data_epoch, block = self._block_at(self.issued)
+            return self.grant(held)
         self.issued += 1
-        return self._grant(OpenLease(slot, data_epoch, block, 0, self._block_end(block)))
+        return self.grant_block(slot, self.issued - 1)
 
     def advance_cursors(self, slot: int, cursors: Collection[tuple[int, int]]) -> None:
         """Cursors as the slot reports them; a lease that is not its own, or a step back, is ignored."""
@@ -156,8 +140,8 @@ class LeaseBook:
         }
 
     @classmethod
-    def from_json(cls, seed: int, deterministic: bool, row: dict[str, Any]) -> LeaseBook:
-        book = cls(seed, row["sequences"], row["slots"], deterministic)
+    def from_json(cls, seed: int, row: dict[str, Any]) -> LeaseBook:
+        book = cls(seed, row["sequences"], row["slots"])
         book.issued = row["issued"]
         book.given = list(row["given"])
         book.next_lease = row["next_lease"]

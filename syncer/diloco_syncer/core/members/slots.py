@@ -184,12 +184,6 @@ class SlotTable:
                 return slot
         return None
 
-    def choose_slot(self, join: Join, deterministic: bool) -> Slot | None:
-        """The slot that a process without one gets; None: there is none for it now."""
-        if deterministic:
-            return self.nominal.get((join.region, join.ordinal))
-        return self.by_place(join.region, join.ordinal) or self.free_slot_for(join)
-
     def free_slot_for(self, join: Join) -> Slot | None:
         """A slot that no process holds: the nominal one of the place, else the lowest."""
         nominal = self.nominal.get((join.region, join.ordinal))

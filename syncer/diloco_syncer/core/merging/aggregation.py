@@ -89,7 +89,7 @@ class Aggregator:
     def pull_open_rounds(self, slot: Slot) -> None:
         """Ask a learner that has just become ready to take part in the rounds that are open."""
         assert self._state.rounds
-        if self._state.config.rules.deterministic or slot.connection is None:
+        if self._state.config.mode.is_scheduled or slot.connection is None:
             return
         for opened in self._state.rounds.open.values():
             if not opened.merging and slot.index not in opened.slots():
@@ -112,7 +112,7 @@ class Aggregator:
         """Start the merge of every round that has waited long enough."""
         state = self._state
         assert state.rounds
-        if state.phase is JobPhase.DRAINING and not state.config.rules.deterministic:
+        if state.phase is JobPhase.DRAINING and not state.config.mode.merges_while_draining:
             return  # one last merge of everything, when all have offered
         missed = state.members.lost_regions and state.config.on_region_lost != "Continue"
         if state.phase is JobPhase.HOLDING and missed:

@@ -17,7 +17,7 @@ hopeless transfer costs nothing:
  7. The base is a version that this store has had, and not a future one (``_check_base``).
  8. The push is not a repeated one, and its counts agree with each other (``_check_counts``).
  9. None of its steps was merged before, and none is too old (``_check_steps``).
-10. Its round is open, or in deterministic mode is the next one, which the first push opens; an offer's
+10. Its round is open, or opens with it (``core/deterministic.py`` ``opens_round``); an offer's
     fragment is not merging an earlier push of the same slot (``_check_round``).
 11. It has exactly as many bytes as its encoding gives the fragment (``server/uploads.py`` ``_receive_push``).
 12. There is room for it, else the learner tries again later; a part that overlaps an earlier one begins
@@ -40,7 +40,6 @@ which metrics count; the learner keeps the work of a refused push and offers it 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from dataclasses import dataclass
 from statistics import median
 
 from diloco_protocol.vocabulary import ENDED_PHASES, PushRefusal, SlotState
@@ -53,15 +52,6 @@ Refusal = tuple[PushRefusal, str]
 
 GATE_SAMPLES = 5  # norms seen before the norm gate judges
 GATE_WINDOW = 31
-
-
-@dataclass(frozen=True, slots=True)
-class PushLimits:
-    """What the job's spec allows; ``max_versions``: the greatest age of a step, in versions."""
-
-    encoding: str
-    max_versions: int
-    deterministic: bool
 
 
 class NormGate:
@@ -90,10 +80,9 @@ class PushChecks:
     """The core's checks. Each returns the reason and the words of a refusal, or None."""
 
     def __init__(self, state: JobState) -> None:
-        config = state.config
         self._state = state
-        self._limits = PushLimits(config.encoding, config.max_versions, config.rules.deterministic)
-        self.norm_gate = NormGate(config.norm_gate)
+        self._config = state.config
+        self.norm_gate = NormGate(state.config.norm_gate)
 
     def check_header(self, header: PushHeader, process: str = "") -> Refusal | None:
         """Judge a push without its bytes. ``process``: the one that sends it, where that is known."""
@@ -143,7 +132,7 @@ class PushChecks:
         return None
 
     def _check_format(self, header: PushHeader) -> Refusal | None:
-        layout, encoding = self._state.layout_digest, self._limits.encoding
+        layout, encoding = self._state.layout_digest, self._config.encoding
         if header.layout_digest != layout:
             return PushRefusal.OTHER_LAYOUT, f"layout {header.layout_digest[:12]}, the job's is {layout[:12]}"
         if header.encoding != encoding:
@@ -174,15 +163,13 @@ class PushChecks:
         if header.first_step <= slot.merged_last_step.get(header.fragment, 0):
             return PushRefusal.ALREADY_MERGED, f"slot step {header.first_step} was merged before"
         age = version - header.oldest_version
-        if age > self._limits.max_versions:
-            return PushRefusal.TOO_OLD, f"age {age} is above maxVersions {self._limits.max_versions}"
+        if age > self._config.max_versions:
+            return PushRefusal.TOO_OLD, f"age {age} is above maxVersions {self._config.max_versions}"
         return None
 
     def _check_round(self, header: PushHeader, version: int, opened: Round | None) -> Refusal | None:
         if header.round:
-            # In deterministic mode the first push opens the round.
-            opens = opened is None and self._limits.deterministic
-            if opens and header.round == version + 1 == header.base_version + 1:
+            if opened is None and self._config.mode.opens_round(header, version):
                 return None
             if opened is None or opened.merging or opened.id != header.round:
                 return PushRefusal.OTHER_ROUND, f"round {header.round} of fragment {header.fragment} is not open"

@@ -25,8 +25,7 @@ on it waits for the other pulled learners, but at most the grace window. Offers
 *Merging.* From then on the round is merging, until the shell says that the record is durable. No push may
 join it any more.
 
-In deterministic mode there is no opening rule: the first push for version v+1
-opens the round, and it waits for all slots.
+What deterministic mode has in place of the opening rule and the grace window: core/deterministic.py.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from diloco_syncer.core.deterministic import Mode
 from diloco_syncer.core.events import PushHeader
 
 
@@ -67,8 +67,6 @@ class RoundRules:
     quorum: int  # K
     grace_factor: float
     grace_cap: float
-    deterministic: bool = False
-    slots: int = 1  # M, deterministic mode waits for all
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +116,9 @@ def superseded(waiting: Iterable[Accepted], header: PushHeader) -> list[Accepted
 class RoundBook:
     """All rounds of a job's P fragments."""
 
-    def __init__(self, fragments: int, rules: RoundRules) -> None:
+    def __init__(self, fragments: int, rules: RoundRules, mode: Mode) -> None:
         self.rules = rules
+        self._mode = mode
         self.versions = [0] * fragments
         self.open: dict[int, Round] = {}  # by fragment
         self.marks: list[dict[int, int]] = [{} for _ in range(fragments)]
@@ -162,7 +161,7 @@ class RoundBook:
     def next_due(self, active: Iterable[Progress]) -> int | None:
         """The fragment whose round should open now, or None."""
         rules, learners = self.rules, list(active)
-        if rules.deterministic or len(learners) < rules.quorum or len(self.open) >= self.open_limit:
+        if self._mode.is_scheduled or len(learners) < rules.quorum or len(self.open) >= self.open_limit:
             return None
         since = sorted(
             (learner.step - self.steps_at_last_opening.get(learner.slot, 0) for learner in learners), reverse=True
@@ -189,13 +188,12 @@ class RoundBook:
         if fragment in self.open:
             raise ValueError(f"fragment {fragment} has an open round")
         version = self.versions[fragment]
-        number = version + 1 if self.rules.deterministic else self.next_round
-        self.next_round += 1
-        opened = Round(number, fragment, version, now)
+        opened = Round(self._mode.number_round(version, self.next_round), fragment, version, now)
         for learner in active:
             opened.pulled.add(learner.slot)
             opened.steps_at_opening[learner.slot] = learner.step
             self.steps_at_last_opening[learner.slot] = learner.step
+        self.next_round += 1
         self.open[fragment] = opened
         return opened
 
@@ -207,29 +205,26 @@ class RoundBook:
         opened.pushes = [p for p in opened.pushes if p not in replaced] + [push]
         if opened.quorum_at is None and len(opened.slots()) >= self.rules.quorum:
             opened.quorum_at = now
-            opened.deadline = now + grace_seconds(
-                self.rules.grace_factor,
-                self.rules.grace_cap,
-                self.rules.overlap,
-                self.step_seconds.value,
-                self.quorum_seconds.value,
-                self.sync_seconds.value,
-            )
+            if self._mode.has_grace:
+                opened.deadline = now + grace_seconds(
+                    self.rules.grace_factor,
+                    self.rules.grace_cap,
+                    self.rules.overlap,
+                    self.step_seconds.value,
+                    self.quorum_seconds.value,
+                    self.sync_seconds.value,
+                )
         return replaced
 
     def is_ready(self, opened: Round, now: float, reachable: set[int]) -> bool:
         """May the round be merged now? ``reachable``: slots that can still push."""
         if opened.merging or opened.quorum_at is None:
             return False
-        if self.rules.deterministic:
-            return len(opened.slots()) >= self.rules.slots
-        waiting = (opened.pulled & reachable) - opened.slots()
+        waiting = self._mode.awaited_slots(opened.pulled, reachable) - opened.slots()
         return not waiting or (opened.deadline is not None and now >= opened.deadline)
 
     def wake_at(self) -> float | None:
         """When a grace window ends next (seconds), or None."""
-        if self.rules.deterministic:
-            return None
         ends = [r.deadline for r in self.open.values() if r.deadline is not None and not r.merging]
         return min(ends, default=None)
 

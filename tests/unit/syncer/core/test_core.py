@@ -12,6 +12,7 @@ from diloco_protocol.vocabulary import JobPhase, PushRefusal
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
+from diloco_syncer.core.deterministic import DeterministicMode
 from diloco_syncer.core.members import recent_refusals
 from diloco_syncer.core.merging.rounds import RoundRules
 
@@ -21,7 +22,7 @@ A = TypeVar("A")
 def config(slots: int = 2, quorum: int = 1, **changes: object) -> CoreConfig:
     base = CoreConfig(
         places=tuple(("r", i) for i in range(slots)),
-        rules=RoundRules(every=4, overlap=1, quorum=quorum, grace_factor=0.9, grace_cap=5.0, slots=slots),
+        rules=RoundRules(every=4, overlap=1, quorum=quorum, grace_factor=0.9, grace_cap=5.0),
         encoding="float32",
         stop=("steps", 1000),
         max_versions=4,
@@ -669,8 +670,8 @@ def test_a_crashed_syncers_downtime_counts_and_suspension_does_not() -> None:
 
 
 def test_deterministic_slots_are_places_and_rounds_open_by_themselves() -> None:
-    rules = RoundRules(every=4, overlap=1, quorum=2, grace_factor=0.9, grace_cap=5.0, deterministic=True, slots=2)
-    desk = Desk(config(rules=rules))
+    rules = RoundRules(every=4, overlap=1, quorum=2, grace_factor=0.9, grace_cap=5.0)
+    desk = Desk(config(rules=rules, mode=DeterministicMode(2)))
     (second,) = of(desk.join(2, 1), ev.Admit)
     assert second.seat is not None and second.seat.slot == 1 and not second.initialise
     assert of(desk.join(1, 0), ev.Admit)[0].initialise

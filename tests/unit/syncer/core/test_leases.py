@@ -7,6 +7,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diloco_syncer.core.deterministic import DeterministicMode
 from diloco_syncer.core.members.leases import LeaseBook, block_order
 
 
@@ -33,7 +34,7 @@ def test_each_sequence_once_per_epoch(total: int, slots: int, data: st.DataObjec
         if total < 40 and data.draw(st.integers(0, 9)) == 0:
             book.return_leases(slot)
         if total < 40 and data.draw(st.integers(0, 9)) == 0:
-            book = LeaseBook.from_json(7, False, json.loads(json.dumps(book.to_json())))
+            book = LeaseBook.from_json(7, json.loads(json.dumps(book.to_json())))
     else:
         raise AssertionError("2000 leases do not reach the third epoch")
     for epoch in (0,):
@@ -68,8 +69,8 @@ def test_epochs_are_ordered_by_seed_and_differ() -> None:
 
 
 def test_deterministic_leases_do_not_depend_on_who_asks_first() -> None:
-    one, two = LeaseBook(3, 1000, 2, deterministic=True), LeaseBook(3, 1000, 2, deterministic=True)
-    a = [one.grant_lease(slot) for slot in (0, 1, 0, 1)]
-    b = [two.grant_lease(slot) for slot in (1, 1, 0, 0)]
+    mode, one, two = DeterministicMode(2), LeaseBook(3, 1000, 2), LeaseBook(3, 1000, 2)
+    a = [mode.grant_lease(one, slot, ()) for slot in (0, 1, 0, 1)]
+    b = [mode.grant_lease(two, slot, ()) for slot in (1, 1, 0, 0)]
     assert [g.block for g in a] == [b[2].block, b[0].block, b[3].block, b[1].block]
     assert len({g.block for g in a}) == 4

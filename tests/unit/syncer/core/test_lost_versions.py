@@ -20,7 +20,7 @@ from diloco_syncer.messages import receipt_from, receipt_to
 A = TypeVar("A")
 CONFIG = CoreConfig(
     places=(("r", 0), ("r", 1)),
-    rules=RoundRules(every=4, overlap=1, quorum=1, grace_factor=0.9, grace_cap=5.0, slots=2),
+    rules=RoundRules(every=4, overlap=1, quorum=1, grace_factor=0.9, grace_cap=5.0),
     encoding="float32",
     stop=("steps", 1000),
 )

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diloco_syncer.core.deterministic import DeterministicMode, Mode
 from diloco_syncer.core.events import PushHeader, ReportCounts
 from diloco_syncer.core.merging.rounds import Accepted, MovingAverage, Progress, RoundBook, RoundRules, grace_seconds
 
@@ -47,7 +48,7 @@ def at(slot: int, step: int, versions: list[int]) -> Progress:
 
 def test_first_turn_is_staggered() -> None:
     """Fragment p opens first at (p+1)·H/P steps: one fragment per step at P = H."""
-    book = RoundBook(24, rules())
+    book = RoundBook(24, rules(), Mode())
     book.begin_progress(0, 0)
     opened = []
     for step in range(1, 25):
@@ -63,7 +64,7 @@ def test_first_turn_is_staggered() -> None:
 
 
 def test_period_counts_from_the_snapshot_not_the_adoption() -> None:
-    book = RoundBook(1, rules(every=10))
+    book = RoundBook(1, rules(every=10), Mode())
     book.begin_progress(0, 0)
     book.open_round(0, 0.0, [at(0, 10, [0])])
     opened = book.open[0]
@@ -75,7 +76,7 @@ def test_period_counts_from_the_snapshot_not_the_adoption() -> None:
 
 
 def test_a_report_counts_only_on_the_current_version() -> None:
-    book = RoundBook(1, rules(every=4))
+    book = RoundBook(1, rules(every=4), Mode())
     book.begin_progress(0, 0)
     book.versions[0] = 3
     assert book.next_due([at(0, 50, [2])]) is None
@@ -84,7 +85,7 @@ def test_a_report_counts_only_on_the_current_version() -> None:
 
 def test_a_slot_left_out_of_a_merge_does_not_open_the_next_round() -> None:
     """Its old steps are above its base still, but its progress counts from the opening."""
-    book = RoundBook(1, rules(every=4, quorum=1))
+    book = RoundBook(1, rules(every=4, quorum=1), Mode())
     book.begin_progress(0, 0)
     book.begin_progress(1, 0)
     book.open_round(0, 0.0, [at(0, 4, [0]), at(1, 3, [0])])
@@ -98,7 +99,7 @@ def test_a_slot_left_out_of_a_merge_does_not_open_the_next_round() -> None:
 
 @pytest.mark.parametrize(("overlap", "fragments", "every", "limit"), [(2, 24, 24, 2), (0, 4, 8, 1), (5, 4, 10, 2)])
 def test_open_rounds_are_bounded(overlap: int, fragments: int, every: int, limit: int) -> None:
-    book = RoundBook(fragments, rules(overlap=overlap, every=every))
+    book = RoundBook(fragments, rules(overlap=overlap, every=every), Mode())
     assert book.open_limit == limit == max(1, math.ceil(overlap * fragments / every))
 
 
@@ -111,7 +112,7 @@ def test_open_rounds_are_bounded(overlap: int, fragments: int, every: int, limit
 def test_opening_rule_against_a_plain_reading(steps: list[int], quorum: int, fragments: int, every: int) -> None:
     """K learners with H steps (first turn: (p+1)·H/P), the K-th fastest H/P since the last opening,
     the longest due first, ties by index."""
-    book = RoundBook(fragments, rules(every=every, quorum=quorum))
+    book = RoundBook(fragments, rules(every=every, quorum=quorum), Mode())
     learners = [at(i, step, book.versions) for i, step in enumerate(steps)]
     for i in range(len(steps)):
         book.begin_progress(i, 0)
@@ -129,7 +130,7 @@ def test_opening_rule_against_a_plain_reading(steps: list[int], quorum: int, fra
 
 def test_quorum_counts_slots_not_pushes() -> None:
     """A drained learner's offer and its successor's push are one slot."""
-    book = RoundBook(1, rules(quorum=2))
+    book = RoundBook(1, rules(quorum=2), Mode())
     opened = book.open_round(0, 0.0, [at(0, 30, [0]), at(1, 30, [0])])
     book.accept(opened, push(0, last=4), 1.0)
     book.accept(opened, push(0, first=5, last=9, sequence=2), 1.0)
@@ -139,7 +140,7 @@ def test_quorum_counts_slots_not_pushes() -> None:
 
 
 def test_a_newer_push_with_the_same_steps_takes_the_place() -> None:
-    book = RoundBook(1, rules())
+    book = RoundBook(1, rules(), Mode())
     opened = book.open_round(0, 0.0, [at(0, 30, [0])])
     book.accept(opened, push(0, last=4), 1.0)
     replaced = book.accept(opened, push(0, last=6, sequence=2), 1.5)
@@ -148,7 +149,7 @@ def test_a_newer_push_with_the_same_steps_takes_the_place() -> None:
 
 
 def test_grace_waits_for_the_rest_but_not_for_ever() -> None:
-    book = RoundBook(1, rules(quorum=1, grace_cap=3.0))
+    book = RoundBook(1, rules(quorum=1, grace_cap=3.0), Mode())
     opened = book.open_round(0, 0.0, [at(0, 30, [0]), at(1, 30, [0])])
     assert not book.is_ready(opened, 100.0, {0, 1})
     book.accept(opened, push(0), 1.0)
@@ -159,12 +160,13 @@ def test_grace_waits_for_the_rest_but_not_for_ever() -> None:
 
 
 def test_deterministic_waits_for_all_and_ignores_grace() -> None:
-    book = RoundBook(1, rules(deterministic=True, quorum=2, slots=2))
+    book = RoundBook(1, rules(quorum=2), DeterministicMode(2))
     opened = book.open_round(0, 0.0, [])
     assert opened.id == 1
     book.accept(opened, push(1), 0.0)
     assert not book.is_ready(opened, 1e9, {1})
     book.accept(opened, push(0), 0.0)
+    assert book.wake_at() is None
     assert book.is_ready(opened, 0.0, set())
     assert [p.header.slot for p in book.begin_merge(opened, None)] == [0, 1]
 

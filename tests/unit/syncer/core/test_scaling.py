@@ -17,7 +17,7 @@ Regions = dict[str, int]
 
 def config(regions: Regions) -> CoreConfig:
     places = tuple((name, i) for name, learners in regions.items() for i in range(learners))
-    rules = RoundRules(every=4, overlap=1, quorum=1, grace_factor=0.9, grace_cap=5.0, slots=len(places))
+    rules = RoundRules(every=4, overlap=1, quorum=1, grace_factor=0.9, grace_cap=5.0)
     return CoreConfig(places, rules, "float32", stop=("steps", 1000), heartbeat_timeout=10.0)
 
 

@@ -204,7 +204,7 @@ class World:
         self.refused: Counter[str] = Counter()
         self.config = CoreConfig(
             places=tuple(("r", i) for i in range(setup.slots)),
-            rules=RoundRules(setup.every, setup.overlap, setup.quorum, 0.9, 2.0, slots=setup.slots),
+            rules=RoundRules(setup.every, setup.overlap, setup.quorum, 0.9, 2.0),
             encoding="float32",
             max_versions=setup.max_versions,
             heartbeat_timeout=3.0,
@@ -282,7 +282,7 @@ class World:
             places = [(name, i) for name in ("r", "s") for i in range(self.random.randint(0, 4))]
             if len(places) >= self.setup.quorum:
                 break
-        rules = replace(self.config.rules, slots=len(places))
+        rules = replace(self.config.rules)
         self.config = replace(self.config, places=tuple(places), rules=rules)
         for learner in list(self.learners):
             if learner.place not in places:
