@@ -13,6 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "bench"))
+
 BELOW_BIGRAM = 0.3  # nats per token
 SAME_LOSS = 1e-3  # broadcasts are bfloat16, the exported weights float32
 
@@ -69,10 +71,11 @@ def measure(workdir: Path) -> tuple[float, float]:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from bigram import bigram_entropy  # bench/bigram.py
     from diloco.processes.workdir import Workdir
     from diloco_protocol.spec.load import job_from_json
     from diloco_worker import data, device
-    from diloco_worker.data.text import TokenSequences, bigram_entropy
+    from diloco_worker.data.text import TokenSequences
     from diloco_worker.training.evaluator import chosen, mean_loss
 
     job = job_from_json((workdir / "job.json").read_bytes())

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+import math
+import sys
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
+from diloco_worker.data.split import Part
+from diloco_worker.data.text import TokenSequences
 from repository import ROOT
+
+sys.path.insert(0, str(ROOT / "bench"))
+
+from bigram import bigram_entropy
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +66,21 @@ def test_a_model_must_beat_bigrams_and_be_the_one_that_was_scored(check: ModuleT
     (other,) = check.model_problems(report(), 2.4, 1.702)
     assert "exported" in other
     assert len(check.model_problems(report(), float("nan"), float("nan"))) == 2
+
+
+def test_bigram_entropy_is_the_conditional_entropy() -> None:
+    tokens = np.frombuffer(b"abacabadabacabae" * 20, np.uint8)
+    found = bigram_entropy(TokenSequences(tokens, 16, Part.of(20, 0.0, held_out=False)))
+    # By hand: per sequence 15 pairs; after a (8 times): b 4, c 2, d 1, e 1; after b, c, d always a.
+    after_a = [4 / 8, 2 / 8, 1 / 8, 1 / 8]
+    expected = 8 / 15 * -sum(p * math.log(p) for p in after_a)
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_bigram_entropy_of_noise_and_of_certainty() -> None:
+    noise = np.random.default_rng(0).integers(0, 4, 200_000, np.uint8)
+    assert bigram_entropy(TokenSequences(noise, 100, Part.of(2000, 0.0, held_out=False))) == pytest.approx(
+        math.log(4), abs=1e-3
+    )
+    cycle = np.tile(np.arange(5, dtype=np.uint8), 100)
+    assert bigram_entropy(TokenSequences(cycle, 50, Part.of(10, 0.0, held_out=False))) == pytest.approx(0)

@@ -1,35 +1,24 @@
 """The training data of a job: ``load(spec, held_out)`` gives a map-style data set.
 
-A data set has ``len(data)`` and ``data[i]``, an item being a dict of tensors that the
-model takes: ``input_ids`` and ``labels`` (int64 [sequenceLength]) for text,
-``pixel_values`` (float32 [channels, height, width]) and ``labels`` (int64 []) for images.
-The learner's leases decide which items a process trains on. The training part comes
-shuffled by the job's seed (shuffle.py says why), and every process of a job sees the same
-items under the same numbers.
+A data set has ``len(data)`` and ``data[i]``, an item being a dict of tensors that the model takes: ``input_ids`` and
+``labels`` (int64 [sequenceLength]) for text, ``pixel_values`` (float32 [channels, height, width]) and ``labels``
+(int64 []) for images. The learner's leases decide which items a process trains on. The training part comes shuffled
+by the job's seed (shuffle.py says why), and every process of a job sees the same items under the same numbers.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from diloco_protocol.spec.job import JobSpec
 from diloco_worker.data import hf_hub, python, text
-from diloco_worker.data.shuffle import Permutation, Shuffled
+from diloco_worker.data.shuffle import Dataset, Permutation, Shuffled
 from diloco_worker.errors import job_error
 
 __all__ = ["Dataset", "check", "load", "tokens_in"]
-
-
-class Dataset(Protocol):
-    """What the trainer and the evaluator read."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, i: int, /) -> dict[str, torch.Tensor]: ...
 
 
 def load(
@@ -37,12 +26,9 @@ def load(
 ) -> Dataset:
     """The data of ``spec.training.data``: the training part, or the part held out for evaluation.
 
-    ``directory`` is where relative paths and the user's modules are looked for
-    (default: DILOCO_JOB_DIRECTORY, the job file's, else the current one); token
-    files go to ``cache_directory`` (default: ``cache`` in DILOCO_WORKDIR; without
-    one, to a private temporary file).
-
-    Raises JobError naming the field, the value and the cure.
+    ``directory`` is where relative paths and the user's modules are looked for (default: DILOCO_JOB_DIRECTORY, the
+    job file's, else the current one); token files go to ``cache_directory`` (default: ``cache`` in DILOCO_WORKDIR;
+    without one, to a private temporary file). Raises JobError naming the field, the value and the cure.
     """
     data = spec.training.data
     if data is None:
@@ -55,9 +41,7 @@ def load(
     fraction = spec.training.evaluation.fraction if spec.training.evaluation is not None else 0.0
     found: Dataset
     if data.source == "text":
-        found = text.load(
-            data.paths, data.tokenizer, data.sequence_length, fraction, held_out, directory, cache_directory
-        )
+        found = text.load(data, fraction, held_out, directory, cache_directory)
     elif data.source == "datasets":
         found = hf_hub.load(data, fraction, held_out, directory, cache_directory)
     else:

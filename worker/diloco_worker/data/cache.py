@@ -1,11 +1,10 @@
 """Token arrays on disk, written once and mapped by every process of a machine.
 
-Three learners and an evaluator read the same tokens. Whoever comes first takes
-the file's lock, tokenises and writes; the others wait for the lock and map the
-finished file, so that the work is done once and the memory is shared. A file
-under its final name is whole: it is written under another name, synced and
-renamed. Its name carries a digest of everything that went into it (files with
-their sizes and times, the tokenizer), so that a changed corpus is another file.
+Three learners and an evaluator read the same tokens. Whoever comes first takes the file's lock, tokenises and writes;
+the others wait for the lock and map the finished file, so that the work is done once and the memory is shared. A file
+under its final name is whole: it is written under another name, synced and renamed. Its name carries a digest of
+everything that went into it (files with their sizes and times, the tokenizer), so that a changed corpus is another
+file.
 
 Without a directory the tokens go to an unnamed temporary file of this process.
 """
@@ -51,9 +50,8 @@ def token_array(
 ) -> NDArray[np.generic]:
     """The tokens as one read-only array of ``dtype``, mapped from a file.
 
-    ``produce`` yields them in pieces, in order; it is called only if no process
-    has done so before for this ``key`` in this ``directory`` (None: a private
-    temporary file). Raises CacheError if the file cannot be written.
+    ``produce`` yields them in pieces, in order; it is called only if no process has done so before for this ``key``
+    in this ``directory`` (None: a private temporary file). Raises CacheError if the file cannot be written.
     """
     try:
         if directory is None:

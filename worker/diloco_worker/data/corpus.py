@@ -1,13 +1,11 @@
 """Documents of a text corpus: files, directories, globs, URIs, and the corpus that is on every machine.
 
-``documents(paths, directory)`` lists them in one order, the same in every
-process: entries in the order of ``training.data.paths``, within an entry sorted
-by name. Nothing is read until a document is opened; size and stamp identify its
-content well enough to name a cached token file.
+``documents(paths, directory)`` lists them in one order, the same in every process: entries in the order of
+``training.data.paths``, within an entry sorted by name. Nothing is read until a document is opened; size and stamp
+identify its content well enough to name a cached token file.
 
-The built-in corpus ``python-stdlib`` is the standard library's own source, as
-bytes: every ``.py`` file beneath the interpreter's library directory but for
-tests, installed packages and files generated for the machine. It is the same
+The built-in corpus ``python-stdlib`` is the standard library's own source, as bytes: every ``.py`` file beneath the
+interpreter's library directory but for tests, installed packages and files generated for the machine. It is the same
 for everyone who runs the same interpreter, and some 14 million bytes.
 """
 
@@ -16,7 +14,7 @@ from __future__ import annotations
 import glob
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,18 +80,11 @@ def standard_library() -> Path:
 
 def standard_library_files() -> list[Path]:
     """The built-in corpus's files, sorted by their path relative to the library directory."""
-    root = standard_library()
-    files = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [
-            s for s in subfolders if s not in _STDLIB_SKIPPED_DIRECTORIES and not s.startswith(_STDLIB_SKIPPED_PREFIXES)
-        ]
-        files += [
-            Path(folder, name)
-            for name in names
-            if name.endswith(".py") and not name.startswith(_STDLIB_SKIPPED_PREFIXES)
-        ]
-    return sorted(files, key=lambda f: f.relative_to(root).as_posix())
+
+    def skip(name: str) -> bool:
+        return name in _STDLIB_SKIPPED_DIRECTORIES or name.startswith(_STDLIB_SKIPPED_PREFIXES)
+
+    return _files_beneath(standard_library(), skip, ".py")
 
 
 class _NothingThere(Exception):
@@ -122,7 +113,7 @@ def _local_files(path: str, directory: Path) -> list[Path]:
     if where.is_file():
         return [where]
     if where.is_dir():
-        files = _files_beneath(where)
+        files = _files_beneath(where, lambda name: name.startswith("."))
         if not files:
             raise _NothingThere(f"the directory {where} holds no files")
         return files
@@ -135,12 +126,13 @@ def _local_files(path: str, directory: Path) -> list[Path]:
     raise _NothingThere(f"no such file or directory: {where} (relative paths start at {directory})")
 
 
-def _files_beneath(root: Path) -> list[Path]:
-    """Regular files, hidden ones left out, sorted by relative path."""
+def _files_beneath(root: Path, skip: Callable[[str], bool], suffix: str = "") -> list[Path]:
+    """Regular files of that suffix, sorted by relative path; ``skip`` tells which files and folders are left out."""
     files = []
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [s for s in subfolders if not s.startswith(".")]
-        files += [Path(folder, n) for n in names if not n.startswith(".") and os.path.isfile(Path(folder, n))]
+        subfolders[:] = [name for name in subfolders if not skip(name)]
+        paths = [Path(folder, name) for name in names if name.endswith(suffix) and not skip(name)]
+        files += [path for path in paths if path.is_file()]
     return sorted(files, key=lambda f: f.relative_to(root).as_posix())
 
 

@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 
 from diloco_protocol.spec.job import DataSpec
-from diloco_worker.data.split import Split
-from diloco_worker.data.text import TokenSequences, packed, tokenizer
+from diloco_worker.data.split import Part
+from diloco_worker.data.text import TokenSequences, pack, tokenizer
 from diloco_worker.errors import job_error, one_line
 
 NAME = "spec.training.data.name"
@@ -32,20 +32,19 @@ ROWS_AT_ONCE = 1000
 class Rows:
     """Rows taken as they are: ``self[k]`` maps each of ``columns`` to its tensor.
 
-    Floating-point columns come as float32, whole numbers as int64; without a
-    column ``labels``, the labels are the ``input_ids``.
+    Floating-point columns come as float32, whole numbers as int64; without a column ``labels``, the labels are the
+    ``input_ids``.
     """
 
     table: Any
     columns: tuple[str, ...]
-    split: Split
-    held_out: bool
+    part: Part
 
     def __len__(self) -> int:
-        return self.split.size(self.held_out)
+        return len(self.part)
 
     def __getitem__(self, k: int) -> dict[str, torch.Tensor]:
-        row = self.table[self.split.index(int(k), self.held_out)]
+        row = self.table[self.part[int(k)]]
         item = {name: _tensor(row[name]) for name in self.columns}
         if "labels" not in item:
             item["labels"] = item["input_ids"]
@@ -57,9 +56,7 @@ def load(
 ) -> TokenSequences | Rows:
     """The data set of ``training.data`` with source ``datasets``.
 
-    Raises JobError naming the field if the library, the data set, the split or
-    the column is not there.
-    """
+    Raises JobError naming the field if the library, the data set, the split or the column is not there."""
     table = _table(data, directory)
     names = list(table.column_names)
     if len(table) == 0:
@@ -68,7 +65,7 @@ def load(
         return _text(data, table, fraction, held_out, cache_directory)
     for columns in (("input_ids", "labels"), ("input_ids",), ("pixel_values", "labels")):
         if set(columns) <= set(names):
-            return Rows(table, columns, Split.of(len(table), fraction), held_out)
+            return Rows(table, columns, Part.of(len(table), fraction, held_out))
     raise job_error(
         "spec.training.data.textField",
         data.text_field,
@@ -127,11 +124,11 @@ def _text(data: DataSpec, table: Any, fraction: float, held_out: bool, cache_dir
                         data.text_field,
                         f"must hold text, but a row holds {type(text).__name__}",
                     )
-                yield words.texts(text)
+                yield words.tokens(text)
 
     # The fingerprint covers where the table came from and what was done to it.
     origin = ["datasets", words.identity, data.name, data.subset, data.split, table._fingerprint, data.text_field]
-    return packed(produce, origin, words, data.sequence_length, fraction, held_out, cache_directory, NAME, data.name)
+    return pack(produce, origin, data, fraction, held_out, cache_directory, NAME, data.name)
 
 
 def _tensor(value: Any) -> torch.Tensor:

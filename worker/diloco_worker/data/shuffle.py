@@ -1,32 +1,30 @@
 """The training data in an order of the seed's, without a list of it.
 
-The syncer leases blocks of consecutive sequences (algorithm.md section 8), and data
-lie in the order of their files, often sorted by what they are about: a learner that
-trained a block as it lies would see one subject at a time, and learners would drift apart.
-So sequence i of the training data is item p(i) of the source, p being a permutation
-of 0..n-1 that is computed, not stored: a Feistel network of ROUNDS rounds on the
-least even number of bits that holds n, applied again while the result is n or more
-(cycle walking: fewer than four times on average). Every process computes the same.
+The syncer leases blocks of consecutive sequences (algorithm.md section 8), and data lie in the order of their files,
+often sorted by what they are about: a learner that trained a block as it lies would see one subject at a time, and
+learners would drift apart. So sequence i of the training data is item p(i) of the source, p being a permutation of
+0..n-1 that is computed, not stored: a Feistel network of ROUNDS rounds on the least even number of bits that holds n,
+applied again while the result is n or more (cycle walking: fewer than four times on average). Every process computes
+the same.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
-Item = TypeVar("Item")
-Item_co = TypeVar("Item_co", covariant=True)
+import torch
 
 ROUNDS = 6
 _MASK = 2**64 - 1
 
 
-class Sized(Protocol[Item_co]):
-    """A map-style data set."""
+class Dataset(Protocol):
+    """A map-style data set: what the trainer and the evaluator read."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, i: int, /) -> Item_co: ...
+    def __getitem__(self, i: int, /) -> dict[str, torch.Tensor]: ...
 
 
 def mix(value: int) -> int:
@@ -60,14 +58,14 @@ class Permutation:
 
 
 @dataclass(frozen=True, slots=True)
-class Shuffled(Generic[Item]):
+class Shuffled:
     """``inner`` in the permutation's order."""
 
-    inner: Sized[Item]
+    inner: Dataset
     order: Permutation
 
     def __len__(self) -> int:
         return len(self.inner)
 
-    def __getitem__(self, i: int, /) -> Item:
+    def __getitem__(self, i: int, /) -> dict[str, torch.Tensor]:
         return self.inner[self.order(int(i))]

@@ -1,14 +1,12 @@
 """Text as sequences of tokens: documents, tokenizer, one long array, cut into equal sequences.
 
-All documents are tokenised in order, a separator between them, into one array
-of the smallest unsigned type that holds the vocabulary. Sequence i is tokens
-i·L .. (i+1)·L of it, L being ``training.data.sequenceLength``; what is left at
-the end is not used. Labels are the inputs: the models shift them themselves, so
-a sequence of L tokens has L - 1 predictions.
+All documents are tokenised in order, a separator between them, into one array of the smallest unsigned type that
+holds the vocabulary. Sequence i is tokens i·L .. (i+1)·L of it, L being ``training.data.sequenceLength``; what is left
+at the end is not used. Labels are the inputs: the models shift them themselves, so a sequence of L tokens has L - 1
+predictions.
 
-Tokenizer ``bytes`` takes each byte as a token (vocabulary 256, the byte 0 between
-documents). Any other name is a transformers tokenizer, a directory or a name on
-Hugging Face, with its end-of-text token between documents.
+Tokenizer ``bytes`` takes each byte as a token (vocabulary 256, the byte 0 between documents). Any other name is a
+transformers tokenizer, a directory or a name on Hugging Face, with its end-of-text token between documents.
 """
 
 from __future__ import annotations
@@ -25,9 +23,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from diloco_protocol.spec.job import DataSpec
 from diloco_worker.data import cache
 from diloco_worker.data.corpus import documents
-from diloco_worker.data.split import Split
+from diloco_worker.data.split import Part
 from diloco_worker.errors import job_error, one_line
 
 log = logging.getLogger(__name__)
@@ -42,9 +41,7 @@ class Tokenizer(Protocol):
     identity: str
     vocabulary: int
 
-    def tokens(self, document: bytes) -> NDArray[np.generic]: ...
-
-    def texts(self, text: str) -> NDArray[np.generic]: ...
+    def tokens(self, document: bytes | str) -> NDArray[np.generic]: ...
 
 
 class ByteTokenizer:
@@ -53,11 +50,8 @@ class ByteTokenizer:
     identity = "bytes"
     vocabulary = 256
 
-    def tokens(self, document: bytes) -> NDArray[np.generic]:
-        return np.frombuffer(document + b"\0", np.uint8)
-
-    def texts(self, text: str) -> NDArray[np.generic]:
-        return self.tokens(text.encode())
+    def tokens(self, document: bytes | str) -> NDArray[np.generic]:
+        return np.frombuffer((document if isinstance(document, bytes) else document.encode()) + b"\0", np.uint8)
 
 
 class HubTokenizer:
@@ -83,10 +77,8 @@ class HubTokenizer:
         end = self.inner.eos_token_id
         self._end = np.array([] if end is None else [end], np.uint32)
 
-    def tokens(self, document: bytes) -> NDArray[np.generic]:
-        return self.texts(document.decode("utf-8", "replace"))
-
-    def texts(self, text: str) -> NDArray[np.generic]:
+    def tokens(self, document: bytes | str) -> NDArray[np.generic]:
+        text = document if isinstance(document, str) else document.decode("utf-8", "replace")
         pieces = [
             np.array(self.inner(piece, add_special_tokens=False, verbose=False)["input_ids"], np.uint32)
             for piece in _pieces(text)
@@ -119,62 +111,43 @@ def token_dtype(vocabulary: int) -> np.dtype[np.generic]:
 
 @dataclass(frozen=True, slots=True)
 class TokenSequences:
-    """A map-style data set of token sequences.
-
-    ``self[k]`` is {"input_ids", "labels"}: int64 [length], the k-th sequence of
-    the training part or of the held-out part of ``tokens`` (unsigned integers, [n]).
-    """
+    """A map-style data set of token sequences: ``self[k]`` is {"input_ids", "labels"}, int64 [length], the k-th
+    sequence of one ``part`` of ``tokens`` (unsigned integers, [n])."""
 
     tokens: NDArray[np.generic]
     length: int
-    split: Split
-    held_out: bool
+    part: Part
 
     def __len__(self) -> int:
-        return self.split.size(self.held_out)
+        return len(self.part)
 
     def __getitem__(self, k: int) -> dict[str, torch.Tensor]:
-        ids = torch.from_numpy(self.row(k).astype(np.int64))
+        start = self.part[int(k)] * self.length
+        ids = torch.from_numpy(self.tokens[start : start + self.length].astype(np.int64))
         return {"input_ids": ids, "labels": ids}
-
-    def row(self, k: int) -> NDArray[np.generic]:
-        """The k-th sequence's tokens, [length], not copied."""
-        start = self.split.index(int(k), self.held_out) * self.length
-        return self.tokens[start : start + self.length]
 
 
 def load(
-    paths: list[str],
-    tokenizer_name: str,
-    length: int,
-    fraction: float,
-    held_out: bool,
-    directory: Path,
-    cache_directory: Path | None,
+    data: DataSpec, fraction: float, held_out: bool, directory: Path, cache_directory: Path | None
 ) -> TokenSequences:
-    """Sequences of ``length`` tokens of the documents that ``paths`` name.
+    """The sequences of the documents that ``data.paths`` names; relative paths start at ``directory``.
 
-    ``fraction`` of them is held out (split.py); ``directory`` is where relative
-    paths start. Raises JobError naming the field.
-    """
-    found = documents(paths, directory)
-    words = tokenizer(tokenizer_name)
+    ``fraction`` of them is held out (split.py). Raises JobError naming the field."""
+    found = documents(data.paths, directory)
+    words = tokenizer(data.tokenizer)
 
     def produce() -> Iterator[NDArray[np.generic]]:
         for document in found:
             yield words.tokens(document.read())
 
     origin = ["text", words.identity, [(d.uri, d.size, d.stamp) for d in found]]
-    return packed(
-        produce, origin, words, length, fraction, held_out, cache_directory, "spec.training.data.paths", paths
-    )
+    return pack(produce, origin, data, fraction, held_out, cache_directory, "spec.training.data.paths", data.paths)
 
 
-def packed(
+def pack(
     produce: Callable[[], Iterable[NDArray[np.generic]]],
     origin: object,
-    words: Tokenizer,
-    length: int,
+    data: DataSpec,
     fraction: float,
     held_out: bool,
     cache_directory: Path | None,
@@ -183,10 +156,10 @@ def packed(
 ) -> TokenSequences:
     """Tokens that ``produce`` yields, as sequences; ``origin`` names the cached file.
 
-    Raises JobError on ``field`` with its ``value`` if there is not even one sequence.
-    """
+    Raises JobError on ``field`` with its ``value`` if there is not even one sequence."""
+    dtype, length = token_dtype(tokenizer(data.tokenizer).vocabulary), data.sequence_length
     try:
-        tokens = cache.token_array(produce, token_dtype(words.vocabulary), cache_directory, cache.digest(origin))
+        tokens = cache.token_array(produce, dtype, cache_directory, cache.digest(origin))
     except cache.CacheError as e:
         raise job_error(field, value, str(e)) from e
     if len(tokens) < length:
@@ -196,27 +169,4 @@ def packed(
             f"holds {len(tokens)} tokens, which is less than one sequence of "
             f"training.data.sequenceLength = {length}: name more data, or shorten it",
         )
-    return TokenSequences(tokens, length, Split.of(len(tokens) // length, fraction), held_out)
-
-
-def bigram_entropy(data: TokenSequences) -> float:
-    """Empirical conditional entropy of a token given the one before it, nats per token.
-
-    Counted over exactly the predictions a model is scored on: within each
-    sequence, every token but the first. No model that sees one token back can have
-    a lower mean loss on these sequences, whatever it was trained on.
-    Raises ValueError for an empty data set.
-    """
-    if not len(data):
-        raise ValueError("an empty data set has no entropy")
-    rows = np.stack([data.row(k) for k in range(len(data))]).astype(np.int64)
-    before, after = rows[:, :-1].ravel(), rows[:, 1:].ravel()
-    _, pairs = np.unique(before << 32 | after, return_counts=True)
-    _, singles = np.unique(before, return_counts=True)
-    # H(next | prev) = H(prev, next) - H(prev)
-    return _entropy(pairs) - _entropy(singles)
-
-
-def _entropy(counts: NDArray[np.int64]) -> float:
-    p = counts / counts.sum()
-    return float(-(p * np.log(p)).sum())
+    return TokenSequences(tokens, length, Part.of(len(tokens) // length, fraction, held_out))

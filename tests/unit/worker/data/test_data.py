@@ -21,7 +21,7 @@ from diloco_protocol.spec.load import JobError
 from diloco_worker import data
 from diloco_worker.data import cache, corpus, text
 from diloco_worker.data.shuffle import Permutation
-from diloco_worker.data.split import Split
+from diloco_worker.data.split import Part
 from repository import ROOT
 
 
@@ -43,23 +43,22 @@ def problem(directory: Path, job: JobSpec, held_out: bool = False) -> str:
 @given(st.integers(0, 3000), st.integers(1, 500).map(lambda n: n / 1000))
 @settings(max_examples=100, deadline=None)
 def test_split_is_the_rule(total: int, fraction: float) -> None:
-    split = Split.of(total, fraction)
     f = Fraction(repr(fraction))
     held = [i for i in range(total) if math.floor((i + 1) * f) > math.floor(i * f)]
     kept = [i for i in range(total) if math.floor((i + 1) * f) == math.floor(i * f)]
-    assert [split.held_out_index(k) for k in range(split.held_out)] == held
-    assert [split.training_index(k) for k in range(split.training)] == kept
+    assert list(Part.of(total, fraction, held_out=True)) == held
+    assert list(Part.of(total, fraction, held_out=False)) == kept
 
 
 def test_split_ends_where_it_ends() -> None:
-    split = Split.of(100, 0.1)
-    assert (split.held_out, split.training) == (10, 90)
+    part = Part.of(100, 0.1, held_out=True)
+    assert (len(part), len(Part.of(100, 0.1, held_out=False))) == (10, 90)
     for bad in (-1, 10):
         with pytest.raises(IndexError):
-            split.held_out_index(bad)
-    assert Split.of(10, 0.0).training == 10
+            part[bad]
+    assert len(Part.of(10, 0.0, held_out=False)) == 10
     with pytest.raises(ValueError, match="below 1"):
-        Split.of(10, 1.0)
+        Part.of(10, 1.0, held_out=False)
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**32 - 1))
@@ -233,27 +232,6 @@ def word_tokenizer(folder: Path, words: list[str]) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=words[0]).save_pretrained(folder)
     return folder
-
-
-# ------------------------------------------------------------------ bigram entropy
-
-
-def test_bigram_entropy_is_the_conditional_entropy() -> None:
-    tokens = np.frombuffer(b"abacabadabacabae" * 20, np.uint8)
-    found = text.bigram_entropy(text.TokenSequences(tokens, 16, Split.of(20, 0.0), False))
-    # By hand: per sequence 15 pairs; after a (8 times): b 4, c 2, d 1, e 1; after b, c, d always a.
-    after_a = [4 / 8, 2 / 8, 1 / 8, 1 / 8]
-    expected = 8 / 15 * -sum(p * math.log(p) for p in after_a)
-    assert found == pytest.approx(expected, rel=1e-12)
-
-
-def test_bigram_entropy_of_noise_and_of_certainty() -> None:
-    noise = np.random.default_rng(0).integers(0, 4, 200_000, np.uint8)
-    assert text.bigram_entropy(text.TokenSequences(noise, 100, Split.of(2000, 0.0), False)) == pytest.approx(
-        math.log(4), abs=1e-3
-    )
-    cycle = np.tile(np.arange(5, dtype=np.uint8), 100)
-    assert text.bigram_entropy(text.TokenSequences(cycle, 50, Split.of(10, 0.0), False)) == pytest.approx(0)
 
 
 # ------------------------------------------------------------------ refusals
