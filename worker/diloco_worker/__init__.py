@@ -10,6 +10,7 @@ happens at step boundaries (``sync``), the background thread (``net``), ``data``
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import threading
@@ -21,6 +22,12 @@ if TYPE_CHECKING:
     from diloco_worker.observer import Observer as Observer
 
 __all__ = ["Learner", "Observer", "configure_logging"]
+
+_LOADED_LATER = {
+    "Learner": ("diloco_worker.learner", "Learner"),
+    "Observer": ("diloco_worker.observer", "Observer"),
+    "configure_logging": ("diloco_worker.logs", "configure"),
+}
 
 
 def _end_when_told() -> None:
@@ -36,16 +43,7 @@ _end_when_told()
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Learner":
-        from diloco_worker.learner import Learner
-
-        return Learner
-    if name == "Observer":
-        from diloco_worker.observer import Observer
-
-        return Observer
-    if name == "configure_logging":
-        from diloco_worker.logs import configure
-
-        return configure
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _LOADED_LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, attribute = _LOADED_LATER[name]
+    return getattr(importlib.import_module(module), attribute)

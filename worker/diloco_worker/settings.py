@@ -19,10 +19,8 @@ from pathlib import Path
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.vocabulary import WorkerExit
 
-_PROCESS = re.compile(r"^[0-9a-f]{1,64}$")
-_POD = re.compile(r"^[0-9a-f]{8}(-?)[0-9a-f]{4}\1[0-9a-f]{4}\1[0-9a-f]{4}\1[0-9a-f]{12}$")
-_REGION = re.compile(r"^[^/\0]{1,64}$")
-_ADDRESS = re.compile(r"^(\[[0-9a-fA-F:]+\]|[^:\s/]+):([0-9]{1,5})$")
+_POD = r"[0-9a-f]{8}(-?)[0-9a-f]{4}\1[0-9a-f]{4}\1[0-9a-f]{4}\1[0-9a-f]{12}"
+_ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:\s/]+):([0-9]{1,5})")
 _MAX_ADDRESS_BYTES = 2**16
 
 
@@ -52,9 +50,8 @@ class RefusedError(WorkerError):
 class WorkerSettings:
     """One worker process's settings, from its environment (docs/contracts.md).
 
-    ``syncer`` is a fixed ``host:port``; else ``syncer_file`` is the address
-    file, read again before each connection, because a restarted syncer may
-    listen on another port.
+    ``syncer`` is a fixed ``host:port``; else ``syncer_file`` is the address file, read again before each connection,
+    because a restarted syncer may listen on another port.
     """
 
     job: DiLoCoJob
@@ -82,12 +79,15 @@ class WorkerSettings:
                 "or set it to the job's normal form"
             )
         job = _read_job(Path(job_file))
-        role = env.get("DILOCO_ROLE", "learner")
-        if role not in ("learner", "evaluator"):
-            raise ConfigurationError(f"DILOCO_ROLE is {role!r}: it must be learner or evaluator")
-        process = env.get("DILOCO_PROCESS") or _process_in(env.get("DILOCO_POD"))
-        if not _PROCESS.match(process):
-            raise ConfigurationError(f"DILOCO_PROCESS is {process!r}: it must be 1 to 64 hexadecimal digits")
+        pod = env.get("DILOCO_POD") or ""
+        if pod:
+            pod = _checked("DILOCO_POD", pod, _POD, "the pod's UID (metadata.uid), 32 hexadecimal digits")
+            pod = pod.replace("-", "")
+        # In a pod the process's id begins with the pod's UID, so that an operator knows whose it is.
+        process = env.get("DILOCO_PROCESS") or (pod + secrets.token_hex(8) if pod else uuid.uuid4().hex)
+        role = _checked("DILOCO_ROLE", env.get("DILOCO_ROLE", "learner"), "learner|evaluator", "learner or evaluator")
+        region = env.get("DILOCO_REGION", "local")
+        _checked("DILOCO_REGION", region, r"[^/\0]{1,64}", "the name of a region, 1 to 64 characters without /")
         syncer, syncer_file = env.get("DILOCO_SYNCER"), env.get("DILOCO_SYNCER_FILE")
         if not syncer and not syncer_file:
             raise ConfigurationError(
@@ -98,11 +98,6 @@ class WorkerSettings:
         ordinal = env.get("DILOCO_ORDINAL", "0")
         if not ordinal.isdecimal() or int(ordinal) >= 2**31:
             raise ConfigurationError(f"DILOCO_ORDINAL is {ordinal!r}: it must be a whole number from 0")
-        region = env.get("DILOCO_REGION", "local")
-        if not _REGION.match(region):
-            raise ConfigurationError(
-                f"DILOCO_REGION is {region!r}: it must be the name of a region, 1 to 64 characters without /"
-            )
         credentials = env.get("DILOCO_CREDENTIALS")
         if credentials and not Path(credentials).is_dir():
             raise ConfigurationError(f"DILOCO_CREDENTIALS is {credentials!r}: that is not a directory")
@@ -112,14 +107,14 @@ class WorkerSettings:
             role=role,
             region=region,
             ordinal=int(ordinal),
-            process=process,
+            process=_checked("DILOCO_PROCESS", process, "[0-9a-f]{1,64}", "1 to 64 hexadecimal digits"),
             workdir=Path(workdir) if workdir else None,
             credentials=Path(credentials) if credentials else None,
-            idle_at_end=_flag("DILOCO_IDLE_AT_END", env.get("DILOCO_IDLE_AT_END", "0")),
+            idle_at_end=_checked("DILOCO_IDLE_AT_END", env.get("DILOCO_IDLE_AT_END", "0"), "[01]", "0 or 1") == "1",
             syncer=syncer or None,
             syncer_file=Path(syncer_file) if syncer_file and not syncer else None,
             status=env.get("DILOCO_STATUS") or None,
-            pod=(env.get("DILOCO_POD") or "").replace("-", ""),
+            pod=pod,
             drain_seconds=_seconds("DILOCO_DRAIN_SECONDS", env.get("DILOCO_DRAIN_SECONDS")),
         )
 
@@ -134,7 +129,7 @@ class WorkerSettings:
         except (OSError, ValueError):
             return None  # not written yet, or being replaced by something that is no address file
         address = document.get("sync") if isinstance(document, dict) else None
-        if not isinstance(address, str) or not _ADDRESS.match(address):
+        if not isinstance(address, str) or not _ADDRESS.fullmatch(address):
             return None
         return address
 
@@ -153,20 +148,16 @@ class WorkerSettings:
 
 def check_address(name: str, value: str) -> None:
     """Raise ConfigurationError unless ``value`` is host:port."""
-    match = _ADDRESS.match(value)
+    match = _ADDRESS.fullmatch(value)
     if match is None or not 0 < int(match.group(2)) < 65536:
         raise ConfigurationError(f"{name} is {value!r}: it must be host:port, such as {socket.gethostname()}:4000")
 
 
-def _process_in(pod: str | None) -> str:
-    """A new process id; in a pod it begins with the pod's UID, so that an operator knows whose it is."""
-    if not pod:
-        return uuid.uuid4().hex
-    if not _POD.match(pod):
-        raise ConfigurationError(
-            f"DILOCO_POD is {pod!r}: it must be the pod's UID (metadata.uid), 32 hexadecimal digits"
-        )
-    return pod.replace("-", "") + secrets.token_hex(8)
+def _checked(name: str, value: str, pattern: str, form: str) -> str:
+    """``value`` if all of it matches ``pattern``, which ``form`` says in words. Raises ConfigurationError."""
+    if not re.fullmatch(pattern, value):
+        raise ConfigurationError(f"{name} is {value!r}: it must be {form}")
+    return value
 
 
 def _seconds(name: str, value: str | None) -> float | None:
@@ -179,12 +170,6 @@ def _seconds(name: str, value: str | None) -> float | None:
     if not 0 < seconds <= 86400:
         raise ConfigurationError(f"{name} is {value!r}: it must be seconds, above 0 and at most 86400")
     return seconds
-
-
-def _flag(name: str, value: str) -> bool:
-    if value not in ("0", "1"):
-        raise ConfigurationError(f"{name} is {value!r}: it must be 0 or 1")
-    return value == "1"
 
 
 def _read_job(path: Path) -> DiLoCoJob:
