@@ -72,9 +72,9 @@ def _explained(error: OSError, path: Path, size: int) -> OSError:
     return error
 
 
-def sync_directory(path: Path) -> None:
-    """Flush a directory's entries to the device."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def flush_to_device(path: Path) -> None:
+    """Flush a file's content, or a directory's entries, to the device."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:
@@ -115,7 +115,7 @@ def write_whole(path: str | os.PathLike[str], *parts: Buffer, mode: int = 0o644)
     path = Path(path)
     with _temporary(path, parts, mode) as temporary:
         os.replace(temporary, path)
-        sync_directory(path.parent)
+        flush_to_device(path.parent)
 
 
 def create_whole(path: str | os.PathLike[str], *parts: Buffer, mode: int = 0o644) -> None:
@@ -138,7 +138,7 @@ def create_whole(path: str | os.PathLike[str], *parts: Buffer, mode: int = 0o644
                     "use another volume or an object store",
                 ) from error
             raise
-        sync_directory(path.parent)
+        flush_to_device(path.parent)
 
 
 def read_bounded(path: str | os.PathLike[str], limit: int) -> bytes:

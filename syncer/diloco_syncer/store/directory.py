@@ -10,9 +10,9 @@ from diloco_protocol.common.files import (
     Buffer,
     NotWritable,
     create_whole,
+    flush_to_device,
     read_bounded,
     remove_leftovers,
-    sync_directory,
     write_whole,
 )
 from diloco_syncer.store.base import ObjectExists, ObjectNotFound, Store, checked
@@ -39,7 +39,7 @@ class DirectoryStore(Store):
     def _folder(self, path: Path) -> None:
         if not path.parent.is_dir():
             path.parent.mkdir(parents=True, exist_ok=True)
-            sync_directory(path.parent.parent)
+            flush_to_device(path.parent.parent)
 
     def create(self, name: str, *parts: Buffer) -> None:
         path = self._path(name)

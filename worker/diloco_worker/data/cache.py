@@ -90,7 +90,7 @@ def _write_whole(path: Path, pieces: Iterable[NDArray[np.generic]], dtype: np.dt
         temporary.rename(path)
     finally:
         temporary.unlink(missing_ok=True)
-    files.sync_directory(path.parent)
+    files.flush_to_device(path.parent)
     count = path.stat().st_size // dtype.itemsize
     log.info("wrote %d tokens to %s in %.1f s", count, path, time.monotonic() - started)
 

@@ -1,14 +1,13 @@
 """The evaluator: the worker program without a slot, scoring the merged model on held-out data.
 
-The model is scored once at version 0, then whenever the job has trained
-``training.evaluation.everyTokens`` more, and at the end, when the last merges are done;
-the broadcasts that make it current are downloaded when a score is due. A score that is
-due while another runs is made from the newest state afterwards, so a slow evaluator skips
-points rather than lag.
+The model is scored once at version 0, then whenever the job has trained ``training.evaluation.everyTokens`` more, and
+at the end, when the last merges are done; the broadcasts that make it current are downloaded when a score is due. A
+score that is due while another runs is made from the newest state afterwards, so a slow evaluator skips points rather
+than lag.
 
-A score is the mean cross-entropy in nats per prediction of ``batches`` x ``batch.sequences``
-sequences, the same ones each time, spread evenly over the held-out part. Sums are
-kept in float64 and weighted by the number of predictions, so the batch size does not matter.
+A score is the mean cross-entropy in nats per prediction of ``batches`` x ``batch.sequences`` sequences, the same ones
+each time, spread evenly over the held-out part. Sums are kept in float64 and weighted by the number of predictions, so
+the batch size does not matter.
 """
 
 from __future__ import annotations
@@ -169,8 +168,8 @@ class _Evaluator:
 
 
 def chosen(held_out: data.Dataset, spec: JobSpec) -> list[dict[str, torch.Tensor]]:
-    """The batches that every score is made on: training.evaluation.batches of them (fewer if there
-    is not so much), their sequences evenly spread over the held-out part."""
+    """The batches that every score is made on: training.evaluation.batches of them (fewer if there is not so much),
+    their sequences evenly spread over the held-out part."""
     assert spec.training.evaluation is not None
     size = spec.training.batch.sequences
     count = min(len(held_out), spec.training.evaluation.batches * size)

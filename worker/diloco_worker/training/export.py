@@ -1,20 +1,17 @@
 """The merged model as a directory that transformers loads: model.safetensors, config.json, the tokenizer.
 
-``export(job, tensors, out)`` takes the parameters under the names of the model that
-learners train, frozen ones too; who reads them from the syncer's store is the caller.
-transformers itself writes the files, so that names in them are those of its published
-checkpoints (a mixture's experts one by one, tied tensors once).
+``export(job, tensors, out)`` takes the parameters under the names of the model that learners train, frozen ones too;
+who reads them from the syncer's store is the caller. transformers itself writes the files, so that names in them are
+those of its published checkpoints (a mixture's experts one by one, tied tensors once).
 
-A directory is whole under its name or not there: it is filled under another name,
-synced and renamed.
+A directory is whole under its name or not there: it is filled under another name, synced and renamed.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from diloco_protocol.common import files
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_worker.errors import job_error, one_line
 from diloco_worker.training import lora, models
@@ -38,9 +36,9 @@ def export(
 ) -> None:
     """Write the model of ``tensors`` (parameter name to array of its shape, floating point) to ``out``.
 
-    ``out`` must not exist, or be an empty directory. Adapters (training.model.lora)
-    are merged into their layers. ``directory`` is where relative paths of the job start.
-    Raises ExportError, or JobError if the job's model cannot be built.
+    ``out`` must not exist, or be an empty directory. Adapters (training.model.lora) are merged into their layers.
+    ``directory`` is where relative paths of the job start. Raises ExportError, or JobError if the job's model cannot
+    be built.
     """
     out = out.absolute()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -50,20 +48,19 @@ def export(
     model = assemble(job, tensors, directory=directory)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+        temporary = out.with_name(f".{out.name}-{secrets.token_hex(6)}")
+        temporary.mkdir()
         try:
-            os.chmod(temporary, 0o777 & ~_umask())
             transformers_logging.disable_progress_bar()
             save: Any = model
             save.save_pretrained(temporary, max_shard_size="1000GB")
             _save_tokenizer(job, temporary)
-            for file in temporary.iterdir():
-                _sync(file)
-            _sync(temporary)
+            for path in (*temporary.iterdir(), temporary):
+                files.flush_to_device(path)
             if out.is_dir():
                 out.rmdir()
             temporary.rename(out)
-            _sync(out.parent)
+            files.flush_to_device(out.parent)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     except OSError as e:
@@ -82,8 +79,7 @@ def assemble(job: DiLoCoJob, tensors: Mapping[str, NDArray[np.generic]], *, dire
     wrong = sorted(n for n in set(wanted) & set(tensors) if tuple(wanted[n].shape) != tensors[n].shape)
     for names, what in ((missing, "missing"), (unknown, "not the model's"), (wrong, "of another shape")):
         if names:
-            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-            raise ExportError(f"the weights do not fit the job's model; {what}: {shown}")
+            raise ExportError(f"the weights do not fit the job's model; {what}: {models.shorten(names)}")
     with torch.no_grad():
         for name, parameter in wanted.items():
             parameter.copy_(torch.from_numpy(np.ascontiguousarray(tensors[name], dtype=np.float32)))
@@ -111,11 +107,8 @@ def _save_tokenizer(job: DiLoCoJob, out: Path) -> None:
 
 
 def _save_byte_tokenizer(out: Path, length: int) -> None:
-    """The tokenizer ``bytes`` as transformers knows it: a byte-level vocabulary without merges.
-
-    Byte-level tokenizers write each byte as a printable character (GPT-2's table);
-    here that character's id is the byte.
-    """
+    """The tokenizer ``bytes`` as transformers knows it: a byte-level vocabulary without merges. Byte-level tokenizers
+    write each byte as a printable character (GPT-2's table); here that character's id is the byte."""
     from tokenizers import Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
 
@@ -132,22 +125,8 @@ def _save_byte_tokenizer(out: Path, length: int) -> None:
 
 
 def byte_characters() -> list[str]:
-    """For each byte the character that byte-level tokenizers write for it: itself where it is
-    printable, else the next free one from U+0100."""
+    """For each byte the character that byte-level tokenizers write for it: itself where it is printable, else the next
+    free one from U+0100."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(256, 512))
     return [chr(b) if b in printable else chr(next(others)) for b in range(256)]
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,12 +1,11 @@
 """The job's model: a transformers configuration, weights to start from, and what of it is trained.
 
-Every learner builds the same model from the same job: the random state is forked
-and seeded for the construction, so that nothing that ran before matters. Whoever
-joins first uploads what it built as version 0, and all others take that; equal
-construction makes version 0 independent of who was first.
+Every learner builds the same model from the same job: the random state is forked and seeded for the construction, so
+that nothing that ran before matters. Whoever joins first uploads what it built as version 0, and all others take that;
+equal construction makes version 0 independent of who was first.
 
-Nothing is unpickled and no code of a checkpoint is run: weights come as safetensors,
-configurations are those that transformers itself knows.
+Nothing is unpickled and no code of a checkpoint is run: weights come as safetensors, configurations are those that
+transformers itself knows.
 """
 
 from __future__ import annotations
@@ -43,24 +42,11 @@ _REFUSED = {
 def build(spec: JobSpec, seed: int, *, directory: Path | None = None) -> nn.Module:
     """The model to train: on the CPU, float32, frozen where the job says so.
 
-    A function of the job and the seed alone: bit-identical in every process.
-    ``directory`` is where a relative ``from`` starts. Raises JobError naming the
-    field of ``training.model``.
+    A function of the job and the seed alone: bit-identical in every process. ``directory`` is where a relative
+    ``from`` starts. Raises JobError naming the field of ``training.model``.
     """
-    model_spec = _required(spec)
-    config = configuration(spec, directory=directory)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = _construct(model_spec, config, directory)
-        if model_spec.lora is not None:
-            chosen = lora.adapt(model, model_spec.lora.rank, model_spec.lora.alpha, list(model_spec.lora.targets))
-            if not chosen:
-                raise job_error(
-                    "spec.training.model.lora.targets",
-                    list(model_spec.lora.targets),
-                    "match no linear layer; there are " + _some(lora.linear_names(model)),
-                )
-    _freeze(model, model_spec.freeze)
+    model = _construct(spec, seed, directory, pretrained=True)
+    _freeze(model, _required(spec).freeze)
     if hasattr(model.config, "output_router_logits"):
         # A mixture of experts: the router's load-balancing loss is part of the training loss.
         model.config.output_router_logits = True
@@ -69,19 +55,12 @@ def build(spec: JobSpec, seed: int, *, directory: Path | None = None) -> nn.Modu
 
 def skeleton(spec: JobSpec, *, directory: Path | None = None) -> nn.Module:
     """The model with random weights and the configuration as the job gives it: for export."""
-    model_spec = _required(spec)
-    config = configuration(spec, directory=directory)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = _from_config(model_spec, config)
-        if model_spec.lora is not None:
-            lora.adapt(model, model_spec.lora.rank, model_spec.lora.alpha, list(model_spec.lora.targets))
-    return model
+    return _construct(spec, 0, directory, pretrained=False)
 
 
 def outline(spec: JobSpec, *, directory: Path | None = None) -> nn.Module:
-    """The model's names and shapes without its values (torch's meta device), frozen where the job says
-    so: what a layout is made from, in no memory, however large the model is. Raises JobError."""
+    """The model's names and shapes without its values (torch's meta device), frozen where the job says so: what a
+    layout is made from, in no memory, however large the model is. Raises JobError."""
     with torch.device("meta"):
         model = skeleton(spec, directory=directory)
     _freeze(model, _required(spec).freeze)
@@ -128,8 +107,8 @@ def configuration(spec: JobSpec, *, directory: Path | None = None) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """``value``: what is differentiated, with a router's auxiliary loss. ``nats``: the mean
-    cross-entropy of ``predictions`` predictions, detached. Both scalars on the model's device."""
+    """``value``: what is differentiated, with a router's auxiliary loss. ``nats``: the mean cross-entropy of
+    ``predictions`` predictions, detached. Both scalars on the model's device."""
 
     value: torch.Tensor
     nats: torch.Tensor
@@ -148,8 +127,8 @@ def loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Loss:
 
 
 def predictions(batch: Mapping[str, torch.Tensor]) -> int:
-    """How many predictions a batch is scored on: every label but each sequence's first and those
-    marked -100; of images, every image."""
+    """How many predictions a batch is scored on: every label but each sequence's first and those marked -100; of
+    images, every image."""
     labels = batch["labels"]
     if "input_ids" in batch and labels.shape == batch["input_ids"].shape:
         labels = labels[..., 1:]
@@ -164,6 +143,11 @@ def check_batch(model: nn.Module, batch: Mapping[str, torch.Tensor], source: str
         what = f"gives {', '.join(strange)}, which the model does not take" if strange else "gives no labels"
         wanted = [n for n in ("input_ids", "pixel_values", "attention_mask", "labels") if n in takes]
         raise job_error("spec.training.data", source, f"{what}: items are dicts of {', '.join(wanted)}")
+
+
+def shorten(names: list[str], count: int = 6) -> str:
+    """The first ``count`` names, and how many more there are."""
+    return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")
 
 
 # ------------------------------------------------------------------ construction
@@ -195,16 +179,33 @@ def _auto_class(config: Any) -> Any:
     )
 
 
-def _construct(model_spec: ModelSpec, config: Any, directory: Path | None) -> nn.Module:
-    if model_spec.from_ is None:
-        return _from_config(model_spec, config)
+def _construct(spec: JobSpec, seed: int, directory: Path | None, pretrained: bool) -> nn.Module:
+    """The model with its adapters. ``pretrained``: with the weights of ``training.model.from``, if it names some."""
+    model_spec, config = _required(spec), configuration(spec, directory=directory)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if pretrained and model_spec.from_ is not None:
+            model = _from_weights(model_spec, model_spec.from_, config, directory)
+        else:
+            model = _from_config(model_spec, config)
+        adapters = model_spec.lora
+        if adapters is not None and not lora.adapt(model, adapters.rank, adapters.alpha, list(adapters.targets)):
+            raise job_error(
+                "spec.training.model.lora.targets",
+                list(adapters.targets),
+                "match no linear layer; there are " + shorten(lora.linear_names(model)),
+            )
+    return model
+
+
+def _from_weights(model_spec: ModelSpec, source: str, config: Any, directory: Path | None) -> nn.Module:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # it would run a thread and fill logs
     auto = _auto_class(config)
     try:
         model: nn.Module = auto.from_pretrained(
-            local_directory(model_spec.from_, directory),
+            local_directory(source, directory),
             config=config,
             dtype=torch.float32,
             use_safetensors=True,
@@ -231,7 +232,7 @@ def _from_config(model_spec: ModelSpec, config: Any) -> nn.Module:
 def _freeze(model: nn.Module, patterns: list[str]) -> None:
     names = [name for name, _ in model.named_parameters()]
     problems = [
-        Problem(f"spec.training.model.freeze.{i}", pattern, "matches no parameter; there are " + _some(names))
+        Problem(f"spec.training.model.freeze.{i}", pattern, "matches no parameter; there are " + shorten(names))
         for i, pattern in enumerate(patterns)
         if not any(fnmatchcase(name, pattern) for name in names)
     ]
@@ -360,10 +361,6 @@ def _bad_from(model_spec: ModelSpec, error: Exception) -> JobError:
         model_spec.from_,
         f"no model could be loaded: {one_line(error)}; it must hold config.json and safetensors",
     )
-
-
-def _some(names: list[str], count: int = 6) -> str:
-    return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")
 
 
 def _below_one(value: Any) -> bool:
