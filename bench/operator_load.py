@@ -176,11 +176,11 @@ class Bench:
         say(f"  syncers were told of {len(waits)} of {roles['learner']} learners that were killed")
 
     def told_after(self, killed: Mapping[str, float]) -> list[float]:
-        """Seconds from each learner's end to the first process-gone that names it."""
+        """Seconds from each learner's end to the first process-ended that names it."""
         first: dict[str, float] = {}
         for at, _, method, body in self.told()["story"]:
             uid = str(body.get("process", ""))[:32]
-            if method == "process-gone" and uid in killed:
+            if method == "process-ended" and uid in killed:
                 first.setdefault(uid, at - killed[uid])
         return sorted(first.values())
 

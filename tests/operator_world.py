@@ -784,11 +784,11 @@ class World:
         syncer = self.syncer
         if not syncer.pod or self.syncer_silent:
             return
-        if method == "process-gone":
+        if method == "process-ended":
             for slot in syncer.slots:
                 if slot.process == body["process"] and slot.state in HOLDING:
                     alive = [p for p in self.of("learner") if p.process == body["process"] and p.running]
-                    assert not alive, f"a living process was said to be gone: {body}\n{self.story()}"
+                    assert not alive, f"a living process was said to have ended: {body}\n{self.story()}"
                     slot.state = "lost"
         elif method == "announce":
             phase = body["phase"]

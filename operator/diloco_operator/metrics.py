@@ -58,7 +58,7 @@ class Metrics:
         )
         self.syncer_calls = self._counter(
             "syncer_calls",
-            "Calls to syncers (status, report, process-gone, checkpoint, announce) and to learners' status "
+            "Calls to syncers (status, report, process-ended, checkpoint, announce) and to learners' status "
             "ports (learner-status), by outcome: ok, unreachable, refused, failed.",
             *("method", "outcome"),
         )

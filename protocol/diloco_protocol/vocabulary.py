@@ -63,7 +63,7 @@ class EventKind(StrEnum):
     STARVED = "starved"
     SUSPECT = "suspect"
     LOST = "lost"
-    GONE = "gone"
+    PROCESS_ENDED = "process-ended"  # somebody who knows said so: its slot is lost
     DRAINED = "drained"
     DROPPED = "dropped"
     HOLD = "hold"
@@ -229,7 +229,7 @@ class TrustFailure(StrEnum):
 class ControlMethod(StrEnum):
     """Methods of the Control service (docs/protocol.md)."""
 
-    PROCESS_GONE = "process-gone"
+    PROCESS_ENDED = "process-ended"
     CHECKPOINT = "checkpoint"
     ANNOUNCE = "announce"
     REPORT = "report"

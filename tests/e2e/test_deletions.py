@@ -83,7 +83,7 @@ def delete_and_follow(job: Job, victim: str, forced: bool) -> Timeline:
         next(
             e["time"]
             for e in events
-            if (e["slot"] == slot and e["kind"] in ("gone", "lost", "drained"))
+            if (e["slot"] == slot and e["kind"] in ("process-ended", "lost", "drained"))
             or (e["slot"] == row["slot"] and e["kind"] == "joined")
         )
         - start

@@ -290,7 +290,7 @@ def test_the_syncer_is_asked_and_told(
     """Its pod stands on a node without a kubelet, and says that its address is this machine's."""
     node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "nowhere"}}
     wants = Wants()
-    gone = Call("process-gone", {"region": "local", "ordinal": 0, "process": "", "reason": "test"})
+    gone = Call("process-ended", {"region": "local", "ordinal": 0, "process": "", "reason": "test"})
     wants.plan = lambda o: Plan(
         True, apply=children(o.job), calls=(gone,) if o.syncer else (), status=status(o), poll_syncer=1.0
     )

@@ -70,7 +70,7 @@ class Learner:
     """One learner process. Use it as a context manager, from the thread that trains.
 
     Leaving the block normally drains: the work that is not merged yet is offered to the syncer, which acknowledges
-    it once it is durable. Leaving it by an exception does not; the syncer notices that the process is gone.
+    it once it is durable. Leaving it by an exception does not; the syncer notices that the process has ended.
 
     ``layout``: how the model's parameters are cut into fragments.
     """
@@ -397,7 +397,7 @@ class Learner:
         # A syncer that was away for all of the drain is not waited for again.
         goodbye = _GOODBYE_SECONDS if synchronizer.connected else _FAREWELL_SECONDS
         if not client.leave(min(goodbye, max(_FAREWELL_SECONDS, self._leave_by() - time.monotonic()))):
-            log.warning("the syncer was not reached to say goodbye; it will see that this process is gone")
+            log.warning("the syncer was not reached to say goodbye; it will see that this process has ended")
         else:
             log.info("drained: slot %d is free", synchronizer.slot)
 

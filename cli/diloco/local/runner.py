@@ -62,7 +62,7 @@ METRICS_SECONDS = 1.0
 DRAIN_SECONDS = 10.0  # after Ctrl-C, for learners to offer their work and the syncer to end
 LEAVE_SECONDS = 10.0  # after the job's end, for processes to leave by themselves
 TERM_SECONDS = 3.0  # between SIGTERM and SIGKILL
-GONE_TRIES = 5  # process-gone calls while the syncer does not answer
+ENDED_TRIES = 5  # process-ended calls while the syncer does not answer
 
 
 class Runner:
@@ -320,7 +320,7 @@ class Runner:
                 self.running.pop(worker.name, None)
                 self.injector.ended(worker.name, time.time())
                 if worker.kind is Kind.LEARNER and not self._stopping:
-                    self._spawn(self._report_gone(worker, self.watch.process_ids[worker.name], how))
+                    self._spawn(self._report_ended(worker, self.watch.process_ids[worker.name], how))
             if not await self._apply_restart_decision(worker, how):
                 return
 
@@ -376,12 +376,12 @@ class Runner:
         program = [sys.executable if command[0] == "python" else command[0], *command[1:]]
         return await Child.start(worker.name, program, {**self._env, **env}, log, cwd=self._job_directory, guard=True)
 
-    async def _report_gone(self, worker: WorkerSpec, process_id: str, how: Exit) -> None:
+    async def _report_ended(self, worker: WorkerSpec, process_id: str, how: Exit) -> None:
         """Tell the syncer at once; it would find out by silence, but later."""
         body = {"region": worker.region, "ordinal": worker.ordinal, "process": process_id, "reason": str(how)}
-        for tries in range(GONE_TRIES):
+        for tries in range(ENDED_TRIES):
             try:
-                await self.syncer.call(ControlMethod.PROCESS_GONE, body, seconds=2.0)
+                await self.syncer.call(ControlMethod.PROCESS_ENDED, body, seconds=2.0)
                 return
             except SyncerError:
                 await asyncio.sleep(0.2 * 2**tries * random.uniform(0.5, 1.5))

@@ -23,7 +23,7 @@ QUIET_EVENTS = frozenset({EventKind.FIRST_STEP})
 STARVED_SECONDS = 60.0  # between two words on the screen that one slot starves
 EVENT_STYLES: dict[str, str] = {
     EventKind.LOST: "red",
-    EventKind.GONE: "red",
+    EventKind.PROCESS_ENDED: "red",
     EventKind.SUSPECT: "yellow",
     EventKind.JOINED: "green",
     EventKind.PHASE: "cyan",

@@ -23,7 +23,7 @@ Example: what happens when a pod is deleted (``kubectl delete pod job-local-1``)
    as soon as the old object is gone.
 2. ``reconcile/reconciler.py`` takes a turn; ``reconcile/observe.py`` freezes what is known.
 3. ``pods/replacement.py`` finds another UID, or no pod, at that place: the Event ``LearnerGone``, one
-   counted loss, and a call ``process-gone`` while the syncer lists the old process.
+   counted loss, and a call ``process-ended`` while the syncer lists the old process.
 4. ``regions.py``: one learner fewer in the quorum; the region's state says ``Degraded`` (``Starting`` if
    nobody is left in it).
 5. ``conditions/decide.py``: the condition ``Degraded`` becomes True only if the successor is not there in

@@ -85,7 +85,7 @@ class StalenessSpec(Spec):
 
 
 class HeartbeatSpec(Spec):
-    """How the syncer notices that a learner is gone."""
+    """How the syncer notices that a learner is lost."""
 
     interval_seconds: float = Field(1.0, ge=0.05, le=300, description="Between heartbeats.")
     timeout_seconds: float = Field(10.0, gt=0.05, le=3600, description="Silence after which a slot is lost.")

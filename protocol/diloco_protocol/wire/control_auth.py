@@ -1,6 +1,6 @@
 """Signed control calls: who may tell a syncer what to do.
 
-Control calls (``process-gone``, ``announce`` ...) go to a port of their own and
+Control calls (``process-ended``, ``announce`` ...) go to a port of their own and
 are signed with a key that learners do not have: HMAC-SHA256 over the method, the
 body, the time and a nonce, each length-prefixed. A call is refused when its
 signature is wrong, its time is more than ``WINDOW_MS`` off, or its nonce was

@@ -437,7 +437,7 @@ class Persist:
 class RecordEvent:
     """One transition, for log, status page and the runner's fault accounting."""
 
-    # joined first-step first-merge suspect lost gone dropped drained spare phase hold
+    # joined first-step first-merge suspect lost process-ended dropped drained spare phase hold
     # resume starved initialised lost-data recovered
     kind: str
     slot: int

@@ -87,7 +87,7 @@ class Control:
         return reply.SerializeToString()
 
     async def _carry_out(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
-        if method == ControlMethod.PROCESS_GONE:
+        if method == ControlMethod.PROCESS_ENDED:
             ordinal = body.get("ordinal")
             if type(ordinal) is not int or ordinal < 0:
                 raise BadCall("ordinal: expected a whole number that is not negative")

@@ -169,7 +169,7 @@ def test_faults_are_survived_and_accounted_for(start: Callable[..., Run]) -> Non
     assert report["syncer"]["restarts"] == 1 and report["syncer"]["epoch"] == 2
     names_are_kept(report)
     assert "chaos: it did not come to 9999s:kill:learner" in run.output
-    assert "chaos: kill learner-1" in run.output and "gone:" in run.output and "joined:" in run.output
+    assert "chaos: kill learner-1" in run.output and "process-ended:" in run.output and "joined:" in run.output
     check_ledger(report)
     assert all(row["reasons"].get("drain", 0) == 0 for row in report["ledger"]), report["ledger"]
     assert report["final_loss"] < report["initial_loss"] - 0.5

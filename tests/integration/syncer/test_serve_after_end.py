@@ -199,20 +199,20 @@ async def test_control_calls_of_an_operator(syncer: SyncerProcess) -> None:
         slot = told["slots"][0]
         assert (slot["process"], slot["state"], slot["ready"]) == (client.process, "active", True)
         assert 0 <= slot["heard_seconds_ago"] < 10
-        # Only the slot's present process can be gone.
+        # Only the slot's present process can end.
         for body in (
             {"region": "local", "ordinal": 0, "process": "ab"},
             {"region": "local", "ordinal": 1, "process": client.process},
             {"region": "other", "ordinal": 0, "process": client.process},
         ):
-            await calls.call("process-gone", {**body, "reason": "deleted"})
+            await calls.call("process-ended", {**body, "reason": "deleted"})
         assert syncer.status()["slots"][0]["state"] == "active"
-        await calls.call("process-gone", {"region": "local", "ordinal": 0, "process": client.process})
+        await calls.call("process-ended", {"region": "local", "ordinal": 0, "process": client.process})
         assert syncer.status()["slots"][0]["state"] == "lost"
         # Errors have kinds.
         for wrong, kind in (
             (calls.call("nothing"), "refused"),
-            (calls.call("process-gone", {"region": "local"}), "refused"),
+            (calls.call("process-ended", {"region": "local"}), "refused"),
             (control(syncer, b"0123456789abcdef").call("status"), "refused"),
             (ControlClient("127.0.0.1:1", syncer.key).call("status", timeout=3), "unreachable"),
             (ControlClient(syncer.addresses["http"], syncer.key).call("status", timeout=3), "unreachable"),

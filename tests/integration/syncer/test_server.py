@@ -370,9 +370,9 @@ async def test_control_calls(syncer: SyncerProcess) -> None:
             await a.train(1)
             assert json.loads((await syncer.call("checkpoint")).body)["versions"] == [0, 0]
             for method, body, message in (
-                ("nonsense", {}, "none of process-gone"),
-                ("process-gone", {"region": 3, "ordinal": 0}, "region: expected a text"),
-                ("process-gone", {"region": "local", "ordinal": -1}, "ordinal"),
+                ("nonsense", {}, "none of process-ended"),
+                ("process-ended", {"region": 3, "ordinal": 0}, "region: expected a text"),
+                ("process-ended", {"region": "local", "ordinal": -1}, "ordinal"),
                 ("announce", {"phase": "complete"}, "none of suspended"),
             ):
                 reply = await syncer.call(method, **body)
@@ -384,7 +384,7 @@ async def test_control_calls(syncer: SyncerProcess) -> None:
                     with pytest.raises(aio.AioRpcError) as caught:
                         await send_call(channel, wrong)
                     assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
-            await syncer.call("process-gone", region="local", ordinal=0, process=a.process, reason="SIGKILL")
+            await syncer.call("process-ended", region="local", ordinal=0, process=a.process, reason="SIGKILL")
             await until(lambda: syncer.status()["slots"][0]["state"] == "lost")
             assert (await syncer.call("announce", phase="failed", message="enough")).ok
             report = json.loads((await syncer.call("report")).body)

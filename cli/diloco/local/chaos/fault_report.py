@@ -3,7 +3,7 @@
 A fault hits a process; what the report wants to know is how long the slot that this
 process held was away. From the events of that slot after the fault:
 
-* detected: the first sign that the syncer knew (``suspect``, ``lost``, ``gone``;
+* detected: the first sign that the syncer knew (``suspect``, ``lost``, ``process-ended``;
   ``draining``, ``drained``);
 * joined: the first ``joined`` or ``taken`` under a higher incarnation after that;
 * first step, recovered: the ``first-step`` and ``first-merge`` of that join or a
@@ -30,7 +30,7 @@ from typing import Any
 from diloco_protocol.vocabulary import EventKind
 
 NOTICE_SECONDS = 15.0
-SIGNS = frozenset({EventKind.SUSPECT, EventKind.LOST, EventKind.GONE})
+SIGNS = frozenset({EventKind.SUSPECT, EventKind.LOST, EventKind.PROCESS_ENDED})
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ Kubernetes' own controllers make new pods, and the syncer lets a newcomer join b
 operator adds four things, of which ``track_pods`` does each in every turn.
 
 **Fence.** A slot may be held by a process that no longer exists. The syncer is told so
-(``process-gone``) for as long as it lists the process. No guess is needed: a process id begins
+(``process-ended``) for as long as it lists the process. No guess is needed: a process id begins
 with its pod's UID. A container that runs again is not reported, since its new process takes the
 slot over when it joins.
 
@@ -23,7 +23,7 @@ start either; the status names the reason.
 **Follow.** The successor is followed until it is in the quorum or stands by, and that is an Event.
 
 Example: ``kubectl delete pod job-local-1``. The next turn finds another UID at that place, sends
-``LearnerGone``, counts one loss, and calls ``process-gone`` while the syncer lists the old process.
+``LearnerGone``, counts one loss, and calls ``process-ended`` while the syncer lists the old process.
 When the new pod is in the quorum, ``LearnerReplaced`` says after how many seconds.
 
 All of this compares pods with their snapshots in ``PlanMemory``. An operator that restarts has no
@@ -273,7 +273,7 @@ def _fence(view: View, out: PodChanges, gone: set[str]) -> None:
             why = "its pod is gone"
         if dead:
             body = {"region": slot.region, "ordinal": slot.ordinal, "process": slot.process, "reason": why}
-            out.calls.append(Call(ControlMethod.PROCESS_GONE, body))
+            out.calls.append(Call(ControlMethod.PROCESS_ENDED, body))
     if view.document is not None:
         view.memory.timers.keep(Fact.PROCESS_UNKNOWN, unknown)
 

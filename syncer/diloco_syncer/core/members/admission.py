@@ -328,13 +328,13 @@ class Admission:
             if (join.process, join.region, join.ordinal) == (event.process, event.region, event.ordinal):
                 # It would be given a slot, and be lost again only after a heartbeat timeout.
                 del members.standby[connection]
-                self._actions.add(ev.Refuse(connection, JoinRefusal.LOST, f"gone: {event.reason}", False))
+                self._actions.add(ev.Refuse(connection, JoinRefusal.LOST, f"process ended: {event.reason}", False))
         for slot in members.slots:
             if (slot.region, slot.ordinal) != (event.region, event.ordinal) or not slot.occupied:
                 continue
             if event.process and event.process != slot.process:
                 continue
-            self._lose_slot(slot, EventKind.GONE, f"slot {slot.index}: its process is gone ({event.reason})")
+            self._lose_slot(slot, EventKind.PROCESS_ENDED, f"slot {slot.index}: its process ended ({event.reason})")
             if slot.retired:
                 self._release_slot(slot, "died")
 

@@ -28,7 +28,7 @@ begins at the job's greatest step.
 
 A slot is *active* while its process is connected and has reported, *suspect*
 when its stream broke, *lost* when nothing was heard for the heartbeat timeout
-or somebody who knows said that the process is gone, *draining* when the process
+or somebody who knows said that the process has ended, *draining* when the process
 was told to leave, *drained* when it left with everything offered.
 
 A region is *lost* when somebody of it held a slot and nobody of it has been there for a time

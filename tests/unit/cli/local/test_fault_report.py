@@ -19,7 +19,7 @@ def test_a_kill_is_followed_to_the_first_merge_of_the_newcomer() -> None:
         (91.0, "first-step", 2, 1),
         (92.0, "first-merge", 2, 1),
         (99.0, "suspect", 1, 1),  # another slot's trouble
-        (100.05, "gone", 2, 1),
+        (100.05, "process-ended", 2, 1),
         (101.2, "joined", 2, 2),
         (102.0, "first-step", 2, 2),
         (104.5, "first-merge", 2, 2),
@@ -46,9 +46,9 @@ def test_a_spare_that_takes_the_slot_counts_as_the_newcomer() -> None:
 
 def test_a_newcomer_that_dies_too_hands_recovery_to_the_next() -> None:
     told = events(
-        (10.1, "gone", 0, 1),
+        (10.1, "process-ended", 0, 1),
         (11.0, "joined", 0, 2),
-        (11.5, "gone", 0, 2),
+        (11.5, "process-ended", 0, 2),
         (12.0, "joined", 0, 3),
         (12.5, "first-step", 0, 3),
         (13.0, "first-merge", 0, 3),
@@ -65,7 +65,7 @@ def test_a_pause_that_nobody_noticed_does_not_claim_a_later_loss() -> None:
     pause = Injected(100.0, 0.0, "pause", "learner-1", slot=1, incarnation=1, duration=2.0)
     assert times(rows([pause], told)[0]) == (None,) * 4
     kill = Injected(100.5, 0.5, "kill", "learner-1", slot=1, incarnation=1)
-    told = events((100.6, "gone", 1, 1), (101.0, "joined", 1, 2))
+    told = events((100.6, "process-ended", 1, 1), (101.0, "joined", 1, 2))
     got = rows([pause, kill], told)
     assert times(got[0]) == (None,) * 4 and times(got[1]) == (0.1, 0.5, None, None)
 
@@ -83,7 +83,7 @@ def test_a_pause_that_nobody_noticed_claims_neither_the_syncers_fall_nor_the_job
 
 def test_not_back_by_the_end() -> None:
     fault = Injected(10.0, 0.0, "kill", "learner-0", slot=0, incarnation=1)
-    assert times(rows([fault], events((10.2, "gone", 0, 1)))[0]) == (0.2, None, None, None)
+    assert times(rows([fault], events((10.2, "process-ended", 0, 1)))[0]) == (0.2, None, None, None)
     assert times(rows([fault], [])[0]) == (None,) * 4
 
 

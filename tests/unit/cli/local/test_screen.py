@@ -103,7 +103,7 @@ def test_the_picture_has_everything() -> None:
     out = io.StringIO()
     live = Live(Console(file=out, force_terminal=True, width=140))
     live.update(view())
-    live.event("gone: slot 1: its process is gone (SIGKILL)", "red")
+    live.event("process-ended: slot 1: its process ended (SIGKILL)", "red")
     live.close()
     for words in (
         "training",
@@ -120,7 +120,7 @@ def test_the_picture_has_everything() -> None:
         "▂▁▃  3 to 5",
         "1 active, 1 needed, 1 standing by",
         "fragment 1: 1 in, 1 awaited",
-        "its process is gone",
+        "its process ended",
     ):
         assert words in out.getvalue(), words
 

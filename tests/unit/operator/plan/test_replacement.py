@@ -28,7 +28,7 @@ def test_a_process_that_is_gone_is_fenced_at_once() -> None:
     world.delete_pod("job-local-1", force=True)
     world.run(2)
     calls = [c for p in world.plans for c in p.calls]
-    assert calls and all(c.method == "process-gone" and c.body["process"].startswith(uid) for c in calls)
+    assert calls and all(c.method == "process-ended" and c.body["process"].startswith(uid) for c in calls)
     assert calls[0].body["region"] == "local" and calls[0].body["ordinal"] == 1
     slot = next(s for s in world.syncer.slots if s.process.startswith(uid))
     assert slot.state == "lost", "before its heartbeat is missed"

@@ -271,7 +271,7 @@ async def test_a_new_pod_is_asked_at_once_and_no_pod_not_at_all(syncer: Syncer) 
 
 async def test_calls_say_what_they_are_told_to(syncer: Syncer) -> None:
     poller = SyncerPoller(Metrics(), 4, 3.0, lambda key: None)
-    gone = Call("process-gone", {"region": "local", "ordinal": 1, "process": "", "reason": "pod deleted"})
+    gone = Call("process-ended", {"region": "local", "ordinal": 1, "process": "", "reason": "pod deleted"})
     end = Call("announce", {"phase": "suspended", "message": "x"})
     assert await poller.call(JOB, "127.0.0.1", KEY, [gone, end]) == 2
     assert syncer.calls == [(gone.method, gone.body), (end.method, end.body)]
@@ -282,11 +282,11 @@ async def test_of_many_calls_that_nobody_answers_only_the_first_is_waited_for(sy
     syncer.delay = 30.0
     metrics = Metrics()
     poller = SyncerPoller(metrics, 4, 0.3, lambda key: None)
-    calls = [Call("process-gone", {"region": "local", "ordinal": i}) for i in range(20)]
+    calls = [Call("process-ended", {"region": "local", "ordinal": i}) for i in range(20)]
     began = time.monotonic()
     assert await poller.call(JOB, "127.0.0.1", KEY, calls) == 0
     assert time.monotonic() - began < 4
-    assert outcome(metrics, "process-gone", "unreachable") == 1
+    assert outcome(metrics, "process-ended", "unreachable") == 1
     await poller.close()
 
 

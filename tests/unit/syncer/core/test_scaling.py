@@ -136,7 +136,7 @@ def test_down_who_stays_keeps_his_slot_and_who_leaves_may_finish() -> None:
     # Nobody is seated there any more: whoever comes from a place that there is no more stands by.
     assert job.join("a", 1, "fresh") is None
     assert job.core.status(job.now)["standby"] == 1
-    # A container that is started again in such a pod: the one before it is gone, and its work with it.
+    # A container that is started again in such a pod: the one before it has ended, and its work with it.
     assert job.join("a", 2, "again") is None
     assert job.core.slots[2].state is SlotState.DRAINED
     assert job.trained == 1500
@@ -240,14 +240,14 @@ def test_an_idle_learner_takes_nothing_and_hears_the_phase() -> None:
     job.core.handle(ev.ConnectionLost(99), job.now)
 
 
-def test_a_process_is_gone_only_where_it_is() -> None:
+def test_a_process_ends_only_where_it_is() -> None:
     job = Job({"a": 2})
     assert job.join("a", 2, "cc") is None  # stands by
     before = job.core.status(job.now)
     for region, ordinal, process in (("a", 0, "dd"), ("a", 1, "a0"), ("b", 0, "a0"), ("a", 7, ""), ("a", 1, "cc")):
         job.core.handle(ev.ProcessEnded(region, ordinal, process, "deleted"), job.now)
     assert job.core.status(job.now) == before
-    # A standby that is gone must not be given a slot.
+    # A standby that has ended must not be given a slot.
     actions = job.core.handle(ev.ProcessEnded("a", 2, "cc", "deleted"), job.now)
     assert [(a.connection, a.fatal) for a in actions if isinstance(a, ev.Refuse)] == [(job.connections["cc"], False)]
     assert job.core.status(job.now)["standby"] == 0
