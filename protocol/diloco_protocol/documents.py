@@ -52,7 +52,7 @@ class SlotLink(Document):
     round_trip_seconds: Number = Field(description="the shortest of the learner's last echoes")
     needs_up_bytes_per_second: Number = Field(description="what the job needs of it at its pace")
     needs_down_bytes_per_second: Number = Field(description="likewise")
-    thin: bool = Field(description="too slow for the job")
+    too_slow: bool = Field(description="too slow for the job")
     message: str = Field(description="why, with numbers")
 
 

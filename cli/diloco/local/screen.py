@@ -183,7 +183,7 @@ def picture(view: RunView, events: list[Text]) -> RenderableType:
     foot.add_row(Text("rounds", style="dim"), rounds or "none open")
     if links := links_text(status):
         foot.add_row(Text("links", style="dim"), links)
-    for who, message in thin_links(status):
+    for who, message in slow_links(status):
         foot.add_row("", Text(f"{who}: {message}", style="yellow"))
     return Group(head, "", table, "", foot, "", *events)
 
@@ -192,7 +192,7 @@ def slot_note(slot: dict[str, Any]) -> str:
     """What is the matter with a slot, in a word."""
     if slot.get("starved"):
         return "starved"
-    return "thin link" if (slot.get("link") or {}).get("thin") else ""
+    return "slow link" if (slot.get("link") or {}).get("too_slow") else ""
 
 
 def links_text(status: dict[str, Any]) -> str:
@@ -207,12 +207,12 @@ def links_text(status: dict[str, Any]) -> str:
     return f"slowest measured: {', '.join(parts)}" if parts else ""
 
 
-def thin_links(status: dict[str, Any]) -> list[tuple[str, str]]:
-    """Who has a link thinner than the job needs, and what that means."""
+def slow_links(status: dict[str, Any]) -> list[tuple[str, str]]:
+    """Who has a link slower than the job needs, and what that means."""
     return [
         (f"{slot.get('region')}-{slot.get('ordinal')}", str(slot["link"].get("message")))
         for slot in status.get("slots") or []
-        if slot.get("link") and slot["link"].get("thin")
+        if slot.get("link") and slot["link"].get("too_slow")
     ]
 
 

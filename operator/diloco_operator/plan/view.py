@@ -315,7 +315,7 @@ def _link(row: Any) -> SlotLink | None:
         needs_up=_figure(row.get("needs_up_bytes_per_second")),
         needs_down=_figure(row.get("needs_down_bytes_per_second")),
         round_trip=_figure(row.get("round_trip_seconds")),
-        too_slow=bool(row.get("thin")),
+        too_slow=bool(row.get("too_slow")),
     )
 
 

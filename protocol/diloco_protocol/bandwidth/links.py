@@ -1,9 +1,9 @@
-"""What a job's links carry, what they need, and whether a link that was measured is thin.
+"""What a job's links carry, what they need, and whether a link that was measured is too slow.
 
 Theory of operation. ``Traffic`` counts bytes as they are sent: values by the codec, each
 push's header and report, announcements, receipts. ``needs`` divides them by the seconds that
 ``bandwidth`` allows. What links really do is measured by the transfers that happen anyway
-(``meter``). A link is *thin* when what is measured is below what the job's own pace needs (``judge``).
+(``meter``). A link is *too slow* when what is measured is below what the job's own pace needs (``judge``).
 Nothing breaks then: pushes take longer, so rounds stay open longer, fewer are opened, and
 merges become rarer.
 
@@ -193,11 +193,11 @@ class Measured:
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """``up`` and ``down``: bytes per second of payload that the job's pace needs; None: not known.
-    ``thin``: what was measured is below. ``message``: for people, with numbers; empty where all is well."""
+    ``too_slow``: what was measured is below. ``message``: for people, with numbers; empty where all is well."""
 
     up: float | None = None
     down: float | None = None
-    thin: bool = False
+    too_slow: bool = False
     message: str = ""
 
 
@@ -221,7 +221,7 @@ def judge(carried: Traffic, sync: SyncSpec, fragments: int, step_seconds: float,
     down = carried.down / measured.down if measured.down else 0.0
     each = of_turn.period * step_seconds / wanted
     left = of_turn.window(wanted) - of_turn.between_seconds
-    far = of_turn.between_seconds > up + down  # the way is long rather than thin
+    far = of_turn.between_seconds > up + down  # the way is long rather than slow
     if up + down < NOISE_SECONDS or (max(up, down) <= each and (up + down <= left or far)):
         return verdict
     share = of_turn.period * step_seconds / max(up, down, 1e-9)
@@ -237,7 +237,7 @@ def judge(carried: Traffic, sync: SyncSpec, fragments: int, step_seconds: float,
         verdict.up,
         verdict.down,
         True,
-        f"the link is thinner than the job needs: measured {', '.join(parts)}{distance}; a merge's exchange "
+        f"the link is slower than the job needs: measured {', '.join(parts)}{distance}; a merge's exchange "
         f"({size_text(carried.up)} up, {size_text(carried.down)} down) takes {seconds_text(up + down)}, and "
         f"needs up {rate_text(verdict.up)}, down {rate_text(verdict.down)} at {seconds_text(step_seconds)} a "
         f"step; {effect}. Cure: a smaller sync.compression, a larger "

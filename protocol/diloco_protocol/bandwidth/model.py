@@ -5,7 +5,7 @@ Theory of operation
 An inner step takes T seconds. Every s = H/P steps one fragment's exchange begins at the
 end of a step, and it is to be over τ steps later. c is the *utilisation* that is asked
 for: compute over compute and waiting, of a learner that waits where an exchange is late.
-(Learners of this project do not wait there: on a link too thin for c their merges become
+(Learners of this project do not wait there: on a link too slow for c their merges become
 rarer instead, in the same proportion.) Both models answer one question, how many seconds
 an exchange may take; bandwidth is its bytes over that.
 

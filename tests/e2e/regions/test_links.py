@@ -1,4 +1,4 @@
-"""5. Links as thin as `diloco plan` says that they may be, and thinner."""
+"""5. Links as slow as `diloco plan` says that they may be, and slower."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def needed(world: World, job: Job, step_seconds: float) -> float:
     return float(json.loads(run(PROGRAM, *words))["queued"]["link"]["same"])
 
 
-def test_thin_links(world: World, run_job: RunJob) -> None:
+def test_slow_links(world: World, run_job: RunJob) -> None:
     job = run_job(
-        "thin",
+        "slow",
         {EU: 1, US: 1},
         learners={"podTemplate": pod_template("learner", "700m")},
         sync={
@@ -99,7 +99,7 @@ def test_thin_links(world: World, run_job: RunJob) -> None:
             print(found[factor].row(f"{factor} x need, {rate}", free))
             told = {row["region"]: row["link"] for row in job.training()["slots"]}
             print({region: link["message"] or "no complaint" for region, link in told.items()})
-        assert all(link["thin"] and "merges" in link["message"] for link in told.values())
+        assert all(link["too_slow"] and "merges" in link["message"] for link in told.values())
         job.wait_condition("LinksTooSlow", timeout=60)
     finally:
         for name in (EU, US):

@@ -1,4 +1,4 @@
-"""A link that is thinner than its job needs: measured by what it carries, told in status, metrics and
+"""A link that is slower than its job needs: measured by what it carries, told in status, metrics and
 the picture, and slower merges are all that comes of it."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from diloco_worker import Learner
 JOB = """
 apiVersion: diloco.io/v1alpha1
 kind: DiLoCoJob
-metadata: {name: thin}
+metadata: {name: slow}
 spec:
   training: {model: null, data: null, stop: {steps: 100000}, evaluation: null}
   sync:
@@ -135,12 +135,12 @@ def learner(service: SyncerProcess, region: str, address: str) -> subprocess.Pop
         return subprocess.Popen([sys.executable, __file__], env=environ, stdout=log, stderr=log)
 
 
-def test_a_thin_link_is_measured_and_told(service: SyncerProcess) -> None:
+def test_a_slow_link_is_measured_and_told(service: SyncerProcess) -> None:
     sizes = [SIDE * SIDE // 4] * 4
     carried = links.traffic(sizes, "int4", "bfloat16", 2)
     rate = 0.5 * carried.down / STEP_SECONDS  # bytes per second: half of what broadcasts need
-    thin = Link(service.addresses["sync"], rate)
-    learners = [learner(service, "near", service.addresses["sync"]), learner(service, "far", f"127.0.0.1:{thin.port}")]
+    slow = Link(service.addresses["sync"], rate)
+    learners = [learner(service, "near", service.addresses["sync"]), learner(service, "far", f"127.0.0.1:{slow.port}")]
     try:
 
         def rows() -> list[dict[str, Any]]:
@@ -155,21 +155,21 @@ def test_a_thin_link_is_measured_and_told(service: SyncerProcess) -> None:
             )
 
         wait_for(judged, 30, lambda: json.dumps(rows(), indent=1))
-        wait_for(lambda: rows()[1]["link"]["thin"], 30, lambda: json.dumps(rows(), indent=1))
+        wait_for(lambda: rows()[1]["link"]["too_slow"], 30, lambda: json.dumps(rows(), indent=1))
         near, far = (row["link"] for row in rows())
-        assert not near["thin"] and near["message"] == ""
+        assert not near["too_slow"] and near["message"] == ""
         assert near["down_bytes_per_second"] > 4 * rate
         assert far["down_bytes_per_second"] == pytest.approx(rate, rel=0.3)
         assert 0.4 * rate < far["up_bytes_per_second"] < 3 * rate  # buffers on the way have the rest
         assert 2 * DELAY <= far["round_trip_seconds"] < 1.0
         assert near["round_trip_seconds"] < far["round_trip_seconds"]
         assert far["needs_down_bytes_per_second"] > 1.2 * far["down_bytes_per_second"]
-        assert "thinner than the job needs" in far["message"]
+        assert "slower than the job needs" in far["message"]
         metrics = service.get("/metrics").decode()
-        assert 'diloco_slot_link_thin{job="thin",region="far",slot=' in metrics
-        assert 'diloco_slot_link_down_bytes_per_second{job="thin",region="near",slot=' in metrics
+        assert 'diloco_slot_link_too_slow{job="slow",region="far",slot=' in metrics
+        assert 'diloco_slot_link_down_bytes_per_second{job="slow",region="near",slot=' in metrics
         shown = view_text(service.status())
-        assert "thin link" in shown and "thinner than the job needs" in shown
+        assert "slow link" in shown and "slower than the job needs" in shown
         # Merges are rarer, as told, and that is all: both train on at their pace, and are merged.
         before, begun = service.status(), rows()
         wait_for(lambda: rows()[1]["merged_pushes"] >= begun[1]["merged_pushes"] + 12, 30, service.text)
@@ -183,7 +183,7 @@ def test_a_thin_link_is_measured_and_told(service: SyncerProcess) -> None:
         for one in learners:
             one.kill()
             one.wait(10)
-        thin.close()
+        slow.close()
 
 
 def view_text(status: dict[str, Any]) -> str:
@@ -191,7 +191,7 @@ def view_text(status: dict[str, Any]) -> str:
 
     console = Console(width=200)
     with console.capture() as captured:
-        console.print(picture(RunView("thin", None, status, {}, serving=True), []))
+        console.print(picture(RunView("slow", None, status, {}, serving=True), []))
     return captured.get()
 
 

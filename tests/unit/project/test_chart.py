@@ -174,7 +174,7 @@ def status_document() -> dict[str, Any]:
             "round_trip_seconds": 1.0,
             "needs_up_bytes_per_second": 1.0,
             "needs_down_bytes_per_second": 1.0,
-            "thin": False,
+            "too_slow": False,
             "message": "",
         },
     }

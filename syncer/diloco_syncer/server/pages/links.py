@@ -75,7 +75,7 @@ def with_links(
             "round_trip_seconds": known.round_trip,
             "needs_up_bytes_per_second": judged.up,
             "needs_down_bytes_per_second": judged.down,
-            "thin": judged.thin,
+            "too_slow": judged.too_slow,
             "message": judged.message,
         }
     return rows

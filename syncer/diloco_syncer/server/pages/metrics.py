@@ -166,7 +166,7 @@ class StatusCollector(Collector):
             "link_round_trip_seconds": "The link's round trip, the shortest of the last",
             "link_needs_up_bytes_per_second": "What the job's pace needs up",
             "link_needs_down_bytes_per_second": "What the job's pace needs down",
-            "link_thin": "1 for a link that is thinner than the job's pace needs",
+            "link_too_slow": "1 for a link that is slower than the job's pace needs",
         }
         for name, text in columns.items():
             family = GaugeMetricFamily(f"diloco_slot_{name}", text, labels=["job", "slot", "region"])

@@ -11,16 +11,16 @@ from diloco_operator.plan.conditions.hub_conditions import RECENT_SECONDS, TOO_S
 from diloco_protocol.vocabulary import LABEL_ROLE
 from operator_world import SPREAD, World, job_object
 
-THIN = {
+SLOW = {
     "up_bytes_per_second": 1.2345e6,
     "down_bytes_per_second": 2e6,
     "round_trip_seconds": 0.0812,
     "needs_up_bytes_per_second": 1.25e7,
     "needs_down_bytes_per_second": 2.5e7,
-    "thin": True,
-    "message": "thin",
+    "too_slow": True,
+    "message": "slow",
 }
-WIDE = {**THIN, "up_bytes_per_second": 1e9, "down_bytes_per_second": 1e9, "thin": False, "message": ""}
+FAST = {**SLOW, "up_bytes_per_second": 1e9, "down_bytes_per_second": 1e9, "too_slow": False, "message": ""}
 
 
 class Hub(World):
@@ -46,9 +46,9 @@ def served(**spec: Any) -> Hub:
 # ------------------------------------------------------------------ links
 
 
-def test_a_link_that_stays_thin_is_told_once_with_numbers_that_stand() -> None:
+def test_a_link_that_stays_slow_is_told_once_with_numbers_that_stand() -> None:
     world = served()
-    world.links = {"near": WIDE, "away": THIN}
+    world.links = {"near": FAST, "away": SLOW}
     world.run(TOO_SLOW_SECONDS / 2)
     assert world.truth("LinksTooSlow") == "False"
     world.run(TOO_SLOW_SECONDS)
@@ -63,7 +63,7 @@ def test_a_link_that_stays_thin_is_told_once_with_numbers_that_stand() -> None:
     ):
         assert part in found["message"], found["message"]
     assert "near" not in found["message"] and world.told("LinksTooSlow") == 1
-    world.links["away"] = {**THIN, "up_bytes_per_second": 1.9e6}
+    world.links["away"] = {**SLOW, "up_bytes_per_second": 1.9e6}
     world.run(60)
     assert world.condition("LinksTooSlow")["message"] == found["message"]
     assert world.truth("Ready") == "True"
@@ -71,28 +71,28 @@ def test_a_link_that_stays_thin_is_told_once_with_numbers_that_stand() -> None:
 
 def test_a_link_near_its_need_does_not_flap() -> None:
     world = served()
-    world.links = {"away": THIN}
+    world.links = {"away": SLOW}
     world.until(lambda w: w.truth("LinksTooSlow") == "True", 200)
     for _ in range(5):
-        world.links = {"away": WIDE}
+        world.links = {"away": FAST}
         world.run(WELL_SECONDS / 2)
-        world.links = {"away": THIN}
+        world.links = {"away": SLOW}
         world.run(30)
     assert world.truth("LinksTooSlow") == "True" and world.told("LinksTooSlow") == 1
-    world.links = {"away": WIDE}
+    world.links = {"away": FAST}
     world.run(WELL_SECONDS + 60)
     assert world.truth("LinksTooSlow") == "False" and world.told("LinksTooSlowOver") == 1
     for _ in range(5):
-        world.links = {"away": THIN}
+        world.links = {"away": SLOW}
         world.run(TOO_SLOW_SECONDS / 2)
-        world.links = {"away": WIDE}
+        world.links = {"away": FAST}
         world.run(20)
     assert world.truth("LinksTooSlow") == "False" and world.told("LinksTooSlow") == 1
 
 
-def test_a_job_that_is_suspended_has_no_thin_links_and_tells_of_none() -> None:
+def test_a_job_that_is_suspended_has_no_slow_links_and_tells_of_none() -> None:
     world = served()
-    world.links = {"away": THIN}
+    world.links = {"away": SLOW}
     world.refused = [refusal(0, "seed")]
     world.until(lambda w: w.truth("LinksTooSlow") == "True", 200)
     world.edit(suspend=True)
@@ -104,21 +104,21 @@ def test_a_job_that_is_suspended_has_no_thin_links_and_tells_of_none() -> None:
     assert world.told("LinksTooSlow") == 2 and world.told("SpecDrift") == 2
 
 
-def test_another_region_that_is_thin_too_is_added() -> None:
+def test_another_region_that_is_slow_too_is_added() -> None:
     world = served()
-    world.links = {"away": THIN}
+    world.links = {"away": SLOW}
     world.until(lambda w: w.truth("LinksTooSlow") == "True", 200)
-    world.links = {"away": THIN, "near": THIN}
+    world.links = {"away": SLOW, "near": SLOW}
     world.run(TOO_SLOW_SECONDS + 60)
     message = world.condition("LinksTooSlow")["message"]
     assert "Region away " in message and "Region near " in message and world.told("LinksTooSlow") == 1
 
 
-def test_two_links_that_are_thin_in_turn_are_both_told_once() -> None:
+def test_two_links_that_are_slow_in_turn_are_both_told_once() -> None:
     world = served()
     told: list[str] = []
     for turn in range(40):
-        world.links = {"away": THIN, "near": WIDE} if turn % 2 else {"away": WIDE, "near": THIN}
+        world.links = {"away": SLOW, "near": FAST} if turn % 2 else {"away": FAST, "near": SLOW}
         world.run(60)
         if world.truth("LinksTooSlow") == "True":
             told.append(str(world.condition("LinksTooSlow")["message"]))
@@ -131,16 +131,16 @@ def test_two_links_that_are_thin_in_turn_are_both_told_once() -> None:
 def test_a_region_whose_name_begins_another_is_its_own() -> None:
     regions = [{"name": n, "cluster": "hub", "learners": 1} for n in ("eu-1", "eu")]
     world = served(regions=regions)
-    world.links = {"eu-1": THIN}
+    world.links = {"eu-1": SLOW}
     world.until(lambda w: w.truth("LinksTooSlow") == "True", 200)
-    world.links = {"eu-1": THIN, "eu": THIN}
+    world.links = {"eu-1": SLOW, "eu": SLOW}
     world.run(TOO_SLOW_SECONDS + 60)
     assert "Region eu (learner 0)" in world.condition("LinksTooSlow")["message"]
 
 
 def test_what_was_known_of_links_stands_while_the_syncer_is_silent_and_for_a_new_operator() -> None:
     world = served()
-    world.links = {"away": THIN}
+    world.links = {"away": SLOW}
     world.until(lambda w: w.truth("LinksTooSlow") == "True", 200)
     found = world.condition("LinksTooSlow")
     world.syncer_silent = True
@@ -153,21 +153,22 @@ def test_what_was_known_of_links_stands_while_the_syncer_is_silent_and_for_a_new
 
 
 @pytest.mark.parametrize(
-    "link", [None, {}, "thin", {"thin": True}, {**THIN, "up_bytes_per_second": None, "needs_up_bytes_per_second": "x"}]
+    "link",
+    [None, {}, "slow", {"too_slow": True}, {**SLOW, "up_bytes_per_second": None, "needs_up_bytes_per_second": "x"}],
 )
 def test_links_of_which_little_is_known(link: Any) -> None:
     world = served()
     world.links = {"away": link}
     world.run(TOO_SLOW_SECONDS + 60)
-    thin = isinstance(link, dict) and bool(link.get("thin"))
-    assert world.truth("LinksTooSlow") == ("True" if thin else "False")
+    slow = isinstance(link, dict) and bool(link.get("too_slow"))
+    assert world.truth("LinksTooSlow") == ("True" if slow else "False")
 
 
 def test_many_regions_fit_into_the_message() -> None:
     clusters = ["hub"] + ["far"] * 63
     regions = [{"name": f"region-{i:02}", "cluster": c, "learners": 1} for i, c in enumerate(clusters)]
     world = served(regions=regions)
-    world.links = {row["name"]: THIN for row in regions}
+    world.links = {row["name"]: SLOW for row in regions}
     world.run(TOO_SLOW_SECONDS + 60)
     message = world.condition("LinksTooSlow")["message"]
     assert len(message) < 4000 and "Region region-63 too." in message and message.endswith("needed.")

@@ -183,15 +183,15 @@ def verdict(rate: float, round_trip: float = 0.02, step: float = 1.0) -> links.V
     return links.judge(carried, SyncSpec(), 24, step, Measured(rate * needed, rate * needed, round_trip))
 
 
-def test_a_link_is_thin_below_what_the_job_needs() -> None:
-    assert not verdict(1.2).thin and verdict(1.2).message == ""
-    thin = verdict(0.5)
-    assert thin.thin and "about 48% of their pace" in thin.message
-    assert "measured up" in thin.message and "needs up" in thin.message and "sync.compression" in thin.message
-    # The same link is thick where steps take longer, and thin where they are shorter.
+def test_a_link_is_slow_below_what_the_job_needs() -> None:
+    assert not verdict(1.2).too_slow and verdict(1.2).message == ""
+    slow = verdict(0.5)
+    assert slow.too_slow and "about 48% of their pace" in slow.message
+    assert "measured up" in slow.message and "needs up" in slow.message and "sync.compression" in slow.message
+    # The same link is fast enough where steps take longer, and too slow where they are shorter.
     carried = links.traffic(links.even_sizes(10**8, 24), "int4", "bfloat16", 4)
     measured = Measured(10e6, 10e6, 0.0)
-    judged = {step: links.judge(carried, SyncSpec(), 24, step, measured).thin for step in (0.1, 0.5, 2.0, 10.0)}
+    judged = {step: links.judge(carried, SyncSpec(), 24, step, measured).too_slow for step in (0.1, 0.5, 2.0, 10.0)}
     assert judged == {0.1: True, 0.5: True, 2.0: False, 10.0: False}
 
 
@@ -200,27 +200,27 @@ def test_an_exchange_longer_than_its_overlap_comes_late() -> None:
     sync = SyncSpec(fragments=12, every=24)
     carried = links.traffic(links.even_sizes(10**8, 12), "int4", "bfloat16", 4)
     late = links.judge(carried, sync, 12, 1.0, Measured(carried.up / 0.5, carried.down / 1.9))
-    assert late.thin and "longer than the 2 steps that it overlaps: merges come late" in late.message
-    assert not links.judge(carried, sync, 12, 1.0, Measured(carried.up / 0.5, carried.down / 1.5)).thin
+    assert late.too_slow and "longer than the 2 steps that it overlaps: merges come late" in late.message
+    assert not links.judge(carried, sync, 12, 1.0, Measured(carried.up / 0.5, carried.down / 1.5)).too_slow
 
 
-def test_a_busy_machine_is_not_called_a_thin_link() -> None:
+def test_a_busy_machine_is_not_called_a_slow_link() -> None:
     """Steps of 10 ms on a loaded machine: an exchange of 40 ms waits for processors."""
     carried = links.traffic(links.even_sizes(200_000, 4), "int4", "bfloat16", 2)
     sync = SyncSpec(fragments=4, every=4)
-    assert not links.judge(carried, sync, 4, 0.01, Measured(carried.up / 0.01, carried.down / 0.03)).thin
-    assert links.judge(carried, sync, 4, 0.01, Measured(carried.up / 0.02, carried.down / 0.06)).thin
+    assert not links.judge(carried, sync, 4, 0.01, Measured(carried.up / 0.01, carried.down / 0.03)).too_slow
+    assert links.judge(carried, sync, 4, 0.01, Measured(carried.up / 0.02, carried.down / 0.06)).too_slow
 
 
-def test_a_far_link_is_not_called_thin() -> None:
-    assert not verdict(50.0, round_trip=2.0).thin
+def test_a_far_link_is_not_called_slow() -> None:
+    assert not verdict(50.0, round_trip=2.0).too_slow
 
 
 def test_nothing_is_judged_before_anything_is_known() -> None:
     carried = links.traffic(links.even_sizes(10**8, 24), "int4", "bfloat16", 4)
     assert links.judge(carried, SyncSpec(), 24, 0.0, Measured(1.0, 1.0)) == links.Verdict()
     unmeasured = links.judge(carried, SyncSpec(), 24, 1.0, Measured())
-    assert not unmeasured.thin and unmeasured.up is not None
+    assert not unmeasured.too_slow and unmeasured.up is not None
 
 
 def test_texts() -> None:
