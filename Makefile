@@ -127,7 +127,7 @@ lint: $(STAMP) ## Check style, types, import rules, structure, and whether gener
 	$(BIN)/python tools/structure.py --check
 	$(BIN)/python tools/check_proto.py
 	$(BIN)/python -m diloco_protocol.spec.reference --check docs/job.md
-	$(BIN)/python -m diloco_protocol.documents --check docs/contracts.md
+	$(BIN)/python tools/contracts.py --check docs/contracts.md
 	$(BIN)/python -m diloco_operator.reference --check docs/operator.md
 	$(BIN)/python -m diloco_operator.crd.schema --check $(CRDS)
 	$(BIN)/python tools/cluster_examples.py
@@ -163,7 +163,7 @@ manifests: $(STAMP) ## Regenerate manifests/ (and the chart's copy) from the job
 .PHONY: docs
 docs: $(STAMP) ## Regenerate docs/job.md and the tables of docs/operator.md, and the chart's README from its values
 	$(BIN)/python -m diloco_protocol.spec.reference --write docs/job.md
-	$(BIN)/python -m diloco_protocol.documents --write docs/contracts.md
+	$(BIN)/python tools/contracts.py --write docs/contracts.md
 	$(BIN)/python -m diloco_operator.reference --write docs/operator.md
 	$(BIN)/python tools/chart.py readme --write
 

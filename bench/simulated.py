@@ -23,7 +23,7 @@ from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
 from diloco_syncer.runtime.event_log import EventLog
 from diloco_syncer.runtime.traffic import Traffic
-from diloco_syncer.server.pages.status import StatusPage
+from diloco_syncer.server.pages.status_page import StatusPage
 from diloco_syncer.server.tls.access import CallAuthorizer
 from diloco_worker.core.adoption import Adoption, AdoptionConfig, Broadcast, Rule
 

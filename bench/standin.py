@@ -193,7 +193,7 @@ class StandIn:
         return {
             "pods": sum(len(job.pods) for job in self._jobs.values()),
             "served": len(syncers),
-            "active": sum(s.core.status(s.clock())["quorum"]["active"] for s in syncers),
+            "active": sum(s.status_page.status().quorum.active for s in syncers),
             "merges": sum(s.core.merges for s in syncers),
             "calls": dict(self._calls),
             "story": list(self._story),

@@ -1,36 +1,58 @@
 """The JSON documents that programs show each other: the syncer's status and report, a learner's page.
 
-Each field is defined here once, with its unit and meaning; the tables of docs/contracts.md are generated from
-these models, and tests compare them with what the programs really write. A reader leaves out fields that it
-does not know. Units, where a description has none: seconds, bytes, nats per token. Null: not known.
+Each field is defined here once, with its unit and meaning. Programs write and read the documents through these
+models; the tables of docs/contracts.md are generated from them (tools/contracts.py), and tests compare them with
+what the programs really write. Units, where a description has none: seconds, bytes, nats per token. Null: not
+known.
 
-``python -m diloco_protocol.documents --write docs/contracts.md`` puts the tables between the marks of that
-page; ``--check`` exits 1 if they are not current.
+A reader leaves out fields that it does not know, for versions may differ. A document that lacks a field, or has
+another type in it, is not read at all: ``read_document`` says which field, and its reader goes on as if there
+had been no answer.
 """
 
 from __future__ import annotations
 
-import argparse
-import re
-import sys
-import types
-import typing
-from pathlib import Path
-from typing import Annotated, Any, Literal
+import math
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from diloco_protocol.common.files import write_whole
-from diloco_protocol.vocabulary import EventKind, JobPhase, SlotState
+from diloco_protocol.vocabulary import HELD_STATES, EventKind, JobPhase, SlotState
 
 Count = Annotated[int, Field(ge=0)]
-Number = float | None
+
+
+def _known(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+Number = Annotated[float | None, BeforeValidator(_known)]
+"""A number; one that is not finite is not known."""
 
 
 class Document(BaseModel):
     """Base of all documents: unknown fields are left out, numbers are finite."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False, serialize_by_alias=True)
+
+
+D = TypeVar("D", bound=Document)
+
+
+class DocumentError(ValueError):
+    """A document is not what its model says; the message names the first field that is wrong."""
+
+
+def read_document(model: type[D], content: bytes | str | dict[str, Any]) -> D:
+    """A document from JSON or its object. Whoever calls has bounded the size. Raises DocumentError."""
+    try:
+        if isinstance(content, dict):
+            return model.model_validate(content)
+        return model.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise DocumentError(f"{where}: {first['msg']}" if where else first["msg"]) from None
 
 
 class Quorum(Document):
@@ -80,6 +102,16 @@ class SlotRow(Document):
     bytes_up: Count = Field(description="payload since the job began, of all who held the slot")
     bytes_down: Count = Field(description="likewise")
     link: SlotLink | None = Field(description="null: no session")
+
+    @property
+    def held(self) -> bool:
+        """Whether a process holds the slot."""
+        return self.state in HELD_STATES
+
+    @property
+    def in_quorum(self) -> bool:
+        """Whether its learner counts for the quorum."""
+        return self.state is SlotState.ACTIVE and self.ready
 
 
 class Tokens(Document):
@@ -154,7 +186,7 @@ class StatusDocument(Document):
     merges: Count = Field(description="merges that are durable")
     goodput: Number = Field(description="compute of merged steps over all slots' wall time, 0 to 1")
     uptime: Number = Field(description="share of the job's time in which at least one learner advanced, 0 to 1")
-    eval_loss: list[tuple[int, float | None]] = Field(description="pairs of trained tokens and loss")
+    eval_loss: list[tuple[int, Number]] = Field(description="pairs of trained tokens and loss")
     hold_since_seconds: Number = Field(description="when the present hold began, on the job's clock; null: none")
     bytes_up: Count = Field(description="payload since the job began")
     bytes_down: Count = Field(description="likewise")
@@ -215,6 +247,14 @@ class VersionRange(Document):
     max: Count = Field(description="the newest fragment's")
 
 
+class LedgerRow(Document):
+    fragment: Count = Field(description="the fragment")
+    merged: Count = Field(description="tokens, in a version")
+    pending: Count = Field(description="tokens, in a learner or on their way")
+    dropped: Count = Field(description="tokens, lost for good")
+    reasons: dict[str, int] = Field(description="of the dropped tokens, by reason")
+
+
 class ReportLearner(Document):
     slot: Count = Field(description="index of the slot")
     retired: bool = Field(description="the job was scaled down below it")
@@ -234,8 +274,28 @@ class ReportSyncer(Document):
     peak_rss_bytes: Count = Field(description="the most memory that it had")
 
 
+class Span(Document):
+    from_seconds: float = Field(description="of the job's time")
+    to_seconds: float = Field(description="of the job's time")
+
+
+class RegionAbsence(Span):
+    region: str = Field(description="name of the region")
+
+
+class FaultRow(Document):
+    at_seconds: float = Field(description="of the job's time")
+    action: str = Field(description="kill, term, pause or cut")
+    target: str = Field(description="the process")
+    detected_seconds: Number = Field(description="since the fault: the syncer knew")
+    joined_seconds: Number = Field(description="likewise: a process took the slot")
+    first_step_seconds: Number = Field(description="likewise: it trained")
+    recovered_seconds: Number = Field(description="likewise: its work was merged")
+
+
 class Report(Document):
-    """The report as the syncer writes it; `diloco run` adds `message`, `faults` and its own count of restarts."""
+    """The report as the syncer writes it, without ``faults``. A field with a default may be left out: the job's
+    status has the report without its lists."""
 
     schema_: Count = Field(alias="schema", description="format of this document")
     outcome: Literal["complete", "failed", "interrupted"] = Field(
@@ -243,118 +303,29 @@ class Report(Document):
     )
     seed: Count = Field(description="spec.seed")
     spec_digest: str = Field(description="SHA-256 of the spec, hex")
-    layout_digest: str | None = Field(description="SHA-256 of the layout, hex; empty: version 0 does not exist")
-    wall_seconds: Number = Field(description="of the job; with `diloco run` of this run")
+    layout_digest: str | None = Field(None, description="SHA-256 of the layout, hex; empty: version 0 does not exist")
+    wall_seconds: Number = Field(None, description="of the job; with `diloco run` of this run")
     steps: Count = Field(description="the greatest slot step")
     merges: Count = Field(description="merges that are durable")
     versions: VersionRange = Field(description="of the fragments")
     tokens: Tokens = Field(description="what became of the tokens")
-    ledger: list[dict[str, Any]] | None = Field(
-        description="the same per slot and fragment, with reasons of what was dropped"
-    )
-    goodput: Number = Field(description="compute of merged steps over all slots' wall time, 0 to 1")
-    uptime: Number = Field(description="share of the job's time in which at least one learner advanced, 0 to 1")
-    initial_loss: Number = Field(description="of version 0")
-    final_loss: Number = Field(description="of the merged model at the end")
-    eval_loss: list[tuple[int, float | None]] = Field(description="pairs of trained tokens and loss")
+    ledger: list[LedgerRow] | None = Field(None, description="the same per fragment, with reasons")
+    goodput: Number = Field(None, description="compute of merged steps over all slots' wall time, 0 to 1")
+    uptime: Number = Field(None, description="share of the job's time in which at least one learner advanced, 0 to 1")
+    initial_loss: Number = Field(None, description="of version 0")
+    final_loss: Number = Field(None, description="of the merged model at the end")
+    eval_loss: list[tuple[int, Number]] = Field([], description="pairs of trained tokens and loss")
     bytes_up: Count = Field(description="payload")
     bytes_down: Count = Field(description="payload")
-    regions: list[RegionRow] | None = Field(description="what the regions' links have carried")
-    learners: list[ReportLearner] | None = Field(description="each slot")
-    faults: list[dict[str, Any]] = Field(description="injected by `--chaos`, and when each was over")
-    holds: list[dict[str, Number]] | None = Field(
-        description="`from_seconds`, `to_seconds` of the job's time in which it held"
-    )
-    regions_lost: list[dict[str, Any]] | None = Field(
-        description="`region`, and `from_seconds`, `to_seconds` of the job's time"
-    )
+    regions: list[RegionRow] | None = Field(None, description="what the regions' links have carried")
+    learners: list[ReportLearner] | None = Field(None, description="each slot")
+    faults: list[FaultRow] = Field([], description="injected by `--chaos`, and when each was over")
+    holds: list[Span] | None = Field(None, description="when it held")
+    regions_lost: list[RegionAbsence] | None = Field(None, description="when no learner of a region was heard")
     syncer: ReportSyncer = Field(description="the syncer")
 
 
-DOCUMENTS: dict[str, type[Document]] = {"status": StatusDocument, "learner": LearnerPage, "report": Report}
+class RunReport(Report):
+    """The report of `diloco run`: with ``faults``, and its own ``wall_seconds`` and count of restarts."""
 
-
-def table(model: type[Document]) -> str:
-    """The Markdown table of a document's fields, those of inner objects under their paths."""
-    return "\n".join(["| field | type | |", "|---|---|---|", *_rows(model, "")])
-
-
-def _rows(model: type[Document], path: str) -> list[str]:
-    rows = []
-    for name, field in model.model_fields.items():
-        where, inner = path + (field.alias or name), _model_of(field.annotation)
-        many = "list" in str(field.annotation) and inner is not None
-        rows.append(f"| `{where}{'[]' if many else ''}` | {_type_words(field.annotation)} | {field.description} |")
-        if inner is not None:
-            rows += _rows(inner, f"{where}{'[]' if many else ''}.")
-    return rows
-
-
-def _parts(annotation: Any) -> tuple[Any, ...]:
-    """The annotation's alternatives, without bounds."""
-    if typing.get_origin(annotation) is Annotated:
-        return _parts(typing.get_args(annotation)[0])
-    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
-        return tuple(part for one in typing.get_args(annotation) for part in _parts(one))
-    return (annotation,)
-
-
-def _model_of(annotation: Any) -> type[Document] | None:
-    """The model inside: itself, or of a list's items, or the one that may be null."""
-    for part in _parts(annotation):
-        if isinstance(part, type) and issubclass(part, Document):
-            return part
-        if typing.get_origin(part) is list:
-            return _model_of(typing.get_args(part)[0])
-    return None
-
-
-def _type_words(annotation: Any) -> str:
-    """The type as a reader of JSON knows it."""
-    words = []
-    for part in _parts(annotation):
-        origin, inside = typing.get_origin(part), typing.get_args(part)
-        if origin is list:
-            words.append("list" if _model_of(part) else f"list of {_type_words(inside[0])}s")
-        elif origin is Literal:
-            words.append(", ".join(f"`{one}`" for one in inside))
-        elif origin in (dict, tuple) or (isinstance(part, type) and issubclass(part, Document)):
-            words.append("pair" if origin is tuple else "object")
-        else:
-            names = {str: "text", int: "whole number", float: "number", bool: "true or false", type(None): "null"}
-            words.append(names.get(part) or f"text (`{part.__name__}`)")
-    return " or ".join(words)
-
-
-def filled(text: str) -> str:
-    """The page with the tables of today between its marks. Raises ValueError if it lacks one."""
-    for name, model in DOCUMENTS.items():
-        begin, end = f"<!-- {name}: generated -->", f"<!-- {name}: end -->"
-        pattern = re.compile(f"{begin}\n.*?{end}", re.S)
-        if not pattern.search(text):
-            raise ValueError(f"the page lacks the marks of {name}")
-        content = f"{begin}\n{table(model)}\n{end}"
-        text = pattern.sub(lambda _, content=content: content, text)  # type: ignore[misc]
-    return text
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Write or check the tables of a page; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m diloco_protocol.documents")
-    group = parser.add_mutually_exclusive_group(required=True)
-    group.add_argument("--write", type=Path, metavar="FILE", help="put the tables between the page's marks")
-    group.add_argument("--check", type=Path, metavar="FILE", help="exit 1 if they are not current")
-    chosen = parser.parse_args(arguments)
-    page: Path = chosen.write or chosen.check
-    before = page.read_text(encoding="utf-8")
-    after = filled(before)
-    if chosen.write:
-        write_whole(page, after.encode())
-    elif after != before:
-        print(f"{page} is not current: run make docs")
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    message: str = Field("", description="with `diloco run`: why it ended so")

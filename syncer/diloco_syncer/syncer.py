@@ -8,13 +8,12 @@ core's actions is listed in ``_register``.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
+from diloco_protocol.documents import Report
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, SyncerExit
 from diloco_syncer.core import events as ev
@@ -32,7 +31,7 @@ from diloco_syncer.runtime.pushes import ReceivedPushes
 from diloco_syncer.runtime.traffic import Traffic
 from diloco_syncer.runtime.version_recovery import VersionUploads
 from diloco_syncer.server.downloads import Downloads
-from diloco_syncer.server.pages.status import StatusPage
+from diloco_syncer.server.pages.status_page import StatusPage
 from diloco_syncer.server.sessions import Sessions
 from diloco_syncer.server.tls.access import CallAuthorizer
 from diloco_syncer.server.tls.listener import TlsListener
@@ -77,7 +76,7 @@ class Syncer:
         self._checkpoints = checkpoints
         self._stay = stay
         self._report_fetched = False
-        self._final_report: dict[str, Any] | None = None  # once the job has ended
+        self._final_report: Report | None = None  # once the job has ended
         self._refused = Counter[str](runtime.get("refused"))  # uploads, by reason
         self.driver = Driver(core, loop)
         emit = self.driver.handle
@@ -236,11 +235,11 @@ class Syncer:
         ``again``: the job had ended before this process began; its report stays if it was written.
         """
         document = self.status_page.report()
-        earlier = await asyncio.to_thread(self._checkpoints.read_report, document["outcome"]) if again else None
+        earlier = await asyncio.to_thread(self._checkpoints.read_report, document.outcome) if again else None
         self._final_report = earlier or document
         if earlier is None:
             await self.durability.checkpoint()
-            await self.durability.write_report(json.dumps(document, indent=1).encode())
+            await self.durability.write_report(document.model_dump_json(indent=1).encode())
         if self._stay:
             log.info("the job is %s; status, report and export are served on", phase.value)
             return
@@ -252,13 +251,13 @@ class Syncer:
         outcome = SyncerExit.FAILED if phase is JobPhase.FAILED else SyncerExit.OK
         self.driver.stop(outcome, f"{phase.value}: {self.core.phase_message}")
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Report:
         """The report as it stands; of a job that has ended, the one that the store has of its end."""
         if self._final_report is not None and self.core.phase in ENDED_PHASES:
             return self._final_report
         return self.status_page.report()
 
-    def fetch_report(self) -> dict[str, Any]:
+    def fetch_report(self) -> Report:
         """The report, for the caller for whom an ended syncer waits."""
         document = self.report()
         self._report_fetched = True

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from diloco_protocol.common.http_server import METRICS_TYPE, AddressError, ThreadedPages, json_page, text_page
+from diloco_protocol.documents import LearnerLink, LearnerPage, LearnerRefusal
 from diloco_protocol.vocabulary import JobPhase
 from diloco_worker.core.connection_status import ConnectionStatus
 from diloco_worker.settings import ConfigurationError, WorkerSettings
@@ -91,39 +92,39 @@ class StatusPort:
         _open.pop(self._address, None)
         self._pages.stop()
 
-    def document(self) -> dict[str, Any]:
-        """The status document."""
+    def document(self) -> LearnerPage:
+        """The page's content."""
         settings, connection, figures = self._settings, self._connection(), self._figures()
         refused, message = connection.refused, connection.message
         if not connection.connected:
             message = f"no session with the syncer: {connection.reason}"
-        return {
-            "job": settings.job.metadata.name,
-            "role": settings.role,
-            "region": settings.region,
-            "ordinal": settings.ordinal,
-            "process": settings.process,
-            "phase": connection.phase,
-            "message": message,
-            "connected": connection.connected,
-            "tried": connection.tried,
-            "joined": connection.joined,
-            "standby": connection.standby,
-            "idle": self._idle,
-            "slot": connection.slot if connection.slot >= 0 else None,
-            "merges": connection.merges,
-            "step": figures.get("step"),
-            "tokens": figures.get("tokens"),
-            "loss": _finite(figures.get("loss")),
-            "epoch": connection.epoch or None,
-            "link": {
-                "up_bytes_per_second": figures.get("link_up"),
-                "down_bytes_per_second": figures.get("link_down"),
-                "round_trip_seconds": figures.get("round_trip_seconds"),
-            },
-            "refused": None if refused is None else {"reason": refused[0], "message": refused[1]},
-            "settings": None if connection.settings is None else connection.settings.document(),
-        }
+        return LearnerPage(
+            job=settings.job.metadata.name,
+            role=settings.role,
+            region=settings.region,
+            ordinal=settings.ordinal,
+            process=settings.process,
+            phase=connection.phase,
+            message=message,
+            connected=connection.connected,
+            tried=connection.tried,
+            joined=connection.joined,
+            standby=connection.standby,
+            idle=self._idle,
+            slot=connection.slot if connection.slot >= 0 else None,
+            merges=connection.merges,
+            step=figures.get("step"),
+            tokens=figures.get("tokens"),
+            loss=figures.get("loss"),
+            epoch=connection.epoch or None,
+            link=LearnerLink(
+                up_bytes_per_second=figures.get("link_up"),
+                down_bytes_per_second=figures.get("link_down"),
+                round_trip_seconds=figures.get("round_trip_seconds"),
+            ),
+            refused=None if refused is None else LearnerRefusal(reason=refused[0], message=refused[1]),
+            settings=None if connection.settings is None else connection.settings.document(),
+        )
 
     def _ready(self) -> tuple[int, bytes]:
         connection = self._connection()
@@ -146,8 +147,8 @@ class StatusPort:
         names = ["job", "role", "region", "ordinal"]
         labels = [settings.job.metadata.name, settings.role, settings.region, str(settings.ordinal)]
         for key, (kind, name, text) in _METRICS.items():
-            value = _finite(figures.get(key))
-            if value is not None:
+            value = figures.get(key)
+            if value is not None and math.isfinite(value):
                 family = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
                 made = family(f"diloco_worker_{name}", text, labels=names)
                 made.add_metric(labels, value)
@@ -182,7 +183,3 @@ class _Collector:
 
     def collect(self) -> Iterator[Any]:
         return self._port.families()
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None

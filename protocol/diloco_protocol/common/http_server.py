@@ -19,12 +19,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import json
 import logging
 import socket
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+
+from pydantic import BaseModel
 
 log = logging.getLogger(__name__)
 
@@ -61,12 +62,11 @@ class AddressError(Exception):
     """An address cannot be listened on; the message names it and the cure."""
 
 
-def json_page(document: Callable[[], object]) -> Page:
+def json_page(document: Callable[[], BaseModel]) -> Page:
     """A page that shows a JSON document."""
 
     def page() -> Answer:
-        text = json.dumps(document(), allow_nan=False)
-        return 200, "application/json", text.encode() + b"\n"
+        return 200, "application/json", document().model_dump_json().encode() + b"\n"
 
     return page
 

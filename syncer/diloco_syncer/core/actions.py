@@ -8,6 +8,7 @@ the answer is sent only when the state behind it is durable.
 
 from __future__ import annotations
 
+from diloco_protocol.vocabulary import EventKind
 from diloco_syncer.core.events import Action, RecordEvent
 from diloco_syncer.core.members.slots import Slot
 
@@ -22,7 +23,7 @@ class Actions:
         """Append to what is to be carried out."""
         self._collected += actions
 
-    def record_event(self, kind: str, slot: Slot | None, message: str, **details: object) -> None:
+    def record_event(self, kind: EventKind, slot: Slot | None, message: str, **details: object) -> None:
         """Record a transition for people; ``slot`` None: of the job as a whole."""
         index, incarnation = (-1, 0) if slot is None else (slot.index, slot.incarnation)
         self.add(RecordEvent(kind, index, incarnation, message, dict(details)))

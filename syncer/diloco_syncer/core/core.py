@@ -28,7 +28,7 @@ The parts
 ``merging/``   which pushes count (``push_checks`` lists all checks), rounds, aggregation, the ledger of tokens
 ``recovery/``  versions that the store lost and learners hold
 ``phases``     start, hold, drain, end
-``status``     the core's part of the status document and of the report
+``documents``  the status document and the report
 ``deterministic``  all that differs in deterministic mode
 
 Where to add
@@ -44,10 +44,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, assert_never
 
+from diloco_protocol.documents import Report, StatusDocument
 from diloco_protocol.vocabulary import ENDED_PHASES, EventKind, JobPhase, PushRefusal, SlotState
+from diloco_syncer.core import documents
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.actions import Actions
 from diloco_syncer.core.config import CoreConfig
+from diloco_syncer.core.documents import ShellFigures
 from diloco_syncer.core.events import Action, PushHeader
 from diloco_syncer.core.members.admission import Admission
 from diloco_syncer.core.members.reports import apply_report
@@ -61,7 +64,6 @@ from diloco_syncer.core.recovery import receipts
 from diloco_syncer.core.recovery.lost_versions import VersionRecovery
 from diloco_syncer.core.recovery.receipts import Rows
 from diloco_syncer.core.state import JobState
-from diloco_syncer.core.status import core_report, core_status
 
 
 class Core:
@@ -189,13 +191,13 @@ class Core:
 
     # ---------------------------------------------------------------- documents
 
-    def status(self, now: float) -> dict[str, Any]:
-        """The core's part of the status document."""
-        return core_status(self._state, now)
+    def status(self, now: float, shell: ShellFigures) -> StatusDocument:
+        """The status document."""
+        return documents.status_document(self._state, now, shell)
 
-    def report(self, now: float) -> dict[str, Any]:
-        """The core's part of report.json."""
-        return core_report(self._state, now)
+    def report(self, now: float, shell: ShellFigures, spec_digest: str, peak_rss_bytes: int) -> Report:
+        """report.json as it stands."""
+        return documents.report(self._state, now, shell, spec_digest, peak_rss_bytes)
 
     def state(self, now: float, wall: float = 0.0) -> dict[str, Any]:
         """The durable document (JSON). Accepted pushes that are not offers are not in it: their learners still have
@@ -223,7 +225,7 @@ class Core:
         """Take back a spooled offer that the store has; False: it was merged, or makes no sense, and may go."""
         return self._aggregator.restore_offer(header, handle, norm)
 
-    def record_event(self, kind: str, message: str) -> None:
+    def record_event(self, kind: EventKind, message: str) -> None:
         """Record an event of the job as a whole; it comes out with the next actions."""
         self._actions.record_event(kind, None, message)
 

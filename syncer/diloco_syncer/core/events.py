@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from diloco_protocol.vocabulary import JobPhase, PushRefusal
+from diloco_protocol.vocabulary import EventKind, JobPhase, PushRefusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,9 +437,7 @@ class Persist:
 class RecordEvent:
     """One transition, for log, status page and the runner's fault accounting."""
 
-    # joined first-step first-merge suspect lost process-ended dropped drained spare phase hold
-    # resume starved initialised lost-data recovered
-    kind: str
+    kind: EventKind
     slot: int
     incarnation: int
     message: str

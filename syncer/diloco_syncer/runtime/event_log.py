@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from typing import Any
 
+from diloco_protocol.documents import EventRow
 from diloco_protocol.vocabulary import EventKind
 from diloco_syncer.core import events as ev
 
@@ -21,21 +21,21 @@ class EventLog:
 
     def __init__(self, number: int = 0) -> None:
         self.number = number
-        self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS_KEPT)
+        self.events: deque[EventRow] = deque(maxlen=EVENTS_KEPT)
 
     def record(self, note: ev.RecordEvent) -> None:
         """Number a transition, keep it, and log it."""
         self.number += 1
         self.events.append(
-            {
-                "n": self.number,
-                "time": time.time(),
-                "kind": note.kind,
-                "slot": note.slot,
-                "incarnation": note.incarnation,
-                "message": note.message,
-                **({"details": note.details} if note.details else {}),
-            }
+            EventRow(
+                n=self.number,
+                time=time.time(),
+                kind=note.kind,
+                slot=note.slot,
+                incarnation=note.incarnation,
+                message=note.message,
+                details=note.details,
+            )
         )
         level = logging.WARNING if note.kind in WARNINGS else logging.INFO
         log.log(level, "%s: %s", note.kind, note.message, extra={"slot": note.slot})

@@ -23,6 +23,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from diloco_protocol.documents import RegionRow
+
 WireBytes = Callable[[], dict[str, tuple[int, int]]]  # by place, (received, sent)
 EVALUATOR = "evaluator"  # no region may have that name
 NOBODY = ""
@@ -70,26 +72,24 @@ class Traffic:
         if slot is not None:
             self._slots_down[slot] += count
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[RegionRow]:
         """One row per region of the job, then others that carried something. Bytes since the job began."""
         wire = self._wire()
         carried = {name for name in (*self._up, *self._down, *wire) if name not in self.regions}
         return [
-            {
-                "name": name,
-                "bytes_up": self._up[name],
-                "bytes_down": self._down[name],
-                "wire_bytes_up": wire.get(name, (0, 0))[0] if self._wire_bytes else None,
-                "wire_bytes_down": wire.get(name, (0, 0))[1] if self._wire_bytes else None,
-            }
+            RegionRow(
+                name=name,
+                bytes_up=self._up[name],
+                bytes_down=self._down[name],
+                wire_bytes_up=wire.get(name, (0, 0))[0] if self._wire_bytes else None,
+                wire_bytes_down=wire.get(name, (0, 0))[1] if self._wire_bytes else None,
+            )
             for name in (*self.regions, *sorted(carried))
         ]
 
-    def with_slots(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The rows, which have ``slot``, each with the payload of all learners that this slot has had."""
-        return [
-            row | {"bytes_up": self._slots_up[row["slot"]], "bytes_down": self._slots_down[row["slot"]]} for row in rows
-        ]
+    def slot_bytes(self, slot: int) -> tuple[int, int]:
+        """Payload up and down of all learners that this slot has had."""
+        return self._slots_up[slot], self._slots_down[slot]
 
     def _wire(self) -> dict[str, tuple[int, int]]:
         wire = dict(self._earlier)

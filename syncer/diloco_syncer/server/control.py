@@ -9,13 +9,14 @@ from typing import Any
 
 import grpc
 
+from diloco_protocol.documents import Report, StatusDocument
 from diloco_protocol.vocabulary import ControlMethod, JobPhase
 from diloco_protocol.wire import limits, sync_pb2
 from diloco_protocol.wire.control_auth import CallRefused, NonceCache, sign_reply, verify_call
 from diloco_protocol.wire.limits import WireError
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.core import Core
-from diloco_syncer.server.pages.status import bounded
+from diloco_syncer.server.pages.status_page import bounded
 from diloco_syncer.server.tls.access import CallAuthorizer
 
 log = logging.getLogger(__name__)
@@ -48,8 +49,8 @@ class Control:
         core: Core,
         emit: Callable[[ev.Event], None],
         checkpoint: Callable[[], Awaitable[None]],
-        status: Callable[[], dict[str, Any]],
-        report: Callable[[], dict[str, Any]],
+        status: Callable[[], StatusDocument],
+        report: Callable[[], Report],
     ) -> None:
         self._key = key
         self._core = core
@@ -78,7 +79,7 @@ class Control:
             body = json.loads(call.body or b"{}")
             if not isinstance(body, dict):
                 raise BadCall("the body must be a JSON object")
-            answer = bounded(await self._carry_out(call.method, body), limits.MAX_REPLY_BYTES - limits.MAX_HEADER_BYTES)
+            answer = await self._carry_out(call.method, body)
         except (BadCall, ValueError, RecursionError) as error:
             reply = sync_pb2.CallReply(ok=False, message=str(error)[: limits.MAX_TEXT])
         else:
@@ -86,7 +87,7 @@ class Control:
         sign_reply(self._key, call.nonce, reply)
         return reply.SerializeToString()
 
-    async def _carry_out(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def _carry_out(self, method: str, body: dict[str, Any]) -> bytes:
         if method == ControlMethod.PROCESS_ENDED:
             ordinal = body.get("ordinal")
             if type(ordinal) is not int or ordinal < 0:
@@ -94,24 +95,23 @@ class Control:
             self._emit(
                 ev.ProcessEnded(_text(body, "region"), ordinal, _text(body, "process", ""), _text(body, "reason", ""))
             )
-            return {}
+            return b"{}"
         if method == ControlMethod.CHECKPOINT:
             await self._checkpoint()
-            return {"epoch": self._core.epoch, "versions": list(self._core.versions)}
+            return json.dumps({"epoch": self._core.epoch, "versions": list(self._core.versions)}).encode()
         if method == ControlMethod.ANNOUNCE:
             phase = _ENDS.get(_text(body, "phase"))
             if phase is None:
                 raise BadCall(f"phase: {body['phase']!r} is none of {', '.join(_ENDS)}")
             self._emit(ev.EndRequested(phase, _text(body, "message", "")))
-            return {"phase": self._core.phase.value}
-        if method == ControlMethod.REPORT:
-            return self._report()
-        if method == ControlMethod.STATUS:
-            return self._status()
+            return json.dumps({"phase": self._core.phase.value}).encode()
+        if method in (ControlMethod.REPORT, ControlMethod.STATUS):
+            document = self._report() if method == ControlMethod.REPORT else self._status()
+            return bounded(document, limits.MAX_REPLY_BYTES - limits.MAX_HEADER_BYTES)
         raise BadCall(f"method {method[:80]!r} is none of {', '.join(ControlMethod)}")
 
 
-def status_handler(authorizer: CallAuthorizer, status: Callable[[], dict[str, Any]]) -> Any:
+def status_handler(authorizer: CallAuthorizer, status: Callable[[], StatusDocument]) -> Any:
     """The Status service for a grpc.aio server."""
 
     async def get(raw: bytes, context: Any) -> bytes:

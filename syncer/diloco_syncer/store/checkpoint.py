@@ -24,7 +24,6 @@ nothing fits together is refused: a job is never begun anew over what could not 
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,8 +31,10 @@ from typing import Any
 
 import numpy as np
 
+from diloco_protocol import documents
 from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.common.files import Buffer
+from diloco_protocol.documents import Report
 from diloco_syncer.core.events import PushHeader
 from diloco_syncer.core.merging.ledger import header_from_json, header_to_json
 from diloco_syncer.store import records
@@ -245,13 +246,13 @@ class Checkpoints:
         """Make report.json, the report of the job's end, durable."""
         self.store.replace(REPORT, text)
 
-    def read_report(self, outcome: str) -> dict[str, Any] | None:
+    def read_report(self, outcome: str) -> Report | None:
         """The report of an end with this outcome; None: the store has none that can be read."""
         try:
-            found = json.loads(self.store.read(REPORT, MAX_REPORT))
+            found = documents.read_document(Report, self.store.read(REPORT, MAX_REPORT))
         except (ObjectNotFound, OSError, ValueError):
             return None  # it is written anew, and a store that fails says so then
-        return found if isinstance(found, dict) and found.get("outcome") == outcome else None
+        return found if found.outcome == outcome else None
 
     # ------------------------------------------------------------- garbage
 

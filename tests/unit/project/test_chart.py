@@ -17,9 +17,11 @@ import yaml
 
 from diloco_operator.metrics import Metrics
 from diloco_operator.settings import RELEASE
+from diloco_protocol.documents import StatusDocument
 from diloco_syncer.server.pages.metrics import StatusCollector
 from diloco_worker import status_page
 from repository import ROOT
+from status_documents import slot_link, slot_row, status_document
 
 CHART = ROOT / "charts" / "diloco"
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
@@ -141,7 +143,7 @@ def metric_names() -> set[str]:
     names = set()
     for name, kind, _, _ in Metrics().table():
         names |= {f"{name}_{part}" for part in ("bucket", "sum", "count")} if kind == "histogram" else {name}
-    collector = StatusCollector(status_document)
+    collector = StatusCollector(busy_job)
     for family in collector.collect():
         names.add(family.name + ("_total" if family.type == "counter" else ""))
     for kind, name, _ in status_page._METRICS.values():
@@ -149,48 +151,17 @@ def metric_names() -> set[str]:
     return names
 
 
-def status_document() -> dict[str, Any]:
-    """The least that the syncer's metrics can be made of."""
-    from diloco_protocol.vocabulary import SlotState
-
-    row = {
-        "slot": 0,
-        "region": "local",
-        "ordinal": 0,
-        "state": next(iter(SlotState)).value,
-        "step": 1,
-        "tokens": 1,
-        "loss": 1.0,
-        "step_seconds": 1.0,
-        "compute_seconds": 1.0,
-        "stalled_seconds": 1.0,
-        "merged_pushes": 1,
-        "starved": False,
-        "bytes_up": 1,
-        "bytes_down": 1,
-        "link": {
-            "up_bytes_per_second": 1.0,
-            "down_bytes_per_second": 1.0,
-            "round_trip_seconds": 1.0,
-            "needs_up_bytes_per_second": 1.0,
-            "needs_down_bytes_per_second": 1.0,
-            "too_slow": False,
-            "message": "",
-        },
-    }
-    return {
-        "job": "j",
-        "epoch": 1,
-        "elapsed_seconds": 1.0,
-        "quorum": {"active": 1, "required": 1},
-        "standby": 0,
-        "sessions": 1,
-        "tokens_per_second": 1.0,
-        "goodput": 1.0,
-        "uptime": 1.0,
-        "rounds": [],
-        "store_problem": "",
-        "tls": {
+def busy_job() -> StatusDocument:
+    """A status from which every metric of the syncer is made."""
+    link = slot_link(
+        up_bytes_per_second=1.0,
+        down_bytes_per_second=1.0,
+        round_trip_seconds=1.0,
+        needs_up_bytes_per_second=1.0,
+        needs_down_bytes_per_second=1.0,
+    )
+    return status_document(
+        tls={
             "secure": True,
             "connections": 1,
             "handshakes": 0,
@@ -198,18 +169,12 @@ def status_document() -> dict[str, Any]:
             "expires": 1.0,
             "peers_expire": 1.0,
         },
-        "eval_loss": [[1, 1.0]],
-        "merges": 1,
-        "bytes_up": 1,
-        "bytes_down": 1,
-        "phase": "training",
-        "seconds": {"merge": 1.0, "quorum": 1.0, "waited": 1.0},
-        "tokens": {"trained": 1},
-        "versions": [1],
-        "refused": {"other-round": 1},
-        "slots": [row],
-        "regions": [{"name": "eu", "bytes_up": 1, "bytes_down": 1, "wire_bytes_up": 2, "wire_bytes_down": 2}],
-    }
+        eval_loss=[[1, 1.0]],
+        versions=[1],
+        refused={"other-round": 1},
+        slots=[slot_row(region="local", loss=1.0, link=link)],
+        regions=[{"name": "eu", "bytes_up": 1, "bytes_down": 1, "wire_bytes_up": 2, "wire_bytes_down": 2}],
+    )
 
 
 def test_the_dashboard_shows_metrics_that_there_are() -> None:

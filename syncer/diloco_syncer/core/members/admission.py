@@ -338,7 +338,7 @@ class Admission:
             if slot.retired:
                 self._release_slot(slot, "died")
 
-    def _lose_slot(self, slot: Slot, kind: str, message: str) -> None:
+    def _lose_slot(self, slot: Slot, kind: EventKind, message: str) -> None:
         """Rounds go on without the slot; its tenure stays open for its process to come back."""
         slot.state = SlotState.LOST
         if slot.connection is not None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
 
+from diloco_protocol.documents import RefusalRow
 from diloco_syncer.core import events as ev
 
 MOST = 64
@@ -43,18 +43,18 @@ class RecentRefusals:
         """Forget the refusal of the place: a process of it was admitted."""
         self._by_place.pop(_place(join), None)
 
-    def rows(self, now: float) -> list[dict[str, Any]]:
+    def rows(self, now: float) -> list[RefusalRow]:
         """For the status document, the oldest first."""
         return [
-            {
-                "role": role,
-                "region": region,
-                "ordinal": ordinal,
-                "reason": one.reason,
-                "message": one.message,
-                "fields": list(one.fields),
-                "seconds_ago": now - one.at,
-            }
+            RefusalRow(
+                role=role,
+                region=region,
+                ordinal=ordinal,
+                reason=one.reason,
+                message=one.message,
+                fields=list(one.fields),
+                seconds_ago=now - one.at,
+            )
             for (role, region, ordinal), one in self._by_place.items()
         ]
 

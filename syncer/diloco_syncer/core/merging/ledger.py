@@ -32,6 +32,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from diloco_protocol.documents import LedgerRow, Tokens
 from diloco_syncer.core.events import FragmentCounts, PushHeader, ReportCounts
 
 PushId = tuple[int, int, int, int]
@@ -210,33 +211,33 @@ class Ledger:
     def total_trained(self) -> int:
         return sum(self.trained(slot) for slot in range(len(self.books)))
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[LedgerRow]:
         """One row per fragment, over all slots (report.json ``ledger``); tokens."""
         slots = range(len(self.books))
-        rows: list[dict[str, Any]] = []
+        rows: list[LedgerRow] = []
         for fragment in range(self.fragments):
             reasons: Counter[str] = Counter()
             for slot in slots:
                 reasons.update(self.dropped(slot, fragment))
             rows.append(
-                {
-                    "fragment": fragment,
-                    "merged": sum(self.merged(slot, fragment) for slot in slots),
-                    "pending": sum(self.pending(slot, fragment) for slot in slots),
-                    "dropped": sum(reasons.values()),
-                    "reasons": {name: tokens for name, tokens in sorted(reasons.items()) if tokens},
-                }
+                LedgerRow(
+                    fragment=fragment,
+                    merged=sum(self.merged(slot, fragment) for slot in slots),
+                    pending=sum(self.pending(slot, fragment) for slot in slots),
+                    dropped=sum(reasons.values()),
+                    reasons={name: tokens for name, tokens in sorted(reasons.items()) if tokens},
+                )
             )
         return rows
 
-    def totals(self) -> dict[str, int]:
+    def totals(self) -> Tokens:
         """Whole tokens: merged and dropped rounded down, the rest pending."""
         rows = self.rows()
         trained = self.total_trained()
         parts = max(1, self.fragments)
-        merged = sum(row["merged"] for row in rows) // parts
-        dropped = sum(row["dropped"] for row in rows) // parts
-        return {"trained": trained, "merged": merged, "pending": trained - merged - dropped, "dropped": dropped}
+        merged = sum(row.merged for row in rows) // parts
+        dropped = sum(row.dropped for row in rows) // parts
+        return Tokens(trained=trained, merged=merged, pending=trained - merged - dropped, dropped=dropped)
 
     def merged_compute_seconds(self) -> float:
         """Compute seconds of merged steps, summed over slots and fragments (goodput's numerator)."""

@@ -7,17 +7,19 @@ read (diloco_protocol/bandwidth/links.py), at the pace that the job has then.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from statistics import median
-from typing import Any
 
 from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.bandwidth import links
 from diloco_protocol.bandwidth.links import LEAST_TRANSFERS, Measured, Traffic
 from diloco_protocol.common.meter import Meter
+from diloco_protocol.documents import SlotLink
 from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.vocabulary import SlotState
 from diloco_protocol.wire import sync_pb2
+from diloco_syncer.core.members.slots import Slot
 
 _FASTEST, _LONGEST = 1e15, 1e6  # bytes per second, seconds: beyond, a learner's number makes no sense
 
@@ -48,34 +50,34 @@ def _traffic(sizes: tuple[int, ...], up: str, down: str, learners: int) -> Traff
     return links.traffic(sizes, up, down, learners)
 
 
-def with_links(
-    job: DiLoCoJob, layout: Layout | None, rows: list[dict[str, Any]], find_link: Callable[[int], LinkMeasures | None]
-) -> list[dict[str, Any]]:
-    """The status document's rows of slots, each with ``link``; null while the slot has no session.
+def slot_links(
+    job: DiLoCoJob, layout: Layout | None, slots: Sequence[Slot], find_link: Callable[[int], LinkMeasures | None]
+) -> dict[int, SlotLink]:
+    """``link`` of the status document's rows, by slot, of those that have a session.
 
     ``find_link``: the measures of a slot's session, by the slot's index.
     """
     spec = job.spec
-    paces = [r["step_seconds"] for r in rows if r["state"] == "active" and r["ready"] and r["step_seconds"] > 0]
+    paces = [s.step_seconds for s in slots if s.state is SlotState.ACTIVE and s.ready and s.step_seconds > 0]
     pace = median(paces) if paces else 0.0
     carried = None
     if layout is not None:
         sizes = tuple(layout.elements(p) for p in range(len(layout)))
         carried = _traffic(sizes, spec.sync.compression.up, spec.sync.compression.down, spec.slots)
-    for row in rows:
-        row["link"] = None
-        if (link := find_link(row["slot"])) is None:
+    found = {}
+    for slot in slots:
+        if (link := find_link(slot.index)) is None:
             continue
         known, judged = link.known, links.Verdict()
         if carried is not None:
             judged = links.judge(carried, spec.sync, len(sizes), pace, known)
-        row["link"] = {
-            "up_bytes_per_second": known.up,
-            "down_bytes_per_second": known.down,
-            "round_trip_seconds": known.round_trip,
-            "needs_up_bytes_per_second": judged.up,
-            "needs_down_bytes_per_second": judged.down,
-            "too_slow": judged.too_slow,
-            "message": judged.message,
-        }
-    return rows
+        found[slot.index] = SlotLink(
+            up_bytes_per_second=known.up,
+            down_bytes_per_second=known.down,
+            round_trip_seconds=known.round_trip,
+            needs_up_bytes_per_second=judged.up,
+            needs_down_bytes_per_second=judged.down,
+            too_slow=judged.too_slow,
+            message=judged.message,
+        )
+    return found

@@ -17,6 +17,7 @@ from typing import Any
 
 import grpc
 
+from diloco_protocol.documents import TlsStatus
 from diloco_protocol.security import identity
 from diloco_protocol.vocabulary import ConnectionRefusal
 from diloco_protocol.wire import limits
@@ -89,17 +90,17 @@ class CallAuthorizer:
             counts.update(dict(self.listener.refusals.counts))
         return dict(sorted(counts.items()))
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> TlsStatus:
         """The status document's ``tls``."""
         listener = self.listener
-        return {
-            "secure": listener is not None,
-            "connections": listener.connections if listener is not None else None,
-            "handshakes": listener.handshakes if listener is not None else None,
-            "refused": self.refusals_by_reason(),
-            "expires": listener.reloader.expires if listener is not None else None,
-            "peers_expire": listener.earliest_expiry if listener is not None else None,
-        }
+        return TlsStatus(
+            secure=listener is not None,
+            connections=listener.connections if listener is not None else None,
+            handshakes=listener.handshakes if listener is not None else None,
+            refused=self.refusals_by_reason(),
+            expires=listener.reloader.expires if listener is not None else None,
+            peers_expire=listener.earliest_expiry if listener is not None else None,
+        )
 
 
 def may_join_region(peer: Peer, region: str) -> bool:

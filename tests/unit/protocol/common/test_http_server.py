@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from pydantic import RootModel
 
 from diloco_protocol.common import http_server
 from diloco_protocol.common.http_server import (
@@ -22,13 +23,16 @@ from diloco_protocol.common.http_server import (
     split_address,
     text_page,
 )
-from diloco_syncer.server.pages.status import finite
+from status_documents import slot_row, status_document
 
 
 def served(test: Callable[[int], Awaitable[None]]) -> None:
     async def run() -> None:
         server = HttpServer(
-            {"/status": json_page(lambda: {"a": 1}), "/healthz": text_page(lambda: (503, b"disk full\n"), "text/plain")}
+            {
+                "/status": json_page(lambda: RootModel({"a": 1})),
+                "/healthz": text_page(lambda: (503, b"disk full\n"), "text/plain"),
+            }
         )
         port = await server.start("127.0.0.1", 0)
         try:
@@ -96,8 +100,11 @@ def test_too_many_connections_are_told_so(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_numbers_that_json_has_not_become_null() -> None:
-    document = {"a": float("nan"), "b": [1.5, float("inf")], "c": {"d": (-float("inf"), "x", None, 3)}}
-    assert finite(document) == {"a": None, "b": [1.5, None], "c": {"d": [None, "x", None, 3]}}
+    nan, inf = float("nan"), float("inf")
+    written = status_document(loss=nan, eval_loss=[(1, 1.5), (2, inf)], slots=[slot_row(loss=-inf, step_seconds=3)])
+    shown = json.loads(written.model_dump_json())
+    assert shown["loss"] is None and shown["eval_loss"] == [[1, 1.5], [2, None]]
+    assert shown["slots"][0]["loss"] is None and shown["slots"][0]["step_seconds"] == 3
 
 
 # ------------------------------------------------------------------ streams, threads, addresses
@@ -155,7 +162,7 @@ def test_a_page_that_fails_says_so_and_the_next_is_served() -> None:
 
 def test_pages_of_a_thread_are_served_whatever_the_caller_does() -> None:
     count = itertools.count()
-    pages = ThreadedPages({"/n": json_page(lambda: next(count))}, "127.0.0.1:0")
+    pages = ThreadedPages({"/n": json_page(lambda: RootModel(next(count)))}, "127.0.0.1:0")
     try:
         for expected in range(3):
             with urllib.request.urlopen(f"http://127.0.0.1:{pages.port}/n", timeout=5) as reply:

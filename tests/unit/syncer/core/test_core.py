@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import pytest
 
+from diloco_protocol.documents import Tokens
 from diloco_protocol.vocabulary import JobPhase, PushRefusal
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.config import CoreConfig
@@ -15,6 +16,7 @@ from diloco_syncer.core.core import Core
 from diloco_syncer.core.deterministic import DeterministicMode
 from diloco_syncer.core.members import recent_refusals
 from diloco_syncer.core.merging.rounds import RoundRules
+from shell_figures import SHELL
 
 A = TypeVar("A")
 
@@ -145,7 +147,7 @@ def test_k_is_never_lowered() -> None:
     assert desk.core.phase is JobPhase.HOLDING
     assert "1 of 2" in of(holding, ev.SetPhase)[0].message
     assert not of(desk.later(3600.0), ev.Merge)
-    assert desk.core.status(desk.now)["hold_since_seconds"] is not None
+    assert desk.core.status(desk.now, SHELL).hold_since_seconds is not None
 
 
 # ------------------------------------------------------------------ a whole region is lost
@@ -199,15 +201,15 @@ def test_a_region_is_lost(policy: str) -> None:
         return
     told = [note.kind for note in of(desk.log, ev.RecordEvent)]
     assert told.count("region-lost") == 1 and "region-back" not in told
-    assert desk.core.status(desk.now)["regions_lost"] == ["far"]
+    assert desk.core.status(desk.now, SHELL).regions_lost == ["far"]
     assert bool(of(full_round(desk), ev.Merge)) == (policy == "Continue")
     if policy == "Hold":
-        assert desk.core.status(desk.now)["hold_since_seconds"] is not None
+        assert desk.core.status(desk.now, SHELL).hold_since_seconds is not None
     assert of(desk.join(4, 0, region="far"), ev.RecordEvent)
     assert [note.kind for note in of(desk.log, ev.RecordEvent)].count("region-back") == 1
-    assert desk.core.status(desk.now)["regions_lost"] == []
-    (row,) = desk.core.report(desk.now)["regions_lost"]
-    assert row["region"] == "far" and 60 <= row["to_seconds"] - row["from_seconds"] < 70
+    assert desk.core.status(desk.now, SHELL).regions_lost == []
+    (row,) = desk.core.report(desk.now, SHELL, "", 0).regions_lost
+    assert row.region == "far" and 60 <= row.to_seconds - row.from_seconds < 70
     if policy == "Hold":
         assert desk.core.phase is JobPhase.TRAINING
         assert of(desk.log, ev.Merge), "what waited is merged"
@@ -226,8 +228,8 @@ def test_a_hold_for_a_region_outlives_the_syncer() -> None:
     assert again.core.phase is JobPhase.HOLDING
     again.join(3, 0, region="far")
     assert again.core.phase is JobPhase.TRAINING
-    (row,) = again.core.report(again.now)["regions_lost"]  # one, not another for each syncer
-    assert row["region"] == "far" and row["to_seconds"] - row["from_seconds"] >= 60
+    (row,) = again.core.report(again.now, SHELL, "", 0).regions_lost  # one, not another for each syncer
+    assert row.region == "far" and row.to_seconds - row.from_seconds >= 60
 
 
 def test_a_region_that_was_never_there_is_not_lost() -> None:
@@ -419,7 +421,7 @@ def test_a_push_of_another_process_and_an_evaluation_of_a_learner_do_not_count()
     assert refused is not None and refused[0] is PushRefusal.FENCED
     assert desk.core.check_push(desk.header(0, 4), process="p1") is None
     desk.do(ev.Evaluated(1, 100, 0.1, 0, False))
-    assert desk.core.report(0.0)["eval_loss"] == []
+    assert desk.core.report(0.0, SHELL, "", 0).eval_loss == []
 
 
 def test_a_draining_core_does_not_ask_to_be_woken_in_the_past() -> None:
@@ -440,11 +442,11 @@ def test_uptime_counts_what_learners_computed_unheard() -> None:
     desk.report(1, 1)
     desk.now = 130.0
     desk.report(1, 2)
-    assert desk.core.status(desk.now)["uptime"] == pytest.approx(2 / 30)
+    assert desk.core.status(desk.now, SHELL).uptime == pytest.approx(2 / 30)
     desk.now = 160.0
     told = replace(report(3), compute_seconds=29.0)
     desk.do(ev.Reported(1, told))
-    assert desk.core.status(desk.now)["uptime"] == pytest.approx((2 + 29) / 60)
+    assert desk.core.status(desk.now, SHELL).uptime == pytest.approx((2 + 29) / 60)
 
 
 def test_a_spare_takes_a_lost_slot_at_once_and_the_old_process_becomes_a_spare() -> None:
@@ -501,18 +503,18 @@ def test_the_status_names_whom_it_refused_until_somebody_of_that_place_is_let_in
     desk = Desk(config(digests={"seed": "y", "training.model": "m"}))
     desk.join(1, 0)
     desk.do(ev.InitialModelStored("L", (8,)))
-    assert desk.core.status(desk.now)["refusals"] == []
+    assert desk.core.status(desk.now, SHELL).refusals == []
     desk.join(2, 1, digests={"seed": "x", "training.model": "other", "unknown": "z"})
     desk.now = 5.0
-    (row,) = desk.core.status(desk.now)["refusals"]
-    assert (row["role"], row["ordinal"], row["reason"]) == ("learner", 1, "spec-drift")
-    assert row["fields"] == ["seed", "training.model"] and row["seconds_ago"] == 5.0
-    assert "seed, training.model differ" in row["message"]
+    (row,) = desk.core.status(desk.now, SHELL).refusals
+    assert (row.role, row.ordinal, row.reason) == ("learner", 1, "spec-drift")
+    assert row.fields == ["seed", "training.model"] and row.seconds_ago == 5.0
+    assert "seed, training.model differ" in row.message
     desk.join(3, 1, digests={"seed": "x", "training.model": "m"})
-    (row,) = desk.core.status(desk.now)["refusals"]
-    assert row["fields"] == ["seed"] and row["seconds_ago"] == 0.0
+    (row,) = desk.core.status(desk.now, SHELL).refusals
+    assert row.fields == ["seed"] and row.seconds_ago == 0.0
     desk.join(4, 1)
-    assert desk.core.status(desk.now)["refusals"] == []
+    assert desk.core.status(desk.now, SHELL).refusals == []
 
 
 def test_so_many_refusals_are_remembered_and_no_more() -> None:
@@ -520,8 +522,8 @@ def test_so_many_refusals_are_remembered_and_no_more() -> None:
     desk.join(1, 0)
     for ordinal in range(1, 200):
         desk.join(1 + ordinal, ordinal, digests={"seed": "x"})
-    rows = desk.core.status(desk.now)["refusals"]
-    assert [row["ordinal"] for row in rows] == list(range(200 - recent_refusals.MOST, 200))
+    rows = desk.core.status(desk.now, SHELL).refusals
+    assert [row.ordinal for row in rows] == list(range(200 - recent_refusals.MOST, 200))
 
 
 def test_the_next_one_is_asked_when_the_initialiser_fails() -> None:
@@ -578,16 +580,16 @@ def test_stop_drains_merges_evaluates_and_completes() -> None:
     assert desk.core.phase is JobPhase.EVALUATING
     desk.do(ev.Evaluated(8, 100, 2.5, 1, True))
     assert desk.core.phase is JobPhase.COMPLETE
-    told = desk.core.report(desk.now)
-    assert told["final_loss"] == 2.5
-    assert told["tokens"] == {"trained": 100, "merged": 100, "pending": 0, "dropped": 0}
+    told = desk.core.report(desk.now, SHELL, "", 0)
+    assert told.final_loss == 2.5
+    assert told.tokens == Tokens(trained=100, merged=100, pending=0, dropped=0)
 
     saved = json.loads(json.dumps(desk.core.state(desk.now)))
     same = Desk(config(slots=2, stop=("tokens", 100), evaluated=True), saved, 2)
-    assert same.core.phase is JobPhase.COMPLETE and same.core.report(0.0)["final_loss"] == 2.5
+    assert same.core.phase is JobPhase.COMPLETE and same.core.report(0.0, SHELL, "", 0).final_loss == 2.5
     further = Desk(config(slots=2, stop=("tokens", 200), evaluated=True), saved, 2)
     assert further.core.phase is JobPhase.WAITING
-    assert further.core.report(0.0)["final_loss"] is None  # the next end is scored anew
+    assert further.core.report(0.0, SHELL, "", 0).final_loss is None  # the next end is scored anew
 
 
 def test_one_row_per_version_that_was_scored() -> None:
@@ -595,20 +597,20 @@ def test_one_row_per_version_that_was_scored() -> None:
     evaluator = ev.Join(8, "e", "r", 0, True, "L", {}, 0, ())
     desk.do(evaluator)
 
-    def score(desk: Desk, tokens: int, loss: float, merges: int) -> list[list[float]]:
+    def score(desk: Desk, tokens: int, loss: float, merges: int) -> list[tuple[int, float | None]]:
         desk.do(ev.Evaluated(8, tokens, loss, merges, False))
-        return desk.core.report(0.0)["eval_loss"]
+        return desk.core.report(0.0, SHELL, "", 0).eval_loss
 
-    assert score(desk, 0, 5.5, 0) == [[0, 5.5]]
-    assert score(desk, 0, 5.5, 0) == [[0, 5.5]]  # said again in the next session
-    assert score(desk, 40, 4.0, 1) == [[0, 5.5], [40, 4.0]]
-    assert score(desk, 0, 5.5, 0) == [[0, 5.5], [40, 4.0]]
-    assert score(desk, 40, 3.5, 2) == [[0, 5.5], [40, 4.0], [40, 3.5]]  # merged, not trained meanwhile
+    assert score(desk, 0, 5.5, 0) == [(0, 5.5)]
+    assert score(desk, 0, 5.5, 0) == [(0, 5.5)]  # said again in the next session
+    assert score(desk, 40, 4.0, 1) == [(0, 5.5), (40, 4.0)]
+    assert score(desk, 0, 5.5, 0) == [(0, 5.5), (40, 4.0)]
+    assert score(desk, 40, 3.5, 2) == [(0, 5.5), (40, 4.0), (40, 3.5)]  # merged, not trained meanwhile
     saved = json.loads(json.dumps(desk.core.state(0.0)))
     again = Desk(config(slots=2, evaluated=True), saved, 2)
     again.do(evaluator)
-    assert score(again, 40, 3.5, 2) == [[0, 5.5], [40, 4.0], [40, 3.5]]
-    assert score(again, 80, 3.0, 3)[2:] == [[40, 3.5], [80, 3.0]]
+    assert score(again, 40, 3.5, 2) == [(0, 5.5), (40, 4.0), (40, 3.5)]
+    assert score(again, 80, 3.0, 3)[2:] == [(40, 3.5), (80, 3.0)]
 
 
 def test_suspend_keeps_offers_short_of_k_and_resume_merges_them() -> None:

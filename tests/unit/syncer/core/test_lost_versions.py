@@ -413,7 +413,7 @@ def test_slots_that_a_lost_state_had() -> None:
     core.apply_recovered_version(1, 1, 1, (*receipts[1], more), 1)
     core.start(0.0, (1, 1))
     assert core.ledger is not None and core.ledger.imbalances() == []
-    assert [row["merged"] for row in core.ledger.rows()] == [40, 150]
+    assert [row.merged for row in core.ledger.rows()] == [40, 150]
     assert [slot.retired for slot in core.slots] == [False, False, True, True, True]
     assert [row.slot for row in core.receipt(1)] == [0, 1, 4]
 

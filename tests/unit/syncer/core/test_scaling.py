@@ -6,11 +6,13 @@ import json
 
 import pytest
 
+from diloco_protocol.documents import Tokens
 from diloco_protocol.vocabulary import SlotState
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
 from diloco_syncer.core.merging.rounds import RoundRules
+from shell_figures import SHELL
 
 Regions = dict[str, int]
 
@@ -130,20 +132,20 @@ def test_down_who_stays_keeps_his_slot_and_who_leaves_may_finish() -> None:
     # They leave: by a drain, as a pod that is removed does; or for good, when somebody says so.
     job.drain("a1")
     job.core.handle(ev.ProcessEnded("b", 1, "b1", "deleted"), job.now)
-    rows = {row["slot"]: row for row in job.core.status(job.now)["slots"]}
-    assert rows[1]["state"] == rows[4]["state"] == "drained"
-    assert [row["retired"] for row in rows.values()] == [False, True, True, False, True]
+    rows = {row.slot: row for row in job.core.status(job.now, SHELL).slots}
+    assert rows[1].state == rows[4].state == "drained"
+    assert [row.retired for row in rows.values()] == [False, True, True, False, True]
     # Nobody is seated there any more: whoever comes from a place that there is no more stands by.
     assert job.join("a", 1, "fresh") is None
-    assert job.core.status(job.now)["standby"] == 1
+    assert job.core.status(job.now, SHELL).standby == 1
     # A container that is started again in such a pod: the one before it has ended, and its work with it.
     assert job.join("a", 2, "again") is None
     assert job.core.slots[2].state is SlotState.DRAINED
     assert job.trained == 1500
-    totals = job.core.ledger.totals() if job.core.ledger else {}
+    totals = job.core.ledger.totals() if job.core.ledger else None
     # 300 of each: a-1's were not offered (drain), b-1's and a-2's died with their processes.
-    assert totals == {"trained": 1500, "merged": 0, "pending": 600, "dropped": 900}
-    assert job.core.report(job.now)["learners"][2]["retired"] is True
+    assert totals == Tokens(trained=1500, merged=0, pending=600, dropped=900)
+    assert job.core.report(job.now, SHELL, "", 0).learners[2].retired is True
 
 
 def test_down_and_up_again_goes_on_with_the_history_and_at_the_greatest_step() -> None:
@@ -227,12 +229,12 @@ def test_goodput_is_judged_by_the_slots_that_there_were() -> None:
 
 def test_an_idle_learner_takes_nothing_and_hears_the_phase() -> None:
     job = Job({"a": 2})
-    before = job.core.status(job.now)
+    before = job.core.status(job.now, SHELL)
     join = ev.Join(99, "ff", "a", 1, False, "L", {}, 0, (), idle=True)
     (admit,) = [a for a in job.core.handle(join, job.now) if isinstance(a, ev.Admit)]
     assert (admit.seat, admit.observer, admit.phase) == (None, False, job.core.phase)
-    after = job.core.status(job.now)
-    assert after["standby"] == 0 and after["slots"] == before["slots"]
+    after = job.core.status(job.now, SHELL)
+    assert after.standby == 0 and after.slots == before.slots
     # Nor is it seated when a slot is free, or its connection's end of any account.
     job.core.handle(ev.ProcessEnded("a", 1, "a1", "killed"), job.now)
     job.core.handle(ev.Tick(), job.now)
@@ -243,13 +245,13 @@ def test_an_idle_learner_takes_nothing_and_hears_the_phase() -> None:
 def test_a_process_ends_only_where_it_is() -> None:
     job = Job({"a": 2})
     assert job.join("a", 2, "cc") is None  # stands by
-    before = job.core.status(job.now)
+    before = job.core.status(job.now, SHELL)
     for region, ordinal, process in (("a", 0, "dd"), ("a", 1, "a0"), ("b", 0, "a0"), ("a", 7, ""), ("a", 1, "cc")):
         job.core.handle(ev.ProcessEnded(region, ordinal, process, "deleted"), job.now)
-    assert job.core.status(job.now) == before
+    assert job.core.status(job.now, SHELL) == before
     # A standby that has ended must not be given a slot.
     actions = job.core.handle(ev.ProcessEnded("a", 2, "cc", "deleted"), job.now)
     assert [(a.connection, a.fatal) for a in actions if isinstance(a, ev.Refuse)] == [(job.connections["cc"], False)]
-    assert job.core.status(job.now)["standby"] == 0
+    assert job.core.status(job.now, SHELL).standby == 0
     job.core.handle(ev.ProcessEnded("a", 0, "a0", "deleted"), job.now)
     assert job.core.slots[0].state is SlotState.LOST

@@ -764,14 +764,14 @@ def settle(world: World) -> dict[str, int]:
     rows = world.core.ledger.rows()
     trained = world.core.ledger.total_trained()
     for row in rows:
-        assert row["merged"] + row["pending"] + row["dropped"] == trained
-        assert sum(row["reasons"].values()) == row["dropped"]
+        assert row.merged + row.pending + row.dropped == trained
+        assert sum(row.reasons.values()) == row.dropped
     for p in range(world.setup.fragments):
         there = {v for q, v in world.records if q == p}
         assert max(there) == world.core.versions[p]
         if not world.setup.losses and not world.setup.wipes:
             assert there == set(range(world.core.versions[p] + 1)), "a gap"
-    return world.core.ledger.totals()
+    return dict(world.core.ledger.totals())
 
 
 @settings(max_examples=120, deadline=None)
@@ -961,5 +961,5 @@ def test_overwrite_drops_only_overlapped_steps() -> None:
     world.run()
     settle(world)
     assert world.core.ledger is not None
-    reasons = set().union(*(row["reasons"] for row in world.core.ledger.rows()))
+    reasons = set().union(*(row.reasons for row in world.core.ledger.rows()))
     assert reasons == {"overlap"}

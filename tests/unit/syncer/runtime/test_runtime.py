@@ -25,6 +25,7 @@ from diloco_syncer.core import events as ev
 from diloco_syncer.runtime import initial_model
 from diloco_syncer.server.sessions import Connection
 from diloco_syncer.syncer import Syncer
+from shell_figures import SHELL
 
 pytestmark = pytest.mark.timeout(30)
 LAYOUT = Layout.build([Tensor("w", (64, 8), "float32", False)], fragments=2)
@@ -246,8 +247,8 @@ def _header(fields: dict[str, Any]) -> ev.PushHeader:
 async def test_bytes_by_region_and_slot_are_the_totals_and_outlive_the_syncer(tmp_path: Path) -> None:
     def counted(syncer: Syncer) -> tuple[Any, ...]:
         shown = syncer.status_page.status()
-        assert sum(row["bytes_up"] for row in shown["regions"]) == shown["bytes_up"]
-        return shown["bytes_up"], shown["regions"], [row["bytes_up"] for row in shown["slots"]]
+        assert sum(row.bytes_up for row in shown.regions) == shown.bytes_up
+        return shown.bytes_up, shown.regions, [row.bytes_up for row in shown.slots]
 
     async with Bench(tmp_path) as bench:
         bench.connect(1, 0, "a").place = bench.syncer.traffic.place_of("local", False)
@@ -256,8 +257,8 @@ async def test_bytes_by_region_and_slot_are_the_totals_and_outlive_the_syncer(tm
         before = counted(bench.syncer)
         assert (await bench.upload("a", delta, **bench.offer(1))).accepted
         total, regions, slots = counted(bench.syncer)
-        assert total == before[0] + delta.nbytes and regions[0]["name"] == "local"
-        assert slots[0] - before[2][0] == delta.nbytes and sum(slots) <= total == regions[0]["bytes_up"]
+        assert total == before[0] + delta.nbytes and regions[0].name == "local"
+        assert slots[0] - before[2][0] == delta.nbytes and sum(slots) <= total == regions[0].bytes_up
         await bench.syncer.durability.checkpoint()
     async with Bench(tmp_path) as bench:
         assert counted(bench.syncer) == (total, regions, slots)
@@ -376,12 +377,12 @@ async def test_an_evaluation_is_its_sessions_and_in_range(tmp_path: Path) -> Non
             return sync_pb2.LearnerMessage(evaluation=sync_pb2.Evaluation(tokens=tokens, loss=1.5, **fields))
 
         heard(learner, told())
-        assert not bench.syncer.core.status(0.0)["eval_loss"]
+        assert not bench.syncer.core.status(0.0, SHELL).eval_loss
         for message in (told(1 << 63), told(sum_versions=1 << 63)):
             with pytest.raises(limits.WireError, match="out of range"):
                 heard(evaluator, message)
         heard(evaluator, told())
-        assert bench.syncer.core.status(0.0)["eval_loss"] == [[5, 1.5]]
+        assert bench.syncer.core.status(0.0, SHELL).eval_loss == [(5, 1.5)]
 
 
 async def test_a_slot_holds_a_bounded_number_of_leases_and_gets_more_when_it_moves(tmp_path: Path) -> None:

@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 from grpc import aio, method_handlers_generic_handler, unary_unary_rpc_method_handler
 
+from diloco_protocol.documents import StatusDocument
 from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.wire import channels
 from diloco_syncer.runtime.traffic import EVALUATOR, Traffic
 from diloco_syncer.server.pages.metrics import StatusCollector
 from diloco_syncer.server.tls.listener import TlsListener
 from parties import Parties
+from status_documents import slot_row, status_document
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -91,7 +93,7 @@ async def talk(credentials: Path, port: int, size: int, join: str = "") -> None:
 
 
 def parts(traffic: Traffic) -> dict[str, tuple[int | None, int | None]]:
-    return {row["name"]: (row["wire_bytes_up"], row["wire_bytes_down"]) for row in traffic.rows()}
+    return {row.name: (row.wire_bytes_up, row.wire_bytes_down) for row in traffic.rows()}
 
 
 async def until_closed(listener: TlsListener) -> None:
@@ -158,23 +160,22 @@ def test_payload_goes_to_regions_and_slots_and_outlives_a_syncer() -> None:
     second.load(json.loads(json.dumps(first.state())))
     second.count_received("us", 1, 1000)
     rows = second.rows()
-    assert [row["name"] for row in rows] == ["us", "eu", "ap", "", EVALUATOR]
-    assert {row["name"]: (row["bytes_up"], row["bytes_down"]) for row in rows} == {
+    assert [row.name for row in rows] == ["us", "eu", "ap", "", EVALUATOR]
+    assert {row.name: (row.bytes_up, row.bytes_down) for row in rows} == {
         "us": (1111, 0),
         "eu": (0, 10),
         "ap": (0, 0),
         "": (0, 1),
         EVALUATOR: (0, 5),
     }
-    assert all(row["wire_bytes_up"] is row["wire_bytes_down"] is None for row in rows)
-    slots = second.with_slots([{"slot": 0}, {"slot": 1}, {"slot": 2}])
-    assert [(row["bytes_up"], row["bytes_down"]) for row in slots] == [(0, 7), (1111, 0), (0, 0)]
+    assert all(row.wire_bytes_up is row.wire_bytes_down is None for row in rows)
+    assert [second.slot_bytes(slot) for slot in range(3)] == [(0, 7), (1111, 0), (0, 0)]
     older = Traffic(["eu"])
     older.load({})  # a state of a release that did not count
-    assert older.rows()[0]["bytes_up"] == 0
+    assert older.rows()[0].bytes_up == 0
 
 
-def carried(document: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
+def carried(document: StatusDocument) -> Iterator[tuple[str, str, float]]:
     collector = StatusCollector(lambda: document)
     for family in collector._carried(document, "j"):
         for sample in family.samples:
@@ -183,13 +184,13 @@ def carried(document: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
 
 def test_metrics_have_regions_and_leave_out_what_is_not_known() -> None:
     counts = {"bytes_up": 5, "bytes_down": 6}
-    document = {
-        "slots": [{"slot": 0, "region": "eu", **counts}],
-        "regions": [
+    document = status_document(
+        slots=[slot_row(region="eu", **counts)],
+        regions=[
             {"name": "eu", **counts, "wire_bytes_up": 8, "wire_bytes_down": 9},
             {"name": "us", **counts, "wire_bytes_up": None, "wire_bytes_down": None},
         ],
-    }
+    )
     assert set(carried(document)) == {
         ("diloco_slot_received_bytes_total", "eu", 5),
         ("diloco_slot_sent_bytes_total", "eu", 6),

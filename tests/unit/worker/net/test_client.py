@@ -212,7 +212,7 @@ def test_the_hubs_settings_are_shown_as_they_were_said(made: tuple[SyncerConnect
         page = port.document()
     finally:
         port.close()
-    assert page["settings"] == said and page["merges"] == 12 and page["tried"] is False
+    assert page.settings == said and page.merges == 12 and page.tried is False
     one._apply_settings("{}")
     assert one.status.settings is None, "nothing that is understood"
 

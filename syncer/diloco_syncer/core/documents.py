@@ -1,0 +1,196 @@
+"""The status document and report.json of the job, from its state and what only the shell knows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from diloco_protocol.documents import (
+    EventRow,
+    MergeSeconds,
+    Quorum,
+    RegionAbsence,
+    RegionRow,
+    Report,
+    ReportLearner,
+    ReportSyncer,
+    RoundRow,
+    SlotLink,
+    SlotRow,
+    Span,
+    StatusDocument,
+    TlsStatus,
+    Tokens,
+    VersionRange,
+)
+from diloco_protocol.vocabulary import JobPhase, SlotState
+from diloco_syncer.core.members.slots import Slot
+from diloco_syncer.core.state import JobState
+
+SCHEMA = 1
+_OUTCOMES = {JobPhase.COMPLETE: "complete", JobPhase.FAILED: "failed"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShellFigures:
+    """What only the shell knows of the job, as the documents have it."""
+
+    job: str  # its name
+    store_problem: str
+    sessions: int
+    links: Mapping[int, SlotLink]  # by slot: of those that have a session
+    slot_bytes: Callable[[int], tuple[int, int]]  # payload up and down of a slot's learners
+    regions: list[RegionRow]
+    bytes_up: int
+    bytes_down: int
+    refused_uploads: Mapping[str, int]  # by reason
+    tls: TlsStatus
+    merge_seconds: MergeSeconds
+    events: list[EventRow]
+
+
+def goodput(state: JobState, now: float) -> float:
+    """Compute seconds of merged steps ÷ (P × slots × elapsed), 0..1 (algorithm.md section 1).
+
+    Wall time counts for every slot of the job, whether a process was there or not.
+    """
+    slot_seconds = state.clock.slot_seconds(now)
+    if state.ledger is None or slot_seconds <= 0:
+        return 0.0
+    return state.ledger.merged_compute_seconds() / (state.ledger.fragments * slot_seconds)
+
+
+def newest_loss(state: JobState) -> float | None:
+    """Nats per token: the merged model's last score, else the mean of the active learners' last steps;
+    None: there is neither."""
+    if state.scores.rows:
+        return state.scores.rows[-1][1]
+    active = [s.loss for s in state.members.slots if s.state is SlotState.ACTIVE and s.loss is not None]
+    return sum(active) / len(active) if active else None
+
+
+def _slot_row(state: JobState, slot: Slot, now: float, shell: ShellFigures) -> SlotRow:
+    ledger = state.ledger
+    bytes_up, bytes_down = shell.slot_bytes(slot.index)
+    return SlotRow(
+        slot=slot.index,
+        retired=slot.retired,
+        region=slot.region,
+        ordinal=slot.ordinal,
+        process=slot.process,
+        incarnation=slot.incarnation,
+        incarnations=slot.incarnations,
+        state=slot.state,
+        ready=slot.ready,
+        step=slot.step,
+        steps=ledger.steps(slot.index) if ledger else 0,
+        tokens=ledger.trained(slot.index) if ledger else 0,
+        loss=slot.loss,
+        step_seconds=slot.step_seconds,
+        compute_seconds=ledger.compute_seconds(slot.index) if ledger else 0.0,
+        stalled_seconds=ledger.stalled_seconds(slot.index) if ledger else 0.0,
+        merged_pushes=slot.merged_pushes,
+        heard_seconds_ago=now - slot.heard_at if slot.occupied else None,
+        starved=slot.starved,
+        paused=slot.paused,
+        bytes_up=bytes_up,
+        bytes_down=bytes_down,
+        link=shell.links.get(slot.index),
+    )
+
+
+def _token_totals(state: JobState) -> Tokens:
+    return state.ledger.totals() if state.ledger else Tokens(trained=0, merged=0, pending=0, dropped=0)
+
+
+def status_document(state: JobState, now: float, shell: ShellFigures) -> StatusDocument:
+    """The status document (docs/contracts.md)."""
+    slots = [_slot_row(state, slot, now, shell) for slot in state.members.slots]
+    return StatusDocument(
+        job=shell.job,
+        phase=state.phase,
+        message=shell.store_problem or state.phase_message,
+        epoch=state.epoch,
+        elapsed_seconds=state.clock.elapsed(now),
+        step=max((slot.step for slot in slots), default=0),
+        loss=newest_loss(state),
+        quorum=Quorum(active=sum(slot.in_quorum for slot in slots), required=state.config.rules.quorum),
+        standby=len(state.members.standby),
+        standbys=[join.process for join in state.members.standby.values()],
+        evaluators=len(state.members.evaluators),
+        versions=list(state.versions),
+        rounds=[
+            RoundRow(
+                fragment=opened.fragment,
+                round=opened.id,
+                merging=opened.merging,
+                responders=sorted(opened.slots()),
+                waiting=sorted((opened.pulled & state.members.reachable()) - opened.slots()),
+            )
+            for opened in (state.rounds.open.values() if state.rounds else ())
+        ],
+        slots=slots,
+        tokens=_token_totals(state),
+        tokens_per_second=state.clock.rate(now),
+        merges=state.merges,
+        goodput=goodput(state, now),
+        uptime=state.clock.uptime(now),
+        eval_loss=list(state.scores.rows),
+        hold_since_seconds=state.clock.holds[-1][0] if state.clock.holding else None,
+        bytes_up=shell.bytes_up,
+        bytes_down=shell.bytes_down,
+        refused=dict(shell.refused_uploads),
+        regions_lost=list(state.members.lost_regions),
+        sessions=shell.sessions,
+        refusals=state.refusals.rows(now),
+        regions=shell.regions,
+        tls=shell.tls,
+        store_problem=shell.store_problem,
+        seconds=shell.merge_seconds,
+        events=shell.events,
+    )
+
+
+def report(state: JobState, now: float, shell: ShellFigures, spec_digest: str, peak_rss_bytes: int) -> Report:
+    """report.json, once the job has ended or as it stands, without ``faults``, which only whoever causes them knows.
+
+    ``restarts`` counts the syncers that this store has had before this one, those of earlier runs included.
+    ``outcome`` of a job that has not ended, or was suspended, is interrupted.
+    """
+    versions = state.versions or [0]
+    end = state.clock.elapsed(now)
+    slots = [_slot_row(state, slot, now, shell) for slot in state.members.slots]
+    return Report(
+        schema=SCHEMA,
+        outcome=_OUTCOMES.get(state.phase, "interrupted"),
+        seed=state.config.seed,
+        spec_digest=spec_digest,
+        layout_digest=state.layout_digest,
+        wall_seconds=end,
+        steps=max((slot.step for slot in slots), default=0),
+        merges=state.merges,
+        versions=VersionRange(min=min(versions), max=max(versions)),
+        tokens=_token_totals(state),
+        ledger=state.ledger.rows() if state.ledger else [],
+        goodput=goodput(state, now),
+        uptime=state.clock.uptime(now),
+        initial_loss=state.scores.initial,
+        final_loss=state.scores.final,
+        eval_loss=list(state.scores.rows),
+        bytes_up=shell.bytes_up,
+        bytes_down=shell.bytes_down,
+        regions=shell.regions,
+        learners=[ReportLearner.model_validate(dict(slot)) for slot in slots],
+        holds=[
+            Span(from_seconds=since, to_seconds=end if until is None else until) for since, until in state.clock.holds
+        ],
+        regions_lost=[
+            RegionAbsence(
+                region=absence.region,
+                from_seconds=absence.since,
+                to_seconds=end if absence.until is None else absence.until,
+            )
+            for absence in state.members.absences
+        ],
+        syncer=ReportSyncer(epoch=state.epoch, restarts=state.epoch - 1, peak_rss_bytes=peak_rss_bytes),
+    )

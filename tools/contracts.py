@@ -1,0 +1,106 @@
+#!/usr/bin/env python3
+"""The tables of docs/contracts.md, from the models of diloco_protocol/documents.py.
+
+``tools/contracts.py --write docs/contracts.md`` puts them between the marks of that page; ``--check`` exits 1 if
+they are not current.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import types
+import typing
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from diloco_protocol.documents import Document, LearnerPage, RunReport, StatusDocument
+
+DOCUMENTS: dict[str, type[Document]] = {"status": StatusDocument, "learner": LearnerPage, "report": RunReport}
+
+
+def table(model: type[Document]) -> str:
+    """The Markdown table of a document's fields, those of inner objects under their paths."""
+    return "\n".join(["| field | type | |", "|---|---|---|", *_rows(model, "")])
+
+
+def _rows(model: type[Document], path: str) -> list[str]:
+    rows = []
+    for name, field in model.model_fields.items():
+        where, inner = path + (field.alias or name), _model_of(field.annotation)
+        many = "list" in str(field.annotation) and inner is not None
+        rows.append(f"| `{where}{'[]' if many else ''}` | {_type_words(field.annotation)} | {field.description} |")
+        if inner is not None:
+            rows += _rows(inner, f"{where}{'[]' if many else ''}.")
+    return rows
+
+
+def _parts(annotation: Any) -> tuple[Any, ...]:
+    """The annotation's alternatives, without bounds."""
+    if typing.get_origin(annotation) is Annotated:
+        return _parts(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+        return tuple(part for one in typing.get_args(annotation) for part in _parts(one))
+    return (annotation,)
+
+
+def _model_of(annotation: Any) -> type[Document] | None:
+    """The model inside: itself, or of a list's items, or the one that may be null."""
+    for part in _parts(annotation):
+        if isinstance(part, type) and issubclass(part, Document):
+            return part
+        if typing.get_origin(part) is list:
+            return _model_of(typing.get_args(part)[0])
+    return None
+
+
+def _type_words(annotation: Any) -> str:
+    """The type as a reader of JSON knows it."""
+    words = []
+    for part in _parts(annotation):
+        origin, inside = typing.get_origin(part), typing.get_args(part)
+        if origin is list:
+            words.append("list" if _model_of(part) else f"list of {_type_words(inside[0])}s")
+        elif origin is Literal:
+            words.append(", ".join(f"`{one}`" for one in inside))
+        elif origin in (dict, tuple) or (isinstance(part, type) and issubclass(part, Document)):
+            words.append("pair" if origin is tuple else "object")
+        else:
+            names = {str: "text", int: "whole number", float: "number", bool: "true or false", type(None): "null"}
+            words.append(names.get(part) or f"text (`{part.__name__}`)")
+    return " or ".join(words)
+
+
+def filled(text: str) -> str:
+    """The page with the tables of today between its marks. Raises ValueError if it lacks one."""
+    for name, model in DOCUMENTS.items():
+        begin, end = f"<!-- {name}: generated -->", f"<!-- {name}: end -->"
+        pattern = re.compile(f"{begin}\n.*?{end}", re.S)
+        if not pattern.search(text):
+            raise ValueError(f"the page lacks the marks of {name}")
+        content = f"{begin}\n{table(model)}\n{end}"
+        text = pattern.sub(lambda _, content=content: content, text)  # type: ignore[misc]
+    return text
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write or check the tables of a page; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="tools/contracts.py")
+    group = parser.add_mutually_exclusive_group(required=True)
+    group.add_argument("--write", type=Path, metavar="FILE", help="put the tables between the page's marks")
+    group.add_argument("--check", type=Path, metavar="FILE", help="exit 1 if they are not current")
+    chosen = parser.parse_args(arguments)
+    page: Path = chosen.write or chosen.check
+    before = page.read_text(encoding="utf-8")
+    after = filled(before)
+    if chosen.write:
+        page.write_text(after, encoding="utf-8")
+    elif after != before:
+        print(f"{page} is not current: run make docs")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
