@@ -97,14 +97,8 @@ async def _sink(pipe: Connection) -> None:
 
     async def upload(stream: AsyncIterator[bytes], context: Any) -> bytes:
         header = limits.parse(sync_pb2.UploadHeader, await anext(stream), limits.MAX_HEADER_BYTES)
-        size = header.total_bytes
-
-        def make() -> tuple[np.ndarray, memoryview]:
-            array = buffers.allocate(size)
-            return array, bulk.flat(array)
-
         key = (header.process, header.push.fragment, header.push.sequence)
-        whole = await uploads.receive_part(key, header, stream, size, make)
+        whole = await uploads.receive_part(key, header, stream, lambda: buffers.allocate(header.total_bytes))
         return upload_reply(True) if whole is not None else upload_reply(True, TransferRefusal.PARTIAL)
 
     async def download(request: bytes, context: Any) -> AsyncIterator[bytes]:

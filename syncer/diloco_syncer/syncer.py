@@ -89,13 +89,13 @@ class Syncer:
         self.durability = Durability(
             checkpoints, tape, self._snapshot, self._on_store_problem, restored.optimizer, restored.optimizer_bytes
         )
-        self.relay = OptimizerRelay()
+        self.relay = OptimizerRelay(model, self.durability, emit)
         self.sessions = Sessions(job, core, self.durability, self.authorizer, self.relay, self.traffic, emit)
         self._decode_thread = ThreadPoolExecutor(1, "decode")
         self._buffers = BufferPool()
         self._multipart = MultipartUploads()
         self.pushes = ReceivedPushes(
-            model, self.durability, self._buffers, self._decode_thread, emit, self.driver.run_task, self._refused
+            core, model, self.durability, self._buffers, self._decode_thread, emit, self.driver.run_task, self._refused
         )
         self.merger = Merger(
             core, model, self.pushes, self.durability, emit, restored.number, runtime.get("seconds", {})
@@ -104,22 +104,14 @@ class Syncer:
         versions = VersionUploads(
             name, core, model, self.durability, self._decode_thread, self.merger.next_number, emit
         )
+        receivers = {
+            "push": self.pushes.receive,
+            "initial": self.initial_model.receive,
+            "peer_state": self.relay.receive,
+            "base": versions.receive,
+        }
         self.uploads = Uploads(
-            job=name,
-            core=core,
-            model=model,
-            durability=self.durability,
-            authorizer=self.authorizer,
-            sessions=self.sessions,
-            multipart=self._multipart,
-            buffers=self._buffers,
-            pushes=self.pushes,
-            initial_model=self.initial_model,
-            versions=versions,
-            relay=self.relay,
-            traffic=self.traffic,
-            emit=emit,
-            refused=self._refused,
+            name, self.authorizer, self.sessions, self.traffic, self._multipart, receivers, self._refused
         )
         self.downloads = Downloads(
             job, core, model, self.durability, self.authorizer, self.sessions, self.relay, self.traffic

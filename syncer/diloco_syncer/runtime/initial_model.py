@@ -13,22 +13,23 @@ broke is not the end: its sender tries again.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.layout import MAX_JSON_BYTES, Layout, LayoutError
 from diloco_protocol.common.files import Buffer
-from diloco_protocol.vocabulary import JobPhase
+from diloco_protocol.vocabulary import JobPhase, TransferRefusal
 from diloco_protocol.wire import limits, sync_pb2
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.core import Core
+from diloco_syncer.messages import upload_reply
 from diloco_syncer.runtime.durability import Durability
 from diloco_syncer.runtime.global_model import GlobalModel, first_records
+from diloco_syncer.runtime.multipart import ReadPayload, UploadRefused
 from diloco_syncer.store import records
 from diloco_syncer.store.records import Array, Floats, MergeRecord
 
@@ -41,8 +42,11 @@ PATIENCE = 2 * limits.STALL_SECONDS  # without any upload under way; a sender's 
 WATCH_SECONDS = 1.0
 
 
-class InitialRefused(Exception):
+class InitialRefused(UploadRefused):
     """A part of version 0 is refused; the message says why."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(TransferRefusal.INITIAL, message)
 
 
 class InitialModelUpload:
@@ -70,6 +74,25 @@ class InitialModelUpload:
         self._layout_name = self._frozen_name = ""
         self._fragments: dict[int, Floats] = {}
         self._names: dict[int, str] = {}
+
+    async def receive(self, header: sync_pb2.UploadHeader, connection: int, read: ReadPayload) -> bytes | None:
+        """Receive a part of one of version 0's payloads; a refusal ends the attempt of the learner that was asked."""
+        part, fragment = header.initial.part, header.initial.fragment
+        self._under_way += 1
+        try:
+            size = self.check_part(connection, part, fragment, header.total_bytes)
+            attempt = self.attempt
+            whole = await read(("initial", header.process, part, fragment), lambda: np.empty(size, np.uint8))
+            if whole is None:
+                return None
+            await self.store_part(connection, attempt, part, fragment, whole)
+            return upload_reply(True)
+        except InitialRefused as error:
+            self._give_up(connection, str(error))
+            raise
+        finally:
+            self._under_way -= 1
+            self._touched = time.monotonic()
 
     def check_part(self, connection: int, part: int, fragment: int, size: int) -> int:
         """Check that this part may come now; returns its exact size in bytes. Raises ``InitialRefused``."""
@@ -127,19 +150,6 @@ class InitialModelUpload:
         return name
 
     # ------------------------------------------------------------- giving up
-
-    @contextlib.contextmanager
-    def track_part(self, connection: int) -> Iterator[None]:
-        """Around the receipt of a part: a refusal ends the attempt of the learner that was asked."""
-        self._under_way += 1
-        try:
-            yield
-        except InitialRefused as error:
-            self._give_up(connection, str(error))
-            raise
-        finally:
-            self._under_way -= 1
-            self._touched = time.monotonic()
 
     async def watch_sender(self) -> None:
         """Give up on a learner that was asked and sends nothing; returns when version 0 is durable."""

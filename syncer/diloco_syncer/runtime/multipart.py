@@ -14,18 +14,28 @@ its first part replaces what is left.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Hashable
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 
 from diloco_protocol.wire import bulk, limits, sync_pb2
 from diloco_protocol.wire.limits import WireError
+from diloco_syncer.store.records import Array
 
 MAX_PER_PROCESS = 8
 MAX_ALL = 512
 IDLE_SECONDS = 2 * limits.STALL_SECONDS
 
-B = TypeVar("B")
+ReadPayload = Callable[[Hashable, Callable[[], Array]], Awaitable[Array | None]]
+"""Receives one part of the payload that a key names into the array that ``allocate()`` makes for the first part.
+Returns the whole payload (uint8), or None while parts are missing."""
+
+
+class UploadRefused(Exception):
+    """An upload is refused: ``reason`` is a fixed word, the message is for people."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class TooManyUploads(Exception):
@@ -33,14 +43,12 @@ class TooManyUploads(Exception):
 
 
 @dataclass(slots=True)
-class PartialUpload(Generic[B]):
-    """One payload being received. ``target``: what the parts are received into."""
+class PartialUpload:
+    """One payload being received into ``array``."""
 
     key: Hashable
     process: str
-    total: int
-    owner: B  # what the payload is for: holds the buffer
-    target: memoryview
+    array: Array
     claimed: list[tuple[int, int]] = field(default_factory=list)
     received: int = 0
     broken: bool = False
@@ -59,26 +67,16 @@ class MultipartUploads:
     """All uploads whose parts are coming."""
 
     def __init__(self) -> None:
-        self._open: dict[Hashable, PartialUpload[object]] = {}
+        self._open: dict[Hashable, PartialUpload] = {}
 
     def __len__(self) -> int:
         return len(self._open)
 
     async def receive_part(
-        self,
-        key: Hashable,
-        header: sync_pb2.UploadHeader,
-        stream: AsyncIterator[bytes],
-        size: int,
-        make: Callable[[], tuple[B, memoryview]],
-    ) -> B | None:
-        """Receive one part. ``size``: the payload's exact bytes; ``make``: its owner and buffer,
-        called for the first part. Returns the owner when this part completed it, else None.
-
-        Raises ``WireError`` (the upload is gone then) and ``TooManyUploads``.
-        """
-        if header.total_bytes != size:
-            raise WireError(f"total_bytes is {header.total_bytes}; this payload has {size}")
+        self, key: Hashable, header: sync_pb2.UploadHeader, stream: AsyncIterator[bytes], allocate: Callable[[], Array]
+    ) -> Array | None:
+        """Receive one part; see ``ReadPayload``. Raises ``WireError`` (the upload is gone then), ``TooManyUploads``."""
+        size = header.total_bytes
         if header.bytes > limits.MAX_PART_BYTES or header.offset + header.bytes > size:
             raise WireError(
                 f"a part of bytes {header.offset} to {header.offset + header.bytes} of {size} "
@@ -87,12 +85,15 @@ class MultipartUploads:
         if size and not header.bytes:
             raise WireError("an empty part")
         upload = self._open.get(key)
+        if upload is not None and upload.array.nbytes != size:
+            self._drop(upload)
+            raise WireError(f"total_bytes is {size}; this payload has {upload.array.nbytes}")
         if upload is None or not upload.claim_range(header.offset, header.bytes):
             if upload is not None:  # the sender started over
                 self._drop(upload)
-            upload = self._make(key, header.process, size, make)
+            upload = self._open_upload(key, header.process, size, allocate)
             upload.claim_range(header.offset, header.bytes)
-        view = upload.target[header.offset : header.offset + header.bytes]
+        view = bulk.flat(upload.array)[header.offset : header.offset + header.bytes]
         try:
             digest = await bulk.receive_into(stream, view)
             if digest != header.checksum:
@@ -107,22 +108,19 @@ class MultipartUploads:
         if upload.received < size:
             return None
         del self._open[key]
-        return upload.owner  # type: ignore[return-value]
+        return upload.array
 
-    def _make(
-        self, key: Hashable, process: str, size: int, make: Callable[[], tuple[B, memoryview]]
-    ) -> PartialUpload[object]:
+    def _open_upload(self, key: Hashable, process: str, size: int, allocate: Callable[[], Array]) -> PartialUpload:
         own = sum(a.process == process for a in self._open.values())
         if own >= MAX_PER_PROCESS or len(self._open) >= MAX_ALL:
             raise TooManyUploads
-        owner, target = make()
-        if target.nbytes != size:
-            raise ValueError(f"a buffer of {target.nbytes} bytes for a payload of {size}")
-        upload: PartialUpload[object] = PartialUpload(key, process, size, owner, target)
-        self._open[key] = upload
+        array = allocate()
+        if array.nbytes != size:
+            raise ValueError(f"a buffer of {array.nbytes} bytes for a payload of {size}")
+        upload = self._open[key] = PartialUpload(key, process, array)
         return upload
 
-    def _drop(self, upload: PartialUpload[object]) -> None:
+    def _drop(self, upload: PartialUpload) -> None:
         upload.broken = True
         if self._open.get(upload.key) is upload:
             del self._open[upload.key]

@@ -11,11 +11,20 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from diloco_protocol.vocabulary import TransferRefusal
+from diloco_protocol.wire import limits, sync_pb2
+from diloco_protocol.wire.limits import WireError
+from diloco_syncer.core import events as ev
+from diloco_syncer.messages import upload_reply
+from diloco_syncer.runtime.durability import Durability
+from diloco_syncer.runtime.global_model import GlobalModel
+from diloco_syncer.runtime.multipart import ReadPayload, UploadRefused
 from diloco_syncer.store.records import Array
 
 MAX_RELAYED = 4
@@ -27,21 +36,17 @@ STATES_PER_PARAMETER = 4  # float32 values an inner optimizer may keep per param
 class Relayed:
     """One learner's optimizer state in a temporary file, and the versions it held at the snapshot."""
 
-    transfer: int
     data: Array
     versions: tuple[tuple[int, int], ...]
-    checkpoint: bool
-
-
-def largest_state(elements: int) -> int:
-    """The most bytes that a model's inner optimizer state may have."""
-    return elements * 4 * STATES_PER_PARAMETER + SLACK
 
 
 class OptimizerRelay:
     """Transfers that were requested, and those that have arrived."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: GlobalModel, durability: Durability, emit: Callable[[ev.Event], None]) -> None:
+        self._model = model
+        self._durability = durability
+        self._emit = emit
         self._directory = tempfile.TemporaryDirectory(prefix="diloco-relay-")
         self._expected: OrderedDict[int, tuple[int, bool]] = OrderedDict()  # transfer -> connection, checkpoint
         self._arrived: OrderedDict[int, Relayed] = OrderedDict()
@@ -52,11 +57,37 @@ class OptimizerRelay:
         while len(self._expected) > 64:
             self._expected.popitem(last=False)
 
-    def find_expected(self, transfer: int) -> tuple[int, bool] | None:
-        """The connection that uploads this transfer, and whether it is for the checkpoint; None: not expected."""
-        return self._expected.get(transfer)
+    async def receive(self, header: sync_pb2.UploadHeader, connection: int, read: ReadPayload) -> bytes | None:
+        """Receive a part of a state that was asked for."""
+        transfer, size = header.peer_state.transfer, header.total_bytes
+        sender, checkpoint = self._expected.get(transfer, (0, False))
+        if not connection or connection != sender:
+            raise UploadRefused(TransferRefusal.NOT_ASKED, f"nobody asked this process for transfer {transfer}")
+        assert self._model.layout is not None
+        largest = self._model.layout.total_elements * 4 * STATES_PER_PARAMETER + SLACK
+        if size > largest:
+            raise UploadRefused(TransferRefusal.TOO_LARGE, f"{size} bytes of optimizer state; at most {largest}")
+        if len(header.peer_state.versions) > limits.MAX_FRAGMENTS:
+            raise WireError("versions: more than there can be fragments")
+        try:
+            whole = await read(("peer", transfer), lambda: self._allocate(size))
+        except OSError as error:
+            self._emit(ev.PeerStateFailed(transfer))
+            raise UploadRefused(TransferRefusal.NO_SPACE, f"the syncer has no room for it: {error.strerror}") from error
+        if whole is None:
+            return None
+        self._expected.pop(transfer, None)
+        self._arrived[transfer] = Relayed(
+            whole, tuple((held.epoch, held.version) for held in header.peer_state.versions)
+        )
+        while len(self._arrived) > MAX_RELAYED:
+            self._arrived.popitem(last=False)
+        if checkpoint:
+            await self._durability.write_optimizer(whole)
+        self._emit(ev.PeerStateReceived(transfer))
+        return upload_reply(True)
 
-    def allocate(self, size: int) -> Array:
+    def _allocate(self, size: int) -> Array:
         """A file of ``size`` bytes as uint8[size]; unlinked already, gone when nobody uses it.
 
         Raises OSError if there is no space.
@@ -70,13 +101,6 @@ class OptimizerRelay:
         finally:
             os.close(descriptor)
             os.unlink(name)
-
-    def add_arrived(self, relayed: Relayed) -> None:
-        """Keep a transfer whose bytes are all here; the oldest goes if there are too many."""
-        self._expected.pop(relayed.transfer, None)
-        self._arrived[relayed.transfer] = relayed
-        while len(self._arrived) > MAX_RELAYED:
-            self._arrived.popitem(last=False)
 
     def find_arrived(self, transfer: int) -> Relayed | None:
         """A transfer that has arrived and is still kept."""

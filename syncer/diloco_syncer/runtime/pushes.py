@@ -23,13 +23,16 @@ import numpy as np
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.kernels import Float64s
 from diloco_protocol.vocabulary import PushRefusal
+from diloco_protocol.wire import sync_pb2
 from diloco_syncer.core import events as ev
+from diloco_syncer.core.core import Core
 from diloco_syncer.core.events import PushHeader
-from diloco_syncer.messages import upload_reply
+from diloco_syncer.messages import push_from, upload_reply
 from diloco_syncer.numerics.merge import piece_squares
 from diloco_syncer.runtime.buffer_pool import BufferPool
 from diloco_syncer.runtime.durability import Durability
 from diloco_syncer.runtime.global_model import GlobalModel
+from diloco_syncer.runtime.multipart import ReadPayload, TooManyUploads, UploadRefused
 from diloco_syncer.store.checkpoint import SpooledOffer
 from diloco_syncer.store.records import Array, Floats
 
@@ -55,6 +58,7 @@ class ReceivedPushes:
 
     def __init__(
         self,
+        core: Core,
         model: GlobalModel,
         durability: Durability,
         buffers: BufferPool,
@@ -63,6 +67,7 @@ class ReceivedPushes:
         run_task: Callable[[Coroutine[Any, Any, None]], None],
         refused: Counter[str],
     ) -> None:
+        self._core = core
         self._model = model
         self._durability = durability
         self._buffers = buffers
@@ -77,7 +82,26 @@ class ReceivedPushes:
     def __len__(self) -> int:
         return len(self._held)
 
-    async def judge_push(self, header: PushHeader, encoded: Array) -> bytes:
+    async def receive(self, upload: sync_pb2.UploadHeader, connection: int, read: ReadPayload) -> bytes | None:
+        """Receive a part of a push or offer; the core judges it by its header, and again when all of it is here."""
+        push = push_from(upload)
+        if self._core.is_recovering:
+            raise TooManyUploads
+        refusal = self._core.check_push(push, upload.process)
+        if refusal is not None:
+            if refusal[0] is PushRefusal.REPEATED:
+                await self.wait_offer_spooled(push.id)
+            raise UploadRefused(*refusal)
+        assert self._model.layout is not None
+        elements = self._model.layout.elements(push.fragment)
+        size = codec.encoded_bytes(push.encoding, elements)
+        if upload.total_bytes != size:
+            words = f"{upload.total_bytes} bytes: {elements} elements as {push.encoding} are {size}"
+            raise UploadRefused(PushRefusal.WRONG_SIZE, words)
+        whole = await read(("push", push.id, upload.process), lambda: self._buffers.allocate(size))
+        return None if whole is None else await self._judge_push(push, whole)
+
+    async def _judge_push(self, header: PushHeader, encoded: Array) -> bytes:
         """Decode a push, whose bytes are all here, and ask the core; returns the reply."""
         loop = asyncio.get_running_loop()
         delta, squares = await loop.run_in_executor(self._decode_thread, self._decode, header, encoded)

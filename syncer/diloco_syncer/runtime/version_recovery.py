@@ -17,22 +17,22 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 
+import numpy as np
+
 from diloco_protocol.arrays import codec
+from diloco_protocol.vocabulary import TransferRefusal
 from diloco_protocol.wire import sync_pb2
 from diloco_protocol.wire.limits import WireError
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.core import Core
 from diloco_syncer.core.recovery.receipts import Rows
-from diloco_syncer.messages import receipt_from
+from diloco_syncer.messages import receipt_from, upload_reply
 from diloco_syncer.runtime.durability import Durability
 from diloco_syncer.runtime.global_model import GlobalModel
+from diloco_syncer.runtime.multipart import ReadPayload, UploadRefused
 from diloco_syncer.store.records import Array, Floats, MergeRecord, Recovered, theta_digest
 
 log = logging.getLogger(__name__)
-
-
-class VersionRefused(Exception):
-    """A version from a learner is refused; the message says why."""
 
 
 class VersionUploads:
@@ -56,13 +56,27 @@ class VersionUploads:
         self._next_number = next_number
         self._emit = emit
 
-    def check_version(self, connection: int, base: sync_pb2.Base, size: int) -> Rows:
-        """Check that this version may come now; returns its receipt. Raises ``VersionRefused``."""
+    async def receive(self, header: sync_pb2.UploadHeader, connection: int, read: ReadPayload) -> bytes | None:
+        """Receive a part of a version; the whole becomes the fragment's newest record."""
+        base, size = header.base, header.total_bytes
+        rows = self._check(connection, base, size)
+        whole = await read(("base", header.process, base.fragment), lambda: np.empty(size, np.uint8))
+        if whole is None:
+            return None
+        await self._store(connection, base, rows, whole)
+        return upload_reply(True)
+
+    def _refused(self, why: str) -> UploadRefused:
+        log.warning("a version from a learner is refused: %s", why)
+        return UploadRefused(TransferRefusal.BASE, why)
+
+    def _check(self, connection: int, base: sync_pb2.Base, size: int) -> Rows:
+        """Check that this version may come now; returns its receipt. Raises ``UploadRefused``."""
         layout = self._model.layout
         if layout is None:
-            raise VersionRefused("version 0 does not exist yet")
+            raise self._refused("version 0 does not exist yet")
         if base.fragment >= len(layout):
-            raise VersionRefused(f"fragment {base.fragment}: the layout has {len(layout)}")
+            raise self._refused(f"fragment {base.fragment}: the layout has {len(layout)}")
         encoding = self._model.full_encoding
         expected = codec.encoded_bytes(encoding, layout.elements(base.fragment))
         try:
@@ -74,11 +88,11 @@ class VersionUploads:
             why = f"{size} bytes of {base.encoding!r}: as {encoding} it has {expected}"
         if why:
             self._emit(ev.LostVersionFailed(connection, base.fragment))
-            raise VersionRefused(why)
+            raise self._refused(why)
         return rows
 
-    async def store_version(self, connection: int, base: sync_pb2.Base, rows: Rows, encoded: Array) -> None:
-        """Make a version (uint8, all its bytes) durable as the fragment's newest record. Raises ``VersionRefused``."""
+    async def _store(self, connection: int, base: sync_pb2.Base, rows: Rows, encoded: Array) -> None:
+        """Make a version (uint8, all its bytes) durable as the fragment's newest record. Raises ``UploadRefused``."""
         layout, fragment = self._model.layout, base.fragment
         assert layout is not None
         elements = layout.elements(fragment)
@@ -92,7 +106,7 @@ class VersionUploads:
         why = self._core.check_version_upload(connection, fragment, base.epoch, base.version, rows)
         if why or not finite:
             self._emit(ev.LostVersionFailed(connection, fragment))
-            raise VersionRefused(why or "it has values that are not finite")
+            raise self._refused(why or "it has values that are not finite")
         old = self._model.newest[fragment]
         record = MergeRecord(
             job=self._job,

@@ -21,7 +21,7 @@ from diloco_protocol.vocabulary import ENDED_PHASES, EventKind, JobPhase, JoinRe
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.actions import Actions
 from diloco_syncer.core.events import MergedPush, PushHeader
-from diloco_syncer.core.members.initial_model import InitialModelRequest
+from diloco_syncer.core.members.initial_model_request import InitialModelRequest
 from diloco_syncer.core.members.leases import LeaseBook
 from diloco_syncer.core.members.slots import Slot
 from diloco_syncer.core.members.state_donors import StateDonors

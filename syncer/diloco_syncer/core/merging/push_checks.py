@@ -10,7 +10,7 @@ hopeless transfer costs nothing:
     (``server/uploads.py`` ``upload`` and ``_route``, ``server/sessions.py`` ``check_process``).
  2. Every number of the header is in range (``messages.py`` ``push_from``).
  3. The syncer is not recovering lost versions; else the learner tries again later
-    (``server/uploads.py`` ``_receive_push``, ``core/recovery/lost_versions.py`` ``is_pending``).
+    (``runtime/pushes.py`` ``receive``, ``core/recovery/lost_versions.py`` ``is_pending``).
  4. The job has not ended, version 0 exists, the fragment exists (``_check_job``).
  5. The sender is the one that holds the slot, under its newest incarnation (``_check_sender``).
  6. Layout and encoding are the job's (``_check_format``).
@@ -19,7 +19,7 @@ hopeless transfer costs nothing:
  9. None of its steps was merged before, and none is too old (``_check_steps``).
 10. Its round is open, or opens with it (``core/deterministic.py`` ``opens_round``); an offer's
     fragment is not merging an earlier push of the same slot (``_check_round``).
-11. It has exactly as many bytes as its encoding gives the fragment (``server/uploads.py`` ``_receive_push``).
+11. It has exactly as many bytes as its encoding gives the fragment (``runtime/pushes.py`` ``receive``).
 12. There is room for it, else the learner tries again later; a part that overlaps an earlier one begins
     the upload anew (``runtime/multipart.py`` ``receive_part``).
 
