@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
+from pydantic import RootModel
 
 from diloco_operator.metrics import Metrics
 from diloco_operator.model import Call, ProgramAnswer
@@ -292,7 +293,7 @@ async def test_of_many_calls_that_nobody_answers_only_the_first_is_waited_for(sy
 
 async def test_learners_pages_are_read_where_the_syncer_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     page: Callable[[], dict[str, Any]] = lambda: {"role": "learner", "phase": "suspended"}  # noqa: E731
-    server = HttpServer({"/status": json_page(page)})
+    server = HttpServer({"/status": json_page(lambda: RootModel(page()))})
     port = await server.start("127.0.0.1", 0)
     monkeypatch.setattr(syncer_poller, "WORKER_PORT", port)
     told, metrics = Told(), Metrics()
