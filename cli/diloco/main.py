@@ -42,15 +42,12 @@ other commands 0 done, 1 it could not be done, 2 the file, the arguments or what
 """,
 )
 
-JobFile = Annotated[
-    Path, typer.Argument(metavar="JOB.yaml", help="The job file (kind: DiLoCoJob).", show_default=False)
-]
+JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file (kind: DiLoCoJob).")]
 Overrides = Annotated[
     list[str],
     typer.Option(
         "--set",
         metavar="PATH=VALUE",
-        show_default=False,
         help="Change one field below spec, as often as you like; list items by index, the value in YAML: "
         "--set sync.every=12 --set regions.0.learners=2",
     ),
@@ -63,26 +60,19 @@ def run(
     job: JobFile,
     workdir: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR", help="Where the run keeps everything.  [default: runs/<the job's name>]", show_default=False
-        ),
+        typer.Option(metavar="DIR", help="Where the run keeps everything.  [default: runs/<the job's name>]"),
     ] = None,
-    report: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write report.json here too.", show_default=False)
-    ] = None,
+    report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write report.json here too.")] = None,
     chaos: Annotated[
         str,
         typer.Option(
             metavar="SPEC",
-            show_default=False,
             help="What to break, and when: TIME:ACTION:TARGET[:DURATION], separated by commas. TIME is 20s "
             "(from the first merge) or step=150; ACTION kill, term, pause or cut (the last two with a "
             "DURATION); TARGET learner-2, learner (any, by the seed) or syncer.",
         ),
     ] = "",
-    seed: Annotated[
-        int | None, typer.Option(metavar="N", help="Instead of the job's seed.", show_default=False)
-    ] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Instead of the job's seed.")] = None,
     overrides: Overrides = [],  # noqa: B006 - typer reads it, nobody writes it
     http: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Where the syncer serves its status page and metrics; port 0: any.")
@@ -135,17 +125,13 @@ def plan(
     step_seconds: Annotated[
         float,
         typer.Option(
-            metavar="SECONDS",
-            show_default=False,
-            help="How long one inner step takes; `diloco status` shows it of a job that runs.",
+            metavar="SECONDS", help="How long one inner step takes; `diloco status` shows it of a job that runs."
         ),
     ],
     params: Annotated[
         str | None,
         typer.Option(
-            metavar="N",
-            show_default=False,
-            help="Number of trained parameters, such as 5e9, 5B or 350M.  [default: the job's own model]",
+            metavar="N", help="Number of trained parameters, such as 5e9, 5B or 350M.  [default: the job's own model]"
         ),
     ] = None,
     round_trip_seconds: Annotated[
@@ -190,7 +176,6 @@ def status(
         str | None,
         typer.Argument(
             metavar="WORKDIR|ADDRESS|JOB",
-            show_default=False,
             help="A run's directory, host:port of its status page or its syncer, or the name of a job in a "
             "cluster.  [default: the newest below ./runs; with --context, -n or -A all jobs there]",
         ),
@@ -244,10 +229,8 @@ def status(
 @app.command()
 @interruptible
 def export(
-    what: Annotated[
-        str, typer.Argument(metavar="WORKDIR|JOB", help="A run's directory, or a job in a cluster.", show_default=False)
-    ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new directory for the model.", show_default=False)],
+    what: Annotated[str, typer.Argument(metavar="WORKDIR|JOB", help="A run's directory, or a job in a cluster.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new directory for the model.")],
     context: Context = [],  # noqa: B006
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
@@ -286,12 +269,8 @@ def export(
 @app.command()
 @interruptible
 def report(
-    what: Annotated[
-        str, typer.Argument(metavar="WORKDIR|JOB", help="A run's directory, or a job in a cluster.", show_default=False)
-    ],
-    out: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write report.json here.", show_default=False)
-    ] = None,
+    what: Annotated[str, typer.Argument(metavar="WORKDIR|JOB", help="A run's directory, or a job in a cluster.")],
+    out: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write report.json here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print report.json, for programs.")] = False,
     context: Context = [],  # noqa: B006
     namespace: Namespace = None,

@@ -78,7 +78,6 @@ def issue(
         str,
         typer.Argument(
             metavar="JOB|JOB.yaml",
-            show_default=False,
             help="The job's name, with --syncer or --region; or its file: then the syncer and every cluster.",
         ),
     ],
@@ -87,9 +86,7 @@ def issue(
     region: Annotated[
         list[str],
         typer.Option(
-            metavar="NAME",
-            show_default=False,
-            help="For the learners of this region; repeatable: one certificate for all of them.",
+            metavar="NAME", help="For the learners of this region; repeatable: one certificate for all of them."
         ),
     ] = [],  # noqa: B006 - typer reads it, nobody writes it
     namespace: Annotated[
@@ -97,22 +94,17 @@ def issue(
         typer.Option(
             "--namespace",
             "-n",
-            show_default=False,
             help="The job's namespace, the same in every cluster.  [default: the file's, else default]",
         ),
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", show_default=False, help="Where to.  [default: a folder in PKI/NAMESPACE/JOB]"),
+        Path | None, typer.Option(metavar="DIR", help="Where to.  [default: a folder in PKI/NAMESPACE/JOB]")
     ] = None,
-    dns: Annotated[
-        list[str], typer.Option(metavar="HOST", show_default=False, help="One more DNS name of the syncer; repeatable.")
-    ] = [],  # noqa: B006
+    dns: Annotated[list[str], typer.Option(metavar="HOST", help="One more DNS name of the syncer; repeatable.")] = [],  # noqa: B006
     server_name: Annotated[
         str | None,
         typer.Option(
             metavar="HOST",
-            show_default=False,
             help="The name by which learners ask for the syncer (TLS's SNI), where a gateway passes "
             "connections on by it.  [default: diloco-syncer]",
         ),
@@ -122,7 +114,6 @@ def issue(
         str | None,
         typer.Option(
             metavar="NAME",
-            show_default=False,
             help="Write secret.yaml too, a Kubernetes Secret of this name.  [default: the job file's names]",
         ),
     ] = None,
@@ -158,7 +149,7 @@ def issue(
 @certs.command()
 @interruptible
 def renew(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", show_default=False)],
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...")],
     pki: Pki = Path("pki"),
     days: Annotated[int, typer.Option(help="How long the new ones are good for.")] = 90,
 ) -> None:
@@ -187,7 +178,7 @@ def renew(
 
 @certs.command()
 @interruptible
-def show(folders: Annotated[list[Path], typer.Argument(metavar="DIR|FILE...", show_default=False)]) -> None:
+def show(folders: Annotated[list[Path], typer.Argument(metavar="DIR|FILE...")]) -> None:
     """Say whose certificates these are, and how long they are good for.
 
     Example:

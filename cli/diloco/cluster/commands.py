@@ -23,35 +23,25 @@ Contexts = Annotated[
     typer.Option(
         "--context",
         metavar="NAME",
-        show_default=False,
         help="Context of the kubeconfig; repeat it to act on every copy of a job.  [default: the current]",
     ),
 ]
 Context = Annotated[
-    list[str],
-    typer.Option(
-        "--context", metavar="NAME", show_default=False, help="Context of the kubeconfig.  [default: the current]"
-    ),
+    list[str], typer.Option("--context", metavar="NAME", help="Context of the kubeconfig.  [default: the current]")
 ]
 Namespace = Annotated[
     str | None,
-    typer.Option(
-        "--namespace", "-n", metavar="NAME", show_default=False, help="Namespace of the job.  [default: the context's]"
-    ),
+    typer.Option("--namespace", "-n", metavar="NAME", help="Namespace of the job.  [default: the context's]"),
 ]
 Kubeconfig = Annotated[
-    Path | None,
-    typer.Option("--kubeconfig", metavar="FILE", show_default=False, help="Instead of $KUBECONFIG or ~/.kube/config."),
+    Path | None, typer.Option("--kubeconfig", metavar="FILE", help="Instead of $KUBECONFIG or ~/.kube/config.")
 ]
-Job = Annotated[str, typer.Argument(metavar="JOB", help="The job's name.", show_default=False, callback=job_name)]
+Job = Annotated[str, typer.Argument(metavar="JOB", help="The job's name.", callback=job_name)]
 Wait = Annotated[bool, typer.Option("--wait", help="Wait until it is so, with lines of progress.")]
 Timeout = Annotated[
     float | None,
     typer.Option(
-        metavar="DURATION",
-        parser=duration,
-        show_default=False,
-        help="With --wait: give up after 90s, 10m or 2h (the job goes on).",
+        metavar="DURATION", parser=duration, help="With --wait: give up after 90s, 10m or 2h (the job goes on)."
     ),
 ]
 
@@ -79,16 +69,11 @@ def in_cluster(run: Callable[[], int], instead: str = "") -> typer.Exit:
 
 @interruptible
 def apply(
-    job: Annotated[Path | None, typer.Argument(metavar="JOB.yaml", help="The job file.", show_default=False)] = None,
+    job: Annotated[Path | None, typer.Argument(metavar="JOB.yaml", help="The job file.")] = None,
     file: Annotated[
-        Path | None,
-        typer.Option(
-            "--filename", "-f", metavar="JOB.yaml", help="The job file, as kubectl names it.", show_default=False
-        ),
+        Path | None, typer.Option("--filename", "-f", metavar="JOB.yaml", help="The job file, as kubectl names it.")
     ] = None,
-    overrides: Annotated[
-        list[str], typer.Option("--set", metavar="PATH=VALUE", show_default=False, help="As for `diloco run`.")
-    ] = [],  # noqa: B006 - typer reads it, nobody writes it
+    overrides: Annotated[list[str], typer.Option("--set", metavar="PATH=VALUE", help="As for `diloco run`.")] = [],  # noqa: B006 - typer reads it, nobody writes it
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Let the API server check everything, and change nothing.")
     ] = False,
@@ -164,18 +149,14 @@ def logs(
         str | None,
         typer.Argument(
             metavar="WHOSE",
-            show_default=False,
             help="syncer, evaluator, learner-N (counted over all regions), REGION, REGION-N or a pod.  [default: all]",
         ),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as lines come.")] = False,
     since: Annotated[
-        float | None,
-        typer.Option(metavar="DURATION", parser=duration, show_default=False, help="Only the last 30s, 10m, 2h."),
+        float | None, typer.Option(metavar="DURATION", parser=duration, help="Only the last 30s, 10m, 2h.")
     ] = None,
-    tail: Annotated[
-        int | None, typer.Option(metavar="N", min=0, show_default=False, help="Only the last N lines of each.")
-    ] = None,
+    tail: Annotated[int | None, typer.Option(metavar="N", min=0, help="Only the last N lines of each.")] = None,
     previous: Annotated[
         bool, typer.Option("--previous", "-p", help="Of the container before the last restart.")
     ] = False,
@@ -207,9 +188,7 @@ def logs(
 @interruptible
 def scale(
     job: Job,
-    regions: Annotated[
-        list[str], typer.Argument(metavar="REGION=N...", help="Learners wanted in a region.", show_default=False)
-    ],
+    regions: Annotated[list[str], typer.Argument(metavar="REGION=N...", help="Learners wanted in a region.")],
     context: Contexts = [],  # noqa: B006
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
@@ -288,10 +267,7 @@ def delete(
         bool, typer.Option("--wait/--no-wait", help="Wait until it is gone, with lines of progress.")
     ] = True,
     timeout: Annotated[
-        float | None,
-        typer.Option(
-            metavar="DURATION", parser=duration, show_default=False, help="Give up waiting after it.  [default: 2m]"
-        ),
+        float | None, typer.Option(metavar="DURATION", parser=duration, help="Give up waiting after it.  [default: 2m]")
     ] = None,
     context: Contexts = [],  # noqa: B006
     namespace: Namespace = None,

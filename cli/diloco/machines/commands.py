@@ -30,35 +30,25 @@ learner = typer.Typer(
 
 CredentialsFolder = Annotated[
     Path | None,
-    typer.Option(
-        metavar="DIR",
-        show_default=False,
-        help="tls.crt, tls.key, ca.crt, join-token, as `diloco certs issue` makes them.",
-    ),
+    typer.Option(metavar="DIR", help="tls.crt, tls.key, ca.crt, join-token, as `diloco certs issue` makes them."),
 ]
 Plaintext = Annotated[
     bool, typer.Option("--plaintext", help="Go without certificates: for a network in which you trust everybody.")
 ]
 Overrides = Annotated[
-    list[str],
-    typer.Option(
-        "--set", metavar="PATH=VALUE", show_default=False, help="Change one field below spec, as in `diloco run`."
-    ),
+    list[str], typer.Option("--set", metavar="PATH=VALUE", help="Change one field below spec, as in `diloco run`.")
 ]
 
 
 @syncer.command()
 @interruptible
 def serve(
-    job: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.", show_default=False)],
+    job: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")],
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Where learners join: a port that they can reach.")
     ] = "127.0.0.1:7700",
     workdir: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", show_default=False, help="Where everything is kept.  [default: runs/<the job's name>]"
-        ),
+        Path | None, typer.Option(metavar="DIR", help="Where everything is kept.  [default: runs/<the job's name>]")
     ] = None,
     credentials: CredentialsFolder = None,
     plaintext: Plaintext = False,
@@ -67,11 +57,7 @@ def serve(
     ] = True,
     evaluator_credentials: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR",
-            show_default=False,
-            help="A learner's, for the evaluator; with --credentials there is none without.",
-        ),
+        typer.Option(metavar="DIR", help="A learner's, for the evaluator; with --credentials there is none without."),
     ] = None,
     http: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Status page and metrics; port 0: any.")
@@ -122,32 +108,21 @@ def serve(
 @learner.command()
 @interruptible
 def join(
-    address: Annotated[
-        str, typer.Argument(metavar="ADDRESS", help="host:port of the job's syncer.", show_default=False)
-    ],
+    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="host:port of the job's syncer.")],
     job: Annotated[
         Path | None,
         typer.Argument(
-            metavar="JOB.yaml",
-            show_default=False,
-            help="The job file, where the job runs code of its own.  [default: the syncer's job]",
+            metavar="JOB.yaml", help="The job file, where the job runs code of its own.  [default: the syncer's job]"
         ),
     ] = None,
     credentials: CredentialsFolder = None,
     plaintext: Plaintext = False,
     region: Annotated[
         str | None,
-        typer.Option(
-            metavar="R",
-            show_default=False,
-            help="One of the job's regions.  [default: the certificate's, or the only one]",
-        ),
+        typer.Option(metavar="R", help="One of the job's regions.  [default: the certificate's, or the only one]"),
     ] = None,
     workdir: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", show_default=False, help="This learner's, and only its.  [default: learners/JOB-REGION]"
-        ),
+        Path | None, typer.Option(metavar="DIR", help="This learner's, and only its.  [default: learners/JOB-REGION]")
     ] = None,
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
