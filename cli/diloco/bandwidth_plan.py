@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from diloco.console import CommandError
+from diloco.validate import problems_text, read_job_file
 from diloco_protocol.arrays.layout import ELEMENTS_PER_FRAGMENT
 from diloco_protocol.bandwidth import links
 from diloco_protocol.bandwidth import model as bandwidth
@@ -21,16 +23,12 @@ from diloco_protocol.bandwidth.links import Need, Traffic
 from diloco_protocol.bandwidth.model import Turn
 from diloco_protocol.common.format_units import bits_text, seconds_text, size_text
 from diloco_protocol.spec.job import DiLoCoJob
-from diloco_protocol.spec.load import JobError, load_job
+from diloco_protocol.spec.load import JobError
 
 _NUMBER = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:[eE]\+?[0-9]{1,2})?)\s*([kKmMbBgGtT]?)")
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 MOST_PARAMETERS = 10**15
 ROWS = (("up", links.UP), ("down", links.DOWN))
-
-
-class PlanError(Exception):
-    """There is nothing to plan with; the message says why, and the cure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,32 +40,32 @@ class Conditions:
     utilisation: float = bandwidth.UTILISATION
 
     def check(self) -> None:
-        """Raises PlanError."""
+        """Raises CommandError."""
         if not (math.isfinite(self.step_seconds) and 0 < self.step_seconds <= 1e6):
-            raise PlanError(
+            raise CommandError(
                 f"--step-seconds {self.step_seconds:g}: give the seconds of one inner step, such as 0.8; "
                 "`diloco status` shows them of a job that runs (s/step)"
             )
         if not 0 <= self.round_trip_seconds <= 60:
-            raise PlanError(f"--round-trip-seconds {self.round_trip_seconds:g}: give 0 to 60, such as 0.08")
+            raise CommandError(f"--round-trip-seconds {self.round_trip_seconds:g}: give 0 to 60, such as 0.08")
         if not 0.5 <= self.utilisation <= 0.999:
-            raise PlanError(f"--utilisation {self.utilisation:g}: give 0.5 to 0.999; 0.95 is usual")
+            raise CommandError(f"--utilisation {self.utilisation:g}: give 0.5 to 0.999; 0.95 is usual")
 
 
 def parameters_from(text: str) -> int:
-    """``5e9``, ``5B``, ``350M``, ``1200000``. Raises PlanError."""
+    """``5e9``, ``5B``, ``350M``, ``1200000``. Raises CommandError."""
     match = _NUMBER.fullmatch(text.strip())
     count = round(float(match[1]) * _UNITS[match[2].lower()]) if match else 0
     if not 1 <= count <= MOST_PARAMETERS:
-        raise PlanError(f"--params {text}: give the number of trained parameters, such as 5e9, 5B or 350M")
+        raise CommandError(f"--params {text}: give the number of trained parameters, such as 5e9, 5B or 350M")
     return count
 
 
 def plan(path: Path, overrides: Iterable[str], parameters: str | None, conditions: Conditions) -> dict[str, Any]:
-    """The plan of the job in the file, as ``--json`` prints it. Raises JobError, PlanError."""
+    """The plan of the job in the file, as ``--json`` prints it. Raises CommandError."""
     conditions.check()
     count = None if parameters is None else parameters_from(parameters)
-    job = load_job(path, overrides)
+    job = read_job_file(path, overrides)
     sizes, note = _sizes(job, count, path.resolve().parent)
     return document(job, sizes, note, conditions)
 
@@ -80,7 +78,7 @@ def _sizes(job: DiLoCoJob, parameters: int | None, directory: Path) -> tuple[lis
         note = "" if fragments == sync.fragments else f"fragments lowered from {sync.fragments} to {fragments}"
         return links.even_sizes(parameters, fragments), note
     if job.spec.training.model is None:
-        raise PlanError(
+        raise CommandError(
             "the job has no training.model (its learners run a program of their own), so its size is not "
             "known: give --params, the number of trained parameters, such as --params 350M"
         )
@@ -92,7 +90,9 @@ def _sizes(job: DiLoCoJob, parameters: int | None, directory: Path) -> tuple[lis
         model = outline(job.spec, directory=directory)
         layout = build_layout(model, sync.fragments, sync.every, sync.merge.mean_tensors)
     except ConfigurationError as error:
-        raise PlanError(str(error)) from error
+        raise CommandError(str(error)) from error
+    except JobError as error:  # the model's own configuration
+        raise CommandError(problems_text(error)) from error
     return [layout.elements(p) for p in range(len(layout))], layout.note
 
 
@@ -264,6 +264,3 @@ def _bits(value: float | None) -> str:
 
 def _times(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
-
-
-__all__ = ["Conditions", "JobError", "PlanError", "document", "parameters_from", "plan", "text"]

@@ -18,21 +18,29 @@ _DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(s|m|min|h|d)?")
 _SECONDS = {None: 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 
-def fail(message: str, code: int) -> typer.Exit:
-    """Say what went wrong; raise what is returned."""
-    print(message if message.startswith("error") else f"error: {message}", file=sys.stderr)
-    return typer.Exit(code)
+class CommandError(Exception):
+    """A command cannot do what it was asked for: the message says why and the cure, ``code`` is the exit code."""
+
+    def __init__(self, message: str, code: int = WRONG) -> None:
+        super().__init__(message)
+        self.code = code
 
 
-def interruptible(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Ctrl-C where the command does not handle it on its own."""
+def command(run: Callable[..., int | None]) -> Callable[..., None]:
+    """Make a function a command: what it returns is the exit code (None: 0), a CommandError is said on stderr,
+    and Ctrl-C, where the function does not handle it, ends it."""
 
-    @functools.wraps(command)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(run)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
         try:
-            return command(*args, **kwargs)
+            code = run(*args, **kwargs)
+        except CommandError as error:
+            said = str(error)
+            print(said if said.startswith("error") else f"error: {said}", file=sys.stderr)
+            code = error.code
         except KeyboardInterrupt:
-            raise typer.Exit(INTERRUPTED) from None
+            code = INTERRUPTED
+        raise typer.Exit(code or COMPLETE)
 
     return wrapped
 

@@ -13,7 +13,7 @@ import typer
 from diloco.certs.commands import certs
 from diloco.cluster import commands as cluster_commands
 from diloco.cluster.commands import Context, Contexts, Kubeconfig, Namespace, in_cluster, where
-from diloco.console import WRONG, fail, interruptible, means_job
+from diloco.console import CommandError, command, means_job
 from diloco.machines import commands as machine_commands
 
 app = typer.Typer(
@@ -55,7 +55,7 @@ Overrides = Annotated[
 
 
 @app.command()
-@interruptible
+@command
 def run(
     job: JobFile,
     workdir: Annotated[
@@ -77,7 +77,7 @@ def run(
     http: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Where the syncer serves its status page and metrics; port 0: any.")
     ] = "127.0.0.1:0",
-) -> None:
+) -> int:
     """Run a job on this machine, every learner a process, until it is done.
 
     The same command on the same workdir goes on from the checkpoint there. Ctrl-C drains: learners offer
@@ -92,19 +92,15 @@ def run(
 
         diloco run examples/tiny-gpt.yaml --chaos 20s:kill:learner-1,step=150:cut:learner-2:5s,40s:kill:syncer
     """
-    from diloco.local.run import RunOptions, UsageError
+    from diloco.local.run import RunOptions
     from diloco.local.run import run as run_job
 
-    try:
-        code = run_job(RunOptions(job, workdir, report, chaos, seed, overrides, http))
-    except UsageError as error:
-        raise fail(str(error), WRONG) from None
-    raise typer.Exit(code)
+    return run_job(RunOptions(job, workdir, report, chaos, seed, overrides, http))
 
 
 @app.command()
-@interruptible
-def validate(job: JobFile, overrides: Overrides = []) -> None:  # noqa: B006
+@command
+def validate(job: JobFile, overrides: Overrides = []) -> int:  # noqa: B006
     """Check a job file: all that is wrong with it at once, with the cure.
 
     Example:
@@ -115,11 +111,11 @@ def validate(job: JobFile, overrides: Overrides = []) -> None:  # noqa: B006
 
     text, code = validate_file(job, overrides)
     print(text, file=sys.stderr if code else sys.stdout)
-    raise typer.Exit(code)
+    return code
 
 
 @app.command()
-@interruptible
+@command
 def plan(
     job: JobFile,
     step_seconds: Annotated[
@@ -156,21 +152,15 @@ def plan(
 
         diloco plan job.yaml --params 5e9 --step-seconds 1 --set sync.compression.down=delta-int4 --json
     """
-    from diloco.bandwidth_plan import Conditions, JobError, PlanError, text
+    from diloco.bandwidth_plan import Conditions, text
     from diloco.bandwidth_plan import plan as made
-    from diloco.validate import problems_text
 
-    try:
-        found = made(job, overrides, params, Conditions(step_seconds, round_trip_seconds, utilisation))
-    except JobError as error:
-        raise fail(problems_text(error), WRONG) from None
-    except PlanError as error:
-        raise fail(str(error), WRONG) from None
+    found = made(job, overrides, params, Conditions(step_seconds, round_trip_seconds, utilisation))
     print(json.dumps(found, indent=1) if as_json else text(found))
 
 
 @app.command()
-@interruptible
+@command
 def status(
     what: Annotated[
         str | None,
@@ -188,7 +178,7 @@ def status(
     context: Contexts = [],  # noqa: B006
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
-) -> None:
+) -> int | None:
     """Show how a job is doing, on this machine or in a cluster.
 
     Examples:
@@ -204,30 +194,26 @@ def status(
         diloco status -A
     """
     there = where(context, namespace, kubeconfig)
-    if there.given or everywhere or means_job(what):
+    meant = there.given or everywhere
+    if meant or means_job(what):
+        from diloco.cluster.status import show_status
 
-        def run() -> int:
-            from diloco.cluster.status import show_status
-
+        with in_cluster(None if meant else what):
             return show_status(there, what, everywhere, watch, as_json)
-
-        raise in_cluster(run, "" if there.given or everywhere else f"nothing on this machine is called {what}; ")
-    from diloco.local.status import StatusError, read_status, show
+    from diloco.local.status import read_status, show
 
     if watch:
-        raise fail("--watch is for jobs in clusters: a run on this machine shows itself", WRONG)
-    try:
-        document = read_status(what)
-    except StatusError as error:
-        raise fail(str(error), WRONG) from None
+        raise CommandError("--watch is for jobs in clusters: a run on this machine shows itself")
+    document = read_status(what)
     if as_json:
         print(json.dumps(document, indent=1))
     else:
         show(document)
+    return None
 
 
 @app.command()
-@interruptible
+@command
 def export(
     what: Annotated[str, typer.Argument(metavar="WORKDIR|JOB", help="A run's directory, or a job in a cluster.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A new directory for the model.")],
@@ -249,25 +235,19 @@ def export(
     """
     there = where(context, namespace, kubeconfig)
     if there.given or means_job(what):
+        from diloco.cluster.fetch import export as export_job
 
-        def run() -> int:
-            from diloco.cluster.fetch import export as export_job
+        with in_cluster(None if there.given else what):
+            export_job(there, what, out)
+    else:
+        from diloco.export.export import export_run
+        from diloco.processes.workdir import find
 
-            return export_job(there, what, out)
-
-        raise in_cluster(run, "" if there.given else f"nothing on this machine is called {what}; ")
-    from diloco.export.export import ExportFailed, export_run
-    from diloco.processes.workdir import WorkdirError, find
-
-    try:
-        versions = export_run(find(what), out)
-    except (WorkdirError, ExportFailed) as error:
-        raise fail(str(error), WRONG) from None
-    print(f"{out}: the merged model, fragments at versions {min(versions)} to {max(versions)}")
+        export_run(find(what), out)
 
 
 @app.command()
-@interruptible
+@command
 def report(
     what: Annotated[str, typer.Argument(metavar="WORKDIR|JOB", help="A run's directory, or a job in a cluster.")],
     out: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write report.json here.")] = None,
@@ -286,23 +266,18 @@ def report(
         diloco report tiny-gpt -o report.json --context my-cluster
     """
     there = where(context, namespace, kubeconfig)
+    from diloco.cluster.fetch import report as report_job
+    from diloco.cluster.fetch import show_report
+    from diloco.local.status import read_status
 
-    def run() -> int:
-        from diloco.cluster.fetch import report as report_job
-        from diloco.cluster.fetch import show_report
-        from diloco.local.status import StatusError, read_status
-
+    with in_cluster(None if there.given else what):
         if there.given or means_job(what):
-            return report_job(there, what, out, as_json)
-        try:
-            document = read_status(what)
-        except StatusError as error:
-            raise fail(str(error), WRONG) from None
+            report_job(there, what, out, as_json)
+            return
+        document = read_status(what)
         if document["running"]:
-            raise fail(f"the run in {what} is going on and has no report yet: diloco status {what}", WRONG)
-        return show_report(document["report"], what, out, as_json)
-
-    raise in_cluster(run, "" if there.given else f"nothing on this machine is called {what}; ")
+            raise CommandError(f"the run in {what} is going on and has no report yet: diloco status {what}")
+        show_report(document["report"], what, out, as_json)
 
 
 @app.command()

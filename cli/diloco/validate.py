@@ -1,7 +1,6 @@
 """``diloco validate``: what a job file says, or all that is wrong with it.
 
-Pure text: nothing is started and no torch is loaded. ``diloco run`` shows a wrong
-job file with the same words (``problems_text``).
+Pure text: nothing is started and no torch is loaded. Other commands show a wrong job file with the same words.
 """
 
 from __future__ import annotations
@@ -12,11 +11,9 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from diloco.console import WRONG, CommandError
 from diloco_protocol.spec.job import DataSpec, DiLoCoJob
 from diloco_protocol.spec.load import JobError, Problem, job_warnings, load_job, show, spec_digest
-
-WRONG = 2
-"""Exit code for a wrong job file or wrong arguments."""
 
 _WIDTH = 100
 
@@ -30,6 +27,14 @@ def validate_file(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -
         return problems_text(error), WRONG
     directory = Path(path).resolve().parent
     return summary_text(job, [*notes, *job_warnings(job), *absent_data(job, directory)], str(path)), 0
+
+
+def read_job_file(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> DiLoCoJob:
+    """The job in a file. Raises CommandError, with all that is wrong with it."""
+    try:
+        return load_job(path, overrides)
+    except JobError as error:
+        raise CommandError(problems_text(error)) from error
 
 
 def problems_text(error: JobError) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from diloco.console import FAILED, WRONG, fail, interruptible, job_name
+from diloco.console import FAILED, CommandError, command, job_name
 
 if TYPE_CHECKING:
     from diloco.certs.files import Target
@@ -36,19 +37,18 @@ Certificates that cert-manager makes do as well: docs/regions.md has the URIs.
 Pki = Annotated[Path, typer.Option(metavar="DIR", help="The authority's folder, as `init` made it.")]
 
 
-def _run(command: Callable[[], None]) -> None:
-    from diloco.certs.files import CertsError
-
+@contextlib.contextmanager
+def _on_disk() -> Iterator[None]:
+    """Around what reads and writes files: what the disk refuses is no fault of the arguments."""
     try:
-        command()
-    except CertsError as error:
-        raise fail(str(error), WRONG) from None
+        yield
     except OSError as error:
-        raise fail(str(error), FAILED) from None
+        raise CommandError(str(error), FAILED) from None
 
 
 @certs.command()
-@interruptible
+@command
+@_on_disk()
 def init(
     out: Annotated[Path, typer.Option(metavar="DIR", help="The new authority's folder.")] = Path("pki"),
     title: Annotated[str, typer.Option("--name", help="The authority's name, for people.")] = "diloco",
@@ -62,17 +62,14 @@ def init(
 
         diloco certs init --out pki/
     """
+    from diloco.certs.files import init as make
 
-    def run() -> None:
-        from diloco.certs.files import init as make
-
-        print(f"{make(out, title, days)}: the authority. Keep {out / 'ca.key'} to yourself.")
-
-    _run(run)
+    print(f"{make(out, title, days)}: the authority. Keep {out / 'ca.key'} to yourself.")
 
 
 @certs.command()
-@interruptible
+@command
+@_on_disk()
 def issue(
     job: Annotated[
         str,
@@ -131,23 +128,20 @@ def issue(
 
         diloco certs issue tiny-gpt --region eu-1 --secret tiny-gpt-learner
     """
+    from diloco.certs.files import describe_folder, issue_all, utc_now
 
-    def run() -> None:
-        from diloco.certs.files import describe_folder, issue_all, utc_now
-
-        targets = _targets(job, syncer, region, namespace, secret)
-        for folder in issue_all(pki, targets, out, dns, days, server_name):
-            found = describe_folder(folder)
-            who = ", ".join(map(str, sorted(found.names)))
-            print(f"{folder}: {who}, good for {found.days_left(utc_now())} days")
-            if (folder / "secret.yaml").exists():
-                print(f"    kubectl apply --server-side -f {folder / 'secret.yaml'}")
-
-    _run(run)
+    targets = _targets(job, syncer, region, namespace, secret)
+    for folder in issue_all(pki, targets, out, dns, days, server_name):
+        found = describe_folder(folder)
+        who = ", ".join(map(str, sorted(found.names)))
+        print(f"{folder}: {who}, good for {found.days_left(utc_now())} days")
+        if (folder / "secret.yaml").exists():
+            print(f"    kubectl apply --server-side -f {folder / 'secret.yaml'}")
 
 
 @certs.command()
-@interruptible
+@command
+@_on_disk()
 def renew(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR...")],
     pki: Pki = Path("pki"),
@@ -162,22 +156,19 @@ def renew(
 
         diloco certs renew pki/default/tiny-gpt/* --pki pki/
     """
+    from diloco.certs.files import renew as make
+    from diloco.certs.files import utc_now
 
-    def run() -> None:
-        from diloco.certs.files import renew as make
-        from diloco.certs.files import utc_now
-
-        for folder in folders:
-            if folder.is_dir():  # the shell's * brings join-token too
-                print(f"{folder}: good for {make(pki, folder, days).days_left(utc_now())} days")
-            elif folder.name != "join-token":
-                raise fail(f"{folder} is no folder of credentials", WRONG)
-
-    _run(run)
+    for folder in folders:
+        if folder.is_dir():  # the shell's * brings join-token too
+            print(f"{folder}: good for {make(pki, folder, days).days_left(utc_now())} days")
+        elif folder.name != "join-token":
+            raise CommandError(f"{folder} is no folder of credentials")
 
 
 @certs.command()
-@interruptible
+@command
+@_on_disk()
 def show(folders: Annotated[list[Path], typer.Argument(metavar="DIR|FILE...")]) -> None:
     """Say whose certificates these are, and how long they are good for.
 
@@ -185,69 +176,53 @@ def show(folders: Annotated[list[Path], typer.Argument(metavar="DIR|FILE...")]) 
 
         diloco certs show pki/default/tiny-gpt/eu-1
     """
+    from diloco.certs.files import describe_folder, utc_now
 
-    def run() -> None:
-        from diloco.certs.files import describe_folder, utc_now
-
-        for folder in folders:
-            if folder.name == "join-token" and len(folders) > 1:  # the shell's * brings it too
-                continue
-            found = describe_folder(folder)
-            now = utc_now()
-            print(f"{folder}")
-            for each in sorted(found.names):
-                print(f"    {each.uri}")
-            if not found.names:
-                print("    names no job: only a party whose own certificate names none believes it")
-            if found.hosts:
-                print(f"    hosts {', '.join(found.hosts)}")
-            until = f"{found.not_after:%Y-%m-%d %H:%M} UTC"
-            left = f"good until {until}, {found.days_left(now)} days"
-            print(f"    {f'expired {until}' if found.not_after <= now else left}")
-
-    _run(run)
+    for folder in folders:
+        if folder.name == "join-token" and len(folders) > 1:  # the shell's * brings it too
+            continue
+        found = describe_folder(folder)
+        now = utc_now()
+        print(f"{folder}")
+        for each in sorted(found.names):
+            print(f"    {each.uri}")
+        if not found.names:
+            print("    names no job: only a party whose own certificate names none believes it")
+        if found.hosts:
+            print(f"    hosts {', '.join(found.hosts)}")
+        until = f"{found.not_after:%Y-%m-%d %H:%M} UTC"
+        left = f"good until {until}, {found.days_left(now)} days"
+        print(f"    {f'expired {until}' if found.not_after <= now else left}")
 
 
 def _targets(job: str, syncer: bool, regions: list[str], namespace: str | None, secret: str | None) -> list[Target]:
-    from diloco.certs.files import targets_of
+    from diloco.certs.files import Target, targets_of
+    from diloco.validate import read_job_file
 
     if secret and syncer and regions:
-        raise fail("--secret names one Secret: issue for the syncer and for regions apart", WRONG)
-    if not Path(job).is_file():
+        raise CommandError("--secret names one Secret: issue for the syncer and for regions apart")
+    name, space, ours, theirs = job, namespace, secret, secret
+    if Path(job).is_file():
+        document = read_job_file(job)
+        name, space = document.metadata.name, namespace or document.metadata.namespace
+        known = [each.name for each in document.spec.regions]
+        for each in regions:
+            if each not in known:
+                raise CommandError(f"--region {each}: {job} has {', '.join(known)}")
         if not (syncer or regions):
-            raise fail(f"{job} is no file: with a job's name say for whom, --syncer or --region NAME", WRONG)
+            if secret:
+                raise CommandError("--secret names one Secret, and a job file has its own: say --syncer or --region")
+            return targets_of(document, space or "default")
+        ours = secret or document.spec.syncer.tls.secret_name
+        theirs = secret or document.spec.learners.credentials.secret_name
+    elif not (syncer or regions):
+        raise CommandError(f"{job} is no file: with a job's name say for whom, --syncer or --region NAME")
+    else:
         try:
             job_name(job)
         except typer.BadParameter as error:
-            raise fail(str(error), WRONG) from None
-        return _chosen(namespace or "default", job, syncer, regions, secret, secret)
-    from diloco.validate import problems_text
-    from diloco_protocol.spec.load import JobError, load_job
-
-    try:
-        spec = load_job(job)
-    except JobError as error:
-        raise fail(problems_text(error), WRONG) from None
-    known = [each.name for each in spec.spec.regions]
-    for each in regions:
-        if each not in known:
-            raise fail(f"--region {each}: {job} has {', '.join(known)}", WRONG)
-    space = namespace or spec.metadata.namespace or "default"
-    name, ours = spec.metadata.name, spec.spec.syncer.tls.secret_name
-    if syncer or regions:
-        theirs = spec.spec.learners.credentials.secret_name
-        return _chosen(space, name, syncer, regions, secret or ours, secret or theirs)
-    if secret:
-        raise fail("--secret names one Secret, and a job file has its own: say --syncer or --region", WRONG)
-    return targets_of(spec, space)
-
-
-def _chosen(
-    namespace: str, job: str, syncer: bool, regions: list[str], ours: str | None, theirs: str | None
-) -> list[Target]:
-    from diloco.certs.files import Target
-
-    found = [Target(namespace, job, (), "syncer", ours or "")] if syncer else []
+            raise CommandError(str(error)) from None
+    found = [Target(space or "default", name, (), "syncer", ours or "")] if syncer else []
     if regions:
-        found.append(Target(namespace, job, tuple(regions), regions[0], theirs or ""))
+        found.append(Target(space or "default", name, tuple(regions), regions[0], theirs or ""))
     return found

@@ -29,6 +29,7 @@ from pathlib import Path
 
 import yaml
 
+from diloco.console import CommandError
 from diloco_protocol.common.files import create_whole, read_bounded, write_whole
 from diloco_protocol.security.certificates import (
     CertificateError,
@@ -48,10 +49,6 @@ SERVER_NAME_FILE = "server-name"  # of learners, where they ask for the syncer b
 _PRIVATE = frozenset({"tls.key", "ca.key", "join-token", SECRET_FILE})
 _MAX = 256 << 10
 Clock = Callable[[], datetime.datetime]
-
-
-class CertsError(Exception):
-    """It was not done; the message says why and the cure."""
 
 
 def utc_now() -> datetime.datetime:
@@ -95,16 +92,16 @@ def targets_of(job: DiLoCoJob, namespace: str) -> list[Target]:
 
 
 def init(out: Path, title: str, days: int, now: Clock = utc_now) -> Path:
-    """A new authority in ``out``. Raises ``CertsError``, OSError."""
+    """A new authority in ``out``. Raises CommandError, OSError."""
     for each in ("ca.crt", "ca.key"):
         if (out / each).exists():
-            raise CertsError(
+            raise CommandError(
                 f"{out / each} is there, and certificates that it signed may be in use: choose another --out"
             )
     try:
         authority = new_authority(title, now(), days)
     except CertificateError as error:
-        raise CertsError(str(error)) from error
+        raise CommandError(str(error)) from error
     out.mkdir(mode=0o700, parents=True, exist_ok=True)
     create_whole(out / "ca.key", authority.key, mode=0o600)
     create_whole(out / "ca.crt", authority.certificate)
@@ -123,15 +120,15 @@ def issue_all(
     """A folder for each target. ``out``: of the only one, or that which gets one for each. ``hosts``: more
     DNS names of the syncer; ``server_name``: the one that learners ask for.
 
-    Raises ``CertsError`` before anything is written if one of them is there; OSError.
+    Raises CommandError before anything is written if one of them is there; OSError.
     """
     authority = _authority(pki)
     folders = [_folder(pki, target, out, len(targets) == 1) for target in targets]
     if len(set(folders)) < len(folders):
-        raise CertsError("a cluster is called syncer: issue for its regions with --region and --out")
+        raise CommandError("a cluster is called syncer: issue for its regions with --region and --out")
     for folder in folders:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise CertsError(
+            raise CommandError(
                 f"{folder} is there already, and nothing is overwritten: `diloco certs renew {folder}` "
                 "gives it a new certificate; else choose another --out"
             )
@@ -141,7 +138,7 @@ def issue_all(
             asked = [*hosts, *([server_name] if server_name else [])]
             made = issue(authority, target.names(), () if target.regions else asked, now(), days)
         except (CertificateError, IdentityError) as error:
-            raise CertsError(str(error)) from error
+            raise CommandError(str(error)) from error
         token = _token(pki, target)
         content = {
             "tls.crt": made.certificate,
@@ -161,22 +158,22 @@ def issue_all(
 
 def renew(pki: Path, folder: Path, days: int, now: Clock = utc_now) -> Described:
     """A new key and certificate with the same names; the rest stays. Whoever reads the folder takes them
-    for its next connections. Raises ``CertsError``, OSError."""
+    for its next connections. Raises CommandError, OSError."""
     authority = _authority(pki)
     old = describe_folder(folder)
     trusted = _read(folder / "ca.crt", "the authority that it trusts")
     if authority.certificate.strip() not in trusted:
-        raise CertsError(
+        raise CommandError(
             f"{folder} is of another authority than {pki}: name its own with --pki. To change the authority, "
             "put both into every ca.crt first, then issue anew"
         )
     if not old.names:
-        raise CertsError(f"{folder}/tls.crt names no job: issue one with `diloco certs issue`")
+        raise CommandError(f"{folder}/tls.crt names no job: issue one with `diloco certs issue`")
     names = sorted(old.names)
     try:
         made = issue(authority, names, old.hosts, now(), days)
     except CertificateError as error:
-        raise CertsError(str(error)) from error
+        raise CommandError(str(error)) from error
     # One after the other: a reader that sees the new key with the old certificate keeps what it has.
     write_whole(folder / "tls.key", made.key, mode=0o600)
     write_whole(folder / "tls.crt", made.certificate)
@@ -194,12 +191,12 @@ def renew(pki: Path, folder: Path, days: int, now: Clock = utc_now) -> Described
 
 
 def describe_folder(folder: Path) -> Described:
-    """What the certificate of a folder says; ``folder`` may be the file itself. Raises ``CertsError``."""
+    """What the certificate of a folder says; ``folder`` may be the file itself. Raises CommandError."""
     path = folder / "tls.crt" if folder.is_dir() else folder
     try:
         return describe(_read(path, "a certificate"))
     except CertificateError as error:
-        raise CertsError(f"{path}: {error}") from error
+        raise CommandError(f"{path}: {error}") from error
 
 
 def secret_yaml(secret: str, namespace: str, content: dict[str, bytes]) -> bytes:
@@ -216,12 +213,12 @@ def secret_yaml(secret: str, namespace: str, content: dict[str, bytes]) -> bytes
 
 def _authority(pki: Path) -> Issued:
     if not (pki / "ca.key").exists():
-        raise CertsError(f"{pki} has no authority (ca.key): make one with `diloco certs init --out {pki}`")
+        raise CommandError(f"{pki} has no authority (ca.key): make one with `diloco certs init --out {pki}`")
     authority = Issued(_read(pki / "ca.crt", "the authority"), _read(pki / "ca.key", "the authority's key"))
     try:
         load_authority(authority)
     except CertificateError as error:
-        raise CertsError(f"{pki}: {error}") from error
+        raise CommandError(f"{pki}: {error}") from error
     return authority
 
 
@@ -250,7 +247,7 @@ def _write_folder(folder: Path, content: dict[str, bytes]) -> None:
         try:
             os.rename(making, folder)  # onto nothing, or an empty folder
         except OSError as error:
-            raise CertsError(f"{folder} is there already, and nothing is overwritten") from error
+            raise CommandError(f"{folder} is there already, and nothing is overwritten") from error
     except BaseException:
         shutil.rmtree(making, ignore_errors=True)
         raise
@@ -260,4 +257,4 @@ def _read(path: Path, what: str) -> bytes:
     try:
         return read_bounded(path, _MAX)
     except OSError as error:
-        raise CertsError(f"cannot read {path} ({what}): {error.strerror or error}") from error
+        raise CommandError(f"cannot read {path} ({what}): {error.strerror or error}") from error

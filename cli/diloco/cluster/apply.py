@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diloco.cluster.client import FAILED, MANAGER, WRONG, Cluster, ClusterError, Object, Where
-from diloco.cluster.follow import INTERRUPTED, ended, follow, hindered, invalid, no_operator, seen
+from diloco.cluster.client import MANAGER, Cluster, ClusterError, Object, Where
+from diloco.cluster.follow import ended, follow, hindered, invalid, no_operator, seen
+from diloco.console import FAILED, INTERRUPTED, WRONG
 from diloco.validate import problems_text, warnings_text
 from diloco_protocol.spec.job import DiLoCoJob, immutable_digests
 from diloco_protocol.spec.load import JobError, Problem, job_warnings, load_manifest, parse_job

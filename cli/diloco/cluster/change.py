@@ -13,18 +13,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from diloco.cluster.client import FAILED, MANAGER, WRONG, Cluster, ClusterError, Object, Where, nearest
-from diloco.cluster.follow import (
-    INTERRUPTED,
-    follow,
-    gone_within,
-    invalid,
-    no_operator,
-    operator_hint,
-    resumed,
-    suspended,
-)
+from diloco.cluster.client import MANAGER, Cluster, ClusterError, Object, Where, nearest
+from diloco.cluster.follow import follow, gone_within, invalid, no_operator, operator_hint, resumed, suspended
 from diloco.cluster.render import region_names
+from diloco.console import FAILED, INTERRUPTED, WRONG
 from diloco_protocol.spec.load import JobError, Problem, parse_job
 from diloco_protocol.vocabulary import FINALIZER
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diloco.console import FAILED, WRONG, CommandError
 from diloco_operator.kube.errors import ApiError
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 from diloco_protocol.vocabulary import DOMAIN, JOB_PLURAL, VERSION
 
 TIMEOUT = 10.0  # seconds until an API server counts as not answering
-FAILED, WRONG = 1, 2  # exit codes (main.py)
 
 MANAGER = "diloco"  # field manager of everything that this command line writes
 INSTALL = "helm install diloco charts/diloco --namespace diloco-system --create-namespace"
@@ -36,15 +36,14 @@ Object = dict[str, Any]
 """One API object as the API server sends it."""
 
 
-class ClusterError(Exception):
+class ClusterError(CommandError):
     """What could not be done and the cure. ``reason`` is the API server's word, or ``Unreachable``,
     ``Busy``, ``NoCRD``, ``NoNamespace``, ``Settings``; ``code`` the exit code that fits; ``status`` the
     API server's Status."""
 
     def __init__(self, message: str, reason: str = "", code: int = FAILED, status: Object | None = None) -> None:
-        super().__init__(message)
+        super().__init__(message, code)
         self.reason = reason
-        self.code = code
         self.status = status or {}
 
     @property

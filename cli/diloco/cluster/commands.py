@@ -3,15 +3,16 @@ beside this one, imported when they run."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from diloco.console import COMPLETE, WRONG, duration, fail, interruptible, job_name
+from diloco.console import CommandError, command, duration, job_name
 
 DELETE_SECONDS = 120.0
 
@@ -53,21 +54,22 @@ def where(contexts: list[str], namespace: str | None, kubeconfig: Path | None) -
     return Where(tuple(contexts), namespace, kubeconfig)
 
 
-def in_cluster(run: Callable[[], int], instead: str = "") -> typer.Exit:
-    """Run what talks to clusters and turn its outcome into an exit; raise what is returned. ``instead``:
-    said before an error of the kubeconfig, where the argument might have meant something else."""
+@contextlib.contextmanager
+def in_cluster(taken_for_job: str | None = None) -> Iterator[None]:
+    """Around what talks to clusters: a reader that leaves (`| head`) ends it well. ``taken_for_job``: the argument
+    that was taken for a job's name since nothing on this machine is called so; an error of the kubeconfig says so."""
     from diloco.cluster.client import ClusterError
 
     try:
-        return typer.Exit(run())
+        yield
     except ClusterError as error:
-        return fail(f"{instead}{error}" if error.reason == "Settings" else str(error), error.code)
-    except BrokenPipeError:  # the reader left (`| head`)
+        if taken_for_job is None or error.reason != "Settings":
+            raise
+        raise CommandError(f"nothing on this machine is called {taken_for_job}; {error}", error.code) from None
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return typer.Exit(COMPLETE)
 
 
-@interruptible
 def apply(
     job: Annotated[Path | None, typer.Argument(metavar="JOB.yaml", help="The job file.")] = None,
     file: Annotated[
@@ -87,7 +89,7 @@ def apply(
     context: Contexts = [],  # noqa: B006
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
-) -> None:
+) -> int:
     """Make a job file true in a cluster: create the job, or change the one that is there.
 
     The file is checked first, all problems at once, as `diloco validate` does. With several contexts the same
@@ -102,21 +104,17 @@ def apply(
         diloco apply job.yaml --context hub --context far
     """
     if (job is None) == (file is None):
-        raise fail("name one job file: diloco apply JOB.yaml, or -f JOB.yaml", WRONG)
+        raise CommandError("name one job file: diloco apply JOB.yaml, or -f JOB.yaml")
 
-    def run() -> int:
-        from diloco.cluster.apply import ApplyOptions
-        from diloco.cluster.apply import apply as apply_job
+    from diloco.cluster.apply import ApplyOptions
+    from diloco.cluster.apply import apply as apply_job
 
-        chosen = job or file
-        assert chosen is not None
-        there = where(context, namespace, kubeconfig)
-        return apply_job(ApplyOptions(there, chosen, overrides, dry_run, force, wait, timeout))
-
-    raise in_cluster(run)
+    chosen = job or file
+    assert chosen is not None
+    there = where(context, namespace, kubeconfig)
+    return apply_job(ApplyOptions(there, chosen, overrides, dry_run, force, wait, timeout))
 
 
-@interruptible
 def events(
     job: Job,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on as they come.")] = False,
@@ -124,7 +122,7 @@ def events(
     context: Contexts = [],  # noqa: B006
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
-) -> None:
+) -> int:
     """What has happened to a job and its pods, in sentences, as long as the cluster remembers (an hour).
 
     Examples:
@@ -134,15 +132,11 @@ def events(
         diloco events tiny-gpt --watch --context my-cluster
     """
 
-    def run() -> int:
-        from diloco.cluster.status import show_events
+    from diloco.cluster.status import show_events
 
-        return show_events(where(context, namespace, kubeconfig), job, watch, as_json)
-
-    raise in_cluster(run)
+    return show_events(where(context, namespace, kubeconfig), job, watch, as_json)
 
 
-@interruptible
 def logs(
     job: Job,
     target: Annotated[
@@ -164,7 +158,7 @@ def logs(
     context: Context = [],  # noqa: B006
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
-) -> None:
+) -> int:
     """The logs of a job's pods, merged by time, each line with whose it is.
 
     Examples:
@@ -176,23 +170,19 @@ def logs(
         diloco logs tiny-gpt syncer --since 10m --raw
     """
 
-    def run() -> int:
-        from diloco.cluster.logs import LogOptions, show_logs
+    from diloco.cluster.logs import LogOptions, show_logs
 
-        there = where(context, namespace, kubeconfig)
-        return show_logs(LogOptions(there, job, target, follow, since, tail, previous, raw))
-
-    raise in_cluster(run)
+    there = where(context, namespace, kubeconfig)
+    return show_logs(LogOptions(there, job, target, follow, since, tail, previous, raw))
 
 
-@interruptible
 def scale(
     job: Job,
     regions: Annotated[list[str], typer.Argument(metavar="REGION=N...", help="Learners wanted in a region.")],
     context: Contexts = [],  # noqa: B006
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
-) -> None:
+) -> int:
     """Give regions another number of learners. Those that leave offer their work first; no token is lost.
 
     Examples:
@@ -202,15 +192,11 @@ def scale(
         diloco scale tiny-gpt east=8 west=4 --context hub --context west
     """
 
-    def run() -> int:
-        from diloco.cluster.change import scale as scale_job
+    from diloco.cluster.change import scale as scale_job
 
-        return scale_job(where(context, namespace, kubeconfig), job, regions)
-
-    raise in_cluster(run)
+    return scale_job(where(context, namespace, kubeconfig), job, regions)
 
 
-@interruptible
 def suspend(
     job: Job,
     wait: Wait = False,
@@ -218,7 +204,7 @@ def suspend(
     context: Contexts = [],  # noqa: B006
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
-) -> None:
+) -> int:
     """Drain a job, make a checkpoint and free its machines until `diloco resume`.
 
     Examples:
@@ -228,15 +214,11 @@ def suspend(
         diloco suspend tiny-gpt --wait --timeout 5m --context hub --context far
     """
 
-    def run() -> int:
-        from diloco.cluster.change import suspend as suspend_job
+    from diloco.cluster.change import suspend as suspend_job
 
-        return suspend_job(where(context, namespace, kubeconfig), job, True, wait, timeout)
-
-    raise in_cluster(run)
+    return suspend_job(where(context, namespace, kubeconfig), job, True, wait, timeout)
 
 
-@interruptible
 def resume(
     job: Job,
     wait: Wait = False,
@@ -244,7 +226,7 @@ def resume(
     context: Contexts = [],  # noqa: B006
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
-) -> None:
+) -> int:
     """Go on with a suspended job from its checkpoint.
 
     Example:
@@ -252,15 +234,11 @@ def resume(
         diloco resume tiny-gpt --wait
     """
 
-    def run() -> int:
-        from diloco.cluster.change import suspend as suspend_job
+    from diloco.cluster.change import suspend as suspend_job
 
-        return suspend_job(where(context, namespace, kubeconfig), job, False, wait, timeout)
-
-    raise in_cluster(run)
+    return suspend_job(where(context, namespace, kubeconfig), job, False, wait, timeout)
 
 
-@interruptible
 def delete(
     job: Job,
     wait: Annotated[
@@ -272,7 +250,7 @@ def delete(
     context: Contexts = [],  # noqa: B006
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
-) -> None:
+) -> int:
     """Delete a job: its learners are told first, and everything but its volume goes.
 
     What it learned stays on the volume unless the job says storage.onDelete: Delete; how to remove it is
@@ -285,15 +263,12 @@ def delete(
         diloco delete tiny-gpt --no-wait --context hub --context far
     """
 
-    def run() -> int:
-        from diloco.cluster.change import delete as delete_job
+    from diloco.cluster.change import delete as delete_job
 
-        return delete_job(where(context, namespace, kubeconfig), job, wait, timeout or DELETE_SECONDS)
-
-    raise in_cluster(run)
+    return delete_job(where(context, namespace, kubeconfig), job, wait, timeout or DELETE_SECONDS)
 
 
 def add_to(app: typer.Typer) -> None:
     """Make these commands the program's."""
-    for command in (apply, events, logs, scale, suspend, resume, delete):
-        app.command(rich_help_panel="In clusters")(command)
+    for run in (apply, events, logs, scale, suspend, resume, delete):
+        app.command(rich_help_panel="In clusters")(command(in_cluster()(run)))

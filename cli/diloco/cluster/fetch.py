@@ -15,8 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from diloco.cluster.client import FAILED, TIMEOUT, WRONG, Cluster, ClusterError, Object, Where
+from diloco.cluster.client import TIMEOUT, Cluster, ClusterError, Object, Where
 from diloco.cluster.port_forward import Forward, dial, forwarded
+from diloco.cluster.render import holds
+from diloco.console import FAILED, WRONG
 from diloco.syncer_client import SyncerError, fetch_json
 from diloco_protocol.vocabulary import EXPORT_PORT, HTTP_PORT
 
@@ -109,8 +111,8 @@ class Pages:
 # ------------------------------------------------------------------ report
 
 
-def report(where: Where, name: str, out: Path | None, as_json: bool) -> int:
-    """``diloco report``: the exit code. Raises ClusterError."""
+def report(where: Where, name: str, out: Path | None, as_json: bool) -> None:
+    """``diloco report``. Raises ClusterError."""
     cluster = only(where)
     job = cluster.job(name)
     try:
@@ -121,15 +123,13 @@ def report(where: Where, name: str, out: Path | None, as_json: bool) -> int:
             raise
         print(f"warning: only the status's part of the report: {error}", file=sys.stderr)
         document = short
-    from diloco.cluster.render import holds
-
     ended = holds(job, "Complete") or holds(job, "Failed") or holds(job, "Suspended")
-    return show_report(document, name, out, as_json, not ended)
+    show_report(document, name, out, as_json, not ended)
 
 
-def show_report(document: Object, name: str, out: Path | None, as_json: bool, going: bool = False) -> int:
-    """Print a report, or write it whole to ``out``; the exit code. ``going``: the job is not over, and what
-    people see says so. Raises ClusterError."""
+def show_report(document: Object, name: str, out: Path | None, as_json: bool, going: bool = False) -> None:
+    """Print a report, or write it whole to ``out``. ``going``: the job is not over, and what people see says so.
+    Raises ClusterError."""
     if out is not None:
         from diloco_protocol.common.files import write_whole
 
@@ -147,14 +147,13 @@ def show_report(document: Object, name: str, out: Path | None, as_json: bool, go
 
         shown = {**document, "outcome": "the job goes on"} if going else document
         Console(soft_wrap=True).print(summary(shown))
-    return 0
 
 
 # ------------------------------------------------------------------ export
 
 
-def export(where: Where, name: str, out: Path) -> int:
-    """``diloco export NAME OUT``: the exit code. Raises ClusterError."""
+def export(where: Where, name: str, out: Path) -> None:
+    """``diloco export NAME OUT``. Raises ClusterError."""
     from diloco.export.export import ExportFailed, export_url
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -163,12 +162,10 @@ def export(where: Where, name: str, out: Path) -> int:
     job = cluster.job(name)
     with syncer_port(cluster, job, EXPORT_PORT) as (forward, _):
         try:
-            versions = export_url(f"http://{forward.address}", out, None, _Progress())
+            export_url(f"http://{forward.address}", out, _Progress())
         except ExportFailed as error:
             said = f"{forward.problem}: " if forward.problem else ""
             raise ClusterError(f"{said}{error}", code=FAILED) from error
-    print(f"{out}: the merged model, fragments at versions {min(versions)} to {max(versions)}")
-    return 0
 
 
 class _Progress:

@@ -16,13 +16,13 @@ from typing import Any
 from diloco.cluster.client import Cluster, ClusterError
 from diloco.cluster.fetch import Pages
 from diloco.cluster.render import Object, condition, condition_style, event_count, event_time, heard, holds, job_line
+from diloco.console import COMPLETE, FAILED
 from diloco_protocol.vocabulary import JOB_REFUSED_REASONS, ResourcePhase
 
 POLL_SECONDS = 2.0
 SLOWEST_POLL = 15.0  # where the API server does not answer
 LINE_SECONDS = 5.0  # between progress lines
 STILL_SECONDS = 60.0  # between lines that say the same
-COMPLETE, FAILED, INTERRUPTED = 0, 1, 130
 
 Outcome = tuple[int, str]
 """An exit code, and the sentence that says why."""

@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from diloco.cluster.client import FAILED, WRONG, Cluster, ClusterError, Object, Where, nearest
+from diloco.cluster.client import Cluster, ClusterError, Object, Where, nearest
 from diloco.cluster.render import region_names
+from diloco.console import FAILED, WRONG
 from diloco_protocol.vocabulary import LABEL_POD_INDEX, LABEL_REGION, LABEL_ROLE
 
 MAX_STREAMS = 64

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diloco.console import CommandError
 from diloco.processes.workdir import Workdir
 
 if TYPE_CHECKING:
@@ -23,12 +24,12 @@ if TYPE_CHECKING:
 TRIES = 5  # a running syncer may remove a version just as it is read
 
 
-class ExportFailed(Exception):
+class ExportFailed(CommandError):
     """Nothing was written; the message says why and the cure."""
 
 
-def export_run(workdir: Workdir, out: Path) -> list[int]:
-    """Write the run's merged model to ``out``; returns the fragments' versions. Raises ExportFailed."""
+def export_run(workdir: Workdir, out: Path) -> None:
+    """Write the run's merged model to ``out``. Raises ExportFailed."""
     from diloco_protocol.common.files import FileError
     from diloco_protocol.spec.load import JobError, read_job
     from diloco_syncer.store.directory import DirectoryStore
@@ -44,27 +45,24 @@ def export_run(workdir: Workdir, out: Path) -> list[int]:
         raise ExportFailed(f"{workdir.path} is no run's directory: {error.filename} is missing") from error
     except (Damaged, FormatRefused, FileError, JobError, OSError) as error:
         raise ExportFailed(str(error)) from error
-    write_model(job, tensors, out, workdir.job_directory())
-    return versions
+    _write_model(job, tensors, versions, out, workdir.job_directory())
 
 
-def export_url(
-    url: str, out: Path, directory: Path | None = None, progress: Callable[[int, int], None] = lambda done, total: None
-) -> list[int]:
-    """The same from a syncer's export listener (remote_model.py). ``directory``: where the job's
-    relative paths start. Raises ExportFailed."""
+def export_url(url: str, out: Path, progress: Callable[[int, int], None]) -> None:
+    """The same from a syncer's export listener (remote_model.py). Raises ExportFailed."""
     from diloco.export.remote_model import RemoteModelError, fetch_model
 
     try:
         job, tensors, versions = fetch_model(url, progress)
     except RemoteModelError as error:
         raise ExportFailed(str(error)) from error
-    write_model(job, tensors, out, directory)
-    return versions
+    _write_model(job, tensors, versions, out, None)
 
 
-def write_model(job: DiLoCoJob, tensors: Mapping[str, NDArray[Any]], out: Path, directory: Path | None) -> None:
-    """Write a directory that transformers loads. Raises ExportFailed."""
+def _write_model(
+    job: DiLoCoJob, tensors: Mapping[str, NDArray[Any]], versions: Sequence[int], out: Path, directory: Path | None
+) -> None:
+    """Write a directory that transformers loads, and say so. ``directory``: where the job's relative paths start."""
     from diloco_protocol.spec.load import JobError
     from diloco_worker.training.export import ExportError, export
 
@@ -74,6 +72,7 @@ def write_model(job: DiLoCoJob, tensors: Mapping[str, NDArray[Any]], out: Path, 
         export(job, tensors, out, directory=directory)
     except (ExportError, JobError) as error:
         raise ExportFailed(str(error)) from error
+    print(f"{out}: the merged model, fragments at versions {min(versions)} to {max(versions)}")
 
 
 def read_model(store: Store, job: str) -> tuple[dict[str, NDArray[Any]], list[int]]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diloco.console import CommandError
 from diloco.local.chaos import schedule as chaos
 
 if TYPE_CHECKING:
@@ -20,10 +21,6 @@ if TYPE_CHECKING:
     from diloco_protocol.spec.job import DiLoCoJob
 
 LOG_LINES = 12  # shown of the log of what made a run fail
-
-
-class UsageError(Exception):
-    """The arguments or the job file are wrong: exit code 2. The message says what and the cure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,47 +36,41 @@ class RunOptions:
 
 
 def run(options: RunOptions) -> int:
-    """Run the job; returns the exit code. Raises UsageError."""
+    """Run the job; returns the exit code. Raises CommandError."""
     from diloco.local.outcome import complete_report
-    from diloco.processes.workdir import WorkdirError, claim, locked
+    from diloco.processes.workdir import claim, locked
     from diloco.processes.worker_specs import without_meaning
-    from diloco.validate import problems_text
+    from diloco.validate import read_job_file
     from diloco_protocol.common.files import FileError, write_whole
-    from diloco_protocol.spec.load import JobError, job_warnings, load_job
+    from diloco_protocol.spec.load import job_warnings
 
-    overrides = [*options.overrides, *([] if options.seed is None else [f"seed={options.seed}"])]
+    job = read_job_file(options.job, [*options.overrides, *([] if options.seed is None else [f"seed={options.seed}"])])
     try:
-        job = load_job(options.job, overrides)
         schedule = chaos.parse(options.chaos)
         chaos.check(schedule, job.spec.slots)
-    except JobError as error:
-        raise UsageError(problems_text(error)) from error
     except chaos.ChaosError as error:
-        raise UsageError(str(error)) from error
+        raise CommandError(str(error)) from error
     _check_report_path(options)
-    try:
-        with locked(options.workdir or Path("runs") / job.metadata.name) as workdir:
-            again = claim(workdir, job, options.job.absolute().parent)
-            for warning in job_warnings(job):
-                print(f"warning: {warning}", file=sys.stderr)
-            if ignored := without_meaning(job):
-                print(f"without meaning on one machine, not used: {', '.join(ignored)}", flush=True)
-            result = _run_job(job, workdir, options, schedule, again)
-            # What is complete stays as it was reported: its time, its faults.
-            earlier = workdir.earlier_report() if result.complete_already else None
-            report = earlier or complete_report(result, job)
-            data = json.dumps(report, indent=1).encode() + b"\n"
-            for path in [workdir.report, *([options.report] if options.report else [])]:
-                try:
-                    path.absolute().parent.mkdir(parents=True, exist_ok=True)
-                    write_whole(path, data)
-                except (FileError, OSError) as error:
-                    print(f"error: the report cannot be written: {error.strerror or error}", file=sys.stderr)
-                    return result.ended.exit_code or 1
-            _tell(result, report, workdir)
-            return result.ended.exit_code
-    except WorkdirError as error:
-        raise UsageError(str(error)) from error
+    with locked(options.workdir or Path("runs") / job.metadata.name) as workdir:
+        again = claim(workdir, job, options.job.absolute().parent)
+        for warning in job_warnings(job):
+            print(f"warning: {warning}", file=sys.stderr)
+        if ignored := without_meaning(job):
+            print(f"without meaning on one machine, not used: {', '.join(ignored)}", flush=True)
+        result = _run_job(job, workdir, options, schedule, again)
+        # What is complete stays as it was reported: its time, its faults.
+        earlier = workdir.earlier_report() if result.complete_already else None
+        report = earlier or complete_report(result, job)
+        data = json.dumps(report, indent=1).encode() + b"\n"
+        for path in [workdir.report, *([options.report] if options.report else [])]:
+            try:
+                path.absolute().parent.mkdir(parents=True, exist_ok=True)
+                write_whole(path, data)
+            except (FileError, OSError) as error:
+                print(f"error: the report cannot be written: {error.strerror or error}", file=sys.stderr)
+                return result.ended.exit_code or 1
+        _tell(result, report, workdir)
+        return result.ended.exit_code
 
 
 def _check_report_path(options: RunOptions) -> None:
@@ -93,7 +84,7 @@ def _check_report_path(options: RunOptions) -> None:
         except OSError:  # a name that is too long, a loop of links
             unfit = True
         if unfit:
-            raise UsageError(
+            raise CommandError(
                 f"--report {options.report}: it cannot be written; name a file in a directory that can be written"
             )
     check_listen(options.http)
@@ -102,12 +93,12 @@ def _check_report_path(options: RunOptions) -> None:
 
 
 def check_listen(address: str, option: str = "--http") -> None:
-    """Raise UsageError unless this machine can listen on ``address`` (host:port, port 0: any)."""
+    """Raise CommandError unless this machine can listen on ``address`` (host:port, port 0: any)."""
     import socket
 
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
-        raise UsageError(f"{option} {address}: write host:port, such as 127.0.0.1:8080")
+        raise CommandError(f"{option} {address}: write host:port, such as 127.0.0.1:8080")
     try:
         with socket.create_server(
             (host.strip("[]"), int(port)), family=socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -116,8 +107,8 @@ def check_listen(address: str, option: str = "--http") -> None:
     except OSError as error:
         number = error.errno or 0
         if number < 0:  # getaddrinfo's
-            raise UsageError(f"{option} {address}: there is no such host; write 127.0.0.1:0") from error
-        raise UsageError(
+            raise CommandError(f"{option} {address}: there is no such host; write 127.0.0.1:0") from error
+        raise CommandError(
             f"{option} {address}: cannot listen there ({os.strerror(number) if number else error});"
             " choose another port, or leave it out"
         ) from error
@@ -136,7 +127,7 @@ def _run_job(
     try:
         make_key(workdir.control_key)
     except (CredentialsError, OSError) as error:
-        raise UsageError(f"workdir {workdir.path}: {error}") from error
+        raise CommandError(f"workdir {workdir.path}: {error}") from error
     # A person who pipes the output still wants whole lines, whatever the pipe's width.
     console = Console(soft_wrap=True)
     screen = make_screen(console)
@@ -190,6 +181,3 @@ def tail(path: Path, lines: int) -> list[str]:
             return file.read().decode("utf-8", "replace").splitlines()[-lines:]
     except OSError:
         return []
-
-
-__all__ = ["RunOptions", "UsageError", "check_listen", "run", "tail"]

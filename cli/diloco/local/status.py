@@ -8,13 +8,14 @@ import os
 import re
 from typing import Any
 
+from diloco.console import CommandError
 from diloco.processes.workdir import WorkdirError, find, read_address
 from diloco.syncer_client import SyncerError, fetch_json
 
 _ADDRESS = re.compile(r"(?:http://)?(\[[0-9a-fA-F:]+\]|[^:/\s]+):([0-9]{1,5})(?:/status)?/?")
 
 
-class StatusError(Exception):
+class StatusError(CommandError):
     """There is nothing to show; the message says why and the cure."""
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from diloco.console import WRONG, fail, interruptible
+from diloco.console import CommandError, command
 
 syncer = typer.Typer(
     name="syncer",
@@ -41,7 +41,7 @@ Overrides = Annotated[
 
 
 @syncer.command()
-@interruptible
+@command
 def serve(
     job: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")],
     listen: Annotated[
@@ -63,7 +63,7 @@ def serve(
         str, typer.Option(metavar="HOST:PORT", help="Status page and metrics; port 0: any.")
     ] = "127.0.0.1:0",
     overrides: Overrides = [],  # noqa: B006
-) -> None:
+) -> int:
     """Run a job's syncer on this machine until the job is done.
 
     Learners join, leave and are lost as they like; below the quorum the job holds. The same command on the
@@ -76,20 +76,19 @@ def serve(
 
         diloco syncer serve examples/tiny-gpt.yaml --workdir runs/served --listen 127.0.0.1:7700
     """
-    from diloco.local.run import RunOptions, UsageError, run
+    from diloco.local.run import RunOptions, run
     from diloco.machines.join import here
     from diloco.processes.worker_specs import ServeOptions
 
     if credentials is None and not plaintext and not here(listen.rpartition(":")[0]):
-        raise fail(
+        raise CommandError(
             f"--credentials is missing: whoever reaches {listen} could join. Give the syncer's folder "
             "(`diloco certs issue` makes it); --plaintext goes without, for a network in which you trust "
-            "everybody",
-            WRONG,
+            "everybody"
         )
     for option, folder in (("--credentials", credentials), ("--evaluator-credentials", evaluator_credentials)):
         if folder is not None and not folder.is_dir():
-            raise fail(f"{option} {folder}: there is no such folder", WRONG)
+            raise CommandError(f"{option} {folder}: there is no such folder")
     if credentials is not None and evaluator_credentials is None:
         evaluator = False
     serving = ServeOptions(
@@ -98,15 +97,11 @@ def serve(
         evaluator,
         None if evaluator_credentials is None else evaluator_credentials.absolute(),
     )
-    try:
-        code = run(RunOptions(job, workdir, overrides=overrides, http=http, serving=serving))
-    except UsageError as error:
-        raise fail(str(error), WRONG) from None
-    raise typer.Exit(code)
+    return run(RunOptions(job, workdir, overrides=overrides, http=http, serving=serving))
 
 
 @learner.command()
-@interruptible
+@command
 def join(
     address: Annotated[str, typer.Argument(metavar="ADDRESS", help="host:port of the job's syncer.")],
     job: Annotated[
@@ -125,7 +120,7 @@ def join(
         Path | None, typer.Option(metavar="DIR", help="This learner's, and only its.  [default: learners/JOB-REGION]")
     ] = None,
     overrides: Overrides = [],  # noqa: B006
-) -> None:
+) -> int:
     """Train on this machine for a job that is served elsewhere, until the job is done or you say stop.
 
     It dials out only: no port has to be open here. It takes a free slot, or stands by until there is one.
@@ -141,20 +136,12 @@ def join(
 
         diloco learner join 127.0.0.1:7700 --workdir learners/second
     """
-    from diloco.machines.join import JoinError, JoinOptions
+    from diloco.machines.join import JoinOptions
     from diloco.machines.join import join as join_job
-    from diloco.validate import problems_text
-    from diloco_protocol.spec.load import JobError
 
     if overrides and job is None:
-        raise fail("--set changes a job file: give JOB.yaml too", WRONG)
-    try:
-        code = join_job(JoinOptions(address, job, credentials, plaintext, region, workdir, overrides))
-    except JobError as error:
-        raise fail(problems_text(error), WRONG) from None
-    except JoinError as error:
-        raise fail(str(error), error.code) from None
-    raise typer.Exit(code)
+        raise CommandError("--set changes a job file: give JOB.yaml too")
+    return join_job(JoinOptions(address, job, credentials, plaintext, region, workdir, overrides))
 
 
 def add_to(app: typer.Typer) -> None:

@@ -30,10 +30,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from diloco.console import COMPLETE, FAILED, INTERRUPTED, WRONG
+from diloco.console import COMPLETE, FAILED, INTERRUPTED, WRONG, CommandError
 from diloco.processes.launch import CHILD_GUARD
-from diloco.processes.workdir import Workdir, WorkdirError, locked
+from diloco.processes.workdir import Workdir, locked
 from diloco.processes.worker_specs import base_environment, threads_each
+from diloco.validate import read_job_file
 from diloco_protocol.vocabulary import WorkerExit
 
 if TYPE_CHECKING:
@@ -54,14 +55,6 @@ def here(host: str) -> bool:
     return _LOOPBACK.fullmatch(host) is not None
 
 
-class JoinError(Exception):
-    """Nothing was started, or it came to nothing; the message says why and the cure."""
-
-    def __init__(self, message: str, code: int = WRONG) -> None:
-        super().__init__(message)
-        self.code = code
-
-
 @dataclass(frozen=True, slots=True)
 class JoinOptions:
     address: str
@@ -74,20 +67,19 @@ class JoinOptions:
 
 
 def join(options: JoinOptions) -> int:
-    """Run this machine's learner until it leaves or the job ends; returns the exit code. Raises JoinError;
-    JobError for a wrong job file."""
+    """Run this machine's learner until it leaves or the job ends; returns the exit code. Raises CommandError."""
     from diloco_protocol.common.files import FileError, write_whole
     from diloco_protocol.security.credentials import Credentials, CredentialsError
-    from diloco_protocol.spec.load import job_to_json, load_job
+    from diloco_protocol.spec.load import job_to_json
 
     _check(options)
     try:
         credentials = Credentials.from_directory(options.credentials)
         named = sorted(one.region for one in credentials.names() if one.role == "learner" and one.region)
     except CredentialsError as error:
-        raise JoinError(str(error)) from error
+        raise CommandError(str(error)) from error
     if options.job is not None:
-        job = load_job(options.job, options.overrides)
+        job = read_job_file(options.job, options.overrides)
     else:
         job = _without_code(asyncio.run(fetch_job(options.address, credentials)))
     region = _region(job, options.region, named)
@@ -99,16 +91,16 @@ def join(options: JoinOptions) -> int:
                 f"joining {job.metadata.name} at {options.address} as {region}-{place}, in {workdir.path}", flush=True
             )
             return _LearnerProcess(job, workdir, options, region, place).run()
-    except (WorkdirError, FileError, OSError) as error:
-        raise JoinError(str(error)) from error
+    except (FileError, OSError) as error:
+        raise CommandError(str(error)) from error
 
 
 def _check(options: JoinOptions) -> None:
     match = _ADDRESS.fullmatch(options.address)
     if match is None or not 0 < int(match[2]) < 65536:
-        raise JoinError(f"{options.address}: write the syncer's host:port, such as hub.example.org:7700")
+        raise CommandError(f"{options.address}: write the syncer's host:port, such as hub.example.org:7700")
     if options.credentials is None and not options.plaintext and not here(match[1]):
-        raise JoinError(
+        raise CommandError(
             f"--credentials is missing: {match[1]} is another machine. Give the folder with tls.crt, "
             "tls.key, ca.crt and join-token (`diloco certs issue` makes it); --plaintext goes without, for a "
             "network in which you trust everybody"
@@ -116,7 +108,7 @@ def _check(options: JoinOptions) -> None:
 
 
 async def fetch_job(address: str, credentials: Credentials) -> DiLoCoJob:
-    """The job that the syncer at ``address`` serves. Raises JoinError."""
+    """The job that the syncer at ``address`` serves. Raises CommandError."""
     from diloco_protocol.security.credentials import CredentialsError
     from diloco_protocol.spec.load import JobError, job_from_json
     from diloco_protocol.wire import bulk, channels, limits, sync_pb2
@@ -130,19 +122,19 @@ async def fetch_job(address: str, credentials: Credentials) -> DiLoCoJob:
                 channel, request, limit=MAX_JOB_BYTES, metadata=believed.metadata(), timeout=FETCH_SECONDS
             )
     except ServerNotTrusted as error:
-        raise JoinError(str(error), FAILED) from error
+        raise CommandError(str(error), FAILED) from error
     except (bulk.TransferError, limits.WireError) as error:
-        raise JoinError(
+        raise CommandError(
             f"the syncer at {address} gave no job: {error}; is it up, and are these its credentials?", FAILED
         ) from error
     except CredentialsError as error:
-        raise JoinError(str(error)) from error
+        raise CommandError(str(error)) from error
     if not found.found:
-        raise JoinError(f"the syncer at {address} hands out no job ({found.reason}): give JOB.yaml", FAILED)
+        raise CommandError(f"the syncer at {address} hands out no job ({found.reason}): give JOB.yaml", FAILED)
     try:
         return job_from_json(data.tobytes())
     except JobError as error:
-        raise JoinError(
+        raise CommandError(
             f"the job of the syncer at {address} is not understood here ({error}): run the same release", FAILED
         ) from error
 
@@ -154,7 +146,7 @@ def _without_code(job: DiLoCoJob) -> DiLoCoJob:
     if data is not None and data.source == "python":
         runs = "training.data.function"
     if runs:
-        raise JoinError(
+        raise CommandError(
             f"the job {job.metadata.name} runs code of its own (spec.{runs}), and that is only run from a "
             "job file here: give JOB.yaml, with the code beside it"
         )
@@ -167,12 +159,12 @@ def _region(job: DiLoCoJob, given: str | None, named: list[str]) -> str:
     fitting = [region for region in regions if region in named] if named else regions
     if given is not None:
         if given not in regions:
-            raise JoinError(f"--region {given}: the job has {', '.join(regions)}")
+            raise CommandError(f"--region {given}: the job has {', '.join(regions)}")
         if named and given not in named:
-            raise JoinError(f"--region {given}: the certificate is for {', '.join(named)}")
+            raise CommandError(f"--region {given}: the certificate is for {', '.join(named)}")
         return given
     if len(fitting) != 1:
-        raise JoinError(
+        raise CommandError(
             f"--region is missing: the job has {', '.join(regions)}"
             + (f", the certificate is for {', '.join(named)}" if named else "")
         )

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diloco.console import CommandError
+
 if TYPE_CHECKING:
     from diloco_protocol.spec.job import DiLoCoJob
 
@@ -27,7 +29,7 @@ MAX_REPORT_BYTES = 64 << 20
 _NOT_BEGUN = frozenset({"job.json", "epochs", "state", "manifests", "tape.jsonl", "report.json"})
 
 
-class WorkdirError(Exception):
+class WorkdirError(CommandError):
     """The directory cannot be used; the message names it and the cure."""
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from diloco.bandwidth_plan import PlanError, parameters_from
+from diloco.bandwidth_plan import parameters_from
+from diloco.console import CommandError
 from diloco.main import app
 from diloco_protocol.arrays import codec
 from diloco_protocol.bandwidth import model
@@ -153,7 +154,7 @@ def test_numbers_of_parameters(text: str, count: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "B", "-5", "5e", "5e9x", "0", "1e99", "nan", "inf"])
 def test_what_is_no_number_of_parameters(text: str) -> None:
-    with pytest.raises(PlanError, match="--params"):
+    with pytest.raises(CommandError, match="--params"):
         parameters_from(text)
 
 

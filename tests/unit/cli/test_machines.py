@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from diloco.console import CommandError
 from diloco.machines import join as joining
-from diloco.machines.join import JoinError, JoinOptions
+from diloco.machines.join import JoinOptions
 from diloco.main import app
 from diloco.processes.supervisor import Kind
 from diloco.processes.workdir import Workdir
@@ -98,15 +99,15 @@ def test_the_region_is_the_given_the_certificates_or_the_only_one(
     ],
 )
 def test_a_region_that_cannot_be_told(given: str | None, named: list[str], words: str) -> None:
-    with pytest.raises(JoinError, match=words):
+    with pytest.raises(CommandError, match=words):
         joining._region(job(TWO), given, named)
 
 
 def test_the_hub_may_not_choose_a_program() -> None:
     own = load_job(GPT.parent / "custom-loop.yaml")
-    with pytest.raises(JoinError, match=r"learners\.command.*give JOB\.yaml"):
+    with pytest.raises(CommandError, match=r"learners\.command.*give JOB\.yaml"):
         joining._without_code(own)
-    with pytest.raises(JoinError, match=r"training\.data\.function"):
+    with pytest.raises(CommandError, match=r"training\.data\.function"):
         joining._without_code(load_job(GPT.parent / "tiny-vit.yaml"))
     assert joining._without_code(job()) == job()
 
@@ -128,7 +129,7 @@ def test_addresses_of_this_machine_need_no_certificates() -> None:
     for address in ("127.0.0.1:7700", "localhost:1", "[::1]:7700", "127.0.0.53:9"):
         joining._check(JoinOptions(address))
     for address in ("10.0.0.1:7700", "hub:1", "[fe80::1]:7700", "localhost.example.org:1", "127.example.org:1"):
-        with pytest.raises(JoinError, match="--credentials"):
+        with pytest.raises(CommandError, match="--credentials"):
             joining._check(JoinOptions(address))
         joining._check(JoinOptions(address, plaintext=True))
 

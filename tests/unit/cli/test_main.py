@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from diloco.local.run import UsageError, check_listen
+from diloco.console import CommandError
+from diloco.local.run import check_listen
 from diloco.main import app
 from diloco.processes.workdir import WorkdirError, claim, locked
 from diloco_protocol.spec.load import parse_job
@@ -113,7 +114,7 @@ def test_job_files_that_are_none(tmp_path: Path) -> None:
 def test_a_port_in_use_is_refused_and_a_free_one_is_not() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = f"127.0.0.1:{server.getsockname()[1]}"
-        with pytest.raises(UsageError, match=r"cannot listen there \(Address already in use\); choose another"):
+        with pytest.raises(CommandError, match=r"cannot listen there \(Address already in use\); choose another"):
             check_listen(taken)
     check_listen(taken)
 
