@@ -39,7 +39,9 @@ from diloco_operator.model import (
     Ref,
 )
 from diloco_operator.plan.plan import plan
+from diloco_protocol.documents import Report, StatusDocument
 from diloco_protocol.vocabulary import FINALIZER, LABEL_JOB, LABEL_POD_INDEX, LABEL_REGION, LABEL_ROLE
+from status_documents import job_report, learner_page, slot_row, status_document
 
 SETTINGS = PlanSettings(None, "diloco-system", "diloco-syncer:1", "diloco-worker:1")
 START = 1_700_000_000.0
@@ -183,9 +185,9 @@ class World:
         self.apply_errors: tuple[ApplyError, ...] = ()
         self.secrets: set[str] = set()
         self.syncer = SyncerSim()
-        self.asked: ProgramAnswer | None = None
+        self.asked: ProgramAnswer[StatusDocument] | None = None
         self.asked_at = -1e9
-        self.report: Object | None = None
+        self.report: Report | None = None
         self.events: list[tuple[float, EventWanted]] = []
         self.plans: list[Plan] = []
         self._pods_seen: list[Object] | None = None
@@ -580,36 +582,36 @@ class World:
                 if process not in syncer.standbys:
                     syncer.standbys.append(process)
 
-    def document(self) -> Object:
+    def document(self) -> StatusDocument:
         syncer = self.syncer
-        return {
-            "phase": syncer.phase,
-            "message": syncer.misses,
-            "regions_lost": syncer.lost,
-            "epoch": syncer.epoch,
-            "merges": syncer.merges,
-            "goodput": 0.9,
-            "quorum": {"active": self.active(), "required": syncer.required},
-            "eval_loss": [],
-            "standby": len(syncer.standbys),
-            "standbys": list(syncer.standbys),
-            "tokens": {"trained": syncer.tokens, "merged": syncer.tokens, "pending": 0, "dropped": 0},
-            "slots": [
-                {
-                    "slot": i,
-                    "region": s.place[0],
-                    "ordinal": s.place[1],
-                    "process": s.process,
-                    "state": s.state,
-                    "ready": self._in_quorum(s),
-                    "step": s.merged,
-                    "loss": 2.0,
-                    "merged_pushes": s.merged,
-                    "heard_seconds_ago": self.now - s.heard if s.state in HOLDING else None,
-                }
+        return status_document(
+            phase=syncer.phase,
+            message=syncer.misses,
+            regions_lost=syncer.lost,
+            epoch=syncer.epoch,
+            merges=syncer.merges,
+            goodput=0.9,
+            quorum={"active": self.active(), "required": syncer.required},
+            standby=len(syncer.standbys),
+            standbys=list(syncer.standbys),
+            tokens={"trained": syncer.tokens, "merged": syncer.tokens, "pending": 0, "dropped": 0},
+            step=max((s.merged for s in syncer.slots), default=0),
+            slots=[
+                slot_row(
+                    i,
+                    region=s.place[0],
+                    ordinal=s.place[1],
+                    process=s.process,
+                    state=s.state,
+                    ready=self._in_quorum(s),
+                    step=s.merged,
+                    loss=2.0,
+                    merged_pushes=s.merged,
+                    heard_seconds_ago=self.now - s.heard if s.state in HOLDING else None,
+                )
                 for i, s in enumerate(syncer.slots)
             ],
-        }
+        )
 
     def _ask(self) -> None:
         running = [p for p in self.of("syncer") if p.running]
@@ -622,12 +624,8 @@ class World:
         if self.syncer.pod and not self.syncer_silent:
             self.asked = ProgramAnswer(self.document(), "", self.now, None)
             if self.syncer.phase in ("complete", "failed"):
-                self.report = {
-                    "outcome": self.syncer.phase,
-                    "tokens": {"trained": self.syncer.tokens},
-                    "learners": [1, 2],
-                    "goodput": 0.9,
-                }
+                tokens = {"trained": self.syncer.tokens, "merged": self.syncer.tokens, "pending": 0, "dropped": 0}
+                self.report = job_report(outcome=self.syncer.phase, tokens=tokens, goodput=0.9)
         else:
             since = self.asked.failing_since if self.asked is not None else None
             self.asked = ProgramAnswer(None, "no answer", self.now, since if since is not None else self.now)
@@ -824,12 +822,12 @@ class Far(World):
 
     def __init__(self, job: Object) -> None:
         super().__init__(job, settings=PlanSettings("far", "diloco-system", "s:1", "w:1"))
-        self.page: dict[str, Any] = {"phase": "training", "connected": True, "slot": 1, "refused": None}
+        self.page: dict[str, Any] = {"phase": "training", "connected": True, "tried": True, "slot": 1}
 
     def observed(self) -> Observed:
         found = super().observed()
         pages = {
-            pod.name: ProgramAnswer({**self.page, "process": pod.process}, "", self.now)
+            pod.name: ProgramAnswer(learner_page(**{**self.page, "process": pod.process}), "", self.now)
             for pod in self.of("learner")
             if pod.running
         }

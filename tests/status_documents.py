@@ -8,6 +8,7 @@ from diloco_protocol.documents import (
     LearnerLink,
     LearnerPage,
     MergeSeconds,
+    Report,
     SlotLink,
     SlotRow,
     StatusDocument,
@@ -116,13 +117,33 @@ def learner_page(**fields: Any) -> LearnerPage:
             "idle": False,
             "slot": None,
             "merges": None,
-            "step": 0,
-            "tokens": 0,
+            "step": None,
+            "tokens": None,
             "loss": None,
             "epoch": None,
             "link": NO_LINK,
             "refused": None,
             "settings": None,
+            **fields,
+        }
+    )
+
+
+def job_report(**fields: Any) -> Report:
+    """The report of a job that has just begun."""
+    return Report.model_validate(
+        {
+            "schema": 1,
+            "outcome": "interrupted",
+            "seed": 0,
+            "spec_digest": "",
+            "steps": 0,
+            "merges": 0,
+            "versions": {"min": 0, "max": 0},
+            "tokens": {"trained": 0, "merged": 0, "pending": 0, "dropped": 0},
+            "bytes_up": 0,
+            "bytes_down": 0,
+            "syncer": {"epoch": 1, "restarts": 0, "peak_rss_bytes": 0},
             **fields,
         }
     )

@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, Literal, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple
 
+from diloco_protocol.documents import D, LearnerPage, Report, StatusDocument
 from diloco_protocol.vocabulary import ControlMethod
 
 Object = dict[str, Any]
@@ -56,10 +57,10 @@ class ApplyError:
 
 
 @dataclass(frozen=True, slots=True)
-class ProgramAnswer:
+class ProgramAnswer(Generic[D]):
     """The last answer of the syncer or a learner to the operator, or why there is none."""
 
-    document: dict[str, Any] | None  # of the syncer: the status document (docs/contracts.md)
+    document: D | None
     error: str = ""  # empty, or why there is no document
     at: float = 0.0  # when it was answered (or tried)
     failing_since: float | None = None  # since when every try failed; None: the last one did not
@@ -76,10 +77,10 @@ class Observed:
     nodes: dict[str, Object] | None = None  # by name; None: this operator may not read nodes
     cluster_events: tuple[ClusterEvent, ...] = ()
     apply_errors: tuple[ApplyError, ...] = ()
-    syncer: ProgramAnswer | None = None  # None: the syncer is not in this cluster, or has no pod to ask
-    # Status documents of learners' status ports, by pod name: only where the syncer is elsewhere.
-    learners: dict[str, ProgramAnswer] = field(default_factory=dict)
-    report: dict[str, Any] | None = None  # report.json, once the syncer has said an end
+    syncer: ProgramAnswer[StatusDocument] | None = None  # None: the syncer is not in this cluster, or has no pod to ask
+    # By pod name: only where the syncer is elsewhere.
+    learners: dict[str, ProgramAnswer[LearnerPage]] = field(default_factory=dict)
+    report: Report | None = None  # report.json, once the syncer has said an end
 
 
 class Fact(Enum):

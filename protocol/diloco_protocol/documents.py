@@ -231,8 +231,8 @@ class LearnerPage(Document):
     merges: Count | None = Field(
         description="every fragment's version as announced last, summed; null: not all were announced"
     )
-    step: Number = Field(description="the slot's step")
-    tokens: Number = Field(description="trained by this process")
+    step: Count | None = Field(description="the slot's step; null: none yet")
+    tokens: Count | None = Field(description="trained by this process")
     loss: Number = Field(description="of the last step")
     epoch: Count | None = Field(description="of the syncer; null: it never joined")
     link: LearnerLink = Field(description="its link to the syncer")

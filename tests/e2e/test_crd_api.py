@@ -661,7 +661,7 @@ def test_a_wrong_status_is_refused(api: Api, started: tuple[str, str]) -> None:
 
 
 def test_get_shows_a_job_in_a_line(api: Api, bare_cluster: Cluster, started: tuple[str, str]) -> None:
-    from diloco_operator.status import JobStatus, Progress, StartImages, SyncerStatus
+    from diloco_operator.status_models import JobStatus, Progress, StartImages, SyncerStatus
 
     fresh, running = started
     progress = Progress(tokens=1843200, step=612, merges=51, loss=1.64738291, goodput=0.93)

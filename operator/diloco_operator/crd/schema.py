@@ -28,7 +28,7 @@ from pydantic.fields import FieldInfo
 
 from diloco_operator.crd.rules import Rule, rules
 from diloco_operator.kube.kinds import JOB
-from diloco_operator.status import JobStatus
+from diloco_operator.status_models import JobStatus
 from diloco_protocol.common.files import write_whole
 from diloco_protocol.spec.base import Spec, fields_by_alias, nested_model, unwrap
 from diloco_protocol.spec.explain import constraints

@@ -13,7 +13,7 @@ The steps of a turn, with their files:
 4. ``pods/`` looks after pods: on lost nodes, gone or broken, with an old template.
 5. ``regions.py`` says how each region is.
 6. ``desired.py`` says which objects there shall be; ``objects/`` renders them.
-7. ``conditions/`` decides the conditions, ``status.py`` builds the status.
+7. ``conditions/`` decides the conditions, ``job_status.py`` builds the status.
 8. ``transitions.py`` makes an Event of each difference between the old status and the new one.
 
 Example: what happens when a pod is deleted (``kubectl delete pod job-local-1``), file by file:
@@ -28,7 +28,7 @@ Example: what happens when a pod is deleted (``kubectl delete pod job-local-1``)
    nobody is left in it).
 5. ``conditions/decide.py``: the condition ``Degraded`` becomes True only if the successor is not there in
    time, with the cause; ``QuorumMet`` is False only if fewer than K are left.
-6. ``status.py``: ``status.replacements`` goes up, ``status.learners`` down.
+6. ``job_status.py``: ``status.replacements`` goes up, ``status.learners`` down.
 7. ``reconcile/reconciler.py`` sends the call (``reconcile/syncer_poller.py``), writes the status
    (``reconcile/status_writer.py``), then sends the Events (``reconcile/event_recorder.py``).
 8. Turns follow every two seconds. When the new pod is in the quorum, ``pods/replacement.py`` sends
@@ -61,10 +61,10 @@ from diloco_operator.plan import lifecycle
 from diloco_operator.plan.conditions.condition_set import ConditionSet
 from diloco_operator.plan.conditions.decide import TurnFindings, decide_conditions
 from diloco_operator.plan.desired import DesiredObjects, default_images, desired_objects
+from diloco_operator.plan.job_status import build_status, differs_beyond_progress
 from diloco_operator.plan.lifecycle import LifecycleDecision
 from diloco_operator.plan.pods import node_loss, replacement, rollout
 from diloco_operator.plan.regions import RegionReport, report_regions
-from diloco_operator.plan.status import build_status, differs_beyond_progress
 from diloco_operator.plan.transitions import EventLog, transition_events
 from diloco_operator.plan.view import View
 from diloco_protocol.vocabulary import FINALIZER, JobPhase

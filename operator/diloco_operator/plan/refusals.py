@@ -12,12 +12,10 @@ never its content.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from diloco_operator import names
 from diloco_operator.job import Job
 from diloco_operator.plan.pods.pod_status import ContainerExit, Obstacle
+from diloco_protocol.documents import LearnerPage
 from diloco_protocol.vocabulary import ConnectionRefusal, JoinRefusal, TrustFailure, WorkerExit
 
 UNFIT = "its credentials cannot be used"
@@ -37,14 +35,13 @@ _SUBJECTS: dict[str, str] = {
 }
 
 
-def current_refusal(document: Mapping[str, Any]) -> tuple[str, str] | None:
+def current_refusal(page: LearnerPage) -> tuple[str, str] | None:
     """Word and sentence of the refusal that keeps a learner out now, from its status page; None: there is
     none, or another obstacle has come since."""
-    refused = document.get("refused")
-    if document.get("connected") or not isinstance(refused, Mapping):
+    refused = page.refused
+    if page.connected or refused is None or (page.message and refused.message not in page.message):
         return None
-    word, message = str(refused.get("reason")), str(refused.get("message"))
-    return (word, message) if message in str(document.get("message") or message) else None
+    return refused.reason, refused.message
 
 
 def refusal_of_exit(end: ContainerExit) -> tuple[str, str] | None:

@@ -202,8 +202,8 @@ def _explain_not_joined(view: View, pod: Pod) -> str:
     """That a learner runs and has not joined. Timed per epoch, for a syncer that has just started has seen
     no learner yet."""
     slot, document = view.slot_of(pod), view.document
-    there = view.standing_by(pod) or (slot is not None and slot.holding)
-    expected = document is not None and document.get("phase") in TRAINING_PHASES
+    there = view.standing_by(pod) or (slot is not None and slot.held)
+    expected = document is not None and document.phase in TRAINING_PHASES
     outside = expected and pod.running and not there
     if view.observe(Fact.POD_NOT_JOINED, pod.uid, epoch=view.epoch, holds=outside) <= JOIN_PATIENCE:
         return ""
@@ -248,7 +248,7 @@ def _lost_since(
         return None
     if view.document is None:
         return known
-    if any(slot.region == region.name and slot.holding for slot in view.slots):
+    if any(slot.region == region.name and slot.held for slot in view.slots):
         return None
     if known is not None:
         return known

@@ -1,8 +1,7 @@
 """What a turn looks at: the job, its pods, its objects and what its syncer says, read once.
 
-All other files of the plan take a ``View`` and decide. Raw fields of API objects, of the
-syncer's status document and of learners' status pages are read here and in ``pods/pod_status.py``
-only, so that no two files read one field in two ways.
+All other files of the plan take a ``View`` and decide. Raw fields of API objects are read here and in
+``pods/pod_status.py`` only, so that no two files read one field in two ways.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ from diloco_operator.job import Job, Placement, unix_seconds
 from diloco_operator.model import Fact, Object, Observed, PlanMemory, PlanSettings, Ref, Timer
 from diloco_operator.plan.pods import pod_status
 from diloco_operator.plan.pods.pod_status import Pod
-from diloco_protocol.vocabulary import HELD_STATES, JobPhase, SlotState
+from diloco_protocol.documents import LearnerPage, SlotRow, StatusDocument
+from diloco_protocol.vocabulary import JobPhase
 
 ANSWER_PATIENCE = 15.0
 """Seconds without an answer before status says that the syncer does not answer."""
@@ -25,55 +25,6 @@ UID_DIGITS = 32
 """A process id begins with so many digits: its pod's UID without dashes."""
 STUCK_SECONDS = 5.0
 """A pod that is still there so many seconds after its grace period is stuck."""
-
-
-@dataclass(frozen=True, slots=True)
-class SlotLink:
-    """What the syncer says of a slot's link. Rates are bytes per second, the round trip seconds; None: unknown."""
-
-    up: float | None
-    down: float | None
-    needs_up: float | None
-    needs_down: float | None
-    round_trip: float | None
-    too_slow: bool  # slower than the job's pace needs
-
-
-@dataclass(frozen=True, slots=True)
-class SyncerRefusal:
-    """The syncer's last refusal of one learner or evaluator, as its status document has it."""
-
-    role: str
-    region: str
-    reason: str
-    fields: tuple[str, ...]
-    seconds_ago: float
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """One slot as the syncer's status has it."""
-
-    region: str
-    ordinal: int
-    process: str
-    state: str
-    ready: bool
-    heard_seconds_ago: float | None  # None: no process holds it
-    merged: int
-    step: int
-    loss: float | None
-    link: SlotLink | None = None  # None: no process holds it
-
-    @property
-    def holding(self) -> bool:
-        """Whether a process holds the slot."""
-        return self.state in HELD_STATES
-
-    @property
-    def in_quorum(self) -> bool:
-        """Whether its learner counts for the quorum."""
-        return self.state == SlotState.ACTIVE and self.ready
 
 
 @dataclass
@@ -152,7 +103,7 @@ class View:
     # ------------------------------------------------------------- what the syncer and learners say
 
     @cached_property
-    def document(self) -> dict[str, Any] | None:
+    def document(self) -> StatusDocument | None:
         """The syncer's status document; None: its last call was not answered."""
         asked = self.observed.syncer
         return asked.document if asked is not None and not asked.error else None
@@ -160,39 +111,32 @@ class View:
     @property
     def epoch(self) -> int | None:
         """The syncer's epoch; None: it does not answer."""
-        return whole_number((self.document or {}).get("epoch"))
+        return None if self.document is None else self.document.epoch
+
+    @property
+    def slots(self) -> list[SlotRow]:
+        """The syncer's slots; none while it does not answer."""
+        return [] if self.document is None else self.document.slots
 
     @cached_property
-    def slots(self) -> list[Slot]:
-        rows = (self.document or {}).get("slots")
-        return [_slot(row) for row in rows or [] if isinstance(row, dict)]
-
-    @cached_property
-    def _slots_by_pod(self) -> dict[str, list[Slot]]:
-        found: dict[str, list[Slot]] = {}
+    def _slots_by_pod(self) -> dict[str, list[SlotRow]]:
+        found: dict[str, list[SlotRow]] = {}
         for slot in self.slots:
             found.setdefault(slot.process[:UID_DIGITS], []).append(slot)
         return found
 
     @cached_property
     def _standing_by(self) -> frozenset[str]:
-        waiting = (self.document or {}).get("standbys")
-        return frozenset(str(p)[:UID_DIGITS] for p in waiting) if isinstance(waiting, list) else frozenset()
+        waiting = [] if self.document is None else self.document.standbys
+        return frozenset(process[:UID_DIGITS] for process in waiting)
 
-    @cached_property
-    def regions_lost(self) -> frozenset[str]:
+    @property
+    def regions_lost(self) -> list[str]:
         """Regions that the syncer counts as lost. It times them while no operator watches, too."""
-        named = (self.document or {}).get("regions_lost")
-        return frozenset(str(name) for name in named) if isinstance(named, list) else frozenset()
+        return [] if self.document is None else self.document.regions_lost
 
     @cached_property
-    def refusals(self) -> list[SyncerRefusal]:
-        """The learners and evaluators that the syncer has refused for good lately."""
-        rows = (self.document or {}).get("refusals")
-        return [_refusal(row) for row in rows or [] if isinstance(row, dict)]
-
-    @cached_property
-    def pages(self) -> list[dict[str, Any]]:
+    def pages(self) -> list[LearnerPage]:
         """Status pages of the learners that answered, in the order of pod names. Empty in the hub."""
         answers = sorted(self.observed.learners.items())
         return [asked.document for _, asked in answers if asked.document is not None and not asked.error]
@@ -202,16 +146,10 @@ class View:
         """The syncer's phase; in a cluster without the syncer, the end that learners here were told of.
         Empty: not known."""
         if self.here.syncer:
-            return str((self.document or {}).get("phase", ""))
-        phases = {str(page.get("phase", "")) for page in self.pages}
-        return next(
-            (
-                end
-                for end in (JobPhase.DELETED, JobPhase.FAILED, JobPhase.COMPLETE, JobPhase.SUSPENDED)
-                if end in phases
-            ),
-            "",
-        )
+            return "" if self.document is None else self.document.phase
+        phases = {page.phase for page in self.pages}
+        ends = (JobPhase.DELETED, JobPhase.FAILED, JobPhase.COMPLETE, JobPhase.SUSPENDED)
+        return next((end for end in ends if end in phases), "")
 
     @property
     def merges(self) -> int | None:
@@ -219,9 +157,9 @@ class View:
         greatest that a connected learner knows. It falls when the syncer's store was set back to an
         older state. None: not known."""
         if self.here.syncer:
-            return whole_number((self.document or {}).get("merges"))
-        heard = [whole_number(page.get("merges")) for page in self.pages if page.get("connected")]
-        return max((merges for merges in heard if merges is not None), default=None)
+            return None if self.document is None else self.document.merges
+        heard = [page.merges for page in self.pages if page.connected and page.merges is not None]
+        return max(heard, default=None)
 
     @property
     def merges_known_at(self) -> float:
@@ -235,13 +173,12 @@ class View:
     @property
     def required(self) -> int:
         """K, the quorum: the syncer's number, or the job's where the syncer does not answer."""
-        value = ((self.document or {}).get("quorum") or {}).get("required")
-        return value if isinstance(value, int) else self.job.spec.quorum
+        return self.job.spec.quorum if self.document is None else self.document.quorum.required
 
-    def slot_of(self, pod: Pod) -> Slot | None:
+    def slot_of(self, pod: Pod) -> SlotRow | None:
         """The slot that a process of the pod holds, or held last; None: it never held one."""
         mine = self._slots_by_pod.get(pod.process, ())
-        return max(mine, key=lambda slot: (slot.in_quorum, slot.holding), default=None)
+        return max(mine, key=lambda slot: (slot.in_quorum, slot.held), default=None)
 
     def in_quorum(self, pod: Pod) -> bool:
         """Whether the pod's learner counts for the quorum."""
@@ -260,9 +197,9 @@ class View:
             return self.in_quorum(pod) or (pod.ready and self.standing_by(pod))
         asked = self.observed.learners.get(pod.name)
         page = asked.document if asked is not None and not asked.error else None
-        if page is None or not str(page.get("process", "")).startswith(pod.process):
+        if page is None or not page.process.startswith(pod.process):
             return False
-        return bool(page.get("connected")) and (page.get("slot") is not None or bool(page.get("standby")))
+        return page.connected and (page.slot is not None or page.standby)
 
     # ------------------------------------------------------------- the job's own status, read back
 
@@ -295,53 +232,3 @@ class View:
     def observe(self, fact: Fact, subject: str = "", *, epoch: int | None = None, holds: bool = True) -> float:
         """For how many seconds a fact has held without a break; 0 where it does not hold now."""
         return self.memory.timers.observe(Timer(fact, subject, epoch), self.now, holds)
-
-
-def whole_number(value: Any) -> int | None:
-    """The value if it is a whole number, else None."""
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _figure(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-def _link(row: Any) -> SlotLink | None:
-    if not isinstance(row, dict):
-        return None
-    return SlotLink(
-        up=_figure(row.get("up_bytes_per_second")),
-        down=_figure(row.get("down_bytes_per_second")),
-        needs_up=_figure(row.get("needs_up_bytes_per_second")),
-        needs_down=_figure(row.get("needs_down_bytes_per_second")),
-        round_trip=_figure(row.get("round_trip_seconds")),
-        too_slow=bool(row.get("too_slow")),
-    )
-
-
-def _refusal(row: dict[str, Any]) -> SyncerRefusal:
-    fields, ago = row.get("fields"), _figure(row.get("seconds_ago"))
-    return SyncerRefusal(
-        role=str(row.get("role", "")),
-        region=str(row.get("region", "")),
-        reason=str(row.get("reason", "")),
-        fields=tuple(map(str, fields)) if isinstance(fields, list) else (),
-        seconds_ago=math.inf if ago is None else ago,
-    )
-
-
-def _slot(row: dict[str, Any]) -> Slot:
-    heard, loss = row.get("heard_seconds_ago"), row.get("loss")
-    ordinal = row.get("ordinal")
-    return Slot(
-        region=str(row.get("region", "")),
-        ordinal=ordinal if isinstance(ordinal, int) else 0,
-        process=str(row.get("process", "")),
-        state=str(row.get("state", "")),
-        ready=bool(row.get("ready")),
-        heard_seconds_ago=float(heard) if isinstance(heard, int | float) else None,
-        merged=int(row.get("merged_pushes") or 0),
-        step=int(row.get("step") or 0),
-        loss=float(loss) if isinstance(loss, int | float) else None,
-        link=_link(row.get("link")),
-    )

@@ -13,6 +13,7 @@ from typing import Any
 from diloco_operator.informer.cache import Cache
 from diloco_operator.kube.kinds import JOB
 from diloco_operator.model import ApplyError, ClusterEvent, Key, Object, Observed, ProgramAnswer, Ref
+from diloco_protocol.documents import LearnerPage, Report, StatusDocument
 from diloco_protocol.vocabulary import LABEL_ROLE
 
 
@@ -92,9 +93,9 @@ def make_observed(
     status: dict[str, Any] | None,
     cluster_events: Sequence[ClusterEvent],
     apply_errors: Sequence[ApplyError],
-    syncer: ProgramAnswer | None,
-    learners: dict[str, ProgramAnswer],
-    report: dict[str, Any] | None,
+    syncer: ProgramAnswer[StatusDocument] | None,
+    learners: dict[str, ProgramAnswer[LearnerPage]],
+    report: Report | None,
 ) -> Observed:
     """The whole. ``status``: one that was planned and could not be written yet, and counts as the job's."""
     job = seen.job if status is None else {**seen.job, "status": status}

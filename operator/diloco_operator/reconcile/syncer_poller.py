@@ -10,24 +10,27 @@ after each answer: the next is seconds away, and hundreds of idle connections ar
 
 A learner is asked only where the job's syncer is in another cluster; its page is read, not
 signed, and decides over nothing but words in the status.
+
+An answer is read by its model (diloco_protocol/documents.py) when it comes. One that lacks a field, as another
+release's may, is no answer: the error names the field.
 """
 
 from __future__ import annotations
 
 import asyncio
 import http.client
-import json
 import logging
 import random
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic
 
 from diloco_operator.logs import about
 from diloco_operator.metrics import Metrics
 from diloco_operator.model import Call, Key, ProgramAnswer
+from diloco_protocol.documents import D, DocumentError, LearnerPage, Report, StatusDocument, read_document
 from diloco_protocol.vocabulary import CONTROL_PORT, WORKER_PORT, ControlMethod, JobPhase
 from diloco_protocol.wire.control_client import ControlClient, ControlError
 
@@ -39,28 +42,34 @@ ENDS = (JobPhase.COMPLETE, JobPhase.FAILED)
 LEARNERS_SECONDS = 20.0
 NOT_ASKED = "this pod has not been asked yet"
 
-Report = dict[str, Any]
-
 
 def address(ip: str, port: int) -> str:
     """host:port, also of an IPv6 address."""
     return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
 
 
-class _Kept:
+class _Kept(Generic[D]):
     """An answer, small."""
 
-    __slots__ = ("asked", "blob", "pod")
+    __slots__ = ("_answer", "_small", "pod")
 
-    def __init__(self, pod: str, asked: ProgramAnswer) -> None:
+    def __init__(self, pod: str, answer: ProgramAnswer[D]) -> None:
         self.pod = pod  # UID
-        document = asked.document
-        self.blob = None if document is None else zlib.compress(json.dumps(document).encode(), 1)
-        self.asked = ProgramAnswer(None, asked.error, asked.at, asked.failing_since)
+        document = answer.document
+        self._small: tuple[type[D], bytes] | None = None
+        if document is not None:
+            self._small = type(document), zlib.compress(document.model_dump_json().encode(), 1)
+        self._answer = replace(answer, document=None)
 
-    def load(self) -> ProgramAnswer:
-        document = None if self.blob is None else json.loads(zlib.decompress(self.blob))
-        return ProgramAnswer(document, self.asked.error, self.asked.at, self.asked.failing_since)
+    @property
+    def failing_since(self) -> float | None:
+        return self._answer.failing_since
+
+    def load(self) -> ProgramAnswer[D]:
+        if self._small is None:
+            return self._answer
+        model, blob = self._small
+        return replace(self._answer, document=model.model_validate_json(zlib.decompress(blob)))
 
 
 @dataclass(slots=True)
@@ -71,8 +80,8 @@ class _Job:
     timer: asyncio.TimerHandle | None = None
     asking: bool = False
     asked_at: float = -1e9  # monotonic
-    syncer: _Kept | None = None
-    learners: dict[str, _Kept] = field(default_factory=dict)  # by pod name
+    syncer: _Kept[StatusDocument] | None = None
+    learners: dict[str, _Kept[LearnerPage]] = field(default_factory=dict)  # by pod name
     learner_targets: dict[str, tuple[str, str]] = field(default_factory=dict)
     report: Report | None = None
     report_wanted: bool = True
@@ -125,11 +134,11 @@ class SyncerPoller:
 
     def latest_answers(
         self, key: Key, pod: str | None
-    ) -> tuple[ProgramAnswer | None, dict[str, ProgramAnswer], Report | None]:
+    ) -> tuple[ProgramAnswer[StatusDocument] | None, dict[str, ProgramAnswer[LearnerPage]], Report | None]:
         """The syncer's last answer (``pod``: UID of the pod that is the syncer now; None: there is none, and
         so no answer), learners' by pod name, and the report."""
         # That a pod was not asked yet (by an operator that has just begun) is not that there is none.
-        syncer = ProgramAnswer(None, NOT_ASKED) if pod is not None else None
+        syncer: ProgramAnswer[StatusDocument] | None = ProgramAnswer(None, NOT_ASKED) if pod is not None else None
         job = self._jobs.get(key)
         if job is None:
             return syncer, {}, None
@@ -202,34 +211,34 @@ class SyncerPoller:
                 self._answered(key)
 
     async def _ask_syncer(self, key: Key, job: _Job, pod: str, ip: str) -> None:
-        document: Report | None = None
+        document: StatusDocument | None = None
         error = ""
         try:
-            document = await self._control(ip, job.control_key, ControlMethod.STATUS, {})
-        except ControlError as failed:
+            answer = await self._control(ip, job.control_key, ControlMethod.STATUS, {})
+            document = read_document(StatusDocument, answer)
+        except (ControlError, DocumentError) as failed:
             error = str(failed)[:500]
         now = time.time()
         since: float | None = None
         if document is None:
-            before = job.syncer.asked.failing_since if job.syncer is not None else None
+            before = job.syncer.failing_since if job.syncer is not None else None
             since = before if before is not None else now
             if before is None:
                 log.info("the syncer does not answer: %s", error, extra=about(key))
-        elif job.syncer is not None and job.syncer.asked.failing_since is not None:
+        elif job.syncer is not None and job.syncer.failing_since is not None:
             log.info("the syncer answers again", extra=about(key))
         job.syncer = _Kept(pod, ProgramAnswer(document, error, now, since))
         if document is None:
             return
-        phase = str(document.get("phase"))
-        if phase not in ENDS:
+        if document.phase not in ENDS:
             job.report = None
         elif job.report is None and job.report_wanted:
             try:
-                job.report = await self._control(ip, job.control_key, ControlMethod.REPORT, {})
-            except ControlError as failed:
+                job.report = read_document(Report, await self._control(ip, job.control_key, ControlMethod.REPORT, {}))
+            except (ControlError, DocumentError) as failed:
                 log.info("the report cannot be had yet: %s", failed, extra=about(key))
 
-    async def _control(self, ip: str, key: bytes, method: str, body: Report) -> Report:
+    async def _control(self, ip: str, key: bytes, method: str, body: dict[str, Any]) -> dict[str, Any]:
         client = ControlClient(address(ip, CONTROL_PORT), key)
         outcome = "failed"
         async with self._free:
@@ -248,11 +257,14 @@ class SyncerPoller:
 
     async def _ask_learner(self, job: _Job, name: str, pod: str, ip: str) -> None:
         outcome, error = "ok", ""
-        document: Report | None = None
+        document: LearnerPage | None = None
         async with self._free:
             began = time.monotonic()
             try:
-                document = await asyncio.to_thread(_page, ip, WORKER_PORT, "/status", self._timeout)
+                page = await asyncio.to_thread(_read_page, ip, WORKER_PORT, "/status", self._timeout)
+                document = read_document(LearnerPage, page)
+            except DocumentError as failed:
+                outcome, error = "failed", f"its status page: {failed}"[:300]
             except (OSError, http.client.HTTPException, ValueError) as failed:
                 outcome, error = "unreachable", f"{type(failed).__name__}: {failed}"[:300]
             self._metrics.syncer_calls.labels("learner-status", outcome).inc()
@@ -262,17 +274,17 @@ class SyncerPoller:
         if document is None:
             before = job.learners.get(name)
             same = before is not None and before.pod == pod
-            since = before.asked.failing_since if before is not None and same else None
+            since = before.failing_since if before is not None and same else None
             since = since if since is not None else now
         job.learners[name] = _Kept(pod, ProgramAnswer(document, error, now, since))
 
 
-def _words(body: Report) -> str:
+def _words(body: dict[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in body.items() if value not in ("", None))[:300]
 
 
-def _page(ip: str, port: int, path: str, timeout: float) -> Report:
-    """A JSON object over plain HTTP. Raises OSError, HTTPException, ValueError."""
+def _read_page(ip: str, port: int, path: str, timeout: float) -> bytes:
+    """A page of at most MAX_PAGE bytes over plain HTTP. Raises OSError, HTTPException, ValueError."""
     connection = http.client.HTTPConnection(ip, port, timeout=timeout)
     try:
         connection.request("GET", path)
@@ -282,7 +294,4 @@ def _page(ip: str, port: int, path: str, timeout: float) -> Report:
         connection.close()
     if answer.status != 200 or len(text) > MAX_PAGE:
         raise ValueError(f"status {answer.status}, {len(text)} bytes")
-    document = json.loads(text)
-    if not isinstance(document, dict):
-        raise ValueError("not a JSON object")
-    return document
+    return text

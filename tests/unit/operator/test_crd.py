@@ -15,7 +15,7 @@ from pydantic import AfterValidator
 
 from diloco_operator.crd import schema
 from diloco_operator.crd.rules import BETWEEN_FIELDS, IMMUTABLE, LEFT_TO_THE_OPERATOR, rules
-from diloco_operator.status import JobStatus, Progress
+from diloco_operator.status_models import JobStatus, Progress
 from diloco_protocol.spec.base import Spec, fields_by_alias, nested_model
 from diloco_protocol.spec.kubectl_yaml import parse
 from diloco_protocol.spec.load import immutable_digests, job_from_object, job_to_json

@@ -13,5 +13,5 @@ A new condition: decide it in one of these three files with ``ConditionSet.set``
 ``condition_set.ORDER`` and its line above. If it tells of a fault when it is True, name it in
 ``FAULT_CONDITIONS`` (diloco_protocol/vocabulary.py), by which the command line chooses colours, and in
 ``FAULT_OVER`` (``plan/transitions.py``), so that an Event is sent when it comes and when it goes. Describe it
-in docs/decisions/024 and in docs/operator.md or docs/regions.md. ``plan/status.py`` and the CRD need nothing.
+in docs/decisions/024 and in docs/operator.md or docs/regions.md. ``plan/job_status.py`` and the CRD need nothing.
 """

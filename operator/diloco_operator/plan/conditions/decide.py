@@ -148,11 +148,10 @@ def _explain_unfit(view: View, pod: Pod) -> str:
 def _decide_answering(view: View, pod: Pod, out: ConditionSet) -> None:
     asked, document = view.observed.syncer, view.document
     error = shortened(asked.error) if asked is not None else "it could not be asked"
-    if document is not None and document.get("store_problem"):
-        out.set("SyncerReady", False, "StoreProblem", f"Its store: {document['store_problem']}.")
+    if document is not None and document.store_problem:
+        out.set("SyncerReady", False, "StoreProblem", f"Its store: {document.store_problem}.")
     elif document is not None:
-        epoch = document.get("epoch")
-        message = f"It serves at {sync_address(view.job, view.here)} in epoch {epoch}."
+        message = f"It serves at {sync_address(view.job, view.here)} in epoch {document.epoch}."
         out.set("SyncerReady", True, "Serving", message)
     elif view.unanswered_seconds < ANSWER_PATIENCE:
         if view.is_true("SyncerReady"):
@@ -205,13 +204,12 @@ def _decide_quorum_met(view: View, found: TurnFindings, out: ConditionSet) -> No
     if not found.decision.training:
         out.set("QuorumMet", False, *_stage_reason(found))
         return
-    quorum = (view.document or {}).get("quorum")
-    if not isinstance(quorum, dict):
+    if view.document is None:
         if out.status_of("SyncerReady") != "True" or not out.keep("QuorumMet"):
             message = "The syncer, which knows, cannot be asked; learners go on alone for a while."
             out.set("QuorumMet", "Unknown", "SyncerNotReady", message)
         return
-    active, required = int(quorum.get("active") or 0), int(quorum.get("required") or 0)
+    active, required = view.document.quorum.active, view.document.quorum.required
     if active >= required:
         out.set("QuorumMet", True, "Met", f"{_learners_are(active)} active, a merge needs {required}.")
     elif view.job_phase == JobPhase.WAITING:
@@ -335,7 +333,7 @@ def _decide_ends(view: View, found: TurnFindings, out: ConditionSet) -> None:
         out.set("Failed", True, *found.failure)
     elif stage in ("failing", "failed"):
         if not view.is_true("Failed") or not out.keep("Failed"):
-            message = str((view.document or {}).get("message") or "the syncer says so")
+            message = (view.document and view.document.message) or "the syncer says so"
             out.set("Failed", True, "SyncerFailed", f"The job has failed: {message}")
     else:
         out.set("Failed", False, "NotFailed", "")
@@ -363,7 +361,7 @@ def _decide_ready(view: View, found: TurnFindings, out: ConditionSet) -> None:
             return
     phase = view.job_phase
     if phase == JobPhase.HOLDING:  # with a quorum: for something else
-        why = str((view.document or {}).get("message") or "the syncer holds")
+        why = (view.document and view.document.message) or "the syncer holds"
         said = f"Merges wait: {why}. Learners train on, up to sync.staleness.maxSteps."
         out.set("Ready", False, "Holding", said)
         return

@@ -19,8 +19,9 @@ from __future__ import annotations
 from diloco_operator.job import Job
 from diloco_operator.model import Fact
 from diloco_operator.plan.conditions.condition_set import ConditionSet, list_fields
-from diloco_operator.plan.view import Slot, SlotLink, View
+from diloco_operator.plan.view import View
 from diloco_protocol.common.format_units import bits_text, seconds_text
+from diloco_protocol.documents import SlotLink, SlotRow, StatusDocument
 from diloco_protocol.vocabulary import JoinRefusal
 
 TOO_SLOW_SECONDS, WELL_SECONDS = 45.0, 180.0
@@ -41,7 +42,7 @@ def decide_hub_conditions(view: View, stage: tuple[str, str] | None, out: Condit
         if stage is not None:
             out.set(kind, False, *stage)
         elif view.document is not None:
-            decide(view, out)
+            decide(view, view.document, out)
         else:
             out.keep_or_unknown(kind, "SyncerNotReady", "The syncer, which knows, cannot be asked.")
 
@@ -49,8 +50,8 @@ def decide_hub_conditions(view: View, stage: tuple[str, str] | None, out: Condit
 # ------------------------------------------------------------------ links
 
 
-def _decide_links_too_slow(view: View, out: ConditionSet) -> None:
-    slots = [slot for slot in view.slots if slot.link is not None]
+def _decide_links_too_slow(view: View, document: StatusDocument, out: ConditionSet) -> None:
+    slots = [slot for slot in document.slots if slot.link is not None]
     slow = {_subject(slot): slot for slot in slots if slot.link is not None and slot.link.too_slow}
     lasting = [
         slot
@@ -71,11 +72,11 @@ def _decide_links_too_slow(view: View, out: ConditionSet) -> None:
         out.set("LinksTooSlow", False, "FastEnough", "")
 
 
-def _subject(slot: Slot) -> str:
+def _subject(slot: SlotRow) -> str:
     return f"{slot.region}-{slot.ordinal}"
 
 
-def _extend_message(before: str, regions: list[str], slots: list[Slot]) -> str:
+def _extend_message(before: str, regions: list[str], slots: list[SlotRow]) -> str:
     """The message so far, with these regions added. ``slots``: those with links that are too slow."""
     said = before.removesuffix(_CURE)
     parts = [said] if said else []
@@ -90,17 +91,25 @@ def _extend_message(before: str, regions: list[str], slots: list[Slot]) -> str:
 
 def _share(link: SlotLink | None) -> float:
     """The rate as a share of what is needed, in the worse direction; 1 where it is not known."""
-    pairs = ((link.up, link.needs_up), (link.down, link.needs_down)) if link is not None else ()
+    pairs = [(there, need) for _, there, need in _ways(link)] if link is not None else []
     return min((there / need for there, need in pairs if there and need), default=1.0)
+
+
+def _ways(link: SlotLink) -> tuple[tuple[str, float | None, float | None], ...]:
+    """Each direction with its rate and what it needs, bytes per second."""
+    return (
+        ("up", link.up_bytes_per_second, link.needs_up_bytes_per_second),
+        ("down", link.down_bytes_per_second, link.needs_down_bytes_per_second),
+    )
 
 
 def _numbers(link: SlotLink) -> str:
     parts = []
-    for name, there, need in (("up", link.up, link.needs_up), ("down", link.down, link.needs_down)):
+    for name, there, need in _ways(link):
         if there:
             parts.append(f"{name} {_rate(there)}{f' of {_rate(need)} needed' if need else ''}")
-    if link.round_trip:
-        parts.append(f"round trip {seconds_text(_rounded(link.round_trip))}")
+    if link.round_trip_seconds:
+        parts.append(f"round trip {seconds_text(_rounded(link.round_trip_seconds))}")
     return ", ".join(parts) or "slower than needed"
 
 
@@ -116,9 +125,9 @@ def _rounded(value: float) -> float:
 # ------------------------------------------------------------------ other jobs
 
 
-def _decide_spec_drift(view: View, out: ConditionSet) -> None:
+def _decide_spec_drift(view: View, document: StatusDocument, out: ConditionSet) -> None:
     fields: dict[str, set[str]] = {}
-    for refusal in view.refusals:
+    for refusal in document.refusals:
         if refusal.reason == JoinRefusal.SPEC_DRIFT and refusal.seconds_ago < RECENT_SECONDS:
             fields.setdefault(_name_party(view.job, refusal.role, refusal.region), set()).update(refusal.fields)
     if fields:

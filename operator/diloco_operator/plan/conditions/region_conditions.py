@@ -47,7 +47,7 @@ def decide_region_conditions(view: View, stage: tuple[str, str] | None, out: Con
 
 def _find_refusals(view: View) -> set[tuple[str, str]]:
     """Word and sentence of each refusal that keeps a learner of this cluster out."""
-    said = {refusals.current_refusal(document) for document in view.pages}
+    said = {refusals.current_refusal(page) for page in view.pages}
     # A learner that was refused for good has ended, and its page with it.
     away = [pod for pod in view.learners.values() if not pod.ready and not view.taking_part(pod)]
     said |= {refusals.refusal_of_exit(pod.last_end) for pod in away if pod.last_end is not None}
@@ -60,7 +60,7 @@ def _decide_hub_reachable(
     address = sync_address(view.job, view.here)
     if stage is not None:
         out.set("HubReachable", "Unknown", *stage)
-    elif any(document.get("connected") for document in view.pages):
+    elif any(page.connected for page in view.pages):
         out.set("HubReachable", True, "Connected", f"Learners here are connected to {address}.")
     elif refused:
         word, said = min(refused, key=lambda one: (refusals.refusal_rank(one[0]), one))
@@ -74,8 +74,8 @@ def _decide_hub_reachable(
             f"{address}: the hub has drained the job, and is not there now: it is suspended there, or being "
             "started again. Learners here wait, and go on by themselves when it is back.",
         )
-    elif tried := [page for page in view.pages if page.get("tried", True)]:
-        said = min((str(page["message"]) for page in tried if page.get("message")), default="")
+    elif tried := [page for page in view.pages if page.tried]:
+        said = min((page.message for page in tried if page.message), default="")
         message = f"{address}: {shortened(said or 'no learner is connected').rstrip('.')}. {refusals.UNREACHED}"
         out.set("HubReachable", False, refusals.condition_reason(""), message)
     elif view.pages:
@@ -86,17 +86,14 @@ def _decide_hub_reachable(
 
 def hub_has_drained(view: View) -> bool:
     """Whether all learners here have finished a drain in good order and have not been connected since."""
-    return bool(view.pages) and all(
-        page.get("idle") and not page.get("connected") and page.get("phase") in _DRAINED for page in view.pages
-    )
+    return bool(view.pages) and all(page.idle and not page.connected and page.phase in _DRAINED for page in view.pages)
 
 
 # ------------------------------------------------------------------ settings
 
 
 def _decide_settings_differ(view: View, out: ConditionSet) -> None:
-    connected = [page for page in view.pages if page.get("connected")]
-    hub_settings = [page["settings"] for page in connected if isinstance(page.get("settings"), dict)]
+    hub_settings = [page.settings for page in view.pages if page.connected and page.settings is not None]
     if not hub_settings:
         out.keep_or_unknown("SettingsDiffer", "NotHeard", "No learner here has heard of the hub's settings.")
         return

@@ -141,7 +141,7 @@ def _track_syncer(view: View, out: PodChanges, gone: set[str]) -> None:
     memory.snapshots[SYNCER] = _snapshot(view, pod)
     if SYNCER in memory.successors and pod.alive and pod.ready and view.document is not None:
         waited = view.now - memory.successors.pop(SYNCER).since
-        epoch = view.document.get("epoch")
+        epoch = view.document.epoch
         out.events.append(
             EventWanted(
                 "Normal",
@@ -239,8 +239,7 @@ def _others_take_part(view: View, pod: Pod) -> bool:
     is being rolled out, and not the job's. In a cluster without the syncer, a learner takes part when its
     status page says that it is connected and has a slot."""
     processes = [slot.process for slot in view.slots if slot.in_quorum]
-    pages = [page for page in view.pages if page.get("connected") and page.get("slot") is not None]
-    processes += [str(page["process"]) for page in pages if page.get("process")]
+    processes += [page.process for page in view.pages if page.connected and page.slot is not None and page.process]
     return any(not process.startswith(pod.process) for process in processes)
 
 
@@ -261,7 +260,7 @@ def _fence(view: View, out: PodChanges, gone: set[str]) -> None:
     unknown: set[str] = set()
     for slot in view.slots:
         head = slot.process[:UID_DIGITS]
-        if not slot.holding or slot.region not in here or len(head) < UID_DIGITS:
+        if not slot.held or slot.region not in here or len(head) < UID_DIGITS:
             continue
         pod = by_process.get(head)
         if pod is not None:
@@ -331,9 +330,9 @@ def _is_silent(view: View, pod: Pod) -> bool:
         return False
     heard = view.standing_by(pod)
     slot = view.slot_of(pod)
-    if slot is not None and slot.holding:
+    if slot is not None and slot.held:
         heard = heard or slot.heard_seconds_ago is None or slot.heard_seconds_ago <= heartbeat
-    expected = pod.ready and pod.running and document.get("phase") in TRAINING_PHASES
+    expected = pod.ready and pod.running and document.phase in TRAINING_PHASES
     lasts = view.observe(Fact.POD_SILENT, pod.uid, epoch=view.epoch, holds=expected and not heard)
     return lasts > max(2 * heartbeat, LEARNER_SILENT_SECONDS)
 

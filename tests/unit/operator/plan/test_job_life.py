@@ -193,7 +193,10 @@ def test_complete() -> None:
     world = started(training={"stop": {"tokens": 4000}, "evaluation": {"fraction": 0.1}})
     assert len(world.of("evaluator")) == 1
     world.until(lambda w: w.truth("Complete") == "True", 200)
-    assert world.status["report"] == {"outcome": "complete", "goodput": 0.9, "tokens": {"trained": world.syncer.tokens}}
+    assert world.report is not None and world.report.eval_loss == []
+    told = world.status["report"]
+    assert (told["outcome"], told["goodput"], told["tokens"]) == ("complete", 0.9, dict(world.report.tokens))
+    assert not any(isinstance(value, list) for value in told.values())
     assert world.status["phase"] == "Complete" and world.status["completionTime"]
     world.until(lambda w: not w.of("learner") and not w.of("evaluator"))
     idle(world)

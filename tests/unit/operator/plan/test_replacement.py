@@ -163,7 +163,7 @@ def test_a_store_that_cannot_be_written_is_told() -> None:
     world = started()
     document = world.document
     full = {"store_problem": "no space left on /var/lib/diloco"}
-    world.document = lambda: document() | full  # type: ignore[method-assign]
+    world.document = lambda: document().model_copy(update=full)  # type: ignore[method-assign]
     world.run(30)
     ready = world.condition("SyncerReady")
     assert ready["reason"] == "StoreProblem" and "no space left" in ready["message"]

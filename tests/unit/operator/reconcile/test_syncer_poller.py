@@ -18,10 +18,14 @@ from diloco_operator.model import Call, ProgramAnswer
 from diloco_operator.reconcile import syncer_poller
 from diloco_operator.reconcile.syncer_poller import NOT_ASKED, SyncerPoller
 from diloco_protocol.common.http_server import HttpServer, json_page
+from diloco_protocol.documents import LearnerPage
 from diloco_protocol.wire import limits, sync_pb2
 from diloco_protocol.wire.control_auth import CallRefused, NonceCache, sign_reply, verify_call
+from status_documents import job_report, learner_page, status_document
 
 KEY = b"k" * 64
+EVENT = {"n": 1, "time": 1.0, "kind": "joined", "slot": 0, "incarnation": 1, "message": "joined"}
+REPORT = job_report(outcome="complete", merges=7)
 JOB = ("ns", "tiny")
 
 
@@ -31,7 +35,7 @@ class Syncer:
     def __init__(self, key: bytes = KEY) -> None:
         self.key, self.nonces = key, NonceCache()
         self.calls: list[tuple[str, dict[str, Any]]] = []
-        self.status: dict[str, Any] = {"phase": "training", "events": [{"n": 1}] * 400}
+        self.status = status_document(phase="training", events=[EVENT] * 400).model_dump(mode="json")
         self.credulous = False  # takes any call
         self.delay = 0.0
         self.active = self.most = 0
@@ -61,7 +65,7 @@ class Syncer:
         self.most = max(self.most, self.active)
         await asyncio.sleep(self.delay)
         self.active -= 1
-        answer = {"status": self.status, "report": {"outcome": "complete", "merges": 7}}.get(call.method, {})
+        answer = {"status": self.status, "report": REPORT.model_dump(mode="json")}.get(call.method, {})
         reply = sync_pb2.CallReply(ok=True, body=json.dumps(answer).encode())
         sign_reply(self.key, call.nonce, reply)
         return reply.SerializeToString()
@@ -117,7 +121,7 @@ async def test_a_syncer_is_asked_at_once_and_then_as_often_as_wanted(
     await told.until(3)
     assert 0.35 < time.monotonic() - began < 3
     asked, learners, report = poller.latest_answers(JOB, "pod-1")
-    assert asked is not None and asked.document == syncer.status
+    assert asked is not None and asked.document == status_document(**syncer.status)
     assert asked.error == "" and asked.failing_since is None and time.time() - asked.at < 5
     assert (learners, report) == ({}, None)
     assert {method for method, _ in syncer.calls} == {"status"}
@@ -235,7 +239,7 @@ async def test_the_report_is_fetched_once_when_the_end_is_said_and_only_if_it_is
     syncer: Syncer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(syncer_poller, "MIN_SECONDS", 0.0)
-    syncer.status = {"phase": "complete"}
+    syncer.status["phase"] = "complete"
     told = Told()
     poller = SyncerPoller(Metrics(), 4, 3.0, told)
     told.then = lambda: ask(poller, 0.05, report_wanted=False)
@@ -244,9 +248,9 @@ async def test_the_report_is_fetched_once_when_the_end_is_said_and_only_if_it_is
     assert poller.latest_answers(JOB, "pod-1")[2] is None
     told.then = lambda: ask(poller, 0.05, report_wanted=True)
     await told.until(5)
-    assert poller.latest_answers(JOB, "pod-1")[2] == {"outcome": "complete", "merges": 7}
+    assert poller.latest_answers(JOB, "pod-1")[2] == REPORT
     assert [method for method, _ in syncer.calls].count("report") == 1
-    syncer.status = {"phase": "training"}  # its stop was raised: it goes on
+    syncer.status["phase"] = "training"  # its stop was raised: it goes on
     await told.until(8)
     assert poller.latest_answers(JOB, "pod-1")[2] is None
     await poller.close()
@@ -292,8 +296,8 @@ async def test_of_many_calls_that_nobody_answers_only_the_first_is_waited_for(sy
 
 
 async def test_learners_pages_are_read_where_the_syncer_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    page: Callable[[], dict[str, Any]] = lambda: {"role": "learner", "phase": "suspended"}  # noqa: E731
-    server = HttpServer({"/status": json_page(lambda: RootModel(page()))})
+    page: Callable[[], LearnerPage] = lambda: learner_page(phase="suspended")  # noqa: E731
+    server = HttpServer({"/status": json_page(page)})
     port = await server.start("127.0.0.1", 0)
     monkeypatch.setattr(syncer_poller, "WORKER_PORT", port)
     told, metrics = Told(), Metrics()
@@ -301,12 +305,63 @@ async def test_learners_pages_are_read_where_the_syncer_is_elsewhere(monkeypatch
     poller.schedule(JOB, 5.0, None, KEY, {"tiny-b-0": ("u0", "127.0.0.1"), "tiny-b-1": ("u1", "::1")}, True)
     await told.until(1)
     _, learners, _ = poller.latest_answers(JOB, None)
-    assert learners["tiny-b-0"].document == {"role": "learner", "phase": "suspended"}
+    assert learners["tiny-b-0"].document == page()
     assert learners["tiny-b-1"].document is None and learners["tiny-b-1"].failing_since is not None
     assert outcome(metrics, "learner-status", "ok") == 1
     # A pod that is not there any more says nothing, nor does its successor before it was asked.
     poller.schedule(JOB, 5.0, None, KEY, {"tiny-b-0": ("u9", "127.0.0.1")}, True)
     assert poller.latest_answers(JOB, None)[1] == {}
+    await poller.close()
+    await server.stop()
+
+
+@pytest.mark.parametrize(
+    ("field", "junk", "said"),
+    [
+        ("merges", "many", "merges: Input should be a valid integer"),
+        ("slots", [{"slot": 0}], "slots.0.retired: Field required"),
+        ("versions", None, "versions: Input should be a valid list"),
+        ("phase", "asleep", "phase: Input should be"),
+        ("refusals", [{"role": "learner"}], "refusals.0.region: Field required"),
+    ],
+)
+async def test_a_status_that_is_not_understood_is_no_answer_and_its_field_is_named(
+    syncer: Syncer, field: str, junk: Any, said: str
+) -> None:
+    syncer.status[field] = junk
+    told = Told()
+    poller = SyncerPoller(Metrics(), 4, 3.0, told)
+    ask(poller)
+    await told.until(1)
+    asked, _, _ = poller.latest_answers(JOB, "pod-1")
+    assert asked is not None and asked.document is None and said in asked.error and asked.failing_since is not None
+    await poller.close()
+
+
+async def test_a_field_that_is_not_known_is_left_out(syncer: Syncer) -> None:
+    expected = status_document(**syncer.status)
+    syncer.status["of_another_release"] = 1
+    told = Told()
+    poller = SyncerPoller(Metrics(), 4, 3.0, told)
+    ask(poller)
+    await told.until(1)
+    asked, _, _ = poller.latest_answers(JOB, "pod-1")
+    assert asked is not None and asked.document == expected
+    await poller.close()
+
+
+@pytest.mark.parametrize("junk", ["many", 1.5, [3]])
+async def test_a_learners_page_that_is_not_understood_is_no_answer(monkeypatch: pytest.MonkeyPatch, junk: Any) -> None:
+    content = learner_page().model_dump(mode="json") | {"merges": junk}
+    server = HttpServer({"/status": json_page(lambda: RootModel(content))})
+    monkeypatch.setattr(syncer_poller, "WORKER_PORT", await server.start("127.0.0.1", 0))
+    told, metrics = Told(), Metrics()
+    poller = SyncerPoller(metrics, 4, 3.0, told)
+    poller.schedule(JOB, 5.0, None, KEY, {"tiny-b-0": ("u0", "127.0.0.1")}, True)
+    await told.until(1)
+    answer = poller.latest_answers(JOB, None)[1]["tiny-b-0"]
+    assert answer.document is None and answer.error.startswith("its status page: merges: ")
+    assert outcome(metrics, "learner-status", "failed") == 1
     await poller.close()
     await server.stop()
 

@@ -21,7 +21,7 @@ from diloco_operator.plan.desired import default_images
 from diloco_operator.plan.lifecycle import STAGE_WORDS
 from diloco_operator.plan.regions import image_of
 from diloco_operator.plan.view import ANSWER_PATIENCE, View
-from diloco_operator.status import JobStatus, Progress, SyncerStatus
+from diloco_operator.status_models import JobStatus, Progress, SyncerStatus
 from diloco_protocol.spec.base import Spec
 from diloco_protocol.vocabulary import FINISHING_PHASES, JobPhase
 
@@ -50,10 +50,10 @@ def build_status(
         "report": _report(view) or before.get("report"),
     }
     if view.here.syncer:
-        active = ((document or {}).get("quorum") or {}).get("active")
         if document is not None or not found.decision.training:
+            active = 0 if document is None else document.quorum.active
             status["learners"] = f"{found.regions.in_quorum}/{job.spec.slots}"
-            status["quorum"] = f"{active or 0}/{view.required}"
+            status["quorum"] = f"{active}/{view.required}"
         else:  # only the syncer knows them: those of the last status stand
             status["learners"] = before.get("learners") or f"0/{job.spec.slots}"
             status["quorum"] = before.get("quorum") or f"0/{view.required}"
@@ -105,8 +105,7 @@ def _syncer_status(view: View) -> Object | None:
     if image:
         found["image"] = image
     if document is not None:
-        found["epoch"] = document.get("epoch")
-        found["step"] = max((slot.step for slot in view.slots), default=0)
+        found["epoch"], found["step"] = document.epoch, document.step
     return found
 
 
@@ -117,23 +116,23 @@ def _progress(view: View) -> Object | None:
     if document is None:
         return None
     losses = [slot.loss for slot in view.slots if slot.loss is not None]
-    scored = document.get("eval_loss") or []
+    scored = document.eval_loss
     loss = scored[-1][1] if scored else sum(losses) / len(losses) if losses else None
     return {
-        "tokens": (document.get("tokens") or {}).get("trained"),
-        "step": max((slot.step for slot in view.slots), default=0),
-        "merges": document.get("merges"),
+        "tokens": document.tokens.trained,
+        "step": document.step,
+        "merges": document.merges,
         "loss": loss,
         # It falls by itself while nothing happens, and a status is not written for that.
-        "goodput": None if document.get("goodput") is None else round(document["goodput"], 2),
+        "goodput": None if document.goodput is None else round(document.goodput, 2),
     }
 
 
 def _progress_of_learners(view: View) -> Object | None:
     """``status.progress`` in a cluster without the syncer: what learners here know."""
-    members = [page for page in view.pages if page.get("slot") is not None]
-    steps = [page["step"] for page in members if isinstance(page.get("step"), int)]
-    losses = [page["loss"] for page in members if isinstance(page.get("loss"), int | float)]
+    members = [page for page in view.pages if page.slot is not None]
+    steps = [page.step for page in members if page.step is not None]
+    losses = [page.loss for page in members if page.loss is not None]
     if not steps and view.merges is None:
         return None
     before = _keep_part(Progress, view.job.status.get("progress")) or {}
@@ -146,11 +145,10 @@ def _progress_of_learners(view: View) -> Object | None:
 
 def _report(view: View) -> Object | None:
     """``status.report``: report.json without its lists and deeper mappings."""
-    report = view.observed.report
-    if report is None:
+    if view.observed.report is None:
         return None
     found = {}
-    for key, value in report.items():
+    for key, value in view.observed.report.model_dump(mode="json").items():
         if isinstance(value, dict):
             found[key] = {k: v for k, v in value.items() if not isinstance(v, dict | list)}
         elif value is not None and not isinstance(value, list):
