@@ -128,8 +128,8 @@ lint: $(STAMP) ## Check style, types, import rules, structure, and whether gener
 	$(BIN)/python tools/check_proto.py
 	$(BIN)/python -m diloco_protocol.spec.reference --check docs/job.md
 	$(BIN)/python tools/contracts.py --check docs/contracts.md
-	$(BIN)/python -m diloco_operator.reference --check docs/operator.md
-	$(BIN)/python -m diloco_operator.crd.schema --check $(CRDS)
+	$(BIN)/python tools/operator_tables.py --check docs/operator.md
+	$(BIN)/python tools/crd.py --check $(CRDS)
 	$(BIN)/python tools/cluster_examples.py
 	$(BIN)/python tools/chart.py readme --check
 	$(BIN)/python tools/chart.py install --check
@@ -156,7 +156,7 @@ proto: $(STAMP) ## Regenerate the gRPC stubs from sync.proto
 
 .PHONY: manifests
 manifests: $(STAMP) ## Regenerate manifests/ (and the chart's copy) from the job's models, examples/ and the chart
-	$(BIN)/python -m diloco_operator.crd.schema --write $(CRDS)
+	$(BIN)/python tools/crd.py --write $(CRDS)
 	$(BIN)/python tools/cluster_examples.py --write
 	$(BIN)/python tools/chart.py install --write
 
@@ -164,7 +164,7 @@ manifests: $(STAMP) ## Regenerate manifests/ (and the chart's copy) from the job
 docs: $(STAMP) ## Regenerate docs/job.md and the tables of docs/operator.md, and the chart's README from its values
 	$(BIN)/python -m diloco_protocol.spec.reference --write docs/job.md
 	$(BIN)/python tools/contracts.py --write docs/contracts.md
-	$(BIN)/python -m diloco_operator.reference --write docs/operator.md
+	$(BIN)/python tools/operator_tables.py --write docs/operator.md
 	$(BIN)/python tools/chart.py readme --write
 
 .PHONY: lock

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.metrics import MetricWrapperBase
 
 from diloco_protocol.vocabulary import ResourcePhase
 
@@ -84,13 +83,3 @@ class Metrics:
         """Prometheus' text format."""
         self.before()
         return generate_latest(self.registry)
-
-    def table(self) -> list[tuple[str, str, tuple[str, ...], str]]:
-        """Name, type, labels and help of each, as they are shown."""
-        rows: list[tuple[str, str, tuple[str, ...], str]] = []
-        for one in vars(self).values():
-            if isinstance(one, MetricWrapperBase):
-                kind = str(one._type)
-                name = one._name + ("_total" if kind == "counter" else "")
-                rows.append((name, kind, tuple(one._labelnames), one._documentation))
-        return rows

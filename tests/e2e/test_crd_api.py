@@ -19,7 +19,6 @@ from urllib.parse import urlencode
 import pytest
 from kubernetes import config
 
-from diloco_operator.crd.rules import LEFT_TO_THE_OPERATOR
 from diloco_operator.crd.schema import definition, schema
 from diloco_protocol.spec.job import DiLoCoJob, immutable_digests
 from diloco_protocol.spec.load import JobError, job_from_object, job_to_json, load_job, load_manifest, parse_job
@@ -28,6 +27,7 @@ from wrong_jobs import (
     BASE,
     CLUSTERS,
     LEAVES,
+    LEFT_TO_THE_OPERATOR,
     NAMES,
     RULES,
     SIZES,

@@ -12,6 +12,12 @@ is bounded (``diloco_protocol.spec.base``), or the API server would refuse the w
 preserved mapping (``model.config``) is invisible to the type checker; ``dyn`` lets a rule ask
 whether a key is there and whether it is equal to something, and nothing else.
 
+Two fields are left to the loader: ``training.model.config.model_type`` is to be text, and ``vocab_size`` a whole
+number, at least 256 with the tokenizer bytes. Rules see only whether a key of config is there and equal to something.
+Typing the two in the schema would make config an object of which the rest is unknown. The API server takes two such
+objects for equal when a key is exchanged for another, so what is immutable could be changed; a mapping is compared
+key by key. The operator reads every job through the loader's models, and says in the status what they refuse.
+
 tests/wrong_jobs.py breaks each rule once, for the loader and for a real API server.
 """
 
@@ -57,19 +63,10 @@ _OWN_VOLUME = "has(self.claimName) || has(self.uri)"
 
 def _source(source: str, field: str, empty: str, example: str) -> Iterator[Rule]:
     """``field`` of training.data belongs to ``source`` and to no other. ``empty``: CEL, it is not given."""
-    yield Rule(
-        DATA,
-        f"self.source != '{source}' || !({empty})",
-        f"is required with source {source}, such as {example}",
-        f".{field}",
-        _MISSING,
-    )
-    yield Rule(
-        DATA,
-        f"self.source == '{source}' || {empty}",
-        f"belongs to source {source}: leave it out or set source: {source}",
-        f".{field}",
-    )
+    missing = f"is required with source {source}, such as {example}"
+    yield Rule(DATA, f"self.source != '{source}' || !({empty})", missing, f".{field}", _MISSING)
+    needless = f"belongs to source {source}: leave it out or set source: {source}"
+    yield Rule(DATA, f"self.source == '{source}' || {empty}", needless, f".{field}")
 
 
 BETWEEN_FIELDS: tuple[Rule, ...] = (
@@ -206,19 +203,15 @@ BETWEEN_FIELDS: tuple[Rule, ...] = (
         ".syncer.endpoint.address",
         _MISSING,
     ),
-    Rule(
-        SPEC,
-        f"has(self.syncer.tls.secretName) || !({_SPANS})",
-        f"is required: {_SPANNING}, and a made secret does not leave its cluster: create one and name it",
-        ".syncer.tls.secretName",
-        _MISSING,
-    ),
-    Rule(
-        SPEC,
-        f"has(self.learners.credentials.secretName) || !({_SPANS})",
-        f"is required: {_SPANNING}, and a made secret does not leave its cluster: create one and name it",
-        ".learners.credentials.secretName",
-        _MISSING,
+    *(
+        Rule(
+            SPEC,
+            f"has(self.{field}) || !({_SPANS})",
+            f"is required: {_SPANNING}, and a made secret does not leave its cluster: create one and name it",
+            f".{field}",
+            _MISSING,
+        )
+        for field in ("syncer.tls.secretName", "learners.credentials.secretName")
     ),
     Rule(
         SPEC,
@@ -273,18 +266,6 @@ NAME = Rule(
 
 IMMUTABLE: tuple[Path, ...] = (("training", "model"), ("training", "data"), ("seed",), ("sync", "fragments"))
 """Below spec, what may not change once the job has started (spec.immutable_digests)."""
-
-LEFT_TO_THE_OPERATOR: dict[str, str] = {
-    "training.model.config.model_type": "that it is text: the API server keeps config as it is written, and "
-    "rules see only whether a key is there and equal to something",
-    "training.model.config.vocab_size": "that it is a whole number, at least 256 with the tokenizer bytes: likewise",
-}
-"""Fields below spec that the loader judges and no rule can, and why. The operator reads every job
-through the loader's models, starts nothing of one that they refuse, and says so in its status.
-
-Typing these two keys in the schema would let rules read them. But then config would be an object of
-which the rest is unknown, and the API server takes two such objects for equal when a key is exchanged
-for another one: what is immutable could be changed. As a mapping it is compared key by key."""
 
 
 def escaped(name: str) -> str:

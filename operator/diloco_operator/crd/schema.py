@@ -1,4 +1,4 @@
-"""The custom resource definition of DiLoCoJob: ``python -m diloco_operator.crd.schema``.
+"""The custom resource definition of DiLoCoJob; ``tools/crd.py`` writes it to files.
 
 Theory of operation. The schema is made from the models that the loader validates with
 (``diloco_protocol.spec.job``, ``status.py``), field by field: type, range, choices, pattern,
@@ -9,18 +9,12 @@ defaults, and stores what the models read back to the same job.
 Mappings that others define (pod templates, report) are kept as they are written. A model's
 configuration is a mapping of anything: unlike a wholly unknown object, it is compared key by
 key (``crd/rules.py`` says why that matters).
-
-Without arguments the program prints the definition; ``--write FILE ...`` writes it,
-``--check FILE ...`` exits 1 if one of them differs.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 import typing
 from enum import StrEnum
-from pathlib import Path
 from typing import Any, Literal
 
 import yaml
@@ -29,7 +23,6 @@ from pydantic.fields import FieldInfo
 from diloco_operator.crd.rules import Rule, rules
 from diloco_operator.kube.kinds import JOB
 from diloco_operator.status_models import JobStatus
-from diloco_protocol.common.files import write_whole
 from diloco_protocol.spec.base import Spec, fields_by_alias, nested_model, unwrap
 from diloco_protocol.spec.explain import constraints
 from diloco_protocol.spec.job import JobSpec
@@ -204,29 +197,3 @@ def text() -> str:
     """The definition as YAML."""
     head = "# Written by `make manifests` from the job's models (diloco_operator.crd.schema). Don't edit.\n"
     return head + yaml.safe_dump(definition(), sort_keys=False, width=110, allow_unicode=True)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m diloco_operator.crd.schema", description="The definition of DiLoCoJob."
-    )
-    parser.add_argument("--write", type=Path, nargs="+", metavar="FILE", help="write it to these files")
-    parser.add_argument("--check", type=Path, nargs="+", metavar="FILE", help="exit 1 if one of them differs")
-    chosen = parser.parse_args(arguments)
-    wanted = text()
-    if chosen.write or chosen.check:
-        for path in chosen.write or []:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, wanted.encode("utf-8"))
-        stale = [
-            path for path in chosen.check or [] if not path.is_file() or path.read_text(encoding="utf-8") != wanted
-        ]
-        for path in stale:
-            print(f"{path} is not what the models say: run make manifests", file=sys.stderr)
-        return 1 if stale else 0
-    sys.stdout.write(wanted)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

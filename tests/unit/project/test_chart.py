@@ -141,7 +141,7 @@ DASHBOARD = json.loads((CHART / "files" / "dashboard.json").read_text())
 def metric_names() -> set[str]:
     """Everything that operator, syncers and workers show, as Prometheus knows it."""
     names = set()
-    for name, kind, _, _ in Metrics().table():
+    for name, kind, _, _ in tool("operator_tables").metric_rows(Metrics()):
         names |= {f"{name}_{part}" for part in ("bucket", "sum", "count")} if kind == "histogram" else {name}
     collector = StatusCollector(busy_job)
     for family in collector.collect():

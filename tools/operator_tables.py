@@ -1,0 +1,102 @@
+#!/usr/bin/env python3
+"""The tables of docs/operator.md, written from where settings, permissions and metrics are defined.
+
+``tools/operator_tables.py --write docs/operator.md`` puts them between the marks of that page; ``--check`` exits 1 if
+they are not current.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from prometheus_client.metrics import MetricWrapperBase
+
+from diloco_operator.kube.kinds import needs
+from diloco_operator.metrics import Metrics
+from diloco_operator.settings import fields, flag, shown_default, variable
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def settings_table() -> str:
+    """Every flag and variable."""
+    rows = ["| flag, variable | takes | default | |", "|---|---|---|---|"]
+    for setting in fields():
+        rows.append(
+            f"| `{flag(setting.name)}`<br>`{variable(setting.name)}` | {setting.metadata['takes']} "
+            f"| `{_cell(shown_default(setting))}` | {_cell(setting.metadata['text'])} |"
+        )
+    return "\n".join(rows)
+
+
+def permissions_table() -> str:
+    """Every rule that the operator's account needs."""
+    rows = ["| API group | resource | verbs | for |", "|---|---|---|---|"]
+    for need in needs(nodes=True):
+        also = "; not in namespaced mode" if need.optional else ""
+        rows.append(
+            f"| {f'`{need.group}`' if need.group else 'core'} | `{need.resource}` | {', '.join(need.verbs)} "
+            f"| {_cell(need.why)}{also} |"
+        )
+    return "\n".join(rows)
+
+
+def metrics_table() -> str:
+    """Every metric."""
+    rows = ["| metric | type | labels | |", "|---|---|---|---|"]
+    for name, kind, labels, text in metric_rows(Metrics()):
+        rows.append(f"| `{name}` | {kind} | {', '.join(f'`{one}`' for one in labels)} | {_cell(text)} |")
+    return "\n".join(rows)
+
+
+def metric_rows(metrics: Metrics) -> list[tuple[str, str, tuple[str, ...], str]]:
+    """Name, type, labels and help of each metric, as they are shown."""
+    rows: list[tuple[str, str, tuple[str, ...], str]] = []
+    for one in vars(metrics).values():
+        if isinstance(one, MetricWrapperBase):
+            kind = str(one._type)
+            name = one._name + ("_total" if kind == "counter" else "")
+            rows.append((name, kind, tuple(one._labelnames), one._documentation))
+    return rows
+
+
+TABLES = {"settings": settings_table, "permissions": permissions_table, "metrics": metrics_table}
+
+
+def filled(text: str) -> str:
+    """The page with the tables of today between its marks. Raises ValueError if it lacks one."""
+    for name, table in TABLES.items():
+        begin, end = f"<!-- {name}: generated -->", f"<!-- {name}: end -->"
+        pattern = re.compile(f"{begin}\n.*?{end}", re.S)
+        if not pattern.search(text):
+            raise ValueError(f"the page lacks the marks of {name}")
+        content = f"{begin}\n\n{table()}\n\n{end}"
+        text = pattern.sub(lambda _, content=content: content, text)  # type: ignore[misc]
+    return text
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write or check the tables of a page; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="tools/operator_tables.py")
+    group = parser.add_mutually_exclusive_group(required=True)
+    group.add_argument("--write", type=Path, metavar="FILE", help="put the tables between the page's marks")
+    group.add_argument("--check", type=Path, metavar="FILE", help="exit 1 if they are not current")
+    chosen = parser.parse_args(arguments)
+    page: Path = chosen.write or chosen.check
+    before = page.read_text(encoding="utf-8")
+    after = filled(before)
+    if chosen.write:
+        page.write_text(after, encoding="utf-8")
+    elif after != before:
+        print(f"{page} is not current: run make docs")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
