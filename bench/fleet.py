@@ -80,7 +80,7 @@ def cluster(kubeconfig: str | None, pods: int, keep: bool) -> Iterator[str]:
 
 def give_addresses(api: Api) -> list[str]:
     """Give every simulated node that has none a range of pod addresses; all ranges. Raises NoCluster."""
-    nodes = list(api.items("/api/v1/nodes", {"labelSelector": "type=kwok"}))
+    nodes = list(api.items("/api/v1/nodes", query={"labelSelector": "type=kwok"}))
     if not nodes:
         raise NoCluster("the cluster has no node with the label type=kwok")
     have = {cidr for node in nodes if (cidr := node["spec"].get("podCIDR"))}
@@ -90,7 +90,7 @@ def give_addresses(api: Api) -> list[str]:
             cidr = next(free)
             have.add(cidr)
             body = {"spec": {"podCIDR": cidr, "podCIDRs": [cidr]}}
-            api.request("PATCH", f"/api/v1/nodes/{node['metadata']['name']}", None, body, MERGE_PATCH)
+            api.request("PATCH", f"/api/v1/nodes/{node['metadata']['name']}", body=body, content=MERGE_PATCH)
     outside = sorted(cidr for cidr in have if not ipaddress.ip_network(cidr).subnet_of(RANGE))
     if outside:
         raise NoCluster(f"pods would get addresses in {', '.join(outside)}, which are not {RANGE}")

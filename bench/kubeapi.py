@@ -1,30 +1,33 @@
-"""The API server, asked from a benchmark: the one Kubernetes client, and a list that is followed."""
+"""The API server, asked from a benchmark: the one Kubernetes client, and the operator's reflector."""
 
 from __future__ import annotations
 
-import json
-import threading
-import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import kubernetes.client
 import kubernetes.config
-import urllib3
 
+from diloco_operator.informer.cache import Cache
+from diloco_operator.informer.reflector import Reflector
+from diloco_operator.kube import api as operator_api
 from diloco_operator.kube.client import APPLY_PATCH, Client
-from diloco_operator.kube.errors import ApiError
+from diloco_operator.kube.kinds import Kind
+from diloco_operator.metrics import Metrics
 
-WATCH_SECONDS = 240
+
+def configure(kubeconfig: str) -> kubernetes.client.Configuration:
+    """How to reach the API server of a kubeconfig's current context."""
+    config = kubernetes.client.Configuration()
+    kubernetes.config.load_kube_config(kubeconfig, client_configuration=config)
+    return config
 
 
 class Api(Client):
     """Blocking requests with the rights of a kubeconfig's current context."""
 
     def __init__(self, kubeconfig: str) -> None:
-        config = kubernetes.client.Configuration()
-        kubernetes.config.load_kube_config(kubeconfig, client_configuration=config)
-        super().__init__(config, "diloco-bench")
+        super().__init__(configure(kubeconfig), "diloco-bench")
 
     def get(self, path: str) -> dict[str, Any]:
         """One object. Raises ApiError."""
@@ -33,67 +36,44 @@ class Api(Client):
     def apply(self, path: str, manifest: dict[str, Any], **query: str) -> dict[str, Any]:
         """Server-side apply to the object's path. Raises ApiError."""
         query = {"fieldManager": "diloco-bench", "force": "true"} | query
-        return self.request("PATCH", path, query, manifest, APPLY_PATCH)
+        return self.request("PATCH", path, query=query, body=manifest, content=APPLY_PATCH)
 
-    # ------------------------------------------------------------- following a list
 
-    def follow(
-        self, path: str, selector: str, saw: Callable[[bool, dict[str, Any]], None], stop: threading.Event
-    ) -> None:
-        """Tell ``saw(gone, object)`` of everything in a collection and of every change, until stopped.
+class Told:
+    """In the place of the operator's cache: ``saw(gone, object)`` is told of every object that its reflector puts in
+    or drops. What was deleted while nobody watched is told from its last state."""
 
-        What was deleted while nobody watched is told from its last state.
-        """
-        known: dict[str, dict[str, Any]] = {}  # by UID
-        version = ""
-        while not stop.is_set():
-            try:
-                if not version:
-                    version = self._list(path, selector, known, saw)
-                version = self._watch(path, selector, version, known, saw, stop)
-            except (ApiError, urllib3.exceptions.HTTPError, ValueError):
-                version = ""
-                time.sleep(1.0)
+    def __init__(self, saw: Callable[[bool, dict[str, Any]], None]) -> None:
+        self._saw = saw
+        self._known: dict[tuple[str, str], dict[str, Any]] = {}
 
-    def _list(
-        self, path: str, selector: str, known: dict[str, dict[str, Any]], saw: Callable[[bool, dict[str, Any]], None]
-    ) -> str:
-        answer = self.request("GET", path, {"labelSelector": selector})
-        found = {item["metadata"]["uid"]: item for item in answer["items"]}
-        for uid in set(known) - set(found):
-            saw(True, known.pop(uid))
-        for uid, item in found.items():
-            known[uid] = item
-            saw(False, item)
-        return str(answer["metadata"]["resourceVersion"])
+    def put(self, kind: Kind, obj: dict[str, Any]) -> set[Any]:
+        """An object as it is now."""
+        meta = obj["metadata"]
+        before = self._known.get((meta["namespace"], meta["name"]))
+        if before is not None and before["metadata"]["uid"] != meta["uid"]:
+            self._saw(True, before)
+        self._known[meta["namespace"], meta["name"]] = obj
+        self._saw(False, obj)
+        return set()
 
-    def _watch(
-        self,
-        path: str,
-        selector: str,
-        version: str,
-        known: dict[str, dict[str, Any]],
-        saw: Callable[[bool, dict[str, Any]], None],
-        stop: threading.Event,
-    ) -> str:
-        query = {"watch": "1", "labelSelector": selector, "resourceVersion": version}
-        query |= {"timeoutSeconds": str(WATCH_SECONDS), "allowWatchBookmarks": "true"}
-        with self.stream("GET", path, query, silence=WATCH_SECONDS + 30.0) as stream:
-            rest = b""
-            while not stop.is_set() and (chunk := stream.read1(1 << 20)):
-                *lines, rest = (rest + chunk).split(b"\n")
-                for line in lines:
-                    event = json.loads(line)
-                    if event["type"] == "ERROR":
-                        return ""
-                    item = event["object"]
-                    version = item["metadata"]["resourceVersion"]
-                    if event["type"] == "BOOKMARK":
-                        continue
-                    gone = event["type"] == "DELETED"
-                    if gone:
-                        known.pop(item["metadata"]["uid"], None)
-                    else:
-                        known[item["metadata"]["uid"]] = item
-                    saw(gone, item)
-            return version
+    def drop(self, kind: Kind, namespace: str, name: str, uid: str) -> set[Any]:
+        """An object is not there any more."""
+        before = self._known.get((namespace, name))
+        if before is not None and before["metadata"]["uid"] == uid:
+            del self._known[namespace, name]
+            self._saw(True, before)
+        return set()
+
+    def uids(self, kind: Kind, namespace: str | None) -> dict[tuple[str, str], str]:
+        """Namespace and name -> UID of all objects."""
+        return {key: obj["metadata"]["uid"] for key, obj in self._known.items()}
+
+
+def follow(kubeconfig: str, kind: Kind, saw: Callable[[bool, dict[str, Any]], None]) -> Reflector:
+    """Tell ``saw`` of all objects of a kind that carry the job's label, in a thread, until the reflector is stopped."""
+    api = operator_api.Api(configure(kubeconfig), 1, 15.0, streams=1)
+    nothing: Any = lambda _: None  # noqa: E731
+    stream = Reflector(kind, None, api, cast("Cache", Told(saw)), Metrics(), nothing, nothing)
+    stream.start()
+    return stream

@@ -120,7 +120,7 @@ class Bench:
 
     def made(self) -> int:
         path = f"/apis/apps/v1/{kinds.STATEFUL_SET.plural}"
-        return sum(1 for _ in self.api.items(path, {"labelSelector": LABEL_JOB}))
+        return sum(1 for _ in self.api.items(path, query={"labelSelector": LABEL_JOB}))
 
     def whole(self) -> bool:
         """Raises NotYet with what there is."""
@@ -153,7 +153,7 @@ class Bench:
 
     def burst(self) -> None:
         """Pods killed at random, all at once; until every job is whole again."""
-        found = list(self.api.items("/api/v1/pods", {"labelSelector": LABEL_JOB}))
+        found = list(self.api.items("/api/v1/pods", query={"labelSelector": LABEL_JOB}))
         chosen = random.sample(found, max(2, round(KILLED * len(found))))
         before = snapshot(self.operator, self.api)
         killed: dict[str, float] = {}
@@ -203,7 +203,7 @@ class Bench:
             meta = fleet.job(number, self.pods, BEAT)["metadata"]
             for kind in kinds.CHILDREN:
                 selector = f"{LABEL_JOB}={meta['name']}"
-                for item in list(self.api.items(kind.path(meta["namespace"]), {"labelSelector": selector})):
+                for item in list(self.api.items(kind.path(meta["namespace"]), query={"labelSelector": selector})):
                     item.pop("status", None)
                     item |= {"apiVersion": kind.api_version, "kind": kind.name}
                     kept = {key: item["metadata"][key] for key in ("name", "namespace", "labels")}

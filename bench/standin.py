@@ -16,7 +16,6 @@ import gc
 import json
 import logging
 import random
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -29,12 +28,13 @@ from grpc import aio
 import simulated
 from diloco_operator import names
 from diloco_operator.kube.errors import ApiError
+from diloco_operator.kube.kinds import POD
 from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.spec.load import job_from_json
 from diloco_protocol.vocabulary import CONTROL_PORT, LABEL_JOB, LABEL_POD_INDEX, LABEL_REGION, LABEL_ROLE
 from diloco_protocol.wire import channels, limits
 from diloco_syncer.server.control import Control
-from kubeapi import Api
+from kubeapi import Api, follow
 
 log = logging.getLogger("standin")
 
@@ -229,14 +229,12 @@ async def _run(pipe: Connection, kubeconfig: str, beat: float) -> None:
     loop = asyncio.get_running_loop()
     api = Api(kubeconfig)
     stand_in = StandIn(api, beat)
-    stop = threading.Event()
 
     def saw(gone: bool, pod: dict[str, Any]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(stand_in.saw, gone, pod)
 
-    follow = (LABEL_JOB, saw, stop)
-    threading.Thread(target=api.follow, args=("/api/v1/pods", *follow), daemon=True).start()
+    pods = follow(kubeconfig, POD, saw)
     turns = loop.create_task(stand_in.turns())
     pipe.send("ready")
     while (word := await asyncio.to_thread(pipe.recv)) != "end":
@@ -247,6 +245,6 @@ async def _run(pipe: Connection, kubeconfig: str, beat: float) -> None:
         else:
             stand_in.stand_still(word == "still")
             pipe.send("done")
-    stop.set()
+    pods.stop()
     turns.cancel()
     await stand_in.close()

@@ -16,7 +16,6 @@ import kopf
 
 from diloco_operator.informer.reflector import DEAD_SECONDS, PAGE, SILENT_SECONDS, WATCH_SECONDS, Backoffs
 from diloco_operator.kube.api import Api
-from diloco_operator.kube.errors import ApiError
 from diloco_operator.kube.kinds import JOB
 from diloco_operator.settings import Settings
 
@@ -72,12 +71,8 @@ def make_settings(settings: Settings) -> kopf.OperatorSettings:
 async def _wait_for_credentials(api: Api) -> None:
     for wait in Backoffs():
         await asyncio.sleep(wait)
-        try:
-            await api.raw("get", "version", "GET", "/version")
-        except ApiError as error:
-            if error.status != 403:
-                continue
-        return
+        if await api.answers():
+            return
 
 
 def _connection(api: Api) -> kopf.ConnectionInfo:

@@ -1,10 +1,8 @@
 """Whether the operator is alive, and whether it is ready.
 
-Alive: its loop turns (no turn has taken, and no queue has stood still for, ``STUCK_SECONDS``;
-one that is long and moves is work, which a restart would only add to), and no stream is
-silent while the API server answers. A missing API server, a missing CRD, a
-missing permission or the absence of jobs is nothing that a restart would cure, and so
-never fails liveness. Ready: every stream is in step (or forbidden) and the root key known.
+It is alive while turns end (a long queue that moves is work, which a restart would only add to) and no stream is
+silent though the API server answers. A missing API server, CRD or permission is nothing that a restart would cure,
+and so never fails liveness. It is ready when every stream is in step (or forbidden) and the root key is known.
 """
 
 from __future__ import annotations
@@ -12,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import dataclass
 
 from diloco_operator.informer.job_events import JobEvents
 from diloco_operator.informer.reflector import Informer, Reflector
 from diloco_operator.kube.api import Api
-from diloco_operator.kube.errors import ApiError
 from diloco_operator.metrics import Metrics
 from diloco_operator.reconcile.root_key import RootKeyFinder
 from diloco_operator.reconcile.workqueue import WorkQueue
@@ -28,25 +26,19 @@ STUCK_SECONDS = 300.0
 LOOK_SECONDS = 30.0
 
 
+@dataclass
 class Health:
     """Serves ``/healthz``, ``/readyz`` and ``/metrics``."""
 
-    def __init__(
-        self,
-        api: Api,
-        informer: Informer,
-        job_events: JobEvents,
-        queue: WorkQueue,
-        keys: RootKeyFinder,
-        metrics: Metrics,
-    ) -> None:
-        self._api = api
-        self._informer = informer
-        self._job_events = job_events
-        self._queue = queue
-        self._keys = keys
-        self._metrics = metrics
-        self.crd_missing = True
+    api: Api
+    informer: Informer
+    job_events: JobEvents
+    queue: WorkQueue
+    keys: RootKeyFinder
+    metrics: Metrics
+    crd_missing: bool = True
+
+    def __post_init__(self) -> None:
         self._silent: list[Reflector] = []  # streams that were silent though the API server answered
         self._server = HttpServer(self.pages())
 
@@ -55,7 +47,7 @@ class Health:
         return {
             "/healthz": text_page(lambda: _answer(self.problem())),
             "/readyz": text_page(lambda: _answer(self.not_ready())),
-            "/metrics": text_page(lambda: (200, self._metrics.page()), METRICS_TYPE),
+            "/metrics": text_page(lambda: (200, self.metrics.page()), METRICS_TYPE),
         }
 
     async def start(self, address: str) -> int:
@@ -70,29 +62,20 @@ class Health:
         """Look after the streams until cancelled."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            silent = self._informer.dead(time.monotonic())
-            self._silent = silent if silent and await self._api_answers() else []
+            silent = self.informer.dead(time.monotonic())
+            self._silent = silent if silent and await self.api.answers() else []
             for stream in self._silent:
-                log.error(
-                    "the watch of %s %s is silent though the API server answers", stream.kind.plural, stream.where()
-                )
-
-    async def _api_answers(self) -> bool:
-        try:
-            await self._api.raw("get", "version", "GET", "/version")
-        except ApiError as error:
-            return error.status == 403
-        return True
+                log.error("the watch of %s is silent though the API server answers", stream.where())
 
     def problem(self) -> str:
         """Why the operator is not alive; empty: it is."""
-        still = self._queue.standstill()
+        still = self.queue.standstill()
         if still > STUCK_SECONDS:
             return f"stuck: for {still:.0f} s no look at a job has ended, or one has taken so long"
         if self._silent:
             names = ", ".join(stream.kind.plural for stream in self._silent)
             return f"watches are silent though the API server answers: {names}"
-        if self._job_events.dead:
+        if self.job_events.dead:
             return "kopf does not bring the changes of DiLoCoJobs that the API server has"
         return ""
 
@@ -100,12 +83,10 @@ class Health:
         """Why the operator is not ready; empty: it is."""
         if self.crd_missing:
             return "the API server does not know DiLoCoJobs: install the CRD, or see the log"
-        behind = [
-            f"{stream.kind.plural} {stream.where()}" for stream in self._informer.streams.values() if not stream.in_step
-        ]
+        behind = [stream.where() for stream in self.informer.streams.values() if not stream.in_step]
         if behind:
             return f"reading for the first time: {', '.join(behind)}"
-        return self._keys.problem if self._keys.key is None else ""
+        return self.keys.problem if self.keys.key is None else ""
 
 
 def _answer(problem: str) -> tuple[int, bytes]:

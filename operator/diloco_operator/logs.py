@@ -7,32 +7,12 @@ matters of that is logged in one line by kube/api.py and app.py.
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
-import time
 from typing import TextIO
 
 from diloco_operator.model import Key
-from diloco_protocol.common.logs import MAX_MESSAGE
-
-
-class Lines(logging.Formatter):
-    """One JSON object a line; ``message`` last."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        line: dict[str, object] = {
-            "time": f"{stamp}.{int(record.msecs):03d}Z",
-            "level": record.levelname.lower(),
-            "role": "operator",
-        }
-        for name in ("namespace", "job"):
-            if (value := getattr(record, name, None)) is not None:
-                line[name] = value
-        if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps({**line, "message": _message(record)}, ensure_ascii=False)
+from diloco_protocol.common.logs import JsonLines, bounded_message
 
 
 class Text(logging.Formatter):
@@ -41,13 +21,8 @@ class Text(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         job = getattr(record, "job", None)
         about = f" {getattr(record, 'namespace', '')}/{job}:" if job is not None else ""
-        line = f"{self.formatTime(record)} {record.levelname:<7}{about} {_message(record)}"
+        line = f"{self.formatTime(record)} {record.levelname:<7}{about} {bounded_message(record)}"
         return line + ("\n" + self.formatException(record.exc_info) if record.exc_info else "")
-
-
-def _message(record: logging.LogRecord) -> str:
-    message = record.getMessage()
-    return message if len(message) <= MAX_MESSAGE else message[: MAX_MESSAGE - 1] + "…"
 
 
 def about(key: Key) -> dict[str, str]:
@@ -67,7 +42,7 @@ class _Known(logging.Filter):
 def configure(form: str, level: str, stream: TextIO | None = None) -> None:
     """Log to ``stream`` (stderr)."""
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(Lines() if form == "json" else Text())
+    handler.setFormatter(JsonLines({"role": "operator"}, ("namespace", "job")) if form == "json" else Text())
     if level != "DEBUG":
         handler.addFilter(_Known())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)

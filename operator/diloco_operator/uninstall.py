@@ -19,11 +19,11 @@ import sys
 import time
 from collections.abc import Sequence
 
-from diloco_operator.kube.api import FIELD_MANAGER
 from diloco_operator.kube.client import MERGE_PATCH, METADATA_LIST, Client, configuration
 from diloco_operator.kube.errors import ApiError, ConfigError
 from diloco_operator.kube.kinds import DEPLOYMENT, JOB, POD
 from diloco_operator.model import Object
+from diloco_operator.names import MANAGER
 from diloco_protocol.vocabulary import FINALIZER
 
 SECONDS = 240.0  # in all; the hook's Job has a deadline a little above
@@ -72,7 +72,7 @@ class Uninstaller:
         selector = ",".join(f"{k}={v}" for k, v in deployment["spec"]["selector"]["matchLabels"].items())
         self._merge(DEPLOYMENT.path(namespace, name, "scale"), {"spec": {"replicas": 0}})
         print(f"operator {namespace}/{name} is stopped", flush=True)
-        while any(self._client.items(POD.path(namespace), {"labelSelector": selector}, accept=METADATA_LIST)):
+        while any(self._client.items(POD.path(namespace), query={"labelSelector": selector}, accept=METADATA_LIST)):
             self._check_time()
             time.sleep(1.0)
 
@@ -113,7 +113,8 @@ class Uninstaller:
         print(f"finalizer {FINALIZER} taken off {meta['namespace']}/{meta['name']}", flush=True)
 
     def _merge(self, path: str, patch: Object) -> None:
-        self._client.request("PATCH", path, {"fieldManager": FIELD_MANAGER}, patch, MERGE_PATCH, seconds=15.0)
+        query = {"fieldManager": MANAGER}
+        self._client.request("PATCH", path, seconds=15.0, query=query, body=patch, content=MERGE_PATCH)
 
     def _check_time(self) -> None:
         if time.monotonic() > self._end:
@@ -142,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser().parse_args(arguments)
     namespaces: list[str | None] = [name for name in given.watch_namespaces.split(",") if name] or [None]
     try:
-        uninstaller = Uninstaller(Client(configuration(), FIELD_MANAGER), time.monotonic() + given.seconds)
+        uninstaller = Uninstaller(Client(configuration(), MANAGER), time.monotonic() + given.seconds)
     except ConfigError as error:
         print(f"uninstall: {error}", file=sys.stderr)
         return 1

@@ -17,13 +17,13 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from diloco.console import FAILED, WRONG, CommandError
 from diloco_operator.kube.errors import ApiError
 
 if TYPE_CHECKING:
-    from diloco_operator.kube.client import Client
+    from diloco_operator.kube.client import Client, RequestParts
 
 from diloco_protocol.vocabulary import DOMAIN, JOB_PLURAL, VERSION
 
@@ -118,19 +118,10 @@ class Cluster:
     def get(self, path: str, **query: Any) -> Object:
         return self.request("GET", path, query=query)
 
-    def request(
-        self,
-        method: str,
-        path: str,
-        *,
-        query: dict[str, Any] | None = None,
-        body: Any = None,
-        content: str = "application/json",
-        seconds: float = TIMEOUT,
-    ) -> Object:
+    def request(self, method: str, path: str, *, seconds: float = TIMEOUT, **parts: Unpack[RequestParts]) -> Object:
         """One request; the reply's JSON object. Raises ClusterError."""
         try:
-            return self.client.request(method, path, query, body, content, seconds=seconds)
+            return self.client.request(method, path, seconds=seconds, **parts)
         except ApiError as error:
             raise self.explain(path, error, seconds) from error
 
@@ -140,7 +131,7 @@ class Cluster:
         that are borne; None: any. Raises ClusterError."""
         with contextlib.ExitStack() as stack:
             try:
-                reply = stack.enter_context(self.client.stream("GET", path, query, silence=silence))
+                reply = stack.enter_context(self.client.stream("GET", path, query=query, silence=silence))
             except ApiError as error:
                 raise self.explain(path, error) from error
             yield reply
@@ -242,7 +233,7 @@ class Cluster:
     def all_of(self, path: str, **query: Any) -> list[Object]:
         """A whole list, read in pages. Raises ClusterError."""
         try:
-            return list(self.client.items(path, query))
+            return list(self.client.items(path, query=query))
         except ApiError as error:
             raise self.explain(path, error) from error
 

@@ -22,17 +22,7 @@ from diloco_protocol.vocabulary import LABEL_JOB
 
 _POD_SPEC = ("nodeName", "terminationGracePeriodSeconds", "restartPolicy", "schedulingGates", "priorityClassName")
 _VOLUMES = ("persistentVolumeClaim", "ephemeral", "secret", "configMap", "csi", "nfs", "iscsi", "fc")
-_CONTAINER_STATUS = (
-    "name",
-    "image",
-    "imageID",
-    "ready",
-    "started",
-    "restartCount",
-    "state",
-    "lastState",
-    "containerID",
-)
+_CONTAINER_STATUS = ("name", "image", "restartCount", "state", "lastState")
 _NODE_CONDITION = ("type", "status", "reason", "lastTransitionTime")
 
 
@@ -147,11 +137,13 @@ class Cache:
             if before is not None and before.uid == entry.uid and is_older(entry.version, before.version):
                 return set()
             have[key] = entry
-            news = self._index(kind, key, before, entry)
             if kind is NODE:
-                if before is not None and before.blob == blob:
-                    return set()
-                return self._on_node(key[1])
+                return self._on_node(key[1]) if before is None or before.blob != blob else set()
+            news = self._unindex(kind, key, before) if before is not None and before.job != job else set()
+            if job:
+                news.add((key[0], job))
+                if kind is not JOB:
+                    self._of_job.setdefault((key[0], job), set()).add((kind.name, key[1]))
             return news
 
     def drop(self, kind: Kind, namespace: str, name: str, uid: str | None = None) -> set[Key]:
@@ -208,19 +200,6 @@ class Cache:
             return {kind: len(have) for kind, have in self._objects.items()}
 
     # ------------------------------------------------------------------ inside, under the lock
-
-    def _index(self, kind: Kind, key: Key, before: Entry | None, entry: Entry) -> set[Key]:
-        news: set[Key] = set()
-        if kind is NODE:
-            return news
-        if before is not None and before.job and before.job != entry.job:
-            news |= self._unindex(kind, key, before)
-        if entry.job:
-            job = (key[0], entry.job)
-            if kind is not JOB:
-                self._of_job.setdefault(job, set()).add((kind.name, key[1]))
-            news.add(job)
-        return news
 
     def _unindex(self, kind: Kind, key: Key, entry: Entry) -> set[Key]:
         if not entry.job:

@@ -27,6 +27,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import urllib3
@@ -34,7 +35,7 @@ import urllib3
 from diloco_operator.informer.cache import Cache
 from diloco_operator.kube.api import Api
 from diloco_operator.kube.client import MAX_REPLY_BYTES
-from diloco_operator.kube.errors import ApiError, refusal
+from diloco_operator.kube.errors import UNREADABLE, ApiError, refusal
 from diloco_operator.kube.kinds import LABELLED, NODE, Kind
 from diloco_operator.metrics import Metrics
 from diloco_operator.model import Key, Object
@@ -63,6 +64,7 @@ class Backoffs:
             wait = min(2 * wait, 10.0)
 
 
+@dataclass(eq=False)
 class Reflector:
     """One kind in one namespace (None: in all), kept in the cache by a thread of its own.
 
@@ -70,31 +72,24 @@ class Reflector:
     ``denied`` did; both from the thread. Times are monotonic.
     """
 
-    def __init__(
-        self,
-        kind: Kind,
-        namespace: str | None,
-        api: Api,
-        cache: Cache,
-        metrics: Metrics,
-        changed: Callable[[set[Key]], None],
-        state_changed: Callable[[Reflector], None],
-    ) -> None:
-        self.kind = kind
-        self.namespace = namespace
-        self.synced = False  # the cache has had all that a list had
-        self.denied: str | None = None  # the verb that is forbidden
-        self.heard_at: float | None = None
-        self._api = api
-        self._cache = cache
-        self._metrics = metrics
-        self._changed = changed
-        self._state_changed = state_changed
+    kind: Kind
+    namespace: str | None
+    api: Api
+    cache: Cache
+    metrics: Metrics
+    changed: Callable[[set[Key]], None]
+    state_changed: Callable[[Reflector], None]
+    synced: bool = False  # the cache has had all that a list had
+    denied: str | None = None  # the verb that is forbidden
+    heard_at: float | None = None
+
+    def __post_init__(self) -> None:
         self._version = ""  # to watch from; empty: list first
         self._lists = 0
+        self._unreadable = False  # the last answer, and that was logged
         self._reply: Any = None  # the watch under way
         self._stopped = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name=f"watch {self.kind.plural}", daemon=True)
 
     @property
     def in_step(self) -> bool:
@@ -102,12 +97,12 @@ class Reflector:
         return self.synced or self.denied is not None
 
     def where(self) -> str:
-        """For people."""
-        return "in the whole cluster" if self.namespace is None else f"in namespace {self.namespace}"
+        """What is watched, for people."""
+        place = "the whole cluster" if self.namespace is None else f"namespace {self.namespace}"
+        return f"{self.kind.plural} in {place}"
 
     def start(self) -> None:
         """List and watch in a new thread; once."""
-        self._thread = threading.Thread(target=self._run, name=f"watch {self.kind.plural}", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -120,7 +115,7 @@ class Reflector:
 
     def join(self, seconds: float) -> None:
         """Wait for the thread's end."""
-        if self._thread is not None:
+        if self._thread.is_alive():
             self._thread.join(seconds)
 
     # ------------------------------------------------------------------ the thread
@@ -138,7 +133,7 @@ class Reflector:
             except ApiError as error:
                 self._record_failure(verb, error)
             except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:
-                log.debug("the watch of %s %s broke off: %s", self.kind.plural, self.where(), error)
+                log.debug("%s %s broke off: %s", verb, self.where(), error)
             except Exception:
                 log.exception("a fault in the watch of %s; it begins anew", self.kind.plural)
                 self._version = ""
@@ -150,10 +145,10 @@ class Reflector:
 
     def _list(self) -> None:
         """Make the cache what the API server has. Raises ApiError."""
-        gone = self._cache.uids(self.kind, self.namespace)
+        gone = self.cache.uids(self.kind, self.namespace)
         version = ""
-        for page in self._api.client.pages(
-            self.kind.path(self.namespace), self._selector(), page=PAGE, seconds=LIST_SECONDS
+        for page in self.api.client.pages(
+            self.kind.path(self.namespace), query=self._selector(), page=PAGE, seconds=LIST_SECONDS
         ):
             self._record_answer("list")
             version = str(page["metadata"]["resourceVersion"])
@@ -164,13 +159,13 @@ class Reflector:
             if self._stopped.is_set():
                 return
         for (namespace, name), uid in gone.items():
-            self._notify(self._cache.drop(self.kind, namespace, name, uid))
+            self._notify(self.cache.drop(self.kind, namespace, name, uid))
         self._version = version
         self._lists += 1
         if self._lists > 1:
-            self._metrics.watch_restarts.labels(self.kind.plural).inc()
+            self.metrics.watch_restarts.labels(self.kind.plural).inc()
         self.synced = True
-        self._state_changed(self)
+        self.state_changed(self)
 
     def _watch(self) -> None:
         """Follow changes from the last version on, until the server or silence ends it.
@@ -184,7 +179,9 @@ class Reflector:
             "resourceVersion": self._version,
             "timeoutSeconds": WATCH_SECONDS,
         }
-        with self._api.client.stream("GET", self.kind.path(self.namespace), query, silence=SILENT_SECONDS) as reply:
+        with self.api.client.stream(
+            "GET", self.kind.path(self.namespace), query=query, silence=SILENT_SECONDS
+        ) as reply:
             self._record_answer("watch")
             self._reply = reply
             try:
@@ -205,7 +202,7 @@ class Reflector:
             what, obj = str(event["type"]), event["object"]
             version = str((obj.get("metadata") or {}).get("resourceVersion") or "")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            log.error("an event of %s %s cannot be read: %s", self.kind.plural, self.where(), error)
+            log.error("an event of %s cannot be read: %s", self.where(), error)
             return
         if what == "ERROR":
             raise refusal("watch", self.kind.plural, int(obj.get("code") or 500), json.dumps(obj).encode())
@@ -216,11 +213,11 @@ class Reflector:
         self._version = version or self._version
 
     def _store(self, obj: Object) -> None:
-        self._change(obj, lambda: self._cache.put(self.kind, obj))
+        self._change(obj, lambda: self.cache.put(self.kind, obj))
 
     def _drop(self, obj: Object) -> None:
         meta = obj["metadata"]
-        self._change(obj, lambda: self._cache.drop(self.kind, meta.get("namespace", ""), meta["name"], meta["uid"]))
+        self._change(obj, lambda: self.cache.drop(self.kind, meta.get("namespace", ""), meta["name"], meta["uid"]))
 
     def _change(self, obj: Object, change: Callable[[], set[Key]]) -> None:
         """Change the cache and tell of the jobs concerned; an object that cannot be read is logged."""
@@ -234,7 +231,7 @@ class Reflector:
 
     def _notify(self, jobs: set[Key]) -> None:
         if jobs:
-            self._changed(jobs)
+            self.changed(jobs)
 
     def _selector(self) -> dict[str, str]:
         return {"labelSelector": LABEL_JOB} if self.kind in LABELLED else {}
@@ -243,56 +240,50 @@ class Reflector:
 
     def _record_answer(self, verb: str) -> None:
         self.heard_at = time.monotonic()
-        self._api.observe(verb, self.kind.plural, 200)
+        self._unreadable = False
+        self.api.observe(verb, self.kind.plural, 200)
         if self.denied is not None and (verb == "watch" or self.denied == "list"):
-            log.info("the operator may %s %s %s now", self.denied, self.kind.plural, self.where())
+            log.info("the operator may %s %s now", self.denied, self.where())
             self.denied = None
-            self._state_changed(self)
+            self.state_changed(self)
 
     def _record_failure(self, verb: str, error: ApiError) -> None:
-        self._api.observe(verb, self.kind.plural, error.status)
+        self.api.observe(verb, self.kind.plural, error.status)
         if error.status != 0:
             self.heard_at = time.monotonic()
         if error.status == 410:
             self._version = ""  # the API server has forgotten it
+        elif error.reason == UNREADABLE and not self._unreadable:
+            self._unreadable = True
+            log.warning("%s %s: %s; trying again", verb, self.where(), error)
         elif error.status == 403 and self.denied is None:
             log.error(
-                "forbidden: the operator may not %s %s %s; it needs that permission (docs/operator.md, permissions)",
+                "forbidden: the operator may not %s %s; it needs that permission (docs/operator.md, permissions)",
                 verb,
-                self.kind.plural,
                 self.where(),
             )
             self.denied = verb
-            self._state_changed(self)
+            self.state_changed(self)
         elif not error.unreachable and error.status not in (401, 403):
-            log.warning("%s %s %s: %s; trying again", verb, self.kind.plural, self.where(), error)
+            log.warning("%s %s: %s; trying again", verb, self.where(), error)
 
 
 class Informer:
-    """The reflectors of all kinds that jobs make, and of nodes, in the namespaces that are watched."""
+    """The reflectors of all kinds that jobs make, and of nodes, in the namespaces that are watched.
 
-    def __init__(
-        self,
-        settings: Settings,
-        api: Api,
-        cache: Cache,
-        metrics: Metrics,
-        changed: Callable[[set[Key]], None],
-        state_changed: Callable[[Reflector], None],
-    ) -> None:
+    ``make_stream``: makes the reflector of one kind in one namespace.
+    """
+
+    def __init__(self, settings: Settings, make_stream: Callable[[Kind, str | None], Reflector]) -> None:
         namespaces: tuple[str | None, ...] = settings.watch_namespaces or (None,)
-        places = [(kind, namespace) for kind in LABELLED for namespace in namespaces]
+        self._places = [(kind, namespace) for kind in LABELLED for namespace in namespaces]
         if settings.watches_nodes:
-            places.append((NODE, None))
+            self._places.append((NODE, None))
+        self._make_stream = make_stream
+        self.streams = self._make_streams()
 
-        def make_streams() -> dict[tuple[str, str | None], Reflector]:
-            return {
-                (kind.plural, namespace): Reflector(kind, namespace, api, cache, metrics, changed, state_changed)
-                for kind, namespace in places
-            }
-
-        self._make_streams = make_streams
-        self.streams = make_streams()
+    def _make_streams(self) -> dict[tuple[Kind, str | None], Reflector]:
+        return {place: self._make_stream(*place) for place in self._places}
 
     async def run(self) -> None:
         """Keep the cache true until cancelled. May run again, and lists anew then."""
@@ -315,7 +306,7 @@ class Informer:
 
     def nodes_are_read(self) -> bool:
         """Whether all nodes are in the cache."""
-        stream = self.streams.get((NODE.plural, None))
+        stream = self.streams.get((NODE, None))
         return stream is not None and stream.denied is None and stream.synced
 
     def dead(self, now: float) -> list[Reflector]:

@@ -11,18 +11,18 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Unpack
 
-from diloco_operator.kube.client import APPLY_PATCH, MERGE_PATCH, Client
+from diloco_operator.kube.client import APPLY_PATCH, MERGE_PATCH, Client, RequestParts
 from diloco_operator.kube.errors import ApiError
 from diloco_operator.kube.kinds import ACCESS_REVIEW, EVENT, Kind
 from diloco_operator.model import Object
+from diloco_operator.names import MANAGER
 
 log = logging.getLogger(__name__)
 
-FIELD_MANAGER = "diloco-operator"
 AWAY_SECONDS = 3.0  # without an answer until it is logged
 
 Observer = Callable[[str, str, int, float | None], None]
@@ -96,7 +96,7 @@ class Api:
         recovered: Callable[[], None] = lambda: None,
         streams: int = 0,
     ) -> None:
-        self.client = Client(config, FIELD_MANAGER, threads + streams)
+        self.client = Client(config, MANAGER, threads + streams)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="api")
         self._timeout = timeout
         self._observer = observer
@@ -122,7 +122,7 @@ class Api:
     async def get(self, kind: Kind, namespace: str | None, name: str) -> Object | None:
         """The object; None if there is none. Raises ApiError."""
         try:
-            return await self._ask("get", kind, "GET", kind.path(namespace, name))
+            return await self.ask("get", kind.plural, "GET", kind.path(namespace, name))
         except ApiError as error:
             if error.status == 404:
                 return None
@@ -133,28 +133,29 @@ class Api:
         at most ``limit``, and whether that is all. Raises ApiError."""
         fields = ",".join(["type!=Normal", *([selector] if selector else [])])
         query = {"limit": str(limit), "fieldSelector": fields}
-        answer = await self._ask("list", EVENT, "GET", EVENT.path(namespace), query)
+        answer = await self.ask("list", EVENT.plural, "GET", EVENT.path(namespace), query=query)
         return list(answer.get("items") or ()), not (answer.get("metadata") or {}).get("continue")
 
     async def create(self, kind: Kind, namespace: str | None, manifest: Object) -> Object:
         """POST. Raises ApiError (409: it exists)."""
-        return await self._ask("create", kind, "POST", kind.path(namespace), {}, manifest)
+        return await self.ask("create", kind.plural, "POST", kind.path(namespace), body=manifest)
 
     async def apply(self, kind: Kind, manifest: Object, dry_run: bool = False) -> Object:
         """Server-side apply as our field manager, forced: conflicts are only over fields in ``manifest``.
         Unknown fields are refused. Raises ApiError."""
         meta = manifest["metadata"]
-        query = {"fieldManager": FIELD_MANAGER, "force": "true", "fieldValidation": "Strict"}
+        query = {"fieldManager": MANAGER, "force": "true", "fieldValidation": "Strict"}
         query |= {"dryRun": "All"} if dry_run else {}
         path = kind.path(meta["namespace"], meta["name"])
-        return await self._ask("patch", kind, "PATCH", path, query, manifest, content=APPLY_PATCH)
+        return await self.ask("patch", kind.plural, "PATCH", path, query=query, body=manifest, content=APPLY_PATCH)
 
     async def merge_patch(self, kind: Kind, namespace: str, name: str, patch: Object, sub: str = "") -> Object:
         """A merge patch of the object or its subresource ``sub``; with a resourceVersion in its metadata
         it is refused (409) if the object has changed. Raises ApiError."""
-        query = {"fieldManager": FIELD_MANAGER}
+        query = {"fieldManager": MANAGER}
         path = kind.path(namespace, name, sub)
-        return await self._ask("patch", kind, "PATCH", path, query, patch, content=MERGE_PATCH, sub=sub)
+        resource = f"{kind.plural}/{sub}" if sub else kind.plural
+        return await self.ask("patch", resource, "PATCH", path, query=query, body=patch, content=MERGE_PATCH)
 
     async def delete(self, kind: Kind, namespace: str, name: str, uid: str, grace: int | None = None) -> Object | None:
         """Delete the object with this UID. What remains of it while it ends; None: it is gone. ``grace``:
@@ -168,7 +169,7 @@ class Api:
         if grace is not None:
             body["gracePeriodSeconds"] = grace
         try:
-            answer = await self._ask("delete", kind, "DELETE", kind.path(namespace, name), {}, body)
+            answer = await self.ask("delete", kind.plural, "DELETE", kind.path(namespace, name), body=body)
         except ApiError as error:
             if error.status in (404, 409):  # gone; or another of that name is there
                 return None
@@ -187,7 +188,7 @@ class Api:
             "kind": ACCESS_REVIEW.name,
             "spec": {"resourceAttributes": asked},
         }
-        answer = await self._ask("create", ACCESS_REVIEW, "POST", ACCESS_REVIEW.path(), {}, review)
+        answer = await self.ask("create", ACCESS_REVIEW.plural, "POST", ACCESS_REVIEW.path(), body=review)
         return bool((answer.get("status") or {}).get("allowed"))
 
     async def served_resources(self, group: str, version: str) -> set[str]:
@@ -196,41 +197,24 @@ class Api:
         Raises ApiError.
         """
         try:
-            answer = await self.raw("get", "apigroup", "GET", f"/apis/{group}/{version}")
+            answer = await self.ask("get", "apigroup", "GET", f"/apis/{group}/{version}")
         except ApiError as error:
             if error.status == 404:
                 return set()
             raise
         return {item["name"] for item in answer.get("resources") or ()}
 
+    async def answers(self) -> bool:
+        """Whether the API server answers this operator, if only that it may not ask."""
+        try:
+            await self.ask("get", "version", "GET", "/version")
+        except ApiError as error:
+            return error.status == 403
+        return True
+
     # ------------------------------------------------------------------ one request
 
-    async def _ask(
-        self,
-        verb: str,
-        kind: Kind,
-        method: str,
-        path: str,
-        query: Mapping[str, str] | None = None,
-        body: Object | None = None,
-        content: str = "application/json",
-        accept: str = "application/json",
-        sub: str = "",
-    ) -> Object:
-        resource = f"{kind.plural}/{sub}" if sub else kind.plural
-        return await self.raw(verb, resource, method, path, query, body, content, accept)
-
-    async def raw(
-        self,
-        verb: str,
-        resource: str,
-        method: str,
-        path: str,
-        query: Mapping[str, str] | None = None,
-        body: Object | None = None,
-        content: str = "application/json",
-        accept: str = "application/json",
-    ) -> Object:
+    async def ask(self, verb: str, resource: str, method: str, path: str, **parts: Unpack[RequestParts]) -> Object:
         """One request; ``verb`` and ``resource`` are for metrics and errors. Raises ApiError."""
         loop = asyncio.get_running_loop()
         began = time.monotonic()
@@ -238,18 +222,14 @@ class Api:
             # The request has its own timeout; this one also ends a wait for a thread that does not come.
             async with asyncio.timeout(4 * self._timeout):
                 status, answer = await loop.run_in_executor(
-                    self._pool,
-                    lambda: self.client.request_with_status(
-                        method, path, query, body, content, accept=accept, seconds=self._timeout
-                    ),
+                    self._pool, lambda: self.client.request_with_status(method, path, seconds=self._timeout, **parts)
                 )
         except TimeoutError as error:
             self.observe(verb, resource, 0, time.monotonic() - began)
             raise ApiError(verb, resource, 0, f"the API server at {self.host} does not answer in time") from error
         except ApiError as error:
             self.observe(verb, resource, error.status, time.monotonic() - began)
-            error.verb = verb
-            error.resource = resource
+            error.verb, error.resource = verb, resource
             raise
         self.observe(verb, resource, status, time.monotonic() - began)
         return answer

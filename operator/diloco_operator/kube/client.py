@@ -16,19 +16,29 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypedDict, Unpack
 from urllib.parse import urlencode
 
 import urllib3
 
-from diloco_operator.kube.errors import ApiError, ConfigError, parse_object, refusal
+from diloco_operator.kube.errors import UNREADABLE, ApiError, ConfigError, parse_object, refusal
 from diloco_operator.model import Object
 
 MAX_REPLY_BYTES = 64 << 20  # a page of a list is far below
 PAGE = 250  # objects of one page
+JSON = "application/json"
 APPLY_PATCH = "application/apply-patch+yaml"
 MERGE_PATCH = "application/merge-patch+json"
 METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
+
+
+class RequestParts(TypedDict, total=False):
+    """What of a request is not as usual."""
+
+    query: Mapping[str, Any] | None  # what follows the path
+    body: Any  # sent as JSON
+    content: str  # type of the body, if not JSON
+    accept: str  # type of the reply, if not JSON
 
 
 def configuration(kubeconfig: str | None = None) -> Any:
@@ -85,41 +95,23 @@ class Client:
             raise ApiError("", "", 0, f"the credentials cannot be had: {error}", "Credentials") from error
         return {one["key"]: one["value"] for one in settings if one["in"] == "header" and one["value"]}
 
-    def request(
-        self,
-        method: str,
-        path: str,
-        query: Mapping[str, Any] | None = None,
-        body: Any = None,
-        content: str = "application/json",
-        *,
-        accept: str = "application/json",
-        seconds: float = 30.0,
-    ) -> Object:
+    def request(self, method: str, path: str, *, seconds: float = 30.0, **parts: Unpack[RequestParts]) -> Object:
         """One request; the JSON object of the reply. Raises ApiError."""
-        return self.request_with_status(method, path, query, body, content, accept=accept, seconds=seconds)[1]
+        return self.request_with_status(method, path, seconds=seconds, **parts)[1]
 
     def request_with_status(
-        self,
-        method: str,
-        path: str,
-        query: Mapping[str, Any] | None = None,
-        body: Any = None,
-        content: str = "application/json",
-        *,
-        accept: str = "application/json",
-        seconds: float = 30.0,
+        self, method: str, path: str, *, seconds: float, **parts: Unpack[RequestParts]
     ) -> tuple[int, Object]:
         """One request; the HTTP status and the JSON object of the reply. Raises ApiError."""
-        with self.stream(method, path, query, body, content, accept=accept, silence=seconds, total=seconds) as reply:
+        with self.stream(method, path, silence=seconds, total=seconds, **parts) as reply:
             document = parse_object(self._body(method, path, reply))
             if document is None:
-                raise _failure(method, path, f"{self.host} answered {path} with something that is no JSON object")
+                raise _unreadable(method, path, f"{self.host} answered {path} with something that is no JSON object")
             return int(reply.status), document
 
     def read_text(self, path: str, seconds: float = 30.0) -> str:
         """A page of the API server that is no JSON, such as ``/metrics``. Raises ApiError."""
-        with self.stream("GET", path, accept="*/*", silence=seconds, total=seconds) as reply:
+        with self.stream("GET", path, silence=seconds, total=seconds, accept="*/*") as reply:
             return self._body("GET", path, reply).decode()
 
     @contextlib.contextmanager
@@ -127,22 +119,20 @@ class Client:
         self,
         method: str,
         path: str,
-        query: Mapping[str, Any] | None = None,
-        body: Any = None,
-        content: str = "application/json",
         *,
-        accept: str = "application/json",
         silence: float | None,
         total: float | None = None,
+        **parts: Unpack[RequestParts],
     ) -> Iterator[Any]:
         """A reply as it comes: urllib3's response, its bytes unread.
 
         ``silence``: seconds without a byte that are borne (None: any). Raises ApiError until the reply has begun;
         reading it raises urllib3's errors.
         """
-        headers = {"Accept": accept, "User-Agent": self._agent, **self.authorization()}
+        query, body = parts.get("query"), parts.get("body")
+        headers = {"Accept": parts.get("accept", JSON), "User-Agent": self._agent, **self.authorization()}
         if body is not None:
-            headers["Content-Type"] = content
+            headers["Content-Type"] = parts.get("content", JSON)
         try:
             reply = self._pool.request(
                 method,
@@ -168,28 +158,20 @@ class Client:
             reply.release_conn() if reply.closed else reply.close()
 
     def pages(
-        self,
-        path: str,
-        query: Mapping[str, Any] | None = None,
-        *,
-        accept: str = "application/json",
-        page: int = PAGE,
-        seconds: float = 30.0,
+        self, path: str, *, page: int = PAGE, seconds: float = 30.0, **parts: Unpack[RequestParts]
     ) -> Iterator[Object]:
         """A collection, a page (the list's whole document) at a time. Raises ApiError."""
-        query = {**(query or {}), "limit": page}
+        parts["query"] = query = {**(parts.get("query") or {}), "limit": page}
         while True:
-            document = self.request("GET", path, query, accept=accept, seconds=seconds)
+            document = self.request("GET", path, seconds=seconds, **parts)
             yield document
             query["continue"] = (document.get("metadata") or {}).get("continue")
             if not query["continue"]:
                 return
 
-    def items(
-        self, path: str, query: Mapping[str, Any] | None = None, *, accept: str = "application/json", page: int = PAGE
-    ) -> Iterator[Object]:
+    def items(self, path: str, *, page: int = PAGE, **parts: Unpack[RequestParts]) -> Iterator[Object]:
         """All objects of a collection, read in pages. Raises ApiError."""
-        for document in self.pages(path, query, accept=accept, page=page):
+        for document in self.pages(path, page=page, **parts):
             yield from document.get("items") or ()
 
     def _body(self, method: str, path: str, reply: Any) -> bytes:
@@ -198,15 +180,16 @@ class Client:
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise self._unanswered(method, path, error) from error
         if len(data) > MAX_REPLY_BYTES:
-            raise _failure(method, path, f"{self.host} answered {path} with more than {MAX_REPLY_BYTES} bytes")
+            raise _unreadable(method, path, f"{self.host} answered {path} with more than {MAX_REPLY_BYTES} bytes")
         return data
 
     def _unanswered(self, method: str, path: str, error: Exception) -> ApiError:
-        return _failure(method, path, f"the API server at {self.host} does not answer: {describe_error(error)}")
+        said = f"the API server at {self.host} does not answer: {describe_error(error)}"
+        return ApiError(method.lower(), path, 0, said)
 
 
-def _failure(method: str, path: str, message: str) -> ApiError:
-    return ApiError(method.lower(), path, 0, message)
+def _unreadable(method: str, path: str, message: str) -> ApiError:
+    return ApiError(method.lower(), path, 0, message, UNREADABLE)
 
 
 def describe_error(error: Exception) -> str:

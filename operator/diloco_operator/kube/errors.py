@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Any
 
-Failure = Literal["conflict", "invalid", "forbidden", "quota", "other"]
+from diloco_operator.model import Failure
+
+UNREADABLE = "Unreadable"
+"""``ApiError.reason`` of a reply that is no JSON object, or too long."""
 
 
 class ConfigError(Exception):

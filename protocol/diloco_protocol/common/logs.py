@@ -26,28 +26,30 @@ MAX_MESSAGE = 1500  # characters of one message; a cluster keeps the last 2048 b
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line. ``fields``: what every line has; the caller may change them later. A
-    record's own ``slot`` goes before theirs."""
+    """One JSON object a line. ``fields``: what every line has; the caller may change them later. ``own``: what a
+    record may have of its own, which goes before theirs."""
 
-    def __init__(self, fields: Mapping[str, object]) -> None:
+    def __init__(self, fields: Mapping[str, object], own: tuple[str, ...] = ("slot",)) -> None:
         super().__init__()
-        self._fields = fields
+        self._fields, self._own = fields, own
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
-            "slot": -1,
+            **({"slot": -1} if "slot" in self._own else {}),
             **self._fields,
+            **{name: getattr(record, name) for name in self._own if hasattr(record, name)},
         }
-        if hasattr(record, "slot"):
-            line["slot"] = record.slot
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        message = record.getMessage()
-        if len(message) > MAX_MESSAGE:
-            message = message[: MAX_MESSAGE - 1] + "…"
-        return json.dumps({**line, "message": message})
+        return json.dumps({**line, "message": bounded_message(record)})
+
+
+def bounded_message(record: logging.LogRecord) -> str:
+    """The record's message, at most ``MAX_MESSAGE`` characters of it."""
+    message = record.getMessage()
+    return message if len(message) <= MAX_MESSAGE else message[: MAX_MESSAGE - 1] + "…"
 
 
 def configure(

@@ -170,6 +170,15 @@ def test_a_watch_that_ends_is_taken_up_from_the_last_bookmark(begin: Any) -> Non
     assert world.names() == {"a"}
 
 
+def test_a_list_that_is_no_json_is_a_warning_once_in_a_row(begin: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING", logger=reflector.__name__)
+    world = begin([b"<html>"], [b"<html>"], a_list(10), [0.1], (410, {"message": "too old"}), [b"[]"], a_list(20))
+    until(lambda: len(world.asked) == 8)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and world.stream.synced
+    assert all("list configmaps in the whole cluster" in one and "no JSON object" in one for one in said)
+
+
 def test_a_version_that_is_forgotten_means_a_list(begin: Any) -> None:
     gone = event("ERROR", {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old"})
     world = begin(a_list(10, config_map("a", 5)), [gone], a_list(30), [0.1], (410, {"message": "too old"}), a_list(40))
