@@ -30,15 +30,16 @@ from diloco_operator.model import (
     ClusterEvent,
     Delete,
     EventWanted,
+    JobPlan,
     Object,
     Observed,
-    Plan,
     PlanMemory,
     PlanSettings,
     ProgramAnswer,
     Ref,
 )
-from diloco_operator.plan.plan import plan
+from diloco_operator.plan.job_status import differs_beyond_progress
+from diloco_operator.plan.planning import plan_job
 from diloco_protocol.documents import Report, StatusDocument
 from diloco_protocol.vocabulary import FINALIZER, LABEL_JOB, LABEL_POD_INDEX, LABEL_REGION, LABEL_ROLE
 from status_documents import job_report, learner_page, slot_row, status_document
@@ -189,7 +190,7 @@ class World:
         self.asked_at = -1e9
         self.report: Report | None = None
         self.events: list[tuple[float, EventWanted]] = []
-        self.plans: list[Plan] = []
+        self.plans: list[JobPlan] = []
         self._pods_seen: list[Object] | None = None
         self._templates: dict[Ref, tuple[Object, str]] = {}
         self.gone = False
@@ -677,11 +678,11 @@ class World:
         self._pods_seen = _copy(pods)
         return True
 
-    def turn(self) -> Plan:
+    def turn(self) -> JobPlan:
         """One turn: plan, check, carry out."""
         observed = self.observed()
         frozen = _copy([observed.job, list(observed.pods)])
-        made = plan(observed, self.memory, self.settings)
+        made = plan_job(observed, self.memory, self.settings)
         assert [observed.job, list(observed.pods)] == frozen, "the plan changed it"
         self._check(made)
         self._carry_out(made)
@@ -689,7 +690,7 @@ class World:
         self.poll = made.poll_syncer
         return made
 
-    def _check(self, made: Plan) -> None:
+    def _check(self, made: JobPlan) -> None:
         if self.plans:
             again = set(made.events) & set(self.plans[-1].events)
             assert not again, f"told twice: {again}\n{self.story()}"
@@ -731,7 +732,7 @@ class World:
             left = self.active() - working
             assert left >= k or (k == m and working == 1), f"below K by our hand: {left} < {k}\n{self.story()}"
 
-    def _carry_out(self, made: Plan) -> None:
+    def _carry_out(self, made: JobPlan) -> None:
         metadata = self.job["metadata"]
         if made.finalizer and FINALIZER not in metadata["finalizers"]:
             metadata["finalizers"].append(FINALIZER)
@@ -741,7 +742,9 @@ class World:
             self._call(call.method, call.body)
         for delete in made.deletes:
             self._delete(delete)
-        if made.status is not None and (made.urgent or self.now - self.status_at >= 60):
+        if made.status is not None and (
+            differs_beyond_progress(self.status, made.status) or self.now - self.status_at >= 60
+        ):
             self.job["status"] = _copy(made.status)
             self.status_at = self.now
         self.events += [(self.now, event) for event in made.events]
@@ -755,7 +758,7 @@ class World:
         self.job["metadata"]["deletionTimestamp"] = rfc3339(self.now)
         self.next_turn = self.now
 
-    def _apply(self, made: Plan) -> None:
+    def _apply(self, made: JobPlan) -> None:
         apply_errors = []
         for manifest in made.apply:
             ref = Ref(manifest["kind"], manifest["metadata"]["name"])
@@ -865,7 +868,8 @@ def idle(world: World) -> None:
     """Nothing changes any more: the same observation gives the same plan, and nothing to do."""
     world.run(30)
     world.turn()
-    one, two = world.turn(), world.turn()
-    assert one.apply == two.apply and one.status == two.status
-    assert not two.calls and not two.deletes and not two.events and not two.urgent
+    one, before, two = world.turn(), world.status, world.turn()
+    assert one.apply == two.apply and one.status == two.status and two.status is not None
+    assert not two.calls and not two.deletes and not two.events
+    assert not differs_beyond_progress(before, two.status)
     assert {Ref(m["kind"], m["metadata"]["name"]) for m in two.apply} <= set(world.objects)

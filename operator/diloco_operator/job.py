@@ -149,7 +149,15 @@ def digest(value: Any) -> str:
 
 def unix_seconds(text: str) -> float:
     """RFC 3339 → unix seconds. Raises ValueError."""
-    return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
+    return datetime.fromisoformat(text).timestamp()
+
+
+def seconds_of(text: Any) -> float | None:
+    """The same; None: it is no such text."""
+    try:
+        return unix_seconds(text) if isinstance(text, str) else None
+    except ValueError:
+        return None
 
 
 def rfc3339(at: float) -> str:

@@ -1,8 +1,8 @@
 """What goes into a plan and what comes out of it: plain data between the I/O shell and the plan.
 
 The shell (informer, reconcile) watches the cluster and asks the job's syncer. Once a turn it
-freezes what it knows into an ``Observed``. ``plan.plan(observed, memory, settings)`` reads
-nothing else, decides, and returns a ``Plan``. The shell carries the plan out in the order of its
+freezes what it knows into an ``Observed``. ``planning.plan_job`` reads
+nothing else, decides, and returns a ``JobPlan``. The shell carries the plan out in the order of its
 fields, and keeps the ``PlanMemory`` for the next turn.
 
 All times are wall-clock unix seconds. API objects are the dicts that the API server sends
@@ -45,6 +45,9 @@ class ClusterEvent:
     time: float
 
 
+Failure = Literal["conflict", "invalid", "forbidden", "quota", "other"]
+
+
 @dataclass(frozen=True, slots=True)
 class ApplyError:
     """Why a part of an earlier plan could not be carried out."""
@@ -52,7 +55,7 @@ class ApplyError:
     ref: Ref
     # conflict: an object of that name is not the job's; invalid: the API server refuses the
     # object (422, 400); forbidden: RBAC or an admission rule; quota; other
-    reason: Literal["conflict", "invalid", "forbidden", "quota", "other"]
+    reason: Failure
     message: str
 
 
@@ -255,7 +258,7 @@ class EventWanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class JobPlan:
     """What to do now, in this order."""
 
     finalizer: bool  # whether the job shall carry our finalizer
@@ -266,7 +269,6 @@ class Plan:
     calls: tuple[Call, ...] = ()
     deletes: tuple[Delete, ...] = ()
     status: dict[str, Any] | None = None  # whole; None: leave as it is
-    urgent: bool = False  # a transition: write the status now, not at most every 60 s
     # The plan does not repeat them, so the shell keeps them until they are sent.
     events: tuple[EventWanted, ...] = ()
     delete_job: bool = False  # its time to live is over

@@ -32,27 +32,9 @@ CREDENTIALS_PATH = "/etc/diloco/credentials"
 CONTROL_PATH = "/etc/diloco/control"
 DATA_PATH = "/var/lib/diloco"
 
-KINDS = (
-    "ConfigMap",
-    "PersistentVolumeClaim",
-    "NetworkPolicy",
-    "Service",
-    "PodDisruptionBudget",
-    "Deployment",
-    "StatefulSet",
-)
-"""Kinds of a job's children that the operator reads (Secrets it only makes)."""
 
-API_VERSIONS = {
-    "ConfigMap": "v1",
-    "Secret": "v1",
-    "Service": "v1",
-    "PersistentVolumeClaim": "v1",
-    "NetworkPolicy": "networking.k8s.io/v1",
-    "PodDisruptionBudget": "policy/v1",
-    "Deployment": "apps/v1",
-    "StatefulSet": "apps/v1",
-}
+def ref_of(manifest: Object) -> Ref:
+    return Ref(manifest["kind"], manifest["metadata"]["name"])
 
 
 def settings_map(job: str) -> Ref:
@@ -129,23 +111,3 @@ def is_ours(ref: Ref, live: Mapping[str, Any], job: str, uid: str) -> bool:
         return False
     found = metadata.get("labels") or {}
     return found.get(LABEL_JOB) == job and found.get("app.kubernetes.io/managed-by") == MANAGER
-
-
-def children(job: str, spec: Mapping[str, Any]) -> list[Ref]:
-    """The objects that a job with this spec (as the API server sends it, valid or not) may have in one
-    cluster, besides its Secrets, which the operator never reads."""
-    found = [
-        settings_map(job),
-        claim(job),
-        Ref("NetworkPolicy", f"{job}-syncer"),
-        Ref("NetworkPolicy", f"{job}-learners"),
-        syncer_service(job),
-        syncer_deployment(job),
-        evaluator_deployment(job),
-    ]
-    regions = spec.get("regions")
-    for region in regions if isinstance(regions, list) else []:
-        name = region.get("name", "local") if isinstance(region, Mapping) else None
-        if isinstance(name, str):
-            found += [stateful_set(job, name), region_service(job, name), budget(job, name)]
-    return list(dict.fromkeys(found))

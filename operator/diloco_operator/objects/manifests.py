@@ -18,6 +18,7 @@ from typing import Any
 
 from diloco_operator import names
 from diloco_operator.job import Job, Placement
+from diloco_operator.kube.kinds import BY_NAME
 from diloco_operator.model import Object, PlanSettings, Ref, SecretWanted
 from diloco_operator.names import GENERATION, RENDERED
 from diloco_operator.objects import pods
@@ -293,7 +294,7 @@ def pod_holder_manifest(job: Job, ref: Ref, spec: Object, generation: int, repli
 
 def _object(job: Job, ref: Ref, role: str, body: Object, region: str | None = None) -> Object:
     return {
-        "apiVersion": names.API_VERSIONS[ref.kind],
+        "apiVersion": BY_NAME[ref.kind].api_version,
         "kind": ref.kind,
         "metadata": {
             "name": ref.name,

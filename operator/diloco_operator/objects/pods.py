@@ -11,24 +11,16 @@ none of their probes.
 from __future__ import annotations
 
 import copy
-from typing import Any
+import itertools
+from typing import Any, NamedTuple
 
 from diloco_operator import names
 from diloco_operator.job import Job, digest
 from diloco_operator.model import Object
 from diloco_operator.objects.template_merge import Protected, TemplateRefusal, find_refusals, merge_template
+from diloco_protocol.spec.base import Spec
 from diloco_protocol.spec.job import JobSpec, RegionSpec
-from diloco_protocol.vocabulary import (
-    CONTROL_PORT,
-    EXPORT_PORT,
-    HTTP_PORT,
-    LABEL_JOB,
-    LABEL_POD_INDEX,
-    LABEL_REGION,
-    LABEL_ROLE,
-    SYNC_PORT,
-    WORKER_PORT,
-)
+from diloco_protocol.vocabulary import CONTROL_PORT, EXPORT_PORT, HTTP_PORT, LABEL_POD_INDEX, SYNC_PORT, WORKER_PORT
 
 USER = 65532
 GRACE_SECONDS = 30
@@ -51,20 +43,19 @@ _REQUESTS = {
     "evaluator": {"cpu": "100m", "memory": "512Mi"},
 }
 _LABELS = frozenset(
-    {
-        "app.kubernetes.io/name",
-        "app.kubernetes.io/instance",
-        "app.kubernetes.io/component",
-        "app.kubernetes.io/managed-by",
-        LABEL_JOB,
-        LABEL_ROLE,
-        LABEL_REGION,
-        LABEL_POD_INDEX,
-        names.POD_REVISION,
-        "statefulset.kubernetes.io/pod-name",
-        "pod-template-hash",
-    }
+    {*names.labels("", "", ""), LABEL_POD_INDEX, names.POD_REVISION}
+    | {"statefulset.kubernetes.io/pod-name", "pod-template-hash"}
 )
+
+
+class _Volume(NamedTuple):
+    source: Object  # as the pod's spec has it
+    path: str  # where the container sees it
+    read_only: bool = False
+
+    def mount(self) -> Object:
+        found: Object = {"name": self.source["name"], "mountPath": self.path}
+        return found | ({"readOnly": True} if self.read_only else {})
 
 
 # ------------------------------------------------------------------ what users give
@@ -111,72 +102,49 @@ def syncer_template(job: Job, image: str, pull: str) -> Object:
     spec = job.spec
     secret = names.secret_name(job.name, "syncer", job.uid)
     storage = spec.syncer.storage
-    command = [
-        "python",
-        "-m",
-        "diloco_syncer",
-        "--job",
-        f"{names.SETTINGS_PATH}/job.json",
-        "--store",
-        storage.uri if storage.uri is not None else f"{names.DATA_PATH}/store",
-        "--listen",
-        f"[::]:{SYNC_PORT}",
-        "--control",
-        f"[::]:{CONTROL_PORT}",
-        "--http",
-        f"[::]:{HTTP_PORT}",
-        "--export",
-        f"127.0.0.1:{EXPORT_PORT}",
-        "--control-key-file",
-        f"{names.CONTROL_PATH}/control-key",
-        "--stay",
-    ]
-    mounts = [
-        _mount("settings", names.SETTINGS_PATH, True),
-        _mount("control", names.CONTROL_PATH, True),
-        _mount("data", names.DATA_PATH),
-        _mount("tmp", "/tmp"),
-    ]
+    flags = {
+        "--job": f"{names.SETTINGS_PATH}/job.json",
+        "--store": storage.uri if storage.uri is not None else f"{names.DATA_PATH}/store",
+        "--listen": f"[::]:{SYNC_PORT}",
+        "--control": f"[::]:{CONTROL_PORT}",
+        "--http": f"[::]:{HTTP_PORT}",
+        "--export": f"127.0.0.1:{EXPORT_PORT}",
+        "--control-key-file": f"{names.CONTROL_PATH}/control-key",
+    }
+    command = ["python", "-m", "diloco_syncer", *itertools.chain(*flags.items()), "--stay"]
     volumes = [
-        _settings_volume(job),
-        _secret_volume("control", secret, "control-key"),
-        {"name": "data", **_store(job)},
-        {"name": "tmp", "emptyDir": {}},
+        _Volume(_settings_volume(job), names.SETTINGS_PATH, read_only=True),
+        _Volume(_secret_volume("control", secret, "control-key"), names.CONTROL_PATH, read_only=True),
+        _Volume({"name": "data", **_store(job)}, names.DATA_PATH),
+        _Volume({"name": "tmp", "emptyDir": {}}, "/tmp"),
     ]
     if spec.syncer.tls.mode == "auto":
         command += ["--credentials", names.CREDENTIALS_PATH]
-        mounts.append(_mount("credentials", names.CREDENTIALS_PATH, True))
-        volumes.append(_syncer_credentials(job))
-    container = _container("syncer", image, pull, command, mounts)
+        volumes.append(_Volume(_syncer_credentials(job), names.CREDENTIALS_PATH, read_only=True))
+    container = _container("syncer", image, pull, command)
     container["env"] = [_POD]
     container["ports"] = [_port("sync", SYNC_PORT), _port("control", CONTROL_PORT), _port("http", HTTP_PORT)]
     # Not the sync port: it is bound before the store is read, and a kubelet has no certificate to show there.
-    ready: Object = {"httpGet": {"path": "/readyz", "port": "http"}}
-    container["startupProbe"] = ready | _probe(2, START_SECONDS // 2)
-    container["livenessProbe"] = {"httpGet": {"path": "/healthz", "port": "http"}} | _probe(10, 6)
-    container["readinessProbe"] = ready | _probe(2, 3)
+    container["startupProbe"] = _probe("/readyz", "http", 2, START_SECONDS // 2)
+    container["livenessProbe"] = _probe("/healthz", "http", 10, 6)
+    container["readinessProbe"] = _probe("/readyz", "http", 2, 3)
     return _template(job, "syncer", container, volumes, [spec.syncer.pod_template], syncer_inputs(spec))
 
 
 def learner_template(job: Job, region: RegionSpec, image: str, pull: str) -> Object:
     """The pod template of a region's learners."""
-    spec = job.spec
+    spec, volumes = job.spec, _worker_volumes(job)
     container = _worker(job, "learner", image, pull, region.name)
     patches = [spec.learners.pod_template, region.pod_template]
-    volumes = _worker_volumes(job)
     template = _template(job, "learner", container, volumes, patches, learner_inputs(spec), region.name)
-    _drains_in_time(template["spec"])
-    return template
-
-
-def _drains_in_time(pod: Object) -> None:
-    """Bound the drain by the pod's grace period, the user's or ours. A learner that is killed while it still
-    offers its work has not reported which of its tokens are dropped."""
-    grace = pod.get("terminationGracePeriodSeconds")
+    # The drain is bounded by the pod's grace period, the user's or ours. A learner that is killed while it still
+    # offers its work has not reported which of its tokens are dropped.
+    grace = template["spec"].get("terminationGracePeriodSeconds")
     seconds = max(1, (grace if isinstance(grace, int) else GRACE_SECONDS) - SPARED_SECONDS)
-    for container in pod["containers"]:
-        if container["name"] == "learner":
-            container["env"].append({"name": DRAIN, "value": str(seconds)})
+    for one in template["spec"]["containers"]:
+        if one["name"] == "learner":
+            one["env"].append({"name": DRAIN, "value": str(seconds)})
+    return template
 
 
 def evaluator_template(job: Job, image: str, pull: str) -> Object:
@@ -191,7 +159,7 @@ def _template(
     job: Job,
     role: str,
     container: Object,
-    volumes: list[Object],
+    volumes: list[_Volume],
     patches: list[Object],
     inputs: str,
     region: str | None = None,
@@ -220,8 +188,8 @@ def _template(
                 }
                 for key in ("not-ready", "unreachable")
             ],
-            "containers": [container],
-            "volumes": volumes,
+            "containers": [{**container, "volumeMounts": [volume.mount() for volume in volumes]}],
+            "volumes": [volume.source for volume in volumes],
         },
     }
     for patch in patches:
@@ -255,7 +223,7 @@ def _for_evaluator(template: Object) -> Object:
 def learner_inputs(spec: JobSpec) -> str:
     """A digest of what a learner reads when it starts. The rest of ``sync`` and ``training.stop`` come from the
     syncer when it joins. A program of the user's own may read all of ``training``."""
-    training = spec.training.model_dump(mode="json", by_alias=True)
+    training = _dump(spec.training)
     if spec.learners.command is None:
         del training["stop"]
         # Which part of the data is held out is a learner's business, when it is scored is not.
@@ -265,9 +233,13 @@ def learner_inputs(spec: JobSpec) -> str:
 
 def evaluator_inputs(spec: JobSpec) -> str:
     """A digest of what the evaluator reads when it starts."""
-    training = spec.training.model_dump(mode="json", by_alias=True)
+    training = _dump(spec.training)
     del training["stop"]
     return digest([training, *_layout(spec)])
+
+
+def _dump(part: Spec) -> Object:
+    return part.model_dump(mode="json", by_alias=True)
 
 
 def _layout(spec: JobSpec) -> list[Any]:
@@ -276,17 +248,17 @@ def _layout(spec: JobSpec) -> list[Any]:
 
 def syncer_inputs(spec: JobSpec) -> str:
     """A digest of what the syncer reads when it starts."""
-    training = spec.training.model_dump(mode="json", by_alias=True)
+    training = _dump(spec.training)
     return digest(
         [
-            spec.sync.model_dump(mode="json", by_alias=True),
+            _dump(spec.sync),
             training["stop"],
             training["model"],
             training["data"],
             spec.evaluated,
             spec.seed,
             [[region.name, region.learners] for region in spec.regions],
-            spec.syncer.checkpoint.model_dump(mode="json", by_alias=True),
+            _dump(spec.syncer.checkpoint),
             [spec.failure_policy.on_region_lost, spec.failure_policy.region_lost_seconds],
         ]
     )
@@ -298,20 +270,16 @@ def syncer_inputs(spec: JobSpec) -> str:
 def _worker(job: Job, role: str, image: str, pull: str, region: str | None = None) -> Object:
     secure = job.spec.syncer.tls.mode == "auto"
     command = job.spec.learners.command if role == "learner" else None
-    mounts = [_mount("settings", names.SETTINGS_PATH, True), _mount("work", names.DATA_PATH), _mount("tmp", "/tmp")]
-    if secure:
-        mounts.append(_mount("credentials", names.CREDENTIALS_PATH, True))
-    container = _container(role, image, pull, command or ["python", "-m", "diloco_worker"], mounts)
+    container = _container(role, image, pull, command or ["python", "-m", "diloco_worker"])
     env = _worker_env(role, region, secure)
     if role == "evaluator" and job.spec.training.device == "cuda":  # it has no GPU
         env[0]["value"] = f"{names.SETTINGS_PATH}/evaluator.json"
     container["env"] = env
     container["ports"] = [_port("status", WORKER_PORT)]
-    live: Object = {"httpGet": {"path": "/healthz", "port": "status"}}
-    container["startupProbe"] = live | _probe(2, START_SECONDS // 2)
+    container["startupProbe"] = _probe("/healthz", "status", 2, START_SECONDS // 2)
     # Patient: a step that holds the interpreter for long is no reason to kill what trains.
-    container["livenessProbe"] = live | _probe(20, 9, 10)
-    container["readinessProbe"] = {"httpGet": {"path": "/readyz", "port": "status"}} | _probe(2, 3, 5)
+    container["livenessProbe"] = _probe("/healthz", "status", 20, 9, 10)
+    container["readinessProbe"] = _probe("/readyz", "status", 2, 3, 5)
     return container
 
 
@@ -337,13 +305,16 @@ def _worker_env(role: str, region: str | None, secure: bool) -> list[Object]:
     return env
 
 
-def _worker_volumes(job: Job) -> list[Object]:
-    volumes: list[Object] = [_settings_volume(job), {"name": "work", "emptyDir": {}}, {"name": "tmp", "emptyDir": {}}]
+def _worker_volumes(job: Job) -> list[_Volume]:
+    found = [
+        _Volume(_settings_volume(job), names.SETTINGS_PATH, read_only=True),
+        _Volume({"name": "work", "emptyDir": {}}, names.DATA_PATH),
+        _Volume({"name": "tmp", "emptyDir": {}}, "/tmp"),
+    ]
     if job.spec.syncer.tls.mode == "auto":
-        secret = job.spec.learners.credentials.secret_name
-        name = secret or names.secret_name(job.name, "learner", job.uid)
-        volumes.append(_secret_volume("credentials", name))
-    return volumes
+        secret = job.spec.learners.credentials.secret_name or names.secret_name(job.name, "learner", job.uid)
+        found.append(_Volume(_secret_volume("credentials", secret), names.CREDENTIALS_PATH, read_only=True))
+    return found
 
 
 def _syncer_credentials(job: Job) -> Object:
@@ -385,7 +356,7 @@ def _secret_volume(name: str, secret: str, *files: str) -> Object:
     return {"name": name, "secret": source}
 
 
-def _container(role: str, image: str, pull: str, command: list[str], mounts: list[Object]) -> Object:
+def _container(role: str, image: str, pull: str, command: list[str]) -> Object:
     return {
         "name": role,
         "image": image,
@@ -394,17 +365,13 @@ def _container(role: str, image: str, pull: str, command: list[str], mounts: lis
         "securityContext": copy.deepcopy(_SECURITY),
         "resources": {"requests": dict(_REQUESTS[role])},
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "volumeMounts": mounts,
     }
-
-
-def _mount(name: str, path: str, read_only: bool = False) -> Object:
-    return {"name": name, "mountPath": path} | ({"readOnly": True} if read_only else {})
 
 
 def _port(name: str, number: int) -> Object:
     return {"name": name, "containerPort": number, "protocol": "TCP"}
 
 
-def _probe(period: int, failures: int, timeout: int = 3) -> Object:
-    return {"periodSeconds": period, "timeoutSeconds": timeout, "failureThreshold": failures}
+def _probe(path: str, port: str, period: int, failures: int, timeout: int = 3) -> Object:
+    how = {"periodSeconds": period, "timeoutSeconds": timeout, "failureThreshold": failures}
+    return {"httpGet": {"path": path, "port": port}, **how}

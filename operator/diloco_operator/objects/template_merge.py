@@ -20,7 +20,7 @@ else, spelling included, is for the API server to judge when it is asked to take
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -157,28 +157,21 @@ def _covers(toleration: Any, other: Mapping[str, Any]) -> bool:
 def _drop_alternatives(result: Object, patch: Mapping[str, Any], path: Path) -> None:
     """Remove from ``result`` the fields to which the patch gives an alternative."""
     given = {key for key, value in patch.items() if value is not None}
-    if path == (*_POD, "volumes"):
-        if given - {"name"}:
-            for key in set(result) - {"name"}:
-                del result[key]
-    elif len(path) == 3 and path[1] in _CONTAINERS and path[2] == "env":
-        if given & {"value", "valueFrom"}:
-            for key in ("value", "valueFrom"):
-                result.pop(key, None)
-    elif len(path) == 3 and path[1] in _CONTAINERS and path[2] in _PROBES:
-        if given & _HANDLERS:
-            for key in _HANDLERS - given:
-                result.pop(key, None)
-    elif len(path) == 3 and path[1] in _CONTAINERS and path[2] == "resources":
-        spoken = {
-            name
-            for kind in ("requests", "limits")
-            for name in (patch.get(kind) if isinstance(patch.get(kind), Mapping) else None) or ()
-        }
-        requests = result.get("requests")
-        if isinstance(requests, dict):
-            for name in spoken:
-                requests.pop(name, None)
+    of_container = path[2] if len(path) == 3 and path[1] in _CONTAINERS else ""
+    dropped: Collection[str] = ()
+    if path == (*_POD, "volumes") and given - {"name"}:
+        dropped = set(result) - {"name"}
+    elif of_container == "env" and given & {"value", "valueFrom"}:
+        dropped = ("value", "valueFrom")
+    elif of_container in _PROBES and given & _HANDLERS:
+        dropped = _HANDLERS - given
+    for key in dropped:
+        result.pop(key, None)
+    requests = result.get("requests")
+    if of_container == "resources" and isinstance(requests, dict):
+        spoken = [patch[kind] for kind in ("requests", "limits") if isinstance(patch.get(kind), Mapping)]
+        for name in set().union(*spoken):
+            requests.pop(name, None)
 
 
 # ------------------------------------------------------------------ what is refused
@@ -190,54 +183,47 @@ def find_refusals(template: Mapping[str, Any], path: str, protected: Protected) 
     _shapes(template, path, (), found)
     if found:
         return found
+
+    def refuse(where: str, message: str) -> None:
+        found.append(TemplateRefusal(f"{path}.{where}", message))
+
     metadata, spec = template.get("metadata") or {}, template.get("spec") or {}
     for kind in ("labels", "annotations"):
         for name in metadata.get(kind) or {}:
             if name in protected.labels or name.startswith("diloco.io/"):
-                found.append(TemplateRefusal(f"{path}.metadata.{kind}[{name}]", "is the operator's own: leave it out"))
+                refuse(f"metadata.{kind}[{name}]", "is the operator's own: leave it out")
     for name in ("name", "namespace", "ownerReferences", "finalizers"):
         if name in metadata:
-            found.append(TemplateRefusal(f"{path}.metadata.{name}", "is not a pod template's to set: leave it out"))
+            refuse(f"metadata.{name}", "is not a pod template's to set: leave it out")
     if spec.get("restartPolicy", "Always") not in ("Always", None):
-        found.append(TemplateRefusal(f"{path}.spec.restartPolicy", "must be Always: leave it out"))
+        refuse("spec.restartPolicy", "must be Always: leave it out")
     grace = spec.get("terminationGracePeriodSeconds")
     if grace is not None and (not isinstance(grace, int) or grace < 1):
-        found.append(
-            TemplateRefusal(
-                f"{path}.spec.terminationGracePeriodSeconds",
-                "must be at least 1: a learner offers its work before it goes, a syncer makes it durable",
-            )
-        )
+        why = "must be at least 1: a learner offers its work before it goes, a syncer makes it durable"
+        refuse("spec.terminationGracePeriodSeconds", why)
     for volume in spec.get("volumes") or []:
         if volume["name"] in protected.volumes:
-            found.append(
-                TemplateRefusal(f"{path}.spec.volumes[{volume['name']}]", "is the operator's own: choose another name")
-            )
-    for kind in _CONTAINERS:
-        for container in spec.get(kind) or []:
-            if container["name"] == protected.container:
-                where = f"{path}.spec.{kind}[{container['name']}]"
-                if kind != "containers":
-                    found.append(TemplateRefusal(where, "is the main container's name: choose another"))
-                else:
-                    found += _main(container, where, protected)
+            refuse(f"spec.volumes[{volume['name']}]", "is the operator's own: choose another name")
+    main = protected.container
+    if any(container["name"] == main for container in spec.get("initContainers") or []):
+        refuse(f"spec.initContainers[{main}]", "is the main container's name: choose another")
+    for container in spec.get("containers") or []:
+        if container["name"] == main:
+            found += _main(container, f"{path}.spec.containers[{main}]", protected)
     return found
 
 
-def _main(container: Mapping[str, Any], path: str, protected: Protected) -> list[TemplateRefusal]:
-    found = []
+def _main(container: Mapping[str, Any], path: str, protected: Protected) -> Iterator[TemplateRefusal]:
     for name in ("command", "args"):
         if container.get(name) is not None:
-            found.append(TemplateRefusal(f"{path}.{name}", protected.command))
+            yield TemplateRefusal(f"{path}.{name}", protected.command)
     for item in container.get("env") or []:
         if item["name"] in protected.env:
-            found.append(TemplateRefusal(f"{path}.env[{item['name']}]", "is set by the operator: leave it out"))
+            yield TemplateRefusal(f"{path}.env[{item['name']}]", "is set by the operator: leave it out")
     for item in container.get("volumeMounts") or []:
         if str(item["mountPath"]).rstrip("/") in protected.mounts:
-            found.append(
-                TemplateRefusal(f"{path}.volumeMounts[{item['mountPath']}]", "is the operator's own: mount elsewhere")
-            )
-    return found
+            where = f"{path}.volumeMounts[{item['mountPath']}]"
+            yield TemplateRefusal(where, "is the operator's own: mount elsewhere")
 
 
 def _shapes(value: Any, at: str, path: Path, found: list[TemplateRefusal]) -> None:

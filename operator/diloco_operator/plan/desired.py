@@ -9,13 +9,13 @@ says what "rendered for a generation" means.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from diloco_operator import names
 from diloco_operator.model import AwaitedSuccessor, Delete, Object, Ref, SecretWanted
 from diloco_operator.objects import manifests
 from diloco_operator.objects.manifests import DefaultImages
 from diloco_operator.plan.lifecycle import LifecycleDecision
+from diloco_operator.plan.pods.pod_status import newest_message
 from diloco_operator.plan.pods.rollout import syncer_change_waits
 from diloco_operator.plan.view import View
 from diloco_protocol.vocabulary import DOMAIN, LABEL_REGION
@@ -58,7 +58,7 @@ def desired_objects(view: View, decision: LifecycleDecision, images: DefaultImag
         if here.syncer:
             claim = manifests.claim_manifest(job, view.live(names.claim(job.name)))
             out.apply += [claim] if claim is not None else []
-    keep = {_ref(manifest) for manifest in out.apply}
+    keep = {names.ref_of(manifest) for manifest in out.apply}
     holders = manifests.pod_holders(job, here) if not refused else _rendered(view)
     for ref in holders:
         keep.add(ref)
@@ -77,14 +77,10 @@ def desired_objects(view: View, decision: LifecycleDecision, images: DefaultImag
     return out
 
 
-def _ref(manifest: Object) -> Ref:
-    return Ref(manifest["kind"], manifest["metadata"]["name"])
-
-
 def _as_it_was(view: View, manifest: Object) -> Object:
     """The manifest with the data of the live settings: after an end they stay, so that a syncer that
     restarts finds the job that has ended."""
-    live = view.live(_ref(manifest))
+    live = view.live(names.ref_of(manifest))
     if manifest["kind"] != "ConfigMap" or live is None or not isinstance(live.get("data"), dict):
         return manifest
     return {**manifest, "data": dict(live["data"])}
@@ -143,16 +139,8 @@ def _replicas(decision: LifecycleDecision, job: str, ref: Ref) -> int:
 def _needs_nudge(view: View, ref: Ref) -> bool:
     """Whether the controller of ``ref`` could not make a pod, by its Events, and a pod is still missing."""
     there = [pod for pod in view.pods if _holder(view, pod.role, pod.region) == ref and not pod.over]
-    wanted = view.replicas(ref) or 0
-    if len(there) >= wanted:
-        return False
-    for event in view.observed.cluster_events:
-        if event.reason != "FailedCreate":
-            continue
-        made_by_set = ref.kind == "Deployment" and event.kind == "ReplicaSet"
-        if (event.kind, event.name) == ref or (made_by_set and event.name.startswith(f"{ref.name}-")):
-            return True
-    return False
+    failed = newest_message(view.observed.cluster_events, ref, "FailedCreate")
+    return bool(failed) and len(there) < (view.replicas(ref) or 0)
 
 
 def _holder(view: View, role: str, region: str) -> Ref:
@@ -175,11 +163,14 @@ def _prune(view: View, decision: LifecycleDecision, keep: set[Ref], out: Desired
     that is not asked for, of a syncer that was placed elsewhere. Never the claim."""
     for ref in view.observed.objects:
         live = view.live(ref)
-        if live is None or ref in keep or ref.kind == "PersistentVolumeClaim":
+        if (
+            live is None
+            or "deletionTimestamp" in live["metadata"]
+            or ref in keep
+            or ref.kind == "PersistentVolumeClaim"
+        ):
             continue
-        if "deletionTimestamp" in live["metadata"]:
-            continue
-        region = _label(live, LABEL_REGION)
+        region = (live["metadata"].get("labels") or {}).get(LABEL_REGION)
         left = [pod for pod in view.pods if region and pod.role == "learner" and pod.region == region]
         rendering = manifests.stored_rendering(live)
         if ref.kind == "StatefulSet" and left and rendering is not None:
@@ -187,8 +178,3 @@ def _prune(view: View, decision: LifecycleDecision, keep: set[Ref], out: Desired
             out.apply.append(manifests.pod_holder_manifest(view.job, ref, spec, generation, 0))
         elif not left or ref.kind == "StatefulSet":
             out.deletes.append(Delete(ref, live["metadata"]["uid"], "the job does not ask for it any more"))
-
-
-def _label(live: Object, name: str) -> str:
-    labels: dict[str, Any] = live["metadata"].get("labels") or {}
-    return str(labels.get(name) or "")

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from diloco_operator import names
-from diloco_operator.job import unix_seconds
+from diloco_operator.job import seconds_of
 from diloco_operator.model import Call, Fact
 from diloco_operator.objects.manifests import Scale
 from diloco_operator.plan.view import View
@@ -97,13 +97,10 @@ class LifecycleDecision:
 
 def outcome(view: View) -> Literal["complete", "failed", ""]:
     """How the job has ended, by its own conditions or its syncer's word; empty: it has not."""
-    if view.is_true("Failed"):
+    phase = view.job_phase if view.begun else ""
+    if view.is_true("Failed") or (phase == JobPhase.FAILED and not view.is_true("Complete")):
         return "failed"
-    if view.is_true("Complete"):
-        return "complete"
-    if view.begun and view.job_phase in (JobPhase.COMPLETE, JobPhase.FAILED):
-        return "complete" if view.job_phase == JobPhase.COMPLETE else "failed"
-    return ""
+    return "complete" if view.is_true("Complete") or phase == JobPhase.COMPLETE else ""
 
 
 def decide(view: View, failure: str = "") -> LifecycleDecision:
@@ -124,22 +121,13 @@ def decide(view: View, failure: str = "") -> LifecycleDecision:
 
 
 def _deleting(view: View) -> LifecycleDecision:
-    deleted = view.job.deleted_at
+    deleted, syncer = view.job.deleted_at, view.pod_of("syncer")
     assert deleted is not None
-    syncer = view.pod_of("syncer")
-    reachable = syncer is not None and syncer.running and not syncer.over
-    waits = (
-        view.begun
-        and view.here.syncer
-        and reachable
-        and view.job_phase not in ENDED_PHASES
-        and view.now - deleted < DELETE_SECONDS
-    )
-    found = LifecycleDecision("deleting")
-    if waits:
-        found.message = "The syncer tells its learners that the job is deleted."
-        found.calls = _announce(view, JobPhase.DELETED, "the job was deleted")
-    return found
+    calls = _announce(view, JobPhase.DELETED, "the job was deleted")
+    reachable = view.begun and syncer is not None and not syncer.over
+    if not calls or not reachable or view.now - deleted >= DELETE_SECONDS:
+        return LifecycleDecision("deleting")
+    return LifecycleDecision("deleting", calls=calls, message="The syncer tells its learners that the job is deleted.")
 
 
 def deletion_done(decision: LifecycleDecision) -> bool:
@@ -152,11 +140,8 @@ def _failed(view: View, failure: str) -> LifecycleDecision:
     since = view.now if failure else view.condition_since("Failed")
     down = told or view.now - since > FAIL_SECONDS
     found = LifecycleDecision("failed" if down and not _has_pods(view, "learner") else "failing")
-    if down:
-        found.scale = _ended_scale(view)
-    else:
-        found.scale = _full_scale(view)
-        found.message = "Learners are told that the job has failed."
+    found.scale = _ended_scale(view) if down else _full_scale(view)
+    found.message = "" if down else "Learners are told that the job has failed."
     if view.job_phase not in ENDED_PHASES:
         found.calls = _announce(view, JobPhase.FAILED, failure or str(view.condition("Failed").get("message", "")))
     return found
@@ -196,8 +181,7 @@ def _suspended(view: View) -> LifecycleDecision:
             return found
     else:
         view.memory.timers.stop(Fact.SUSPENDING, Fact.SUSPENDING_UNANSWERED)
-    rest = [pod for pod in view.pods if not pod.over and not view.stuck(pod)]
-    if rest or not _asks_for_no_pods(view):
+    if _has_pods(view) or not _asks_for_no_pods(view):
         return LifecycleDecision("suspending", message="Learners drain, and pods are taken down.")
     return LifecycleDecision("suspended")
 
@@ -207,8 +191,7 @@ def _running(view: View) -> LifecycleDecision:
     if view.begun:
         if view.job_phase == JobPhase.SUSPENDED and view.here.syncer:
             return LifecycleDecision("restarting", message="The suspension is finished first, then the job goes on.")
-        old = [pod for pod in view.pods if not pod.over and not view.stuck(pod)]
-        if _asks_for_no_pods(view) and old:
+        if _asks_for_no_pods(view) and _has_pods(view):
             return LifecycleDecision("restarting", message="The pods from before the suspension leave first.")
     return LifecycleDecision("running", _full_scale(view))
 
@@ -234,8 +217,9 @@ def _asks_for_no_pods(view: View) -> bool:
     return 0 in asked and not any(asked)
 
 
-def _has_pods(view: View, role: str) -> bool:
-    return any(pod.role == role and not pod.over and not view.stuck(pod) for pod in view.pods)
+def _has_pods(view: View, role: str = "") -> bool:
+    """Whether pods (of a role, or any) have not ended, those that are stuck aside."""
+    return any(role in ("", pod.role) and not pod.over and not view.stuck(pod) for pod in view.pods)
 
 
 def _announce(view: View, phase: str, message: str) -> list[Call]:
@@ -248,8 +232,5 @@ def _announce(view: View, phase: str, message: str) -> list[Call]:
 
 def seconds_to_live(view: View) -> float | None:
     """Seconds until ttlSecondsAfterFinished is over (0 or less: it is); None: the job is kept."""
-    ttl = view.job.spec.ttl_seconds_after_finished
-    text = view.job.status.get("completionTime")
-    if ttl is None or not isinstance(text, str):
-        return None
-    return unix_seconds(text) + ttl - view.now
+    ttl, ended = view.job.spec.ttl_seconds_after_finished, seconds_of(view.job.status.get("completionTime"))
+    return None if ttl is None or ended is None else ended + ttl - view.now

@@ -12,6 +12,8 @@ never its content.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from diloco_operator import names
 from diloco_operator.job import Job
 from diloco_operator.plan.pods.pod_status import ContainerExit, Obstacle
@@ -77,20 +79,13 @@ def refusal_sentence(word: str, message: str) -> str:
 # ------------------------------------------------------------------ Secrets and cures
 
 
-def learners_secret(job: Job) -> str:
-    """The Secret with this cluster's learners' credentials, and where the job names it."""
-    name = job.spec.learners.credentials.secret_name
-    if name is None:
-        return f"Secret {names.secret_name(job.name, 'learner', job.uid)}"
-    return f"Secret {name} (learners.credentials.secretName)"
-
-
-def syncer_secret(job: Job) -> str:
-    """The Secret with the syncer's credentials, and where the job names it."""
-    name = job.spec.syncer.tls.secret_name
-    if name is None:
-        return f"Secret {names.secret_name(job.name, 'syncer', job.uid)}"
-    return f"Secret {name} (syncer.tls.secretName)"
+def describe_secret(job: Job, role: Literal["learner", "syncer"]) -> str:
+    """The Secret with the credentials of this cluster's learners, or of the syncer, and where the job names it."""
+    name, where = {
+        "learner": (job.spec.learners.credentials.secret_name, "learners.credentials.secretName"),
+        "syncer": (job.spec.syncer.tls.secret_name, "syncer.tls.secretName"),
+    }[role]
+    return f"Secret {name} ({where})" if name is not None else f"Secret {names.secret_name(job.name, role, job.uid)}"
 
 
 UNREACHED = (
@@ -100,36 +95,35 @@ UNREACHED = (
 """What HubReachable adds where no learner reaches the hub."""
 
 
+_WHOLE = (
+    "{secret} must hold tls.crt, tls.key, ca.crt and join-token, made for {whose} of this job: make it "
+    "with diloco certs issue (diloco certs show says what a folder holds) and apply it."
+)
+_CERTIFICATE = (
+    "The certificate in {secret} is not taken: renew it (diloco certs renew), or issue one for this "
+    "job and region (diloco certs issue), and apply the Secret; learners read it by themselves."
+)
+_SAME_FILES = "Apply the same job in every cluster; where it reads files, they must be the same too."
+_CURES: dict[str, str] = {
+    TrustFailure.CREDENTIALS_UNUSABLE: _WHOLE,
+    TrustFailure.CERTIFICATE_REFUSED: _CERTIFICATE,
+    ConnectionRefusal.WRONG_REGION: _CERTIFICATE,
+    TrustFailure.UNTRUSTED_SYNCER: "Either the address leads to somebody else, or ca.crt in {secret} and the "
+    "certificate in {syncer} of the syncer's cluster are not of one authority and this job: diloco certs show says "
+    "what they are.",
+    TrustFailure.UNAUTHENTICATED: "The join-token in {secret} must be the syncer's, one for all clusters: put it "
+    "right and apply the Secret; learners read it by themselves.",
+    JoinRefusal.SPEC_DRIFT: "What may not differ cannot be edited either: delete this cluster's copy (diloco delete "
+    "{job}, with its --context), and apply the hub's here. Nothing is lost by it: the model is the hub's.",
+    JoinRefusal.OTHER_LAYOUT: _SAME_FILES,
+    JoinRefusal.OTHER_DATA: _SAME_FILES,
+}
+
+
 def cure_of_refusal(job: Job, word: str) -> str:
     """What to do about a refusal of a learner; empty: its sentence says so itself."""
-    secret = learners_secret(job)
-    if word == TrustFailure.CREDENTIALS_UNUSABLE:
-        return _whole(secret, "learners here")
-    if word in (TrustFailure.CERTIFICATE_REFUSED, ConnectionRefusal.WRONG_REGION):
-        return (
-            f"The certificate in {secret} is not taken: renew it (diloco certs renew), or issue one for this "
-            "job and region (diloco certs issue), and apply the Secret; learners read it by themselves."
-        )
-    if word == TrustFailure.UNTRUSTED_SYNCER:
-        return (
-            f"Either the address leads to somebody else, or ca.crt in {secret} and the certificate in "
-            f"{syncer_secret(job)} of the syncer's cluster are not of one authority and this job: diloco "
-            "certs show says what they are."
-        )
-    if word == TrustFailure.UNAUTHENTICATED:
-        return (
-            f"The join-token in {secret} must be the syncer's, one for all clusters: put it right and apply "
-            "the Secret; learners read it by themselves."
-        )
-    if word == JoinRefusal.SPEC_DRIFT:
-        return (
-            "What may not differ cannot be edited either: delete this cluster's copy (diloco delete "
-            f"{job.name}, with its --context), and apply the hub's here. Nothing is lost by it: the model is "
-            "the hub's."
-        )
-    if word in _COPY_REFUSALS[1:]:
-        return "Apply the same job in every cluster; where it reads files, they must be the same too."
-    return ""
+    secret, syncer = describe_secret(job, "learner"), describe_secret(job, "syncer")
+    return _CURES.get(word, "").format(secret=secret, syncer=syncer, job=job.name, whose="learners here")
 
 
 def syncer_cure(job: Job, words: str) -> str:
@@ -138,17 +132,10 @@ def syncer_cure(job: Job, words: str) -> str:
         made = names.secret_name(job.name, "syncer", job.uid)
         said = f"Secret {made} is the operator's: delete it, and it is made again."
     elif "join-token" in words and job.spec.syncer.tls.secret_name is not None:
-        said = f"{learners_secret(job)} must hold the job's join-token: apply it anew."
+        said = f"{describe_secret(job, 'learner')} must hold the job's join-token: apply it anew."
     else:
-        said = _whole(syncer_secret(job), "the syncer")
+        said = _WHOLE.format(secret=describe_secret(job, "syncer"), whose="the syncer")
     return f"{said} The pod tries again within five minutes, at once when it is deleted."
-
-
-def _whole(secret: str, whose: str) -> str:
-    return (
-        f"{secret} must hold tls.crt, tls.key, ca.crt and join-token, made for {whose} of this job: make it "
-        "with diloco certs issue (diloco certs show says what a folder holds) and apply it."
-    )
 
 
 def missing_secret_cure(job: Job, obstacle: Obstacle) -> str:

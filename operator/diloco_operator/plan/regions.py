@@ -13,13 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from diloco_operator import names
-from diloco_operator.job import rfc3339, unix_seconds
+from diloco_operator.job import rfc3339, seconds_of
 from diloco_operator.model import Fact, Object, Ref
 from diloco_operator.objects.manifests import stored_rendering
 from diloco_operator.plan import refusals
 from diloco_operator.plan.lifecycle import STAGE_WORDS, LifecycleDecision
 from diloco_operator.plan.pods.node_loss import NodeLosses
-from diloco_operator.plan.pods.pod_status import Pod, shortened
+from diloco_operator.plan.pods.pod_status import Pod, newest_message, shortened
 from diloco_operator.plan.pods.rollout import Rollout
 from diloco_operator.plan.view import View
 from diloco_protocol.spec.job import RegionSpec
@@ -96,8 +96,7 @@ def _report_region_here(
     if view.here.syncer:
         taking = _in_quorum(view, region, decision, before)
     else:
-        taking = sum(view.taking_part(pod) for pod in there)
-        taking = min(taking, region.learners)
+        taking = min(sum(view.taking_part(pod) for pod in there), region.learners)
     ready = sum(pod.ready and pod.alive for pod in there)
     causes = []
     for ordinal, pod in enumerate(pods):
@@ -113,8 +112,18 @@ def _report_region_here(
         if pod.name in nodes.reasons:
             causes.append(f"{pod.name}: {nodes.reasons[pod.name]}")
     lost = _lost_since(view, region, decision, before, taking)
-    state = _region_state(view, decision, region, taking, rolled, excess, lost is not None)
-    if decision.training and region.name in rolled.unknown and before.get("state") in ROLLING:
+    states = (
+        ("Lost", lost is not None),
+        ("RolloutStopped", region.name in rolled.stopped),
+        ("RollingOut", region.name in rolled.regions),
+        ("ScalingDown", excess),
+        ("Running", taking >= region.learners),
+        ("Starting", taking == 0),
+    )
+    state = next((word for word, holds in states if holds), "Degraded")
+    if not decision.training:
+        state = STAGE_WORDS[decision.stage].region_state
+    elif region.name in rolled.unknown and before.get("state") in ROLLING:
         state = str(before["state"])  # just after an edit it is not known which pods have the changed template
         causes = causes or [str(before.get("cause") or "")]
     row = {"desired": wanted, "ready": ready, "inQuorum": taking, "state": state}
@@ -165,7 +174,7 @@ def _explain_absence(view: View, region: RegionSpec, ordinal: int, pod: Pod | No
     place = view.place(region.name, ordinal)
     missing = view.observe(Fact.POD_MISSING, place, holds=pod is None)
     if pod is None:
-        unmade = _explain_not_made(view, names.stateful_set(view.job.name, region.name))
+        unmade = explain_not_made(view, names.stateful_set(view.job.name, region.name))
         if unmade:
             return unmade
         return "its pod is not there; the StatefulSet is to make it" if missing > START_PATIENCE else ""
@@ -174,7 +183,7 @@ def _explain_absence(view: View, region: RegionSpec, ordinal: int, pod: Pod | No
     if pod.terminating:
         return _explain_stuck(view, pod)
     if pod.obstacle is not None:
-        slow = pod.obstacle.kind in ("volume", "other")
+        slow = pod.obstacle.kind in ("VolumeUnavailable", "NotStarting")
         if not slow or view.observe(Fact.POD_SLOW, pod.uid) > START_PATIENCE:
             return pod.obstacle.message + refusals.missing_secret_cure(view.job, pod.obstacle)
         return ""
@@ -218,16 +227,12 @@ def _explain_refusal(view: View, pod: Pod) -> str:
     return "" if refused is None else refusals.refusal_sentence(*refused)
 
 
-def _explain_not_made(view: View, ref: Ref) -> str:
-    """Why the StatefulSet could not make a pod, by its last Event; empty: it has not said so."""
-    cluster_events = [n for n in view.observed.cluster_events if (n.kind, n.name) == ref and n.reason == "FailedCreate"]
-    if not cluster_events:
+def explain_not_made(view: View, ref: Ref) -> str:
+    """Why a StatefulSet or Deployment could not make a pod, by its last Event, with the cure where it is about a
+    quota; empty: it has not said so."""
+    message = newest_message(view.observed.cluster_events, ref, "FailedCreate")
+    if not message:
         return ""
-    return explain_failed_create(max(cluster_events, key=lambda event: event.time).message)
-
-
-def explain_failed_create(message: str) -> str:
-    """A controller's FailedCreate message as a sentence, with the cure where it is about a quota."""
     said = f"its pod cannot be made: {shortened(message)}"
     if "exceeded quota" in message:
         said += "; raise the namespace's quota, ask for fewer learners, or for less of what it counts"
@@ -242,8 +247,7 @@ def _lost_since(
 ) -> float | None:
     """Since when no learner of a region is heard that was heard before; None: one is, or it is not known.
     The time is read back from the status, so that an operator that restarts goes on with it."""
-    text = before.get("lostSince")
-    known = unix_seconds(text) if isinstance(text, str) else None
+    known = seconds_of(before.get("lostSince"))
     if not decision.training or not view.here.syncer:
         return None
     if view.document is None:
@@ -256,27 +260,3 @@ def _lost_since(
         slot.region == region.name and slot.state == SlotState.LOST for slot in view.slots
     )
     return view.now if was_there and taking == 0 else None
-
-
-def _region_state(
-    view: View,
-    decision: LifecycleDecision,
-    region: RegionSpec,
-    taking: int,
-    rolled: Rollout,
-    excess: list[Pod],
-    lost: bool,
-) -> str:
-    if not decision.training:
-        return STAGE_WORDS[decision.stage].region_state
-    if lost:
-        return "Lost"
-    if region.name in rolled.stopped:
-        return "RolloutStopped"
-    if region.name in rolled.regions:
-        return "RollingOut"
-    if excess:
-        return "ScalingDown"
-    if taking >= region.learners:
-        return "Running"
-    return "Starting" if taking == 0 else "Degraded"

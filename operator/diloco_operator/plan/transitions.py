@@ -15,28 +15,20 @@ the transition of ``Topic.QUORUM`` from ``met`` to ``few``: the Event ``QuorumLo
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from diloco_operator.job import digest
 from diloco_operator.model import EventWanted, Object, PlanMemory, Topic
 from diloco_operator.plan.conditions.condition_set import ConditionSet
 from diloco_operator.plan.conditions.decide import TurnFindings
 from diloco_operator.plan.conditions.region_conditions import DRAINED
+from diloco_operator.plan.pods.pod_status import ObstacleKind
 from diloco_operator.plan.regions import ROLLING
 from diloco_operator.plan.view import View
+from diloco_protocol.vocabulary import JOB_REFUSED_REASONS
 
-# Reasons of Ready with which the job itself, or an object that it cannot do without, is refused.
-_REFUSALS = (
-    "InvalidSpec",
-    "Unsupported",
-    "PodTemplate",
-    "NotPlaced",
-    "Refused",
-    "Forbidden",
-    "QuotaExceeded",
-    "ApplyFailed",
-)
-# Reasons for which SyncerReady turns False and that do not pass by themselves.
+_REFUSALS = JOB_REFUSED_REASONS | {"InvalidSpec"}
+"""Reasons of Ready with which the job itself, or an object that it cannot do without, is refused."""
 FAULT_OVER = {
     "NameConflict": "The names that the job needs are free.",
     "SpecDrift": "The job is the same again.",
@@ -47,20 +39,14 @@ FAULT_OVER = {
 }
 """Conditions that have an Event when they begin to say a fault and one when it is over: the latter's sentence."""
 
-_SYNCER_FAULTS = frozenset(
-    {
-        "SyncerUnschedulable",
-        "SyncerImageUnavailable",
-        "SyncerPodConfiguration",
-        "SyncerVolumeUnavailable",
-        "SyncerNotStarting",
-        "SyncerNotCreated",
-        "SyncerNodeLost",
-        "SyncerNotAnswering",
-        "SyncerStoreProblem",
-        "SyncerCredentials",
-    }
-)
+_SYNCER_FAULTS = frozenset(get_args(ObstacleKind)) - {"Crashing"} | {
+    "NotCreated",
+    "NodeLost",
+    "NotAnswering",
+    "StoreProblem",
+    "Credentials",
+}
+"""Reasons for which SyncerReady is False and that do not pass by themselves. SyncerCrashed tells of a crash."""
 
 
 class EventLog:
@@ -169,7 +155,7 @@ def _report_apply_failed(
 
 def _report_fault(event_log: EventLog, kind: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """An Event when a condition begins to say a fault, and one when the fault is over."""
-    topic, bad = Topic.CONDITION, "False" if kind == "HubReachable" else "True"
+    bad = "False" if kind == "HubReachable" else "True"
 
     def state(condition: Mapping[str, Any]) -> str:
         if condition.get("reason") == DRAINED:
@@ -178,28 +164,20 @@ def _report_fault(event_log: EventLog, kind: str, before: Mapping[str, Any], now
 
     if now.get("status") == "Unknown":
         return
-    if kind == "HubReachable" and now.get("reason") == DRAINED:
-        event_log.transition(topic, state(before), state(now), "Normal", "HubDrained", str(now.get("message")), kind)
-    elif state(now):
-        reason = "HubUnreachable" if kind == "HubReachable" else kind
-        event_log.transition(topic, state(before), "fault", "Warning", reason, str(now.get("message")), kind)
-    else:
-        reason = {"HubReachable": "HubReachable", "RegionLost": "RegionBack"}.get(kind, f"{kind}Over")
-        event_log.transition(
-            topic,
-            state(before),
-            "",
-            "Normal",
-            reason if before else "",
-            FAULT_OVER[kind] or str(now.get("message")),
-            kind,
-        )
+    message, hub = str(now.get("message")), kind == "HubReachable"
+    over = {"HubReachable": "HubReachable", "RegionLost": "RegionBack"}.get(kind, f"{kind}Over")
+    events: dict[str, tuple[Literal["Normal", "Warning"], str, str]] = {
+        "drained": ("Normal", "HubDrained", message),
+        "fault": ("Warning", "HubUnreachable" if hub else kind, message),
+        "": ("Normal", over if before else "", FAULT_OVER[kind] or message),
+    }
+    event_log.transition(Topic.CONDITION, state(before), state(now), *events[state(now)], kind)
 
 
 def _report_syncer_fault(event_log: EventLog, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     def state(conditions: Mapping[str, Any]) -> str:
-        reason = f"Syncer{conditions.get('SyncerReady', {}).get('reason', '')}"
-        return reason if reason in _SYNCER_FAULTS else ""
+        reason = conditions.get("SyncerReady", {}).get("reason", "")
+        return f"Syncer{reason}" if reason in _SYNCER_FAULTS else ""
 
     fault = state(now)
     message = str(now.get("SyncerReady", {}).get("message", ""))
@@ -207,18 +185,16 @@ def _report_syncer_fault(event_log: EventLog, before: Mapping[str, Any], now: Ma
 
 
 def _report_quorum(event_log: EventLog, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    row, old = now.get("QuorumMet", {}), before.get("QuorumMet", {})
-    if row.get("status") == "True":
-        event_log.transition(Topic.QUORUM, _met(old), "met", "Normal", "QuorumMet", str(row.get("message")))
-    elif row.get("status") == "False" and row.get("reason") == "TooFew":
-        reason = "QuorumLost" if _met(old) == "met" or event_log.last_state(Topic.QUORUM, default="") == "met" else ""
-        event_log.transition(Topic.QUORUM, _met(old), "few", "Warning", reason, str(row.get("message")))
+    def state(conditions: Mapping[str, Any]) -> str:
+        row = conditions.get("QuorumMet", {})
+        return "met" if row.get("status") == "True" else "few" if row.get("reason") == "TooFew" else ""
 
-
-def _met(condition: Mapping[str, Any]) -> str:
-    if condition.get("status") == "True":
-        return "met"
-    return "few" if condition.get("reason") == "TooFew" else ""
+    was, message = state(before), str(now.get("QuorumMet", {}).get("message"))
+    if state(now) == "met":
+        event_log.transition(Topic.QUORUM, was, "met", "Normal", "QuorumMet", message)
+    elif state(now) == "few":
+        lost = "met" in (was, event_log.last_state(Topic.QUORUM, default=""))
+        event_log.transition(Topic.QUORUM, was, "few", "Warning", "QuorumLost" if lost else "", message)
 
 
 def _report_regions(view: View, event_log: EventLog, found: TurnFindings, status: Object) -> None:
@@ -234,15 +210,12 @@ def _report_regions(view: View, event_log: EventLog, found: TurnFindings, status
         event_log.transition(Topic.REGION_SCALE, str(was), str(wanted), "Normal", reason, message, name)
         was_state = str(old.get("state")) if old.get("state") in ROLLING else ""
         state = str(row["state"]) if row["state"] in ROLLING else ""
+        kind: Literal["Normal", "Warning"] = "Warning" if state == "RolloutStopped" else "Normal"
+        reason = "RolledOut" if was_state and not state and row["state"] != "Lost" else ""
+        message = f"Every learner of region {name} has the changed template."
         if state == "RolloutStopped":
-            said = found.rollout.regions.get(name, "")
-            event_log.transition(
-                Topic.REGION_ROLLOUT, was_state, state, "Warning", state, f"Region {name}: {said}.", name
-            )
-        else:
-            reason = "RolledOut" if was_state and not state and row["state"] != "Lost" else ""
-            message = f"Every learner of region {name} has the changed template."
-            event_log.transition(Topic.REGION_ROLLOUT, was_state, state, "Normal", reason, message, name)
+            reason, message = state, f"Region {name}: {found.rollout.regions.get(name, '')}."
+        event_log.transition(Topic.REGION_ROLLOUT, was_state, state, kind, reason, message, name)
 
 
 def _report_pods(view: View, event_log: EventLog, found: TurnFindings) -> None:
@@ -258,8 +231,8 @@ def _report_pods(view: View, event_log: EventLog, found: TurnFindings) -> None:
         known = event_log.is_new and pod.name in in_status
         kind = found.regions.obstacles.get(pod.name, "")
         if pod.role == "evaluator" and pod.obstacle is not None and pod.alive:
-            kind = pod.obstacle.kind if pod.obstacle.kind != "other" else ""
-        kind = "" if kind == "crash" and pod.role == "learner" else kind  # LearnerCrashed says it
+            kind = pod.obstacle.kind if pod.obstacle.kind != "NotStarting" else ""
+        kind = "" if kind == "Crashing" and pod.role == "learner" else kind  # LearnerCrashed says it
         message = f"{title} {pod.name} does not start: {pod.obstacle.message if pod.obstacle is not None else ''}."
         before = event_log.last_state(Topic.POD_OBSTACLE, pod.uid, default=kind if known else "")
         untold = not kind or found.rollout.stopped.get(pod.region) == pod.name  # RolloutStopped says it

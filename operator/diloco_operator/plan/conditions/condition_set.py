@@ -56,6 +56,11 @@ class ConditionSet:
             "lastTransitionTime": since if isinstance(since, str) else rfc3339(self.now),
         }
 
+    def set_fault(self, kind: str, reason: str, message: str, *, over: str) -> None:
+        """Decide a condition that is True where there is a fault. ``message`` empty: there is none, with the
+        reason ``over``."""
+        self.set(kind, bool(message), reason if message else over, message)
+
     def keep_undecided(self) -> None:
         """Keep the conditions that were not decided as they were."""
         for old in self.before:

@@ -7,39 +7,27 @@ from dataclasses import dataclass, field
 
 from diloco_operator import names
 from diloco_operator.job import rfc3339
-from diloco_operator.model import ApplyError, Fact, Ref
+from diloco_operator.model import ApplyError, Fact
 from diloco_operator.objects.manifests import sync_address
 from diloco_operator.plan import refusals
 from diloco_operator.plan.conditions import hub_conditions, region_conditions
 from diloco_operator.plan.conditions.condition_set import ConditionSet
 from diloco_operator.plan.lifecycle import STAGE_WORDS, LifecycleDecision
 from diloco_operator.plan.pods.node_loss import NodeLosses
-from diloco_operator.plan.pods.pod_status import Pod, shortened
+from diloco_operator.plan.pods.pod_status import Pod, newest_message, shortened
 from diloco_operator.plan.pods.rollout import Rollout
-from diloco_operator.plan.regions import RegionReport, explain_failed_create
+from diloco_operator.plan.regions import RegionReport, explain_not_made
 from diloco_operator.plan.view import ANSWER_PATIENCE, View
 from diloco_protocol.vocabulary import CONTROL_PORT, FINISHING_PHASES, JobPhase, SyncerExit
 
-_WAITING = {
-    "unschedulable": "Unschedulable",
-    "image": "ImageUnavailable",
-    "config": "PodConfiguration",
-    "volume": "VolumeUnavailable",
-    "crash": "Crashing",
-    "other": "NotStarting",
+_APPLY_ERRORS = {
+    "conflict": ("NameConflict", ""),
+    "forbidden": ("Forbidden", "It is done when the operator is granted that."),
+    "quota": ("QuotaExceeded", "Raise the namespace's quota, or ask for less."),
+    "invalid": ("Refused", "Correct the job; what ran before goes on as it was."),
+    "other": ("ApplyFailed", ""),
 }
-_CURES = {
-    "forbidden": "It is done when the operator is granted that.",
-    "quota": "Raise the namespace's quota, or ask for less.",
-    "invalid": "Correct the job; what ran before goes on as it was.",
-}
-_REASONS = {
-    "invalid": "Refused",
-    "forbidden": "Forbidden",
-    "quota": "QuotaExceeded",
-    "other": "ApplyFailed",
-    "conflict": "NameConflict",
-}
+"""For each reason of an ApplyError the reason of Ready, and the cure."""
 # Without these nothing trains; the other kinds are good to have.
 _ESSENTIAL = frozenset({"ConfigMap", "Secret", "Service", "PersistentVolumeClaim", "Deployment", "StatefulSet"})
 
@@ -111,8 +99,9 @@ def _decide_syncer_pod(view: View, found: TurnFindings, pod: Pod | None, out: Co
     if on_lost_node is not None and not (pod is not None and pod.alive and pod.ready and pod.name != on_lost_node):
         out.set("SyncerReady", False, "NodeLost", f"Pod {on_lost_node}: {found.node_losses.reasons[on_lost_node]}.")
     elif pod is None or pod.over:
-        unmade = _explain_not_made(view)
-        out.set("SyncerReady", False, "NotCreated" if unmade else "Starting", unmade or "Its pod is being made.")
+        unmade = explain_not_made(view, names.syncer_deployment(view.job.name))
+        said = f"{unmade[0].upper()}{unmade[1:]}." if unmade else "Its pod is being made."
+        out.set("SyncerReady", False, "NotCreated" if unmade else "Starting", said)
     elif pod.terminating:
         out.set("SyncerReady", False, "Restarting", f"Pod {pod.name} is on its way out.")
     elif handing_over:
@@ -121,10 +110,9 @@ def _decide_syncer_pod(view: View, found: TurnFindings, pod: Pod | None, out: Co
     elif unfit := _explain_unfit(view, pod):
         out.set("SyncerReady", False, "Credentials", f"Pod {pod.name}: {refusals.UNFIT}: {unfit}")
     elif pod.obstacle is not None:
-        reason = _WAITING[pod.obstacle.kind]
         more = _describe_claim(view, pod) + refusals.missing_secret_cure(view.job, pod.obstacle)
         message = f"Pod {pod.name}: {pod.obstacle.message.rstrip('.')}{more}."
-        out.set("SyncerReady", False, reason, message)
+        out.set("SyncerReady", False, pod.obstacle.kind, message)
     elif not pod.ready:
         out.set("SyncerReady", False, "Starting", f"Pod {pod.name} reads its store, or is about to serve.")
     else:
@@ -137,7 +125,7 @@ def _explain_unfit(view: View, pod: Pod) -> str:
     end = pod.last_end
     if pod.ready or end is None or end.code != SyncerExit.CREDENTIALS:
         return ""
-    if pod.obstacle is not None and pod.obstacle.kind in ("config", "image", "volume"):
+    if pod.obstacle is not None and pod.obstacle.kind in ("PodConfiguration", "ImageUnavailable", "VolumeUnavailable"):
         return ""
     if pod.running_since is not None and view.now - pod.running_since > UNFIT_SECONDS:
         return ""
@@ -170,23 +158,9 @@ def _decide_answering(view: View, pod: Pod, out: ConditionSet) -> None:
         )
 
 
-def _explain_not_made(view: View) -> str:
-    """Why the syncer's pod could not be made, by its ReplicaSet's Event; empty: there is none."""
-    head = f"{view.job.name}-syncer-"
-    cluster_events = [
-        n
-        for n in view.observed.cluster_events
-        if n.reason == "FailedCreate" and n.kind == "ReplicaSet" and n.name.startswith(head)
-    ]
-    if not cluster_events:
-        return ""
-    said = explain_failed_create(max(cluster_events, key=lambda event: event.time).message)
-    return said[0].upper() + said[1:] + "."
-
-
 def _describe_claim(view: View, pod: Pod) -> str:
     """What is added of the claim where the syncer's pod waits for its volume; empty: it does not."""
-    if pod.obstacle is None or pod.obstacle.kind not in ("volume", "unschedulable"):
+    if pod.obstacle is None or pod.obstacle.kind not in ("VolumeUnavailable", "Unschedulable"):
         return ""
     storage = view.job.spec.syncer.storage
     if storage.claim_name is not None:
@@ -195,8 +169,8 @@ def _describe_claim(view: View, pod: Pod) -> str:
     live = view.observed.objects.get(ref)
     if live is None or (live.get("status") or {}).get("phase") != "Pending":
         return ""
-    cluster_events = [n for n in view.observed.cluster_events if Ref(n.kind, n.name) == ref]
-    why = f": {shortened(max(cluster_events, key=lambda n: n.time).message)}" if cluster_events else ""
+    message = newest_message(view.observed.cluster_events, ref)
+    why = f": {shortened(message)}" if message else ""
     return f" (claim {ref.name} is not bound{why}; syncer.storage names its class and size)"
 
 
@@ -231,16 +205,9 @@ def _decide_region_lost(view: View, found: TurnFindings, out: ConditionSet) -> N
         for name, since in found.regions.lost.items()
         if view.now - since >= policy.region_lost_seconds or name in view.regions_lost
     }
-    if lost:
-        said = ", ".join(f"{name} since {rfc3339(since)}" for name, since in sorted(lost.items()))
-        out.set(
-            "RegionLost",
-            True,
-            "NobodyHeard",
-            f"Nobody is heard of region {said}. Its learners rejoin by themselves when they are back.",
-        )
-    else:
-        out.set("RegionLost", False, "AllHeard", "")
+    said = ", ".join(f"{name} since {rfc3339(since)}" for name, since in sorted(lost.items()))
+    message = f"Nobody is heard of region {said}. Its learners rejoin by themselves when they are back."
+    out.set_fault("RegionLost", "NobodyHeard", message if lost else "", over="AllHeard")
 
 
 # ------------------------------------------------------------------ what is wrong
@@ -248,7 +215,7 @@ def _decide_region_lost(view: View, found: TurnFindings, out: ConditionSet) -> N
 
 def describe_apply_error(apply_error: ApplyError) -> str:
     """A failed write in a sentence with its cure."""
-    cure = _CURES.get(apply_error.reason, "")
+    _, cure = _APPLY_ERRORS[apply_error.reason]
     message = shortened(apply_error.message, 1000).rstrip(".")
     return f"{apply_error.ref.kind} {apply_error.ref.name}: {message}. {cure}".strip()
 
@@ -258,11 +225,8 @@ def _sorted(apply_errors: Sequence[ApplyError]) -> list[ApplyError]:
 
 
 def _decide_name_conflict(found: TurnFindings, out: ConditionSet) -> None:
-    theirs = [t for t in found.apply_errors if t.reason == "conflict"]
-    if theirs:
-        out.set("NameConflict", True, "NameTaken", " ".join(sorted(map(describe_apply_error, theirs))))
-    else:
-        out.set("NameConflict", False, "NamesFree", "")
+    theirs = [describe_apply_error(t) for t in found.apply_errors if t.reason == "conflict"]
+    out.set_fault("NameConflict", "NameTaken", " ".join(sorted(theirs)), over="NamesFree")
 
 
 def _decide_degraded(view: View, found: TurnFindings, out: ConditionSet) -> None:
@@ -284,7 +248,7 @@ def _decide_degraded(view: View, found: TurnFindings, out: ConditionSet) -> None
     if fixed:
         said.append(fixed)
         reason = reason or "VolumeFixed"
-    out.set("Degraded", bool(said), reason or "AsWanted", " ".join(said))
+    out.set_fault("Degraded", reason, " ".join(said), over="AsWanted")
 
 
 def _explain_evaluator(view: View, found: TurnFindings) -> str:
@@ -293,7 +257,7 @@ def _explain_evaluator(view: View, found: TurnFindings) -> str:
         return ""
     if pod.name in found.node_losses.reasons:
         return f"Evaluator {pod.name}: {found.node_losses.reasons[pod.name]}; training goes on without it."
-    if pod.obstacle is not None and pod.obstacle.kind != "other":
+    if pod.obstacle is not None and pod.obstacle.kind != "NotStarting":
         said = f"{pod.obstacle.message}{refusals.missing_secret_cure(view.job, pod.obstacle)}"
         return f"Evaluator {pod.name}: {said}; training goes on without it."
     return ""
@@ -350,7 +314,7 @@ def _decide_ready(view: View, found: TurnFindings, out: ConditionSet) -> None:
         return
     essential = [t for t in _sorted(found.apply_errors) if t.ref.kind in _ESSENTIAL]
     if essential:
-        out.set("Ready", False, _REASONS[essential[0].reason], " ".join(map(describe_apply_error, essential)))
+        out.set("Ready", False, _APPLY_ERRORS[essential[0].reason][0], " ".join(map(describe_apply_error, essential)))
         return
     wanted = ("SyncerReady", "QuorumMet") if view.here.syncer else ("HubReachable",)
     for kind in wanted:

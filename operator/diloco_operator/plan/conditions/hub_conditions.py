@@ -130,17 +130,12 @@ def _decide_spec_drift(view: View, document: StatusDocument, out: ConditionSet) 
     for refusal in document.refusals:
         if refusal.reason == JoinRefusal.SPEC_DRIFT and refusal.seconds_ago < RECENT_SECONDS:
             fields.setdefault(_name_party(view.job, refusal.role, refusal.region), set()).update(refusal.fields)
-    if fields:
-        said = "; ".join(f"{party}: {list_fields(sorted(found))}" for party, found in sorted(fields.items()))
-        out.set(
-            "SpecDrift",
-            True,
-            "FieldsDiffer",
-            f"Refused, because these fields are not as in this copy of the job: {said}. They stay out of the "
-            "quorum until their cluster's copy is deleted and this job applied there.",
-        )
-    else:
-        out.set("SpecDrift", False, "SameJob", "")
+    said = "; ".join(f"{party}: {list_fields(sorted(found))}" for party, found in sorted(fields.items()))
+    message = (
+        f"Refused, because these fields are not as in this copy of the job: {said}. They stay out of the "
+        "quorum until their cluster's copy is deleted and this job applied there."
+    )
+    out.set_fault("SpecDrift", "FieldsDiffer", message if fields else "", over="SameJob")
 
 
 def _name_party(job: Job, role: str, region: str) -> str:

@@ -36,12 +36,9 @@ def decide_region_conditions(view: View, stage: tuple[str, str] | None, out: Con
     refused = _find_refusals(view)
     _decide_hub_reachable(view, stage, refused, out)
     drifted = sorted(message for word, message in refused if word == JoinRefusal.SPEC_DRIFT)
-    if drifted:
-        said = shortened("; ".join(drifted), 1000).rstrip(".")
-        cure = refusals.cure_of_refusal(view.job, JoinRefusal.SPEC_DRIFT)
-        out.set("SpecDrift", True, "FieldsDiffer", f"{said}. {cure}")
-    else:
-        out.set("SpecDrift", False, "SameJob", "")
+    said = shortened("; ".join(drifted), 1000).rstrip(".")
+    message = f"{said}. {refusals.cure_of_refusal(view.job, JoinRefusal.SPEC_DRIFT)}" if drifted else ""
+    out.set_fault("SpecDrift", "FieldsDiffer", message, over="SameJob")
     _decide_settings_differ(view, out)
 
 
@@ -100,16 +97,12 @@ def _decide_settings_differ(view: View, out: ConditionSet) -> None:
     own = _own_settings(view.job)
     fields = sorted({field for hub in hub_settings for field in differing_fields(own, hub)})
     lasts = view.observe(Fact.SETTINGS_DIFFER, holds=bool(fields))
-    if fields and (lasts >= DIFFERS_SECONDS or view.is_true("SettingsDiffer")):
-        out.set(
-            "SettingsDiffer",
-            True,
-            "FieldsDiffer",
-            f"Not as at the hub, whose settings are in force here too: {list_fields(fields)}. "
-            "Apply the same job in every cluster.",
-        )
-    else:
-        out.set("SettingsDiffer", False, "SameSettings", "")
+    differ = bool(fields) and (lasts >= DIFFERS_SECONDS or view.is_true("SettingsDiffer"))
+    message = (
+        f"Not as at the hub, whose settings are in force here too: {list_fields(fields)}. "
+        "Apply the same job in every cluster."
+    )
+    out.set_fault("SettingsDiffer", "FieldsDiffer", message if differ else "", over="SameSettings")
 
 
 def _own_settings(job: Job) -> dict[str, Any]:

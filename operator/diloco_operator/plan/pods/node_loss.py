@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from diloco_operator.job import rfc3339, unix_seconds
+from diloco_operator.job import rfc3339, seconds_of
 from diloco_operator.model import Delete, EventWanted, Fact, Ref
 from diloco_operator.plan.pods.pod_status import Pod
 from diloco_operator.plan.view import View
@@ -64,8 +64,8 @@ def node_lost_since(view: View, name: str) -> float | None:
     view.observe(Fact.NODE_MISSING, name, holds=False)
     for condition in (node.get("status") or {}).get("conditions") or []:
         if condition.get("type") == "Ready" and condition.get("status") != "True":
-            text = condition.get("lastTransitionTime")
-            return unix_seconds(text) if isinstance(text, str) else view.now
+            since = seconds_of(condition.get("lastTransitionTime"))
+            return view.now if since is None else since
     return None
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from diloco_operator import names
-from diloco_operator.job import unix_seconds
-from diloco_operator.model import ClusterEvent, Object
+from diloco_operator.job import seconds_of
+from diloco_operator.model import ClusterEvent, Object, Ref
 from diloco_protocol.vocabulary import ENDS_FOR_RESUME, LABEL_POD_INDEX, LABEL_REGION, LABEL_ROLE
 
 _IMAGE = frozenset(
@@ -39,8 +39,14 @@ _CONFIG = frozenset(
         "PostStartHookError",
     }
 )
-_MOUNT_REASONS = ("FailedMount", "FailedAttachVolume", "FailedMapVolume")
-_START_REASONS = ("FailedCreatePodSandBox", "NetworkNotReady", "FailedPrepareDynamicResources")
+_DISRUPTIONS = {
+    "PreemptionByScheduler": "a pod of a higher priority took its place",
+    "EvictionByEvictionAPI": "it was evicted, as when a node is drained",
+    "DeletionByTaintManager": "its node was tainted or lost",
+    "DeletionByPodGC": "its node is gone",
+    "TerminationByKubelet": "its node ended it to save resources",
+}
+_SHUT_DOWN = ("Preempting", "Shutdown", "NodeShutdown", "Terminated")
 _ABSENT = re.compile(r'\b(secret|configmap)s? "([^"]+)" not found')
 _KINDS = {"secret": "Secret", "configmap": "ConfigMap"}
 MAX_MESSAGE_CHARS = 300
@@ -73,11 +79,27 @@ class ContainerExit:
         return f"{said}: {self.last_line}" if self.last_line else said
 
 
+ObstacleKind = Literal[
+    "Unschedulable", "ImageUnavailable", "PodConfiguration", "VolumeUnavailable", "Crashing", "NotStarting"
+]
+"""Reasons of SyncerReady too."""
+_EVENTS: tuple[tuple[tuple[str, ...], ObstacleKind, str], ...] = (
+    (("FailedMount", "FailedAttachVolume", "FailedMapVolume"), "VolumeUnavailable", "its volumes cannot be mounted"),
+    (
+        ("FailedCreatePodSandBox", "NetworkNotReady", "FailedPrepareDynamicResources"),
+        "NotStarting",
+        "it cannot be set up",
+    ),
+    (("Failed", "BackOff"), "ImageUnavailable", "its image cannot be pulled"),
+)
+"""Reasons of Events about a pod, and what they mean, in the order in which they are looked for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Obstacle:
     """Why a pod does not start."""
 
-    kind: str  # unschedulable, image, config, volume, crash or other
+    kind: ObstacleKind
     message: str
     secret: str = ""  # name of a Secret that is missing, by the message
 
@@ -124,7 +146,7 @@ def read_pod(obj: Object, cluster_events: Iterable[ClusterEvent]) -> Pod | None:
     role = labels.get(LABEL_ROLE, "")
     if role not in ("syncer", "learner", "evaluator"):
         return None
-    main = _main(status.get("containerStatuses"), role)
+    main = next((s for s in status.get("containerStatuses") or [] if s.get("name") == role), None)
     state = (main.get("state") or {}) if main else {}
     running = state.get("running")
     ends, last = _ends(main)
@@ -133,8 +155,11 @@ def read_pod(obj: Object, cluster_events: Iterable[ClusterEvent]) -> Pod | None:
     deleted = metadata.get("deletionTimestamp")
     obstacle = None
     if not over and running is None:
-        mine = [n for n in cluster_events if n.kind == "Pod" and n.name == metadata["name"]]
-        obstacle = _obstacle(status, state, conditions, mine, last, ends)
+
+        def newest(*reasons: str) -> str:
+            return newest_message(cluster_events, Ref("Pod", metadata["name"]), *reasons)
+
+        obstacle = _obstacle(status, state, conditions, newest, last, ends)
     return Pod(
         name=metadata["name"],
         uid=metadata["uid"],
@@ -144,10 +169,10 @@ def read_pod(obj: Object, cluster_events: Iterable[ClusterEvent]) -> Pod | None:
         revision=labels.get(names.POD_REVISION, ""),
         node=spec.get("nodeName", ""),
         terminating=deleted is not None,
-        leaves_at=unix_seconds(deleted) if deleted is not None else None,
+        leaves_at=seconds_of(deleted),
         ready=_true(conditions.get("Ready")),
         running=running is not None,
-        running_since=_time(running, "startedAt"),
+        running_since=seconds_of((running or {}).get("startedAt")),
         started=running is not None or ends > 0,
         ends=ends,
         last_end=last,
@@ -163,17 +188,8 @@ def _ordinal(name: str, labels: Mapping[str, str]) -> int:
     return int(text) if text.isdigit() else -1
 
 
-def _main(statuses: Any, role: str) -> Object | None:
-    return next((s for s in statuses or [] if s.get("name") == role), None)
-
-
 def _true(condition: Mapping[str, Any] | None) -> bool:
     return condition is not None and condition.get("status") == "True"
-
-
-def _time(mapping: Mapping[str, Any] | None, key: str) -> float | None:
-    text = (mapping or {}).get(key)
-    return unix_seconds(text) if isinstance(text, str) else None
 
 
 def _ends(main: Object | None) -> tuple[int, ContainerExit | None]:
@@ -197,7 +213,7 @@ def _end(terminated: Mapping[str, Any]) -> ContainerExit:
         code=code or (128 + signal if signal else 0),
         reason=str(terminated.get("reason", "")),
         last_line=shorten_last_line(str(terminated.get("message") or "")),
-        at=_time(terminated, "finishedAt"),
+        at=seconds_of(terminated.get("finishedAt")),
     )
 
 
@@ -228,23 +244,11 @@ def shortened(text: str, limit: int = MAX_MESSAGE_CHARS) -> str:
 def _excused(status: Mapping[str, Any], conditions: Mapping[Any, Mapping[str, Any]]) -> str:
     """Why losing the pod is no fault of the job's; empty: no such reason is known."""
     target = conditions.get("DisruptionTarget")
-    if _true(target):
-        assert target is not None
-        return {
-            "PreemptionByScheduler": "a pod of a higher priority took its place",
-            "EvictionByEvictionAPI": "it was evicted, as when a node is drained",
-            "DeletionByTaintManager": "its node was tainted or lost",
-            "DeletionByPodGC": "its node is gone",
-            "TerminationByKubelet": "its node ended it to save resources",
-        }.get(str(target.get("reason")), str(target.get("message") or "it was disrupted"))
-    if status.get("phase") == "Failed" and status.get("reason") in (
-        "Preempting",
-        "Shutdown",
-        "NodeShutdown",
-        "Terminated",
-    ):
-        return "its node was shut down"
-    return ""
+    if target is not None and _true(target):
+        reason = str(target.get("reason"))
+        return _DISRUPTIONS.get(reason) or str(target.get("message") or "it was disrupted")
+    shut_down = status.get("phase") == "Failed" and status.get("reason") in _SHUT_DOWN
+    return "its node was shut down" if shut_down else ""
 
 
 # ------------------------------------------------------------------ why it does not start
@@ -254,17 +258,17 @@ def _obstacle(
     status: Mapping[str, Any],
     state: Mapping[str, Any],
     conditions: Mapping[Any, Mapping[str, Any]],
-    cluster_events: list[ClusterEvent],
+    newest: Callable[..., str],
     last: ContainerExit | None,
     ends: int,
 ) -> Obstacle | None:
     scheduled = conditions.get("PodScheduled")
     if scheduled is not None and scheduled.get("status") == "False":
-        message = scheduled.get("message") or _newest(cluster_events, ("FailedScheduling",)) or "no node takes it"
+        message = scheduled.get("message") or newest("FailedScheduling") or "no node takes it"
         if scheduled.get("reason") == "SchedulingGated":
-            return Obstacle("unschedulable", f"it waits for its scheduling gates: {shortened(message)}")
+            return Obstacle("Unschedulable", f"it waits for its scheduling gates: {shortened(message)}")
         claim = "persistentvolumeclaim" in message.lower()
-        return Obstacle("volume" if claim else "unschedulable", f"no node takes it: {shortened(message)}")
+        return Obstacle("VolumeUnavailable" if claim else "Unschedulable", f"no node takes it: {shortened(message)}")
     for init in status.get("initContainerStatuses") or []:
         found = _waiting(init, (init.get("state") or {}).get("waiting"), f"init container {init.get('name')}")
         if found is not None:
@@ -277,12 +281,8 @@ def _obstacle(
         found = _waiting(one, mine, "" if mine == state.get("waiting") else f"container {one.get('name')}")
         if found is not None:
             return found
-    for reasons, kind, said in (
-        (_MOUNT_REASONS, "volume", "its volumes cannot be mounted"),
-        (_START_REASONS, "other", "it cannot be set up"),
-        (("Failed", "BackOff"), "image", "its image cannot be pulled"),
-    ):
-        message = _newest(cluster_events, reasons)
+    for reasons, kind, said in _EVENTS:
+        message = newest(*reasons)
         if message:
             return Obstacle(kind, f"{said}: {shortened(message)}{_cure(message)}", _missing_secret(message))
     return None
@@ -290,7 +290,7 @@ def _obstacle(
 
 def _crash(last: ContainerExit | None, ends: int) -> Obstacle:
     said = "its program ended" if last is None else str(last)
-    return Obstacle("crash", f"{said} ({ends} times)" if ends > 1 else said)
+    return Obstacle("Crashing", f"{said} ({ends} times)" if ends > 1 else said)
 
 
 def _waiting(container: Mapping[str, Any], waiting: Mapping[str, Any] | None, subject: str) -> Obstacle | None:
@@ -300,21 +300,31 @@ def _waiting(container: Mapping[str, Any], waiting: Mapping[str, Any] | None, su
     if reason in _IMAGE:
         image = container.get("image", "")
         return Obstacle(
-            "image",
+            "ImageUnavailable",
             f"{prefix}image {image} cannot be had ({reason}): {message}; "
             "check its name, and imagePullSecrets if its registry asks for them",
         )
     if reason in _CONFIG:
-        return Obstacle("config", f"{prefix}{message} ({reason}){_cure(message)}", _missing_secret(message))
+        return Obstacle("PodConfiguration", f"{prefix}{message} ({reason}){_cure(message)}", _missing_secret(message))
     if reason == "CrashLoopBackOff":
         ended = (container.get("lastState") or {}).get("terminated")
         said = str(_end(ended)) if ended is not None else message
-        return Obstacle("crash", f"{prefix}{said}")
+        return Obstacle("Crashing", f"{prefix}{said}")
     return None
 
 
-def _newest(cluster_events: list[ClusterEvent], reasons: Iterable[str]) -> str:
-    fitting = [event for event in cluster_events if event.reason in reasons]
+def newest_message(cluster_events: Iterable[ClusterEvent], ref: Ref, *reasons: str) -> str:
+    """What the newest Event about an object says; empty: there is none. ``reasons``: if given, only Events with one
+    of them. The ReplicaSets of a Deployment count as the Deployment."""
+    fitting = [
+        event
+        for event in cluster_events
+        if (not reasons or event.reason in reasons)
+        and (
+            (event.kind, event.name) == ref
+            or (ref.kind == "Deployment" and event.kind == "ReplicaSet" and event.name.startswith(f"{ref.name}-"))
+        )
+    ]
     return max(fitting, key=lambda event: event.time).message if fitting else ""
 
 

@@ -22,10 +22,6 @@ start either; the status names the reason.
 
 **Follow.** The successor is followed until it is in the quorum or stands by, and that is an Event.
 
-Example: ``kubectl delete pod job-local-1``. The next turn finds another UID at that place, sends
-``LearnerGone``, counts one loss, and calls ``process-ended`` while the syncer lists the old process.
-When the new pod is in the quorum, ``LearnerReplaced`` says after how many seconds.
-
 All of this compares pods with their snapshots in ``PlanMemory``. An operator that restarts has no
 snapshots: it counts nothing of what happened before, and fences after ``UNKNOWN_SECONDS``.
 """
@@ -57,6 +53,7 @@ class PodChanges:
     calls: list[Call] = field(default_factory=list)
     deletes: list[Delete] = field(default_factory=list)
     events: list[EventWanted] = field(default_factory=list)
+    gone: set[str] = field(default_factory=set)  # UIDs
     counted: int = 0  # losses that count against failurePolicy.maxReplacements
     cause: str = ""  # of the last one that counted
     failure: tuple[str, str] | None = None  # reason and message of why the job fails
@@ -70,18 +67,27 @@ class PodChanges:
 def track_pods(view: View) -> PodChanges:
     """Fence, count, delete and follow, for a job that is running. Changes the view's memory."""
     out = PodChanges()
-    gone: set[str] = set()  # UIDs of pods that are gone since the last turn
-    for region in view.here.regions:
-        for ordinal in range(region.learners + region.spares):
-            _track_learner(view, view.place(region.name, ordinal), out, gone)
+    for place in learner_places(view):
+        pod = view.learners.get(place)
+        _track_place(view, place, pod, out)
+        if pod is not None:
+            _follow_learner(view, pod, out)
     if view.here.syncer:
-        _track_syncer(view, out, gone)
+        pod = view.pod_of(SYNCER)
+        _track_place(view, SYNCER, pod, out)
+        if pod is not None:
+            _follow_syncer(view, pod, out)
     _forget_places(view)
     if view.here.syncer:
-        _fence(view, out, gone)
+        _fence(view, out)
     for region in view.here.regions:
         _delete_broken(view, region.name, out)
     return out
+
+
+def learner_places(view: View) -> list[str]:
+    """The places of all learners of this cluster, spares included."""
+    return [view.place(r.name, i) for r in view.here.regions for i in range(r.learners + r.spares)]
 
 
 def reset(view: View) -> None:
@@ -97,17 +103,21 @@ def reset(view: View) -> None:
 # ------------------------------------------------------------------ each place
 
 
-def _track_learner(view: View, name: str, out: PodChanges, gone: set[str]) -> None:
-    memory = view.memory
-    pod, before = view.learners.get(name), memory.snapshots.get(name)
+def _track_place(view: View, place: str, pod: Pod | None, out: PodChanges) -> None:
+    """Compare the pod of a place with its snapshot of the last turn, and take a new one."""
+    before = view.memory.snapshots.get(place)
     if before is not None and (pod is None or pod.uid != before.uid):
-        _handle_gone_pod(view, name, before, pod, out, gone)
+        _handle_gone_pod(view, place, before, pod, out)
         before = None
     if pod is None:
         return
     if before is not None and pod.ends > before.ends:
         _handle_crash(view, pod, before, out)
-    memory.snapshots[name] = _snapshot(view, pod)
+    view.memory.snapshots[place] = _snapshot(view, pod)
+
+
+def _follow_learner(view: View, pod: Pod, out: PodChanges) -> None:
+    memory, name = view.memory, pod.name
     if pod.running_since is not None and view.now - pod.running_since > LAST_BACKOFF:
         memory.backoffs.pop(name, None)
     awaited, slot = memory.successors.get(name), view.slot_of(pod)
@@ -115,40 +125,20 @@ def _track_learner(view: View, name: str, out: PodChanges, gone: set[str]) -> No
         return
     if slot is None or slot.process != awaited.lost_process or not awaited.lost_process:
         del memory.successors[name]
-        waited = view.now - awaited.since
         where = "is in the quorum" if slot is None or slot.in_quorum else "stands by"
-        out.events.append(
-            EventWanted("Normal", "LearnerReplaced", f"{name} {where} again, {waited:.0f} s after its loss.")
-        )
+        said = f"{name} {where} again, {view.now - awaited.since:.0f} s after its loss."
+        out.events.append(EventWanted("Normal", "LearnerReplaced", said))
 
 
-def _track_syncer(view: View, out: PodChanges, gone: set[str]) -> None:
-    memory = view.memory
-    pod, before = view.pod_of(SYNCER), memory.snapshots.get(SYNCER)
-    if before is not None and (pod is None or pod.uid != before.uid):
-        _handle_gone_pod(view, SYNCER, before, pod, out, gone)
-        before = None
-    if pod is None:
-        return
-    end = pod.last_end
-    if before is not None and pod.ends > before.ends:
-        _handle_crash(view, pod, before, out)
+def _follow_syncer(view: View, pod: Pod, out: PodChanges) -> None:
+    successors, end = view.memory.successors, pod.last_end
     if end is not None and end.code == WorkerExit.CONFIGURATION and not pod.running and not pod.terminating:
-        out.failure = (
-            "SyncerConfiguration",
-            f"The syncer cannot work with this job: {end.last_line or 'it ended with exit code 2'}",
-        )
-    memory.snapshots[SYNCER] = _snapshot(view, pod)
-    if SYNCER in memory.successors and pod.alive and pod.ready and view.document is not None:
-        waited = view.now - memory.successors.pop(SYNCER).since
-        epoch = view.document.epoch
-        out.events.append(
-            EventWanted(
-                "Normal",
-                "SyncerReplaced",
-                f"The syncer answers again, in epoch {epoch}, {waited:.0f} s after its loss.",
-            )
-        )
+        why = f"The syncer cannot work with this job: {end.last_line or 'it ended with exit code 2'}"
+        out.failure = ("SyncerConfiguration", why)
+    if SYNCER in successors and pod.alive and pod.ready and view.document is not None:
+        waited = view.now - successors.pop(SYNCER).since
+        said = f"The syncer answers again, in epoch {view.document.epoch}, {waited:.0f} s after its loss."
+        out.events.append(EventWanted("Normal", "SyncerReplaced", said))
 
 
 def _snapshot(view: View, pod: Pod) -> PodSnapshot:
@@ -168,11 +158,9 @@ def _snapshot(view: View, pod: Pod) -> PodSnapshot:
     return PodSnapshot(pod.uid, pod.ends, pod.started, excused, cause, process)
 
 
-def _handle_gone_pod(
-    view: View, place: str, before: PodSnapshot, successor: Pod | None, out: PodChanges, gone: set[str]
-) -> None:
+def _handle_gone_pod(view: View, place: str, before: PodSnapshot, successor: Pod | None, out: PodChanges) -> None:
     memory = view.memory
-    gone.add(before.uid)
+    out.gone.add(before.uid)
     memory.snapshots.pop(place, None)
     own = before.uid in memory.own_deletions
     memory.own_deletions.discard(before.uid)
@@ -217,16 +205,10 @@ def _handle_crash(view: View, pod: Pod, before: PodSnapshot, out: PodChanges) ->
     elif action != "Ignore":
         for _ in range(pod.ends - before.ends):
             out.count_loss(f"{subject}: {end}.")
-    if (
-        action == ""
-        and pod.role == "learner"
-        and end.code == WorkerExit.CONFIGURATION
-        and not _others_take_part(view, pod)
-    ):
-        out.failure = (
-            "LearnerConfiguration",
-            f"{subject} cannot work with this job, and another start does not help: {end}.",
-        )
+    hopeless = pod.role == "learner" and end.code == WorkerExit.CONFIGURATION
+    if hopeless and not action and not _others_take_part(view, pod):
+        why = f"{subject} cannot work with this job, and another start does not help: {end}."
+        out.failure = ("LearnerConfiguration", why)
 
 
 def _has_unfit_credentials(pod: Pod) -> bool:
@@ -252,10 +234,10 @@ def _action_of_rules(view: View, end: ContainerExit) -> str:
 # ------------------------------------------------------------------ fence
 
 
-def _fence(view: View, out: PodChanges, gone: set[str]) -> None:
+def _fence(view: View, out: PodChanges) -> None:
     """Tell the syncer of every process that it lists as holding a slot and that no longer exists."""
     by_process = {pod.process: pod for pod in view.pods}
-    gone_processes = {uid.replace("-", "") for uid in gone}
+    gone_processes = {uid.replace("-", "") for uid in out.gone}
     here = {region.name for region in view.here.regions}
     unknown: set[str] = set()
     for slot in view.slots:
@@ -296,7 +278,7 @@ def _delete_broken(view: View, region: str, out: PodChanges) -> None:
         loops = pod.ends >= CRASHES and not is_curable(pod.last_end)
         if pod.name in silent:
             why = "it runs, and the syncer has not heard it"
-        elif loops and pod.obstacle is not None and pod.obstacle.kind == "crash":
+        elif loops and pod.obstacle is not None and pod.obstacle.kind == "Crashing":
             why = f"it crashes again and again: {pod.obstacle.message}"
         if why and _pass_backoff(view, pod):
             view.memory.own_deletions.add(pod.uid)
@@ -343,8 +325,7 @@ def _is_silent(view: View, pod: Pod) -> bool:
 def _forget_places(view: View) -> None:
     """Forget places that the job does not have any more, and the timers of pods that are gone."""
     memory = view.memory
-    places = {view.place(r.name, i) for r in view.here.regions for i in range(r.learners + r.spares)}
-    places.add(SYNCER)
+    places = {SYNCER, *learner_places(view)}
     for known in (memory.snapshots, memory.successors, memory.backoffs):
         for place in known.keys() - places:
             del known[place]

@@ -111,36 +111,24 @@ def _outdated_pods(view: View, region: str) -> list[Pod]:
 def _is_rolled_out(view: View) -> bool:
     """Whether every learner here has the template of the job's present generation."""
     for region in view.here.regions:
-        live = view.live(names.stateful_set(view.job.name, region.name))
-        if live is None:
+        if view.live(names.stateful_set(view.job.name, region.name)) is None:
             continue  # a new region: its learners come with the new template
-        if not _revision(view, region.name) or _outdated_pods(view, region.name):
+        revision, wanted = _revision(view, region.name), view.wanted(region.name)
+        if not revision or _outdated_pods(view, region.name):
             return False
-        wanted = view.wanted(region.name)
-        for pod in view.learners_of(region.name):
-            taken = pod.ordinal < wanted and pod.terminating and pod.revision != _revision(view, region.name)
-            if taken and not view.stuck(pod):
-                return False
+        leaving = [p for p in view.learners_of(region.name) if p.terminating and not view.stuck(p)]
+        if any(pod.ordinal < wanted and pod.revision != revision for pod in leaving):
+            return False
         if any((region.name, i) in view.memory.rollout_restarts for i in range(wanted)):
             return False
     return True
 
 
 def _is_shrinking(view: View) -> bool:
-    """Whether learners are left that a scaling down removes."""
-    for region in view.here.regions:
-        wanted = view.wanted(region.name)
-        for pod in view.learners_of(region.name):
-            if pod.ordinal >= wanted and not pod.over and not view.stuck(pod):
-                return True
-    return _has_removed_regions(view)
-
-
-def _has_removed_regions(view: View) -> bool:
-    """Whether learners are left of a region that the job does not have any more."""
-    known = {region.name for region in view.here.regions}
+    """Whether learners are left that a scaling down removes, or of a region that the job does not have any more."""
     return any(
-        pod.role == "learner" and pod.region not in known and not pod.over and not view.stuck(pod) for pod in view.pods
+        pod.role == "learner" and pod.ordinal >= view.wanted(pod.region) and not pod.over and not view.stuck(pod)
+        for pod in view.pods
     )
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from diloco_operator import names
 from diloco_operator.job import rfc3339
-from diloco_operator.model import Observed, Plan, PlanMemory, PlanSettings
-from diloco_operator.plan.plan import plan
+from diloco_operator.model import JobPlan, Observed, PlanMemory, PlanSettings
+from diloco_operator.plan.planning import plan_job
 from operator_world import SPREAD, START, Far, World, job_object
 
 
@@ -117,9 +117,9 @@ def test_the_hub_knows_remote_learners_from_the_syncer() -> None:
     assert members
 
 
-def made(cluster: str | None, **spec: Any) -> Plan:
+def made(cluster: str | None, **spec: Any) -> JobPlan:
     job = job_object(**spec)
-    return plan(Observed(now=START, job=job), PlanMemory(), PlanSettings(cluster, "o", "s", "w"))
+    return plan_job(Observed(now=START, job=job), PlanMemory(), PlanSettings(cluster, "o", "s", "w"))
 
 
 def test_a_job_that_is_placed_elsewhere() -> None:

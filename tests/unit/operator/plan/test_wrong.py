@@ -8,7 +8,7 @@ import pytest
 
 from diloco_operator import names
 from diloco_operator.model import ClusterEvent, Ref
-from diloco_operator.plan.plan import plan
+from diloco_operator.plan.planning import plan_job
 from diloco_protocol.vocabulary import LABEL_JOB
 from operator_world import SETTINGS, World, job_object, started
 
@@ -214,4 +214,4 @@ def test_the_plan_raises_nothing_whatever_the_status_says() -> None:
         {"phase": "Sleeping", "conditions": [{}], "startTime": "2023-11-14T22:13:21Z"},
     ):
         observed.job["status"] = status
-        plan(observed, world.memory, SETTINGS)
+        plan_job(observed, world.memory, SETTINGS)

@@ -1,6 +1,6 @@
 """What to do about one job now: everything observed goes in, everything to be done comes out.
 
-One turn is one call of ``plan``. It reads nothing but its arguments and does nothing itself. It
+One turn is one call of ``plan_job``. It reads nothing but its arguments and does nothing itself. It
 decides by level, from what is there now: a turn that was missed, or an operator that was away, only
 delays what is done.
 
@@ -16,23 +16,7 @@ The steps of a turn, with their files:
 7. ``conditions/`` decides the conditions, ``job_status.py`` builds the status.
 8. ``transitions.py`` makes an Event of each difference between the old status and the new one.
 
-Example: what happens when a pod is deleted (``kubectl delete pod job-local-1``), file by file:
-
-1. ``informer/``: the watch brings the pod with a deletionTimestamp, then its deletion, into the cache,
-   and the cache wakes the job. The learner drains meanwhile, on SIGTERM; the StatefulSet makes a new pod
-   as soon as the old object is gone.
-2. ``reconcile/reconciler.py`` takes a turn; ``reconcile/observe.py`` freezes what is known.
-3. ``pods/replacement.py`` finds another UID, or no pod, at that place: the Event ``LearnerGone``, one
-   counted loss, and a call ``process-ended`` while the syncer lists the old process.
-4. ``regions.py``: one learner fewer in the quorum; the region's state says ``Degraded`` (``Starting`` if
-   nobody is left in it).
-5. ``conditions/decide.py``: the condition ``Degraded`` becomes True only if the successor is not there in
-   time, with the cause; ``QuorumMet`` is False only if fewer than K are left.
-6. ``job_status.py``: ``status.replacements`` goes up, ``status.learners`` down.
-7. ``reconcile/reconciler.py`` sends the call (``reconcile/syncer_poller.py``), writes the status
-   (``reconcile/status_writer.py``), then sends the Events (``reconcile/event_recorder.py``).
-8. Turns follow every two seconds. When the new pod is in the quorum, ``pods/replacement.py`` sends
-   ``LearnerReplaced``; a merge sets the count back to zero.
+What happens when a pod is deleted, file by file: docs/what-happens-when.md.
 
 A job that cannot be taken as it stands keeps what it had, and status says why: its spec asks for what
 this version does not do, or its podTemplates contradict what makes it work.
@@ -40,17 +24,15 @@ this version does not do, or its podTemplates contradict what makes it work.
 
 from __future__ import annotations
 
-import math
-
 from diloco_operator import names
 from diloco_operator.job import Job, Placement, find_unsupported, place_job, read_job
 from diloco_operator.model import (
     CountedLoss,
     Delete,
     Fact,
+    JobPlan,
     Object,
     Observed,
-    Plan,
     PlanMemory,
     PlanSettings,
     Ref,
@@ -61,7 +43,7 @@ from diloco_operator.plan import lifecycle
 from diloco_operator.plan.conditions.condition_set import ConditionSet
 from diloco_operator.plan.conditions.decide import TurnFindings, decide_conditions
 from diloco_operator.plan.desired import DesiredObjects, default_images, desired_objects
-from diloco_operator.plan.job_status import build_status, differs_beyond_progress
+from diloco_operator.plan.job_status import build_status
 from diloco_operator.plan.lifecycle import LifecycleDecision
 from diloco_operator.plan.pods import node_loss, replacement, rollout
 from diloco_operator.plan.regions import RegionReport, report_regions
@@ -79,17 +61,17 @@ FALLEN_SECONDS = 60.0
 syncer's store was set back; for a shorter time it may come from an older status page."""
 
 
-def plan(observed: Observed, memory: PlanMemory, settings: PlanSettings) -> Plan:
+def plan_job(observed: Observed, memory: PlanMemory, settings: PlanSettings) -> JobPlan:
     """The plan for one job. ``memory`` is changed in place. Raises nothing for a bad job."""
     job = read_job(observed.job)
     if job.deleted_at is not None:
         return _plan_deletion(observed, memory, settings, job)
     if job.document is None:
         return _plan_invalid(observed, memory, job)
-    return _plan_job(View(observed, memory, settings, job, place_job(job.spec, settings.cluster)))
+    return _plan_readable(View(observed, memory, settings, job, place_job(job.spec, settings.cluster)))
 
 
-def _plan_job(view: View) -> Plan:
+def _plan_readable(view: View) -> JobPlan:
     """The plan for a job whose spec could be read and that is not being deleted."""
     # Observe: the stage, pods and regions.
     found = TurnFindings(
@@ -122,14 +104,13 @@ def _plan_job(view: View) -> Plan:
         deletes += [*changes.deletes, *found.rollout.deletes]
     ttl = lifecycle.seconds_to_live(view) if found.decision.stage in ("complete", "failed") else None
     poll = _poll_interval(view, found)
-    return Plan(
+    return JobPlan(
         finalizer=FINALIZER in view.job.finalizers or view.here.anything,
         secrets=tuple(desired.secrets),
         apply=tuple(desired.apply),
         calls=tuple([*changes.calls, *found.decision.calls]),
         deletes=tuple(_merge_deletes(deletes)),
         status=status,
-        urgent=differs_beyond_progress(view.job.status, status),
         events=tuple(events),
         delete_job=ttl is not None and ttl <= 0,
         wake_in=_wake_in(view, found, ttl, poll, desired),
@@ -140,38 +121,42 @@ def _plan_job(view: View) -> Plan:
 # ------------------------------------------------------------------ early ends of a turn
 
 
-def _plan_invalid(observed: Observed, memory: PlanMemory, job: Job) -> Plan:
+def _plan_invalid(observed: Observed, memory: PlanMemory, job: Job) -> JobPlan:
     """The plan for a spec that the API server has let pass and the models refuse: a status, and nothing else."""
     before = list(job.status.get("conditions") or [])
-    conditions = ConditionSet(before, job.generation, observed.now)
     message = "; ".join(job.problems[:10])
     if len(job.problems) > 10:
         message += f"; and {len(job.problems) - 10} more"
-    conditions.set("Ready", False, "InvalidSpec", message)
-    conditions.keep_undecided()
     ended = any(c.get("status") == "True" and c.get("type") in ("Complete", "Failed") for c in before)
-    phase = job.status.get("phase") if ended else "Invalid"
-    status = {**job.status, "observedGeneration": job.generation, "phase": phase, "conditions": conditions.rows()}
+    phase = str(job.status.get("phase") or "Invalid") if ended else "Invalid"
+    status = _status_not_ready(job, observed.now, phase, "InvalidSpec", message)
     event_log = EventLog(memory)
     old: Object = next((c for c in before if c.get("type") == "Ready"), {})
     was = str(old.get("message")) if old.get("reason") == "InvalidSpec" else ""
     event_log.transition(Topic.SPEC_INVALID, was, message, "Warning", "InvalidSpec", message)
-    return Plan(
+    return JobPlan(
         finalizer=FINALIZER in job.finalizers,
         status=status,
-        urgent=differs_beyond_progress(job.status, status),
         events=tuple(event_log.events),
         wake_in=STEADY,
         poll_syncer=POLL,
     )
 
 
-def _plan_deletion(observed: Observed, memory: PlanMemory, settings: PlanSettings, job: Job) -> Plan:
+def _status_not_ready(job: Job, now: float, phase: str, reason: str, message: str) -> Object:
+    """The job's status as it was, but for the phase and Ready."""
+    conditions = ConditionSet(list(job.status.get("conditions") or []), job.generation, now)
+    conditions.set("Ready", False, reason, message)
+    conditions.keep_undecided()
+    return {**job.status, "observedGeneration": job.generation, "phase": phase, "conditions": conditions.rows()}
+
+
+def _plan_deletion(observed: Observed, memory: PlanMemory, settings: PlanSettings, job: Job) -> JobPlan:
     """The plan for a job that is being deleted, for a spec that cannot be read, too. The syncer tells its
     learners; then the volume is deleted, if ``onDelete`` says so; then the finalizer is removed, and
     Kubernetes collects what the job owns."""
     if FINALIZER not in job.finalizers:
-        return Plan(finalizer=False)
+        return JobPlan(finalizer=False)
     here = place_job(job.spec, settings.cluster) if job.document is not None else Placement(True, ())
     view = View(observed, memory, settings, job, here)
     decision = lifecycle.decide(view)
@@ -186,20 +171,16 @@ def _plan_deletion(observed: Observed, memory: PlanMemory, settings: PlanSetting
         if not done:
             why = "the job was deleted, and syncer.storage.onDelete is Delete"
             deletes.append(Delete(ref, claim["metadata"]["uid"], why))
-    conditions = ConditionSet(list(job.status.get("conditions") or []), job.generation, observed.now)
-    conditions.set("Ready", False, "Deleting", decision.message or "Its objects go.")
-    conditions.keep_undecided()
-    status = {**job.status, "observedGeneration": job.generation, "phase": "Deleting", "conditions": conditions.rows()}
+    status = _status_not_ready(job, observed.now, "Deleting", "Deleting", decision.message or "Its objects go.")
     event_log = EventLog(memory)
     was = "deleting" if job.status.get("phase") == "Deleting" else ""
     message = "The job is deleted: its learners are told, then its objects go."
     event_log.transition(Topic.JOB_END, was, "deleting", "Normal", "Deleting", message)
-    return Plan(
+    return JobPlan(
         finalizer=not done,
         calls=tuple(decision.calls),
         deletes=tuple(deletes),
         status=status,
-        urgent=differs_beyond_progress(job.status, status),
         events=tuple(event_log.events),
         wake_in=BRIEFLY,
         poll_syncer=POLL_SOON,
@@ -304,11 +285,10 @@ def _poll_interval(view: View, found: TurnFindings) -> float:
     changing = decision.stage in ("suspending", "restarting", "finishing", "failing")
     if decision.training and view.begun:
         whole = found.regions.in_quorum >= found.regions.wanted
-        places = [view.place(r.name, i) for r in view.here.regions for i in range(r.learners + r.spares)]
         ready = {pod.name for pod in view.pods if pod.ready}
         changing = (
             not whole
-            or not ready.issuperset(places)
+            or not ready.issuperset(replacement.learner_places(view))
             or bool(found.rollout.regions)
             or bool(memory.successors)
             or found.syncer_waits
@@ -324,16 +304,8 @@ def _poll_interval(view: View, found: TurnFindings) -> float:
 
 def _wake_in(view: View, found: TurnFindings, ttl: float | None, poll: float, desired: DesiredObjects) -> float:
     """Seconds until the next turn, if nothing else wakes the job."""
-    soonest = STEADY if poll == POLL else SOON if poll == POLL_SOON else 2 * POLL_LATER
-    if desired.more:
-        soonest = BRIEFLY
-    if ttl is not None:
-        soonest = min(soonest, max(ttl, BRIEFLY))
-    if not math.isinf(found.node_losses.wake_in):
-        soonest = min(soonest, max(found.node_losses.wake_in, BRIEFLY))
+    waits = [found.node_losses.wake_in, *([ttl] if ttl is not None else []), *([0.0] if desired.more else [])]
     patience = view.job.spec.failure_policy.region_lost_seconds
-    for since in found.regions.lost.values():
-        left = since + patience - view.now
-        if left > 0:
-            soonest = min(soonest, max(left, BRIEFLY))
-    return soonest
+    waits += [left for since in found.regions.lost.values() if (left := since + patience - view.now) > 0]
+    steady = STEADY if poll == POLL else SOON if poll == POLL_SOON else 2 * POLL_LATER
+    return min(steady, max(min(waits), BRIEFLY))
