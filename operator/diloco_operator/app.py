@@ -32,7 +32,7 @@ from diloco_operator.kube.permissions import Permissions
 from diloco_operator.logs import about
 from diloco_operator.metrics import PHASES, Metrics
 from diloco_operator.model import Key
-from diloco_operator.plan.plan import plan
+from diloco_operator.plan import planning
 from diloco_operator.reconcile.event_recorder import EventRecorder
 from diloco_operator.reconcile.reconciler import PlanFunction, Reconciler
 from diloco_operator.reconcile.root_key import RootKeyFinder
@@ -55,11 +55,15 @@ _CRD_HINT = (
 class Operator:
     """All parts, made for the running event loop.
 
-    ``plan``: another plan, for tests. ``signals``: those that end it, in a main thread.
+    ``plan_job``: another plan, for tests. ``signals``: those that end it, in a main thread.
     """
 
     def __init__(
-        self, settings: Settings, config: Any, plan: PlanFunction = plan, signals: tuple[signal.Signals, ...] = ()
+        self,
+        settings: Settings,
+        config: Any,
+        plan_job: PlanFunction = planning.plan_job,
+        signals: tuple[signal.Signals, ...] = (),
     ) -> None:
         self._signals = signals
         self._loop = asyncio.get_running_loop()
@@ -72,11 +76,12 @@ class Operator:
         )
         self.keys = RootKeyFinder(api, Path(settings.key_file), settings.namespace)
         self.permissions = Permissions(api, settings)
-        self.poller = SyncerPoller(metrics, settings.syncer_calls, settings.syncer_timeout_seconds, self._answered)
-        self.job_events = JobEvents(api, cache, self._wake_all)
-        self.informer = Informer(
-            settings, api, cache, metrics, self._from_thread(self._wake_all), self._from_thread(self._stream_changed)
+        self.poller = SyncerPoller(
+            metrics, settings.syncer_calls, settings.syncer_timeout_seconds, lambda key: self.queue.add(key)
         )
+        self.job_events = JobEvents(api, cache, self._wake_all)
+        told = self._from_thread(self._wake_all), self._from_thread(self._stream_changed)
+        self.informer = Informer(settings, lambda kind, place: Reflector(kind, place, api, cache, metrics, *told))
         self.reconciler = Reconciler(
             settings,
             api,
@@ -88,7 +93,7 @@ class Operator:
             metrics,
             self.informer.nodes_are_read,
             self.job_events.confirm,
-            plan,
+            plan_job,
         )
         self.queue = WorkQueue(self.reconciler.turn, settings.workers, self._failed)
         self.health = Health(api, self.informer, self.job_events, self.queue, self.keys, metrics)
@@ -207,9 +212,6 @@ class Operator:
     def _stream_changed(self, stream: Reflector) -> None:
         if stream.denied is not None:
             self.permissions.recheck()
-
-    def _answered(self, key: Key) -> None:
-        self.queue.add(key)
 
     def _recovered(self) -> None:
         """The API server answers again: what waits for it need not wait longer. Called from any thread."""

@@ -97,8 +97,8 @@ def _setting(default: Any, read: Callable[[str], Any], takes: str, text: str, sh
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """Everything that can be set."""
+class Settings(PlanSettings):
+    """Everything that can be set; first what the plan depends on."""
 
     cluster: str | None = _setting(
         None,
@@ -109,15 +109,6 @@ class Settings:
         "none",
     )
     namespace: str = _setting("diloco-system", _name, "NAME", "The operator's own namespace: its root key lies there.")
-    watch_namespaces: tuple[str, ...] = _setting(
-        (),
-        _names,
-        "A,B",
-        "Namespaces whose jobs are looked after; empty: all, which needs a ClusterRole. "
-        "With names, Roles in them are enough, and nodes are not read: a lost node is then seen by its pods' "
-        "silence alone.",
-        "all",
-    )
     syncer_image: str = _setting(
         f"diloco-syncer:{RELEASE}",
         _image,
@@ -140,6 +131,15 @@ class Settings:
         "The namespace whose pods may scrape jobs' metrics (NetworkPolicy); none: every namespace's.",
         "none",
     )
+    watch_namespaces: tuple[str, ...] = _setting(
+        (),
+        _names,
+        "A,B",
+        "Namespaces whose jobs are looked after; empty: all, which needs a ClusterRole. "
+        "With names, Roles in them are enough, and nodes are not read: a lost node is then seen by its pods' "
+        "silence alone.",
+        "all",
+    )
     resync_seconds: float = _setting(
         20.0, _number(5, 300), "SECONDS", "The longest that a job goes without being looked at when nothing happens."
     )
@@ -157,17 +157,6 @@ class Settings:
     )
     log_level: str = _setting("INFO", _word(*LEVELS), "LEVEL", "From which level on it logs.")
     log_format: str = _setting("json", _word(*FORMATS), "FORMAT", "json: an object a line; text: for people.")
-
-    def plan(self) -> PlanSettings:
-        """The settings that the plan depends on."""
-        return PlanSettings(
-            cluster=self.cluster,
-            namespace=self.namespace,
-            syncer_image=self.syncer_image,
-            worker_image=self.worker_image,
-            image_pull_policy=self.image_pull_policy,
-            metrics_namespace=self.metrics_namespace,
-        )
 
     @property
     def watches_nodes(self) -> bool:

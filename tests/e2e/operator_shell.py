@@ -27,7 +27,7 @@ from diloco_operator import names
 from diloco_operator.app import Operator
 from diloco_operator.kube.client import configuration
 from diloco_operator.kube.kinds import needs
-from diloco_operator.model import Object, Observed, Plan, PlanMemory, PlanSettings, Ref, SecretWanted
+from diloco_operator.model import JobPlan, Object, Observed, PlanMemory, PlanSettings, Ref, SecretWanted
 from diloco_operator.settings import Settings
 from diloco_protocol.vocabulary import LABEL_JOB, LABEL_ROLE
 from diloco_protocol.wire import limits, sync_pb2
@@ -45,18 +45,18 @@ class Wants:
     """A plan for all jobs. ``plan`` makes a job's plan from what is observed; default: ``children``."""
 
     def __init__(self) -> None:
-        self.plan: Callable[[Observed], Plan] = lambda observed: Plan(
+        self.plan: Callable[[Observed], JobPlan] = lambda observed: JobPlan(
             finalizer=True, apply=children(observed.job), status=status(observed)
         )
         self.observed: dict[tuple[str, str], Observed] = {}
         self.turns = 0
 
-    def __call__(self, observed: Observed, memory: PlanMemory, settings: PlanSettings) -> Plan:
+    def __call__(self, observed: Observed, memory: PlanMemory, settings: PlanSettings) -> JobPlan:
         meta = observed.job["metadata"]
         self.observed[meta["namespace"], meta["name"]] = observed
         self.turns += 1
         if meta.get("deletionTimestamp"):
-            return Plan(finalizer=False)
+            return JobPlan(finalizer=False)
         return self.plan(observed)
 
 

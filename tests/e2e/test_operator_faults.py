@@ -18,7 +18,7 @@ import yaml
 
 from diloco_operator.informer import reflector
 from diloco_operator.kube import permissions
-from diloco_operator.model import Call, Delete, EventWanted, Observed, Plan, Ref
+from diloco_operator.model import Call, Delete, EventWanted, JobPlan, Observed, Ref
 from diloco_operator.reconcile import syncer_poller
 from diloco_operator.reconcile.job_secrets import RootKey
 
@@ -62,10 +62,10 @@ def test_a_fault_in_a_template_leaves_what_runs_and_names_the_field(
         before = get(kube, path)
         for field, value in (("restartPolicy", "Sometimes"), ("noSuchField", 1), ("hostNetwork", "yes")):
 
-            def plan(observed: Observed, spec: dict[str, Any] = {field: value}) -> Plan:  # noqa: B006
+            def plan(observed: Observed, spec: dict[str, Any] = {field: value}) -> JobPlan:  # noqa: B006
                 job_ = observed.job
                 apply = (config_map(job_, changed="x"), stateful_set(job_, generation=2, **spec))
-                return Plan(True, apply=apply, status=status(observed))
+                return JobPlan(True, apply=apply, status=status(observed))
 
             wants.plan = plan
 
@@ -79,7 +79,7 @@ def test_a_fault_in_a_template_leaves_what_runs_and_names_the_field(
             assert "changed" not in get(kube, named("configmaps", "faulty-settings"))["data"]
         sent = quiet(operator, 6)
         assert sum(sent.values()) <= 1, f"the fault is tried again and again: {sent}"
-        wants.plan = lambda o: Plan(
+        wants.plan = lambda o: JobPlan(
             True,
             apply=(config_map(o.job, changed="x"), stateful_set(o.job, generation=3, hostname="fine")),
             status=status(o),
@@ -184,7 +184,7 @@ def test_the_operators_rights_are_enough_and_read_no_secret(
     """Everything that it does here is done with exactly the rights that kinds.needs lists."""
     exact = account(kube, tmp_path, set())
     wants = Wants()
-    wants.plan = lambda o: Plan(
+    wants.plan = lambda o: JobPlan(
         True,
         secrets=(secret(o.job),),
         apply=children(o.job, replicas=1),
@@ -198,14 +198,14 @@ def test_the_operators_rights_are_enough_and_read_no_secret(
         until("the pod is seen", lambda: wants.observed[NS, "modest"].pods, 20)
         meta = wants.observed[NS, "modest"].pods[0]["metadata"]
         delete = Delete(Ref("Pod", meta["name"]), meta["uid"], "a test")
-        wants.plan = lambda o: Plan(True, apply=children(o.job, replicas=1), deletes=(delete,), status=status(o))
+        wants.plan = lambda o: JobPlan(True, apply=children(o.job, replicas=1), deletes=(delete,), status=status(o))
 
         def another() -> bool:
             return bool(wants.observed[NS, "modest"].pods[0]["metadata"]["uid"] != meta["uid"])
 
         until("another pod", another, 30)
         until("the secret", lambda: get(kube, named("secrets", wants_secret(found))), 10)
-        wants.plan = lambda o: Plan(True, apply=children(o.job), delete_job=True)
+        wants.plan = lambda o: JobPlan(True, apply=children(o.job), delete_job=True)
         until("the job is gone", lambda: get(kube, named("dilocojobs", "modest")) is None, 20)
         denied = {key: n for key, n in operator.requests().items() if key[2] == "403"}
         assert not denied
@@ -291,7 +291,7 @@ def test_the_syncer_is_asked_and_told(
     node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "nowhere"}}
     wants = Wants()
     gone = Call("process-ended", {"region": "local", "ordinal": 0, "process": "", "reason": "test"})
-    wants.plan = lambda o: Plan(
+    wants.plan = lambda o: JobPlan(
         True, apply=children(o.job), calls=(gone,) if o.syncer else (), status=status(o), poll_syncer=1.0
     )
     with operate(wants) as operator:
@@ -378,12 +378,12 @@ def test_only_the_object_that_was_meant_is_deleted(kube: Cluster, operate: Calla
         until("the pod is seen", lambda: wants.observed[NS, "aimed"].pods, 10)
         ref = Ref("Pod", "aimed-x")
         wrong = Delete(ref, "00000000-0000-0000-0000-000000000000", "test")
-        wants.plan = lambda o: Plan(True, apply=children(o.job), deletes=(wrong,), status=status(o))
+        wants.plan = lambda o: JobPlan(True, apply=children(o.job), deletes=(wrong,), status=status(o))
         until("tried", lambda: operator.requests().get(("delete", "pods", "409")), 15)
         there = get(kube, named("pods", "aimed-x"))
         assert there and "deletionTimestamp" not in there["metadata"]
         right = replace(wrong, uid=there["metadata"]["uid"], force=True)
-        wants.plan = lambda o: Plan(True, apply=children(o.job), deletes=(right,), status=status(o))
+        wants.plan = lambda o: JobPlan(True, apply=children(o.job), deletes=(right,), status=status(o))
         until("gone", lambda: get(kube, named("pods", "aimed-x")) is None, 15)
 
 
@@ -392,7 +392,7 @@ def test_a_secret_that_was_deleted_is_made_again_when_it_is_missed(
 ) -> None:
     wants = Wants()
     missed = [False]
-    wants.plan = lambda o: Plan(
+    wants.plan = lambda o: JobPlan(
         True, secrets=(secret(o.job, missed[0]),), apply=children(o.job), status=status(o), wake_in=1.0
     )
     with operate(wants) as operator:

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from diloco_operator.model import EventWanted, Observed, Plan, Ref
-from diloco_operator.plan import plan as planning
+from diloco_operator.model import EventWanted, JobPlan, Observed, Ref
+from diloco_operator.plan import planning
 from diloco_operator.reconcile.diff import APPLIED
 from diloco_protocol.vocabulary import FINALIZER
 
@@ -50,11 +50,11 @@ def test_objects_status_finalizer_secret_and_event_are_made_and_then_nothing_is_
     wants = Wants()
     told: set[str] = set()
 
-    def plan(observed: Observed) -> Plan:
+    def plan(observed: Observed) -> JobPlan:
         first = not told
         told.add("begun")
         event = EventWanted("Normal", "Started", "The job begins.")
-        return Plan(
+        return JobPlan(
             finalizer=True,
             secrets=(secret(observed.job),),
             apply=children(observed.job),
@@ -136,7 +136,7 @@ def test_with_the_real_plan_too_a_restart_writes_nothing(kube: Cluster, operate:
             "NetworkPolicy",
         }
 
-    with operate(planning.plan, image_pull_policy="Never") as operator:
+    with operate(planning.plan_job, image_pull_policy="Never") as operator:
         until("ready", operator.ready, 30)
         for i in range(3):
             kube.apply(job(f"real-{i}"))
@@ -155,7 +155,7 @@ def test_with_the_real_plan_too_a_restart_writes_nothing(kube: Cluster, operate:
         asked = quiet(operator, 30)
         assert asked == {}, f"nothing changes, and it asks the API server: {asked}"
     before = versions()
-    with operate(planning.plan, image_pull_policy="Never") as operator:
+    with operate(planning.plan_job, image_pull_policy="Never") as operator:
         until("ready", operator.ready, 30)
         time.sleep(12)
         sent, after = operator.since({}), versions()
@@ -212,14 +212,14 @@ def test_what_is_deleted_by_hand_comes_back_and_what_is_edited_is_put_right(
 def test_what_nobody_wants_any_more_leaves_the_object(kube: Cluster, operate: Callable[..., Running]) -> None:
     """Also by an operator that never knew it: the mark on the object tells."""
     wants = Wants()
-    wants.plan = lambda o: Plan(True, apply=(config_map(o.job, old="x"), stateful_set(o.job)), status=status(o))
+    wants.plan = lambda o: JobPlan(True, apply=(config_map(o.job, old="x"), stateful_set(o.job)), status=status(o))
     path = named("configmaps", "less-settings")
     with operate(wants) as operator:
         until("ready", operator.ready, 30)
         kube.apply(job("less"))
         settled(kube, "less")
         assert get(kube, path)["data"] == {"a": "1", "old": "x"}
-    wants.plan = lambda o: Plan(True, apply=(config_map(o.job), stateful_set(o.job)), status=status(o))
+    wants.plan = lambda o: JobPlan(True, apply=(config_map(o.job), stateful_set(o.job)), status=status(o))
     with operate(wants) as operator:
         until("the field is gone", lambda: get(kube, path)["data"] == {"a": "1"}, 20)
         assert get(kube, path)["metadata"]["annotations"][APPLIED]

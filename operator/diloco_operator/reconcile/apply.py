@@ -1,13 +1,15 @@
-"""Making the plan's objects true: server-side apply of what is not as it should be.
+"""Server-side apply of the plan's objects: those that are missing or not as they should be.
 
-Theory of operation. An object that is in order (diff.py) costs nothing. Before an object
-is sent that the watches have not told of, it is looked for: one of that name that is not
-this job's is never touched, the plan hears of it as ``conflict``. A generation's first
-pod-carrying objects are tried dry before anything of it is sent, so that a pod template
-with a fault leaves the old objects running; the fault is the plan's ``invalid``.
+Theory of operation. For an object that is in order (``diff.py``) no request is made.
 
-An object that was sent and is still not what was wanted (the API server writes some values
-in its own way, or something else changes it back) is not sent again until either changes.
+An object that the cache does not have is read before it is applied. If there is one of that name that belongs
+to somebody else, it is left alone, and the plan gets the ApplyError ``conflict``.
+
+The objects with pods of a new generation are first applied as a dry run. If the API server refuses one, nothing
+of this generation that pods use is applied, so the old pods run on. The plan gets the ApplyError ``invalid``.
+
+Some objects do not become what was applied: the API server writes a value in another form, or another program
+changes it back. Such an object is applied again only when what is wanted or what is there changes.
 """
 
 from __future__ import annotations
@@ -18,13 +20,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from diloco_operator.informer.cache import Cache
+from diloco_operator.job import digest
 from diloco_operator.kube.api import Api
 from diloco_operator.kube.errors import ApiError, classify_failure
 from diloco_operator.kube.kinds import BY_NAME, WITH_PODS
 from diloco_operator.logs import about
 from diloco_operator.model import ApplyError, Key, Object, Ref
-from diloco_operator.names import GENERATION, is_ours
-from diloco_operator.reconcile.diff import APPLIED, differences, digest, marked, state
+from diloco_operator.names import GENERATION, is_ours, ref_of
+from diloco_operator.reconcile.diff import APPLIED, differences, marked, state
 
 log = logging.getLogger(__name__)
 
@@ -42,10 +45,6 @@ class ApplyMemory:
     unchanged_by_apply: dict[Ref, tuple[str, str, float]] = field(default_factory=dict)
     # digest of the pod-carrying manifests of a generation -> their fault (None: tried and fine), and when
     tried: dict[str, tuple[tuple[ApplyError, ...], float]] = field(default_factory=dict)
-
-
-def ref_of(manifest: Object) -> Ref:
-    return Ref(manifest["kind"], manifest["metadata"]["name"])
 
 
 def _annotation(obj: Object, name: str) -> str | None:
@@ -111,17 +110,16 @@ class Applier:
         ref = ref_of(wanted)
         kind = BY_NAME[ref.kind]
         try:
-            if there is None:
-                there = await self._api.get(kind, key[0], ref.name)
-                if there is not None and not is_ours(ref, there, key[1], uid):
-                    return _conflict(ref, there)
+            there = there or await self._api.get(kind, key[0], ref.name)
+            if there is not None and not is_ours(ref, there, key[1], uid):
+                return _conflict(ref, there)
             why = "it is not there" if there is None else ", ".join(differences(wanted, there)) or "rendered anew"
             made = await self._api.apply(kind, wanted)
         except ApiError as error:
-            return _apply_error(ref, error)
+            return apply_error_of(ref, error)
         self._cache.put(kind, made)
-        if there is None or made["metadata"].get("resourceVersion") != there["metadata"].get("resourceVersion"):
-            log.info("%s %s applied (%s)", ref.kind, ref.name, why, extra=about(key))
+        if there is None or _version(made) != _version(there):
+            log.info("%s %s applied (%s)", *ref, why, extra=about(key))
         if differences(wanted, made):
             memory.unchanged_by_apply[ref] = (_annotation(wanted, APPLIED) or "", state(made), now)
         return None
@@ -130,23 +128,17 @@ class Applier:
         self, key: Key, uid: str, pending: Sequence[Object], live: dict[Ref, Object], memory: ApplyMemory, now: float
     ) -> tuple[set[Ref], tuple[ApplyError, ...]]:
         """The dry run of pod-carrying objects of a new generation: what is held back, and the faults."""
-        new = [
-            wanted for wanted in pending if wanted["kind"] in WITH_PODS and _is_new(wanted, live.get(ref_of(wanted)))
-        ]
+        with_pods = [wanted for wanted in pending if wanted["kind"] in WITH_PODS]
+        new = [wanted for wanted in with_pods if _is_new(wanted, live.get(ref_of(wanted)))]
         if not new:
             return set(), ()
         what = digest({"all": new})
         faults, at = memory.tried.get(what, ((), now - 2 * TRY_AGAIN_SECONDS))
         if now - at > TRY_AGAIN_SECONDS:
-            found = [
-                apply_error for wanted in new if (apply_error := await self._dry(key, uid, wanted, live)) is not None
-            ]
-            faults = tuple(found)
+            faults = tuple([e for wanted in new if (e := await self._dry(key, uid, wanted, live)) is not None])
             memory.tried = {what: (faults, now)}
             for fault in faults:
-                log.warning(
-                    "%s %s would be refused: %s", fault.ref.kind, fault.ref.name, fault.message, extra=about(key)
-                )
+                log.warning("%s %s would be refused: %s", *fault.ref, fault.message, extra=about(key))
         if not faults:
             return set(), ()
         # The old programs go on with the old settings: these would reach them at their next restart.
@@ -163,7 +155,7 @@ class Applier:
                     return None  # the conflict is found, and said, where it is applied
             await self._api.apply(kind, wanted, dry_run=True)
         except ApiError as error:
-            return _apply_error(ref, error)
+            return apply_error_of(ref, error)
         return None
 
 
@@ -186,8 +178,8 @@ def _conflict(ref: Ref, there: Object) -> ApplyError:
     return ApplyError(ref, "conflict", f"{ref.kind} {ref.name} {whose}; {cure}")
 
 
-def _apply_error(ref: Ref, error: ApiError) -> ApplyError:
-    """Raises ``error`` again where trying the whole turn again is all there is to do."""
+def apply_error_of(ref: Ref, error: ApiError) -> ApplyError:
+    """A refused write of an object. Raises ``error`` again where only another turn can help."""
     if error.unreachable:
         raise error
     return ApplyError(ref, classify_failure(error), explain_refusal(error))

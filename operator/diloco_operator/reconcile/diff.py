@@ -14,11 +14,11 @@ way than they were given (1000m is 1), and leaves out what is empty.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from diloco_operator.job import digest
 from diloco_operator.model import Object
 from diloco_protocol.common.quantities import parse_quantity
 from diloco_protocol.vocabulary import DOMAIN
@@ -39,12 +39,6 @@ _KEYS = (
 )
 _DEFAULTS = {"protocol": "TCP"}
 _QUANTITIES = ("limits", "requests", "capacity", "hard")
-
-
-def digest(manifest: Object) -> str:
-    """Of everything in the manifest."""
-    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def marked(manifest: Object) -> Object:
@@ -71,16 +65,16 @@ def differences(wanted: Object, live: Object) -> list[str]:
     return found
 
 
-def _empty(value: Any) -> bool:
+def is_empty(value: Any) -> bool:
     return value is None or value == {} or value == [] or value == ""
 
 
 def _compare(wanted: Any, live: Any, path: str, found: list[str], quantities: bool) -> None:
-    if len(found) >= 5 or (_empty(wanted) and _empty(live)):
+    if len(found) >= 5 or (is_empty(wanted) and is_empty(live)):
         return
     if isinstance(wanted, Mapping):
         if not isinstance(live, Mapping):
-            if any(not _empty(value) for value in wanted.values()):
+            if any(not is_empty(value) for value in wanted.values()):
                 found.append(path)
             return
         for key, value in wanted.items():

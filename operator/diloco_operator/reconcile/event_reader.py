@@ -9,13 +9,13 @@ the first few objects that wait are asked about by name.
 from __future__ import annotations
 
 import asyncio
-import calendar
 import logging
 import re
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
+from diloco_operator.job import seconds_of
 from diloco_operator.kube.api import Api
 from diloco_operator.kube.errors import ApiError
 from diloco_operator.model import ClusterEvent, Object, Ref
@@ -31,35 +31,26 @@ KEPT = 256  # answers
 MAX_MESSAGE = 1000
 
 
-def parse_time(text: str | None) -> float | None:
-    """Wall-clock unix seconds of a time as the API server writes it; None if it is none."""
-    found = re.fullmatch(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(\.\d+)?Z", text or "")
-    if found is None:
-        return None
-    whole = calendar.timegm(time.strptime(found[1], "%Y-%m-%dT%H:%M:%S"))
-    return whole + float(found[2] or 0)
-
-
 def find_waiting(objects: Mapping[Ref, Object], pods: Iterable[Object], now: float) -> list[Ref]:
     """What of a job is not started, or has not made its pods, that should have."""
-    count: dict[str, int] = {}
+    count: Counter[str] = Counter()  # pods by their owners
     found: list[Ref] = []
     for pod in pods:
         meta, status = pod["metadata"], pod.get("status") or {}
         for owner in meta.get("ownerReferences") or ():
-            count[str(owner.get("name"))] = count.get(str(owner.get("name")), 0) + 1
-        born = parse_time(meta.get("creationTimestamp")) or now
+            count[str(owner.get("name"))] += 1
+        born = seconds_of(meta.get("creationTimestamp")) or now
         starts = status.get("phase") == "Pending" and not meta.get("deletionTimestamp")
         if starts and now - born > PATIENCE_SECONDS:
             found.append(Ref("Pod", str(meta["name"])))
     for ref, obj in objects.items():
         spec, status = obj.get("spec") or {}, obj.get("status") or {}
-        born = parse_time(obj["metadata"].get("creationTimestamp")) or now
+        born = seconds_of(obj["metadata"].get("creationTimestamp")) or now
         if now - born < PATIENCE_SECONDS:
             continue
         wanted = spec.get("replicas", 1)
         if (
-            (ref.kind == "StatefulSet" and count.get(ref.name, 0) < wanted)
+            (ref.kind == "StatefulSet" and count[ref.name] < wanted)
             or (ref.kind == "Deployment" and (status.get("replicas") or 0) < wanted)
             or (ref.kind == "PersistentVolumeClaim" and status.get("phase") == "Pending")
         ):
@@ -143,7 +134,7 @@ def _cluster_event(item: Object) -> tuple[ClusterEvent, str] | None:
         item.get("eventTime"),
         (item.get("metadata") or {}).get("creationTimestamp"),
     )
-    when = next((at for text in times if (at := parse_time(text)) is not None), None)
+    when = next((at for text in times if (at := seconds_of(text)) is not None), None)
     if when is None or not about.get("kind") or not about.get("name"):
         return None
     message = str(item.get("message") or "")[:MAX_MESSAGE]

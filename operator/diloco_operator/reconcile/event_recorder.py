@@ -14,12 +14,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from diloco_operator.job import rfc3339
 from diloco_operator.kube.api import Api
 from diloco_operator.kube.errors import ApiError
 from diloco_operator.kube.kinds import EVENT, JOB
 from diloco_operator.logs import about
 from diloco_operator.model import EventWanted, Key, Object
 from diloco_operator.names import MANAGER
+from diloco_operator.plan.pods.pod_status import shortened
 from diloco_protocol.vocabulary import DOMAIN
 
 log = logging.getLogger(__name__)
@@ -27,11 +29,6 @@ log = logging.getLogger(__name__)
 REPEAT_SECONDS = 600.0
 KNOWN = 4096  # Events that can still be counted up
 MAX_NOTE = 1000  # characters; the API server takes 1024
-
-
-def stamp(seconds: float) -> str:
-    """RFC 3339, of wall-clock unix seconds."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
 class EventRecorder:
@@ -61,7 +58,7 @@ class EventRecorder:
         known = self._known.get(what)
         if known is not None and now - known[2] < REPEAT_SECONDS:
             name, count, _ = known
-            patch: Object = {"count": count + 1, "lastTimestamp": stamp(now)}
+            patch: Object = {"count": count + 1, "lastTimestamp": rfc3339(now)}
             try:
                 await self._api.merge_patch(EVENT, key[0], name, patch)
             except ApiError as error:
@@ -81,7 +78,6 @@ class EventRecorder:
             self._known.popitem(last=False)
 
     def _manifest(self, key: Key, uid: str, event: EventWanted, name: str, now: float) -> Object:
-        note = event.message if len(event.message) <= MAX_NOTE else event.message[: MAX_NOTE - 1] + "…"
         return {
             "apiVersion": "v1",
             "kind": "Event",
@@ -95,12 +91,12 @@ class EventRecorder:
             },
             "type": event.type,
             "reason": event.reason,
-            "message": note,
+            "message": shortened(event.message, MAX_NOTE),
             "source": {"component": MANAGER},
             "reportingComponent": f"{DOMAIN}/{MANAGER}",
             "reportingInstance": self._instance[:128],
             "action": "Reconcile",
-            "firstTimestamp": stamp(now),
-            "lastTimestamp": stamp(now),
+            "firstTimestamp": rfc3339(now),
+            "lastTimestamp": rfc3339(now),
             "count": 1,
         }

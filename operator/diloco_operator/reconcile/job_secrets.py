@@ -17,7 +17,6 @@ import datetime
 import hashlib
 import hmac
 
-from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -74,42 +73,18 @@ def manifest(wanted: SecretWanted, root: RootKey) -> Object:
     return {**wanted.manifest_head, "type": "Opaque", "data": encoded}
 
 
-def certificates(root: RootKey, namespace: str, job: str, uid: str, role: str) -> dict[str, bytes]:
-    """``tls.crt``, ``tls.key`` and ``ca.crt`` in PEM for the role ``syncer`` or ``learner``."""
-    authority_key = root.private_key("authority", uid)
-    key = root.private_key(role, uid)
-    return {
-        "tls.crt": _pem(_leaf(authority_key, key, namespace, job, uid, role)),
-        "tls.key": key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        ),
-        "ca.crt": _pem(_authority(authority_key, uid)),
-    }
-
-
-def _pem(certificate: x509.Certificate) -> bytes:
-    return certificate.public_bytes(serialization.Encoding.PEM)
-
-
-def _validity() -> tuple[datetime.datetime, datetime.datetime]:
-    """Now, and the end."""
+def certificates(root: RootKey, namespace: str, job: str, uid: str, role: identity.Role) -> dict[str, bytes]:
+    """``tls.crt``, ``tls.key`` and ``ca.crt`` in PEM."""
     now = datetime.datetime.now(datetime.UTC)
-    return now, now + datetime.timedelta(days=YEARS * 365 + 2)
-
-
-def _authority(key: ec.EllipticCurvePrivateKey, uid: str) -> x509.Certificate:
-    return authority_of(key, f"diloco-{uid}", *_validity())
-
-
-def _leaf(
-    authority: ec.EllipticCurvePrivateKey,
-    key: ec.EllipticCurvePrivateKey,
-    namespace: str,
-    job: str,
-    uid: str,
-    role: str,
-) -> x509.Certificate:
-    who = identity.name(namespace, job, "syncer" if role == "syncer" else "learner")
+    validity = now, now + datetime.timedelta(days=YEARS * 365 + 2)
+    authority, key = root.private_key("authority", uid), root.private_key(role, uid)
+    who, issuer = identity.name(namespace, job, role), f"diloco-{uid}"
     more = [f"{job}-syncer.{namespace}.svc.cluster.local"] if role == "syncer" else []
-    issuer = common_name(f"diloco-{uid}")
-    return leaf_of(key, f"{role}-{uid}", [who], more, issuer, authority, *_validity())
+    leaf = leaf_of(key, f"{role}-{uid}", [who], more, common_name(issuer), authority, *validity)
+    pem = serialization.Encoding.PEM
+    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    return {
+        "tls.crt": leaf.public_bytes(pem),
+        "tls.key": private,
+        "ca.crt": authority_of(authority, issuer, *validity).public_bytes(pem),
+    }

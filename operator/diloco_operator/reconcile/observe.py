@@ -1,4 +1,4 @@
-"""Freeze what is known about a job into an ``Observed``, for one turn of the plan.
+"""Read what the cache has of a job into an ``Observed``, for one turn of the plan.
 
 Also what the shell itself has to read in pods: which one is the syncer that can be
 asked, and which learners have a status page.
@@ -6,14 +6,11 @@ asked, and which learners have a status page.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 from diloco_operator.informer.cache import Cache
 from diloco_operator.kube.kinds import JOB
-from diloco_operator.model import ApplyError, ClusterEvent, Key, Object, Observed, ProgramAnswer, Ref
-from diloco_protocol.documents import LearnerPage, Report, StatusDocument
+from diloco_operator.model import Key, Object, Observed
 from diloco_protocol.vocabulary import LABEL_ROLE
 
 
@@ -66,48 +63,11 @@ def role_runs(pods: Iterable[Object], role: str) -> bool:
     return any(_role(pod) == role and _runs(pod) for pod in pods)
 
 
-@dataclass(frozen=True, slots=True)
-class CachedJob:
-    """The watches' part of an ``Observed``."""
-
-    job: Object
-    objects: dict[Ref, Object]
-    pods: tuple[Object, ...]
-    nodes: dict[str, Object] | None
-
-
-def read_cached_job(cache: Cache, key: Key, nodes_are_read: bool) -> CachedJob | None:
-    """What the cache has of a job; None: there is no such job."""
+def read_cached_job(cache: Cache, key: Key, nodes_are_read: bool, now: float) -> Observed | None:
+    """What the cache has of a job; None: there is no such job. Events, errors and answers are still missing."""
     job = cache.get(JOB, *key)
     if job is None:
         return None
     objects, pods = cache.of_job(key)
-    names = {str(pod["spec"]["nodeName"]) for pod in pods if pod["spec"].get("nodeName")}
-    return CachedJob(job, objects, pods, cache.nodes(names) if nodes_are_read else None)
-
-
-def make_observed(
-    seen: CachedJob,
-    now: float,
-    *,
-    status: dict[str, Any] | None,
-    cluster_events: Sequence[ClusterEvent],
-    apply_errors: Sequence[ApplyError],
-    syncer: ProgramAnswer[StatusDocument] | None,
-    learners: dict[str, ProgramAnswer[LearnerPage]],
-    report: Report | None,
-) -> Observed:
-    """The whole. ``status``: one that was planned and could not be written yet, and counts as the job's."""
-    job = seen.job if status is None else {**seen.job, "status": status}
-    return Observed(
-        now=now,
-        job=job,
-        objects=seen.objects,
-        pods=seen.pods,
-        nodes=seen.nodes,
-        cluster_events=tuple(cluster_events),
-        apply_errors=tuple(apply_errors),
-        syncer=syncer,
-        learners=learners,
-        report=report,
-    )
+    nodes = {str(pod["spec"]["nodeName"]) for pod in pods if pod["spec"].get("nodeName")}
+    return Observed(now, job, objects, pods, cache.nodes(nodes) if nodes_are_read else None)

@@ -1,28 +1,28 @@
 """One turn for one job: observe, plan, carry out.
 
-Theory of operation. A turn is by level: whatever woke it, it looks at all that is known
-(observe.py), asks the plan, and carries the plan out in its order. What cannot be carried
-out becomes an ``ApplyError``, which the next plan hears of and the status shows; if these errors
-changed there is another turn at once. An API server that does not answer ends the turn
-with an error, and the queue comes back with backoff.
+Theory of operation. Whatever woke it, a turn looks at all that is known of the job (``observe.py``), has it
+planned, and carries the plan out in its order. What the API server refuses becomes an ``ApplyError``: the next
+plan takes it into account, and the status shows it. If these errors have changed, the next turn comes at once.
+If the API server does not answer, the turn ends with an error, and the work queue repeats it with backoff.
 
-What the plan counts stands in the status, so a status that could not be written is kept
-and counts as the job's in the next turn; Events, which the plan says once, are kept until
-they are sent. Everything else may be lost at any time: a new operator begins with nothing
-and sends nothing for what is in order.
+What the plan counts is kept in the status. So a status that could not be written is remembered, and the next
+turn reads it as the job's. Events are remembered until they are sent, since the plan names each only once.
+Everything else may be lost at any time: a new operator begins with nothing, and sends nothing for an object
+that is in order.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diloco_operator.informer.cache import Cache
 from diloco_operator.kube.api import Api
-from diloco_operator.kube.errors import ApiError, classify_failure
+from diloco_operator.kube.errors import ApiError
 from diloco_operator.kube.kinds import BY_NAME, JOB, POD, SECRET
 from diloco_operator.kube.permissions import Permissions
 from diloco_operator.logs import about
@@ -32,28 +32,21 @@ from diloco_operator.model import (
     ClusterEvent,
     Delete,
     EventWanted,
+    JobPlan,
     Key,
     Object,
     Observed,
-    Plan,
     PlanMemory,
     PlanSettings,
     Ref,
 )
-from diloco_operator.plan import plan as planning
-from diloco_operator.reconcile.apply import Applier, ApplyMemory, explain_refusal, ref_of
+from diloco_operator.names import ref_of
+from diloco_operator.plan import planning
+from diloco_operator.reconcile.apply import Applier, ApplyMemory, apply_error_of
 from diloco_operator.reconcile.event_reader import EventReader, find_waiting
 from diloco_operator.reconcile.event_recorder import EventRecorder
 from diloco_operator.reconcile.job_secrets import manifest as secret_manifest
-from diloco_operator.reconcile.observe import (
-    CachedJob,
-    learner_pods,
-    make_observed,
-    read_cached_job,
-    role_runs,
-    syncer_is_here,
-    syncer_pod,
-)
+from diloco_operator.reconcile.observe import learner_pods, read_cached_job, role_runs, syncer_is_here, syncer_pod
 from diloco_operator.reconcile.root_key import RootKeyFinder
 from diloco_operator.reconcile.status_writer import Written, write_status
 from diloco_operator.reconcile.syncer_poller import SyncerPoller
@@ -62,7 +55,7 @@ from diloco_protocol.vocabulary import FINALIZER
 
 log = logging.getLogger(__name__)
 
-PlanFunction = Callable[[Observed, PlanMemory, PlanSettings], Plan]
+PlanFunction = Callable[[Observed, PlanMemory, PlanSettings], JobPlan]
 
 AT_ONCE_SECONDS = 0.3
 CONFLICT_SECONDS = 0.5  # until the watch has brought what changed under a write
@@ -85,47 +78,33 @@ class Record:
     replacements: int | None = None
 
 
+@dataclass
 class Reconciler:
     """Turns jobs.
 
     ``nodes_are_read``: whether nodes are in the cache, and all of them. ``confirm``: whether a job is still there.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        api: Api,
-        cache: Cache,
-        poller: SyncerPoller,
-        keys: RootKeyFinder,
-        permissions: Permissions,
-        events: EventRecorder,
-        metrics: Metrics,
-        nodes_are_read: Callable[[], bool],
-        confirm: Callable[[Key], Awaitable[bool]],
-        plan: PlanFunction = planning.plan,
-    ) -> None:
-        self._settings = settings
-        self._api = api
-        self._cache = cache
-        self._poller = poller
-        self._keys = keys
-        self._permissions = permissions
-        self._events = events
-        self._metrics = metrics
-        self._nodes_are_read = nodes_are_read
-        self._confirm = confirm
-        self._plan = plan
-        self._applier = Applier(api, cache)
-        self._event_reader = EventReader(api)
+    settings: Settings
+    api: Api
+    cache: Cache
+    poller: SyncerPoller
+    keys: RootKeyFinder
+    permissions: Permissions
+    events: EventRecorder
+    metrics: Metrics
+    nodes_are_read: Callable[[], bool]
+    confirm: Callable[[Key], Awaitable[bool]]
+    plan_job: PlanFunction = planning.plan_job
+
+    def __post_init__(self) -> None:
+        self._applier = Applier(self.api, self.cache)
+        self._event_reader = EventReader(self.api)
         self._records: dict[Key, Record] = {}
 
     def phases(self) -> dict[str, int]:
         """How many jobs are in which phase."""
-        found: dict[str, int] = {}
-        for record in self._records.values():
-            found[record.phase] = found.get(record.phase, 0) + 1
-        return found
+        return Counter(record.phase for record in self._records.values())
 
     async def turn(self, key: Key) -> float | None:
         """Look at a job; seconds until the next look, None if there is no such job. Raises ApiError."""
@@ -134,48 +113,48 @@ class Reconciler:
             return await self._turn(key)
         except ApiError as error:
             if error.status == 409:
-                self._metrics.reconcile_errors.labels("conflict").inc()
+                self.metrics.reconcile_errors.labels("conflict").inc()
                 log.debug("%s", error, extra=about(key))
                 return CONFLICT_SECONDS
             raise
         finally:
-            self._metrics.reconcile_seconds.observe(time.monotonic() - began)
+            self.metrics.reconcile_seconds.observe(time.monotonic() - began)
 
     async def _turn(self, key: Key) -> float | None:
-        seen = read_cached_job(self._cache, key, self._nodes_are_read())
+        now = time.time()
+        seen = read_cached_job(self.cache, key, self.nodes_are_read(), now)
         if seen is None:
             self._records.pop(key, None)
-            self._poller.forget(key)
+            self.poller.forget(key)
             return None
         uid = str(seen.job["metadata"]["uid"])
         record = self._records.get(key)
         if record is None or record.uid != uid:
-            self._poller.forget(key)
+            self.poller.forget(key)
             record = self._records[key] = Record(uid)
-        here = syncer_is_here(seen.job, self._settings.cluster)
+        here = syncer_is_here(seen.job, self.settings.cluster)
         target = syncer_pod(seen.pods) if here else None
-        asked, learners, report = self._poller.latest_answers(key, target[0] if target else None)
-        now = time.time()
-        observed = make_observed(
+        asked, learners, report = self.poller.latest_answers(key, target[0] if target else None)
+        observed = replace(
             seen,
-            now,
-            status=record.status.unwritten,
-            cluster_events=await self._read_cluster_events(key, seen, now),
-            apply_errors=(*record.apply_errors, *self._permissions.apply_errors(key[0])),
+            # A status that was planned and could not be written yet counts as the job's.
+            job=seen.job if record.status.unwritten is None else {**seen.job, "status": record.status.unwritten},
+            cluster_events=await self._read_cluster_events(key, seen),
+            apply_errors=(*record.apply_errors, *self.permissions.apply_errors(key[0])),
             syncer=asked,
             learners=learners,
             report=report,
         )
-        plan = self._plan(observed, record.memory, self._settings.plan())
+        plan = self.plan_job(observed, record.memory, self.settings)
         missing = any(ref_of(manifest) not in seen.objects for manifest in plan.apply)
         if missing and not await self._still_there(key, uid):
             return AT_ONCE_SECONDS
         record.events = [*record.events, *plan.events][-MAX_EVENTS:]
         record.status.planned(plan.status)
         self._count(record, plan.status)
-        apply_errors = await self._carry_out(key, record, seen, plan, target, now)
-        root = self._keys.key
-        self._poller.schedule(
+        apply_errors = await self._carry_out(key, record, seen, plan, target)
+        root = self.keys.key
+        self.poller.schedule(
             key,
             plan.poll_syncer,
             target,
@@ -185,63 +164,58 @@ class Reconciler:
         )
         changed = set(apply_errors) != set(record.apply_errors)
         for apply_error in set(apply_errors) - set(record.apply_errors):
-            self._metrics.apply_errors.labels(apply_error.reason).inc()
-            log.warning("%s %s: %s", apply_error.ref.kind, apply_error.ref.name, apply_error.message, extra=about(key))
+            self.metrics.apply_errors.labels(apply_error.reason).inc()
+            log.warning("%s %s: %s", *apply_error.ref, apply_error.message, extra=about(key))
         record.apply_errors = apply_errors
-        return AT_ONCE_SECONDS if changed else min(plan.wake_in, self._settings.resync_seconds)
+        return AT_ONCE_SECONDS if changed else min(plan.wake_in, self.settings.resync_seconds)
 
     async def _still_there(self, key: Key, uid: str) -> bool:
         """Whether the job is there, so that objects may be made for it. kopf does not tell of every deletion."""
-        if not await self._confirm(key):
+        if not await self.confirm(key):
             return False
-        job = self._cache.get(JOB, *key)
+        job = self.cache.get(JOB, *key)
         return job is not None and job["metadata"]["uid"] == uid
 
     # ------------------------------------------------------------------ carrying out, in the plan's order
 
     async def _carry_out(
-        self, key: Key, record: Record, seen: CachedJob, plan: Plan, target: tuple[str, str] | None, now: float
+        self, key: Key, record: Record, seen: Observed, plan: JobPlan, target: tuple[str, str] | None
     ) -> tuple[ApplyError, ...]:
-        meta = seen.job["metadata"]
-        ending = bool(meta.get("deletionTimestamp"))
+        meta, job_ref = seen.job["metadata"], Ref(JOB.name, key[1])
         has = FINALIZER in (meta.get("finalizers") or ())
         apply_errors: list[ApplyError] = []
-        if plan.finalizer and not has and not ending:
-            await self._trying(apply_errors, JOB.name, key[1], self._finalizer(key, seen.job, True))
+        if plan.finalizer and not has and not meta.get("deletionTimestamp"):
+            await self._trying(apply_errors, job_ref, self._finalizer(key, seen.job, True))
         await self._make_secrets(key, record, seen, plan, apply_errors)
         applied = await self._applier.apply(key, record.uid, plan.apply, seen.objects, record.applied)
         apply_errors += applied.values()
-        root = self._keys.key
+        root = self.keys.key
         if target is not None and root is not None:
-            await self._poller.call(key, target[1], root.control_key(record.uid), plan.calls)
+            await self.poller.call(key, target[1], root.control_key(record.uid), plan.calls)
         for delete in plan.deletes:
-            await self._trying(apply_errors, delete.ref.kind, delete.ref.name, self._delete(key, delete))
-        await self._trying(
-            apply_errors,
-            JOB.name,
-            key[1],
-            write_status(self._api, self._cache, key, record.uid, record.status, plan.urgent),
-        )
+            await self._trying(apply_errors, delete.ref, self._delete(key, delete))
+        writing = write_status(self.api, self.cache, key, record.uid, record.status)
+        await self._trying(apply_errors, job_ref, writing)
         events, record.events = record.events, []
-        await self._events.record(key, seen.job, events, now)
+        await self.events.record(key, seen.job, events, seen.now)
         if plan.delete_job:
-            log.info("deleting the job: its time to live is over", extra=about(key))
-            await self._trying(apply_errors, JOB.name, key[1], self._delete_job(key, record.uid))
+            over = Delete(job_ref, record.uid, "its time to live is over")
+            await self._trying(apply_errors, job_ref, self._delete(key, over))
         if has and not plan.finalizer:
-            job = self._cache.get(JOB, *key)
+            job = self.cache.get(JOB, *key)
             if job is not None and job["metadata"]["uid"] == record.uid:
-                await self._trying(apply_errors, JOB.name, key[1], self._finalizer(key, job, False))
+                await self._trying(apply_errors, job_ref, self._finalizer(key, job, False))
         return tuple(apply_errors)
 
-    async def _trying(self, apply_errors: list[ApplyError], kind: str, name: str, doing: Any) -> None:
+    async def _trying(self, apply_errors: list[ApplyError], ref: Ref, doing: Awaitable[None]) -> None:
         """Await a write; what is refused becomes an ApplyError. Raises ApiError where trying again helps."""
         try:
             await doing
         except ApiError as error:
-            if error.unreachable or error.status == 409:
+            if error.status == 409:
                 raise
             if error.status != 404:
-                apply_errors.append(ApplyError(Ref(kind, name), classify_failure(error), explain_refusal(error)))
+                apply_errors.append(apply_error_of(ref, error))
 
     async def _finalizer(self, key: Key, job: Object, wanted: bool) -> None:
         meta = job["metadata"]
@@ -253,17 +227,17 @@ class Reconciler:
                 "uid": meta["uid"],
             }
         }
-        made = await self._api.merge_patch(JOB, key[0], key[1], patch)
+        made = await self.api.merge_patch(JOB, key[0], key[1], patch)
         if not wanted and meta.get("deletionTimestamp") and not others:
-            self._cache.drop(JOB, key[0], key[1], meta["uid"])
+            self.cache.drop(JOB, key[0], key[1], meta["uid"])
             log.info("the job is let go", extra=about(key))
         else:
-            self._cache.put(JOB, made)
+            self.cache.put(JOB, made)
 
     async def _make_secrets(
-        self, key: Key, record: Record, seen: CachedJob, plan: Plan, apply_errors: list[ApplyError]
+        self, key: Key, record: Record, seen: Observed, plan: JobPlan, apply_errors: list[ApplyError]
     ) -> None:
-        root = self._keys.key
+        root = self.keys.key
         now = time.monotonic()
         for wanted in plan.secrets:
             at = record.made.get(wanted.name)
@@ -273,51 +247,37 @@ class Reconciler:
                 continue
             ref = Ref(SECRET.name, wanted.name)
             if root is None:
-                apply_errors.append(ApplyError(ref, "other", self._keys.problem))
+                apply_errors.append(ApplyError(ref, "other", self.keys.problem))
                 continue
             try:
-                await self._api.create(SECRET, key[0], secret_manifest(wanted, root))
+                await self.api.create(SECRET, key[0], secret_manifest(wanted, root))
                 log.info("Secret %s made", wanted.name, extra=about(key))
             except ApiError as error:
-                if error.unreachable:
-                    raise
                 if error.status != 409:
-                    apply_errors.append(ApplyError(ref, classify_failure(error), explain_refusal(error)))
+                    apply_errors.append(apply_error_of(ref, error))
                     continue
             record.made[wanted.name] = now
 
     async def _delete(self, key: Key, delete: Delete) -> None:
         kind = BY_NAME[delete.ref.kind]
-        log.info(
-            "deleting %s %s%s: %s",
-            delete.ref.kind,
-            delete.ref.name,
-            " by force" if delete.force else "",
-            delete.why,
-            extra=about(key),
-        )
-        grace = 0 if delete.force else None
-        rest = await self._api.delete(kind, key[0], delete.ref.name, delete.uid, grace)
-        self._metrics.deletions.labels(kind.name, str(delete.force).lower()).inc()
+        force = " by force" if delete.force else ""
+        log.info("deleting %s %s%s: %s", *delete.ref, force, delete.why, extra=about(key))
+        rest = await self.api.delete(kind, key[0], delete.ref.name, delete.uid, 0 if delete.force else None)
+        self.metrics.deletions.labels(kind.name, str(delete.force).lower()).inc()
         if rest is None:
-            self._cache.drop(kind, key[0], delete.ref.name, delete.uid)
+            self.cache.drop(kind, key[0], delete.ref.name, delete.uid)
         else:
-            self._cache.put(kind, rest)
-
-    async def _delete_job(self, key: Key, uid: str) -> None:
-        rest = await self._api.delete(JOB, key[0], key[1], uid)
-        if rest is not None:
-            self._cache.put(JOB, rest)
+            self.cache.put(kind, rest)
 
     # ------------------------------------------------------------------ small things
 
-    async def _read_cluster_events(self, key: Key, seen: CachedJob, now: float) -> tuple[ClusterEvent, ...]:
-        waits = find_waiting(seen.objects, seen.pods, now)
+    async def _read_cluster_events(self, key: Key, seen: Observed) -> tuple[ClusterEvent, ...]:
+        waits = find_waiting(seen.objects, seen.pods, seen.now)
         if not waits:
             return ()
         uids = {ref: str(obj["metadata"]["uid"]) for ref, obj in seen.objects.items()}
         uids |= {Ref(POD.name, pod["metadata"]["name"]): str(pod["metadata"]["uid"]) for pod in seen.pods}
-        return await self._event_reader.about(key[0], key[1], waits, uids, now)
+        return await self._event_reader.about(key[0], key[1], waits, uids, seen.now)
 
     def _count(self, record: Record, status: dict[str, Any] | None) -> None:
         if status is None:
@@ -325,5 +285,5 @@ class Reconciler:
         record.phase = str(status.get("phase") or "")
         total = int((status.get("replacements") or {}).get("total") or 0)
         if record.replacements is not None and total > record.replacements:
-            self._metrics.replacements.inc(total - record.replacements)
+            self.metrics.replacements.inc(total - record.replacements)
         record.replacements = total

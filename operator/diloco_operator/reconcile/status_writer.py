@@ -2,7 +2,7 @@
 
 Theory of operation. Only the operator writes status, so a version that is not the newest
 (somebody changed the spec meanwhile) is no reason to plan anew: the patch is made again
-for the object as it is. What moves all the time (``VOLATILE``) is written at most every
+for the object as it is. Progress moves all the time, and is written at most every
 ``PROGRESS_SECONDS``, anything else at once.
 """
 
@@ -19,11 +19,12 @@ from diloco_operator.kube.api import Api
 from diloco_operator.kube.errors import ApiError
 from diloco_operator.kube.kinds import JOB
 from diloco_operator.model import Key, Object
+from diloco_operator.plan.job_status import differs_beyond_progress
+from diloco_operator.reconcile.diff import is_empty
 
 log = logging.getLogger(__name__)
 
 PROGRESS_SECONDS = 60.0
-VOLATILE = (("progress",), ("syncer", "step"))
 TRIES = 4
 
 
@@ -51,19 +52,15 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
-def _empty(value: Any) -> bool:
-    return value is None or value == {} or value == [] or value == ""
-
-
 def merge_patch(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON merge patch that turns ``old`` into ``new``; empty: they are equal.
 
     What is empty counts as absent: the API server fills in empty lists where the CRD has a default.
     """
-    patch: dict[str, Any] = {key: None for key in old if key not in new and not _empty(old[key])}
+    patch: dict[str, Any] = {key: None for key in old if key not in new and not is_empty(old[key])}
     for key, value in new.items():
         before = old.get(key)
-        if before == value or (_empty(before) and _empty(value)):
+        if before == value or (is_empty(before) and is_empty(value)):
             continue
         if isinstance(before, Mapping) and isinstance(value, Mapping):
             patch[key] = merge_patch(before, value)
@@ -72,56 +69,38 @@ def merge_patch(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any
     return patch
 
 
-def steady(status: Mapping[str, Any]) -> dict[str, Any]:
-    """The status without what moves all the time."""
-    kept = dict(status)
-    for path in VOLATILE:
-        if len(path) == 1:
-            kept.pop(path[0], None)
-        elif isinstance(kept.get(path[0]), Mapping):
-            kept[path[0]] = {key: value for key, value in kept[path[0]].items() if key != path[1]}
-    return kept
-
-
-async def write_status(api: Api, cache: Cache, key: Key, uid: str, written: Written, urgent: bool) -> None:
+async def write_status(api: Api, cache: Cache, key: Key, uid: str, written: Written) -> None:
     """Write ``written.wanted`` if there is reason to. Raises ApiError."""
     if written.wanted is None:
         return
     job = cache.get(JOB, *key)
     for left in reversed(range(TRIES)):
-        if job is None or job["metadata"]["uid"] != uid:
-            written.unwritten = None
-            return
-        patch = _patch(job, written, urgent)
+        patch = _patch(job, written) if job is not None and job["metadata"]["uid"] == uid else None
         if patch is None:
-            written.unwritten = None
-            return
+            break
         try:
-            made = await api.merge_patch(JOB, key[0], key[1], patch, sub="status")
+            cache.put(JOB, await api.merge_patch(JOB, key[0], key[1], patch, sub="status"))
+            written.at = time.monotonic()
+            break
         except ApiError as error:
             if error.status == 404:
-                written.unwritten = None
-                return
+                break
             if error.status != 409 or not left:
                 raise
             job = await api.get(JOB, *key)
             if job is not None:
                 cache.put(JOB, job)
-            continue
-        written.at, written.unwritten = time.monotonic(), None
-        cache.put(JOB, made)
-        return
+    written.unwritten = None
 
 
-def _patch(job: Object, written: Written, urgent: bool) -> Object | None:
+def _patch(job: Object, written: Written) -> Object | None:
     """The patch; None: there is nothing to write now."""
     wanted = written.wanted or {}
     there = job.get("status") or {}
     patch = merge_patch(there, wanted)
     if not patch:
         return None
-    moved_only = not merge_patch(steady(there), steady(wanted))
-    if moved_only and not urgent and time.monotonic() - written.at < PROGRESS_SECONDS:
+    if not differs_beyond_progress(there, wanted) and time.monotonic() - written.at < PROGRESS_SECONDS:
         return None
     meta = job["metadata"]
     return {"metadata": {"resourceVersion": meta["resourceVersion"], "uid": meta["uid"]}, "status": patch}

@@ -1,23 +1,24 @@
 """The work queue: which job is looked at next.
 
-Theory of operation. A key (a job) is in the queue once, with the time at which it is due.
-``add`` brings that forward, never back. A key is turned by one worker at a time; what is
-added while it is turned counts for the next turn. The turn says in how many seconds the
-next one is due if nothing happens, so every job comes round again whether or not a watch
-told anything. A turn that fails, or takes longer than ``TURN_SECONDS``, comes again after
-a backoff that doubles, with jitter; news about the job shortens that, but not below
-``NEWS_SECONDS``. Between two turns of one key lies ``PAUSE_SECONDS``, so that the burst of
-news about ten pods is one turn.
+Theory of operation. A key (a job) is in the queue once, with the time at which it is due. ``add`` can make it due
+earlier, never later. Only one turn of a key runs at a time; if the key is added meanwhile, another turn follows.
 
-There are never more keys than jobs: a turn that finds no job takes the key out.
+A turn returns the seconds until the next one. So every job is looked at again even if no watch brings anything.
+A turn that finds no job takes the key out: there are never more keys than jobs.
+
+A turn that fails, or takes longer than ``TURN_SECONDS``, is repeated after a backoff that doubles, with jitter.
+News about the job shortens the backoff, to ``NEWS_SECONDS`` at the least. Between two turns of a key there are
+at least ``PAUSE_SECONDS``, so that the news about ten pods makes one turn.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import itertools
 import logging
+import math
 import random
 import time
 from collections.abc import Awaitable, Callable
@@ -85,20 +86,19 @@ class WorkQueue:
     def lag(self) -> float:
         """Seconds that the most overdue key has waited, or the longest turn has taken, whichever is more; 0
         before ``run``."""
-        if self._running_since is None:
-            return 0.0
-        now, began = self._clock(), self._running_since
-        waits = [now - max(state.due, began) for state in self._states.values() if state.due is not None]
-        turns = [now - state.began for state in self._states.values() if state.began is not None]
-        return max([0.0, *waits, *turns])
+        return self._longest_wait(-math.inf)
 
     def standstill(self) -> float:
         """Seconds for which keys have been due and no turn has ended, or that the longest turn has taken,
         whichever is more; 0 before ``run``. However long a queue is that moves, it does not stand still."""
+        return self._longest_wait(self._moved_at)
+
+    def _longest_wait(self, since: float) -> float:
+        """Seconds of the longest turn, or for which a key has been due after ``since``, whichever is more."""
         if self._running_since is None:
             return 0.0
-        now, moved = self._clock(), max(self._running_since, self._moved_at)
-        waits = [now - max(state.due, moved) for state in self._states.values() if state.due is not None]
+        now, since = self._clock(), max(self._running_since, since)
+        waits = [now - max(state.due, since) for state in self._states.values() if state.due is not None]
         turns = [now - state.began for state in self._states.values() if state.began is not None]
         return max([0.0, *waits, *turns])
 
@@ -147,11 +147,9 @@ class WorkQueue:
                 heapq.heappop(self._heap)
                 state.due, state.began = None, self._clock()
                 return key
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait):
                     await self._changed.wait()
-            except TimeoutError:
-                pass
 
     async def _work(self, key: Key) -> None:
         state = self._states[key]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import sys
 import time
 from typing import Any
 
@@ -12,18 +13,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_operator import logs, reference
+from diloco_operator import logs
 from diloco_operator.informer.cache import Cache
 from diloco_operator.informer.reflector import Backoffs
+from diloco_operator.job import rfc3339, seconds_of
 from diloco_operator.kube import kinds
 from diloco_operator.kube.errors import ApiError, classify_failure
 from diloco_operator.metrics import Metrics
 from diloco_operator.model import ClusterEvent, Object, Ref
 from diloco_operator.reconcile import observe, status_writer
 from diloco_operator.reconcile.apply import explain_refusal
-from diloco_operator.reconcile.event_reader import _cluster_event, find_waiting, parse_time
-from diloco_operator.reconcile.event_recorder import stamp
+from diloco_operator.reconcile.event_reader import _cluster_event, find_waiting
 from diloco_protocol.common.logs import MAX_MESSAGE
+from repository import ROOT
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+import operator_tables
 
 NOW = 1_800_000_000.0
 
@@ -82,18 +88,16 @@ def test_progress_waits_and_everything_else_does_not() -> None:
     there = {"phase": "Running", "progress": {"tokens": 1}, "syncer": {"epoch": 1, "step": 5}}
     moved = {"phase": "Running", "progress": {"tokens": 2}, "syncer": {"epoch": 1, "step": 9}}
     lately = status_writer.Written(at=time.monotonic(), wanted=moved)
-    assert status_writer._patch(job_with(there), lately, urgent=False) is None
-    patch = status_writer._patch(job_with(there), lately, urgent=True)
-    assert patch == {
+    assert status_writer._patch(job_with(there), lately) is None
+    long_ago = status_writer.Written(at=time.monotonic() - status_writer.PROGRESS_SECONDS - 1, wanted=moved)
+    assert status_writer._patch(job_with(there), long_ago) == {
         "metadata": {"resourceVersion": "7", "uid": "u"},
         "status": {"progress": {"tokens": 2}, "syncer": {"step": 9}},
     }
-    long_ago = status_writer.Written(at=time.monotonic() - status_writer.PROGRESS_SECONDS - 1, wanted=moved)
-    assert status_writer._patch(job_with(there), long_ago, urgent=False) == patch
     restarted = status_writer.Written(at=time.monotonic(), wanted={**moved, "syncer": {"epoch": 2, "step": 9}})
-    assert status_writer._patch(job_with(there), restarted, urgent=False) is not None
+    assert status_writer._patch(job_with(there), restarted) is not None
     same = status_writer.Written(wanted=there)
-    assert status_writer._patch(job_with(there), same, urgent=True) is None
+    assert status_writer._patch(job_with(there), same) is None
 
 
 # ------------------------------------------------------------------ refusals
@@ -147,10 +151,10 @@ def pod(name: str, role: str, **status: Any) -> Object:
         "name": name,
         "uid": f"u-{name}",
         "labels": {"diloco.io/role": role},
-        "creationTimestamp": stamp(NOW - born),
+        "creationTimestamp": rfc3339(NOW - born),
     }
     if status.pop("ending", False):
-        meta["deletionTimestamp"] = stamp(NOW)
+        meta["deletionTimestamp"] = rfc3339(NOW)
     running = status.pop("running", True)
     full = {"phase": "Running", "podIP": "10.0.0.1", **status}
     full["containerStatuses"] = [{"name": role, "state": {"running": {}} if running else {"waiting": {}}}]
@@ -198,7 +202,7 @@ def test_where_the_syncer_is(spec: Any, cluster: str | None, here: bool) -> None
 
 def test_when_it_is_worth_asking_why() -> None:
     def child(kind: str, name: str, age: float, spec: Any, status: Any) -> dict[Ref, Object]:
-        meta = {"name": name, "creationTimestamp": stamp(NOW - age)}
+        meta = {"name": name, "creationTimestamp": rfc3339(NOW - age)}
         return {Ref(kind, name): {"metadata": meta, "spec": spec, "status": status}}
 
     def names(objects: dict[Ref, Object], *pods: Object) -> list[str]:
@@ -240,7 +244,7 @@ def test_an_events_time_however_it_is_told(times: dict[str, Any], when: float) -
 def test_an_event_that_is_none() -> None:
     assert _cluster_event({"involvedObject": {"kind": "Pod"}, "lastTimestamp": "2027-01-15T08:00:00Z"}) is None
     assert _cluster_event({"involvedObject": {"kind": "Pod", "name": "p"}, "lastTimestamp": "yesterday"}) is None
-    assert parse_time(stamp(NOW)) == NOW
+    assert seconds_of(rfc3339(NOW)) == NOW and seconds_of(None) is None
 
 
 # ------------------------------------------------------------------ log and metrics
@@ -292,7 +296,7 @@ def test_metrics_have_help_and_units_and_are_what_the_table_says() -> None:
     metrics = Metrics()
     metrics.request("patch", "pods", 200, 0.1)
     text = metrics.page().decode()
-    for name, kind, labels, words in metrics.table():
+    for name, kind, labels, words in operator_tables.metric_rows(metrics):
         assert f"# HELP {name} {words}" in text and f"# TYPE {name} {kind}" in text
         assert words.endswith(".")
         assert name.startswith("diloco_operator_")
@@ -323,7 +327,7 @@ def test_paths() -> None:
 
 
 def test_the_page_for_operators_is_current() -> None:
-    assert reference.problems() == []
+    assert operator_tables.main(["--check", str(ROOT / "docs" / "operator.md")]) == 0
 
 
 def test_the_cache_counts_what_it_has() -> None:

@@ -9,7 +9,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_operator.reconcile.diff import APPLIED, differences, digest, marked, state
+from diloco_operator.job import digest
+from diloco_operator.reconcile.diff import APPLIED, differences, marked, state
 
 SET: dict[str, Any] = {
     "apiVersion": "apps/v1",
