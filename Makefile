@@ -30,6 +30,9 @@ PYTEST_ARGS ?=
 JOBS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n : 8)))
 PYTEST := $(BIN)/python -m pytest
 AT_ONCE := -n $(JOBS) --dist worksteal
+# Tests start hundreds of processes: they share compiled modules, also where the environment (many
+# containers' does) tells Python to keep none.
+export PYTHONDONTWRITEBYTECODE :=
 BENCHES := merge codec wire overlap encodings
 BENCH_ARGS ?=
 
