@@ -3,6 +3,7 @@ where Hypothesis takes its examples from, and holds tests to two rules: skips.py
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -12,6 +13,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from alone import pytest_runtest_protocol
 from skips import pytest_make_collect_report, pytest_runtest_makereport
+
+# Several tests run at once, many with processes of their own: threads that wait for each other only take time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 __all__ = ["pytest_make_collect_report", "pytest_runtest_makereport", "pytest_runtest_protocol"]
 

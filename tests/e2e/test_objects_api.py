@@ -19,7 +19,7 @@ import pytest
 from diloco_operator import names
 from diloco_operator.job import Job, place_job, read_job
 from diloco_operator.model import Object, PlanSettings
-from diloco_operator.objects import manifests as objects
+from diloco_operator.objects import manifests
 from diloco_operator.objects.manifests import DefaultImages
 from diloco_operator.reconcile.diff import differences
 from diloco_protocol.spec.load import job_to_json, load_job
@@ -127,16 +127,18 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 
 
-def manifests(job: Job, settings: PlanSettings = SETTINGS, live: Object | None = None) -> list[Object]:
+def all_manifests(job: Job, settings: PlanSettings = SETTINGS, live: Object | None = None) -> list[Object]:
     here = place_job(job.spec, settings.cluster)
-    found = objects.manifests_without_pods(job, here, settings)
-    claim = objects.claim_manifest(job, live)
+    found = manifests.manifests_without_pods(job, here, settings)
+    claim = manifests.claim_manifest(job, live)
     if claim is not None and here.syncer:
         found.append(claim)
     images = DefaultImages("diloco-syncer:1", "diloco-worker:1")
-    for ref in objects.pod_holders(job, here):
-        spec = objects.render_pod_holder(job, here, ref, images, settings)
-        found.append(objects.pod_holder_manifest(job, ref, spec, job.generation, 2 if ref.kind == "StatefulSet" else 1))
+    for ref in manifests.pod_holders(job, here):
+        spec = manifests.render_pod_holder(job, here, ref, images, settings)
+        found.append(
+            manifests.pod_holder_manifest(job, ref, spec, job.generation, 2 if ref.kind == "StatefulSet" else 1)
+        )
     return found
 
 
@@ -210,7 +212,7 @@ def test_every_manifest_is_taken(bare_cluster: Cluster, restricted: str, name: s
     clusters = ["hub", "far"] if name == "several clusters" else ["hub"]
     for cluster in clusters:
         settings = PlanSettings(cluster, "diloco-system", "s:1", "w:1", metrics_namespace="monitoring")
-        found = manifests(job, settings)
+        found = all_manifests(job, settings)
         made = send(bare_cluster, restricted, found, "--dry-run=server")
         assert len(made) == len(found)
         for wanted, live in zip(found, made, strict=True):
@@ -229,7 +231,7 @@ def test_the_examples_objects_are_taken(bare_cluster: Cluster, restricted: str, 
     job = read_job(document)
     assert job.document is not None, job.problems
     for cluster in sorted({r.cluster for r in job.spec.regions if r.cluster} | {"hub"}):
-        found = manifests(job, PlanSettings(cluster, "diloco-system", "s:1", "w:1"))
+        found = all_manifests(job, PlanSettings(cluster, "diloco-system", "s:1", "w:1"))
         send(bare_cluster, restricted, found + pods_of(found), "--dry-run=server")
 
 
@@ -237,8 +239,8 @@ def test_what_is_applied_can_be_applied_again_and_changed(bare_cluster: Cluster,
     """Twice the same is no change; every edit that the plan lets through is taken over a live object."""
     first = job_object(training=EVALUATED)
     job = read_job(first)
-    made = send(bare_cluster, restricted, manifests(job))
-    again = send(bare_cluster, restricted, manifests(job))
+    made = send(bare_cluster, restricted, all_manifests(job))
+    again = send(bare_cluster, restricted, all_manifests(job))
 
     def written(found: list[Object]) -> list[str]:
         """Versions of what no controller writes into, generations of the rest."""
@@ -264,14 +266,14 @@ def test_what_is_applied_can_be_applied_again_and_changed(bare_cluster: Cluster,
         first["metadata"]["generation"] += 1
         job = read_job(first)
         assert job.document is not None, job.problems
-        found = manifests(job, live=claim)
+        found = all_manifests(job, live=claim)
         live = send(bare_cluster, restricted, found)
         for wanted, there in zip(found, live, strict=True):
             wanted["metadata"].pop("ownerReferences", None)
             wanted["metadata"]["namespace"] = restricted
             assert not differences(wanted, there), change
             if wanted["kind"] in ("StatefulSet", "Deployment"):
-                assert objects.stored_rendering(there) == objects.stored_rendering(wanted)
+                assert manifests.stored_rendering(there) == manifests.stored_rendering(wanted)
 
 
 @pytest.mark.ci
@@ -295,6 +297,6 @@ def test_faults_of_a_template_are_named_by_the_dry_run(
 ) -> None:
     """What the operator leaves to the API server, it does find."""
     job = read_job(job_object(learners={"podTemplate": template}))
-    found = [m for m in manifests(job) if m["kind"] == "StatefulSet"]
+    found = [m for m in all_manifests(job) if m["kind"] == "StatefulSet"]
     with pytest.raises(CommandFailed, match=field):
         send(bare_cluster, restricted, found, "--dry-run=server")

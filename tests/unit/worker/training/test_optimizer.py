@@ -13,7 +13,7 @@ from torch import nn
 
 from diloco_protocol.spec.job import DataSpec, JobSpec, ModelSpec, OptimizerSpec, RegionSpec, StopSpec, TrainingSpec
 from diloco_worker.training import models, trainer
-from diloco_worker.training import optimizer as schedule
+from diloco_worker.training.optimizer import FLOOR, build_optimizer, clip, learning_rate, total_steps
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -31,19 +31,19 @@ def job(learners: int = 3, **stop: Any) -> JobSpec:
 
 
 def test_total_steps() -> None:
-    assert schedule.total_steps(job(steps=77).training.stop, 3, 2048) == 77
-    assert schedule.total_steps(job(tokens=2_000_000).training.stop, 3, 2048) == math.ceil(2_000_000 / (3 * 2048))
-    assert schedule.total_steps(job(tokens=10).training.stop, 3, 2048) == 1
-    assert schedule.total_steps(job(seconds=10.0).training.stop, 3, 2048) is None
+    assert total_steps(job(steps=77).training.stop, 3, 2048) == 77
+    assert total_steps(job(tokens=2_000_000).training.stop, 3, 2048) == math.ceil(2_000_000 / (3 * 2048))
+    assert total_steps(job(tokens=10).training.stop, 3, 2048) == 1
+    assert total_steps(job(seconds=10.0).training.stop, 3, 2048) is None
 
 
 def test_warm_up_then_cosine_to_the_last_step() -> None:
     spec = OptimizerSpec(lr=0.1, warmup_steps=10)
-    rates = [schedule.learning_rate(spec, step, 110) for step in range(110)]
+    rates = [learning_rate(spec, step, 110) for step in range(110)]
     assert rates[0] == pytest.approx(0.01) and rates[9] == pytest.approx(0.1)
     assert rates[10] == pytest.approx(0.1) and rates[60] == pytest.approx(0.05)
-    assert 0 < rates[-1] <= schedule.FLOOR * 0.1 + 1e-12
-    assert schedule.learning_rate(spec, 10_000, 110) == pytest.approx(schedule.FLOOR * 0.1)
+    assert 0 < rates[-1] <= FLOOR * 0.1 + 1e-12
+    assert learning_rate(spec, 10_000, 110) == pytest.approx(FLOOR * 0.1)
 
 
 @given(
@@ -54,7 +54,7 @@ def test_rate_is_positive_bounded_and_falls_after_the_warm_up(
     warmup: int, total: int | None, step: int, kind: str
 ) -> None:
     spec = OptimizerSpec(lr=0.3, warmup_steps=warmup, schedule=kind)
-    now, after = (schedule.learning_rate(spec, s, total) for s in (step, step + 1))
+    now, after = (learning_rate(spec, s, total) for s in (step, step + 1))
     assert 0 < now <= 0.3
     if step >= warmup:
         assert after <= now
@@ -65,7 +65,7 @@ def test_rate_is_positive_bounded_and_falls_after_the_warm_up(
 def test_matrices_decay_and_vectors_do_not() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     model[0].bias.requires_grad_(False)
-    optimizer = schedule.build_optimizer(model, OptimizerSpec(lr=0.1, weight_decay=0.5, eps=1e-6))
+    optimizer = build_optimizer(model, OptimizerSpec(lr=0.1, weight_decay=0.5, eps=1e-6))
     decay = {id(p): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
     assert decay == {id(model[0].weight): 0.5, id(model[1].weight): 0.0, id(model[1].bias): 0.0}
     before = model[0].weight.detach().clone()
@@ -79,9 +79,9 @@ def test_matrices_decay_and_vectors_do_not() -> None:
 def test_clip() -> None:
     p = nn.Parameter(torch.zeros(3))
     p.grad = torch.tensor([3.0, 0.0, 4.0])
-    assert schedule.clip([p], None) is None
+    assert clip([p], None) is None
     assert p.grad.norm() == 5
-    assert schedule.clip([p], 1.0) == pytest.approx(5.0)
+    assert clip([p], 1.0) == pytest.approx(5.0)
     assert float(p.grad.norm()) == pytest.approx(1.0, rel=1e-5)
 
 
@@ -108,7 +108,7 @@ def test_accumulation_is_the_step_of_the_whole_batch(accumulation: int) -> None:
 
 def test_bfloat16_keeps_weights_and_loss_in_float32() -> None:
     model = models.build(job(steps=1), 0)
-    optimizer = schedule.build_optimizer(model, OptimizerSpec())
+    optimizer = build_optimizer(model, OptimizerSpec())
     exact = trainer.step(
         models.build(job(steps=1), 0), torch.optim.SGD([nn.Parameter(torch.zeros(1))]), batch(4), 1, None, torch.float32
     )
@@ -120,7 +120,7 @@ def test_bfloat16_keeps_weights_and_loss_in_float32() -> None:
 
 def test_a_few_steps_learn_a_batch_by_heart() -> None:
     model = models.build(job(steps=1), 0)
-    optimizer = schedule.build_optimizer(model, OptimizerSpec(lr=0.02))
+    optimizer = build_optimizer(model, OptimizerSpec(lr=0.02))
     losses = [float(trainer.step(model, optimizer, batch(4), 1, 1.0, torch.float32)) for _ in range(30)]
     assert losses[-1] < losses[0] / 2
 
