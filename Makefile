@@ -27,7 +27,8 @@ CRDS := manifests/crd.yaml charts/diloco/files/crd.yaml
 # Words for pytest, for instance PYTEST_ARGS="-k ledger -x".
 PYTEST_ARGS ?=
 # How many tests run at once (0: in one process, for --pdb and -s). Each has processes of its own.
-JOBS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n : 8)))
+# One more than there are processors, as many of them wait for something.
+JOBS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 PYTEST := $(BIN)/python -m pytest
 AT_ONCE := -n $(JOBS) --dist worksteal
 # Tests start hundreds of processes: they share compiled modules, also where the environment (many
@@ -70,7 +71,7 @@ demo: $(STAMP) ## Train a small model with three learners, kill one, and show wh
 ##@ Tests
 .PHONY: test
 test: $(STAMP) $(S3_SERVICE)/.installed ## Run the quick tests (about 6 minutes on two cores)
-	$(PYTEST) $(AT_ONCE) -m "not slow and not e2e" $(PYTEST_ARGS)
+	$(PYTEST) $(AT_ONCE) -m "not slow" tests/integration tests/unit $(PYTEST_ARGS)
 
 UNIT_TESTS := test-protocol test-syncer test-worker test-operator test-cli
 .PHONY: $(UNIT_TESTS)

@@ -15,17 +15,17 @@ import json
 import os
 import shlex
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.vocabulary import JobPhase
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
-from diloco_syncer.core.merging.rounds import RoundRules
 
 TRANSCRIPTS = Path(__file__).parent / "transcripts"
 ENCODING, LAYOUT = "float32", "L"
@@ -61,13 +61,32 @@ class Story:
         return self.handle(make(**given))
 
     def configure(
-        self, learners: int, quorum: int, every: int, grace_seconds: float, max_versions: int = 4, **other: Any
+        self,
+        learners: int,
+        quorum: int,
+        every: int,
+        grace_seconds: float,
+        max_versions: int = 4,
+        heartbeat_timeout: float = 10,
     ) -> None:
-        rules = RoundRules(
-            every=every, overlap=1, quorum=quorum, grace_factor=0.9, grace_cap=grace_seconds, slots=learners
-        )
-        places = tuple(("r", ordinal) for ordinal in range(learners))
-        self.config = CoreConfig(places, rules, ENCODING, max_versions=max_versions, stop=("steps", 1000), **other)
+        sync = {
+            "fragments": 1,
+            "every": every,
+            "overlap": 1,
+            "quorum": quorum,
+            "grace": {"capSeconds": grace_seconds},
+            "staleness": {"maxVersions": max_versions},
+            "heartbeat": {"timeoutSeconds": heartbeat_timeout},
+            "compression": {"up": ENCODING},
+        }
+        spec = {
+            "training": {"stop": {"steps": 1000}, "evaluation": None},
+            "learners": {"command": ["true"]},
+            "regions": [{"name": "r", "learners": learners}],
+            "sync": sync,
+        }
+        job = {"apiVersion": "diloco.io/v1alpha1", "kind": "DiLoCoJob", "metadata": {"name": "job"}, "spec": spec}
+        self.config = replace(CoreConfig.from_job(DiLoCoJob.model_validate(job)), digests={})
 
     def begin(self) -> list[ev.Action]:
         """A syncer process starts, and reads the store as ``store/restore.py`` does."""
