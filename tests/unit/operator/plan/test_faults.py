@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -123,17 +124,34 @@ steps = st.lists(
 )
 
 
-@given(
+jobs_and_faults = given(
     steps,
     st.integers(0, 1000),
     st.sampled_from([1, 2, 99]),
     st.sampled_from(["Wait", "ForceDelete"]),
     st.integers(0, 1),
 )
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+any_speed = settings(deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@jobs_and_faults
+@settings(any_speed, max_examples=8)
 def test_whatever_happens_it_comes_back(
     story: list[tuple[str, int, float]], seed: int, quorum: int, policy: str, spares: int
 ) -> None:
+    comes_back(story, seed, quorum, policy, spares)
+
+
+@pytest.mark.slow
+@jobs_and_faults
+@settings(any_speed, max_examples=40)
+def test_whatever_happens_in_many_jobs_they_come_back(
+    story: list[tuple[str, int, float]], seed: int, quorum: int, policy: str, spares: int
+) -> None:
+    comes_back(story, seed, quorum, policy, spares)
+
+
+def comes_back(story: list[tuple[str, int, float]], seed: int, quorum: int, policy: str, spares: int) -> None:
     spec: dict[str, Any] = {
         "regions": regions(3, 1, spares),
         # 99 stands for "every learner", also after the scaling that would break the rule.

@@ -16,7 +16,14 @@ from fractions import Fraction
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from diloco_worker.core.adoption import Adoption, AdoptionConfig, Broadcast, Decision, Kind, PushPlan, Rule
 
@@ -333,13 +340,19 @@ class RollingBack(World):
         self.announce()
 
 
-_QUICK = settings(max_examples=200, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-for _machine in (World, Overwriting, Mixing, RollingBack):
-    _machine.TestCase.settings = _QUICK
-TestKeep = World.TestCase
-TestOverwrite = Overwriting.TestCase
-TestMix = Mixing.TestCase
-TestRollBack = RollingBack.TestCase
+_MACHINES = (World, Overwriting, Mixing, RollingBack)
+_SETTINGS = settings(stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@pytest.mark.parametrize("machine", _MACHINES, ids=lambda machine: machine.__name__)
+def test_any_order_of_steps_pushes_merges_and_broadcasts(machine: type[World]) -> None:
+    run_state_machine_as_test(machine, settings=settings(_SETTINGS, max_examples=60))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", _MACHINES, ids=lambda machine: machine.__name__)
+def test_many_orders_of_steps_pushes_merges_and_broadcasts(machine: type[World]) -> None:
+    run_state_machine_as_test(machine, settings=settings(_SETTINGS, max_examples=400))
 
 
 # -------------------------------------------------------------------- by hand
