@@ -23,6 +23,8 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic_core import from_json, to_json
+
 from diloco_operator import names
 from diloco_operator.job import rfc3339, unix_seconds
 from diloco_operator.model import (
@@ -838,7 +840,8 @@ class Far(World):
 
 
 def _copy(value: Any) -> Any:
-    return json.loads(json.dumps(value))
+    """As it comes back from the API server, through JSON."""
+    return from_json(to_json(value))
 
 
 def _hash(value: Any) -> str:
