@@ -58,7 +58,7 @@ def measure(name: str, method: str, pieces: Sequence[Piece], threads: int, round
         squares = [piece_squares(pieces, delta) for delta in deltas]
         rows += common.compare(
             f"{name}, norms known",
-            lambda: merge(pieces, deltas, weights, method, out, squares=squares, threads=threads),
+            lambda: merge(pieces, deltas, weights, method, squares, out, threads=threads),
             {"reading the same bytes": common.reading(deltas, threads)},
             work=4e-9 * elements * LEARNERS,
             unit="GB/s",

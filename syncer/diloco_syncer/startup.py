@@ -168,5 +168,6 @@ def warm_up(job: DiLoCoJob, threads: int) -> None:
     for count in range(1, min(9, job.spec.slots + 1)):
         shares = [1 / count] * count
         pushes = [values.copy() for _ in shares]
-        merged = merge.merge(layout.fragments[0], pushes, shares, sync.merge.method, threads=threads)
+        squares = [merge.piece_squares(layout.fragments[0], push, threads=threads) for push in pushes]
+        merged = merge.merge(layout.fragments[0], pushes, shares, sync.merge.method, squares, threads=threads)
         optimizer.step(values.copy(), merged.delta, {}, ages=[0] * count, weights=shares, threads=threads)

@@ -17,11 +17,12 @@ to 1 (aggregation.py, normalised_weights). Each piece of the fragment is merged 
 A push of weight 0 takes no part. With a single one that does, Δ is passed on bit
 for bit.
 
-Three passes over a piece: the pushes' norms; Σ (w_m·R/‖Δ_m‖)·Δ_m, which is R·u, and
-its norm; and the scaling to length R. Sums over pushes are float32 in the given
-order, one rounding per operation; norms are float64 over fixed blocks. The work is
-cut into chunks whose output stays in the cache and which threads share; the result
-has the same bits for any number of threads.
+Three passes over a piece: the pushes' norms, which are taken when a push arrives
+(``piece_squares``); Σ (w_m·R/‖Δ_m‖)·Δ_m, which is R·u, and its norm; and the scaling
+to length R. Sums over pushes are float32 in the given order, one rounding per
+operation; norms are float64 over fixed blocks. The work is cut into chunks whose
+output stays in the cache and which threads share; the result has the same bits for
+any number of threads.
 """
 
 from __future__ import annotations
@@ -60,19 +61,17 @@ def merge(
     deltas: Sequence[Float32s],
     weights: Sequence[float],
     method: str,
+    squares: Sequence[Float64s],
     out: Float32s | None = None,
     *,
-    squares: Sequence[Float64s] | None = None,
     threads: int = 1,
 ) -> MergeResult:
     """Merge one fragment's pushes.
 
-    ``pieces`` of the fragment, which cover it; ``deltas``: float32[elements] each,
-    contiguous; ``weights``: not negative, sum 1; ``method``: rda or mean. ``out``:
-    written and returned as ``delta``, and none of the inputs. ``squares``: of each push
-    what ``piece_squares`` gives; the merge then skips its first pass, a third of its
-    time. Raises ValueError if these do not fit together or a push holds a value that is
-    not finite.
+    ``pieces`` of the fragment, which cover it; ``deltas``: float32[elements] each, contiguous; ``weights``: not
+    negative, sum 1; ``method``: rda or mean; ``squares``: ``piece_squares`` of each push. ``out``: written and
+    returned as ``delta``, and none of the inputs. Raises ValueError if these do not fit together or a push holds
+    a value that is not finite.
     """
     elements = _check(pieces, deltas, weights, method)
     if out is None:
@@ -82,20 +81,16 @@ def merge(
     if any(np.may_share_memory(out, delta) for delta in deltas):
         raise ValueError("out: shares memory with a push")
 
-    table = np.zeros((len(pieces), len(deltas) + 1), np.float64)
-    if squares is not None:
-        if len(squares) != len(deltas) or any(known.shape != (len(pieces),) for known in squares):
-            raise ValueError(f"squares: not one array per push, of {len(pieces)} pieces each")
-        table[:, :-1] = np.stack(squares, axis=1)
+    if len(squares) != len(deltas) or any(known.shape != (len(pieces),) for known in squares):
+        raise ValueError(f"squares: not one array per push, of {len(pieces)} pieces each")
+    table = np.stack([*squares, np.zeros(len(pieces))], axis=1)
     cancelled = [False] * len(pieces)
 
     def one(index: int, threads: int) -> None:
         piece = pieces[index]
         span = slice(piece.offset, piece.offset + piece.elements)
         radial = method == "rda" and not piece.mean
-        cancelled[index] = _piece(
-            [delta[span] for delta in deltas], weights, radial, out[span], table[index], squares is not None, threads
-        )
+        cancelled[index] = _piece([delta[span] for delta in deltas], weights, radial, out[span], table[index], threads)
 
     def ones(first: int, last: int) -> None:
         for index in small[first:last]:
@@ -115,31 +110,19 @@ def merge(
 
 
 def piece_squares(pieces: Sequence[Piece], delta: Float32s, *, threads: int = 1) -> Float64s:
-    """float64[pieces]: the squared L2 norm of each piece of one push. All are finite exactly if
-    the push is, and the root of their sum is its norm: so the syncer takes them once, when a
-    push arrives."""
+    """The squared L2 norm of each piece of one push, float64[pieces]. All are finite exactly if the push is, and
+    the root of their sum is its norm: so the syncer takes them once, when a push arrives."""
     spans = (slice(piece.offset, piece.offset + piece.elements) for piece in pieces)
     return np.array([kernels.square_sum(delta[span], threads) for span in spans], np.float64)
 
 
 def _piece(
-    parts: Sequence[Float32s],
-    weights: Sequence[float],
-    radial: bool,
-    out: Float32s,
-    squares: Float64s,
-    known: bool,
-    threads: int,
+    parts: Sequence[Float32s], weights: Sequence[float], radial: bool, out: Float32s, squares: Float64s, threads: int
 ) -> bool:
-    """Merge one piece into ``out``. ``squares``: the squared norms of the parts, filled in
-    unless they are ``known``, then that of ``out``. Returns whether the directions cancelled."""
+    """Merge one piece into ``out``. ``squares``: the squared norms of the parts; that of ``out`` is put behind them.
+    Returns whether the directions cancelled."""
     counted = [m for m, weight in enumerate(weights) if weight > 0]
     radial = radial and len(counted) > 1
-    if not known:
-        # A weighted mean takes the norms along, in its one pass over the memory.
-        for m in range(len(parts)):
-            if radial or m not in counted:
-                squares[m] = kernels.square_sum(parts[m], threads)
     vectors = [parts[m] for m in counted]
     shares = [weights[m] for m in counted] if len(counted) > 1 else [1.0]
     if radial:
@@ -147,9 +130,7 @@ def _piece(
         if square is not None:
             squares[-1] = square
             return False
-    rows = [] if known or radial else counted
-    found = _mean(vectors, shares, out, len(rows), threads)
-    squares[[*rows, -1]] = found
+    squares[-1] = _combine(vectors, [np.float32(share) for share in shares], out, threads)
     return radial
 
 
@@ -176,23 +157,6 @@ def _factor(numerator: float, norm: float) -> np.float32:
     (1e-38) that float32 has no factor for it."""
     factor = numerator / norm if norm > 0 else 0.0
     return np.float32(factor) if factor < 1e38 or not math.isfinite(factor) else np.float32(0)
-
-
-def _mean(parts: Sequence[Float32s], shares: Sequence[float], out: Float32s, measured: int, threads: int) -> Float64s:
-    """Weighted mean into ``out``; the squared norms of the first ``measured`` parts, then of ``out``."""
-    sums = np.empty((measured + 1, kernels.blocks_of(out.size)), np.float64)
-    factors = [np.float32(share) for share in shares]
-
-    def chunk(start: int, stop: int) -> None:
-        window = slice(start // kernels.BLOCK, kernels.blocks_of(stop))
-        views, target = [part[start:stop] for part in parts], out[start:stop]
-        for view, row in zip(views[:measured], sums[:measured], strict=True):
-            kernels.square_sums(view, row[window], 0, kernels.blocks_of(stop - start))
-        _add(views, factors, target)
-        kernels.square_sums(target, sums[-1][window], 0, kernels.blocks_of(stop - start))
-
-    kernels.share(chunk, out.size, _CHUNK, threads)
-    return np.array([kernels.ordered_sum(row) for row in sums])
 
 
 def _combine(parts: Sequence[Float32s], factors: Sequence[np.float32], out: Float32s, threads: int) -> float:

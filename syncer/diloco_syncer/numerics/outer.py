@@ -2,32 +2,29 @@
 
 Theory of operation
 -------------------
-``step`` takes a fragment's global parameters Θ, the merged outer gradient Δ = base − θ,
-which points uphill like a gradient, and the optimizer's state for that fragment; it
-changes Θ and returns the next state. The state is plain arrays, part of every merge
-record and checkpoint; from a copy of it the job continues bit for bit. Everything is
-float32, element by element, one rounding per operation, so that the result is the same
-on every machine and for any number of threads.
+``step`` takes a fragment's global parameters Θ, its merged outer gradient Δ = base − θ
+(uphill, as a gradient is), and the optimizer's state for it. It changes Θ and returns the
+next state. The state is plain arrays and part of every merge record; from a copy of it the
+job goes on bit for bit. All arithmetic is float32, element by element, with one rounding
+per operation: the result is the same on every machine and for any number of threads.
 
 * ``sgd``: Θ ← Θ − η·Δ.
 * ``nesterov``: b ← μ·b + Δ, Θ ← Θ − η·(Δ + μ·b), which is torch.optim.SGD(nesterov=True)
   with Δ for the gradient (DiLoCo, arXiv 2311.08105).
 * ``adamw``: Adam with bias correction; torch.optim.AdamW(weight_decay=0).
-* ``cosine-gated``: Cosine-Gated Adam-Decay (arXiv 2605.09126): Δ is scaled by
-  σ(τ) = γ(τ)·e^(−α·τ) before it enters Adam's two moments, where τ is its age in
-  versions, α is ``age_decay``, and the gate γ(τ) = (1 + cos(π·min(τ/τ_c, 1)))/2 closes
-  smoothly at a cutoff τ_c. At age 0 it is Adam. Ours: the paper scales each push, and
-  here the merged Δ is scaled by one age, the weighted mean of its pushes'; the cutoff is
-  one version beyond ``staleness.maxVersions``, so that no push that is accepted is lost;
-  and Adam's bias correction counts merges, not σ.
+* ``cosine-gated``: Cosine-Gated Adam-Decay (arXiv 2605.09126). Before Δ enters Adam's two
+  moments it is scaled by σ(τ) = γ(τ)·e^(−α·τ): τ is its age in versions, α is ``age_decay``,
+  and the gate γ(τ) = (1 + cos(π·min(τ/τ_c, 1)))/2 closes smoothly at the cutoff τ_c. At age 0
+  it is Adam. Three choices are ours. The paper scales each push; here the merged Δ is scaled
+  once, by the weighted mean age of its pushes. The cutoff is ``staleness.maxVersions`` + 1, so
+  that every accepted push counts. Adam's bias correction counts merges, not σ.
 
-A job may be given another optimizer while it lives. Its state is then begun anew, as at
-the first merge; what the one before remembered (momentum) is nothing that it could use.
-Another learning rate or momentum factor goes on with the same state.
+A job that is given another optimizer begins that one's state anew. Another learning rate or
+momentum factor goes on with the same state.
 
 ``restart_every`` n clears the momentum before every n-th merge but the first
 (outer-momentum restarting, arXiv 2605.28585). With Adam that is the first moment and
-its bias correction; the second moment is a scale and stays (ours).
+its bias correction; the second moment, which is a scale, stays (ours).
 """
 
 from __future__ import annotations
@@ -35,13 +32,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from diloco_protocol.arrays import kernels
 from diloco_protocol.arrays.kernels import F32_IN, F32_OUT, RANGE, Float32s, kernel
+from diloco_protocol.spec.sync import OuterSpec
 
 
 class OuterError(ValueError):
@@ -61,25 +59,6 @@ class _Moment:
     threads: int
 
 
-class OuterSettings(Protocol):
-    """What of ``spec.sync.outer`` is read."""
-
-    @property
-    def optimizer(self) -> str: ...
-    @property
-    def lr(self) -> float: ...
-    @property
-    def momentum(self) -> float: ...
-    @property
-    def betas(self) -> Sequence[float]: ...
-    @property
-    def eps(self) -> float: ...
-    @property
-    def restart_every(self) -> int | None: ...
-    @property
-    def age_decay(self) -> float: ...
-
-
 class Outer:
     """An outer optimizer without its state, so one serves all fragments. Subclasses name
     the vectors of the state and make the step."""
@@ -87,7 +66,7 @@ class Outer:
     vectors: tuple[str, ...] = ()
     momentum: tuple[str, ...] = ()  # those that a restart clears
 
-    def __init__(self, settings: OuterSettings, max_versions: int) -> None:
+    def __init__(self, settings: OuterSpec, max_versions: int) -> None:
         self.settings = settings
         self.max_versions = max_versions
 
@@ -135,7 +114,7 @@ class Outer:
         if not state:
             return 0
         name = self.settings.optimizer
-        if set(state) != {"merges", *self.vectors}:
+        if not self.owns(state):
             raise OuterError(
                 f"outer optimizer {name}: the state has {', '.join(sorted(state))},"
                 f" and it needs {', '.join(sorted(('merges', *self.vectors)))}; was sync.outer changed?"
@@ -199,7 +178,7 @@ class CosineGated(Adam):
 REGISTRY: dict[str, type[Outer]] = {"sgd": Sgd, "nesterov": Nesterov, "adamw": Adam, "cosine-gated": CosineGated}
 
 
-def make(settings: OuterSettings, *, max_versions: int = 16) -> Outer:
+def make(settings: OuterSpec, *, max_versions: int = 16) -> Outer:
     """The outer optimizer that ``settings`` (spec.sync.outer) names. ``max_versions``:
     staleness.maxVersions. Raises OuterError."""
     kind = REGISTRY.get(settings.optimizer)

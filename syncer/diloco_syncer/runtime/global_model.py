@@ -109,15 +109,10 @@ class GlobalModel:
         return "float32" if self.delta_encoding is not None else self._down
 
     def merge(
-        self,
-        action: ev.Merge,
-        deltas: Sequence[Floats],
-        epoch: int,
-        number: int,
-        squares: Sequence[Float64s] | None = None,
+        self, action: ev.Merge, deltas: Sequence[Floats], squares: Sequence[Float64s], epoch: int, number: int
     ) -> tuple[MergeRecord, Broadcast]:
-        """Merge the pushes (float32[elements], in the action's order; ``squares``: of each what
-        ``merge.piece_squares`` gives, if known) into the next version.
+        """Merge the pushes (float32[elements], in the action's order; ``squares``: ``merge.piece_squares`` of each)
+        into the next version.
 
         Raises ``Diverged``. Takes long; call it in a thread.
         """
@@ -128,7 +123,7 @@ class GlobalModel:
         assert self.layout is not None
         pieces = self.layout.fragments[action.fragment]
         weights = [r.weight for r in action.responders]
-        merged = merge.merge(pieces, deltas, weights, self._method, squares=squares, threads=self._threads)
+        merged = merge.merge(pieces, deltas, weights, self._method, squares, threads=self._threads)
         theta, state = old.theta.copy(), {name: array.copy() for name, array in old.outer.items()}
         state = self._outer.step(
             theta, merged.delta, state, ages=[r.age for r in action.responders], weights=weights, threads=self._threads

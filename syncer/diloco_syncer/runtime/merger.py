@@ -68,7 +68,7 @@ class Merger:
         began = time.monotonic()
         try:
             record, broadcast = await loop.run_in_executor(
-                self._thread, self._model.merge, action, deltas, self._core.epoch, self._number + 1, squares
+                self._thread, self._model.merge, action, deltas, squares, self._core.epoch, self._number + 1
             )
         except Diverged as error:
             self._emit(ev.EndRequested(JobPhase.FAILED, str(error)))

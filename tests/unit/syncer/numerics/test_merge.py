@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from diloco_protocol.arrays.layout import Piece
 from diloco_syncer.core.merging.aggregation import normalised_weights
-from diloco_syncer.numerics.merge import merge, piece_squares
+from diloco_syncer.numerics import merge as numerics
+from diloco_syncer.numerics.merge import MergeResult, piece_squares
 
 
 def pieces_of(sizes: list[int], mean: tuple[int, ...] = ()) -> list[Piece]:
@@ -20,6 +21,13 @@ def pieces_of(sizes: list[int], mean: tuple[int, ...] = ()) -> list[Piece]:
         pieces.append(Piece(f"tensor{i}", 0, size, offset, i in mean))
         offset += size
     return pieces
+
+
+def merge(
+    pieces: list[Piece], deltas: list[np.ndarray], shares: list[float], method: str, threads: int = 1
+) -> MergeResult:
+    squares = [piece_squares(pieces, delta) for delta in deltas]
+    return numerics.merge(pieces, deltas, shares, method, squares, threads=threads)
 
 
 def pushes(count: int, elements: int, seed: int = 0, scales: bool = True) -> list[np.ndarray]:
@@ -79,7 +87,7 @@ def test_merge_is_the_algorithm_of_section_5(
     for norm, delta in zip(result.norms, deltas, strict=True):
         assert norm == pytest.approx(np.linalg.norm(delta.astype(np.float64)), rel=1e-12)
     squares = [piece_squares(pieces, delta, threads=threads) for delta in deltas]
-    again = merge(pieces, deltas, shares, method, squares=squares)
+    again = numerics.merge(pieces, deltas, shares, method, squares)
     assert again.delta.tobytes() == result.delta.tobytes()
     assert (again.norms, again.norm, again.cancelled) == (result.norms, result.norm, result.cancelled)
 
@@ -191,13 +199,14 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         (pieces, [deltas[0], deltas[1].astype(np.float64)], [0.5, 0.5], "rda", "push 1: float64"),
     ]:
         with pytest.raises(ValueError, match=what):
-            merge(bad_pieces, bad_deltas, shares, method)
+            numerics.merge(bad_pieces, bad_deltas, shares, method, [np.zeros(2)] * len(bad_deltas))
     with pytest.raises(ValueError, match="squares: not one array per push"):
-        merge(pieces, deltas, [0.5, 0.5], "rda", squares=[np.zeros(2)])
+        numerics.merge(pieces, deltas, [0.5, 0.5], "rda", [np.zeros(2)])
+    squares = [piece_squares(pieces, delta) for delta in deltas]
     with pytest.raises(ValueError, match="shares memory"):
-        merge(pieces, deltas, [0.5, 0.5], "rda", out=deltas[0])
+        numerics.merge(pieces, deltas, [0.5, 0.5], "rda", squares, out=deltas[0])
     out = np.empty(300, np.float32)
-    assert merge(pieces, deltas, [0.5, 0.5], "rda", out=out).delta is out
+    assert numerics.merge(pieces, deltas, [0.5, 0.5], "rda", squares, out=out).delta is out
 
 
 def test_weights_are_quantity_times_quality() -> None:

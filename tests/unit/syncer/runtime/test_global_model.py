@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 
 from diloco_protocol.arrays import codec
+from diloco_protocol.arrays.kernels import Float64s
 from diloco_protocol.arrays.layout import Layout, Tensor
 from diloco_protocol.bandwidth import links
 from diloco_protocol.spec.load import parse_job
 from diloco_protocol.wire import bulk
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.events import PushHeader, ReportCounts
+from diloco_syncer.numerics.merge import piece_squares
 from diloco_syncer.numerics.outer import REGISTRY, OuterError
 from diloco_syncer.runtime.global_model import Diverged, GlobalModel, first_records
 from diloco_syncer.store.records import Floats, MergeRecord
@@ -44,6 +46,10 @@ def parameters(*overrides: str, newest: list[MergeRecord] | None = None) -> Glob
     return model
 
 
+def squares(deltas: list[Floats], fragment: int = 0) -> list[Float64s]:
+    return [piece_squares(LAYOUT.fragments[fragment], delta) for delta in deltas]
+
+
 def action(fragment: int, version: int, pushes: int = 2) -> ev.Merge:
     report = ReportCounts(1, 1, 10, ())
     headers = [
@@ -57,7 +63,7 @@ def action(fragment: int, version: int, pushes: int = 2) -> ev.Merge:
 def merge(made: GlobalModel, fragment: int, seed: int) -> MergeRecord:
     version = made.versions[fragment] + 1
     deltas = [values(fragment, 100 * seed + m, 0.01) for m in range(2)]
-    record, broadcast = made.merge(action(fragment, version), deltas, epoch=1, number=seed)
+    record, broadcast = made.merge(action(fragment, version), deltas, squares(deltas, fragment), epoch=1, number=seed)
     made.publish(record, broadcast, 0.0)
     return record
 
@@ -123,19 +129,19 @@ def test_a_merge_that_is_not_adopted_changes_nothing() -> None:
     merge(made, 0, 1)
     before = MergeRecord.unpack(b"".join(made.newest[0].pack()), "x")
     deltas = [values(0, 7), values(0, 8)]
-    first, _ = made.merge(action(0, 2), deltas, 1, 2)
-    again, _ = made.merge(action(0, 2), deltas, 1, 2)
+    first, _ = made.merge(action(0, 2), deltas, squares(deltas), 1, 2)
+    again, _ = made.merge(action(0, 2), deltas, squares(deltas), 1, 2)
     assert first.digest == again.digest
     assert made.versions == [1, 0] and np.array_equal(made.newest[0].theta, before.theta)
     assert all(np.array_equal(made.newest[0].outer[k], v) for k, v in before.outer.items())
     with pytest.raises(ValueError, match="3 does not follow 1"):
-        made.merge(action(0, 3), deltas, 1, 2)
+        made.merge(action(0, 3), deltas, squares(deltas), 1, 2)
 
 
 def test_sign_and_size_of_a_step() -> None:
     made = parameters("sync.outer.optimizer=sgd", "sync.outer.lr=0.5")
     delta = values(0, 3, 0.1)
-    record, _ = made.merge(action(0, 1, pushes=1), [delta], 1, 1)
+    record, _ = made.merge(action(0, 1, pushes=1), [delta], squares([delta]), 1, 1)
     assert np.allclose(record.theta, values(0, 0) - 0.5 * delta, atol=1e-7)
     assert record.responders[0].norm == pytest.approx(float(np.linalg.norm(delta)), rel=1e-6)
 
@@ -144,7 +150,7 @@ def test_a_merge_that_would_be_infinite_is_not_made() -> None:
     made = parameters()
     huge = np.full(LAYOUT.elements(0), 3e38, np.float32)
     with pytest.raises(Diverged, match=r"fragment 0 would become infinite in version 1 .* lower the learning"):
-        made.merge(action(0, 1, pushes=1), [huge], 1, 1)
+        made.merge(action(0, 1, pushes=1), [huge], squares([huge]), 1, 1)
 
 
 def test_another_outer_optimizer_begins_anew_where_the_parameters_are() -> None:
