@@ -1,11 +1,4 @@
-"""``python -m diloco_syncer``: serve one job.
-
-Exit codes: 0 the job ended, or this process was asked to stop and its state is
-durable; 1 the job failed; 2 the job file, the arguments or the store's content are
-wrong (a restart does not help); 3 another syncer has taken over the store; 4 the
-store cannot be written; 5 the credentials cannot be used (a restart helps once they
-are put right).
-"""
+"""``python -m diloco_syncer``: serve one job. Its exit codes: ``vocabulary.SyncerExit``."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import logging
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from typing import get_args
 
 from diloco_protocol.documents import Report
 from diloco_protocol.spec.job import DiLoCoJob
@@ -32,7 +33,7 @@ from diloco_syncer.runtime.traffic import Traffic
 from diloco_syncer.runtime.version_recovery import VersionUploads
 from diloco_syncer.server.downloads import Downloads
 from diloco_syncer.server.pages.status_page import StatusPage
-from diloco_syncer.server.sessions import Sessions
+from diloco_syncer.server.sessions import Addressed, Sessions
 from diloco_syncer.server.tls.access import CallAuthorizer
 from diloco_syncer.server.tls.listener import TlsListener
 from diloco_syncer.server.uploads import Uploads
@@ -144,13 +145,9 @@ class Syncer:
         on_with(ev.Admit, self._known_versions, sessions.admit)
         on_with(ev.Announce, self._known_versions, sessions.announce)
         on(ev.Refuse, sessions.refuse)
-        on(ev.Promote, sessions.promote)
-        on(ev.Pull, sessions.pull)
-        on(ev.GrantLease, sessions.grant_lease)
         on(ev.RequestInitialModel, sessions.request_initial_model)
-        on(ev.RequestPeerState, sessions.request_peer_state)
-        on(ev.OfferPeerState, sessions.offer_peer_state)
-        on(ev.RequestVersion, sessions.request_version)
+        for kind in get_args(Addressed):
+            on(kind, sessions.send_action)
 
     def _known_versions(self) -> tuple[Broadcast, ...]:
         return tuple(self.model.broadcasts)

@@ -336,39 +336,28 @@ class Sessions:
             connection.send(refusal(JoinRefusal.INITIALISE, "join again to upload version 0", False))
             connection.end()
 
-    def request_peer_state(self, action: ev.RequestPeerState) -> None:
-        """Ask a learner to upload its inner optimizer state."""
-        self._relay.expect_upload(action.transfer, action.connection, action.checkpoint)
-        self._send(action, peer_state_request=sync_pb2.PeerStateRequest(transfer=action.transfer))
-
-    def offer_peer_state(self, action: ev.OfferPeerState) -> None:
-        """Tell a newcomer which transfer it may download."""
-        self._send(action, peer_state_ready=sync_pb2.PeerStateReady(transfer=action.transfer))
-
-    def promote(self, action: ev.Promote) -> None:
-        """Give a standby a slot's seat."""
-        self._send(action, promotion=sync_pb2.Promotion(seat=seat_to(action.seat)))
-
-    def pull(self, action: ev.Pull) -> None:
-        """Ask a learner for its push of a round."""
-        pull = sync_pb2.Pull(
-            round=action.round, fragment=action.fragment, epoch=self._core.epoch, version=action.version
-        )
-        self._send(action, pull=pull)
-
-    def grant_lease(self, action: ev.GrantLease) -> None:
-        """Give a learner a lease of a block of data."""
-        self._send(action, lease=lease_to(action.lease))
-
-    def request_version(self, action: ev.RequestVersion) -> None:
-        """Ask a learner for a version that the store has lost."""
-        request = sync_pb2.BaseRequest(fragment=action.fragment, epoch=action.epoch, version=action.version)
-        self._send(action, base_request=request)
-
-    def _send(self, action: Addressed, **message: Any) -> None:
+    def send_action(self, action: Addressed) -> None:
+        """Send an action that is one message for one learner."""
+        match action:
+            case ev.Promote():
+                told = sync_pb2.SyncerMessage(promotion=sync_pb2.Promotion(seat=seat_to(action.seat)))
+            case ev.GrantLease():
+                told = sync_pb2.SyncerMessage(lease=lease_to(action.lease))
+            case ev.Pull():
+                epoch = self._core.epoch
+                pull = sync_pb2.Pull(round=action.round, fragment=action.fragment, epoch=epoch, version=action.version)
+                told = sync_pb2.SyncerMessage(pull=pull)
+            case ev.RequestVersion():
+                request = sync_pb2.BaseRequest(fragment=action.fragment, epoch=action.epoch, version=action.version)
+                told = sync_pb2.SyncerMessage(base_request=request)
+            case ev.OfferPeerState():
+                told = sync_pb2.SyncerMessage(peer_state_ready=sync_pb2.PeerStateReady(transfer=action.transfer))
+            case ev.RequestPeerState():
+                self._relay.expect_upload(action.transfer, action.connection, action.checkpoint)
+                told = sync_pb2.SyncerMessage(peer_state_request=sync_pb2.PeerStateRequest(transfer=action.transfer))
         connection = self._connections.get(action.connection)
         if connection is not None:
-            connection.send(sync_pb2.SyncerMessage(**message))
+            connection.send(told)
 
     def send_phase(self, phase: JobPhase, message: str) -> None:
         """Tell every connection the phase."""

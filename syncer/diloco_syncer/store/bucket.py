@@ -21,10 +21,12 @@ request with its session token.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import os
 import re
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
@@ -118,20 +120,22 @@ class BucketStore(Store):
         except (*self._errors, ValueError, TypeError) as error:
             self._failed(error, opening=True)
 
+    @contextlib.contextmanager
+    def _explained(self, name: str = "", opening: bool = False) -> Iterator[None]:
+        """Raise what the client's errors mean; with ``name``, ``ObjectNotFound`` if there is no such object."""
+        try:
+            yield
+        except self._errors as error:
+            if name and isinstance(error, FileNotFoundError):
+                raise ObjectNotFound(name) from error
+            self._failed(error, opening)
+
     def _check_conditional_put(self) -> None:
         probe = f"probe-{os.getpid()}-{os.urandom(4).hex()}"
+        self._exists_on_create(probe)  # True: the answer was lost, and the client asked again
         try:
-            self._client.put(self._quick, probe, b"", mode="create", use_multipart=False)
-        except self._exists_already:
-            pass  # the answer was lost, and the client asked again
-        except self._errors as error:
-            self._failed(error, opening=True)
-        try:
-            self._client.put(self._quick, probe, b"", mode="create", use_multipart=False)
-        except self._exists_already:
-            return
-        except self._errors as error:
-            self._failed(error, opening=True)
+            if self._exists_on_create(probe):
+                return
         finally:
             self._delete(probe)
         raise NotWritable(
@@ -140,24 +144,25 @@ class BucketStore(Store):
             "that does, or a volume",
         )
 
+    def _exists_on_create(self, name: str) -> bool:
+        with self._explained(opening=True), contextlib.suppress(self._exists_already):
+            self._client.put(self._quick, name, b"", mode="create", use_multipart=False)
+            return False
+        return True
+
     def _delete(self, name: str) -> None:
-        try:
+        with self._explained(), contextlib.suppress(FileNotFoundError):
             self._client.delete(self._quick, name)
-        except FileNotFoundError:
-            return
-        except self._errors as error:
-            self._failed(error)
 
     def _put(self, name: str, parts: tuple[Buffer, ...], mode: Any) -> None:
         views = [memoryview(part) for part in parts]
         whole = [view.cast("B") for view in views if view.nbytes]
         store = self._quick if sum(view.nbytes for view in whole) <= _QUICK_BYTES else self._bulk
-        try:
-            self._client.put(store, checked(name), whole or b"", mode=mode, use_multipart=False)
-        except self._exists_already as error:
-            raise ObjectExists(name) from error
-        except self._errors as error:
-            self._failed(error)
+        with self._explained():
+            try:
+                self._client.put(store, checked(name), whole or b"", mode=mode, use_multipart=False)
+            except self._exists_already as error:
+                raise ObjectExists(name) from error
 
     def create(self, name: str, *parts: Buffer) -> None:
         self._put(name, parts, "create")
@@ -166,45 +171,30 @@ class BucketStore(Store):
         self._put(name, parts, "overwrite")
 
     def read(self, name: str, limit: int) -> bytes:
-        try:
+        with self._explained(name):
             found = self._client.get(self._reading, checked(name))
             size = found.meta["size"]
-            if size > limit:
-                raise TooLarge(errno.EFBIG, f"{self.where}/{name} has {size} bytes; at most {limit} are allowed")
-            return bytes(found.bytes())
-        except TooLarge:
-            raise
-        except FileNotFoundError as error:
-            raise ObjectNotFound(name) from error
-        except self._errors as error:
-            self._failed(error)
+            if size <= limit:
+                return bytes(found.bytes())
+        raise TooLarge(errno.EFBIG, f"{self.where}/{name} has {size} bytes; at most {limit} are allowed")
 
     def read_start(self, name: str, count: int) -> bytes:
-        try:
+        with self._explained(name):
             size = self._client.head(self._quick, checked(name))["size"]
             if not (count := min(count, size)):
                 return b""
             return bytes(self._client.get_range(self._quick, name, start=0, end=count))
-        except FileNotFoundError as error:
-            raise ObjectNotFound(name) from error
-        except self._errors as error:
-            self._failed(error)
 
     def list(self, folder: str) -> list[str]:
-        try:
+        with self._explained():
             found = self._client.list_with_delimiter(self._quick, checked(folder))
-        except self._errors as error:
-            self._failed(error)
         return sorted(f"{folder}/{entry['path'].rsplit('/', 1)[-1]}" for entry in found["objects"])
 
     def exists(self, name: str) -> bool:
-        try:
+        with self._explained(), contextlib.suppress(FileNotFoundError):
             self._client.head(self._quick, checked(name))
-        except FileNotFoundError:
-            return False
-        except self._errors as error:
-            self._failed(error)
-        return True
+            return True
+        return False
 
     def delete(self, name: str) -> None:
         self._delete(checked(name))
@@ -261,9 +251,8 @@ def _meaning(text: str, scheme: str) -> str:
         return f"its credentials are not complete: give the syncer {_SETTINGS[scheme]}"
     number, name = int(status.group(1)) if status else 0, code.group(1) if code else ""
     said = f"{number} {name}".strip()
-    if any(
-        word in text for word in ("token file", "POST REDACTED", "AssumeRole")
-    ):  # the client asks for a role's credentials
+    # The client asks for a role's credentials.
+    if any(word in text for word in ("token file", "POST REDACTED", "AssumeRole")):
         why = f" ({said})" if number else ""
         return (
             f"the credentials of its identity could not be had{why}: look at the token and the role "

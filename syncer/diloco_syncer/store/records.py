@@ -43,6 +43,12 @@ _ALIGN = 64
 _PREFIX = struct.Struct("<8sIQ")
 _DTYPES = frozenset({"float32", "float64", "uint8", "int64"})
 
+# Of a merge record's fields, those that are one number or text.
+_FIGURES = (
+    *("job", "epoch", "fragment", "version", "number", "round", "time"),
+    *("quorum_seconds", "waited_seconds", "merge_seconds", "job_tokens", "digest"),
+)
+
 Array = NDArray[Any]
 Floats = NDArray[np.float32]
 
@@ -207,25 +213,13 @@ class MergeRecord:
 
     def body(self) -> dict[str, Any]:
         """Everything but the arrays, as JSON."""
-        more = {} if self.recovered is None else {"recovered": self.recovered.to_json()}
-        return more | {
-            "job": self.job,
-            "epoch": self.epoch,
-            "fragment": self.fragment,
-            "version": self.version,
-            "number": self.number,
-            "round": self.round,
-            "time": self.time,
-            "quorum_seconds": self.quorum_seconds,
-            "waited_seconds": self.waited_seconds,
-            "merge_seconds": self.merge_seconds,
-            "job_tokens": self.job_tokens,
-            "digest": self.digest,
-            "responders": [
-                {"header": header_to_json(r.header), "weight": r.weight, "age": r.age, "norm": r.norm}
-                for r in self.responders
-            ],
-        }
+        body: dict[str, Any] = {} if self.recovered is None else {"recovered": self.recovered.to_json()}
+        body |= {name: getattr(self, name) for name in _FIGURES}
+        body["responders"] = [
+            {"header": header_to_json(r.header), "weight": r.weight, "age": r.age, "norm": r.norm}
+            for r in self.responders
+        ]
+        return body
 
     def pack(self) -> list[Buffer]:
         """The record's file."""

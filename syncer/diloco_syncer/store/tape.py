@@ -40,27 +40,19 @@ class TapeError(Exception):
 
 def line_of(record: MergeRecord) -> dict[str, Any]:
     """The tape's line for a merge, without ``previous``. Times in seconds, tokens whole."""
-    if record.recovered is not None:
-        return {
-            "format": FORMAT,
-            "kind": RECOVERED,
-            "number": record.number,
-            "time": round(record.time, 6),
-            "fragment": record.fragment,
-            "epoch": record.epoch,
-            "version": record.version,
-            "follows": record.recovered.follows,
-            "held_epoch": record.recovered.epoch,
-            "result": record.digest,
-        }
-    return {
+    taken = record.recovered
+    line = {
         "format": FORMAT,
-        "kind": "merge",
+        "kind": "merge" if taken is None else RECOVERED,
         "number": record.number,
         "time": round(record.time, 6),
         "fragment": record.fragment,
         "epoch": record.epoch,
         "version": record.version,
+    }
+    if taken is not None:
+        return line | {"follows": taken.follows, "held_epoch": taken.epoch, "result": record.digest}
+    return line | {
         "round": record.round,
         "responders": [
             {

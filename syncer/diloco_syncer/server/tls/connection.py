@@ -27,8 +27,11 @@ log = logging.getLogger(__name__)
 BUFFER = 256 << 10
 _LINGER_SECONDS = 5.0  # for what is still to be sent when one side has ended
 _TLS_HANDSHAKE = 22  # the first byte of everything that begins as TLS
-# OpenSSL's numbers for why a certificate was not accepted.
-_EXPIRED, _NOT_YET, _PURPOSE = 10, 9, 26
+_UNFIT = {  # by OpenSSL's number for why a certificate was not accepted
+    9: (ConnectionRefusal.NOT_YET_VALID, "the certificate is not valid yet: look at both clocks"),
+    10: (ConnectionRefusal.EXPIRED, "the certificate has expired: renew it"),
+    26: (ConnectionRefusal.WRONG_ROLE, "the certificate is not for a client (extended key usage)"),
+}
 _STRANGER = frozenset({2, 18, 19, 20, 21, 24})  # no chain to our authority; 24: its issuer is no authority
 
 
@@ -95,23 +98,36 @@ class TlsConnection:
             log.exception("a fault of this program, at the connection of %s", self.address)
             self.close()
 
+    def _receive(self, end: socket.socket) -> int | None:
+        """Read into the shared buffer; returns the bytes, 0 if that side has ended, None if nothing is there."""
+        try:
+            return end.recv_into(self._owner.buffers.wire)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return 0
+
+    def _send(self, end: socket.socket, data: memoryview | bytes) -> int | None:
+        """Send what the socket takes; returns the bytes, or None if it is broken: then all is closed."""
+        try:
+            return end.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            self.close()
+            return None
+
     # ------------------------------------------------------------- the handshake
 
     def _handshake(self) -> None:
         wire = self._owner.buffers.wire
-        try:
-            count = self._front.recv_into(wire)
-        except BlockingIOError:
+        count = self._receive(self._front)
+        if count is None:
             return
-        except OSError:
-            count = 0
         if not count:
             # A probe that only connects is no refusal; a peer that began and left may have refused us.
-            self._give_up(
-                HandshakeRefused(ConnectionRefusal.BROKEN_OFF, "the peer left in the handshake")
-                if self._heard
-                else None
-            )
+            left = HandshakeRefused(ConnectionRefusal.BROKEN_OFF, "the peer left in the handshake")
+            self._give_up(left if self._heard else None)
             return
         try:
             if not self._heard and wire[0] != _TLS_HANDSHAKE:
@@ -144,12 +160,9 @@ class TlsConnection:
     # ------------------------------------------------------------- the peer's bytes, in
 
     def _front_readable(self) -> None:
-        try:
-            count = self._front.recv_into(self._owner.buffers.wire)
-        except BlockingIOError:
+        count = self._receive(self._front)
+        if count is None:
             return
-        except OSError:
-            count = 0
         if not count:
             self._end()
             return
@@ -185,12 +198,8 @@ class TlsConnection:
 
     def _send_up(self, data: memoryview | bytes) -> None:
         assert self._back is not None
-        try:
-            sent = self._back.send(data)
-        except BlockingIOError:
-            sent = 0
-        except OSError:
-            self.close()
+        sent = self._send(self._back, data)
+        if sent is None:
             return
         waited, self._up = bool(self._up), bytes(data[sent:])
         if self._up and not waited:
@@ -213,20 +222,16 @@ class TlsConnection:
 
     def _back_readable(self) -> None:
         assert self._back is not None
-        wire = self._owner.buffers.wire
-        try:
-            count = self._back.recv_into(wire)
-        except BlockingIOError:
+        count = self._receive(self._back)
+        if count is None:
             return
-        except OSError:
-            count = 0
         if not count:
             with contextlib.suppress(ssl.SSLError):
                 self._tls.unwrap()  # says good-bye; nobody waits for the answer
             self._send_down(b"")
             self._end()
             return
-        self._send_down(wire[:count])
+        self._send_down(self._owner.buffers.wire[:count])
 
     def _send_down(self, data: memoryview | bytes) -> None:
         try:
@@ -258,12 +263,8 @@ class TlsConnection:
             self._loop.add_reader(self._back, self._safely, self._back_readable)
 
     def _flush(self, data: bytes) -> None:
-        try:
-            sent = self._front.send(data) if data else 0
-        except BlockingIOError:
-            sent = 0
-        except OSError:
-            self.close()
+        sent = self._send(self._front, data) if data else 0
+        if sent is None:
             return
         self.sent += sent
         self._down = data[sent:]
@@ -307,16 +308,8 @@ def _explain_failure(error: ssl.SSLError) -> HandshakeRefused:
     reason = (error.reason or "").upper()
     if isinstance(error, ssl.SSLCertVerificationError):
         words = error.verify_message
-        if error.verify_code == _EXPIRED:
-            return HandshakeRefused(ConnectionRefusal.EXPIRED, "the certificate has expired: renew it")
-        if error.verify_code == _NOT_YET:
-            return HandshakeRefused(
-                ConnectionRefusal.NOT_YET_VALID, "the certificate is not valid yet: look at both clocks"
-            )
-        if error.verify_code == _PURPOSE:
-            return HandshakeRefused(
-                ConnectionRefusal.WRONG_ROLE, "the certificate is not for a client (extended key usage)"
-            )
+        if error.verify_code in _UNFIT:
+            return HandshakeRefused(*_UNFIT[error.verify_code])
         if error.verify_code in _STRANGER:
             return HandshakeRefused(ConnectionRefusal.STRANGER, f"the certificate is of another authority: {words}")
         return HandshakeRefused(ConnectionRefusal.BAD_CERTIFICATE, f"the certificate is not believed: {words}")

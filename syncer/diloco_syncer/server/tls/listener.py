@@ -67,10 +67,8 @@ class CredentialReloader:
 
     def __init__(self, credentials: Credentials, job: str) -> None:
         """Raises ``CredentialsError`` if they are not this job's syncer's."""
-        self.credentials = credentials
         self._job = job
-        self.own_names, self.context = self._load(credentials)
-        self.expires = credentials.expires()  # wall-clock seconds
+        self._adopt(credentials)
         self._seen = credentials.signature()
         self._checked = time.monotonic()
         self._before: tuple[Credentials, float] | None = None
@@ -85,21 +83,17 @@ class CredentialReloader:
         if seen == self._seen or not seen:
             return
         try:
-            fresh = Credentials.from_directory(self.credentials.directory)
-            mine, context = self._load(fresh)
+            former, fresh = self.credentials, Credentials.from_directory(self.credentials.directory)
+            self._adopt(fresh)
         except CredentialsError as error:
             if str(error) != self._problem:
                 log.error("the credentials have changed and cannot be used, the old ones stay: %s", error)
             self._problem = str(error)
             return
-        if fresh.token != self.credentials.token:
-            self._before = self.credentials, now + TOKEN_SECONDS
+        if fresh.token != former.token:
+            self._before = former, now + TOKEN_SECONDS
         self._seen = seen
         self._problem = ""
-        self.credentials = fresh
-        self.own_names = mine
-        self.context = context
-        self.expires = fresh.expires()
         log.info("the credentials have changed: new connections get the new ones")
 
     def accepts_token(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
@@ -110,12 +104,14 @@ class CredentialReloader:
         before = self._before
         return before is not None and time.monotonic() < before[1] and before[0].admits(shown)
 
-    def _load(self, credentials: Credentials) -> tuple[identity.Names, ssl.SSLContext]:
+    def _adopt(self, credentials: Credentials) -> None:
+        """Put these in force. Raises ``CredentialsError``, and then nothing has changed."""
         try:
             mine = identity.own_syncer(credentials.names(), self._job)
         except identity.IdentityError as error:
             raise CredentialsError(f"{credentials.directory}/tls.crt: {error}") from error
-        return mine, _context(credentials)
+        expires, context = credentials.expires(), _context(credentials)  # wall-clock seconds
+        self.credentials, self.own_names, self.expires, self.context = credentials, mine, expires, context
 
 
 def _context(credentials: Credentials) -> ssl.SSLContext:
@@ -262,11 +258,8 @@ class TlsListener:
         while self._handshakes and (oldest := next(iter(self._handshakes))):
             if self._handshakes[oldest] > now:
                 return
-            refused = HandshakeRefused(
-                ConnectionRefusal.HANDSHAKE_TIMEOUT, f"no handshake within {HANDSHAKE_SECONDS:.0f} s"
-            )
-            self.handshake_ended(oldest, refused)
-            oldest.close()
+            message = f"no handshake within {HANDSHAKE_SECONDS:.0f} s"
+            self._end_handshake(oldest, ConnectionRefusal.HANDSHAKE_TIMEOUT, message)
 
     def _accept(self) -> None:
         assert self._listening is not None
@@ -283,10 +276,7 @@ class TlsListener:
             now = time.monotonic()
             if len(self._handshakes) >= MAX_HANDSHAKES:
                 oldest = next(iter(self._handshakes))
-                self.handshake_ended(
-                    oldest, HandshakeRefused(ConnectionRefusal.HANDSHAKE_FLOOD, f"{MAX_HANDSHAKES} others at once")
-                )
-                oldest.close()
+                self._end_handshake(oldest, ConnectionRefusal.HANDSHAKE_FLOOD, f"{MAX_HANDSHAKES} others at once")
             self.reloader.reload_if_changed(now)
             front.setblocking(False)
             front.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -296,14 +286,15 @@ class TlsListener:
     def _shed_load(self, error: OSError) -> None:
         """File descriptors or memory ran out: end the oldest handshakes, and pause accepting for 0.2 s."""
         for connection in list(self._handshakes)[:_AT_ONCE]:
-            self.handshake_ended(
-                connection, HandshakeRefused(ConnectionRefusal.NO_ROOM, f"this process has no room: {error.strerror}")
-            )
-            connection.close()
+            self._end_handshake(connection, ConnectionRefusal.NO_ROOM, f"this process has no room: {error.strerror}")
         listening = self._listening
         assert listening is not None
         self._loop.remove_reader(listening)
         self._loop.call_later(0.2, lambda: self._stopping.is_set() or self._loop.add_reader(listening, self._accept))
+
+    def _end_handshake(self, connection: TlsConnection, reason: str, message: str) -> None:
+        self.handshake_ended(connection, HandshakeRefused(reason, message))
+        connection.close()
 
     # ------------------------------------------------------------- called by connections
 
