@@ -228,7 +228,8 @@ class Syncer:
         self._final_report = earlier or document
         if earlier is None:
             await self.durability.checkpoint()
-            await self.durability.write_report(document.model_dump_json(indent=1).encode())
+            report = document.model_dump_json(indent=1).encode()
+            await self.durability.run_write(self._checkpoints.write_report, report)
         if self._stay:
             log.info("the job is %s; status, report and export are served on", phase.value)
             return

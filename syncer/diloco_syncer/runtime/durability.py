@@ -23,9 +23,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from diloco_protocol.common.files import DiskFull
-from diloco_syncer.core.events import PushHeader
 from diloco_syncer.store.base import HigherEpoch
-from diloco_syncer.store.checkpoint import Checkpoints, SpooledOffer
+from diloco_syncer.store.checkpoint import Checkpoints
 from diloco_syncer.store.records import Array, MergeRecord
 from diloco_syncer.store.tape import Tape
 
@@ -61,7 +60,7 @@ class Durability:
         optimizer: str = "",
         optimizer_bytes: int = 0,
     ) -> None:
-        self._checkpoints = checkpoints
+        self.checkpoints = checkpoints  # its methods block: call them by ``run_write``
         self._tape = tape
         self._snapshot = snapshot
         self._on_problem = on_problem
@@ -112,7 +111,7 @@ class Durability:
         if generation <= self._persisted:
             return  # a later state is durable already
         now = self._snapshot()
-        await self.run_write(self._checkpoints.write_state, now.document, now.versions)
+        await self.run_write(self.checkpoints.write_state, now.document, now.versions)
         self._persisted = now.generation
 
     async def checkpoint(self) -> None:
@@ -121,8 +120,8 @@ class Durability:
 
         def write() -> None:
             self._tape.flush()
-            self._checkpoints.write_manifest(now.document, now.versions, self.optimizer)
-            self._checkpoints.collect(self.optimizer)
+            self.checkpoints.write_manifest(now.document, now.versions, self.optimizer)
+            self.checkpoints.collect(self.optimizer)
 
         await self.run_write(write)
 
@@ -132,8 +131,8 @@ class Durability:
 
         def write() -> None:
             self._tape.flush()
-            self._checkpoints.write_state(now.document, now.versions)
-            self._checkpoints.collect(self.optimizer)
+            self.checkpoints.write_state(now.document, now.versions)
+            self.checkpoints.collect(self.optimizer)
 
         await self.run_write(write)
 
@@ -142,7 +141,7 @@ class Durability:
         while True:
             await asyncio.sleep(seconds)
             if ended():  # there is nothing new; but another syncer may have the store
-                await self.run_write(self._checkpoints.epoch.check)
+                await self.run_write(self.checkpoints.epoch.check)
             else:
                 await self.checkpoint()
 
@@ -156,33 +155,17 @@ class Durability:
                 log.error("no last checkpoint: %s", error)
         self._thread.shutdown(True, cancel_futures=True)
 
-    # ------------------------------------------------------------- records, offers, blobs
+    # ------------------------------------------------------------- records and blobs
 
     async def write_merge_record(self, record: MergeRecord, pool: ThreadPoolExecutor | None = None) -> None:
         """Make a version durable (in ``pool``'s thread), and append its line to the tape."""
-        await self.run_write(self._checkpoints.write_record, record, pool=pool)
+        await self.run_write(self.checkpoints.write_record, record, pool=pool)
         await self.run_write(self._tape.append, record)
-
-    async def stage_initial(self, attempt: int, part: str, *data: Any) -> str:
-        """Keep a part of version 0 durably, not yet in force; returns its name in the store."""
-        return await self.run_write(self._checkpoints.stage, attempt, part, *data)
-
-    async def commit_initial(self, layout: str, fragments: list[str], frozen: str) -> None:
-        """Put the staged version 0, named by its objects, in force."""
-        await self.run_write(self._checkpoints.commit_initial, layout, fragments, frozen)
-
-    async def spool_offer(self, offer: SpooledOffer) -> None:
-        """Make an offer durable."""
-        await self.run_write(self._checkpoints.spool_offer, offer)
-
-    async def remove_offer(self, header: PushHeader) -> None:
-        """Remove an offer that was spooled."""
-        await self.run_write(self._checkpoints.remove_offer, header)
 
     async def read_blob(self, name: str) -> Array:
         """The bytes of a stored blob, uint8; verified when they are first asked for."""
         if name not in self._blobs:
-            self._blobs[name] = await asyncio.to_thread(self._checkpoints.read_blob, name)
+            self._blobs[name] = await asyncio.to_thread(self.checkpoints.read_blob, name)
         return self._blobs[name]
 
     async def write_optimizer(self, state: Array) -> None:
@@ -190,11 +173,7 @@ class Durability:
 
         def write() -> None:
             # Named in the store's own thread: a checkpoint that waits there removes what is not named.
-            self.optimizer = self._checkpoints.write_blob("optimizer", state)
+            self.optimizer = self.checkpoints.write_blob("optimizer", state)
 
         await self.run_write(write)
         self.optimizer_bytes = state.nbytes
-
-    async def write_report(self, text: bytes) -> None:
-        """Make the job's report durable."""
-        await self.run_write(self._checkpoints.write_report, text)

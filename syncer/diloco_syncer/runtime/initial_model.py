@@ -145,7 +145,7 @@ class InitialModelUpload:
             raise InitialRefused("another upload of version 0 has begun since")
 
     async def _stage(self, attempt: int, part: str, *data: Buffer) -> str:
-        name = await self._durability.stage_initial(attempt, part, *data)
+        name = await self._durability.run_write(self._durability.checkpoints.stage, attempt, part, *data)
         self._check_attempt(attempt)
         return name
 
@@ -207,7 +207,8 @@ class InitialModelUpload:
             raise InitialRefused(f"fragment {missing[0]} is missing ({len(missing)} in all)")
         names, frozen = [self._names[p] for p in range(len(layout))], self._frozen_name
         newest = self._records(self._fragments)
-        await self._durability.commit_initial(self._layout_name, names, frozen)
+        commit = self._durability.checkpoints.commit_initial
+        await self._durability.run_write(commit, self._layout_name, names, frozen)
         self._model.begin(layout, newest, frozen)
         self._fragments = {}
         self._emit(ev.InitialModelStored(layout.digest, tuple(layout.elements(p) for p in range(len(layout)))))

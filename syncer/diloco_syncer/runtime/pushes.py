@@ -183,7 +183,8 @@ class ReceivedPushes:
         self._send_reply(payload, refusal)
 
     async def _spool(self, handle: int, payload: Payload, encoded: Array) -> None:
-        await self._durability.spool_offer(SpooledOffer(payload.header, encoded, payload.norm))
+        offer = SpooledOffer(payload.header, encoded, payload.norm)
+        await self._durability.run_write(self._durability.checkpoints.spool_offer, offer)
         payload.encoded = None
         self._mark_spooled(handle)
         self._send_reply(payload, upload_reply(True))
@@ -191,7 +192,7 @@ class ReceivedPushes:
     async def _unspool(self, payload: Payload) -> None:
         """Remove an offer's spooled bytes, after any newer offer that replaces them is durable."""
         await self.wait_spooled()
-        await self._durability.remove_offer(payload.header)
+        await self._durability.run_write(self._durability.checkpoints.remove_offer, payload.header)
 
     def _mark_spooled(self, handle: int) -> None:
         payload = self._unspooled.pop(handle, None)

@@ -12,8 +12,9 @@ fragment four columns are kept in integers, each on its own:
              here and the learner has not confirmed yet
 
 A learner's own books obey trained = confirmed + above base + dropped, so the
-four columns here must obey trained = merged + pending + dropped. ``imbalances``
-compares them: a push merged twice, or steps that vanished, break the equation.
+four columns here must obey trained = merged + pending + dropped: a push merged
+twice, or steps that vanished, break the equation. Tests check it everywhere
+(tests/ledger_balance.py).
 
 A *tenure* is one process's unbroken use of a slot. While it runs, its reports
 are cumulative and the newest replaces the older. When it ends it is folded into
@@ -39,6 +40,8 @@ PushId = tuple[int, int, int, int]
 
 LEARNER_REASONS = ("overlap", "stale", "rolled-back")
 REASONS = (*LEARNER_REASONS, "died", "drain")
+_BOOK_FIGURES = ("first_incarnation", "trained", "trained_steps", "compute_seconds", "stalled_seconds")
+_CELL_FIGURES = ("merged", "tenure_merged", "compute_seconds")
 
 
 def _dropped_by_learner(counts: FragmentCounts) -> int:
@@ -255,40 +258,16 @@ class Ledger:
         book = self.books[slot]
         return book.stalled_seconds + (book.report.stalled_seconds if book.report else 0.0)
 
-    def imbalances(self) -> list[str]:
-        """Say in words which (slot, fragment) have columns that do not add up; empty: the ledger is exact."""
-        wrong = []
-        for slot in range(len(self.books)):
-            trained = self.trained(slot)
-            for fragment in range(self.fragments):
-                merged, pending = self.merged(slot, fragment), self.pending(slot, fragment)
-                dropped = self.dropped(slot, fragment)
-                if (
-                    trained != merged + pending + sum(dropped.values())
-                    or min([merged, pending, *dropped.values()], default=0) < 0
-                ):
-                    wrong.append(
-                        f"slot {slot} fragment {fragment}: trained {trained}, merged {merged}, "
-                        f"pending {pending}, dropped {dropped}"
-                    )
-        return wrong
-
     # ------------------------------------------------------------- durable
 
     def to_json(self) -> list[dict[str, Any]]:
         return [
             {
-                "first_incarnation": book.first_incarnation,
-                "trained": book.trained,
-                "trained_steps": book.trained_steps,
-                "compute_seconds": book.compute_seconds,
-                "stalled_seconds": book.stalled_seconds,
+                **{name: getattr(book, name) for name in _BOOK_FIGURES},
                 "report": None if book.report is None else report_to_json(book.report),
                 "cells": [
                     {
-                        "merged": cell.merged,
-                        "tenure_merged": cell.tenure_merged,
-                        "compute_seconds": cell.compute_seconds,
+                        **{name: getattr(cell, name) for name in _CELL_FIGURES},
                         "dropped": dict(cell.dropped),
                         "held": [[*push_id, tokens] for push_id, tokens in cell.held.items()],
                     }
@@ -302,16 +281,12 @@ class Ledger:
     def from_json(cls, fragments: int, rows: list[dict[str, Any]]) -> Ledger:
         ledger = cls(fragments, len(rows))
         for book, row in zip(ledger.books, rows, strict=True):
-            book.first_incarnation = row["first_incarnation"]
-            book.trained = row["trained"]
-            book.trained_steps = row["trained_steps"]
-            book.compute_seconds = row["compute_seconds"]
-            book.stalled_seconds = row["stalled_seconds"]
+            for name in _BOOK_FIGURES:
+                setattr(book, name, row[name])
             book.report = None if row["report"] is None else report_from_json(row["report"])
             for cell, saved in zip(book.cells, row["cells"], strict=True):
-                cell.merged = saved["merged"]
-                cell.tenure_merged = saved["tenure_merged"]
-                cell.compute_seconds = saved["compute_seconds"]
+                for name in _CELL_FIGURES:
+                    setattr(cell, name, saved[name])
                 cell.dropped = Counter(saved["dropped"])
                 cell.held = {(a, b, c, d): tokens for a, b, c, d, tokens in saved["held"]}
         return ledger

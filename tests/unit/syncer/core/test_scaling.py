@@ -12,6 +12,7 @@ from diloco_syncer.core import events as ev
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
 from diloco_syncer.core.merging.rounds import RoundRules
+from ledger_balance import imbalances
 from shell_figures import SHELL
 
 Regions = dict[str, int]
@@ -92,7 +93,7 @@ class Job:
 
     @property
     def trained(self) -> int:
-        assert self.core.ledger is not None and self.core.ledger.imbalances() == []
+        assert self.core.ledger is not None and imbalances(self.core.ledger) == []
         return self.core.ledger.total_trained()
 
 

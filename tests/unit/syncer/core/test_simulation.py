@@ -32,6 +32,7 @@ from diloco_syncer.core.merging.rounds import RoundRules
 from diloco_syncer.core.recovery.lost_versions import STAND_IN
 from diloco_syncer.core.recovery.receipts import Rows
 from diloco_worker.core.adoption import Adoption, AdoptionConfig, Broadcast, Kind, Rule
+from ledger_balance import imbalances
 
 Ids = frozenset[tuple[str, int]]
 
@@ -473,7 +474,7 @@ class World:
 
     def check(self) -> None:
         if self.core.ledger is not None:
-            assert self.core.ledger.imbalances() == []
+            assert imbalances(self.core.ledger) == []
             for p in range(self.setup.fragments):
                 newest = self.records[p, self.core.versions[p]]
                 if newest.made == STAND_IN:
