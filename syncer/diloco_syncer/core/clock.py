@@ -1,10 +1,9 @@
 """The job's clock: elapsed and up time, holds, tokens per second.
 
-Elapsed time runs from the job's first step to its end. Time while the job was
-suspended does not count; a crashed syncer's downtime does, for learners go on
-without it. Up time is the part in which at least one learner advanced: the gap
-between two advances counts up to a limit of a few step times, or as far as a learner
-says that it computed meanwhile (unheard, or while the syncer was down). Seconds.
+Elapsed time runs from the job's first step to its end. Time while the job was suspended does not count; a crashed
+syncer's downtime does, for learners go on without it. Up time is the part in which at least one learner advanced: the
+gap between two advances counts up to a limit of a few step times, or as far as a learner says that it computed
+meanwhile (unheard, or while the syncer was down). Seconds.
 """
 
 from __future__ import annotations

@@ -8,9 +8,8 @@ whose push a merge has. In deterministic mode a rule of the job alone decides ea
 * Slots are places in job order. A process gets the slot of its place or none: nobody stands by.
 * Slot 0 builds version 0.
 * The n-th lease of slot m is the block n·M + m of the endless order, M being the number of slots.
-* Nobody is pulled: learners push by themselves at steps that their schedule names. The first push for version
-  v + 1 opens round v + 1, which waits for all M slots, without a grace window; the last ones come while the job
-  drains.
+* Nobody is pulled: learners push by themselves at steps that their schedule names. The first push for version v + 1
+  opens round v + 1, which waits for all M slots, without a grace window; the last ones come while the job drains.
 * Every slot stops by itself, at ``stop.steps`` or its share of ``stop.tokens``.
 
 Slots at different steps would be due for different fragments, and wait for each other for ever. So whoever begins a

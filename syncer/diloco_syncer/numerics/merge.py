@@ -2,27 +2,23 @@
 
 Theory of operation
 -------------------
-(arXiv 2604.21428, merging.) The pushes Δ_m of a fragment carry weights w_m that sum
-to 1 (aggregation.py, normalised_weights). Each piece of the fragment is merged by itself:
+(arXiv 2604.21428, merging.) The pushes Δ_m of a fragment carry weights w_m that sum to 1 (aggregation.py,
+normalised_weights). Each piece of the fragment is merged by itself:
 
-* *Radial-directional averaging* (RDA): R · φ(u) with R = Σ w_m·‖Δ_m‖ the mean norm,
-  u = Σ w_m·φ(Δ_m) the mean direction, φ(x) = x/‖x‖ and φ(0) = 0. A plain mean of M
-  nearly orthogonal vectors is √M times shorter than they are, so that its outer
-  learning rate would have to follow M; the RDA keeps the norm. A Δ of zero still
-  counts in R. If the directions cancel (‖u‖ < 1e-3), u is mostly rounding error
-  and must not be blown up to length R: the weighted mean is taken instead.
-* *Weighted mean* Σ w_m·Δ_m, for pieces marked ``mean`` (embeddings, whose rows are
-  touched by few learners) and everywhere if the method is ``mean``.
+* *Radial-directional averaging* (RDA): R · φ(u) with R = Σ w_m·‖Δ_m‖ the mean norm, u = Σ w_m·φ(Δ_m) the mean
+  direction, φ(x) = x/‖x‖ and φ(0) = 0. A plain mean of M nearly orthogonal vectors is √M times shorter than they are,
+  so that its outer learning rate would have to follow M; the RDA keeps the norm. A Δ of zero still counts in R. If
+  the directions cancel (‖u‖ < 1e-3), u is mostly rounding error and must not be blown up to length R: the weighted
+  mean is taken instead.
+* *Weighted mean* Σ w_m·Δ_m, for pieces marked ``mean`` (embeddings, whose rows few learners touch) and everywhere
+  if the method is ``mean``.
 
-A push of weight 0 takes no part. With a single one that does, Δ is passed on bit
-for bit.
+A push of weight 0 takes no part. With a single one that does, Δ is passed on bit for bit.
 
-Three passes over a piece: the pushes' norms, which are taken when a push arrives
-(``piece_squares``); Σ (w_m·R/‖Δ_m‖)·Δ_m, which is R·u, and its norm; and the scaling
-to length R. Sums over pushes are float32 in the given order, one rounding per
-operation; norms are float64 over fixed blocks. The work is cut into chunks whose
-output stays in the cache and which threads share; the result has the same bits for
-any number of threads.
+Three passes over a piece: the pushes' norms, which are taken when a push arrives (``piece_squares``);
+Σ (w_m·R/‖Δ_m‖)·Δ_m, which is R·u, and its norm; and the scaling to length R. Sums over pushes are float32 in the
+given order, one rounding per operation; norms are float64 over fixed blocks. The work is cut into chunks whose output
+stays in the cache and which threads share; the result has the same bits for any number of threads.
 """
 
 from __future__ import annotations

@@ -12,11 +12,10 @@ per operation: the result is the same on every machine and for any number of thr
 * ``nesterov``: b ← μ·b + Δ, Θ ← Θ − η·(Δ + μ·b), which is torch.optim.SGD(nesterov=True)
   with Δ for the gradient (DiLoCo, arXiv 2311.08105).
 * ``adamw``: Adam with bias correction; torch.optim.AdamW(weight_decay=0).
-* ``cosine-gated``: Cosine-Gated Adam-Decay (arXiv 2605.09126). Before Δ enters Adam's two
-  moments it is scaled by σ(τ) = γ(τ)·e^(−α·τ): τ is its age in versions, α is ``age_decay``,
-  and the gate γ(τ) = (1 + cos(π·min(τ/τ_c, 1)))/2 closes smoothly at the cutoff τ_c. At age 0
-  it is Adam. Three choices are ours. The paper scales each push; here the merged Δ is scaled
-  once, by the weighted mean age of its pushes. The cutoff is ``staleness.maxVersions`` + 1, so
+* ``cosine-gated``: Cosine-Gated Adam-Decay (arXiv 2605.09126). Before Δ enters Adam's two moments it is scaled by
+  σ(τ) = γ(τ)·e^(−α·τ): τ is its age in versions, α is ``age_decay``, and the gate γ(τ) = (1 + cos(π·min(τ/τ_c, 1)))/2
+  closes smoothly at the cutoff τ_c. At age 0 it is Adam. Three choices are ours. The paper scales each push; here the
+  merged Δ is scaled once, by the weighted mean age of its pushes. The cutoff is ``staleness.maxVersions`` + 1, so
   that every accepted push counts. Adam's bias correction counts merges, not σ.
 
 A job that is given another optimizer begins that one's state anew. Another learning rate or
@@ -87,10 +86,9 @@ class Outer:
         """One merge: ``theta`` (float32[elements], contiguous) and the vectors in ``state``
         are changed in place, and the state for the next step is returned.
 
-        ``delta``: float32[elements], the merged outer gradient. ``state``: what the step
-        before returned, or a copy of it from a checkpoint; empty at the fragment's first
-        merge. ``ages`` in versions and ``weights`` (sum 1): of the pushes in it.
-        Raises OuterError, and then nothing has changed.
+        ``delta``: float32[elements], the merged outer gradient. ``state``: what the step before returned, or a copy
+        of it from a checkpoint; empty at the fragment's first merge. ``ages`` in versions and ``weights`` (sum 1): of
+        the pushes in it. Raises OuterError, and then nothing has changed.
         """
         elements = theta.size
         _check_vector("theta", theta, elements, writable=True)

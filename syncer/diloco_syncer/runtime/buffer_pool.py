@@ -1,10 +1,9 @@
 """Memory for pushes, used again and again.
 
-Every push is received into a buffer of its size and, unless it came as float32, decoded into
-another. Fresh memory costs more than what is done with it: the kernel clears each page before a
-process gets it, which was a quarter of the syncer's time where pushes come fast. So a buffer's
-memory comes back here when the last array or view of it is gone, and the next push of about its
-size gets it.
+Every push is received into a buffer of its size and, unless it came as float32, decoded into another. Fresh memory
+costs more than what is done with it: the kernel clears each page before a process gets it, which was a quarter of the
+syncer's time where pushes come fast. So a buffer's memory comes back here when the last array or view of it is gone,
+and the next push of about its size gets it.
 
 Fragments differ by a few percent. Sizes are rounded up to an eighth of their power of two, so that
 fragments share blocks; the pages behind the size that was asked for are never touched.

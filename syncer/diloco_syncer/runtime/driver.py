@@ -10,8 +10,7 @@ Each kind of action has one handler, registered with ``on`` by syncer.py. A hand
 may also be given what was true when the core decided: a Welcome that waits in the queue must tell of
 the versions that the core knew then, not of those that are in force when it is sent.
 
-Example: ``driver.on(ev.AnswerPush, pushes.reply)`` makes ``ReceivedPushes.reply`` answer the sender
-of a push.
+Example: ``driver.on(ev.AnswerPush, pushes.reply)`` makes ``ReceivedPushes.reply`` answer the sender of a push.
 
 Time. Heartbeats are judged by ``SteadyClock``. It does not count a gap in which this process itself
 stood still (stopped, starved, swapped), or every learner would be found silent when it goes on.

@@ -1,9 +1,8 @@
 """The global model: Θ, the outer optimizer's state, and what is broadcast of them.
 
-Theory of operation. A merge is three steps, none of which changes what is in force before the last:
-``merge`` computes the record of the next version from the pushes; the caller makes the record durable;
-``publish`` puts it in force. So a merge whose record cannot be written is repeated or dropped without
-a trace.
+Theory of operation. A merge is three steps, none of which changes what is in force before the last: ``merge``
+computes the record of the next version from the pushes; the caller makes the record durable; ``publish`` puts it in
+force. So a merge whose record cannot be written is repeated or dropped without a trace.
 
 Broadcasts (``compression.down``). With float32 and bfloat16 Θ_p itself is sent. With ``delta-int8`` and
 ``delta-int4`` the update u = Θ' - Θ is quantised, plus the residual r that earlier quantisations

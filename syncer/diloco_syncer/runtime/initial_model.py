@@ -1,9 +1,8 @@
 """Version 0 on its way in: staged part by part, and in force only as a whole.
 
-The learner that was asked uploads the layout, every fragment (float32), the frozen parameters if there
-are any, and ``DONE``. Each part is staged durably as it comes. ``DONE`` puts all of them in force by
-creating one small document exclusively. What a broken upload has staged is never read again, and is
-removed later.
+The learner that was asked uploads the layout, every fragment (float32), the frozen parameters if there are any, and
+``DONE``. Each part is staged durably as it comes. ``DONE`` puts all of them in force by creating one small document
+exclusively. What a broken upload has staged is never read again, and is removed later.
 
 If an upload will not succeed the core is told, and asks another learner: when a part is refused, and
 when nothing has come for ``PATIENCE`` seconds from the learner that was asked. A part whose transfer

@@ -5,10 +5,9 @@ its buffer is allocated once, and every part is received straight into its range
 several connections at once, in any order, and never overlap. When the last range is filled the
 payload is complete; the part that filled it is answered with the verdict, the others with ``partial``.
 
-Bounds: ``MAX_PER_PROCESS`` uploads of one process at a time and ``MAX_ALL`` in all (more are refused
-as ``busy``), one payload's size at most what its admission said, and an upload in which nothing has
-come for ``IDLE_SECONDS`` is dropped. A part that fails ends its upload: the sender starts over, and
-its first part replaces what is left.
+Bounds: ``MAX_PER_PROCESS`` uploads of one process at a time and ``MAX_ALL`` in all (more are refused as ``busy``),
+one payload's size at most what its admission said, and an upload in which nothing has come for ``IDLE_SECONDS`` is
+dropped. A part that fails ends its upload: the sender starts over, and its first part replaces what is left.
 """
 
 from __future__ import annotations

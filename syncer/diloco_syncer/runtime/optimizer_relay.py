@@ -1,9 +1,8 @@
 """Inner optimizer states on their way from a healthy learner to a newcomer, or to the checkpoint.
 
-A state is as large as two or three models, so it is spooled to a temporary file
-and served from there in bounded parts; it never lies in memory as a whole. The
-file's space is allocated before the first byte (a full disk is an error then, not
-a fault in a mapped page). At most ``MAX_RELAYED`` transfers are kept, the oldest goes.
+A state is as large as two or three models, so it is spooled to a temporary file and served from there in bounded
+parts; it never lies in memory as a whole. The file's space is allocated before the first byte (a full disk is an
+error then, not a fault in a mapped page). At most ``MAX_RELAYED`` transfers are kept, the oldest goes.
 """
 
 from __future__ import annotations

@@ -13,8 +13,7 @@ A *place* is a region, ``evaluator`` (wherever the evaluator runs), or ``""``. A
 the region of its certificate, if that names one, and from the call on that tells whose it is the
 learner's region. What came before either is known has the place ``""``.
 
-Counts go on over restarts with the state. What came after the last state that was written is lost with
-its syncer.
+Counts go on over restarts with the state. What came after the last state that was written is lost with its syncer.
 """
 
 from __future__ import annotations

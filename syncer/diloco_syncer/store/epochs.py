@@ -1,16 +1,14 @@
 """Epochs: which of several syncers the store belongs to.
 
-**Epochs.** A syncer that starts claims the epoch after the newest by creating ``epochs/<n>``; a syncer that
-loses the race tries the next. Epochs have no gaps, so a syncer finds out that it was succeeded by asking
-for the name after its own (``Epoch.check``), which it does before and after it makes a record. Between
-the check and the write a successor may appear. Then the exclusive name decides: the record is there once,
-and the successor takes over what it finds.
+**Epochs.** A syncer that starts claims the epoch after the newest by creating ``epochs/<n>``; a syncer that loses the
+race tries the next. Epochs have no gaps, so a syncer finds out that it was succeeded by asking for the name after its
+own (``Epoch.check``), which it does before and after it makes a record. Between the check and the write a successor
+may appear. Then the exclusive name decides: the record is there once, and the successor takes over what it finds.
 
-**Succeeded pods.** On a node that a cluster has lost a syncer may live on, and be started again by a
-kubelet that the API server cannot reach, with its store still within reach. It would claim epoch after
-epoch in turn with its successor. Pods come one after another and never come back. So a pod that has
-claimed an epoch leaves the store to a pod that came after it (``find_successor``), while that one claimed
-its last epoch less than ``LEAVE_SECONDS`` ago.
+**Succeeded pods.** On a node that a cluster has lost a syncer may live on, and be started again by a kubelet that the
+API server cannot reach, with its store still within reach. It would claim epoch after epoch in turn with its
+successor. Pods come one after another and never come back. So a pod that has claimed an epoch leaves the store to a
+pod that came after it (``find_successor``), while that one claimed its last epoch less than ``LEAVE_SECONDS`` ago.
 """
 
 from __future__ import annotations

@@ -9,10 +9,9 @@ Layout of a file, little endian::
               zeros to a multiple of 64
               the arrays, each starting at a multiple of 64 (``offset`` counts from the first)
 
-Kinds: ``merge`` (the record of one merge: Θ_p, outer optimizer state, responders),
-``offer`` (a spooled offer), ``blob`` (frozen parameters, optimizer state). What a
-checksum does not confirm is ``Damaged``; a format number that this release does
-not read is ``FormatRefused``. Nothing is ever unpickled.
+Kinds: ``merge`` (the record of one merge: Θ_p, outer optimizer state, responders), ``offer`` (a spooled offer),
+``blob`` (frozen parameters, optimizer state). What a checksum does not confirm is ``Damaged``; a format number that
+this release does not read is ``FormatRefused``. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -177,10 +176,9 @@ class Recovered:
 class MergeRecord:
     """One durable merge of one fragment, or (``recovered``) a version taken from a learner.
 
-    ``theta``: Θ_p after it, float32[elements]. ``outer``: the outer optimizer's
-    state after it. ``feedback``: what the down codec dropped so far (float32[elements], only
-    with compression.down delta-*). ``digest``: SHA-256 of theta's bytes.
-    ``number``: merges of the job up to this one. Version 0 has no responders.
+    ``theta``: Θ_p after it, float32[elements]. ``outer``: the outer optimizer's state after it. ``feedback``: what
+    the down codec dropped so far (float32[elements], only with compression.down delta-*). ``digest``: SHA-256 of
+    theta's bytes. ``number``: merges of the job up to this one. Version 0 has no responders.
     """
 
     job: str

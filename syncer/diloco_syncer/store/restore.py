@@ -3,10 +3,9 @@
 Two readers share it: a restart (checkpoint.py), which goes on from what is found here, and ``diloco export``,
 which only wants the model and may run beside a running syncer. The names of objects are those of checkpoint.py.
 
-The newest valid state says where each fragment was; the records after it say where it is now. A gap ends
-them, unless the version after the gap came from a learner and says which version it follows. A damaged
-newest record takes its fragment back one version. A damaged state, or one whose records are gone, gives way
-to the state before it.
+The newest valid state says where each fragment was; the records after it say where it is now. A gap ends them, unless
+the version after the gap came from a learner and says which version it follows. A damaged newest record takes its
+fragment back one version. A damaged state, or one whose records are gone, gives way to the state before it.
 """
 
 from __future__ import annotations

@@ -229,8 +229,7 @@ def read(store: Store) -> Iterator[dict[str, Any]]:
 
 
 def verify(store: Store) -> int:
-    """Check the chain of digests and that every fragment's versions rise, by one if merged; returns
-    the lines.
+    """Check the chain of digests and that every fragment's versions rise, by one if merged; returns the lines.
 
     Raises ``TapeError`` naming the first line that is wrong.
     """

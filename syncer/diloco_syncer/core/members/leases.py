@@ -1,16 +1,16 @@
 """Data leases: who trains which part of the corpus.
 
-Theory of operation. The corpus of N sequences is cut into B blocks. In each data
-epoch the blocks are put in an order that depends on the seed and the epoch
-alone, and leased to slots one by one: within an epoch the leases are disjoint
-and, together, cover everything, whoever joins, leaves or is slow. A slot that
-is taken by a newcomer keeps its leases from their cursors on; a slot that is
-given up returns what is left, which is leased first. When an epoch's last block
-is out, what lost slots hold is leased on before the next epoch starts. Data of
-steps that were trained and then dropped are not trained again: the cursor has
-moved on.
+Theory of operation. The corpus of N sequences is cut into blocks. In each data epoch the blocks have an order that
+depends on the seed and the epoch alone. They are leased to slots one by one, so that within an epoch the leases are
+disjoint and together cover everything, whoever joins, leaves or is slow.
 
-No I/O, no clock.
+A newcomer in a slot goes on with the slot's leases, from their cursors. A slot that is given up returns what is left
+of its leases, and that is leased first. When an epoch's last block is out, what lost slots hold is leased to others
+before the next epoch begins. Data of steps that were trained and then dropped are not trained again, because their
+cursor has moved on.
+
+Example. 1000 sequences in 10 blocks of 100. Slot 0 has block 7 and has trained 40 sequences of it when it is given
+up: the next lease that anybody gets is block 7, sequences 40 to 100.
 """
 
 from __future__ import annotations

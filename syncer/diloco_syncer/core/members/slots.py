@@ -1,38 +1,29 @@
-"""Slots, incarnations and who holds which slot.
+"""Slots, incarnations, and who holds which slot.
 
-Theory of operation. A slot outlives its processes. A process that joins is given
-a slot under a new incarnation number, drawn from one rising counter, so that of
-two incarnations the higher is always the newer; whatever carries an older one is
-fenced. A *tenure* is one process's unbroken use of a slot; it spans several incarnations if the process
-comes back. Which slot a newcomer gets, in this order:
+Theory of operation. A slot outlives its processes. Whoever is given a slot gets a new *incarnation* number from one
+rising counter. Of two incarnations the higher is the newer, and what carries an older one is refused as fenced. A
+*tenure* is one process's unbroken use of a slot; it has several incarnations if the process comes back. A process
+that joins gets, in this order:
 
-1. the slot that this very process still has (its tenure goes on; it names its last
-   incarnation, for a program may be started again under the id of the one before),
-2. the slot that a process of its place (region and ordinal) has held: a newcomer there supersedes the
-   process that was there before, at once, for a place runs one process only,
-3. the slot that the job assigns to its place, then the lowest slot that nobody holds,
+1. the slot that it still has, if it names its last incarnation (a program may be started again under the process id
+   of the one before): its tenure goes on;
+2. the slot that a process of its place (region and ordinal) has held. A place runs one process, so the one that was
+   there before is superseded at once;
+3. the slot that the job assigns to its place, else the lowest slot that nobody holds;
 4. none: it stands by, and takes the first slot that is lost.
 
-A place belongs to the newest pod that joined from it. A pod that was given up as lost with
-its node, and replaced, may come back with its processes alive, or start them once more,
-before its kubelet hears that it was deleted: it is refused, and the slot stays with its
-successor. The same goes for a process without a pod that has lost its place to a newer one.
+*Pods.* A place belongs to the newest pod that joined from it. A pod that was given up with its node may come back
+after its successor has joined; it is refused. So is a process without a pod whose place a newer process has.
 
-A job may be scaled while it lives, by a start of its syncer with other places. Each place
-then keeps the slot that its process has, so that nobody who stays is moved; places that are
-new get slots that are free, or new ones; and slots that are over are *retired*. A retired
-slot's process stays in it until it leaves (its pod is going to be removed, and offers its
-work before) or is lost; nobody is seated there any more, and its history stays in the
-ledger. A later scaling may take a retired slot for a place again: like a new one, it then
-begins at the job's greatest step.
+*Scaling.* A job may go on with other places. A place keeps the slot that its process has. A new place gets a free
+slot, or a new one. A slot without a place is *retired*: its process stays until it leaves or is lost, nobody is
+seated there any more, and its history stays in the ledger. A retired slot that a later scaling gives to a place
+begins at the job's greatest step, as a new one does.
 
-A slot is *active* while its process is connected and has reported, *suspect*
-when its stream broke, *lost* when nothing was heard for the heartbeat timeout
-or somebody who knows said that the process has ended, *draining* when the process
-was told to leave, *drained* when it left with everything offered.
-
-A region is *lost* when somebody of it held a slot and nobody of it has been there for a time
-that the job sets (failurePolicy.regionLostSeconds).
+*States.* ``active``: its process is connected and has reported. ``suspect``: its stream broke. ``lost``: nothing was
+heard of it for the heartbeat timeout, or whoever knows said that its process has ended. ``draining``: its process was
+told to leave. ``drained``: it left, with everything offered. A *region* is lost when somebody of it held a slot and
+nobody of it was there for failurePolicy.regionLostSeconds.
 
 Example. The places a-0 and a-1 have the slots 0 and 1. Process p of a-1 holds slot 1 as incarnation 2. Its pod is
 deleted, and process q joins from a-1: q gets slot 1 as incarnation 3, in a new tenure. A push that p sent as

@@ -1,9 +1,8 @@
 """Whose inner optimizer state a newcomer gets (algorithm.md section 8).
 
-A newcomer requests a state once. The healthy learner with the most steps in its tenure is asked to upload
-its state; if that fails or takes too long, the next one is asked; if there is none left, the newcomer is
-told so and starts afresh. When all leave, the state of one learner goes into the job's checkpoint in the
-same way.
+A newcomer requests a state once. The healthy learner with the most steps in its tenure is asked to upload its state;
+if that fails or takes too long, the next one is asked; if there is none left, the newcomer is told so and starts
+afresh. When all leave, the state of one learner goes into the job's checkpoint in the same way.
 """
 
 from __future__ import annotations

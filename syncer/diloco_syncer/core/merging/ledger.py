@@ -11,19 +11,16 @@ fragment four columns are kept in integers, each on its own:
     pending  the learner's counters above its base, less what has been merged
              here and the learner has not confirmed yet
 
-A learner's own books obey trained = confirmed + above base + dropped, so the
-four columns here must obey trained = merged + pending + dropped: a push merged
-twice, or steps that vanished, break the equation. Tests check it everywhere
-(tests/ledger_balance.py).
+A learner's own books obey trained = confirmed + above base + dropped. So the four columns here must obey
+trained = merged + pending + dropped: a push merged twice, or steps that vanished, break it. The core's tests check
+it (tests/ledger_balance.py).
 
-A *tenure* is one process's unbroken use of a slot. While it runs, its reports
-are cumulative and the newest replaces the older. When it ends it is folded into
-the slot's closed columns: what is above the base is dropped, except for a push
-that was accepted and not merged yet, which is *held* until it is.
+A *tenure* is one process's unbroken use of a slot. While it runs, its reports are cumulative and the newest replaces
+the older. When it ends it is folded into the slot's closed columns: what is above the base is dropped, except for a
+push that was accepted and not merged yet, which is *held* until it is.
 
-Example. A slot trained 500 tokens. In fragment 0, 300 are merged, and the learner has confirmed 200 of
-them; it counts 290 above its base and dropped 10 as overlap. Pending is 290 - (300 - 200) = 190, and
-500 = 300 + 190 + 10.
+Example. A slot trained 500 tokens. In fragment 0, 300 are merged, and the learner has confirmed 200 of them; it
+counts 290 above its base and dropped 10 as overlap. Pending is 290 - (300 - 200) = 190, and 500 = 300 + 190 + 10.
 """
 
 from __future__ import annotations

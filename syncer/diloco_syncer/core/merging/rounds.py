@@ -2,21 +2,19 @@
 
 Theory of operation (algorithm.md section 4; arXiv 2604.21428, section on the syncer).
 
-*Progress.* Every slot has a mark per fragment: the slot step from which its steps
-toward the fragment's next merge count. It is the snapshot that the last merge
-took from it, or, for a slot that the last merge left out, its step when that
-round opened; the period H is thus counted from snapshot to snapshot, not from
-adoption to adoption. A slot counts only while its base is the current version.
+*Progress.* Every slot has a mark per fragment: the slot step from which its steps toward the fragment's next merge
+count. It is the snapshot that the last merge took from it, or, for a slot that the last merge left out, its step when
+that round opened; the period H is thus counted from snapshot to snapshot, not from adoption to adoption. A slot
+counts only while its base is the current version.
 
 Example. H = 24, P = 4, K = 2, three learners at slot steps 31, 30 and 12, all marks of fragment 2 at 6. The two
 fastest have made 25 and 24 steps since: a round for fragment 2 opens. Two pushes come; from then on the third
 learner has the grace window to push, too.
 
-*Opening.* A round for p opens when K active learners have made H steps since
-their marks (in the first turn (p+1)·H/P, which staggers the fragments), p has
-no round open, fewer than max(1, ⌈τ·P/H⌉) rounds are open, and the K-th fastest
-learner has made H/P steps since the last opening of any round. The longest due
-opens first; ties by index. K is never lowered.
+*Opening.* A round for p opens when K active learners have made H steps since their marks (in the first turn
+(p+1)·H/P, which staggers the fragments), p has no round open, fewer than max(1, ⌈τ·P/H⌉) rounds are open, and the
+K-th fastest learner has made H/P steps since the last opening of any round. The longest due opens first; ties by
+index. K is never lowered.
 
 *Waiting.* A round waits for pushes of K different slots, however long. From then
 on it waits for the other pulled learners, but at most the grace window. Offers

@@ -1,21 +1,18 @@
 """What the store lost, which learners hold it, and which of them is asked for it.
 
-Theory of operation (algorithm.md section 8; the package's docstring tells the whole story). At Join a learner
-names, for each fragment, the version h that it holds, the epoch e under which it was announced, and the newest
-epoch that had settled then. With s the store's version, made in epoch m, the learner's version *extends* the
-store's lineage if
+Theory of operation (algorithm.md section 8; the package's docstring tells the whole story). At Join a learner names,
+for each fragment, the version h that it holds, the epoch e under which it was announced, and the newest epoch that
+had settled then. With s the store's version, made in epoch m, the learner's version *extends* the store's lineage if
 
 - h > s and e is below this syncer's epoch, for this syncer made nothing above s;
 - m <= e, so that it was made no earlier than the store's own;
 - no epoch after e has settled: once a syncer went on without a version, that version is another lineage's.
 
-This is decided between a restart and the first merge after it (``can_recover``). When such a version shows up,
-or the tape tells of versions that the store has not, the loss is *announced*: no push is accepted, training
-waits, and fragments that a learner holds newer are withheld from it. When all learners are back or given up,
-each missing fragment is requested from the holder of its newest version, one request per learner at a time;
-if the holder fails, the next one is asked. Versions that came are durable as records, and the syncer restarts
-from its store. If no learner had anything, the job goes on from what the store has, and tokens that learners
-know to be merged beyond it are dropped (``rolled-back``).
+This is decided between a restart and the first merge after it (``can_recover``). When such a version shows up, or
+the tape tells of versions that the store has not, the loss is *announced*, and everything waits (``is_pending``).
+When all learners are back or given up, each missing fragment is requested from the holder of its newest version, one
+request per learner at a time. If no learner had anything, tokens that learners know to be merged beyond the store's
+versions are dropped (``rolled-back``).
 
 Where the store's epochs went back too, learners hold epochs that this syncer has not reached: it restarts
 above them, so that one (epoch, version) never has two meanings.

@@ -6,8 +6,7 @@ contain work that other learners still have above their bases: merged again it w
 would not know what it says it merged. So every version travels with a receipt: per slot, the tokens merged so
 far and the newest push that was merged. Learners keep it unread and give it back with the bytes.
 
-``apply_recovered_version`` puts a version and its receipt on top of a restored state. A slot is in one of two
-cases:
+``apply_recovered_version`` puts a version and its receipt on top of a restored state. A slot is in one of two cases:
 
 - Its open tenure is the one that the receipt names. The ledger learns what was merged of it. If that is more
   than the learner had reported in the restored state, the learner must have trained at least so much; its next
