@@ -62,8 +62,7 @@ class Merger:
             await self._merge(await self._queue.get())
 
     async def _merge(self, action: ev.Merge) -> None:
-        deltas = [self._pushes.delta(r.handle) for r in action.responders]
-        squares = [self._pushes.squares(r.handle) for r in action.responders]
+        deltas, squares = zip(*(self._pushes.gradient(r.handle) for r in action.responders), strict=True)
         loop = asyncio.get_running_loop()
         began = time.monotonic()
         try:

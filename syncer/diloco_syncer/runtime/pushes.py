@@ -137,13 +137,9 @@ class ReceivedPushes:
         self._held[handle] = Payload(offer.header, delta, squares, offer.norm, None, None)
         return handle
 
-    def delta(self, handle: int) -> Floats:
-        """A push's outer gradient, float32[elements]."""
-        return self._held[handle].delta
-
-    def squares(self, handle: int) -> Float64s:
-        """The squared norms of its pieces, float64[pieces]."""
-        return self._held[handle].squares
+    def gradient(self, handle: int) -> tuple[Floats, Float64s]:
+        """A push's outer gradient, float32[elements], and the squared norms of its pieces, float64[pieces]."""
+        return self._held[handle].delta, self._held[handle].squares
 
     # ------------------------------------------------------------- the core's actions
 

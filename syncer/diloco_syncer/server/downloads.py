@@ -62,26 +62,22 @@ class Downloads:
             )
             sent, whole = 0, wire_bulk.flat(data).nbytes
             wanted = min(request.bytes or limits.MAX_PART_BYTES, whole - request.offset)
-            self._begin_part(request, whole)
+            # A fragment's version is kept for its reader.
+            downloads = self.model.downloads if request.what in FRAGMENTS else None
+            key = request.fragment, request.version, (request.process[: limits.MAX_NAME_CHARS], request.what)
+            if downloads is not None:
+                downloads.begin_part(*key, whole, time.monotonic())
             try:
                 async for part in parts:
                     yield part
                 sent = wanted
             finally:
-                self._end_part(request, sent)
+                if downloads is not None:
+                    downloads.end_part(*key, sent, time.monotonic())
             connection = self.sessions.find_process(request.process)
             self.traffic.count_sent(*self.sessions.find_place(connection), sent)
         except WireError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-
-    def _begin_part(self, request: sync_pb2.DownloadRequest, size: int) -> None:
-        """Keep a fragment's version for its reader."""
-        if request.what in FRAGMENTS:
-            self.model.downloads.begin_part(request.fragment, request.version, _reader(request), size, time.monotonic())
-
-    def _end_part(self, request: sync_pb2.DownloadRequest, sent: int) -> None:
-        if request.what in FRAGMENTS:
-            self.model.downloads.end_part(request.fragment, request.version, _reader(request), sent, time.monotonic())
 
     def _find_receipt(self, request: sync_pb2.DownloadRequest) -> bytes:
         """The receipt that goes with a version's bytes; empty where it would be too large, or is not known."""
@@ -119,7 +115,3 @@ class Downloads:
         if not name:
             return None, (), "none"
         return await self.durability.read_blob(name), (), ""
-
-
-def _reader(request: sync_pb2.DownloadRequest) -> tuple[str, int]:
-    return request.process[: limits.MAX_NAME_CHARS], request.what

@@ -22,7 +22,7 @@ from typing import Any
 
 import grpc
 
-from diloco_protocol.security.identity import same_party
+from diloco_protocol.security.identity import covers, same_party
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.vocabulary import ConnectionRefusal, JobPhase, JoinRefusal
 from diloco_protocol.wire import limits, sync_pb2
@@ -36,7 +36,7 @@ from diloco_syncer.runtime.global_model import Broadcast, announcement
 from diloco_syncer.runtime.optimizer_relay import OptimizerRelay
 from diloco_syncer.runtime.traffic import NOBODY, Traffic
 from diloco_syncer.server.pages.links import LinkMeasures
-from diloco_syncer.server.tls.access import CallAuthorizer, may_join_region
+from diloco_syncer.server.tls.access import CallAuthorizer
 from diloco_syncer.server.tls.connection_limits import Peer
 
 log = logging.getLogger(__name__)
@@ -76,6 +76,11 @@ class Connection:
         else:
             self.queue.append(message.SerializeToString())
         self.wake.set()
+
+    def refuse(self, reason: str, message: str, fatal: bool) -> None:
+        """Send a refusal, and end the stream with it."""
+        self.send(refusal(reason, message, fatal))
+        self.end()
 
     def end(self) -> None:
         """End the stream when what is queued is sent."""
@@ -190,7 +195,7 @@ class Sessions:
         """Check region, process id and replay of a Join; on failure send the refusal and return False."""
         said = None
         newest = self.find_process(join.process)
-        if not join.evaluator and not may_join_region(peer, join.region):
+        if not join.evaluator and not covers(peer.names, join.region):
             said = ConnectionRefusal.WRONG_REGION, f"region {join.region!r} is not of this certificate", True
         elif newest is not None and not same_party(newest.peer.names, peer.names):
             said = ConnectionRefusal.WRONG_PROCESS, "a process with another certificate has this id", False
@@ -242,8 +247,7 @@ class Sessions:
                 self._handle_message(connection, limits.parse(sync_pb2.LearnerMessage, raw))
         except WireError as error:
             log.warning("session %d: %s", connection.number, error)
-            connection.send(refusal(JoinRefusal.BAD_MESSAGE, str(error), False))
-            connection.end()
+            connection.refuse(JoinRefusal.BAD_MESSAGE, str(error), False)
 
     async def _write(self, context: Any, connection: Connection) -> None:
         while True:
@@ -326,15 +330,13 @@ class Sessions:
         if connection is not None:
             if not connection.welcomed:
                 self._authorizer.record_refusal(connection.peer, action.reason, action.message)
-            connection.send(refusal(action.reason, action.message, action.fatal))
-            connection.end()
+            connection.refuse(action.reason, action.message, action.fatal)
 
     def request_initial_model(self, action: ev.RequestInitialModel) -> None:
         """End the session of a learner that shall upload version 0: only a Welcome can ask for it."""
         connection = self._connections.get(action.connection)
         if connection is not None:
-            connection.send(refusal(JoinRefusal.INITIALISE, "join again to upload version 0", False))
-            connection.end()
+            connection.refuse(JoinRefusal.INITIALISE, "join again to upload version 0", False)
 
     def send_action(self, action: Addressed) -> None:
         """Send an action that is one message for one learner."""

@@ -225,11 +225,11 @@ class Checkpoints:
         """Remove a spooled offer; nothing happens if there is none."""
         self.store.delete(offer_name(header))
 
-    def write_blob(self, kind: str, blob: Array, info: Mapping[str, Any] | None = None) -> str:
+    def write_blob(self, kind: str, blob: Array) -> str:
         """Keep bytes (uint8) as they are, e.g. an optimizer state; returns the name."""
         self._number += 1
         name = f"{kind}/e{self.epoch.number:010d}-n{self._number:010d}.rec"
-        self.store.replace(name, *records.pack("blob", dict(info or {}), {"blob": blob}))
+        self.store.replace(name, *records.pack("blob", {}, {"blob": blob}))
         return name
 
     def read_blob(self, name: str) -> Array:

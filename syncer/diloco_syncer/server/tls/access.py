@@ -18,7 +18,6 @@ from typing import Any
 import grpc
 
 from diloco_protocol.documents import TlsStatus
-from diloco_protocol.security import identity
 from diloco_protocol.vocabulary import ConnectionRefusal
 from diloco_protocol.wire import limits
 from diloco_syncer.server.tls.connection_limits import ConnectionLimits, Peer, RefusalCounter
@@ -101,8 +100,3 @@ class CallAuthorizer:
             expires=listener.reloader.expires if listener is not None else None,
             peers_expire=listener.earliest_expiry if listener is not None else None,
         )
-
-
-def may_join_region(peer: Peer, region: str) -> bool:
-    """Whether this peer's certificate covers a learner of ``region``."""
-    return identity.covers(peer.names, region)

@@ -50,21 +50,13 @@ class ReadBuffers:
 
 
 class ConnectionOwner(Protocol):
-    """What a connection asks of the listener that accepted it."""
+    """What a connection asks of the listener that accepted it (``TlsListener``)."""
 
     buffers: ReadBuffers
 
-    def accept_connection(self, connection: TlsConnection, tls: ssl.SSLObject) -> tuple[str, socket.socket]:
-        """Judge a finished handshake; returns the connection's name and a socket to the gRPC server.
-
-        Raises ``HandshakeRefused``.
-        """
-
-    def handshake_ended(self, connection: TlsConnection, refused: HandshakeRefused | None) -> None:
-        """A handshake ended and the connection was not accepted; None: for no reason of ours."""
-
-    def connection_closed(self, connection: TlsConnection) -> None:
-        """Both sockets of the connection are closed."""
+    def accept_connection(self, connection: TlsConnection, tls: ssl.SSLObject) -> tuple[str, socket.socket]: ...
+    def handshake_ended(self, connection: TlsConnection, refused: HandshakeRefused | None) -> None: ...
+    def connection_closed(self, connection: TlsConnection) -> None: ...
 
 
 class TlsConnection:
