@@ -1,12 +1,10 @@
 """Which versions of fragments are being downloaded, so that a superseded version is kept for its readers.
 
-Theory of operation. Over a slow link a large fragment takes longer to download than a merge takes,
-and it is fetched in parts, each by a call of its own. If only the newest two versions were served,
-such a reader would find its version gone before it has the whole, again and again.
-
-So a download is active from its first part until as many bytes were sent as the version has, or
-until no part of it was asked for during ``IDLE_SECONDS``. Versions with active downloads are kept
-(global_model.py), within a bound. No I/O; the time is an argument.
+Theory of operation. Over a slow link a large fragment takes longer to download than a merge takes, and each of its
+parts is fetched by a call of its own. Such a reader would find its version gone again and again if only the newest two
+were served. So a download is active from its first part until as many bytes were sent as the version has, or until no
+part of it was asked for during ``IDLE_SECONDS``; global_model.py keeps its version, within a bound. No I/O; the time
+is an argument.
 """
 
 from __future__ import annotations

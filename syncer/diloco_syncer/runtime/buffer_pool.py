@@ -1,15 +1,12 @@
 """Memory for pushes, used again and again.
 
 Every push is received into a buffer of its size and, unless it came as float32, decoded into another. Fresh memory
-costs more than what is done with it: the kernel clears each page before a process gets it, which was a quarter of the
-syncer's time where pushes come fast. So a buffer's memory comes back here when the last array or view of it is gone,
-and the next push of about its size gets it.
+costs more than what is done with it: the kernel clears each page first, which was a quarter of the syncer's time where
+pushes come fast. So a buffer's memory comes back here when the last array or view of it is gone, and the next push of
+about its size gets it. Fragments differ by a few percent: sizes are rounded up to an eighth of their power of two, so
+that they share blocks, and the pages behind the size that was asked for are never touched.
 
-Fragments differ by a few percent. Sizes are rounded up to an eighth of their power of two, so that
-fragments share blocks; the pages behind the size that was asked for are never touched.
-
-Bounds: at most ``MAX_IDLE_BYTES`` lie idle, and none longer than ``IDLE_SECONDS``
-(``sweep``); what comes back beyond that goes to the system.
+Bounds: at most ``MAX_IDLE_BYTES`` lie idle, and none longer than ``IDLE_SECONDS`` (``sweep``).
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Uploads put together from their parts.
 
-The first part of a payload whose header was admitted begins an upload: its exact size is known then,
-its buffer is allocated once, and every part is received straight into its range. Parts come over
-several connections at once, in any order, and never overlap. When the last range is filled the
-payload is complete; the part that filled it is answered with the verdict, the others with ``partial``.
+The first part of a payload whose header was admitted begins an upload: its buffer is allocated once, and every part is
+received straight into its range. Parts come over several connections at once, in any order, and never overlap. The
+part that fills the last range is answered with the verdict, the others with ``partial``.
 
-Bounds: ``MAX_PER_PROCESS`` uploads of one process at a time and ``MAX_ALL`` in all (more are refused as ``busy``),
-one payload's size at most what its admission said, and an upload in which nothing has come for ``IDLE_SECONDS`` is
-dropped. A part that fails ends its upload: the sender starts over, and its first part replaces what is left.
+Bounds: ``MAX_PER_PROCESS`` uploads of one process at a time and ``MAX_ALL`` in all (more are refused as ``busy``); an
+upload in which nothing has come for ``IDLE_SECONDS`` is dropped. A part that fails ends its upload: the sender starts
+over, and its first part replaces what is left.
 """
 
 from __future__ import annotations

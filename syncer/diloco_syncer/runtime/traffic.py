@@ -1,19 +1,14 @@
 """Bytes that each region's link and each slot's learners have carried: ``regions`` of status and report.
 
-Theory of operation. There are two counts, for two questions. *Payload* (``bytes_up``, ``bytes_down``)
-is what the encodings cost: pushes, broadcasts, version 0 and optimizer states, each part counted once it
-is here or was sent whole. The job's own ``bytes_up`` and ``bytes_down`` are the sums over all places.
+Theory of operation. Two counts answer two questions. *Payload* (``bytes_up``, ``bytes_down``) is what the encodings
+cost: pushes, broadcasts, version 0 and optimizer states, each part counted once it is here or was sent whole. *Wire*
+(``wire_bytes_up``, ``wire_bytes_down``) is what passes the sockets of the TLS listener: payload, what was sent in
+vain, messages, HTTP/2 and TLS. Only the headers of TCP/IP and Ethernet, and what TCP sends again, are missing. Without
+certificates the wire's bytes are not known (None).
 
-*Wire* (``wire_bytes_up``, ``wire_bytes_down``) is what passes the sockets of the TLS listener: payload,
-what was sent in vain, messages and heartbeats, HTTP/2, TLS with its handshakes. Of what a network card
-counts only the headers of TCP/IP and Ethernet (and what TCP sends again) are missing. The listener
-knows whose each connection is; without certificates the wire's bytes are not known (None).
-
-A *place* is a region, ``evaluator`` (wherever the evaluator runs), or ``""``. A connection's place is
-the region of its certificate, if that names one, and from the call on that tells whose it is the
-learner's region. What came before either is known has the place ``""``.
-
-Counts go on over restarts with the state. What came after the last state that was written is lost with its syncer.
+A *place* is a region, ``evaluator`` (wherever it runs), or ``""`` for what came before it was known whose a connection
+is. A connection's place is the region that its certificate names, if it names one, and else its learner's region, from
+the first call on that tells it. Counts go on over restarts with the state document.
 """
 
 from __future__ import annotations

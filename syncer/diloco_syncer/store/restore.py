@@ -1,7 +1,7 @@
 """Reads a store: the newest version of everything that fits together. Nothing here writes.
 
-Two readers share it: a restart (checkpoint.py), which goes on from what is found here, and ``diloco export``,
-which only wants the model and may run beside a running syncer. The names of objects are those of checkpoint.py.
+Two readers share it: a restart (checkpoint.py), which goes on from what is found here, and ``diloco export``, which
+only wants the model and may run beside a running syncer. The names of objects are those of checkpoint.py.
 
 The newest valid state says where each fragment was; the records after it say where it is now. A gap ends them, unless
 the version after the gap came from a learner and says which version it follows. A damaged newest record takes its

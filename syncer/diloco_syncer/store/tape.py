@@ -1,19 +1,17 @@
 """The event tape: one line of JSON per merge, from which a run can be audited.
 
-Each line says when which fragment reached which version out of which pushes (slot, incarnation, sequence,
-base version, age, tokens, steps, weight, norm), how long the round waited and the merge took, the SHA-256 of
-the result, and in ``previous`` the SHA-256 of the line before. Changing or leaving out a line breaks the
-chain at the next line (``verify``).
-
+Each line says when which fragment reached which version out of which pushes (slot, incarnation, sequence, base version,
+age, tokens, steps, weight, norm), how long the round waited and the merge took, the SHA-256 of the result, and in
+``previous`` the SHA-256 of the line before: changing or leaving out a line breaks the chain at the next (``verify``).
 Where a store has lost versions, a line ``discarded`` says from which version the fragment goes on, and a line
 ``recovered-from-learner`` that a later version came from a learner.
 
-The merge's record is what is durable. Its line is written right after it, and flushed to the device at each
-checkpoint, before older records are removed. So what a crash takes from the tape's end (at worst a line torn
-in two) is in the records, and a restart writes it again (``missing``).
+The merge's record is what is durable. Its line is written right after it, and flushed to the device at each checkpoint,
+before older records are removed. So what a crash takes from the tape's end (at worst a line torn in two) is in the
+records, and a restart writes it again (``missing``).
 
-In a directory the tape is the file ``tape.jsonl``. A bucket cannot append: there the tape is a series of
-objects ``tape/<first line's number>.jsonl``, one per checkpoint.
+In a directory the tape is the file ``tape.jsonl``. A bucket cannot append: there the tape is a series of objects
+``tape/<first line's number>.jsonl``, one per checkpoint.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Who may call: for each call on the sync port, the peer at its other end.
 
-With credentials the TLS listener knows the certificate of each connection, and every call shows the
-join token. Without credentials (one machine) every call is authorized. What is refused here is
-counted and logged together with what the listener refused.
+With credentials the TLS listener knows the certificate of each connection, and every call shows the join token. Without
+credentials (one machine) every call is authorized. What is refused here is counted and logged together with what the
+listener refused.
 """
 
 from __future__ import annotations

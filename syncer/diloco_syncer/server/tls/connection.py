@@ -1,11 +1,11 @@
 """One TLS connection: the handshake, then bytes between the peer and the gRPC server behind the listener.
 
-A connection has two sockets: ``front`` towards the peer, with TLS, and ``back`` towards the gRPC server, in plain
-text. It uses no transports and no tasks, only an ``ssl.SSLObject`` over memory and callbacks of the event loop. All
+A connection has two sockets: ``front`` towards the peer, with TLS, and ``back`` towards the gRPC server, in plain text.
+It uses no transports and no tasks, only an ``ssl.SSLObject`` over memory and callbacks of the event loop. All
 connections of a listener share the buffers for reading, because a callback leaves nothing in them.
 
-Back-pressure: while one side does not take what the other sent, the other is not read. So a connection holds at most
-a buffer's worth in each direction. It counts the bytes of its front socket once a callback.
+Back-pressure: while one side does not take what the other sent, the other is not read. So a connection holds at most a
+buffer's worth in each direction.
 """
 
 from __future__ import annotations

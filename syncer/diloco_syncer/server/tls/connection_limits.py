@@ -1,25 +1,24 @@
 """What one certificate may have at once and per minute; which refusals are counted and logged.
 
-Theory of operation. Limits hang on the certificate (its SHA-256 fingerprint) and never on an address: behind a node
-port or a load balancer all connections come from one address. How many learners a certificate stands for follows from
-the regions that it names, and every limit is a multiple of that number:
+Theory of operation. Limits hang on the certificate (its SHA-256 fingerprint) and never on an address: behind a load
+balancer all connections come from one address. How many learners a certificate stands for follows from the regions
+that it names, and every limit is a multiple of that number:
 
-- sessions: twice its learners and a few, since a learner that was cut off joins again before its
-  old stream is noticed to be dead;
-- joins: a token bucket that is refilled with two joins a second and learner, and holds half a
-  minute of that. A learner in trouble tries about once a second;
-- connections: a learner has one control and four bulk connections, and as many old ones may not
-  have been noticed dead yet.
+- sessions: twice its learners and a few, since a learner that was cut off joins again before its old stream is noticed
+  to be dead;
+- joins: a token bucket that is refilled with two joins a second and learner, and holds half a minute of that. A
+  learner in trouble tries about once a second;
+- connections: a learner has one control and four bulk connections, and as many old ones may not have been noticed dead.
 
 Example: a certificate for a region of 10 learners may have 38 sessions (the evaluator counts as one more learner).
 Plaintext connections and certificates that name no party count as one certificate for the whole job.
 
-A Join carries ``attempt``, which rises with each Join of a process. A Join whose attempt is not higher than the
-highest heard is a replay (the same bytes on another connection); it is refused before it can affect the process that
-sent the original. The highest attempts of the ``MAX_PROCESSES`` processes heard of last are remembered.
+A Join carries ``attempt``, which rises with each Join of a process. A Join whose attempt is not higher than the highest
+heard is a replay (the same bytes on another connection), and is refused before it can affect the process that sent the
+original. The highest attempts of the ``MAX_PROCESSES`` processes heard of last are remembered.
 
-Refusals are counted by reason, and at most one per reason and ``LOG_SECONDS`` is logged, so that a
-flood fills no disk. No I/O; the time is an argument.
+Refusals are counted by reason, and at most one per reason and ``LOG_SECONDS`` is logged, so that a flood fills no disk.
+No I/O; the time is an argument.
 """
 
 from __future__ import annotations

@@ -2,25 +2,22 @@
 
 Theory of operation. gRPC's own TLS does not say why a handshake failed, bounds no handshakes, and shows no reason in
 metrics. So with credentials this listener owns the sync port. A thread with its own event loop accepts, makes the TLS
-handshake (connection.py), judges the certificate (``diloco_protocol.security.identity``) and only then connects to
-the gRPC server, which listens on a unix socket in a directory that only this user may enter.
-
-Each of these inner connections is bound to a random name. gRPC reports that name as the call's peer,
-and ``find_peer`` maps it to the certificate: so a call is known by the certificate of its connection.
-A handshake costs the training job nothing but this thread's time.
+handshake (connection.py), judges the certificate (``diloco_protocol.security.identity``) and only then connects to the
+gRPC server, which listens on a unix socket in a directory that only this user may enter. Each of these inner
+connections is bound to a random name. gRPC reports that name as the call's peer, and ``find_peer`` maps it to the
+certificate of the connection.
 
 - **Rotation.** When a peer connects the credential files are looked at, at most once a second. If they have changed,
-  new connections get the new certificate, authority and join token; open ones stay. Files that cannot be used (half
-  of a change, a key that does not fit) leave the old ones in force and are logged. A join token that was replaced is
-  accepted for ``TOKEN_SECONDS`` more, since a learner shows the token that it connected with.
-- **Bounds.** ``MAX_HANDSHAKES`` connections that have proven nothing yet, each for
-  ``HANDSHAKE_SECONDS``; one more pushes out the oldest. So while the port is flooded a handshake has
-  the time of that many arrivals, enough for an honest peer, whatever address it comes from. A
-  certificate has its share of connections (connection_limits.py), all together ``MAX_CONNECTIONS``.
-- **Bytes** are summed up by place, mostly a region (traffic.py). Each connection counts its own; they
-  are added up when they are asked for or a connection closes.
-- **Refusals** are counted by reason, and logged at most once a reason and ten seconds. The peer gets
-  TLS's alert where there is one.
+  new connections get the new certificate, authority and join token; open ones stay. Files that cannot be used leave
+  the old ones in force and are logged. A join token that was replaced is accepted for ``TOKEN_SECONDS`` more, since a
+  learner shows the token that it connected with.
+- **Bounds.** ``MAX_HANDSHAKES`` connections that have proven nothing yet, each for ``HANDSHAKE_SECONDS``; one more
+  pushes out the oldest. So while the port is flooded a handshake has the time of that many arrivals, enough for an
+  honest peer. A certificate has its share of connections (connection_limits.py), all together ``MAX_CONNECTIONS``.
+- **Bytes** are summed up by place (traffic.py): each connection counts its own, and they are added up when they are
+  asked for or a connection closes.
+- **Refusals** are counted by reason, and logged at most once a reason and ten seconds. The peer gets TLS's alert where
+  there is one.
 """
 
 from __future__ import annotations
