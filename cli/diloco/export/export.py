@@ -8,18 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from diloco.console import CommandError
+from diloco.export.remote_model import RemoteModelError, fetch_model
 from diloco.processes.workdir import Workdir
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from diloco_protocol.arrays.layout import Layout
-    from diloco_protocol.spec.job import DiLoCoJob
-    from diloco_syncer.store.base import Store
+from diloco_protocol.arrays.layout import Layout
+from diloco_protocol.common.files import FileError
+from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.spec.load import JobError, read_job
+from diloco_syncer.server.pages.model_file import NotSafetensors, as_float32, frozen_entries
+from diloco_syncer.store.base import ObjectNotFound, Store
+from diloco_syncer.store.directory import DirectoryStore
+from diloco_syncer.store.records import Damaged, FormatRefused
+from diloco_syncer.store.restore import StoreReader, StoreUnusable
 
 TRIES = 5  # a running syncer may remove a version just as it is read
 
@@ -30,10 +35,6 @@ class ExportFailed(CommandError):
 
 def export_run(workdir: Workdir, out: Path) -> None:
     """Write the run's merged model to ``out``. Raises ExportFailed."""
-    from diloco_protocol.common.files import FileError
-    from diloco_protocol.spec.load import JobError, read_job
-    from diloco_syncer.store.directory import DirectoryStore
-    from diloco_syncer.store.records import Damaged, FormatRefused
 
     try:
         job = read_job(workdir.job)
@@ -50,7 +51,6 @@ def export_run(workdir: Workdir, out: Path) -> None:
 
 def export_url(url: str, out: Path, progress: Callable[[int, int], None]) -> None:
     """The same from a syncer's export listener (remote_model.py). Raises ExportFailed."""
-    from diloco.export.remote_model import RemoteModelError, fetch_model
 
     try:
         job, tensors, versions = fetch_model(url, progress)
@@ -63,7 +63,6 @@ def _write_model(
     job: DiLoCoJob, tensors: Mapping[str, NDArray[Any]], versions: Sequence[int], out: Path, directory: Path | None
 ) -> None:
     """Write a directory that transformers loads, and say so. ``directory``: where the job's relative paths start."""
-    from diloco_protocol.spec.load import JobError
     from diloco_worker.training.export import ExportError, export
 
     if job.spec.training.model is None:
@@ -81,8 +80,6 @@ def read_model(store: Store, job: str) -> tuple[dict[str, NDArray[Any]], list[in
 
     Raises ExportFailed, and what the store raises for damaged objects.
     """
-    from diloco_syncer.store.base import ObjectNotFound
-    from diloco_syncer.store.restore import StoreReader, StoreUnusable
 
     for last in [False] * (TRIES - 1) + [True]:
         reader = StoreReader(store, job)
@@ -108,7 +105,6 @@ def read_model(store: Store, job: str) -> tuple[dict[str, NDArray[Any]], list[in
 
 def assemble(layout: Layout, fragments: Sequence[NDArray[np.float32]]) -> dict[str, NDArray[Any]]:
     """Tensors by name from the fragments' flat vectors. Raises ExportFailed if a size is off."""
-    import numpy as np
 
     shapes = {tensor.name: tensor.shape for tensor in layout.tensors}
     flat = {tensor.name: np.empty(tensor.elements, np.float32) for tensor in layout.tensors}
@@ -121,7 +117,6 @@ def assemble(layout: Layout, fragments: Sequence[NDArray[np.float32]]) -> dict[s
 
 
 def _frozen(data: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
-    from diloco_syncer.server.pages.model_file import NotSafetensors, as_float32, frozen_entries
 
     try:
         entries, begin = frozen_entries(data)

@@ -13,13 +13,16 @@ import random
 import time
 import urllib.parse
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
 
-    from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.spec.load import JobError, job_from_json
+from diloco_syncer.server.pages.export import CHECKSUM
+from diloco_syncer.server.pages.model_file import MAX_HEADER, NotSafetensors, read_header
 
 CONNECT_SECONDS = 10.0
 FIRST_BYTE_SECONDS = 300.0  # the syncer reads its whole model once for the checksum, before it answers
@@ -59,7 +62,6 @@ def fetch_model(
 def _fetch(
     url: str, progress: Callable[[int, int], None]
 ) -> tuple[DiLoCoJob, dict[str, NDArray[np.float32]], list[int]]:
-    from diloco_protocol.spec.load import JobError, job_from_json
 
     answer = _get(url, "/job.json")
     try:
@@ -108,11 +110,6 @@ def _model(
     answer: http.client.HTTPResponse, where: str, progress: Callable[[int, int], None]
 ) -> tuple[dict[str, NDArray[np.float32]], dict[str, str]]:
     """Tensors and metadata of a safetensors file that is being received."""
-    import numpy as np
-    import xxhash
-
-    from diloco_syncer.server.pages.export import CHECKSUM
-    from diloco_syncer.server.pages.model_file import MAX_HEADER, NotSafetensors, read_header
 
     total = int(answer.headers.get("Content-Length") or -1)
     wanted = (answer.headers.get(CHECKSUM) or "").removeprefix("xxh3-64=")

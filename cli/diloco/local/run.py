@@ -9,16 +9,24 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
 
 from diloco.console import CommandError
 from diloco.local.chaos import schedule as chaos
-
-if TYPE_CHECKING:
-    from diloco.local.outcome import RunResult
-    from diloco.processes.workdir import Workdir
-    from diloco.processes.worker_specs import ServeOptions
-    from diloco_protocol.spec.job import DiLoCoJob
+from diloco.local.outcome import RunResult, complete_report
+from diloco.local.runner import Runner
+from diloco.local.screen import make_screen, summary
+from diloco.processes.launch import check_free
+from diloco.processes.workdir import Workdir, claim, locked
+from diloco.processes.worker_specs import ServeOptions, without_meaning
+from diloco.validate import read_job_file
+from diloco_protocol.common.files import FileError, write_whole
+from diloco_protocol.security.credentials import CredentialsError
+from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.spec.load import job_warnings
+from diloco_protocol.wire.control_auth import make_key
 
 LOG_LINES = 12  # shown of the log of what made a run fail
 
@@ -37,12 +45,6 @@ class RunOptions:
 
 def run(options: RunOptions) -> int:
     """Run the job; returns the exit code. Raises CommandError."""
-    from diloco.local.outcome import complete_report
-    from diloco.processes.workdir import claim, locked
-    from diloco.processes.worker_specs import without_meaning
-    from diloco.validate import read_job_file
-    from diloco_protocol.common.files import FileError, write_whole
-    from diloco_protocol.spec.load import job_warnings
 
     job = read_job_file(options.job, [*options.overrides, *([] if options.seed is None else [f"seed={options.seed}"])])
     try:
@@ -94,16 +96,12 @@ def _check_report_path(options: RunOptions) -> None:
 
 def check_listen(address: str, option: str = "--http") -> None:
     """Raise CommandError unless this machine can listen on ``address`` (host:port, port 0: any)."""
-    import socket
 
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
         raise CommandError(f"{option} {address}: write host:port, such as 127.0.0.1:8080")
     try:
-        with socket.create_server(
-            (host.strip("[]"), int(port)), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-        ):
-            pass
+        check_free(address)
     except OSError as error:
         number = error.errno or 0
         if number < 0:  # getaddrinfo's
@@ -117,12 +115,6 @@ def check_listen(address: str, option: str = "--http") -> None:
 def _run_job(
     job: DiLoCoJob, workdir: Workdir, options: RunOptions, schedule: Sequence[chaos.Fault], again: bool
 ) -> RunResult:
-    from rich.console import Console
-
-    from diloco.local.runner import Runner
-    from diloco.local.screen import make_screen
-    from diloco_protocol.security.credentials import CredentialsError
-    from diloco_protocol.wire.control_auth import make_key
 
     try:
         make_key(workdir.control_key)
@@ -151,9 +143,6 @@ def _run_job(
 
 
 def _tell(result: RunResult, report: dict[str, Any], workdir: Workdir) -> None:
-    from rich.console import Console
-
-    from diloco.local.screen import summary
 
     ended = result.ended
     console = Console(soft_wrap=True)

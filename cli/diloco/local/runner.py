@@ -19,13 +19,11 @@ import contextlib
 import os
 import random
 import signal
-import socket
-import sys
 import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from diloco.local.chaos.injector import Injector
 from diloco.local.chaos.proxy import Proxy
@@ -34,9 +32,9 @@ from diloco.local.metrics_log import MetricsLog
 from diloco.local.outcome import OUTCOMES, RunOutcome, RunResult
 from diloco.local.screen import RunView, Screen
 from diloco.local.watch import StatusWatch
-from diloco.processes.launch import Child, ForkServerClient, Process, StartError
+from diloco.processes.launch import Child, ForkServerClient, Process, StartError, check_free, end_all, own_program
 from diloco.processes.supervisor import Abandon, Exit, Fail, Finished, Kind, Restart, Supervisor
-from diloco.processes.watchdog import Watchdog, progress
+from diloco.processes.watchdog import Watchdog, peak_rss_bytes, progress
 from diloco.processes.workdir import Workdir
 from diloco.processes.worker_specs import (
     ServeOptions,
@@ -51,10 +49,8 @@ from diloco.processes.worker_specs import (
     worker_specs,
 )
 from diloco.syncer_client import SyncerClient, SyncerError
+from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.vocabulary import ControlMethod, JobPhase
-
-if TYPE_CHECKING:
-    from diloco_protocol.spec.job import DiLoCoJob
 
 POLL_SECONDS = 0.5
 POLL_CHAOS_SECONDS = 0.1  # while faults are still to come
@@ -232,15 +228,8 @@ class Runner:
 
     def _sample_rss(self) -> None:
         """The syncer's peak resident memory, which the kernel forgets with the process."""
-        process = self.running.get("syncer")
-        if process is None:
-            return
-        try:
-            with open(f"/proc/{process.pid}/status", encoding="ascii", errors="replace") as file:
-                peak = next((line for line in file if line.startswith("VmHWM:")), "VmHWM: 0 kB")
-        except OSError:
-            return  # it has just ended
-        self._peak_rss = max(self._peak_rss, int(peak.split()[1]) * 1024)
+        if (process := self.running.get("syncer")) is not None:
+            self._peak_rss = max(self._peak_rss, peak_rss_bytes(process.pid))
 
     def _sync_address(self) -> str | None:
         address = self.syncer.address()
@@ -299,9 +288,9 @@ class Runner:
         address = self.syncer.address()
         if address is None:
             return
-        self._control_port, self._http = (free_or_any(str(address[name])) for name in ("control", "http"))
+        self._control_port, self._http = (_free_or_any(str(address[name])) for name in ("control", "http"))
         if self._serving is None:
-            self._sync_port = free_or_any(str(address["sync"]))
+            self._sync_port = _free_or_any(str(address["sync"]))
         else:
             self._sync_port = str(address["sync"])  # other machines know it: it does not move
 
@@ -373,7 +362,7 @@ class Runner:
         self.view.notes.pop(worker.name, None)
         if command is None or worker.kind is Kind.EVALUATOR:
             return await self._forkserver.spawn(worker.name, env, log)
-        program = [sys.executable if command[0] == "python" else command[0], *command[1:]]
+        program = own_program(command)
         return await Child.start(worker.name, program, {**self._env, **env}, log, cwd=self._job_directory, guard=True)
 
     async def _report_ended(self, worker: WorkerSpec, process_id: str, how: Exit) -> None:
@@ -440,22 +429,8 @@ class Runner:
     async def _end_processes(self) -> None:
         """SIGTERM, then SIGKILL; workers before the syncer."""
         for names in ([name for name in self.running if name != "syncer"], ["syncer"]):
-            processes = [self.running[name] for name in names if name in self.running]
-            for process in processes:
-                process.signal(signal.SIGTERM)
-                process.signal(signal.SIGCONT)
-            await self._await_ends(processes, TERM_SECONDS)
-            for process in processes:
-                process.signal(signal.SIGKILL)
-            await self._await_ends(processes, TERM_SECONDS)
+            await end_all([self.running[name] for name in names if name in self.running], TERM_SECONDS)
         await self._forkserver.close()
-
-    async def _await_ends(self, processes: Sequence[Process], seconds: float) -> None:
-        if processes:
-            waits = [asyncio.ensure_future(process.wait()) for process in processes]
-            _, late = await asyncio.wait(waits, timeout=seconds)
-            for wait in late:
-                wait.cancel()
 
     def _kill_all(self) -> None:
         for process in self.running.values():
@@ -474,13 +449,11 @@ class Runner:
             asyncio.get_running_loop().call_exception_handler({"message": "runner task failed", "exception": error})
 
 
-def free_or_any(address: str) -> str:
+def _free_or_any(address: str) -> str:
     """``address`` if this machine can listen there, else any port of the same host. Somebody may
     have taken the port while the syncer was down; who reads the address file does not mind."""
-    host, _, port = address.rpartition(":")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        with socket.create_server((host.strip("[]"), int(port)), family=family):
-            return address
+        check_free(address)
     except OSError:
-        return f"{host}:0"
+        return f"{address.rpartition(':')[0]}:0"
+    return address

@@ -28,18 +28,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from diloco.console import COMPLETE, FAILED, INTERRUPTED, WRONG, CommandError
-from diloco.processes.launch import CHILD_GUARD
+from diloco.processes.launch import guarded, own_program
 from diloco.processes.workdir import Workdir, locked
 from diloco.processes.worker_specs import base_environment, threads_each
 from diloco.validate import read_job_file
+from diloco_protocol.common.files import FileError, write_whole
+from diloco_protocol.security.credentials import Credentials, CredentialsError
+from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.spec.load import JobError, job_from_json, job_to_json
 from diloco_protocol.vocabulary import WorkerExit
-
-if TYPE_CHECKING:
-    from diloco_protocol.security.credentials import Credentials
-    from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.wire import bulk, channels, limits, sync_pb2
+from diloco_protocol.wire.verify_server import ServerNotTrusted, verify_syncer
 
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:\s/]+):([0-9]{1,5})")
 _LOOPBACK = re.compile(r"localhost|127\.[0-9.]+|\[::1\]")
@@ -68,9 +69,6 @@ class JoinOptions:
 
 def join(options: JoinOptions) -> int:
     """Run this machine's learner until it leaves or the job ends; returns the exit code. Raises CommandError."""
-    from diloco_protocol.common.files import FileError, write_whole
-    from diloco_protocol.security.credentials import Credentials, CredentialsError
-    from diloco_protocol.spec.load import job_to_json
 
     _check(options)
     try:
@@ -109,10 +107,6 @@ def _check(options: JoinOptions) -> None:
 
 async def fetch_job(address: str, credentials: Credentials) -> DiLoCoJob:
     """The job that the syncer at ``address`` serves. Raises CommandError."""
-    from diloco_protocol.security.credentials import CredentialsError
-    from diloco_protocol.spec.load import JobError, job_from_json
-    from diloco_protocol.wire import bulk, channels, limits, sync_pb2
-    from diloco_protocol.wire.verify_server import ServerNotTrusted, verify_syncer
 
     request = sync_pb2.DownloadRequest(what=sync_pb2.DownloadRequest.JOB)
     try:
@@ -173,7 +167,6 @@ def _region(job: DiLoCoJob, given: str | None, named: list[str]) -> str:
 
 def _ordinal(workdir: Workdir) -> int:
     """This directory's, drawn once."""
-    from diloco_protocol.common.files import write_whole
 
     path = workdir.path / "place.json"
     try:
@@ -248,14 +241,9 @@ class _LearnerProcess:
 
     def _once(self) -> int:
         command = self._job.spec.learners.command
-        program = [sys.executable, "-m", "diloco_worker"]
-        guard: list[str] = []
-        if command is not None:
-            program = [sys.executable if command[0] == "python" else command[0], *command[1:]]
-            guard = ["--guard"]
-        guarded = [sys.executable, "-I", "-S", str(CHILD_GUARD), *guard, str(os.getpid())]
+        program = [sys.executable, "-m", "diloco_worker"] if command is None else own_program(command)
         self._process = subprocess.Popen(
-            [*guarded, *program],
+            guarded(program, guard=command is not None),
             env=self._env,
             stdin=subprocess.DEVNULL,
             process_group=0,

@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,6 +44,37 @@ class Process(Protocol):
         """Send it a signal; nothing happens if it has ended."""
 
 
+def check_free(address: str) -> None:
+    """Raise OSError unless this machine can listen on ``address``, host:port."""
+    host, _, port = address.rpartition(":")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    socket.create_server((host.strip("[]"), int(port)), family=family).close()
+
+
+def own_program(command: Sequence[str]) -> list[str]:
+    """A job's ``learners.command`` as it is started here: ``python`` is the interpreter that runs this."""
+    return [sys.executable if command[0] == "python" else command[0], *command[1:]]
+
+
+def guarded(command: Sequence[str], guard: bool) -> list[str]:
+    """The command, started so that it does not outlive this process. ``guard``: it may start processes of its own."""
+    return [sys.executable, "-I", "-S", str(CHILD_GUARD), *["--guard"] * guard, str(os.getpid()), *command]
+
+
+async def end_all(processes: Sequence[Process], seconds: float) -> None:
+    """SIGTERM, and SIGKILL for what is still there after ``seconds``."""
+    if not processes:
+        return
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for process in processes:
+            process.signal(number)
+            process.signal(signal.SIGCONT)
+        waits = [asyncio.ensure_future(process.wait()) for process in processes]
+        _, late = await asyncio.wait(waits, timeout=seconds)
+        for wait in late:
+            wait.cancel()
+
+
 class Child:
     """A program of its own, started through ``child_guard.py``."""
 
@@ -64,13 +96,10 @@ class Child:
         guard: bool = False,
     ) -> Child:
         """Raises StartError. ``guard``: the command may start processes of its own."""
-        guarded = [sys.executable, "-I", "-S", str(CHILD_GUARD), *(["--guard"] if guard else []), str(os.getpid())]
         try:
-            output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            try:
+            with log.open("ab") as output:
                 process = await asyncio.create_subprocess_exec(
-                    *guarded,
-                    *command,
+                    *guarded(command, guard),
                     env=dict(env),
                     cwd=cwd,
                     process_group=0,
@@ -78,8 +107,6 @@ class Child:
                     stdout=output,
                     stderr=output,
                 )
-            finally:
-                os.close(output)
         except OSError as error:
             raise StartError(f"{name} cannot be started: {error.strerror or error}") from error
         return cls(name, process, guard)
@@ -156,12 +183,9 @@ class ForkServerClient:
             ) from error
 
     async def _start(self) -> asyncio.Future[None]:
-        output = os.open(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
+        with self._log.open("ab") as output:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "diloco_worker.forkserver",
+                *(sys.executable, "-m", "diloco_worker.forkserver"),
                 env=self._env,
                 cwd=self._cwd,
                 process_group=0,
@@ -170,8 +194,6 @@ class ForkServerClient:
                 stderr=output,
                 limit=MAX_EVENT_BYTES,
             )
-        finally:
-            os.close(output)
         self._ready = asyncio.get_running_loop().create_future()
         self._ready.add_done_callback(_retrieve)
         self._reader = asyncio.create_task(self._read(self._process, self._ready))

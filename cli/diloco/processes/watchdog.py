@@ -6,7 +6,7 @@ given up when it has neither worked nor read for ``SILENT_SECONDS``, and in any 
 after ``START_SECONDS``. One that has answered answers within milliseconds, whatever
 else it does; when it has not for ``SILENT_SECONDS`` it hangs, however busy it looks.
 
-Plain code but for ``progress``; the time is an argument.
+Plain code but for what reads /proc; the time is an argument.
 """
 
 from __future__ import annotations
@@ -69,3 +69,12 @@ def progress(pid: int) -> int:
     except (OSError, ValueError, IndexError):
         pass  # not everybody may read it; the processor's time tells as well
     return done
+
+
+def peak_rss_bytes(pid: int) -> int:
+    """The most resident memory that a process has had; 0: it is gone."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+            return next((int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:")), 0)
+    except OSError:
+        return 0

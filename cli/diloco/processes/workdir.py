@@ -14,11 +14,11 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.console import CommandError
+from diloco_protocol.common.files import FileError, read_bounded, write_whole
 
 if TYPE_CHECKING:
     from diloco_protocol.spec.job import DiLoCoJob
@@ -33,55 +33,22 @@ class WorkdirError(CommandError):
     """The directory cannot be used; the message names it and the cure."""
 
 
-@dataclass(frozen=True, slots=True)
 class Workdir:
     """Names of what lies in a run's directory (docs/contracts.md)."""
 
-    path: Path
-
-    @property
-    def job(self) -> Path:
-        return self.path / "job.json"
-
-    @property
-    def store(self) -> Path:
-        return self.path / "store"
-
-    @property
-    def address(self) -> Path:
-        return self.path / "address.json"
-
-    @property
-    def control_key(self) -> Path:
-        return self.path / "control.key"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics"
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.json"
-
-    @property
-    def lock(self) -> Path:
-        return self.path / "run.lock"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def origin(self) -> Path:
-        return self.path / "origin.json"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.job = path / "job.json"
+        self.store = path / "store"
+        self.address = path / "address.json"
+        self.control_key = path / "control.key"
+        self.logs = path / "logs"
+        self.metrics = path / "metrics"
+        self.metrics_file = path / "metrics.jsonl"
+        self.report = path / "report.json"
+        self.lock = path / "run.lock"
+        self.tensorboard = path / "tensorboard"
+        self.origin = path / "origin.json"
 
     def job_directory(self) -> Path | None:
         """Where the job file was, and so where the job's relative paths start; None if not known."""
@@ -94,8 +61,6 @@ class Workdir:
     def ended_in(self, epoch: int) -> str | None:
         """The phase in which the syncer of this epoch ended the job, from the report that it leaves
         in the store then; None: it has not."""
-        from diloco_protocol.common.files import read_bounded
-
         try:
             report = json.loads(read_bounded(self.store / "report.json", MAX_REPORT_BYTES))
             ended = report["syncer"]["epoch"] == epoch
@@ -106,8 +71,6 @@ class Workdir:
 
     def earlier_report(self) -> dict[str, Any] | None:
         """report.json of an earlier run that completed the job; None: there is none."""
-        from diloco_protocol.common.files import read_bounded
-
         try:
             report = json.loads(read_bounded(self.report, MAX_REPORT_BYTES))
         except (OSError, ValueError):
@@ -160,7 +123,6 @@ def claim(workdir: Workdir, job: DiLoCoJob, directory: Path) -> bool:
     changed that is fixed once a job has started. A run that failed before version 0 (a
     mistake in the model, say) has started nothing: what is left of it is removed.
     """
-    from diloco_protocol.common.files import FileError, write_whole
     from diloco_protocol.spec.job import immutable_digests
     from diloco_protocol.spec.load import JobError, job_to_json, read_job
 
@@ -176,8 +138,13 @@ def claim(workdir: Workdir, job: DiLoCoJob, directory: Path) -> bool:
     except OSError as error:
         raise _unusable(workdir.path, error) from error
     if before is not None:
-        changed = _changed(workdir.path, before, job, immutable_digests(before), immutable_digests(job))
-        if changed:
+        if before.metadata.name != job.metadata.name:
+            raise WorkdirError(
+                f"workdir {workdir.path} belongs to the job {before.metadata.name!r}, this one is"
+                f" {job.metadata.name!r}: give another --workdir"
+            )
+        digests = immutable_digests(before)
+        if changed := sorted(f for f, digest in immutable_digests(job).items() if digest != digests.get(f)):
             _empty_unbegun(workdir, job.metadata.name, changed)
             before = None
     elif any(workdir.store.iterdir()):
@@ -188,18 +155,6 @@ def claim(workdir: Workdir, job: DiLoCoJob, directory: Path) -> bool:
     except OSError as error:
         raise _unusable(workdir.path, error) from error
     return before is not None
-
-
-def _changed(
-    path: Path, before: DiLoCoJob, job: DiLoCoJob, digests_before: dict[str, str], digests: dict[str, str]
-) -> list[str]:
-    """The fields that are fixed once a job has started and differ. Raises WorkdirError for another job."""
-    if before.metadata.name != job.metadata.name:
-        raise WorkdirError(
-            f"workdir {path} belongs to the job {before.metadata.name!r}, this one is {job.metadata.name!r}:"
-            " give another --workdir"
-        )
-    return sorted(field for field in digests if digests[field] != digests_before.get(field))
 
 
 def _empty_unbegun(workdir: Workdir, name: str, changed: list[str]) -> None:
@@ -245,8 +200,6 @@ def find(argument: str | None) -> Workdir:
 
 def read_address(path: Path) -> dict[str, str | int]:
     """The syncer's address file, checked. Raises FileNotFoundError, or WorkdirError if it is none."""
-    from diloco_protocol.common.files import read_bounded
-
     try:
         document = json.loads(read_bounded(path, 65536))
         wanted = {key: document[key] for key in ("sync", "control", "http", "pid", "epoch")}

@@ -8,13 +8,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from diloco.processes.supervisor import Kind
 from diloco.processes.workdir import Workdir
-
-if TYPE_CHECKING:
-    from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.spec.job import DiLoCoJob as Job
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
 
@@ -154,7 +153,6 @@ def device_names() -> list[str]:
 
 def without_meaning(job: DiLoCoJob) -> list[str]:
     """Fields set away from their default that nothing reads on one machine."""
-    from diloco_protocol.spec.job import DiLoCoJob as Job
 
     training = {"model": {"config": {"model_type": "llama"}}, "data": {"paths": ["python-stdlib"]}}
     bare = {
