@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from diloco.cluster.change import on_every_copy
 from diloco.cluster.client import MANAGER, Cluster, ClusterError, Object, Where
-from diloco.cluster.follow import ended, follow, hindered, invalid, no_operator, seen
+from diloco.cluster.follow import ended, follow, hindered, invalid, no_operator, seen, wait_for
 from diloco.console import FAILED, INTERRUPTED, WRONG
 from diloco.validate import problems_text, warnings_text
 from diloco_protocol.spec.job import DiLoCoJob, immutable_digests
@@ -49,17 +50,10 @@ def apply(options: ApplyOptions) -> int:
     clusters = where.open()
     for text in warnings_text([*job_warnings(job), *foreign_paths(job, options.file.parent), *copies(job, clusters)]):
         print(text, file=sys.stderr)
-    code, applied = 0, []
-    for cluster in clusters:
-        try:
-            said = apply_to(cluster, job, document, options)
-        except ClusterError as error:
-            print(f"error: {error}", file=sys.stderr)
-            code = max(code, error.code)
-            continue
-        applied.append(cluster)
-        place = f" (context {cluster.context})" if len(clusters) > 1 else ""
-        print(f"dilocojob {job.metadata.name} {said}{' (dry run)' if options.dry_run else ''}{place}")
+    dry = " (dry run)" if options.dry_run else ""
+    code, applied = on_every_copy(
+        clusters, lambda cluster: f"dilocojob {job.metadata.name} {apply_to(cluster, job, document, options)}{dry}"
+    )
     if options.dry_run or not applied:
         return code
     return max(code, _after(applied, job.metadata.name, options))
@@ -78,6 +72,14 @@ def _with_namespace(where: Where, job: DiLoCoJob) -> Where:
 def _after(clusters: Sequence[Cluster], name: str, options: ApplyOptions) -> int:
     """What became of it: whether an operator took note, and with --wait how it ended."""
     code = 0
+
+    def unfinished(cluster: Cluster, job: Object | None) -> list[str]:
+        unseen = job is not None and not (job.get("status") or {}).get("observedGeneration")
+        return [
+            f"has not ended within {options.timeout:g} s and goes on",
+            *([no_operator(cluster, name)] if unseen else []),
+        ]
+
     try:
         for cluster, outcome, job in follow(clusters, name, seen, HEARD_SECONDS, _tell, quiet=True):
             if outcome is None:
@@ -91,22 +93,11 @@ def _after(clusters: Sequence[Cluster], name: str, options: ApplyOptions) -> int
                 _tell(f"it is suspended: diloco resume {name} {cluster.flags}")
         if not options.wait:
             return code
-        for cluster, outcome, job in follow(clusters, name, ended, options.timeout, _tell):
-            place = f" (context {cluster.context})" if len(clusters) > 1 else ""
-            if outcome is None:
-                late = f"{name}{place} has not ended within {options.timeout:g} s and goes on"
-                print(f"error: {late}", file=sys.stderr)
-                if job is not None and not (job.get("status") or {}).get("observedGeneration"):
-                    print(f"error: {no_operator(cluster, name)}", file=sys.stderr)
-                code = max(code, FAILED)
-            else:
-                print(f"{name}{place} {outcome[1]}", file=sys.stderr if outcome[0] else sys.stdout)
-                code = max(code, outcome[0])
+        return max(code, wait_for(clusters, name, ended, options.timeout, unfinished))
     except KeyboardInterrupt:
         flags = clusters[0].flags
         print(f"\nleft running: diloco status {name} {flags} --watch, or diloco delete {name} {flags}")
         return INTERRUPTED
-    return code
 
 
 def _tell(line: str) -> None:

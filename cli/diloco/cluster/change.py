@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from diloco.cluster.client import MANAGER, Cluster, ClusterError, Object, Where, nearest
-from diloco.cluster.follow import follow, gone_within, invalid, no_operator, operator_hint, resumed, suspended
-from diloco.cluster.render import region_names
-from diloco.console import FAILED, INTERRUPTED, WRONG
+from diloco.cluster.follow import gone_within, invalid, no_operator, operator_hint, place, resumed, suspended, wait_for
+from diloco.cluster.render import heard, region_names
+from diloco.console import INTERRUPTED, WRONG
 from diloco_protocol.spec.load import JobError, Problem, parse_job
 from diloco_protocol.vocabulary import FINALIZER
 
@@ -24,10 +24,9 @@ TRIES = 8
 Patch = list[dict[str, Any]]
 
 
-def on_every_copy(where: Where, act: Callable[[Cluster], str]) -> tuple[int, list[Cluster]]:
-    """Do one thing in every context and print what it says; the exit code, and where it worked."""
+def on_every_copy(clusters: Sequence[Cluster], act: Callable[[Cluster], str]) -> tuple[int, list[Cluster]]:
+    """Do one thing in every cluster and print what it says; the exit code, and where it worked."""
     code, done = 0, []
-    clusters = where.open()
     for cluster in clusters:
         try:
             said = act(cluster)
@@ -36,7 +35,7 @@ def on_every_copy(where: Where, act: Callable[[Cluster], str]) -> tuple[int, lis
             code = max(code, error.code)
             continue
         done.append(cluster)
-        print(said + (f" (context {cluster.context})" if len(clusters) > 1 else ""), flush=True)
+        print(said + place(cluster, clusters), flush=True)
     return code, done
 
 
@@ -180,7 +179,7 @@ def scale(where: Where, name: str, words: Sequence[str]) -> int:
             "; learners that leave offer their work first" if leaving else ""
         )
 
-    return on_every_copy(where, act)[0]
+    return on_every_copy(where.open(), act)[0]
 
 
 # ------------------------------------------------------------------ suspend, resume
@@ -201,37 +200,21 @@ def suspend(where: Where, name: str, value: bool, wait: bool, timeout: float | N
             return f"{name} is being suspended: learners offer their work, the syncer makes a checkpoint"
         return f"{name} goes on from its checkpoint"
 
-    code, clusters = on_every_copy(where, act)
+    def unfinished(cluster: Cluster, job: Object | None) -> list[str]:
+        unseen = job is not None and invalid(job) is None and not heard(job)
+        return [
+            f"is not {'suspended' if value else 'running'} after {timeout:g} s",
+            *([no_operator(cluster, name)] if unseen else []),
+        ]
+
+    code, clusters = on_every_copy(where.open(), act)
     if not wait or not clusters:
         return code
-    return max(code, _until(clusters, name, value, timeout))
-
-
-def _until(clusters: Sequence[Cluster], name: str, value: bool, timeout: float | None) -> int:
-    code, judge = 0, suspended if value else resumed
     try:
-        for cluster, outcome, job in follow(clusters, name, judge, timeout, lambda line: print(line)):
-            place = f" (context {cluster.context})" if len(clusters) > 1 else ""
-            if outcome is None:
-                print(
-                    f"error: {name}{place} is not {'suspended' if value else 'running'} after {timeout:g} s",
-                    file=sys.stderr,
-                )
-                if job is not None and invalid(job) is None and _unheard(job):
-                    print(f"error: {no_operator(cluster, name)}", file=sys.stderr)
-                code = FAILED
-            else:
-                print(f"{name}{place} {outcome[1]}", file=sys.stderr if outcome[0] else sys.stdout)
-                code = max(code, outcome[0])
+        return max(code, wait_for(clusters, name, suspended if value else resumed, timeout, unfinished))
     except KeyboardInterrupt:
         print(f"\nno longer waiting; it goes on: diloco status {name} {clusters[0].flags}")
         return INTERRUPTED
-    return code
-
-
-def _unheard(job: Object) -> bool:
-    observed = (job.get("status") or {}).get("observedGeneration")
-    return observed is None or observed < job["metadata"]["generation"]
 
 
 # ------------------------------------------------------------------ delete
@@ -284,10 +267,13 @@ def delete(where: Where, name: str, wait: bool, timeout: float) -> int:
         uids.add(uid)
         return f"{name} is being deleted: its learners are told first"
 
-    code, clusters = on_every_copy(where, act)
+    def unfinished(cluster: Cluster, job: Object | None) -> list[str]:
+        return [f"is not gone after {timeout:g} s; the deletion goes on", *_held_by(cluster, name, job)]
+
+    code, clusters = on_every_copy(where.open(), act)
     if wait and clusters:
         try:
-            code = max(code, _until_gone(clusters, name, uids, timeout))
+            code = max(code, wait_for(clusters, name, gone_within(uids), timeout, unfinished))
         except KeyboardInterrupt:
             print("\nno longer waiting; the deletion goes on")
             code = INTERRUPTED
@@ -297,28 +283,14 @@ def delete(where: Where, name: str, wait: bool, timeout: float) -> int:
     return code
 
 
-def _until_gone(clusters: Sequence[Cluster], name: str, uids: set[str], timeout: float) -> int:
-    code = 0
-
-    for cluster, outcome, job in follow(
-        clusters, name, gone_within(uids), timeout, lambda line: print(line, flush=True)
-    ):
-        place = f" (context {cluster.context})" if len(clusters) > 1 else ""
-        if outcome is not None:
-            print(f"{name}{place} {outcome[1]}")
-            continue
-        code = FAILED
-        held = (job or {}).get("metadata", {}).get("finalizers") or []
-        print(f"error: {name}{place} is not gone after {timeout:g} s; the deletion goes on", file=sys.stderr)
-        if FINALIZER in held:
-            rest = json.dumps({"metadata": {"finalizers": [one for one in held if one != FINALIZER]}})
-            look = operator_hint(cluster)
-            print(
-                f"error: the operator still holds it ({FINALIZER}). Is it running? {look}."
-                " Where it is gone for good, let go by hand:"
-                f" kubectl {cluster.flags} patch dilocojob {name} --type=merge -p '{rest}'",
-                file=sys.stderr,
-            )
-        elif held:
-            print(f"error: it is held by {', '.join(held)}, which is not ours", file=sys.stderr)
-    return code
+def _held_by(cluster: Cluster, name: str, job: Object | None) -> list[str]:
+    """What keeps a job from being gone, and the cure."""
+    held = (job or {}).get("metadata", {}).get("finalizers") or []
+    if FINALIZER not in held:
+        return [f"it is held by {', '.join(held)}, which is not ours"] if held else []
+    rest = json.dumps({"metadata": {"finalizers": [one for one in held if one != FINALIZER]}})
+    return [
+        f"the operator still holds it ({FINALIZER}). Is it running? {operator_hint(cluster)}."
+        " Where it is gone for good, let go by hand:"
+        f" kubectl {cluster.flags} patch dilocojob {name} --type=merge -p '{rest}'"
+    ]

@@ -8,6 +8,7 @@ outcome; an API server that does not answer is waited for, since training goes o
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -171,6 +172,34 @@ def follow(
         for copy in copies:
             copy.pages.close()
     return [(copy.cluster, copy.outcome, copy.job) for copy in copies]
+
+
+def wait_for(
+    clusters: Sequence[Cluster],
+    name: str,
+    judge: Judge,
+    timeout: float | None,
+    unfinished: Callable[[Cluster, Object | None], Sequence[str]],
+) -> int:
+    """``follow``, with what became of each copy printed; the exit code. ``unfinished``: what to say of one whose
+    time is over (its object as it was last): how it is, and what else may help. Raises ClusterError."""
+    code = COMPLETE
+    for cluster, outcome, job in follow(clusters, name, judge, timeout, lambda line: print(line, flush=True)):
+        whose = name + place(cluster, clusters)
+        if outcome is None:
+            how, *more = unfinished(cluster, job)
+            for text in (f"{whose} {how}", *more):
+                print(f"error: {text}", file=sys.stderr)
+            code = max(code, FAILED)
+        else:
+            print(f"{whose} {outcome[1]}", file=sys.stderr if outcome[0] else sys.stdout)
+            code = max(code, outcome[0])
+    return code
+
+
+def place(cluster: Cluster, clusters: Sequence[Cluster]) -> str:
+    """Behind a sentence: in which context it is so, where there are several."""
+    return f" (context {cluster.context})" if len(clusters) > 1 else ""
 
 
 def _follow(
