@@ -76,6 +76,13 @@ class Where:
         names: Sequence[str | None] = list(dict.fromkeys(self.contexts)) or [None]
         return [open_cluster(name, self.namespace, self.kubeconfig) for name in names]
 
+    def open_one(self, which: str = "") -> Cluster:
+        """For a command that takes one context. Raises ClusterError, which says ``which`` it is."""
+        cluster, *more = self.open()
+        if more:
+            raise ClusterError(f"this takes one --context{which}", code=WRONG)
+        return cluster
+
 
 class Cluster:
     """One context of a kubeconfig: a cluster, an account and a namespace."""
@@ -85,9 +92,6 @@ class Cluster:
         self.context = context
         self.namespace = namespace
         self._named = f" --kubeconfig {kubeconfig}" if kubeconfig else ""
-
-    def __repr__(self) -> str:
-        return f"Cluster({self.context!r}, {self.namespace!r})"
 
     @property
     def reach(self) -> str:
@@ -112,6 +116,9 @@ class Cluster:
     def core_path(self, resource: str) -> str:
         """``pods``, ``events`` … of this namespace."""
         return f"/api/v1/namespaces/{self.namespace}/{resource}"
+
+    def pod_path(self, pod: str, *below: str) -> str:
+        return "/".join([self.core_path("pods"), pod, *below])
 
     # ------------------------------------------------------------------ requests
 

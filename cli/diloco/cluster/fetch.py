@@ -27,14 +27,6 @@ PAGE_SECONDS = 5.0
 PAGE_AGAIN_SECONDS = 10.0  # between tries where it is not to be had
 
 
-def only(where: Where) -> Cluster:
-    """The one cluster that a command about one pod goes to. Raises ClusterError."""
-    clusters = where.open()
-    if len(clusters) > 1:
-        raise ClusterError("this takes one --context: that of the cluster with the syncer", code=WRONG)
-    return clusters[0]
-
-
 def syncer_pod(job: Object, pods: list[Object]) -> str:
     """The name of the syncer's pod that serves. Raises ClusterError, saying why there is none."""
     name = job["metadata"]["name"]
@@ -113,7 +105,7 @@ class Pages:
 
 def report(where: Where, name: str, out: Path | None, as_json: bool) -> None:
     """``diloco report``. Raises ClusterError."""
-    cluster = only(where)
+    cluster = where.open_one(": that of the cluster with the syncer")
     job = cluster.job(name)
     try:
         document = page(cluster, job, "/report", REPORT_SECONDS)
@@ -158,7 +150,7 @@ def export(where: Where, name: str, out: Path) -> None:
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ClusterError(f"{out} exists already: name a new directory, or remove it", code=WRONG)
-    cluster = only(where)
+    cluster = where.open_one(": that of the cluster with the syncer")
     job = cluster.job(name)
     with syncer_port(cluster, job, EXPORT_PORT) as (forward, _):
         try:

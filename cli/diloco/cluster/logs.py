@@ -15,9 +15,11 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from rich.console import Console
 
 from diloco.cluster.client import Cluster, ClusterError, Object, Where, nearest
 from diloco.cluster.render import region_names
@@ -189,16 +191,12 @@ def _query(one: Source, options: LogOptions, follow: bool) -> dict[str, Any]:
     return query
 
 
-def _path(cluster: Cluster, one: Source) -> str:
-    return f"{cluster.core_path('pods')}/{one.pod}/log"
-
-
 def _read(cluster: Cluster, one: Source, options: LogOptions, missing: list[str]) -> Iterator[tuple[str, Source, str]]:
     """(time, source, line) of what there is; a pod without a log is added to ``missing``."""
     import urllib3
 
     try:
-        with cluster.stream(_path(cluster, one), _query(one, options, False), SILENCE_SECONDS) as response:
+        with cluster.stream(cluster.pod_path(one.pod, "log"), _query(one, options, False), SILENCE_SECONDS) as response:
             last = ""
             for line in lines(response):
                 stamp, text = stamped(line)
@@ -248,7 +246,7 @@ class _Follower:
         while one.uid in self.there:
             floor = last  # a stream is taken up at a whole second: what is not newer was shown
             try:
-                with self.cluster.stream(_path(self.cluster, one), query, SILENCE_SECONDS) as response:
+                with self.cluster.stream(self.cluster.pod_path(one.pod, "log"), query, SILENCE_SECONDS) as response:
                     if self._replaced(one):
                         return
                     for line in lines(response):
@@ -276,15 +274,15 @@ class _Follower:
     def _replaced(self, one: Source) -> bool:
         """Whether the pod that has the name now is another one: its log is not this one's."""
         try:
-            pod = self.cluster.get(f"{self.cluster.core_path('pods')}/{one.pod}")
+            pod = self.cluster.get(self.cluster.pod_path(one.pod))
         except ClusterError:
             return False
         return bool(pod["metadata"]["uid"] != one.uid)
 
 
-def show_logs(options: LogOptions, out: Callable[[str], None] | None = None) -> int:
+def show_logs(options: LogOptions) -> int:
     """``diloco logs``: the exit code. Raises ClusterError."""
-    (cluster,) = clusters if len(clusters := options.where.open()) == 1 else _several()
+    cluster = options.where.open_one()
     job = cluster.job(options.name)
     sources = chosen(job, cluster.pods(options.name), options.target)
     if len(sources) > MAX_STREAMS:
@@ -293,7 +291,7 @@ def show_logs(options: LogOptions, out: Callable[[str], None] | None = None) -> 
             " region or a learner",
             code=WRONG,
         )
-    printer = _Printer(options, sources, out)
+    printer = _Printer(options, sources)
     if options.follow:
         return _follow(cluster, options, job, printer)
     if not sources:
@@ -304,10 +302,6 @@ def show_logs(options: LogOptions, out: Callable[[str], None] | None = None) -> 
     for _, one, text in heapq.merge(*streams, key=lambda line: line[0]):
         printer.show(one, text)
     return FAILED if len(missing) == len(sources) else 0
-
-
-def _several() -> Any:
-    raise ClusterError("this takes one --context", code=WRONG)
 
 
 def _follow(cluster: Cluster, options: LogOptions, job: Object, printer: _Printer) -> int:
@@ -343,12 +337,11 @@ def _follow(cluster: Cluster, options: LogOptions, job: Object, printer: _Printe
 class _Printer:
     """Writes lines with whose they are, in a column; a single pod's without."""
 
-    def __init__(self, options: LogOptions, sources: Sequence[Source], out: Callable[[str], None] | None) -> None:
+    def __init__(self, options: LogOptions, sources: Sequence[Source]) -> None:
         self._raw = options.raw
         self._prefixed = options.target is None or len(sources) > 1
         self._width = 0
-        self._out = out
-        self._console: Any = None
+        self._console = Console(soft_wrap=True, highlight=False, markup=False)
         self.widen(sources)
 
     def widen(self, sources: Sequence[Source]) -> None:
@@ -364,13 +357,7 @@ class _Printer:
             self._write(f"{prefix}{line}", style)
 
     def _write(self, line: str, style: str) -> None:
-        if self._out is not None:
-            self._out(line)
-        elif style and sys.stdout.isatty():
-            if self._console is None:
-                from rich.console import Console
-
-                self._console = Console(soft_wrap=True, highlight=False, markup=False)
+        if style and sys.stdout.isatty():
             self._console.print(line, style=style)
         else:
             print(line, flush=True)

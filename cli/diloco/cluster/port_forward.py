@@ -157,7 +157,7 @@ def dial(cluster: Cluster, pod: str, port: int, seconds: float = TIMEOUT) -> Any
     from kubernetes.stream.ws_client import websocket_proxycare
 
     configuration = cluster.client.config
-    path = f"{cluster.core_path('pods')}/{pod}/portforward"
+    path = cluster.pod_path(pod, "portforward")
     url = "ws" + configuration.host.removeprefix("http") + f"{path}?ports={port}"
     try:
         headers = [f"{key}: {value}" for key, value in cluster.client.authorization().items()]
