@@ -27,7 +27,6 @@ is gone, and every child is killed, because its syncer is gone too and its work 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -42,8 +41,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from diloco_protocol.common.process import die_with_parent, set_parent_death_signal
+
 MAX_LINE_BYTES = 1 << 20  # of a request
-_PR_SET_PDEATHSIG = 1
 
 # Modules that a worker imports sooner or later; those that are not there are left to it.
 MODULES = (
@@ -62,27 +62,13 @@ MODULES = (
 )
 
 
-def _set_parent_death_signal(number: signal.Signals) -> None:
-    """Have the kernel send ``number`` to this process when its parent ends."""
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
-        error = ctypes.get_errno()
-        raise OSError(error, f"prctl(PR_SET_PDEATHSIG): {os.strerror(error)}")
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel SIGKILL this process when its parent ends; at once if it has ended."""
-    _set_parent_death_signal(signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(128 + signal.SIGKILL)
-
-
 def die_while_loading() -> None:
     """End when the parent does, also during the imports' seconds: the kernel sends SIGTERM, which later ends the
     children first. The parent holds the other end of stdin."""
     # Ignored and blocked signals are inherited: the runner's own parent may have left SIGTERM so.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    _set_parent_death_signal(signal.SIGTERM)
+    set_parent_death_signal(signal.SIGTERM)
     poll = select.poll()
     poll.register(0, select.POLLIN)
     if any(events & select.POLLHUP for _, events in poll.poll(0)):

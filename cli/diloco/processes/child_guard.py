@@ -1,31 +1,22 @@
-"""Starts a program that must not outlive the runner: ``python child_guard.py [--guard] PARENT COMMAND...``
+"""Starts a program that must not outlive the runner: ``python child_guard.py LIBRARY [--guard] PARENT COMMAND...``
 
 Setting PR_SET_PDEATHSIG between fork and exec from Python would run Python code in a
 forked child of a process with threads; this small program does it after an exec, where
 nothing can be held. Without ``--guard`` it then becomes the command. With it, it stays:
 a command of the user's may start processes of its own, so the guard leads the process
 group, kills all of it when the runner dies, passes SIGTERM and SIGINT on to the command,
-and ends as the command did. It uses the standard library only and runs with ``-I -S``.
+and ends as the command did. It runs with ``-I -S``, so that it starts at once and nothing of the command's
+environment changes it; LIBRARY is the folder that holds ``diloco_protocol``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import sys
 
-_PR_SET_PDEATHSIG = 1
 RUNNER_GONE = signal.SIGHUP  # what a guard gets when the runner dies
-
-
-def _die_with(parent: int, number: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:
-        os._exit(128 + signal.SIGKILL)
 
 
 def _execute(command: list[str]) -> None:
@@ -37,10 +28,12 @@ def _execute(command: list[str]) -> None:
 
 
 def _guard(parent: int, command: list[str]) -> int:
+    from diloco_protocol.common.process import die_with_parent
+
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
     signal.signal(RUNNER_GONE, lambda *_: os.killpg(0, signal.SIGKILL))
-    _die_with(parent, RUNNER_GONE)
+    die_with_parent(parent, RUNNER_GONE)
     guard = os.getpid()
     passed_on = (signal.SIGTERM, signal.SIGINT)
     signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)
@@ -48,7 +41,7 @@ def _guard(parent: int, command: list[str]) -> int:
     if child == 0:
         signal.signal(RUNNER_GONE, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, passed_on)
-        _die_with(guard, signal.SIGKILL)
+        die_with_parent(guard)
         _execute(command)
 
     def pass_on(number: int, _: object) -> None:
@@ -71,11 +64,15 @@ def _guard(parent: int, command: list[str]) -> int:
 
 
 def main(arguments: list[str]) -> int:
+    library, *arguments = arguments
+    sys.path.append(library)
+    from diloco_protocol.common.process import die_with_parent
+
     guard = arguments[:1] == ["--guard"]
     parent, *command = arguments[1:] if guard else arguments
     if guard:
         return _guard(int(parent), command)
-    _die_with(int(parent), signal.SIGKILL)
+    die_with_parent(int(parent))
     _execute(command)
     return 2
 

@@ -20,9 +20,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import diloco_protocol
 from diloco.processes.supervisor import Exit
 
 CHILD_GUARD = Path(__file__).with_name("child_guard.py")
+LIBRARY = Path(diloco_protocol.__path__[0]).parent
 START_SECONDS = 30.0  # for the forkserver to answer a spawn
 LOAD_SECONDS = 180.0  # for the forkserver to load the libraries, on a cold disk
 MAX_EVENT_BYTES = 1 << 20
@@ -58,7 +60,8 @@ def own_program(command: Sequence[str]) -> list[str]:
 
 def guarded(command: Sequence[str], guard: bool) -> list[str]:
     """The command, started so that it does not outlive this process. ``guard``: it may start processes of its own."""
-    return [sys.executable, "-I", "-S", str(CHILD_GUARD), *["--guard"] * guard, str(os.getpid()), *command]
+    options = ["--guard"] if guard else []
+    return [sys.executable, "-I", "-S", str(CHILD_GUARD), str(LIBRARY), *options, str(os.getpid()), *command]
 
 
 async def end_all(processes: Sequence[Process], seconds: float) -> None:
