@@ -7,7 +7,6 @@ wrong one reaches no cluster.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Sequence
@@ -15,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diloco.cluster.change import on_every_copy
+from diloco.cluster.change import on_every_copy, parse_object
 from diloco.cluster.client import MANAGER, Cluster, ClusterError, Object, Where
 from diloco.cluster.follow import ended, follow, hindered, invalid, no_operator, seen, wait_for
 from diloco.console import FAILED, INTERRUPTED, WRONG
 from diloco.validate import problems_text, warnings_text
 from diloco_protocol.spec.job import DiLoCoJob, immutable_digests
-from diloco_protocol.spec.load import JobError, Problem, job_warnings, load_manifest, parse_job
+from diloco_protocol.spec.load import JobError, Problem, job_warnings, load_manifest
 
 HEARD_SECONDS = 10.0  # until an operator that has not looked at a job counts as not there
 
@@ -112,29 +111,23 @@ def apply_to(cluster: Cluster, job: DiLoCoJob, document: dict[str, Any], options
     Raises ClusterError."""
     name = job.metadata.name
     path = cluster.job_path(name)
-    try:
-        before = cluster.get(path)
-    except ClusterError as error:
-        if error.reason != "NotFound":
-            raise
-        before = None
+    before = cluster.find(path)
     body = {**document, "metadata": {**document["metadata"], "namespace": cluster.namespace}}
-    query = {"fieldManager": MANAGER, "fieldValidation": "Strict", "force": "false"}
-    if options.dry_run:
-        query["dryRun"] = "All"
-    if options.force:
-        query["force"] = "true"
+    query = {"fieldManager": MANAGER, "fieldValidation": "Strict"} | ({"dryRun": "All"} if options.dry_run else {})
+
+    def patch(force: bool) -> Object:
+        query["force"] = "true" if force else "false"
+        return cluster.request("PATCH", path, query=query, body=body, content="application/apply-patch+yaml")
+
     try:
         try:
-            after = cluster.request("PATCH", path, query=query, body=body, content="application/apply-patch+yaml")
+            after = patch(options.force)
         except ClusterError as error:
             if error.reason != "Conflict" or managers(error) != {MANAGER}:
                 raise
             # Set by `diloco scale`, suspend or resume since: the file is what is wanted now.
-            fields = ", ".join(str(cause.get("field") or "").lstrip(".") for cause in error.causes)
-            query["force"] = "true"
-            after = cluster.request("PATCH", path, query=query, body=body, content="application/apply-patch+yaml")
-            print(f"as in the file again: {fields} (changed since by diloco scale, suspend or resume)")
+            after = patch(True)
+            print(f"as in the file again: {_fields(error)} (changed since by diloco scale, suspend or resume)")
     except ClusterError as error:
         raise _explained(error, cluster, job, before) from error
     if before is None:
@@ -155,13 +148,16 @@ def managers(error: ClusterError) -> set[str]:
     return {match for cause in error.causes for match in _MANAGER.findall(str(cause.get("message")))}
 
 
+def _fields(error: ClusterError) -> str:
+    return ", ".join(str(cause.get("field") or "").lstrip(".") for cause in error.causes)
+
+
 def _explained(error: ClusterError, cluster: Cluster, job: DiLoCoJob, before: Object | None) -> ClusterError:
     """The API server's refusal in the job file's words."""
     name = job.metadata.name
     if error.reason == "Conflict" and error.causes:
-        fields = ", ".join(str(cause.get("field") or "").lstrip(".") for cause in error.causes)
         return ClusterError(
-            f"context {cluster.context}: {fields} of {name} {'is' if len(error.causes) == 1 else 'are'} set"
+            f"context {cluster.context}: {_fields(error)} of {name} {'is' if len(error.causes) == 1 else 'are'} set"
             f" by {', '.join(sorted(managers(error)))} to other values: take those into the file, or take the"
             " fields over with --force-conflicts",
             error.reason,
@@ -196,14 +192,8 @@ def _explained(error: ClusterError, cluster: Cluster, job: DiLoCoJob, before: Ob
 def changed_for_ever(before: Object, job: DiLoCoJob) -> list[str]:
     """The fields, below spec, that differ from the object in the cluster and are fixed once a job has
     started. Empty also where that object is of another version of the format."""
-    body = {
-        "apiVersion": before.get("apiVersion"),
-        "kind": before.get("kind"),
-        "metadata": {"name": before["metadata"]["name"]},
-        "spec": before.get("spec"),
-    }
     try:
-        there = immutable_digests(parse_job(json.dumps(body)))
+        there = immutable_digests(parse_object(before))
     except JobError:
         return []
     here = immutable_digests(job)

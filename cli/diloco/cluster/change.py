@@ -6,6 +6,7 @@ changed meanwhile; then it is read again and tried anew.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import sys
@@ -17,6 +18,7 @@ from diloco.cluster.client import MANAGER, Cluster, ClusterError, Object, Where,
 from diloco.cluster.follow import gone_within, invalid, no_operator, operator_hint, place, resumed, suspended, wait_for
 from diloco.cluster.render import heard, region_names
 from diloco.console import INTERRUPTED, WRONG
+from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import JobError, Problem, parse_job
 from diloco_protocol.vocabulary import FINALIZER
 
@@ -135,7 +137,7 @@ def _check_scaled(job: Object, targets: dict[str, int], changed: dict[str, tuple
             code=WRONG,
         )
     try:
-        parse_job(json.dumps({**_bare(job), "spec": {**spec, "regions": rows}}))
+        parse_object(job, spec={**spec, "regions": rows})
     except JobError as error:
         theirs = _problems(job)
         ours = [problem for problem in error.problems if (problem.path, problem.message) not in theirs]
@@ -144,15 +146,15 @@ def _check_scaled(job: Object, targets: dict[str, int], changed: dict[str, tuple
             raise ClusterError("; ".join(said), code=WRONG) from error
 
 
-def _bare(job: Object) -> Object:
-    return {key: job.get(key) for key in ("apiVersion", "kind", "spec")} | {
-        "metadata": {"name": job["metadata"]["name"]}
-    }
+def parse_object(job: Object, **fields: Any) -> DiLoCoJob:
+    """The job that an object of the cluster stands for, with other ``fields``. Raises JobError."""
+    head = {key: job.get(key) for key in ("apiVersion", "kind", "spec")}
+    return parse_job(json.dumps({**head, "metadata": {"name": job["metadata"]["name"]}, **fields}))
 
 
 def _problems(job: Object) -> set[tuple[str, str]]:
     try:
-        parse_job(json.dumps(_bare(job)))
+        parse_object(job)
     except JobError as error:
         return {(problem.path, problem.message) for problem in error.problems}
     return set()
@@ -244,10 +246,8 @@ def stays(job: Object, flags: str) -> str | None:
 
 
 def _is_gone(cluster: Cluster, claim: str) -> bool:
-    try:
-        cluster.get(f"{cluster.core_path('persistentvolumeclaims')}/{claim}")
-    except ClusterError as error:
-        return error.reason == "NotFound"  # of one that may not be looked at, it is said that it stays
+    with contextlib.suppress(ClusterError):  # of one that may not be looked at, it is said that it stays
+        return cluster.find(f"{cluster.core_path('persistentvolumeclaims')}/{claim}") is None
     return False
 
 

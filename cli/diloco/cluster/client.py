@@ -125,6 +125,15 @@ class Cluster:
     def get(self, path: str, **query: Any) -> Object:
         return self.request("GET", path, query=query)
 
+    def find(self, path: str) -> Object | None:
+        """One object; None: it is not there. Raises ClusterError."""
+        try:
+            return self.get(path)
+        except ClusterError as error:
+            if error.reason != "NotFound":
+                raise
+        return None
+
     def request(self, method: str, path: str, *, seconds: float = TIMEOUT, **parts: Unpack[RequestParts]) -> Object:
         """One request; the reply's JSON object. Raises ClusterError."""
         try:
@@ -218,20 +227,13 @@ class Cluster:
     def job(self, name: str) -> Object:
         """The DiLoCoJob ``name``. Raises ClusterError; of one that is not there, the message lists the
         jobs that are, the nearest name first."""
-        try:
-            return self.get(self.job_path(name))
-        except ClusterError as error:
-            if error.reason != "NotFound":
-                raise
-        raise self.no_such_job(name)
-
-    def no_such_job(self, name: str) -> ClusterError:
-        """That ``name`` is not there, and what is."""
-        place = f"the namespace {self.namespace} of context {self.context}"
+        if (job := self.find(self.job_path(name))) is not None:
+            return job
+        there = ""
         with contextlib.suppress(ClusterError):
-            there = [str(job["metadata"]["name"]) for job in self.jobs()]
-            return ClusterError(f"there is no job {name} in {place}{nearest(name, there)}", "NotFound", WRONG)
-        return ClusterError(f"there is no job {name} in {place}", "NotFound", WRONG)
+            there = nearest(name, [str(job["metadata"]["name"]) for job in self.jobs()])
+        place = f"the namespace {self.namespace} of context {self.context}"
+        raise ClusterError(f"there is no job {name} in {place}{there}", "NotFound", WRONG)
 
     def jobs(self, everywhere: bool = False) -> list[Object]:
         """All jobs of this namespace, or of all. Raises ClusterError."""

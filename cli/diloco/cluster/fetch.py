@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.cluster.client import TIMEOUT, Cluster, ClusterError, Object, Where
-from diloco.cluster.port_forward import Forward, dial, forwarded
+from diloco.cluster.port_forward import Forward, forwarded
 from diloco.cluster.render import holds
 from diloco.console import FAILED, WRONG
 from diloco.syncer_client import SyncerError, fetch_json
@@ -72,6 +72,7 @@ class Pages:
     def __init__(self, cluster: Cluster, name: str) -> None:
         self._cluster = cluster
         self._name = name
+        self._open = contextlib.ExitStack()
         self._forward: Forward | None = None
         self._again_at = 0.0  # monotonic seconds
         self.problem = ""  # why there is no page
@@ -82,9 +83,7 @@ class Pages:
             return None
         try:
             if self._forward is None:
-                pod = syncer_pod(job, self._cluster.pods(self._name, "syncer"))
-                far = dial(self._cluster, pod, HTTP_PORT, PAGE_SECONDS)
-                self._forward = Forward(self._cluster, pod, HTTP_PORT, far)
+                self._forward, _ = self._open.enter_context(syncer_port(self._cluster, job, HTTP_PORT, PAGE_SECONDS))
             document = asyncio.run(fetch_json(self._forward.address, "/status", PAGE_SECONDS))
         except (ClusterError, SyncerError) as error:
             self.problem = (self._forward and self._forward.problem) or str(error)
@@ -95,9 +94,8 @@ class Pages:
         return document if document.get("job") == self._name else None
 
     def close(self) -> None:
-        if self._forward is not None:
-            self._forward.close()
-            self._forward = None
+        self._open.close()
+        self._forward = None
 
 
 # ------------------------------------------------------------------ report

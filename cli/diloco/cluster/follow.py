@@ -7,6 +7,7 @@ outcome; an API server that does not answer is waited for, since training goes o
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 import time
@@ -166,12 +167,20 @@ def follow(
     """
     end = None if timeout is None else time.monotonic() + timeout
     copies = [_Copy(cluster, ProgressReporter(time.time() - 1.0), Pages(cluster, name)) for cluster in clusters]
-    try:
-        _follow(copies, name, judge, end, say, quiet, sleep)
-    finally:
+    pause = POLL_SECONDS
+    with contextlib.ExitStack() as stack:
         for copy in copies:
-            copy.pages.close()
-    return [(copy.cluster, copy.outcome, copy.job) for copy in copies]
+            stack.callback(copy.pages.close)
+        while True:
+            for copy in copies:
+                if copy.outcome is None:
+                    _look(copy, name, judge, say, len(copies) > 1, quiet)
+            left = float("inf") if end is None else end - time.monotonic()
+            if left <= 0 or all(copy.outcome is not None for copy in copies):
+                return [(copy.cluster, copy.outcome, copy.job) for copy in copies]
+            silent = any(copy.silent for copy in copies)
+            pause = min(pause * 1.5, SLOWEST_POLL) if silent else POLL_SECONDS
+            sleep(min(pause * random.uniform(0.8, 1.2), left))
 
 
 def wait_for(
@@ -202,42 +211,12 @@ def place(cluster: Cluster, clusters: Sequence[Cluster]) -> str:
     return f" (context {cluster.context})" if len(clusters) > 1 else ""
 
 
-def _follow(
-    copies: Sequence[_Copy],
-    name: str,
-    judge: Judge,
-    end: float | None,
-    say: Callable[[str], None],
-    quiet: bool,
-    sleep: Callable[[float], Any],
-) -> None:
-    pause = POLL_SECONDS
-    while True:
-        for copy in copies:
-            if copy.outcome is None:
-                _look(copy, name, judge, say, len(copies) > 1, quiet)
-        if all(copy.outcome is not None for copy in copies):
-            return
-        left = None if end is None else end - time.monotonic()
-        if left is not None and left <= 0:
-            return
-        silent = any(copy.silent for copy in copies)
-        pause = min(pause * 1.5, SLOWEST_POLL) if silent else POLL_SECONDS
-        wait = pause * random.uniform(0.8, 1.2)
-        sleep(wait if left is None else min(wait, left))
-
-
 def _look(copy: _Copy, name: str, judge: Judge, say: Callable[[str], None], several: bool, quiet: bool) -> None:
     cluster = copy.cluster
     prefix = f"{cluster.context}: " if several else ""
     events: list[Object] = []
     try:
-        try:
-            copy.job = cluster.get(cluster.job_path(name))
-        except ClusterError as error:
-            if error.reason != "NotFound":
-                raise
-            copy.job = None
+        copy.job = cluster.find(cluster.job_path(name))
         if copy.job is not None and not quiet:
             events = job_events(cluster, name)
     except ClusterError as error:

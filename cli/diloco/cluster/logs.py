@@ -111,24 +111,17 @@ def chosen(job: Object, pods: Sequence[Object], target: str | None) -> list[Sour
 
 def _labels(job: Object, regions: Sequence[tuple[str, int]], target: str) -> set[str]:
     """The labels that a target stands for, present or not; none: it means nothing in this job."""
-    if target in ("syncer", "evaluator"):
-        return {target}
-    counts = dict(regions)
-    if target in counts:
-        return {f"{target}-{n}" for n in range(counts[target])}
-    head, _, number = target.rpartition("-")
-    if not number.isdigit() or len(number) > 5:
-        return set()
-    if head in counts:
-        return {target} if int(number) < counts[head] else set()
-    if head == "learner":
-        learners = [
-            f"{name}-{n}"
-            for name, row in zip(counts, job["spec"]["regions"], strict=True)
-            for n in range(int(row.get("learners") or 0))
-        ]
-        return {learners[int(number)]} if int(number) < len(learners) else set()
-    return set()
+    counted = {name: {f"{name}-{n}" for n in range(count)} for name, count in regions}
+    learners = (
+        f"{name}-{n}"
+        for (name, _), row in zip(regions, job["spec"]["regions"], strict=True)
+        for n in range(int(row.get("learners") or 0))
+    )
+    means = {label: {label} for labels in counted.values() for label in labels}
+    if "learner" not in counted:  # else it means that region's
+        means |= {f"learner-{n}": {label} for n, label in enumerate(learners) if f"learner-{n}" not in means}
+    means |= counted | {role: {role} for role in ("syncer", "evaluator")}
+    return means.get(target, set())
 
 
 def stamped(line: str) -> tuple[str, str]:
@@ -179,16 +172,15 @@ def lines(response: Any) -> Iterator[str]:
 
 
 def _query(one: Source, options: LogOptions, follow: bool) -> dict[str, Any]:
-    query: dict[str, Any] = {"container": one.container, "timestamps": "true"}
-    if follow:
-        query["follow"] = "true"
-    if options.previous:
-        query["previous"] = "true"
-    if options.since is not None:
-        query["sinceSeconds"] = max(1, round(options.since))
-    if options.tail is not None:
-        query["tailLines"] = options.tail
-    return query
+    query = {
+        "container": one.container,
+        "timestamps": "true",
+        "follow": "true" if follow else None,
+        "previous": "true" if options.previous else None,
+        "sinceSeconds": None if options.since is None else max(1, round(options.since)),
+        "tailLines": options.tail,
+    }
+    return {key: value for key, value in query.items() if value is not None}
 
 
 def _read(cluster: Cluster, one: Source, options: LogOptions, missing: list[str]) -> Iterator[tuple[str, Source, str]]:

@@ -152,7 +152,7 @@ def explain(text: str, pod: str, port: int) -> str:
 
 
 def dial(cluster: Cluster, pod: str, port: int, seconds: float = TIMEOUT) -> Any:
-    """A websocket to the pod's port. Raises ClusterError."""
+    """A websocket to the pod's port; the official client's own has no timeout. Raises ClusterError."""
     import websocket
     from kubernetes.stream.ws_client import websocket_proxycare
 
