@@ -184,10 +184,6 @@ class JoinRefusal(StrEnum):
     BAD_MESSAGE = "bad-message"
 
 
-OTHER_SETTINGS = frozenset({JoinRefusal.SPEC_DRIFT, JoinRefusal.OTHER_LAYOUT, JoinRefusal.OTHER_DATA})
-"""Refusals that say of one mistake: the learner's copy of the job is another."""
-
-
 class ConnectionRefusal(StrEnum):
     """Why the syncer refuses a connection, or a call on it, before it asks what the job is; labels of
     diloco_refused_connections_total."""

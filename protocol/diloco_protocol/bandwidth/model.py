@@ -79,33 +79,15 @@ def all_reduce_factor(learners: int) -> float:
     return 2 * (1 - 1 / learners)
 
 
-def data_parallel(
-    parameters: float, learners: int, step_seconds: float, utilisation: float = UTILISATION, bits: float = 16
-) -> float:
-    """Bits per second and direction that each learner needs for data-parallel training."""
+def data_parallel(parameters: float, learners: int, step_seconds: float, utilisation: float = UTILISATION) -> float:
+    """Bits per second and direction that each learner needs for data-parallel training in bfloat16."""
     window = (1 / utilisation - FORWARD) * step_seconds
-    return bits * parameters * all_reduce_factor(learners) / window
+    return 16 * parameters * all_reduce_factor(learners) / window
 
 
 def formula_seconds(turn: Turn, utilisation: float = UTILISATION) -> float:
     """Seconds that an exchange may take by the formula; 0: no bandwidth is enough."""
     return max(0.0, (turn.overlap / utilisation - FORWARD) * turn.step_seconds - turn.between_seconds)
-
-
-def fragments_formula(
-    parameters: float, learners: int, turn: Turn, bits: float, utilisation: float = UTILISATION
-) -> float:
-    """Bits per second and direction by the paper's formula, as for fragments that are all-reduced."""
-    payload = bits * parameters * all_reduce_factor(learners) / turn.fragments
-    return rate(payload, formula_seconds(turn, utilisation))
-
-
-def fragments_queued(
-    parameters: float, learners: int, turn: Turn, bits: float, utilisation: float = UTILISATION
-) -> float:
-    """The same by the queued model: the all-reduce is one queue."""
-    payload = bits * parameters * all_reduce_factor(learners) / turn.fragments
-    return rate(payload, queued_seconds(turn, utilisation, 1.0, 0.0))
 
 
 def rate(amount: float, seconds: float) -> float:

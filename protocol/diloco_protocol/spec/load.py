@@ -35,7 +35,6 @@ __all__ = [
     "Problem",
     "immutable_digests",
     "job_from_json",
-    "job_from_object",
     "job_to_json",
     "job_warnings",
     "load_job",
@@ -105,12 +104,10 @@ def load_job(
     return parse_job(_read(FilePath(path)), overrides, str(path), notes)
 
 
-def load_manifest(
-    path: str | os.PathLike[str], overrides: Iterable[str] = (), notes: list[Problem] | None = None
-) -> tuple[DiLoCoJob, dict[str, Any]]:
+def load_manifest(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> tuple[DiLoCoJob, dict[str, Any]]:
     """As load_job, with the document as it is written: overrides applied, no defaults filled in, nothing of
     the API server's. It is what a client of the API server applies, and so owns those fields alone."""
-    return _parse(_read(FilePath(path)), overrides, str(path), notes)
+    return _parse(_read(FilePath(path)), overrides, str(path))
 
 
 def parse_job(
@@ -118,14 +115,6 @@ def parse_job(
 ) -> DiLoCoJob:
     """As load_job, from text."""
     return _parse(text, overrides, source, notes)[0]
-
-
-def job_from_object(item: dict[str, Any]) -> DiLoCoJob:
-    """The job that an API server's object is; ``item`` stays as it is. Raises JobError."""
-    job, problems = _validate(YamlDocument(without_server_fields(item)[0], {}, True))
-    if job is None:
-        raise JobError(problems, f"job {(item.get('metadata') or {}).get('name', '')}".rstrip())
-    return job
 
 
 def _parse(

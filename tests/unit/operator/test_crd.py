@@ -19,7 +19,7 @@ from diloco_operator.crd.rules import BETWEEN_FIELDS, IMMUTABLE, rules
 from diloco_operator.status_models import JobStatus, Progress
 from diloco_protocol.spec.base import Spec, fields_by_alias, nested_model
 from diloco_protocol.spec.kubectl_yaml import parse
-from diloco_protocol.spec.load import immutable_digests, job_from_object, job_to_json
+from diloco_protocol.spec.load import immutable_digests, job_to_json, parse_job
 from repository import ROOT
 from wrong_jobs import BASE, LEAVES, LEFT_TO_THE_OPERATOR, Leaf, local_job
 
@@ -111,9 +111,9 @@ def filled(node: dict[str, Any], value: Any) -> Any:
 
 @pytest.mark.parametrize("job", [local_job({}), BASE, local_job({"sync": {"every": 30}, "seed": None})])
 def test_its_defaults_are_the_models(job: dict[str, Any]) -> None:
-    plain = job_from_object(job)
+    plain = parse_job(json.dumps(job))
     there = filled(SCHEMA, job)
-    assert json.loads(job_to_json(job_from_object(there))) == json.loads(job_to_json(plain))
+    assert json.loads(job_to_json(parse_job(json.dumps(there)))) == json.loads(job_to_json(plain))
     # All of them: what is still missing has null for its default.
     normal = json.loads(job_to_json(plain))["spec"]
 
@@ -147,7 +147,7 @@ def test_rules_hang_on_what_is_there_and_say_a_cure() -> None:
 
 
 def test_what_is_immutable_is_what_learners_compare() -> None:
-    assert {".".join(path) for path in IMMUTABLE} == set(immutable_digests(job_from_object(BASE)))
+    assert {".".join(path) for path in IMMUTABLE} == set(immutable_digests(parse_job(json.dumps(BASE))))
 
 
 def checked(model: type[Spec], path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:

@@ -18,6 +18,12 @@ from diloco_protocol.spec.sync import SyncSpec
 PAPERS = Turn(fragments=24, every=24, overlap=2, step_seconds=1.0)
 
 
+def all_reduced(learners: int, bits: float, seconds: float) -> float:
+    """Bits per second and direction for fragments that are all-reduced, each in so many seconds, as the paper's
+    are; of 5e9 parameters."""
+    return model.rate(bits * 5e9 * model.all_reduce_factor(learners) / PAPERS.fragments, seconds)
+
+
 # ------------------------------------------------------------------ the published figures
 
 
@@ -25,9 +31,9 @@ PAPERS = Turn(fragments=24, every=24, overlap=2, step_seconds=1.0)
     ("reported", "formula", "needed"),
     [
         (198, 194.6, model.data_parallel(5e9, 8, 1.0, 0.95)),
-        (0.84, 0.823, model.fragments_formula(5e9, 8, PAPERS, 4, 0.95)),
+        (0.84, 0.823, all_reduced(8, 4, model.formula_seconds(PAPERS, 0.95))),
         (104, 102.9, model.data_parallel(5e9, 2, 1.0, 0.90)),
-        (1.7, 1.76, model.fragments_formula(5e9, 2, PAPERS, 16, 0.90)),
+        (1.7, 1.76, all_reduced(2, 16, model.formula_seconds(PAPERS, 0.90))),
     ],
 )
 def test_the_formula_gives_the_papers_figures(reported: float, formula: float, needed: float) -> None:
@@ -36,7 +42,7 @@ def test_the_formula_gives_the_papers_figures(reported: float, formula: float, n
 
 
 def test_the_queue_needs_more_at_the_papers_point() -> None:
-    needed = model.fragments_queued(5e9, 8, PAPERS, 4, 0.95) / 1e9
+    needed = all_reduced(8, 4, model.queued_seconds(PAPERS, 0.95, 1.0, 0.0)) / 1e9
     assert f"{needed:.2f}" == "1.40"
     # What no queue can be below: a fragment must be through before the next one begins.
     assert needed > 4 * 5e9 * 1.75 / 24 / (1 / 0.95) / 1e9 > 1.38
