@@ -8,17 +8,17 @@ text. The same job file must mean the same to ``kubectl apply`` and to
 ``diloco run``, so this module resolves scalars by those rules; the table in
 tests/unit/protocol/spec/test_load.py was recorded from kubectl 1.32.
 
-Parsing goes over libyaml's events with a stack of our own (docs/decisions/017): no recursion, no
-object construction, and bounds on size, depth and the number of values, so that
-neither nesting nor aliases of aliases can exhaust memory. Duplicate keys,
+It reads libyaml's events and builds plain values from them (docs/decisions/017),
+with bounds on size, depth and the number of values, so that neither nesting nor
+aliases of aliases can exhaust memory. Duplicate keys,
 tags other than YAML's own, and several documents are refused.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,6 @@ MAX_BYTES = 1024 * 1024
 MAX_DEPTH = 64
 MAX_VALUES = 100_000
 
-_TOO_MANY = f"there are more than {MAX_VALUES} values (aliases count in full)"
 _TOO_DEEP = f"it is nested more than {MAX_DEPTH} deep"
 
 Path = tuple[str | int, ...]
@@ -110,190 +109,135 @@ def _scalar(event: yaml.ScalarEvent) -> str | int | float | bool | None:
     return value
 
 
-def _key(value: Any) -> str:
-    """A mapping's key as JSON has it."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, (str, int)):
-        return str(value)
-    if isinstance(value, float):
-        return f"{value:.9g}"
-    raise ValueError("a key must be text")
-
-
-@dataclass
-class _Open:
-    """A mapping or sequence whose end has not come yet."""
-
-    value: dict[str, Any] | list[Any]
-    path: Path
-    anchor: str | None
-    line: int
-    key: str | None = None
-    merging: bool = False  # the value of << comes next
-    merged: list[tuple[Any, int]] = field(default_factory=list)
-
-
 @dataclass
 class YamlDocument:
-    """A parsed document: plain values, and the line (from 1) of each path."""
+    """A parsed document: plain values (None: there are none), and the line (from 1) of each path."""
 
     value: Any = None
     lines: dict[Path, int] = field(default_factory=dict)
-    found: bool = False
 
 
-class _Builder:
-    """Builds one document from libyaml's events."""
+class _DocumentReader:
+    """Reads one document from libyaml's events. A call reads one value; what lies in it takes further calls, to
+    the depth that is allowed."""
 
-    def __init__(self) -> None:
-        self.document = YamlDocument()
-        self.stack: list[_Open] = []
-        self.anchors: dict[str, tuple[Any, int, int]] = {}  # value, number of values, depth
+    def __init__(self, events: Iterator[Any]) -> None:
+        self.events = events
+        self.lines: dict[Path, int] = {}
+        self.anchors: dict[str, Any] = {}
         self.count = 0
 
-    def path(self) -> Path:
-        if not self.stack:
-            return ()
-        top = self.stack[-1]
-        if isinstance(top.value, list):
-            return (*top.path, len(top.value))
-        return top.path if top.key is None else (*top.path, top.key)
-
-    def add(self, value: Any, size: int, line: int, *, scalar: bool) -> None:
-        self.count += size
-        if self.count > MAX_VALUES:
-            raise YamlProblem(_TOO_MANY, (), line)
-        if not self.stack:
-            self.document.value, self.document.found = value, True
-            return
-        top = self.stack[-1]
-        if isinstance(top.value, list):
-            top.value.append(value)
-        elif top.key is None:
-            if not scalar:
-                raise YamlProblem("a key must be text", top.path, line)
-            try:
-                key = _key(value)
-            except ValueError as error:
-                raise YamlProblem(str(error), top.path, line) from None
-            if key in top.value:
-                first = self.document.lines.get((*top.path, key))
-                where = f" (first on line {first})" if first else ""
-                raise YamlProblem(f"{key} is given twice{where}: keep one", (*top.path, key), line)
-            top.key = key
-            self.document.lines[(*top.path, key)] = line
-        else:
-            if top.merging:
-                top.merged.append((value, line))
-                top.merging = False
-            else:
-                top.value[top.key] = value
-            top.key = None
-
-    def open(self, value: dict[str, Any] | list[Any], event: Any) -> None:
-        line = event.start_mark.line + 1
-        if len(self.stack) >= MAX_DEPTH:
-            raise YamlProblem(_TOO_DEEP, (), line)
-        top = self.stack[-1] if self.stack else None
-        if top is not None and isinstance(top.value, dict) and top.key is None:
-            raise YamlProblem("a key must be text", top.path, line)
-        if event.tag is not None and _TAGS.get(event.tag) != ("map" if isinstance(value, dict) else "seq"):
-            raise YamlProblem(f"the tag {event.tag} is not known: only YAML's own tags are read", self.path(), line)
-        path = self.path()
-        self.document.lines.setdefault(path, line)
-        if event.anchor is not None:
-            self.anchors.pop(event.anchor, None)
-        self.stack.append(_Open(value, path, event.anchor, line))
-
-    def close(self) -> None:
-        done = self.stack.pop()
-        if isinstance(done.value, dict):
-            for merged, line in done.merged:
-                for source in merged if isinstance(merged, list) else [merged]:
-                    if not isinstance(source, dict):
-                        raise YamlProblem("<< takes a mapping or a list of mappings", done.path, line)
-                    for key, value in source.items():
-                        done.value.setdefault(key, value)
-        if done.anchor is not None:
-            self.anchors[done.anchor] = (done.value, *_extent(done.value))
-        self.add(done.value, 1, done.line, scalar=False)
-
-    def handle(self, event: Any) -> None:
-        line = event.start_mark.line + 1
+    def read_value(self, event: Any, path: Path, depth: int) -> Any:
+        """The value at ``path`` that begins with ``event``, inside ``depth`` mappings and sequences."""
+        line = _line(event)
+        self.lines.setdefault(path, line)
+        if isinstance(event, yaml.AliasEvent):
+            if event.anchor not in self.anchors:
+                raise YamlProblem(f"*{event.anchor} names nothing that came before it", path, line)
+            return self.copy_value(self.anchors[event.anchor], depth, line)
+        self.count_value(line)
         if isinstance(event, yaml.ScalarEvent):
-            is_key = bool(self.stack) and isinstance(self.stack[-1].value, dict) and self.stack[-1].key is None
-            if event.value == "<<" and is_key and not event.style and event.tag is None:
-                top = self.stack[-1]
-                if top.value or top.merged:
-                    # go-yaml lets << replace the keys before it, other readers do not.
-                    raise YamlProblem("<< must come first, and once, in its mapping", top.path, line)
-                top.key, top.merging = "<<", True
-                return
             try:
                 value = _scalar(event)
             except ValueError as error:
-                raise YamlProblem(str(error), self.path(), line) from None
-            if event.anchor is not None:
-                self.anchors[event.anchor] = (value, 1, 0)
-            if not is_key:
-                self.document.lines.setdefault(self.path(), line)
-            self.add(value, 1, line, scalar=True)
-        elif isinstance(event, yaml.MappingStartEvent):
-            self.open({}, event)
-        elif isinstance(event, yaml.SequenceStartEvent):
-            self.open([], event)
-        elif isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):
-            self.close()
-        elif isinstance(event, yaml.AliasEvent):
-            if event.anchor not in self.anchors:
-                raise YamlProblem(f"*{event.anchor} names nothing that came before it", self.path(), line)
-            value, size, depth = self.anchors[event.anchor]
-            if self.count + size > MAX_VALUES:
-                raise YamlProblem(_TOO_MANY, (), line)
-            if len(self.stack) + depth > MAX_DEPTH:
-                raise YamlProblem(_TOO_DEEP, (), line)
-            self.add(copy.deepcopy(value), size, line, scalar=not isinstance(value, (dict, list)))
+                raise YamlProblem(str(error), path, line) from None
+        else:
+            value = self.read_collection(event, path, depth, line)
+        if event.anchor is not None:
+            self.anchors[event.anchor] = value
+        return value
+
+    def read_collection(self, event: Any, path: Path, depth: int, line: int) -> dict[str, Any] | list[Any]:
+        if depth >= MAX_DEPTH:
+            raise YamlProblem(_TOO_DEEP, (), line)
+        mapping = isinstance(event, yaml.MappingStartEvent)
+        if event.tag is not None and _TAGS.get(event.tag) != ("map" if mapping else "seq"):
+            raise YamlProblem(f"the tag {event.tag} is not known: only YAML's own tags are read", path, line)
+        self.anchors.pop(event.anchor, None)  # nothing contains itself
+        if mapping:
+            return self.read_mapping(path, depth + 1)
+        items: list[Any] = []
+        while not isinstance(event := next(self.events), yaml.SequenceEndEvent):
+            items.append(self.read_value(event, (*path, len(items)), depth + 1))
+        return items
+
+    def read_mapping(self, path: Path, depth: int) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        merged: list[Any] | None = None
+        while not isinstance(event := next(self.events), yaml.MappingEndEvent):
+            line = _line(event)
+            if isinstance(event, yaml.ScalarEvent) and event.value == "<<" and not event.style and event.tag is None:
+                if found or merged is not None:
+                    # go-yaml lets << replace the keys before it, other readers do not.
+                    raise YamlProblem("<< must come first, and once, in its mapping", path, line)
+                value = self.read_value(next(self.events), (*path, "<<"), depth)
+                merged = value if isinstance(value, list) else [value]
+                if not all(isinstance(source, dict) for source in merged):
+                    raise YamlProblem("<< takes a mapping or a list of mappings", path, line)
+                continue
+            key = self.read_key(event, path, depth)
+            if key in found:
+                first = self.lines[*path, key]
+                raise YamlProblem(f"{key} is given twice (first on line {first}): keep one", (*path, key), line)
+            self.lines[*path, key] = line
+            found[key] = self.read_value(next(self.events), (*path, key), depth)
+        for source in merged or ():
+            for key, value in source.items():
+                found.setdefault(key, value)
+        return found
+
+    def read_key(self, event: Any, path: Path, depth: int) -> str:
+        """The key that ``event`` is, as JSON has it, of the mapping at ``path``."""
+        value = self.read_value(event, path, depth) if isinstance(event, yaml.ScalarEvent | yaml.AliasEvent) else None
+        if isinstance(value, bool):
+            return "true" if value else "false"
+        if isinstance(value, str | int):
+            return str(value)
+        if isinstance(value, float):
+            return f"{value:.9g}"
+        raise YamlProblem("a key must be text", path, _line(event))
+
+    def copy_value(self, value: Any, depth: int, line: int) -> Any:
+        """What an anchor names, once more: all of it counts again, and may lie no deeper than other values."""
+        self.count_value(line)
+        if not isinstance(value, dict | list):
+            return value
+        if depth >= MAX_DEPTH:
+            raise YamlProblem(_TOO_DEEP, (), line)
+        if isinstance(value, list):
+            return [self.copy_value(item, depth + 1, line) for item in value]
+        return {key: self.copy_value(item, depth + 1, line) for key, item in value.items()}
+
+    def count_value(self, line: int) -> None:
+        self.count += 1
+        if self.count > MAX_VALUES:
+            raise YamlProblem(f"there are more than {MAX_VALUES} values (aliases count in full)", (), line)
 
 
-def _extent(value: Any) -> tuple[int, int]:
-    """Number of values in a tree, and its depth (a scalar's is 0)."""
-    total, deepest, todo = 0, 0, [(value, 0)]
-    while todo:
-        item, depth = todo.pop()
-        total, deepest = total + 1, max(deepest, depth)
-        if isinstance(item, (dict, list)):
-            inner = item.values() if isinstance(item, dict) else item
-            todo.extend((child, depth + 1) for child in inner)
-    return total, deepest
+def _line(event: Any) -> int:
+    return int(event.start_mark.line) + 1
 
 
 def parse(text: str) -> YamlDocument:
-    """The one document in ``text``; empty documents beside it do not count.
-
-    Raises YamlProblem. A text without any value gives a document whose ``found`` is False.
-    """
+    """The one document in ``text``; empty documents beside it do not count. Raises YamlProblem."""
     if len(text) > MAX_BYTES:
         raise YamlProblem(f"more than {MAX_BYTES} characters: a job file is a few kilobytes")
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    result, builder, first_line = YamlDocument(), _Builder(), 1
+    result = YamlDocument()
     try:
-        for event in yaml.parse(text, Loader=loader):
-            if isinstance(event, yaml.DocumentStartEvent):
-                builder, start = _Builder(), event.start_mark
-                first_line = 1 if start is None else start.line + 1
-            elif isinstance(event, yaml.DocumentEndEvent):
-                if builder.document.value is not None:
-                    if result.found:
-                        raise YamlProblem(
-                            "there are several documents, and a file holds one job: "
-                            "put what begins here into a file of its own",
-                            (),
-                            first_line,
-                        )
-                    result = builder.document
-            else:
-                builder.handle(event)
+        events = iter(yaml.parse(text, Loader=loader))
+        for event in events:
+            if not isinstance(event, yaml.DocumentStartEvent):
+                continue
+            reader = _DocumentReader(events)
+            value = reader.read_value(next(events), (), 0)
+            if value is not None and result.value is not None:
+                message = (
+                    "there are several documents, and a file holds one job: put what begins here into a file of its own"
+                )
+                raise YamlProblem(message, (), _line(event))
+            if value is not None:
+                result = YamlDocument(value, reader.lines)
     except yaml.MarkedYAMLError as error:
         mark: Any = error.problem_mark or error.context_mark
         said = " ".join(part for part in (error.context, error.problem) if part)

@@ -124,7 +124,7 @@ def _parse(
         document = parse(text)
     except YamlProblem as problem:
         raise JobError([Problem(dotted(problem.path), None, problem.message, problem.line)], source) from None
-    if not document.found:
+    if document.value is None:
         raise JobError([Problem("", None, "it is empty: a job has apiVersion, kind, metadata and spec")], source)
     if not isinstance(document.value, dict):
         kind = "a list" if isinstance(document.value, list) else "a single value"
@@ -163,7 +163,7 @@ def job_from_json(text: str | bytes) -> DiLoCoJob:
         raise JobError([Problem("", None, f"not JSON: {error}")], source) from None
     if not isinstance(data, dict):
         raise JobError([Problem("", None, "not a JSON object")], source)
-    job, problems = _validate(YamlDocument(data, {}, True))
+    job, problems = _validate(YamlDocument(data))
     if job is None:
         raise JobError(problems, source)
     return job
