@@ -136,6 +136,7 @@ class _DocumentReader:
                 raise YamlProblem(f"*{event.anchor} names nothing that came before it", path, line)
             return self.copy_value(self.anchors[event.anchor], depth, line)
         self.count_value(line)
+        value: Any
         if isinstance(event, yaml.ScalarEvent):
             try:
                 value = _scalar(event)
@@ -232,10 +233,8 @@ def parse(text: str) -> YamlDocument:
             reader = _DocumentReader(events)
             value = reader.read_value(next(events), (), 0)
             if value is not None and result.value is not None:
-                message = (
-                    "there are several documents, and a file holds one job: put what begins here into a file of its own"
-                )
-                raise YamlProblem(message, (), _line(event))
+                cure = "put what begins here into a file of its own"
+                raise YamlProblem(f"there are several documents, and a file holds one job: {cure}", (), _line(event))
             if value is not None:
                 result = YamlDocument(value, reader.lines)
     except yaml.MarkedYAMLError as error:
