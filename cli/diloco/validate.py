@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from diloco.console import WRONG, CommandError
-from diloco_protocol.spec.job import DataSpec, DiLoCoJob
-from diloco_protocol.spec.load import JobError, Problem, job_warnings, load_job, show, spec_digest
+from diloco_protocol.spec.job import DiLoCoJob, spec_digest
+from diloco_protocol.spec.load import JobError, Problem, job_warnings, load_job, show
+from diloco_protocol.spec.training import DataSpec
 
 _WIDTH = 100
 

@@ -11,7 +11,9 @@ from functools import lru_cache
 from typing import Any
 
 from diloco_operator.model import Object
-from diloco_protocol.spec.job import DiLoCoJob, JobSpec, RegionSpec
+from diloco_protocol.spec.cluster import RegionSpec
+from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.spec.load import JobError, job_from_json
 from diloco_protocol.vocabulary import API_VERSION, JOB_KIND
 

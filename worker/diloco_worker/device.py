@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from diloco_protocol.common.cpu_quota import usable_cores
-from diloco_protocol.spec.job import JobSpec
+from diloco_protocol.spec.job_spec import JobSpec
 from diloco_worker.errors import job_error
 
 log = logging.getLogger(__name__)

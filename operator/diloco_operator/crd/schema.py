@@ -25,7 +25,7 @@ from diloco_operator.kube.kinds import JOB
 from diloco_operator.status_models import JobStatus
 from diloco_protocol.spec.base import Spec, fields_by_alias, nested_model, unwrap
 from diloco_protocol.spec.explain import constraints
-from diloco_protocol.spec.job import JobSpec
+from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.vocabulary import DOMAIN, VERSION
 
 MAX_BYTES = 128 * 1024

@@ -23,7 +23,8 @@ from diloco_operator.model import Object, PlanSettings, Ref, SecretWanted
 from diloco_operator.names import GENERATION, RENDERED
 from diloco_operator.objects import pods
 from diloco_protocol.common.quantities import parse_quantity
-from diloco_protocol.spec.job import DiLoCoJob, RegionSpec
+from diloco_protocol.spec.cluster import RegionSpec
+from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json
 from diloco_protocol.vocabulary import (
     CONTROL_PORT,

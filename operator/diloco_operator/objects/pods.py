@@ -19,7 +19,8 @@ from diloco_operator.job import Job, digest
 from diloco_operator.model import Object
 from diloco_operator.objects.template_merge import Protected, TemplateRefusal, find_refusals, merge_template
 from diloco_protocol.spec.base import Spec
-from diloco_protocol.spec.job import JobSpec, RegionSpec
+from diloco_protocol.spec.cluster import RegionSpec
+from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.vocabulary import CONTROL_PORT, EXPORT_PORT, HTTP_PORT, LABEL_POD_INDEX, SYNC_PORT, WORKER_PORT
 
 USER = 65532

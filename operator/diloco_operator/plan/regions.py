@@ -22,7 +22,7 @@ from diloco_operator.plan.pods.node_loss import NodeLosses
 from diloco_operator.plan.pods.pod_status import Pod, newest_message, shortened
 from diloco_operator.plan.pods.rollout import Rollout
 from diloco_operator.plan.view import View
-from diloco_protocol.spec.job import RegionSpec
+from diloco_protocol.spec.cluster import RegionSpec
 from diloco_protocol.vocabulary import TRAINING_PHASES, SlotState
 
 ROLLING = ("RollingOut", "RolloutStopped")

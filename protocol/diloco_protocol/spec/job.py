@@ -14,80 +14,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationInfo, model_validator
 
 from diloco_protocol.spec.base import NAME_PATTERN, NAMESPACE_PATTERN, Annotations, Labels, Spec
-from diloco_protocol.spec.cluster import (
-    CheckpointSpec,
-    CredentialsSpec,
-    EndpointSpec,
-    FailurePolicySpec,
-    FailureRule,
-    LearnersSpec,
-    NodeLossSpec,
-    RegionSpec,
-    StorageSpec,
-    SyncerSpec,
-    TlsSpec,
-)
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.spec.rules import violations
-from diloco_protocol.spec.sync import (
-    AdoptionSpec,
-    CompressionSpec,
-    GraceSpec,
-    HeartbeatSpec,
-    MergeSpec,
-    NormGateSpec,
-    OuterSpec,
-    StalenessSpec,
-    SyncSpec,
-)
-from diloco_protocol.spec.training import (
-    BatchSpec,
-    DataSpec,
-    EvaluationSpec,
-    LoraSpec,
-    ModelSpec,
-    OptimizerSpec,
-    StopSpec,
-    TrainingSpec,
-)
 from diloco_protocol.vocabulary import API_VERSION
-
-__all__ = [
-    "API_VERSION",
-    "AdoptionSpec",
-    "BatchSpec",
-    "CheckpointSpec",
-    "CompressionSpec",
-    "CredentialsSpec",
-    "DataSpec",
-    "DiLoCoJob",
-    "EndpointSpec",
-    "EvaluationSpec",
-    "FailurePolicySpec",
-    "FailureRule",
-    "GraceSpec",
-    "HeartbeatSpec",
-    "JobSpec",
-    "LearnersSpec",
-    "LoraSpec",
-    "MergeSpec",
-    "MetadataSpec",
-    "ModelSpec",
-    "NodeLossSpec",
-    "NormGateSpec",
-    "OptimizerSpec",
-    "OuterSpec",
-    "RegionSpec",
-    "StalenessSpec",
-    "StopSpec",
-    "StorageSpec",
-    "SyncSpec",
-    "SyncerSpec",
-    "TlsSpec",
-    "TrainingSpec",
-    "immutable_digests",
-    "spec_digest",
-]
 
 
 class MetadataSpec(Spec):

@@ -25,24 +25,10 @@ from diloco_protocol.common.files import read_bounded
 from diloco_protocol.spec.api_server import dropped_nulls, without_server_fields
 from diloco_protocol.spec.base import Spec, fields_by_alias, nested_model, unwrap
 from diloco_protocol.spec.explain import explain, suggestion
-from diloco_protocol.spec.job import DiLoCoJob, immutable_digests, spec_digest
+from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.kubectl_yaml import MAX_BYTES, Path, YamlDocument, YamlProblem, parse
 from diloco_protocol.spec.rules import violations
 from diloco_protocol.spec.warnings import warnings
-
-__all__ = [
-    "JobError",
-    "Problem",
-    "immutable_digests",
-    "job_from_json",
-    "job_to_json",
-    "job_warnings",
-    "load_job",
-    "load_manifest",
-    "parse_job",
-    "read_job",
-    "spec_digest",
-]
 
 log = logging.getLogger(__name__)
 

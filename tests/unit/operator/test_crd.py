@@ -18,8 +18,9 @@ from diloco_operator.crd import schema
 from diloco_operator.crd.rules import BETWEEN_FIELDS, IMMUTABLE, rules
 from diloco_operator.status_models import JobStatus, Progress
 from diloco_protocol.spec.base import Spec, fields_by_alias, nested_model
+from diloco_protocol.spec.job import immutable_digests
 from diloco_protocol.spec.kubectl_yaml import parse
-from diloco_protocol.spec.load import immutable_digests, job_to_json, parse_job
+from diloco_protocol.spec.load import job_to_json, parse_job
 from repository import ROOT
 from wrong_jobs import BASE, LEAVES, LEFT_TO_THE_OPERATOR, Leaf, local_job
 
@@ -162,7 +163,7 @@ def checked(model: type[Spec], path: tuple[str, ...]) -> Iterator[tuple[str, ...
 
 
 def test_a_check_that_the_schema_cannot_say_has_a_rule() -> None:
-    from diloco_protocol.spec.job import JobSpec
+    from diloco_protocol.spec.job_spec import JobSpec
 
     assert AfterValidator.__name__ == "AfterValidator"
     turned_to_null = {("spec", "training", "evaluation"), ("spec", "training", "optimizer", "clipNorm")}

@@ -8,7 +8,8 @@ import pytest
 
 from diloco_operator.crd.rules import IMMUTABLE
 from diloco_protocol.spec.base import Spec, unwrap
-from diloco_protocol.spec.job import DiLoCoJob, JobSpec, immutable_digests
+from diloco_protocol.spec.job import DiLoCoJob, immutable_digests
+from diloco_protocol.spec.job_spec import JobSpec
 from diloco_syncer.startup import _fixed_digests
 from diloco_worker.core.syncer_settings import SyncerSettings
 from repository import ROOT

@@ -49,7 +49,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from diloco_protocol.spec.job import JobSpec
+from diloco_protocol.spec.job_spec import JobSpec
 
 # Per fragment, with their values; only a syncer that restarts again and again leaves more open.
 _MOST_SNAPSHOTS = 8

@@ -14,7 +14,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from diloco_protocol.spec.job import JobSpec, SyncSpec
+from diloco_protocol.spec.job_spec import JobSpec
+from diloco_protocol.spec.sync import SyncSpec
 from diloco_protocol.spec.training import StopSpec
 from diloco_worker.settings import ConfigurationError
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from diloco_protocol.spec.job import JobSpec
+from diloco_protocol.spec.job_spec import JobSpec
 from diloco_worker.data import hf_hub, python, text
 from diloco_worker.data.shuffle import Dataset, Permutation, Shuffled
 from diloco_worker.errors import job_error

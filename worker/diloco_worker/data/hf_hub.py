@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from diloco_protocol.spec.job import DataSpec
+from diloco_protocol.spec.training import DataSpec
 from diloco_worker.data.split import Part
 from diloco_worker.data.text import TokenSequences, pack, tokenizer
 from diloco_worker.errors import job_error, one_line

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from diloco_protocol.spec.job import DataSpec
+from diloco_protocol.spec.training import DataSpec
 from diloco_worker.errors import job_error
 
 FIELD = "spec.training.data.function"

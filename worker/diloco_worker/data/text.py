@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from diloco_protocol.spec.job import DataSpec
+from diloco_protocol.spec.training import DataSpec
 from diloco_worker.data import cache
 from diloco_worker.data.corpus import documents
 from diloco_worker.data.split import Part

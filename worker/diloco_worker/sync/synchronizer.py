@@ -26,7 +26,7 @@ from collections.abc import Callable
 import torch
 
 from diloco_protocol.arrays.layout import Layout
-from diloco_protocol.spec.job import JobSpec
+from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.vocabulary import ENDED_PHASES, STOPPED_PHASES, JobPhase
 from diloco_protocol.wire import sync_pb2
 from diloco_worker import logs

@@ -22,7 +22,7 @@ from types import FrameType
 import torch
 from torch import nn
 
-from diloco_protocol.spec.job import JobSpec
+from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.vocabulary import TRAINING_PHASES, JobPhase
 from diloco_worker import data, device
 from diloco_worker.data.prefetch import stack

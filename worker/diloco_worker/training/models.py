@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from diloco_protocol.spec.job import JobSpec, ModelSpec
+from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.spec.load import JobError, Problem
+from diloco_protocol.spec.training import ModelSpec
 from diloco_worker.errors import job_error, one_line
 from diloco_worker.training import lora
 from diloco_worker.training.pretrained import local_directory

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from diloco_protocol.spec.job import OptimizerSpec, StopSpec
+from diloco_protocol.spec.training import OptimizerSpec, StopSpec
 
 FLOOR = 0.02
 

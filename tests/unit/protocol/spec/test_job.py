@@ -20,18 +20,12 @@ from pydantic import ValidationError
 from diloco_protocol.common.quantities import parse_quantity
 from diloco_protocol.spec import reference, rules
 from diloco_protocol.spec.base import Spec, fields_by_alias, nested_model, unwrap
+from diloco_protocol.spec.cluster import RegionSpec
 from diloco_protocol.spec.explain import words
-from diloco_protocol.spec.job import DiLoCoJob, JobSpec, RegionSpec, StopSpec
-from diloco_protocol.spec.load import (
-    JobError,
-    Problem,
-    immutable_digests,
-    job_from_json,
-    job_to_json,
-    job_warnings,
-    parse_job,
-    spec_digest,
-)
+from diloco_protocol.spec.job import DiLoCoJob, immutable_digests, spec_digest
+from diloco_protocol.spec.job_spec import JobSpec
+from diloco_protocol.spec.load import JobError, Problem, job_from_json, job_to_json, job_warnings, parse_job
+from diloco_protocol.spec.training import StopSpec
 from repository import ROOT
 from wrong_jobs import (
     BASE,

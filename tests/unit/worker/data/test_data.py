@@ -16,8 +16,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_protocol.spec.job import BatchSpec, DataSpec, EvaluationSpec, JobSpec, RegionSpec, TrainingSpec
+from diloco_protocol.spec.cluster import RegionSpec
+from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.spec.load import JobError
+from diloco_protocol.spec.training import BatchSpec, DataSpec, EvaluationSpec, TrainingSpec
 from diloco_worker import data
 from diloco_worker.data import cache, corpus, text
 from diloco_worker.data.shuffle import Permutation

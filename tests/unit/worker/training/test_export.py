@@ -9,16 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from diloco_protocol.spec.job import (
-    DataSpec,
-    DiLoCoJob,
-    EvaluationSpec,
-    JobSpec,
-    MetadataSpec,
-    ModelSpec,
-    RegionSpec,
-    TrainingSpec,
-)
+from diloco_protocol.spec.cluster import RegionSpec
+from diloco_protocol.spec.job import DiLoCoJob, MetadataSpec
+from diloco_protocol.spec.job_spec import JobSpec
+from diloco_protocol.spec.training import DataSpec, EvaluationSpec, ModelSpec, TrainingSpec
 from diloco_worker.training import evaluator, models
 from diloco_worker.training.export import ExportError, assemble, export
 

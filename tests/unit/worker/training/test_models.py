@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from diloco_protocol.spec.job import DataSpec, EvaluationSpec, JobSpec, ModelSpec, RegionSpec, TrainingSpec
+from diloco_protocol.spec.cluster import RegionSpec
+from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.spec.load import JobError
+from diloco_protocol.spec.training import DataSpec, EvaluationSpec, ModelSpec, TrainingSpec
 from diloco_worker.training import models
 from diloco_worker.training.lora import LoraLinear, merge
 

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from diloco_protocol.spec.job import DataSpec, JobSpec, ModelSpec, OptimizerSpec, RegionSpec, StopSpec, TrainingSpec
+from diloco_protocol.spec.cluster import RegionSpec
+from diloco_protocol.spec.job_spec import JobSpec
+from diloco_protocol.spec.training import DataSpec, ModelSpec, OptimizerSpec, StopSpec, TrainingSpec
 from diloco_worker.training import models, trainer
 from diloco_worker.training.optimizer import FLOOR, build_optimizer, clip, learning_rate, total_steps
 
