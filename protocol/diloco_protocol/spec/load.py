@@ -14,12 +14,13 @@ import json
 import logging
 import os
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from diloco_protocol.common.files import read_bounded
 from diloco_protocol.spec.api_server import dropped_nulls, without_server_fields
@@ -32,6 +33,7 @@ from diloco_protocol.spec.warnings import warnings
 
 log = logging.getLogger(__name__)
 
+NORMAL_FORM = "job (normal form)"  # what errors name in place of a file
 MAX_JOB_BYTES = 4 * MAX_BYTES  # of the normal form, which has every default in it
 _SKIP_RULES = {"skip_rules": True}
 
@@ -140,19 +142,7 @@ def job_to_json(job: DiLoCoJob) -> str:
 
 def job_from_json(text: str | bytes) -> DiLoCoJob:
     """The job whose normal form is ``text``. Raises JobError."""
-    source = "job (normal form)"
-    try:
-        if len(text) > MAX_JOB_BYTES:
-            raise ValueError(f"more than {MAX_JOB_BYTES} bytes")
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise JobError([Problem("", None, f"not JSON: {error}")], source) from None
-    if not isinstance(data, dict):
-        raise JobError([Problem("", None, "not a JSON object")], source)
-    job, problems = _validate(YamlDocument(data))
-    if job is None:
-        raise JobError(problems, source)
-    return job
+    return _normal_job(_normal_form(text))
 
 
 def read_job(path: str | os.PathLike[str]) -> DiLoCoJob:
@@ -161,39 +151,57 @@ def read_job(path: str | os.PathLike[str]) -> DiLoCoJob:
     A job keeps the images with which it started, and an operator that was upgraded meanwhile writes every
     field that it knows itself: what this version does not know is left out, and said in the log.
     Raises JobError; OSError where the file is not to be read, ``files.TooLarge`` among them."""
-    text = read_bounded(path, MAX_JOB_BYTES)
-    try:
-        return job_from_json(text)
-    except JobError as error:
-        unknown: list[str] = []
-        try:
-            known = _known(DiLoCoJob, json.loads(text), (), unknown)
-        except (ValueError, RecursionError):
-            raise error from None
-        if not unknown:
-            raise
-        job = job_from_json(json.dumps(known))
+    unknown: list[str] = []
+
+    def known(path: Path, field: FieldInfo | None, value: Any) -> bool:
+        if field is None:
+            unknown.append(dotted(path))
+        return field is not None
+
+    job = _normal_job(_pick_fields(DiLoCoJob, _normal_form(read_bounded(path, MAX_JOB_BYTES)), known))
+    if unknown:
         log.warning("%s: this version does not know %s, which a newer one wrote: left out", path, ", ".join(unknown))
-        return job
+    return job
 
 
-def _known(model: type[Spec], data: Any, path: Path, unknown: list[str]) -> Any:
-    """``data`` without the fields that the model does not have; their paths go into ``unknown``."""
+def _normal_form(text: str | bytes) -> dict[str, Any]:
+    try:
+        if len(text) > MAX_JOB_BYTES:
+            raise ValueError(f"more than {MAX_JOB_BYTES} bytes")
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise JobError([Problem("", None, f"not JSON: {error}")], NORMAL_FORM) from None
+    if not isinstance(data, dict):
+        raise JobError([Problem("", None, "not a JSON object")], NORMAL_FORM)
+    return data
+
+
+def _normal_job(data: dict[str, Any]) -> DiLoCoJob:
+    job, problems = _validate(YamlDocument(data))
+    if job is None:
+        raise JobError(problems, NORMAL_FORM)
+    return job
+
+
+def _pick_fields(
+    model: type[Spec], data: Any, wanted: Callable[[Path, FieldInfo | None, Any], bool], path: Path = ()
+) -> Any:
+    """``data`` without what is not ``wanted``, which is asked of each field of each model: its path, the model's
+    field (None: it has no such) and the value."""
     if not isinstance(data, dict):
         return data
-    fields, result = fields_by_alias(model), {}
+    fields, picked = fields_by_alias(model), {}
     for key, value in data.items():
         field, here = fields.get(key), (*path, key)
-        if field is None:
-            unknown.append(dotted(here))
+        if not wanted(here, field, value):
             continue
-        inner, many = nested_model(field.annotation)
+        inner, many = nested_model(field.annotation) if field is not None else (None, False)
         if inner is not None and many and isinstance(value, list):
-            value = [_known(inner, item, (*here, index), unknown) for index, item in enumerate(value)]
+            value = [_pick_fields(inner, item, wanted, (*here, index)) for index, item in enumerate(value)]
         elif inner is not None and not many:
-            value = _known(inner, value, here, unknown)
-        result[key] = value
-    return result
+            value = _pick_fields(inner, value, wanted, here)
+        picked[key] = value
+    return picked
 
 
 def _read(path: FilePath) -> str:
@@ -202,30 +210,25 @@ def _read(path: FilePath) -> str:
     def refuse(message: str) -> JobError:
         return JobError([Problem("", None, message)], str(path))
 
+    def open_at_once(name: str, flags: int) -> int:
+        """Without blocking, so that a pipe that nobody writes to is refused rather than waited for."""
+        return os.open(name, flags | os.O_NONBLOCK)
+
     try:
-        # Opened without blocking, so that a pipe that nobody writes to is refused rather than waited for.
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(path, "rb", opener=open_at_once) as file:
+            status = os.fstat(file.fileno())
+            regular, size = stat.S_ISREG(status.st_mode), status.st_size
+            data = file.read(MAX_BYTES + 1) if regular and size <= MAX_BYTES else b""
     except FileNotFoundError:
         raise refuse("there is no such file") from None
+    except IsADirectoryError:
+        raise refuse("it is a directory: name the job file in it") from None
     except (OSError, ValueError) as error:
         raise refuse(f"it cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    try:
-        status = os.fstat(handle)
-        if stat.S_ISDIR(status.st_mode):
-            raise refuse("it is a directory: name the job file in it")
-        if not stat.S_ISREG(status.st_mode):
-            raise refuse("it is not a regular file")
-        if status.st_size > MAX_BYTES:
-            size = f"{status.st_size / 1e6:.1f} MB"
-            raise refuse(f"it is too large for a job file ({size}; at most {MAX_BYTES // 1024} KiB)")
-        with open(handle, "rb", closefd=False) as file:
-            data = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise refuse(f"it cannot be read: {error.strerror or error}") from None
-    finally:
-        os.close(handle)
-    if len(data) > MAX_BYTES:
-        raise refuse(f"it is too large for a job file (at most {MAX_BYTES // 1024} KiB)")
+    if not regular:
+        raise refuse("it is not a regular file")
+    if max(size, len(data)) > MAX_BYTES:
+        raise refuse(f"it is too large for a job file ({size / 1e6:.1f} MB; at most {MAX_BYTES // 1024} KiB)")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -288,7 +291,7 @@ def _set(document: YamlDocument, text: str, overridden: list[Path]) -> None:
 
 def _validate(document: YamlDocument, overridden: Sequence[Path] = ()) -> tuple[DiLoCoJob | None, list[Problem]]:
     """The job, or (None, all problems). What ``overridden`` paths have set has no line in the file."""
-    data = _without_nulls(DiLoCoJob, document.value)
+    data = _pick_fields(DiLoCoJob, document.value, _not_absent)
     problems: list[Problem] = []
     refused: list[Path] = []
 
@@ -367,28 +370,10 @@ def _repair(data: Any, loc: Path) -> None:
         holder[key] = copy.deepcopy((field.examples or [None])[0])
 
 
-def _without_nulls(model: type[Spec], data: Any) -> Any:
-    """``data`` with null taken for absent where a field has a default and cannot be null.
-
-    The API server does so before it fills in defaults.
-    """
-    if not isinstance(data, dict):
-        return data
-    fields, result = fields_by_alias(model), {}
-    for key, value in data.items():
-        field = fields.get(key)
-        if field is None:
-            result[key] = value
-            continue
-        if value is None and not field.is_required() and not unwrap(field.annotation)[1]:
-            continue
-        inner, many = nested_model(field.annotation)
-        if inner is not None and many and isinstance(value, list):
-            value = [_without_nulls(inner, item) for item in value]
-        elif inner is not None and not many:
-            value = _without_nulls(inner, value)
-        result[key] = value
-    return result
+def _not_absent(_: Path, field: FieldInfo | None, value: Any) -> bool:
+    """Whether a value is one: null stands for absent where a field has a default and cannot be null. The API
+    server takes it so before it fills in defaults."""
+    return field is None or value is not None or field.is_required() or unwrap(field.annotation)[1]
 
 
 def _overlap(one: Path, other: Path) -> bool:
