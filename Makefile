@@ -130,7 +130,7 @@ lint: $(STAMP) ## Check style, types, import rules, structure, and whether gener
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python tools/structure.py --check
 	$(BIN)/python tools/check_proto.py
-	$(BIN)/python -m diloco_protocol.spec.reference --check docs/job.md
+	$(BIN)/python tools/job_reference.py --check docs/job.md
 	$(BIN)/python tools/contracts.py --check docs/contracts.md
 	$(BIN)/python tools/operator_tables.py --check docs/operator.md
 	$(BIN)/python tools/crd.py --check $(CRDS)
@@ -166,7 +166,7 @@ manifests: $(STAMP) ## Regenerate manifests/ (and the chart's copy) from the job
 
 .PHONY: docs
 docs: $(STAMP) ## Regenerate docs/job.md and the tables of docs/operator.md, and the chart's README from its values
-	$(BIN)/python -m diloco_protocol.spec.reference --write docs/job.md
+	$(BIN)/python tools/job_reference.py --write docs/job.md
 	$(BIN)/python tools/contracts.py --write docs/contracts.md
 	$(BIN)/python tools/operator_tables.py --write docs/operator.md
 	$(BIN)/python tools/chart.py readme --write

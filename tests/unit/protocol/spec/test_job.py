@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from diloco_protocol.common.quantities import parse_quantity
-from diloco_protocol.spec import reference, rules
+from diloco_protocol.spec import rules
 from diloco_protocol.spec.base import Spec, fields_by_alias, nested_model, unwrap
 from diloco_protocol.spec.cluster import RegionSpec
 from diloco_protocol.spec.explain import words
@@ -26,7 +26,6 @@ from diloco_protocol.spec.job import DiLoCoJob, immutable_digests, spec_digest
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.spec.load import JobError, Problem, job_from_json, job_to_json, job_warnings, parse_job
 from diloco_protocol.spec.training import StopSpec
-from repository import ROOT
 from wrong_jobs import (
     BASE,
     CLUSTERS,
@@ -456,23 +455,3 @@ def test_a_stop_has_one_kind_and_its_limit(kind: str, limit: float) -> None:
     stop = StopSpec.model_validate({kind: limit})
     assert (stop.kind, stop.limit) == (kind, limit)
     assert set(stop.model_dump()) == {"steps", "tokens", "seconds"}  # the normal form stays as it is
-
-
-# ------------------------------------------------------------------ what is written about it
-
-
-def test_the_field_reference_is_current() -> None:
-    text = (ROOT / "docs" / "job.md").read_text(encoding="utf-8")
-    assert text == reference.page(), "python -m diloco_protocol.spec.reference --write docs/job.md"
-    for leaf in LEAVES:
-        assert f"| `{leaf.path[-1]}` |" in text
-
-
-def test_the_reference_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = tmp_path / "job.md"
-    assert reference.main(["--check", str(page)]) == 1
-    assert reference.main(["--write", str(page)]) == 0
-    assert reference.main(["--check", str(page)]) == 0
-    page.write_text(page.read_text() + "more")
-    assert reference.main(["--check", str(page)]) == 1
-    assert "make docs" in capsys.readouterr().out

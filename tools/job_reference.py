@@ -1,4 +1,4 @@
-"""The field reference, docs/job.md, written from the models: ``python -m diloco_protocol.spec.reference``.
+"""The field reference, docs/job.md, written from the models: ``python tools/job_reference.py``.
 
 Without arguments it prints the page; ``--write FILE`` writes it, ``--check FILE``
 exits 1 if the file differs. A test keeps docs/job.md current.
@@ -25,7 +25,7 @@ from diloco_protocol.spec.rules import RULES
 _OPENING = f"""\
 # The job file
 
-<!-- Written by `make docs` from the models (diloco_protocol.spec.reference). Don't edit. -->
+<!-- Written by `make docs` from the models (tools/job_reference.py). Don't edit. -->
 
 A job is one YAML (or JSON) file, the same for `diloco run` on one machine and for `kubectl apply`.
 `diloco validate JOB.yaml` checks it and shows all that is wrong at once. [examples/](../examples) has
@@ -94,7 +94,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m diloco_protocol.spec.reference", description=__doc__)
+    parser = argparse.ArgumentParser(prog="tools/job_reference.py", description=__doc__)
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the page there")
     parser.add_argument("--check", type=Path, metavar="FILE", help="exit 1 if that file is not the page")
     chosen = parser.parse_args(arguments)
