@@ -47,6 +47,7 @@ from diloco_protocol.arrays.codec_kernels import BLOCK, UInt16s
 from diloco_protocol.arrays.kernels import Bytes, Float32s
 
 ENCODINGS = ("float32", "bfloat16", "int8", "int4", "int2")
+Buffer = Bytes | bytes | bytearray | memoryview
 _PACKED = {"int8": 1, "int4": 2, "int2": 4}  # values per byte
 
 
@@ -95,20 +96,10 @@ def encode(values: Float32s, encoding: str, out: Bytes | None = None, *, threads
     return out
 
 
-def decode(
-    buffer: Bytes | bytes | bytearray | memoryview,
-    encoding: str,
-    elements: int,
-    out: Float32s | None = None,
-    *,
-    threads: int = 1,
-) -> Float32s:
+def decode(buffer: Buffer, encoding: str, elements: int, out: Float32s | None = None, *, threads: int = 1) -> Float32s:
     """Decode ``elements`` values; returns float32[elements]. The buffer's length is
     checked first; any content decodes to something. Raises CodecError."""
-    source = as_bytes(buffer)
-    size = encoded_bytes(encoding, elements)
-    if source.size != size:
-        raise CodecError(f"{source.size} bytes, and {elements} {encoding} values take {size}")
+    source = _encoded(buffer, encoding, elements)
     if out is None:
         out = np.empty(elements, np.float32)
     _check_vector(out, "out", np.float32, elements, writable=True)
@@ -144,23 +135,16 @@ def encode_with_feedback(
     return encoded, decoded
 
 
-def apply_delta(
-    base: Float32s, buffer: Bytes | bytes | bytearray | memoryview, encoding: str, out: Float32s | None = None
-) -> Float32s:
+def apply_delta(base: Float32s, buffer: Buffer, encoding: str) -> Float32s:
     """base + decode(buffer), float32: the same bits wherever it is computed.
 
     This is how syncer and learners both make version v from version v − 1 when
-    ``compression.down`` is delta-*. ``out`` may be ``base``. Raises CodecError.
+    ``compression.down`` is delta-*. Raises CodecError.
     """
     _check_vector(base, "base", np.float32)
     n = base.size
-    if out is None:
-        out = np.empty(n, np.float32)
-    _check_vector(out, "out", np.float32, n, writable=True)
-    source = as_bytes(buffer)
-    size = encoded_bytes(encoding, n)
-    if source.size != size:
-        raise CodecError(f"{source.size} bytes, and {n} {encoding} values take {size}")
+    out = np.empty(n, np.float32)
+    source = _encoded(buffer, encoding, n)
     # Decoding and adding are separate loops, through a scratch that stays in the
     # cache, so that no compiler can fuse product and sum into one rounding.
     step = 256 * BLOCK
@@ -196,7 +180,7 @@ def norm_and_finite(values: Float32s, *, threads: int = 1) -> tuple[float, bool]
     return math.sqrt(total), math.isfinite(total)
 
 
-def as_bytes(buffer: Bytes | bytes | bytearray | memoryview) -> Bytes:
+def as_bytes(buffer: Buffer) -> Bytes:
     """A flat uint8 view of a contiguous buffer, without a copy."""
     if isinstance(buffer, np.ndarray):
         _check_vector(buffer, "buffer", np.uint8)
@@ -205,6 +189,14 @@ def as_bytes(buffer: Bytes | bytes | bytearray | memoryview) -> Bytes:
     if not view.c_contiguous:
         raise CodecError("buffer: not contiguous")
     return np.frombuffer(view, np.uint8)
+
+
+def _encoded(buffer: Buffer, encoding: str, elements: int) -> Bytes:
+    """The buffer's bytes, if they are as many as the encoded values take."""
+    source, size = as_bytes(buffer), encoded_bytes(encoding, elements)
+    if source.size != size:
+        raise CodecError(f"{source.size} bytes, and {elements} {encoding} values take {size}")
+    return source
 
 
 def _blocks(elements: int) -> int:

@@ -83,12 +83,8 @@ class Credentials:
                 "or no credentials directory at all for plaintext on one machine"
             )
         certificate, key, authority = (read_secret(directory / name) for name in _TLS_FILES)
-        token = ""
-        if (directory / "join-token").exists():
-            token = _text(directory / "join-token")
-        name = SERVER_NAME
-        if (directory / "server-name").exists():
-            name = _text(directory / "server-name")
+        token = _optional_text(directory / "join-token", "")
+        name = _optional_text(directory / "server-name", SERVER_NAME)
         return cls(certificate, key, authority, token, name, directory)
 
     @property
@@ -98,23 +94,20 @@ class Credentials:
 
     def names(self) -> Names:
         """Which job and role the own certificate names. Raises ``CredentialsError``."""
-        if not self.secure:
-            return NO_NAMES
-        from diloco_protocol.security.certificates import CertificateError, describe  # late: plaintext needs no X.509
-
-        try:
-            return describe(self.certificate).names
-        except CertificateError as error:
-            raise CredentialsError(f"{self.directory or 'credentials'}: tls.crt: {error}") from error
+        return self._names_and_end()[0] if self.secure else NO_NAMES
 
     def expires(self) -> float:
         """When the own certificate does, wall-clock seconds. Raises ``CredentialsError``."""
-        from diloco_protocol.security.certificates import CertificateError, describe
+        return self._names_and_end()[1]
+
+    def _names_and_end(self) -> tuple[Names, float]:
+        from diloco_protocol.security.certificates import CertificateError, describe  # late: plaintext needs no X.509
 
         try:
-            return describe(self.certificate).not_after.timestamp()
+            described = describe(self.certificate)
         except CertificateError as error:
             raise CredentialsError(f"{self.directory or 'credentials'}: tls.crt: {error}") from error
+        return described.names, described.not_after.timestamp()
 
     def signature(self) -> tuple[tuple[int, ...], ...]:
         """Changes when a file of the directory does; empty: a file that is needed is not there."""
@@ -144,10 +137,6 @@ class Credentials:
         if not self.secure:
             return grpc.insecure_channel(address, options=list(options))
         return grpc.secure_channel(address, self._client(), options=self._named(options))
-
-    def channel(self, address: str, options: Sequence[Option] = (), aio: bool = True) -> Any:
-        """``aio_channel`` or, with ``aio=False``, ``blocking_channel``."""
-        return self.aio_channel(address, options) if aio else self.blocking_channel(address, options)
 
     def bind(self, server: Any, address: str) -> int:
         """Make a server listen on ``address`` (host:port, port 0: any); returns the port.
@@ -187,7 +176,9 @@ class Credentials:
         return [*options, ("grpc.ssl_target_name_override", self.server_name)]
 
 
-def _text(path: Path) -> str:
+def _optional_text(path: Path, absent: str) -> str:
+    if not path.exists():
+        return absent
     try:
         text = read_secret(path).decode("ascii").strip()
     except UnicodeDecodeError as error:

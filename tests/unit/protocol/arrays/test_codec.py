@@ -264,8 +264,6 @@ def test_apply_delta_is_base_plus_decoded_bit_for_bit(encoding: str, n: int) -> 
     expected = base + codec.decode(encoded, encoding, n)  # numpy rounds product and sum apart
     out = codec.apply_delta(base, encoded.tobytes(), encoding)
     assert out.tobytes() == expected.tobytes()
-    assert codec.apply_delta(base, encoded, encoding, base) is base
-    assert base.tobytes() == expected.tobytes()
     with pytest.raises(codec.CodecError, match="bytes"):
         codec.apply_delta(base, encoded[:-1], encoding)
 
