@@ -10,7 +10,7 @@ import difflib
 import typing
 from typing import Annotated, Any, Literal
 
-from pydantic.fields import FieldInfo
+from pydantic import Field, TypeAdapter
 
 from diloco_protocol.spec.base import (
     ADDRESS_PATTERN,
@@ -35,31 +35,24 @@ _PATTERNS = {
 }
 
 
-def _own_constraints(metadata: typing.Iterable[Any]) -> dict[str, Any]:
-    """The bounds in a field's metadata by name: ge, gt, le, lt, min_length, max_length, pattern."""
-    found: dict[str, Any] = {}
-    for item in metadata:
-        if isinstance(item, FieldInfo):
-            found.update(_own_constraints(item.metadata))
-            continue
-        for name in ("ge", "gt", "le", "lt", "min_length", "max_length", "pattern"):
-            value = getattr(item, name, None)
-            if value is not None:
-                found[name] = value
-    return found
+_BOUNDS = {
+    "minimum": "ge",
+    "exclusiveMinimum": "gt",
+    "maximum": "le",
+    "exclusiveMaximum": "lt",
+    "minLength": "min_length",
+    "maxLength": "max_length",
+    "minItems": "min_length",
+    "maxItems": "max_length",
+    "pattern": "pattern",
+}  # JSON Schema's words → pydantic's
 
 
 def constraints(annotation: Any, metadata: typing.Iterable[Any]) -> dict[str, Any]:
-    """Bounds of the annotation (also inside ``| None``) and of the field around it."""
-    found: dict[str, Any] = {}
-    if typing.get_origin(annotation) is Annotated:
-        inner, *extra = typing.get_args(annotation)
-        found.update(constraints(inner, extra))
-    elif typing.get_args(annotation) and typing.get_origin(annotation) not in (list, dict, Literal):
-        for kind in typing.get_args(annotation):
-            found.update(constraints(kind, ()))
-    found.update(_own_constraints(metadata))
-    return found
+    """Bounds of the annotation (also inside ``| None``) and of the field around it, by pydantic's names."""
+    schema = TypeAdapter(Annotated[annotation, Field(), *metadata]).json_schema()
+    kinds = [schema, *schema.get("anyOf", ())]
+    return {name: kind[word] for kind in kinds for word, name in _BOUNDS.items() if word in kind}
 
 
 def _number(value: float) -> str:
@@ -67,21 +60,8 @@ def _number(value: float) -> str:
 
 
 def _range(bounds: dict[str, Any]) -> str:
-    low = (
-        f"at least {_number(bounds['ge'])}"
-        if "ge" in bounds
-        else f"more than {_number(bounds['gt'])}"
-        if "gt" in bounds
-        else ""
-    )
-    high = (
-        f"at most {_number(bounds['le'])}"
-        if "le" in bounds
-        else f"below {_number(bounds['lt'])}"
-        if "lt" in bounds
-        else ""
-    )
-    return " and ".join(part for part in (low, high) if part)
+    said = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "below"}
+    return " and ".join(f"{words} {_number(bounds[name])}" for name, words in said.items() if name in bounds)
 
 
 def words(annotation: Any, metadata: typing.Iterable[Any] = ()) -> str:

@@ -8,7 +8,7 @@ consequence of the first mistake.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from diloco_protocol.spec.job_spec import JobSpec
@@ -323,15 +323,7 @@ def _syncer(spec: JobSpec) -> Iterator[Violation]:
             )
 
 
-RULES: tuple[Callable[[JobSpec], Iterator[Violation]], ...] = (
-    _stop,
-    _model,
-    _data,
-    _sync,
-    _regions,
-    _clusters,
-    _syncer,
-)
+RULES = (_stop, _model, _data, _sync, _regions, _clusters, _syncer)
 
 
 def violations(spec: JobSpec) -> list[Violation]:

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.spec.rules import Violation, broken
 
 _IDLE = 4  # so many times the bandwidth that the same bytes need, spread out
-
-Unlikely = tuple[str, Any, str]  # path below spec, value, message
 
 
 def spans_clusters(spec: JobSpec) -> bool:
@@ -22,13 +19,13 @@ def spans_clusters(spec: JobSpec) -> bool:
     return len({spec.syncer.cluster, *(region.cluster for region in spec.regions)} - {None}) > 1
 
 
-def _link_warnings(spec: JobSpec) -> Iterator[Unlikely]:
+def _link_warnings(spec: JobSpec) -> Iterator[Violation]:
     """Nothing for a job of one cluster or machine, whose network is nobody's bottleneck."""
     if not spans_clusters(spec):
         return
     sync = spec.sync
     if sync.deterministic:
-        yield (
+        yield broken(
             "sync.deterministic",
             True,
             "every learner waits for the slowest link at each exchange; this job spans clusters: "
@@ -36,14 +33,14 @@ def _link_warnings(spec: JobSpec) -> Iterator[Unlikely]:
         )
     period = sync.every / sync.fragments
     if sync.overlap == 0:
-        yield (
+        yield broken(
             "sync.overlap",
             0,
             "no step overlaps an exchange, so each merge is late by its whole way between clusters: "
             "2 hides a step's worth and more",
         )
     elif period >= _IDLE * sync.overlap:
-        yield (
+        yield broken(
             "sync.fragments",
             sync.fragments,
             f"an exchange has {sync.overlap} of the {period:g} steps until the next, and the links between "
@@ -51,13 +48,13 @@ def _link_warnings(spec: JobSpec) -> Iterator[Unlikely]:
             f"more fragments (sync.every allows {sync.every}) or a larger sync.overlap would need",
         )
     if sync.compression.up == "float32":
-        yield (
+        yield broken(
             "sync.compression.up",
             "float32",
             "7.8 times the bytes of int4 on the links between clusters: int4 was reported to cost nothing",
         )
     if sync.compression.down == "float32":
-        yield (
+        yield broken(
             "sync.compression.down",
             "float32",
             "twice the bytes of bfloat16 and 7.8 times those of delta-int4, out of the hub for every learner",
@@ -66,7 +63,7 @@ def _link_warnings(spec: JobSpec) -> Iterator[Unlikely]:
 
 def warnings(spec: JobSpec) -> list[Violation]:
     """What is allowed and probably not meant."""
-    return [*_unlikely(spec), *(broken(*found) for found in _link_warnings(spec))]
+    return [*_unlikely(spec), *_link_warnings(spec)]
 
 
 def _unlikely(spec: JobSpec) -> Iterator[Violation]:
