@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import signal
-import socket
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -26,11 +25,10 @@ from grpc_health.v1._async import HealthServicer
 from diloco_protocol.common.files import write_whole
 from diloco_protocol.common.http_server import (
     METRICS_TYPE,
-    AddressError,
     HttpServer,
     Page,
     json_page,
-    listening_socket,
+    listen_on,
     split_address,
     text_page,
 )
@@ -79,8 +77,9 @@ async def _life(options: Options) -> tuple[int, Options]:
     listener = _gate(options, main)
     bound = listener.bind(options.listen) if listener else Credentials().bind(main, options.listen)
     ports = bound, Credentials().bind(private, options.control)
-    web = _listen(options.http, "--http")
-    out = _listen(options.export, "--export") if options.export is not None else None
+    # Bound first of all, so that a port in use costs no epoch.
+    web = listen_on(options.http, "--http")
+    out = listen_on(options.export, "--export") if options.export is not None else None
     syncer, restored = await asyncio.to_thread(startup.restore, options, asyncio.get_running_loop(), listener)
     startup.replay(syncer, restored)
     driver, status = syncer.driver, syncer.status_page.status
@@ -146,14 +145,6 @@ def _gate(options: Options, server: Any) -> TlsListener | None:
             f"cannot listen on {listener.server_address}: set TMPDIR to a short, writable path"
         ) from error
     return listener
-
-
-def _listen(address: str, option: str) -> socket.socket:
-    """Bound first of all, so that a port in use costs no epoch. Raises ``AddressError``."""
-    try:
-        return listening_socket(*split_address(address, option))
-    except OSError as error:
-        raise AddressError(f"{option} {address}: {error.strerror or error}; choose another port") from error
 
 
 async def _add_health(server: Any) -> None:

@@ -109,6 +109,14 @@ def listening_socket(host: str, port: int) -> socket.socket:
         return socket.create_server(("0.0.0.0", port))
 
 
+def listen_on(address: str, name: str) -> socket.socket:
+    """A listening socket on ``host:port``; ``name`` is the option's, for the error. Raises AddressError."""
+    try:
+        return listening_socket(*split_address(address, name))
+    except OSError as error:
+        raise AddressError(f"{name} {address}: {error.strerror or error}; choose another port") from error
+
+
 class HttpServer:
     """Serves ``pages`` by path."""
 
@@ -205,11 +213,7 @@ class ThreadedPages:
 
     def __init__(self, pages: Mapping[str, Page], address: str, name: str = "address") -> None:
         """Listens at once. ``name`` is the option's, for the error. Raises AddressError."""
-        host, port = split_address(address, name)
-        try:
-            self._socket = listening_socket(host, port)
-        except OSError as error:
-            raise AddressError(f"{name} {address}: {error.strerror or error}; choose another") from error
+        self._socket = listen_on(address, name)
         self.port = int(self._socket.getsockname()[1])
         self._server = HttpServer(pages)
         self._loop = asyncio.new_event_loop()

@@ -11,18 +11,16 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from diloco_protocol.security.identity import SERVER_NAME, IdentityError, Name, Names, Role, names_in
+from diloco_protocol.security.identity import SERVER_NAME, IdentityError, Name, Names, names_in
 
 BACKDATED = datetime.timedelta(days=1)  # clocks differ
 LEAF_DAYS, AUTHORITY_DAYS = 90, 3650
-T = TypeVar("T", bound=x509.ExtensionType)
 
 
 class CertificateError(ValueError):
@@ -46,10 +44,7 @@ class Described:
 
     names: Names
     hosts: tuple[str, ...]  # DNS names and addresses
-    not_before: datetime.datetime
     not_after: datetime.datetime
-    issuer: str
-    roles: tuple[Role, ...]  # what its extended key usage lets it be
 
     def days_left(self, now: datetime.datetime) -> int:
         """Days until it expires, rounded; negative: it has."""
@@ -136,29 +131,16 @@ def describe(certificate: bytes) -> Described:
     """What the first certificate of a PEM text says. Raises ``CertificateError``."""
     try:
         found = x509.load_pem_x509_certificate(certificate)
-        alternatives = _extension(found, x509.SubjectAlternativeName)
-        uris = alternatives.get_values_for_type(x509.UniformResourceIdentifier) if alternatives else []
-        hosts = alternatives.get_values_for_type(x509.DNSName) if alternatives else []
-        addresses = alternatives.get_values_for_type(x509.IPAddress) if alternatives else []
-        usage = _extension(found, x509.ExtendedKeyUsage)
+        alternatives = _alternative_names(found)
+        uris = alternatives.get_values_for_type(x509.UniformResourceIdentifier)
+        hosts = alternatives.get_values_for_type(x509.DNSName)
+        addresses = alternatives.get_values_for_type(x509.IPAddress)
         names = names_in(uris)
     except IdentityError as error:
         raise CertificateError(str(error)) from error
     except ValueError as error:
         raise CertificateError("it is no certificate in PEM") from error
-    roles: list[Role] = []
-    if usage is None or ExtendedKeyUsageOID.SERVER_AUTH in usage:
-        roles.append("syncer")
-    if usage is None or ExtendedKeyUsageOID.CLIENT_AUTH in usage:
-        roles.append("learner")
-    return Described(
-        names,
-        (*hosts, *map(str, addresses)),
-        found.not_valid_before_utc,
-        found.not_valid_after_utc,
-        found.issuer.rfc4514_string(),
-        tuple(roles),
-    )
+    return Described(names, (*hosts, *map(str, addresses)), found.not_valid_after_utc)
 
 
 def server_hosts(namespace: str, job: str) -> tuple[str, ...]:
@@ -181,11 +163,11 @@ def _hosts(names: Sequence[Name], more: Iterable[str]) -> list[str]:
     return hosts
 
 
-def _extension(certificate: x509.Certificate, kind: type[T]) -> T | None:
+def _alternative_names(certificate: x509.Certificate) -> x509.SubjectAlternativeName:
     try:
-        return certificate.extensions.get_extension_for_class(kind).value
+        return certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
-        return None
+        return x509.SubjectAlternativeName([])
 
 
 def _days(days: int) -> datetime.timedelta:

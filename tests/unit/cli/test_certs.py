@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from cryptography import x509
+from cryptography.x509.oid import ExtendedKeyUsageOID
 from typer.testing import CliRunner
 
 from diloco.certs import files
@@ -103,7 +105,10 @@ def test_names_on_the_command_line(pki: Path, tmp_path: Path) -> None:
     assert code == 0
     found = describe((tmp_path / "hub" / "tls.crt").read_bytes())
     assert found.hosts[0] == "diloco-syncer" and found.hosts[-1] == "hub.example.org"
-    assert found.roles == ("syncer",) and found.days_left(files.utc_now()) == 90
+    assert found.days_left(files.utc_now()) == 90
+    made = x509.load_pem_x509_certificate((tmp_path / "hub" / "tls.crt").read_bytes())
+    usage = made.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    assert list(usage) == [ExtendedKeyUsageOID.SERVER_AUTH]
     assert not (tmp_path / "hub" / "secret.yaml").exists()
     code, output = diloco("show", tmp_path / "hub", pki / "ca.crt")
     assert code == 0 and "diloco://job/default/tiny/syncer" in output and "90 days" in output
