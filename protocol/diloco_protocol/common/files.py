@@ -128,8 +128,6 @@ def create_whole(path: str | os.PathLike[str], *parts: Buffer, mode: int = 0o644
     with _temporary(path, parts, mode) as temporary:
         try:
             os.link(temporary, path)
-        except FileExistsError:
-            raise
         except OSError as error:
             if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
                 raise NotWritable(

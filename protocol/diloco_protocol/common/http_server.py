@@ -24,6 +24,7 @@ import socket
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from http import HTTPStatus
 
 from pydantic import BaseModel
 
@@ -48,14 +49,6 @@ class Stream:
 
 Answer = tuple[int, str, bytes | Stream]  # status, content type, body
 Page = Callable[[], Answer | Awaitable[Answer]]
-_REASONS = {
-    200: "OK",
-    400: "Bad Request",
-    404: "Not Found",
-    405: "Method Not Allowed",
-    500: "Internal Server Error",
-    503: "Service Unavailable",
-}
 
 
 class AddressError(Exception):
@@ -169,7 +162,7 @@ class HttpServer:
     async def _send(self, writer: asyncio.StreamWriter, status: int, content_type: str, body: bytes | Stream) -> None:
         length, headers = (len(body), {}) if isinstance(body, bytes) else (body.length, body.headers)
         head = (
-            f"HTTP/1.1 {status} {_REASONS[status]}",
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
             f"Content-Type: {content_type}",
             f"Content-Length: {length}",
             "Cache-Control: no-store",

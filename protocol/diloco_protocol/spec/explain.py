@@ -10,6 +10,7 @@ import difflib
 import typing
 from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import Field, TypeAdapter
 
 from diloco_protocol.spec.base import (
@@ -185,7 +186,7 @@ def explain(model: type[Spec], error: Any) -> str:
         return str(error["msg"])
     if kind == "missing":
         field = fields_by_alias(_container(model, path[:-1]) or model)[str(path[-1])]
-        example = f", such as {_yaml(field.examples[0])}" if field.examples else ""
+        example = f", such as {_flow(field.examples[0])}" if field.examples else ""
         return f"is required: {words(annotation, metadata)}{example}"
     if kind == "value_error":
         return str(error["ctx"]["error"])
@@ -199,10 +200,6 @@ def explain(model: type[Spec], error: Any) -> str:
     return said
 
 
-def _yaml(value: Any) -> str:
+def _flow(value: Any) -> str:
     """A small value in YAML's flow style."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_yaml(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_yaml, value)) + "]"
-    return str(value)
+    return yaml.safe_dump([value], default_flow_style=True, sort_keys=False, width=1000).strip()[1:-1]

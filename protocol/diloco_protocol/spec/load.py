@@ -119,7 +119,13 @@ def _parse(
         message = f"it holds {kind}: a job is a mapping with apiVersion, kind, metadata and spec"
         raise JobError([Problem("", None, message)], source)
     document.value, server = without_server_fields(document.value)
-    overridden, problems = _override(document, overrides)
+    overridden: list[Path] = []
+    problems: list[Problem] = []
+    for override in overrides:
+        try:
+            overridden.append(_set(document.value, override))
+        except ValueError as error:
+            problems.append(Problem(f"--set {override}", None, str(error)))
     job, wrong = _validate(document, overridden)
     problems += wrong
     if problems or job is None:
@@ -238,19 +244,8 @@ def _read(path: FilePath) -> str:
 # ------------------------------------------------------------------ overrides
 
 
-def _override(document: YamlDocument, overrides: Iterable[str]) -> tuple[list[Path], list[Problem]]:
-    """Applies overrides to the document in place; returns the paths set, and what is wrong with the rest."""
-    overridden: list[Path] = []
-    problems = []
-    for text in overrides:
-        try:
-            _set(document, text, overridden)
-        except ValueError as error:
-            problems.append(Problem(f"--set {text}", None, str(error)))
-    return overridden, problems
-
-
-def _set(document: YamlDocument, text: str, overridden: list[Path]) -> None:
+def _set(document: dict[str, Any], text: str) -> Path:
+    """Applies an override to the document in place; returns the path set. Raises ValueError."""
     left, equals, right = text.partition("=")
     parts = left.strip().split(".")
     if not equals or not all(parts):
@@ -263,8 +258,9 @@ def _set(document: YamlDocument, text: str, overridden: list[Path]) -> None:
     except YamlProblem as problem:
         raise ValueError(f"the value cannot be read: {problem.message}") from None
     path: Path = ("spec",)
-    holder, key = document.value, "spec"
-    place: Any = holder.get("spec")
+    holder: Any = document
+    key: str | int = "spec"
+    place = document.get("spec")
     for part in parts:
         if place is None:
             place = [] if part.isdigit() else {}
@@ -283,7 +279,7 @@ def _set(document: YamlDocument, text: str, overridden: list[Path]) -> None:
         path = (*path, step)
         holder, key, place = place, step, place[step]
     holder[key] = value
-    overridden.append(path)
+    return path
 
 
 # ------------------------------------------------------------------ validation
