@@ -1,14 +1,13 @@
 """What a job's links carry, what they need, and whether a link that was measured is too slow.
 
-Theory of operation. ``Traffic`` counts bytes as they are sent: values by the codec, each
-push's header and report, announcements, receipts. ``needs`` divides them by the seconds that
-``bandwidth`` allows. What links really do is measured by the transfers that happen anyway
-(``meter``). A link is *too slow* when what is measured is below what the job's own pace needs (``judge``).
-Nothing breaks then: pushes take longer, so rounds stay open longer, fewer are opened, and
-merges become rarer.
+Theory of operation. ``traffic`` counts the bytes that are sent: values by the codec, each push's
+header and report, announcements, receipts. ``need_by_queue`` and ``need_by_formula`` divide them by
+the seconds that ``bandwidth.model`` allows. How fast a link really is shows in the transfers that
+happen anyway (``common.meter``). ``judge`` calls a link *too slow* if that is below what the job's
+own pace needs. Nothing breaks then: pushes take longer, rounds stay open longer, merges become rarer.
 
-Plain code: the time comes in as an argument. Rates are bytes per second here, as transfers
-are counted, and bits per second in ``Need``, as links are sold.
+Times come in as arguments. Rates are bytes per second, as transfers are counted; in ``Need`` they are
+bits per second, as links are sold.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ NOISE_SECONDS = 0.05  # an exchange shorter than this says more of busy processo
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes on one learner's link. A merge is that of the largest fragment."""
+    """Bytes on one learner's link."""
 
-    up: int
+    up: int  # of one merge, of the largest fragment
     down: int
-    up_per_turn: int  # all fragments once
+    up_per_turn: int  # of one merge of each fragment
     down_per_turn: int
     report: int  # up, after each step
 
 
 def payload_bytes(encoding: str, elements: int) -> int:
-    """Of one fragment, in an encoding as the job file names it (``delta-int4`` too)."""
+    """Bytes of one fragment in an encoding of the job file, ``delta-int4`` among them."""
     return codec.encoded_bytes(encoding.removeprefix("delta-"), elements)
 
 
@@ -55,7 +54,7 @@ def even_sizes(parameters: int, fragments: int) -> list[int]:
 
 
 def traffic(sizes: Sequence[int], up: str, down: str, learners: int) -> Traffic:
-    """Of fragments with so many elements, pushed as ``up`` and broadcast as ``down``."""
+    """What merges carry of fragments of ``sizes`` elements, pushed as ``up`` and broadcast as ``down``."""
     report = _report(len(sizes))
     number = 1 << 40  # counters of a long run
     push = sync_pb2.Push(
@@ -135,7 +134,7 @@ def _report(fragments: int) -> sync_pb2.Report:
 
 
 def turn(sync: SyncSpec, fragments: int, step_seconds: float, round_trip_seconds: float = 0.0) -> Turn:
-    """The job's exchanges in time; ``fragments`` is the layout's P."""
+    """When the job's exchanges happen; ``fragments`` is the layout's P."""
     return Turn(fragments, sync.every, sync.overlap, step_seconds, ROUND_TRIPS * round_trip_seconds)
 
 
@@ -153,13 +152,13 @@ class Need:
 
 
 def need_by_formula(carried: Traffic, turn: Turn, utilisation: float = model.UTILISATION) -> Need:
-    """By the paper's formula, with a push and a broadcast in place of the all-reduce."""
+    """What the paper's formula asks for, with a push and a broadcast in place of the all-reduce."""
     seconds = model.formula_seconds(turn, utilisation)
     return _need(carried, turn, seconds / 2, seconds)
 
 
 def need_by_queue(carried: Traffic, turn: Turn, utilisation: float = model.UTILISATION) -> Need:
-    """By the queued model: what a link is to be sized by."""
+    """What the queued model asks for: size links by it."""
     both = carried.up + carried.down
     half = model.queued_seconds(turn, utilisation, 0.5, 0.5) / 2
     same = model.queued_seconds(turn, utilisation, carried.up / both, carried.down / both)
@@ -204,8 +203,8 @@ class Verdict:
 def judge(carried: Traffic, sync: SyncSpec, fragments: int, step_seconds: float, measured: Measured) -> Verdict:
     """Whether a learner's link keeps up with its job, whose steps take ``step_seconds``.
 
-    By the long run's limits of the queued model at its usual utilisation, for both
-    directions as they were measured: time that one does not use is the other's.
+    The limits are those of the queued model in the long run, at ``model.UTILISATION``. Time that one
+    direction does not use is the other's.
     """
     if step_seconds <= 0:
         return Verdict()

@@ -1,29 +1,26 @@
 """How much bandwidth a job needs: the paper's closed formula, and a queued model of the star.
 
-Theory of operation
--------------------
-An inner step takes T seconds. Every s = H/P steps one fragment's exchange begins at the
-end of a step, and it is to be over τ steps later. c is the *utilisation* that is asked
-for: compute over compute and waiting, of a learner that waits where an exchange is late.
-(Learners of this project do not wait there: on a link too slow for c their merges become
-rarer instead, in the same proportion.) Both models answer one question, how many seconds
-an exchange may take; bandwidth is its bytes over that.
+Theory of operation. An inner step takes T seconds. Every s = H/P steps the exchange of one
+fragment begins at the end of a step; it is due τ steps later. The *utilisation* c that is asked
+for is computing over computing plus waiting, of a learner that waits for a late exchange. (A
+learner of this project does not wait: on a link too slow for c its merges become rarer, in the
+same proportion.) Both models say how many seconds one exchange may take. The bandwidth is the
+exchange's bytes over these seconds.
 
-*Formula* (arXiv 2604.21428's figures fit it; the lineage's simulator, Streaming DiLoCo
-2501.18512): a forward pass takes T/3, and gradients leave during the backward pass, so
-data-parallel has (1/c - 1/3)·T for its all-reduce, a fragment (τ/c - 1/3)·T. It counts one
-exchange at a time: where τ > s several are under way and share the link, and there it asks
-for too little.
+*Formula* (it fits the figures of arXiv 2604.21428; the simulator is that of Streaming DiLoCo,
+2501.18512). The forward pass takes T/3, and gradients leave during the backward pass. So an
+all-reduce of data-parallel training has (1/c - 1/3)·T, and one of a fragment (τ/c - 1/3)·T. The
+formula counts one exchange at a time. Where τ > s several share the link, and it asks for too little.
 
-*Queue.* Each direction of a link is a queue, first come first served: a push goes up; then,
-after round trips and the merge, the broadcast comes down. The training thread goes on until
-an exchange is due. A run of whole turns is gone through, until its last exchange is over
-(``utilisation``), and the greatest time per exchange that keeps c is sought. In the long run
-that is ``Turn.steady``: no direction may be busy longer than the s steps in which the next
-push follows, and both together no longer than the τ steps. All learners push at once, so
-the hub needs the sum of its links.
+*Queue.* Each direction of a link is a queue, first come first served. A push goes up; after the
+round trips and the merge the broadcast comes down. The training goes on until an exchange is due.
+``utilisation`` goes through a run of whole turns, until its last exchange is over, and
+``queued_seconds`` seeks the longest exchange that keeps c. In the long run that is
+``Turn.steady``: no direction may be busy for longer than the s steps until the next push, and
+both together for no longer than the τ steps. All learners push at once, so the hub needs the sum
+of its links.
 
-In bits per second and seconds; sizes in bytes. Plain arithmetic: nothing is measured here.
+Rates are in bits per second, sizes in bytes. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -42,10 +39,9 @@ _HALVINGS = 50
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """When exchanges happen: P ``fragments``, each ``every`` H steps of ``step_seconds``, overlapping τ.
-
-    ``between_seconds``: of each exchange, what passes without using the link (round trips, the merge).
-    """
+    """When exchanges happen: each of P ``fragments`` every H steps (``every``) of ``step_seconds``, due
+    ``overlap`` (τ) steps after it began. ``between_seconds`` of an exchange pass without using the link:
+    round trips, the merge."""
 
     fragments: int
     every: int
@@ -59,23 +55,23 @@ class Turn:
         return self.every / self.fragments
 
     def window(self, utilisation: float) -> float:
-        """Seconds that an exchange may take in all, waiting included, in the long run.
+        """Seconds that an exchange may take in the long run, waits for it included.
 
-        A learner may wait (1/c - 1)·s·T for each exchange, and each meets the waits for those that
-        are due while it is under way, and its own.
+        For each exchange a learner may wait (1/c - 1)·s·T. An exchange has the time of its own wait, and of
+        the waits for those that are due while it is under way.
         """
         waits = max(1, math.ceil(self.overlap / self.period))
         return self.step_seconds * (self.overlap + waits * self.period * (1 / utilisation - 1))
 
     def steady(self, utilisation: float) -> float:
-        """Seconds that one direction of an exchange may take where both take the same time, in the long
-        run; 0: no bandwidth is enough."""
+        """Seconds that each direction of an exchange may take in the long run, if both take the same time;
+        0: no bandwidth is enough."""
         both = (self.window(utilisation) - self.between_seconds) / 2
         return max(0.0, min(both, self.period * self.step_seconds / utilisation))
 
 
 def all_reduce_factor(learners: int) -> float:
-    """Of a ring's all-reduce: how often each node sends (and receives) all values."""
+    """How often each node of a ring sends, and receives, all values in one all-reduce."""
     return 2 * (1 - 1 / learners)
 
 
@@ -98,16 +94,15 @@ def rate(amount: float, seconds: float) -> float:
 
 
 def run_steps(turn: Turn, wanted: float) -> int:
-    """Steps of a run to simulate: whole turns, and so many that its last exchanges, which nothing
-    overlaps, weigh little against the waiting that c = ``wanted`` leaves; but no more exchanges than
-    can be gone through at once."""
+    """Steps of the run that is simulated: whole turns, so many that the last exchanges, which no step
+    overlaps, weigh little against the waiting that c = ``wanted`` allows; at most ``_MOST_EXCHANGES``."""
     steps = max(_LEAST_STEPS, 2.5 * turn.overlap / (1 - wanted))
     turns = min(math.ceil(steps / turn.every), _MOST_EXCHANGES // turn.fragments)
     return turn.every * max(2, turns)
 
 
 def utilisation(turn: Turn, steps: int, up_seconds: float, down_seconds: float) -> float:
-    """c of a run of so many steps in which pushes take ``up_seconds`` and broadcasts ``down_seconds``."""
+    """c of a run of ``steps`` steps in which each push takes ``up_seconds`` and each broadcast ``down_seconds``."""
     period = Fraction(turn.every, turn.fragments)
     launches = [math.ceil(period * n) for n in range(1, steps * turn.fragments // turn.every + 1)]
     now, step = 0.0, 0
@@ -137,8 +132,8 @@ def utilisation(turn: Turn, steps: int, up_seconds: float, down_seconds: float) 
 
 @lru_cache(maxsize=64)
 def queued_seconds(turn: Turn, wanted: float, up_share: float, down_share: float) -> float:
-    """The greatest x such that exchanges of x·up_share seconds up and x·down_share down keep c = ``wanted``;
-    0: none does."""
+    """The greatest x with which pushes of x·up_share seconds and broadcasts of x·down_share seconds keep
+    c = ``wanted``; 0: there is none."""
     steps = run_steps(turn, wanted)
 
     def enough(seconds: float) -> bool:
