@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from diloco_protocol.spec.base import NAME_PATTERN, Spec, fields_by_alias, nested_model, unwrap
-from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.spec.job import IMMUTABLE, DiLoCoJob
 from diloco_protocol.spec.rules import RESERVED_REGIONS
 
 Path = tuple[str, ...]
@@ -263,9 +263,6 @@ NAME = Rule(
     "must be at most 30 lower-case letters, digits and dashes, from a letter to a letter or digit",
     ".metadata.name",
 )
-
-IMMUTABLE: tuple[Path, ...] = (("training", "model"), ("training", "data"), ("seed",), ("sync", "fragments"))
-"""Below spec, what may not change once the job has started (spec.immutable_digests)."""
 
 
 def escaped(name: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -31,11 +31,8 @@ class CertificateError(ValueError):
 class Issued:
     """A certificate and its private key, PEM."""
 
-    certificate: bytes
-    key: bytes
-
-    def __repr__(self) -> str:
-        return "Issued(…)"
+    certificate: bytes = field(repr=False)
+    key: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,10 +151,13 @@ class Credentials:
                     [(self.key, self.certificate)], root_certificates=self.authority, require_client_auth=True
                 )
                 port = int(server.add_secure_port(address, made))
-        except (RuntimeError, ValueError) as error:
-            raise ListenError(_cannot_listen(address)) from error
+        except (RuntimeError, ValueError):  # they say no more than that it failed
+            port = 0
         if port == 0:
-            raise ListenError(_cannot_listen(address))
+            raise ListenError(
+                f"cannot listen on {address}: the port is in use, or this machine has no such address, "
+                "or the TLS files are not a certificate and its key"
+            )
         return port
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -186,10 +189,3 @@ def _optional_text(path: Path, absent: str) -> str:
     if not text.isprintable() or len(text) > 1024:
         raise CredentialsError(f"{path} must be one printable line of at most 1024 characters")
     return text
-
-
-def _cannot_listen(address: str) -> str:
-    return (
-        f"cannot listen on {address}: the port is in use, or this machine has no such address, "
-        "or the TLS files are not a certificate and its key"
-    )

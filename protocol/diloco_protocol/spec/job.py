@@ -7,8 +7,10 @@ runs the rules itself, so that no job that breaks one exists as an object. ``loa
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import operator
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, model_validator
@@ -17,6 +19,9 @@ from diloco_protocol.spec.base import NAME_PATTERN, NAMESPACE_PATTERN, Annotatio
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.spec.rules import violations
 from diloco_protocol.vocabulary import API_VERSION
+
+IMMUTABLE = (("training", "model"), ("training", "data"), ("seed",), ("sync", "fragments"))
+"""Fields below spec that may not change once the job has started."""
 
 
 class MetadataSpec(Spec):
@@ -68,14 +73,9 @@ def spec_digest(job: DiLoCoJob) -> str:
 
 
 def immutable_digests(job: DiLoCoJob) -> dict[str, str]:
-    """Field path below spec → SHA-256 (hex), for what may not change once the job has started.
+    """Field path below spec → SHA-256 (hex), for each field of ``IMMUTABLE``.
 
     A learner sends them when it joins; one that differs is kept out (algorithm.md section 8, Drift).
     """
     spec = job.spec.model_dump(mode="json")
-    return {
-        "training.model": _digest(spec["training"]["model"]),
-        "training.data": _digest(spec["training"]["data"]),
-        "seed": _digest(spec["seed"]),
-        "sync.fragments": _digest(spec["sync"]["fragments"]),
-    }
+    return {".".join(path): _digest(functools.reduce(operator.getitem, path, spec)) for path in IMMUTABLE}

@@ -15,10 +15,10 @@ import pytest
 from pydantic import AfterValidator
 
 from diloco_operator.crd import schema
-from diloco_operator.crd.rules import BETWEEN_FIELDS, IMMUTABLE, rules
+from diloco_operator.crd.rules import BETWEEN_FIELDS, rules
 from diloco_operator.status_models import JobStatus, Progress
 from diloco_protocol.spec.base import Spec, fields_by_alias, nested_model
-from diloco_protocol.spec.job import immutable_digests
+from diloco_protocol.spec.job import IMMUTABLE, immutable_digests
 from diloco_protocol.spec.kubectl_yaml import parse
 from diloco_protocol.spec.load import job_to_json, parse_job
 from repository import ROOT

@@ -6,9 +6,8 @@ import re
 
 import pytest
 
-from diloco_operator.crd.rules import IMMUTABLE
 from diloco_protocol.spec.base import Spec, unwrap
-from diloco_protocol.spec.job import DiLoCoJob, immutable_digests
+from diloco_protocol.spec.job import IMMUTABLE, DiLoCoJob, immutable_digests
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_syncer.startup import _fixed_digests
 from diloco_worker.core.syncer_settings import SyncerSettings
@@ -54,7 +53,7 @@ def test_every_field_has_a_line_and_every_line_a_field() -> None:
 
 
 def test_what_may_not_change_is_compared_at_each_join_and_by_the_api_server() -> None:
-    assert named("`immutable_digests`") == set(immutable_digests(job())) == {".".join(path) for path in IMMUTABLE}
+    assert named("`IMMUTABLE`") == set(immutable_digests(job())) == {".".join(path) for path in IMMUTABLE}
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -67,9 +66,7 @@ def test_what_else_may_not_change_is_compared_with_the_store(deterministic: bool
 def test_what_the_welcome_brings_is_the_syncers_and_all_else_the_job_files() -> None:
     theirs = SyncerSettings.of(job().spec)
     sync = {f"sync.{name}" for name in theirs.document()["sync"]}
-    assert named("`SyncerSettings`") == (sync | {"training.stop"}) - named("`immutable_digests`") - named(
-        "`_fixed_digests`"
-    )
+    assert named("`SyncerSettings`") == (sync | {"training.stop"}) - named("`IMMUTABLE`") - named("`_fixed_digests`")
     own = job(
         seed=7,
         sync={"every": 50, "quorum": 2, "fragments": 3},
