@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import TypeVar, get_args
+
+from google.protobuf.message import Message
 
 from diloco_protocol.arrays import codec
 from diloco_protocol.bandwidth import model
@@ -22,6 +24,9 @@ from diloco_protocol.bandwidth.model import Turn
 from diloco_protocol.common.format_units import rate_text, seconds_text, size_text
 from diloco_protocol.spec.sync import CompressionSpec, SyncSpec
 from diloco_protocol.wire import limits, sync_pb2
+
+M = TypeVar("M", bound=Message)
+_COUNT = 1 << 40  # a counter of a long run
 
 FRAMING = 1.05  # bytes on an Ethernet link per byte of ours: TCP/IP and Ethernet 66 of 1448, TLS, HTTP/2
 ROUND_TRIPS = 2.5  # per exchange: pull and push, announcement, request and broadcast
@@ -55,82 +60,45 @@ def even_sizes(parameters: int, fragments: int) -> list[int]:
 
 def traffic(sizes: Sequence[int], up: str, down: str, learners: int) -> Traffic:
     """What merges carry of fragments of ``sizes`` elements, pushed as ``up`` and broadcast as ``down``."""
-    report = _report(len(sizes))
-    number = 1 << 40  # counters of a long run
-    push = sync_pb2.Push(
-        fragment=1,
-        sequence=number,
-        round=number,
-        epoch=1,
-        base_version=number,
-        oldest_version=number,
-        first_step=number,
-        last_step=number,
-        steps=999,
-        tokens=number,
-        compute_seconds=1.0,
-        encoding=up,
-        layout_digest="0" * 64,
-        report=report,
-    )
-    header = sync_pb2.UploadHeader(
-        format=1,
-        job="j" * 30,
-        slot=1,
-        incarnation=1000,
-        process="0" * 32,
-        push=push,
-        total_bytes=number,
-        offset=1,
-        bytes=number,
-        checksum=1 << 63,
-    )
-    payload = sync_pb2.Payload(encoding=down, bytes=number, checksum=1 << 63)
-    announced = sync_pb2.SyncerMessage(
-        announcement=sync_pb2.Announcement(
-            fragment=1,
-            epoch=1,
-            version=number,
-            merged_sequence=number,
-            merged_version=number,
-            full=payload,
-            delta=payload if down.startswith("delta-") else None,
-            job_tokens=number,
-            settled=1,
-        )
-    )
-    row = sync_pb2.SlotReceipt(
-        slot=1,
-        tenure=1 << 63,
-        merged_tokens=number,
-        tenure_tokens=number,
-        sequence=number,
-        version=number,
-        last_step=number,
-        compute_seconds=1.0,
-    )
-    receipt = learners * (row.ByteSize() + 2)
-    told = sync_pb2.DownloadHeader(found=True, total_bytes=number, bytes=number, checksum=1 << 63)
-    beside = announced.ByteSize() + told.ByteSize() + (receipt if receipt <= limits.MAX_RECEIPT_BYTES else 0)
+    header = _upload_header(up, len(sizes))
+    slot = sync_pb2.SlotReceipt(slot=1, tenure=1 << 63, compute_seconds=1.0)
+    _counted(slot, "merged_tokens", "tenure_tokens", "sequence", "version", "last_step")
+    receipt = learners * (slot.ByteSize() + 2)
+    download = _counted(sync_pb2.DownloadHeader(found=True, checksum=1 << 63), "total_bytes", "bytes")
+    beside = _announcement(down).ByteSize() + download.ByteSize()
+    beside += receipt if receipt <= limits.MAX_RECEIPT_BYTES else 0
     ups = [payload_bytes(up, size) + header.ByteSize() for size in sizes]
     downs = [payload_bytes(down, size) + beside for size in sizes]
-    return Traffic(max(ups), max(downs), sum(ups), sum(downs), report.ByteSize())
+    return Traffic(max(ups), max(downs), sum(ups), sum(downs), header.push.report.ByteSize())
 
 
-def _report(fragments: int) -> sync_pb2.Report:
-    """A report as long as those of a long run."""
-    number = 1 << 40
-    row = sync_pb2.FragmentReport(epoch=1, base_version=1 << 20, steps=999, tokens=1 << 27, confirmed_tokens=number)
-    return sync_pb2.Report(
-        slot_step=number,
-        trained_steps=number,
-        trained_tokens=number,
-        compute_seconds=1.0,
-        stalled_seconds=1.0,
-        loss=1.0,
-        step_seconds=1.0,
-        fragments=[row] * fragments,
-    )
+def _upload_header(up: str, fragments: int) -> sync_pb2.UploadHeader:
+    part = sync_pb2.FragmentReport(epoch=1, base_version=1 << 20, steps=999, tokens=1 << 27, confirmed_tokens=_COUNT)
+    report = sync_pb2.Report(compute_seconds=1.0, stalled_seconds=1.0, loss=1.0, step_seconds=1.0)
+    report.fragments.extend([part] * fragments)
+    _counted(report, "slot_step", "trained_steps", "trained_tokens")
+    push = sync_pb2.Push(fragment=1, epoch=1, steps=999, compute_seconds=1.0, encoding=up, layout_digest="0" * 64)
+    _counted(push, "sequence", "round", "base_version", "oldest_version", "first_step", "last_step", "tokens")
+    push.report.CopyFrom(report)
+    header = sync_pb2.UploadHeader(format=1, job="j" * 30, slot=1, incarnation=1000, process="0" * 32, push=push)
+    header.offset, header.checksum = 1, 1 << 63
+    return _counted(header, "total_bytes", "bytes")
+
+
+def _announcement(down: str) -> sync_pb2.SyncerMessage:
+    payload = _counted(sync_pb2.Payload(encoding=down, checksum=1 << 63), "bytes")
+    told = sync_pb2.Announcement(fragment=1, epoch=1, settled=1, full=payload)
+    if down.startswith("delta-"):
+        told.delta.CopyFrom(payload)
+    _counted(told, "version", "merged_sequence", "merged_version", "job_tokens")
+    return sync_pb2.SyncerMessage(announcement=told)
+
+
+def _counted(message: M, *counters: str) -> M:
+    """The message, with these fields as large as in a long run."""
+    for name in counters:
+        setattr(message, name, _COUNT)
+    return message
 
 
 def turn(sync: SyncSpec, fragments: int, step_seconds: float, round_trip_seconds: float = 0.0) -> Turn:
