@@ -72,10 +72,7 @@ class Kernel:
         Kernel.registry.append(self)
 
     def __call__(self, *arguments: Any) -> Any:
-        compiled = self._compiled
-        if compiled is None:
-            compiled = self.compile()
-        return compiled(*arguments)
+        return (self._compiled or self.compile())(*arguments)
 
     def compile(self) -> Callable[..., Any]:
         """Compile, or load from the cache. Repeated calls do nothing."""

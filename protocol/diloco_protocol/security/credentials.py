@@ -23,7 +23,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 from grpc import aio
@@ -128,15 +128,18 @@ class Credentials:
 
     def aio_channel(self, address: str, options: Sequence[Option] = ()) -> aio.Channel:
         """A ``grpc.aio`` channel to ``address`` (host:port)."""
-        if not self.secure:
-            return aio.insecure_channel(address, options=list(options))
-        return aio.secure_channel(address, self._client(), options=self._named(options))
+        return cast(aio.Channel, self._channel(aio, address, options))
 
     def blocking_channel(self, address: str, options: Sequence[Option] = ()) -> grpc.Channel:
         """A blocking channel to ``address``, for tools without an event loop."""
+        return cast(grpc.Channel, self._channel(grpc, address, options))
+
+    def _channel(self, api: Any, address: str, options: Sequence[Option]) -> Any:
         if not self.secure:
-            return grpc.insecure_channel(address, options=list(options))
-        return grpc.secure_channel(address, self._client(), options=self._named(options))
+            return api.insecure_channel(address, options=list(options))
+        made = grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
+        named = ("grpc.ssl_target_name_override", self.server_name)
+        return api.secure_channel(address, made, options=[*options, named])
 
     def bind(self, server: Any, address: str) -> int:
         """Make a server listen on ``address`` (host:port, port 0: any); returns the port.
@@ -171,12 +174,6 @@ class Credentials:
         given = next((value for name, value in metadata or () if name == TOKEN_KEY), "")
         raw = given if isinstance(given, bytes) else given.encode()
         return hmac.compare_digest(raw, self.token.encode())
-
-    def _client(self) -> grpc.ChannelCredentials:
-        return grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
-
-    def _named(self, options: Sequence[Option]) -> list[Option]:
-        return [*options, ("grpc.ssl_target_name_override", self.server_name)]
 
 
 def _optional_text(path: Path, absent: str) -> str:

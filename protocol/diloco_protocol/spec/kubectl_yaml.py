@@ -47,6 +47,8 @@ _INTEGERS = (  # base, pattern of the digits after sign and prefix
 )
 _TAGS = {f"tag:yaml.org,2002:{kind}": kind for kind in ("str", "int", "float", "bool", "null", "map", "seq")}
 
+_KINDS = {"int": (int,), "float": (int, float), "bool": (bool,), "null": (type(None),)}  # a bool is an int
+
 
 class YamlProblem(Exception):
     """The text cannot be read; ``path`` is where, as far as it is known."""
@@ -96,15 +98,9 @@ def _scalar(event: yaml.ScalarEvent) -> str | int | float | bool | None:
     if kind == "str":
         return event.value
     value = resolve(event.value)
-    fits = {
-        "int": isinstance(value, int) and not isinstance(value, bool),
-        "float": isinstance(value, (int, float)) and not isinstance(value, bool),
-        "bool": isinstance(value, bool),
-        "null": value is None,
-    }
-    if kind not in fits:
+    if kind not in _KINDS:
         raise ValueError(f"the tag {tag} is not known: only YAML's own tags are read")
-    if not fits[kind]:
+    if not isinstance(value, _KINDS[kind]) or (isinstance(value, bool) and kind != "bool"):
         raise ValueError(f"{event.value!r} is not a {kind}, as its tag says")
     return value
 
