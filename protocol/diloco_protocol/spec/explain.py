@@ -104,42 +104,29 @@ def words(annotation: Any, metadata: typing.Iterable[Any] = ()) -> str:
     raise TypeError(f"no words for {annotation!r}")
 
 
-def locate(model: type[Spec], path: tuple[str | int, ...]) -> tuple[type[Spec] | None, Any, list[Any]]:
-    """What lies at ``path``: the innermost model whose field it is, the annotation, its metadata.
-
-    The model is None where the path leaves the models (inside a free mapping, or an unknown field).
-    """
-    owner: type[Spec] | None = model
+def locate(model: type[Spec], path: tuple[str | int, ...]) -> tuple[Any, list[Any]]:
+    """The annotation of what lies at ``path``, and its metadata; (None, []) where the path leaves the models:
+    at an unknown field, or inside a free mapping."""
     annotation: Any = model
     metadata: list[Any] = []
-    here: type[Spec] | None = model
     for step in path:
         kind, _ = unwrap(annotation)
-        if here is not None:
-            field = fields_by_alias(here).get(str(step))
+        inside = typing.get_args(kind)
+        if isinstance(kind, type) and issubclass(kind, Spec):
+            field = fields_by_alias(kind).get(str(step))
             if field is None:
-                return None, None, []
-            owner, annotation, metadata = here, field.annotation, list(field.metadata)
-            inner, many = nested_model(annotation)
-            here = None if many else inner
-        elif typing.get_origin(kind) is list:
-            (annotation,) = typing.get_args(kind)
-            metadata = []
-            inner, _ = nested_model(annotation)
-            here = inner
-        elif typing.get_origin(kind) is dict and typing.get_args(kind)[1] is not Any:
-            annotation, metadata = typing.get_args(kind)[1], []
+                return None, []
+            annotation, metadata = field.annotation, list(field.metadata)
+        elif typing.get_origin(kind) in (list, dict) and inside[-1] is not Any:
+            annotation, metadata = inside[-1], []
         else:
-            return None, None, []
-    return owner, annotation, metadata
+            return None, []
+    return annotation, metadata
 
 
 def _container(model: type[Spec], path: tuple[str | int, ...]) -> type[Spec] | None:
     """The model that a mapping at ``path`` is read as."""
-    if not path:
-        return model
-    _, annotation, _ = locate(model, path)
-    return nested_model(annotation)[0] if annotation is not None else None
+    return nested_model(locate(model, path)[0])[0]
 
 
 def suggestion(model: type[Spec], path: tuple[str | int, ...]) -> str | None:
@@ -181,7 +168,7 @@ def explain(model: type[Spec], error: Any) -> str:
             return f"is not a known field here: did you mean {places[0]}?"
         container = _container(model, path[:-1])
         return f"is not a known field: known are {', '.join(fields_by_alias(container or model))}"
-    _, annotation, metadata = locate(model, path)
+    annotation, metadata = locate(model, path)
     if annotation is None:
         return str(error["msg"])
     if kind == "missing":
