@@ -51,7 +51,7 @@ class Described:
 def new_authority(title: str, now: datetime.datetime, days: int = AUTHORITY_DAYS) -> Issued:
     """A self-signed authority. Raises ``CertificateError``."""
     key = ec.generate_private_key(ec.SECP256R1())
-    return Issued(_pem(authority_of(key, title, now, now + _days(days))), _key_pem(key))
+    return _issued(authority_of(key, title, now, now + _days(days)), key)
 
 
 def issue(
@@ -69,8 +69,7 @@ def issue(
     until = min(now + _days(days), signer.not_valid_after_utc)
     key = ec.generate_private_key(ec.SECP256R1())
     subject = f"{names[0].role} {names[0].namespace}/{names[0].job}"
-    signed = leaf_of(key, subject, names, hosts, signer.subject, key_of_signer, now, until)
-    return Issued(_pem(signed), _key_pem(key))
+    return _issued(leaf_of(key, subject, names, hosts, signer.subject, key_of_signer, now, until), key)
 
 
 def authority_of(
@@ -207,11 +206,6 @@ def _usage(signs_certificates: bool) -> x509.KeyUsage:
     )
 
 
-def _pem(certificate: x509.Certificate) -> bytes:
-    return certificate.public_bytes(serialization.Encoding.PEM)
-
-
-def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
+def _issued(certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> Issued:
+    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    return Issued(certificate.public_bytes(pem), key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))

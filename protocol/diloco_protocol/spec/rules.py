@@ -8,9 +8,10 @@ consequence of the first mistake.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+from diloco_protocol.spec.base import Spec
 from diloco_protocol.spec.job_spec import JobSpec
 
 Path = tuple[str | int, ...]
@@ -19,22 +20,36 @@ RESERVED_REGIONS = ("syncer", "evaluator")
 
 
 class Violation(NamedTuple):
-    """A broken rule: the field to change (path below the job), its value, what is wrong with the cure,
-    and all fields that were read to find it."""
+    """A broken rule: the field to change (path below the job), what is wrong with the cure, all fields that were
+    read to find it, and what is shown as the field's value (None: what stands there)."""
 
     path: Path
-    value: Any
     message: str
     reads: tuple[Path, ...]
+    value: Any = None
 
 
 def _at(dotted: str) -> Path:
     return ("spec", *(int(part) if part.isdigit() else part for part in dotted.split(".")))
 
 
-def broken(path: str, value: Any, message: str, *also: str) -> Violation:
+def broken(path: str, message: str, *also: str, value: Any = None) -> Violation:
     """A violation at ``path`` (dotted, below spec), found by reading that field and those of ``also``."""
-    return Violation(_at(path), value, message, (_at(path), *map(_at, also)))
+    return Violation(_at(path), message, (_at(path), *map(_at, also)), value)
+
+
+def with_values(spec: JobSpec, found: Iterable[Violation]) -> list[Violation]:
+    """The violations with what stands at their paths, where they name no other value."""
+    return [one if one.value is not None else one._replace(value=_value_at(spec, one.path)) for one in found]
+
+
+def _value_at(spec: JobSpec, path: Path) -> Any:
+    place: Any = spec
+    for step in path[1:]:
+        if isinstance(place, Spec):
+            place = {field.alias: getattr(place, name) for name, field in type(place).model_fields.items()}
+        place = place.get(step) if isinstance(place, dict) else place[step]
+    return place
 
 
 def _stop(spec: JobSpec) -> Iterator[Violation]:
@@ -46,19 +61,17 @@ def _stop(spec: JobSpec) -> Iterator[Violation]:
     if len(given) != 1:
         said = f"{' and '.join(given)} are given" if given else "none is given"
         value = {name: getattr(stop, name) for name in given}
-        yield broken(path, value, f"needs exactly one of steps, tokens, seconds ({said}); set the others to null")
+        yield broken(path, f"needs exactly one of steps, tokens, seconds ({said}); set the others to null", value=value)
     if stop.seconds is not None:
         if spec.sync.deterministic:
             yield broken(
                 "training.stop.seconds",
-                stop.seconds,
                 "a deterministic job cannot stop by the clock: stop by steps or tokens",
                 "sync.deterministic",
             )
         if spec.training.optimizer.schedule == "cosine" and spec.learners.command is None:
             yield broken(
                 "training.optimizer.schedule",
-                "cosine",
                 "cosine decays towards a known last step, and stop.seconds names none: "
                 "use schedule constant, or stop by steps or tokens",
                 "training.stop.seconds",
@@ -76,20 +89,18 @@ def _model(spec: JobSpec) -> Iterator[Violation]:
         if builtin:
             yield broken(
                 path,
-                None,
                 "is required by the built-in trainer: give config or from "
                 "(or learners.command for a program of your own)",
                 "learners.command",
             )
         return
     if model.config is None and model.from_ is None:
-        yield broken(path, {}, "needs config (a transformers configuration) or from (weights to start from)")
+        yield broken(path, "needs config (a transformers configuration) or from (weights to start from)", value={})
     if model.config is not None:
         kind = model.config.get("model_type")
         if model.from_ is None and (not isinstance(kind, str) or not kind):
             yield broken(
                 f"{path}.config.model_type",
-                kind,
                 "is required: the kind of transformers model, such as llama, mixtral or vit",
                 f"{path}.config",
                 f"{path}.from",
@@ -101,7 +112,6 @@ def _model(spec: JobSpec) -> Iterator[Violation]:
             if not whole or size < 256:
                 yield broken(
                     f"{path}.config.vocab_size",
-                    size,
                     "must be a whole number, at least 256, with the tokenizer bytes; or leave it out",
                     f"{path}.config",
                     "training.data.tokenizer",
@@ -110,7 +120,6 @@ def _model(spec: JobSpec) -> Iterator[Violation]:
     if model.lora is not None and model.freeze:
         yield broken(
             f"{path}.freeze",
-            model.freeze,
             "has no meaning with lora, which freezes everything but the adapters: leave one of them out",
             f"{path}.lora",
         )
@@ -124,7 +133,6 @@ def _data(spec: JobSpec) -> Iterator[Violation]:
         if spec.learners.command is None:
             yield broken(
                 path,
-                None,
                 "is required by the built-in trainer, such as {paths: [python-stdlib]} "
                 "(or learners.command for a program of your own)",
                 "learners.command",
@@ -136,21 +144,17 @@ def _data(spec: JobSpec) -> Iterator[Violation]:
         value = getattr(data, name)
         if source == data.source and not value:
             yield broken(
-                f"{path}.{name}", value, f"is required with source {source}, such as {examples[name]}", f"{path}.source"
+                f"{path}.{name}", f"is required with source {source}, such as {examples[name]}", f"{path}.source"
             )
         if source != data.source and value:
             yield broken(
                 f"{path}.{name}",
-                value,
                 f"belongs to source {source}, and source is {data.source}: leave it out or set source: {source}",
                 f"{path}.source",
             )
     if data.subset is not None and data.source != "datasets":
         yield broken(
-            f"{path}.subset",
-            data.subset,
-            f"belongs to source datasets, and source is {data.source}: leave it out",
-            f"{path}.source",
+            f"{path}.subset", f"belongs to source datasets, and source is {data.source}: leave it out", f"{path}.source"
         )
 
 
@@ -162,16 +166,14 @@ def _sync(spec: JobSpec) -> Iterator[Violation]:
     if sync.fragments > sync.every:
         yield broken(
             "sync.fragments",
-            sync.fragments,
             f"must be at most sync.every ({sync.every}): every fragment is merged once in that many steps",
             "sync.every",
         )
     if sync.overlap >= sync.every:
-        yield broken("sync.overlap", sync.overlap, f"must be below sync.every ({sync.every})", "sync.every")
+        yield broken("sync.overlap", f"must be below sync.every ({sync.every})", "sync.every")
     if sync.quorum > spec.slots:
         yield broken(
             "sync.quorum",
-            sync.quorum,
             f"must be at most the number of learners in all regions ({spec.slots}), or nothing is ever merged",
             "regions",
         )
@@ -179,7 +181,6 @@ def _sync(spec: JobSpec) -> Iterator[Violation]:
     if alone is not None and alone < sync.every:
         yield broken(
             "sync.staleness.maxSteps",
-            alone,
             f"must be at least sync.every ({sync.every}), or learners pause before each merge",
             "sync.every",
         )
@@ -187,7 +188,6 @@ def _sync(spec: JobSpec) -> Iterator[Violation]:
     if beat.timeout_seconds <= beat.interval_seconds:
         yield broken(
             "sync.heartbeat.timeoutSeconds",
-            beat.timeout_seconds,
             "must be more than sync.heartbeat."
             f"intervalSeconds ({beat.interval_seconds:g}), or every learner is lost at once",
             "sync.heartbeat.intervalSeconds",
@@ -195,7 +195,6 @@ def _sync(spec: JobSpec) -> Iterator[Violation]:
     if sync.compression.error_feedback and sync.compression.up == "float32":
         yield broken(
             "sync.compression.errorFeedback",
-            True,
             "has no meaning with up float32, which drops nothing: set it to false or choose a smaller encoding",
             "sync.compression.up",
         )
@@ -210,15 +209,14 @@ def _regions(spec: JobSpec) -> Iterator[Violation]:
         if region.name in first:
             yield broken(
                 path,
-                region.name,
                 f"is the name of regions.{first[region.name]} too: give each region its own",
                 f"regions.{first[region.name]}.name",
             )
         first.setdefault(region.name, index)
         if region.name in RESERVED_REGIONS:
-            yield broken(path, region.name, "is taken by a part of the job itself: choose another name")
+            yield broken(path, "is taken by a part of the job itself: choose another name")
     if spec.slots > 4096:
-        yield broken("regions", spec.slots, "hold more than 4096 learners in all: ask for fewer")
+        yield broken("regions", "hold more than 4096 learners in all: ask for fewer", value=spec.slots)
 
 
 def _clusters(spec: JobSpec) -> Iterator[Violation]:
@@ -233,7 +231,6 @@ def _clusters(spec: JobSpec) -> Iterator[Violation]:
     if endpoint.type == "External" and endpoint.address is None:
         yield broken(
             "syncer.endpoint.address",
-            None,
             "is required with type External: host or host:port that leads to the syncer",
             "syncer.endpoint.type",
         )
@@ -243,7 +240,6 @@ def _clusters(spec: JobSpec) -> Iterator[Violation]:
         if name is None:
             yield broken(
                 path,
-                None,
                 f"is required where the job names clusters ({', '.join(sorted(named))}): "
                 "name it everywhere, or nowhere in a job of one cluster",
                 *paths,
@@ -254,14 +250,12 @@ def _clusters(spec: JobSpec) -> Iterator[Violation]:
     if endpoint.type == "ClusterIP":
         yield broken(
             "syncer.endpoint.type",
-            "ClusterIP",
             f"is reachable from its own cluster only, and {said}: use NodePort, LoadBalancer or External",
             *paths,
         )
     if endpoint.address is None and endpoint.type != "External":
         yield broken(
             "syncer.endpoint.address",
-            None,
             f"is required: {said}, and learners must know whom to dial (host or host:port)",
             *paths,
         )
@@ -272,12 +266,11 @@ def _clusters(spec: JobSpec) -> Iterator[Violation]:
         if secret is None:
             yield broken(
                 path,
-                None,
                 f"is required: {said}, and a made secret does not leave its cluster: create one and name it",
                 *paths,
             )
     if spec.syncer.tls.mode == "off":
-        yield broken("syncer.tls.mode", "off", f"sends weights in the clear, and {said}: use auto", *paths)
+        yield broken("syncer.tls.mode", f"sends weights in the clear, and {said}: use auto", *paths)
 
 
 def _syncer(spec: JobSpec) -> Iterator[Violation]:
@@ -287,21 +280,16 @@ def _syncer(spec: JobSpec) -> Iterator[Violation]:
     if endpoint.node_port is not None and endpoint.type != "NodePort":
         yield broken(
             "syncer.endpoint.nodePort",
-            endpoint.node_port,
             f"belongs to type NodePort, and type is {endpoint.type}: leave it out",
             "syncer.endpoint.type",
         )
     if syncer.tls.mode == "off" and syncer.tls.secret_name is not None:
         yield broken(
-            "syncer.tls.mode",
-            "off",
-            "contradicts syncer.tls.secretName: leave one of them out",
-            "syncer.tls.secretName",
+            "syncer.tls.mode", "contradicts syncer.tls.secretName: leave one of them out", "syncer.tls.secretName"
         )
     if storage.claim_name is not None and storage.uri is not None:
         yield broken(
             "syncer.storage.uri",
-            storage.uri,
             "contradicts syncer.storage.claimName: the state lies in one place",
             "syncer.storage.claimName",
         )
@@ -310,14 +298,12 @@ def _syncer(spec: JobSpec) -> Iterator[Violation]:
         if storage.storage_class_name is not None:
             yield broken(
                 "syncer.storage.storageClassName",
-                storage.storage_class_name,
                 f"is for a volume that is made, and {own} names one of yours: leave it out",
                 f"syncer.storage.{own}",
             )
         if storage.on_delete == "Delete":
             yield broken(
                 "syncer.storage.onDelete",
-                "Delete",
                 f"is for a volume that is made, and {own} names yours, which is never deleted: leave it out",
                 f"syncer.storage.{own}",
             )
@@ -328,4 +314,4 @@ RULES = (_stop, _model, _data, _sync, _regions, _clusters, _syncer)
 
 def violations(spec: JobSpec) -> list[Violation]:
     """All broken rules of a job whose fields are valid each on its own."""
-    return [violation for rule in RULES for violation in rule(spec)]
+    return with_values(spec, (violation for rule in RULES for violation in rule(spec)))

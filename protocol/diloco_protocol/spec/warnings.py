@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 
 from diloco_protocol.spec.job_spec import JobSpec
-from diloco_protocol.spec.rules import Violation, broken
+from diloco_protocol.spec.rules import Violation, broken, with_values
 
 _IDLE = 4  # so many times the bandwidth that the same bytes need, spread out
 
@@ -27,7 +27,6 @@ def _link_warnings(spec: JobSpec) -> Iterator[Violation]:
     if sync.deterministic:
         yield broken(
             "sync.deterministic",
-            True,
             "every learner waits for the slowest link at each exchange; this job spans clusters: "
             "it is meant for tests on one machine",
         )
@@ -35,14 +34,12 @@ def _link_warnings(spec: JobSpec) -> Iterator[Violation]:
     if sync.overlap == 0:
         yield broken(
             "sync.overlap",
-            0,
             "no step overlaps an exchange, so each merge is late by its whole way between clusters: "
             "2 hides a step's worth and more",
         )
     elif period >= _IDLE * sync.overlap:
         yield broken(
             "sync.fragments",
-            sync.fragments,
             f"an exchange has {sync.overlap} of the {period:g} steps until the next, and the links between "
             f"clusters lie idle for the rest: they need {period / sync.overlap:.3g} times the bandwidth that "
             f"more fragments (sync.every allows {sync.every}) or a larger sync.overlap would need",
@@ -50,20 +47,18 @@ def _link_warnings(spec: JobSpec) -> Iterator[Violation]:
     if sync.compression.up == "float32":
         yield broken(
             "sync.compression.up",
-            "float32",
             "7.8 times the bytes of int4 on the links between clusters: int4 was reported to cost nothing",
         )
     if sync.compression.down == "float32":
         yield broken(
             "sync.compression.down",
-            "float32",
             "twice the bytes of bfloat16 and 7.8 times those of delta-int4, out of the hub for every learner",
         )
 
 
 def warnings(spec: JobSpec) -> list[Violation]:
     """What is allowed and probably not meant."""
-    return [*_unlikely(spec), *_link_warnings(spec)]
+    return with_values(spec, (*_unlikely(spec), *_link_warnings(spec)))
 
 
 def _unlikely(spec: JobSpec) -> Iterator[Violation]:
@@ -72,13 +67,11 @@ def _unlikely(spec: JobSpec) -> Iterator[Violation]:
     if steps is not None and warmup >= steps and spec.learners.command is None:
         yield broken(
             "training.optimizer.warmupSteps",
-            warmup,
             f"the warm-up is not over when the job stops (training.stop.steps is {steps})",
         )
     if outer.optimizer in ("adamw", "cosine-gated") and outer.lr > 0.1:
         yield broken(
             "sync.outer.lr",
-            outer.lr,
             f"{outer.optimizer} moves every parameter by about lr at each merge; 0.7 is meant for nesterov: try 0.001",
         )
     endpoint = spec.syncer.endpoint
@@ -86,9 +79,8 @@ def _unlikely(spec: JobSpec) -> Iterator[Violation]:
     if endpoint.node_port is not None and asked and int(asked[1]) != endpoint.node_port:
         yield broken(
             "syncer.endpoint.address",
-            endpoint.address,
             f"learners dial port {asked[1]}, and syncer.endpoint.nodePort is {endpoint.node_port}: right "
             "only if something between leads from one to the other",
         )
     if spec.sync.deterministic and spec.sync.quorum not in (1, spec.slots):
-        yield broken("sync.quorum", spec.sync.quorum, f"a deterministic job waits for all {spec.slots} learners")
+        yield broken("sync.quorum", f"a deterministic job waits for all {spec.slots} learners")

@@ -184,10 +184,10 @@ def test_every_rule_is_broken_by_a_case(monkeypatch: pytest.MonkeyPatch) -> None
     seen: set[int] = set()
     plain = rules.broken
 
-    def noted(*arguments: Any) -> Any:
+    def noted(*arguments: Any, **named: Any) -> Any:
         frame = sys._getframe(1)
         seen.update(places & {frame.f_lineno})
-        return plain(*arguments)
+        return plain(*arguments, **named)
 
     monkeypatch.setattr(rules, "broken", noted)
     for _, job, paths in broken():
