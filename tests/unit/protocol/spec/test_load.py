@@ -254,11 +254,11 @@ def test_aliases_of_aliases_are_counted_in_full_and_do_not_blow_up() -> None:
     )
     merged = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40))
     tracemalloc.start()
-    started = time.monotonic()
+    started = time.process_time()
     for text, said in ((wide, "values"), (deep, "nested"), (merged, "values")):
         with pytest.raises(YamlProblem, match=said):
             parse(text)
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
     assert tracemalloc.get_traced_memory()[1] < 100e6
     tracemalloc.stop()
 
