@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from diloco_protocol.spec.kubectl_yaml import Path
+from diloco_protocol.spec.base import Path
 
 # Of every Kubernetes object's metadata, beside what MetadataSpec has.
 SERVER_METADATA = frozenset(

@@ -24,6 +24,10 @@ ADDRESS_PATTERN = r"^([A-Za-z0-9]([-.A-Za-z0-9]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\]
 """host or host:port; an IPv6 host in brackets."""
 
 
+Path = tuple[str | int, ...]
+"""Where something lies in a job: fields by the names of the file, items by their index."""
+
+
 class Spec(BaseModel):
     """Base of every part of a job: camelCase in YAML, snake_case in Python."""
 

@@ -20,6 +20,7 @@ from diloco_protocol.spec.base import (
     NAME_PATTERN,
     NAMESPACE_PATTERN,
     OBJECT_PATTERN,
+    Path,
     Spec,
     fields_by_alias,
     nested_model,
@@ -104,7 +105,7 @@ def words(annotation: Any, metadata: typing.Iterable[Any] = ()) -> str:
     raise TypeError(f"no words for {annotation!r}")
 
 
-def locate(model: type[Spec], path: tuple[str | int, ...]) -> tuple[Any, list[Any]]:
+def locate(model: type[Spec], path: Path) -> tuple[Any, list[Any]]:
     """The annotation of what lies at ``path``, and its metadata; (None, []) where the path leaves the models:
     at an unknown field, or inside a free mapping."""
     annotation: Any = model
@@ -124,12 +125,12 @@ def locate(model: type[Spec], path: tuple[str | int, ...]) -> tuple[Any, list[An
     return annotation, metadata
 
 
-def _container(model: type[Spec], path: tuple[str | int, ...]) -> type[Spec] | None:
+def _container(model: type[Spec], path: Path) -> type[Spec] | None:
     """The model that a mapping at ``path`` is read as."""
     return nested_model(locate(model, path)[0])[0]
 
 
-def suggestion(model: type[Spec], path: tuple[str | int, ...]) -> str | None:
+def suggestion(model: type[Spec], path: Path) -> str | None:
     """The known field nearest to the unknown one at ``path``, at its level."""
     container = _container(model, path[:-1])
     if container is None:

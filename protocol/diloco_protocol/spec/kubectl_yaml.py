@@ -24,13 +24,13 @@ from typing import Any
 
 import yaml
 
+from diloco_protocol.spec.base import Path
+
 MAX_BYTES = 1024 * 1024
 MAX_DEPTH = 64
 MAX_VALUES = 100_000
 
 _TOO_DEEP = f"it is nested more than {MAX_DEPTH} deep"
-
-Path = tuple[str | int, ...]
 
 _TRUE = {w for word in ("y", "yes", "true", "on") for w in (word, word.capitalize(), word.upper())}
 _FALSE = {w for word in ("n", "no", "false", "off") for w in (word, word.capitalize(), word.upper())}

@@ -1,6 +1,6 @@
 """Reading a job: a file, overrides, all problems at once; and the normal form.
 
-The order: the file's bytes (bounded), YAML as kubectl reads it (``spec_yaml``),
+The order: the file's bytes (bounded), YAML as kubectl reads it (``kubectl_yaml``),
 overrides, the models' own checks, then the rules between fields. The rules also
 run when some field has been refused: that field is put back to its default,
 and what a rule says about it is left out. So one run shows every problem and
@@ -24,10 +24,10 @@ from pydantic.fields import FieldInfo
 
 from diloco_protocol.common.files import read_bounded
 from diloco_protocol.spec.api_server import dropped_nulls, without_server_fields
-from diloco_protocol.spec.base import Spec, fields_by_alias, nested_model, unwrap
+from diloco_protocol.spec.base import Path, Spec, fields_by_alias, nested_model, unwrap
 from diloco_protocol.spec.explain import explain, suggestion
 from diloco_protocol.spec.job import DiLoCoJob
-from diloco_protocol.spec.kubectl_yaml import MAX_BYTES, Path, YamlDocument, YamlProblem, parse
+from diloco_protocol.spec.kubectl_yaml import MAX_BYTES, YamlDocument, YamlProblem, parse
 from diloco_protocol.spec.rules import violations
 from diloco_protocol.spec.warnings import warnings
 

@@ -11,10 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from diloco_protocol.spec.base import Spec
+from diloco_protocol.spec.base import Path, Spec
 from diloco_protocol.spec.job_spec import JobSpec
-
-Path = tuple[str | int, ...]
 
 RESERVED_REGIONS = ("syncer", "evaluator")
 
