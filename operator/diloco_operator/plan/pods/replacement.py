@@ -22,6 +22,10 @@ start either; the status names the reason.
 
 **Follow.** The successor is followed until it is in the quorum or stands by, and that is an Event.
 
+Example: ``kubectl delete pod job-local-1``. The next turn finds another UID at that place, sends
+``LearnerGone``, counts one loss, and calls ``process-ended`` while the syncer lists the old process.
+When the new pod is in the quorum, ``LearnerReplaced`` says after how many seconds.
+
 All of this compares pods with their snapshots in ``PlanMemory``. An operator that restarts has no
 snapshots: it counts nothing of what happened before, and fences after ``UNKNOWN_SECONDS``.
 """
@@ -42,7 +46,7 @@ FIRST_BACKOFF, LAST_BACKOFF = 20.0, 300.0
 LEARNER_SILENT_SECONDS = 30.0
 """A learner is silent after this, or after twice the heartbeat's timeout if that is longer."""
 UNKNOWN_SECONDS = 5.0
-"""A process whose pod was never seen counts as gone after so long: the cache may not have the pod yet."""
+"""A process whose pod was never seen counts as ended after so long: the cache may not have the pod yet."""
 SYNCER = "syncer"
 
 
@@ -53,7 +57,7 @@ class PodChanges:
     calls: list[Call] = field(default_factory=list)
     deletes: list[Delete] = field(default_factory=list)
     events: list[EventWanted] = field(default_factory=list)
-    gone: set[str] = field(default_factory=set)  # UIDs
+    gone: set[str] = field(default_factory=set)  # UIDs of pods
     counted: int = 0  # losses that count against failurePolicy.maxReplacements
     cause: str = ""  # of the last one that counted
     failure: tuple[str, str] | None = None  # reason and message of why the job fails
