@@ -8,6 +8,7 @@ that names the flag or variable and the cure.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -30,52 +31,48 @@ class SettingsError(Exception):
     """A setting is wrong; the message names the flag or variable, the value and the cure."""
 
 
-def _name(text: str) -> str:
-    if not _NAME.fullmatch(text) or len(text) > 63:
-        raise ValueError("expected a name of small letters, digits and dashes, at most 63 characters")
-    return text
+def _checked(convert: Callable[[str], Any], holds: Callable[[Any], object], expected: str) -> Callable[[str], Any]:
+    """A reader of texts: what ``convert`` makes of one, if ``holds``. It raises ValueError otherwise."""
+
+    def read(text: str) -> Any:
+        with contextlib.suppress(ValueError):
+            if holds(value := convert(text)):
+                return value
+        raise ValueError(f"expected {expected}")
+
+    return read
+
+
+def _number(low: float, high: float) -> Callable[[str], Any]:
+    return _checked(float, lambda value: low <= value <= high, f"a number from {low:g} to {high:g}")
+
+
+def _digits(text: str) -> int:
+    if not re.fullmatch("[0-9]{1,9}", text):
+        raise ValueError
+    return int(text)
+
+
+def _whole(low: int, high: int) -> Callable[[str], Any]:
+    return _checked(_digits, lambda value: low <= value <= high, f"a whole number from {low} to {high}")
+
+
+def _word(*words: str) -> Callable[[str], Any]:
+    by_small = {word.lower(): word for word in words}
+    return _checked(lambda text: by_small.get(text.lower()), bool, f"one of {', '.join(words)}")
+
+
+_name = _checked(
+    str,
+    lambda text: _NAME.fullmatch(text) and len(text) <= 63,
+    "a name of small letters, digits and dashes, at most 63 characters",
+)
+_image = _checked(str, lambda text: re.fullmatch(r"\S{1,1024}", text), "an image's name, such as diloco-worker:0.1.0")
+_path = _checked(str, lambda text: text.startswith("/"), "an absolute path")
 
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(_name(part) for part in re.split(r"[,\s]+", text.strip()) if part))
-
-
-def _image(text: str) -> str:
-    if not text or any(c.isspace() for c in text) or len(text) > 1024:
-        raise ValueError("expected an image's name, such as diloco-worker:0.1.0")
-    return text
-
-
-def _word(*words: str) -> Callable[[str], str]:
-    def read(text: str) -> str:
-        by_small = {word.lower(): word for word in words}
-        if text.lower() not in by_small:
-            raise ValueError(f"expected one of {', '.join(words)}")
-        return by_small[text.lower()]
-
-    return read
-
-
-def _number(low: float, high: float) -> Callable[[str], float]:
-    def read(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = float("nan")
-        if not low <= value <= high:
-            raise ValueError(f"expected a number from {low:g} to {high:g}")
-        return value
-
-    return read
-
-
-def _whole(low: int, high: int) -> Callable[[str], int]:
-    def read(text: str) -> int:
-        if not re.fullmatch(r"[0-9]{1,9}", text) or not low <= int(text) <= high:
-            raise ValueError(f"expected a whole number from {low} to {high}")
-        return int(text)
-
-    return read
 
 
 def _address(text: str) -> str:
@@ -83,12 +80,6 @@ def _address(text: str) -> str:
         split_address(text, "")
     except AddressError as error:
         raise ValueError("expected HOST:PORT, such as [::]:7720") from error
-    return text
-
-
-def _path(text: str) -> str:
-    if not text.startswith("/"):
-        raise ValueError("expected an absolute path")
     return text
 
 

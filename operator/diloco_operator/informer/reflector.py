@@ -159,7 +159,8 @@ class Reflector:
             if self._stopped.is_set():
                 return
         for (namespace, name), uid in gone.items():
-            self._notify(self.cache.drop(self.kind, namespace, name, uid))
+            if jobs := self.cache.drop(self.kind, namespace, name, uid):
+                self.changed(jobs)
         self._version = version
         self._lists += 1
         if self._lists > 1:
@@ -227,9 +228,6 @@ class Reflector:
             name = (obj.get("metadata") or {}).get("name")
             log.error("%s %s cannot be read (%s: %s)", self.kind.name, name, type(error).__name__, error)
             return
-        self._notify(jobs)
-
-    def _notify(self, jobs: set[Key]) -> None:
         if jobs:
             self.changed(jobs)
 

@@ -80,14 +80,10 @@ class EventLog:
         """The state that was reported last; ``default``, if none is remembered."""
         return self._reported.get((topic, subject), default)
 
-    def forget(self, *topics: Topic) -> None:
-        """Forget what was reported of these topics, whatever their subjects."""
-        for key in [key for key in self._reported if key[0] in topics]:
+    def forget(self, *topics: Topic, subject: str | None = None) -> None:
+        """Forget what was reported of these topics, whatever their subjects (or of one ``subject``)."""
+        for key in [key for key in self._reported if key[0] in topics and subject in (None, key[1])]:
             del self._reported[key]
-
-    def forget_condition(self, kind: str) -> None:
-        """Forget what was reported of one condition."""
-        self._reported.pop((Topic.CONDITION, kind), None)
 
     def keep(self, topic: Topic, subjects: Collection[str]) -> None:
         """Forget what was reported of a topic about anything but ``subjects``."""
@@ -103,7 +99,7 @@ def transition_events(view: View, found: TurnFindings, conditions: ConditionSet,
     _report_refusal(event_log, before.get("Ready", {}), conditions.found["Ready"])
     for kind in FAULT_OVER:
         if kind in ("LinksTooSlow", "SpecDrift") and not found.decision.training:
-            event_log.forget_condition(kind)  # no learner is connected, so the fault is not over either
+            event_log.forget(Topic.CONDITION, subject=kind)  # no learner is connected, so the fault is not over either
         elif kind in conditions.found:
             _report_fault(event_log, kind, before.get(kind, {}), conditions.found[kind])
     _report_apply_failed(event_log, before.get("Degraded", {}), conditions.found["Degraded"], conditions.found["Ready"])

@@ -87,21 +87,14 @@ def _compare(wanted: Any, live: Any, path: str, found: list[str], quantities: bo
 
 
 def _compare_lists(wanted: Sequence[Any], live: Any, path: str, found: list[str], quantities: bool) -> None:
-    if not isinstance(live, list):
+    keys = _keys(wanted)
+    if not isinstance(live, list) or (keys is None and len(wanted) != len(live)):
         found.append(path)
         return
-    keys = _keys(wanted)
-    if keys is None:
-        if len(wanted) != len(live):
-            found.append(path)
-            return
-        for i, (ours, theirs) in enumerate(zip(wanted, live, strict=True)):
-            _compare(ours, theirs, f"{path}[{i}]", found, quantities)
-        return
-    by_key = {_key(item, keys): item for item in live if isinstance(item, Mapping)}
-    for item in wanted:
-        key = _key(item, keys)
-        _compare(item, by_key.get(key), f"{path}[{key[0]}]", found, quantities)
+    by_key = {_key(item, keys): item for item in live if isinstance(item, Mapping)} if keys is not None else {}
+    for i, item in enumerate(wanted):
+        key = _key(item, keys) if keys is not None else (i,)
+        _compare(item, live[i] if keys is None else by_key.get(key), f"{path}[{key[0]}]", found, quantities)
 
 
 def _keys(items: Sequence[Any]) -> tuple[str, ...] | None:
