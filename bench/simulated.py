@@ -13,11 +13,12 @@ import random
 import secrets
 import time
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 from diloco_protocol.spec.job import DiLoCoJob, immutable_digests
+from diloco_protocol.wire.records import PushHeader, Seat, StepReport
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
@@ -43,7 +44,7 @@ class Learner:
     adoption: Adoption
     process: str = ""
     connection: int | None = None
-    seat: ev.Seat | None = None
+    seat: Seat | None = None
     pulls: dict[int, ev.Pull] = field(default_factory=dict)
     join_at: float = 0.0
 
@@ -55,30 +56,9 @@ class Learner:
         bases = [state.base for state in self.adoption.fragments]
         return tuple((b.epoch, b.version) for b in bases if b) if all(bases) else ()
 
-    def report(self, step_seconds: float) -> ev.ReportCounts:
-        now = self.adoption.now
-        rows = tuple(
-            ev.FragmentCounts(
-                r.epoch,
-                r.base_version,
-                r.steps,
-                r.tokens,
-                r.confirmed_tokens,
-                r.dropped_overlap,
-                r.dropped_stale,
-                r.dropped_rolled_back,
-            )
-            for r in self.adoption.rows()
-        )
-        return ev.ReportCounts(
-            now.step,
-            self.adoption.trained_steps,
-            now.tokens,
-            rows,
-            now.seconds,
-            loss=9.0 / (1 + now.step) ** 0.1,
-            step_seconds=step_seconds,
-        )
+    def report(self, step_seconds: float) -> StepReport:
+        loss = 9.0 / (1 + self.adoption.now.step) ** 0.1
+        return replace(self.adoption.report(), loss=loss, step_seconds=step_seconds)
 
 
 class _Sessions:
@@ -263,23 +243,13 @@ class Syncer:
             return
         plan, report = planned[0], learner.report(self.beat_seconds)
         encoding = self.job.spec.sync.compression.up
-        header = ev.PushHeader(
-            learner.seat.slot,
-            learner.seat.incarnation,
-            plan.fragment,
-            plan.sequence,
-            plan.round,
-            plan.epoch,
-            plan.base_version,
-            plan.oldest_version,
-            plan.first_step,
-            plan.last_step,
-            plan.steps,
-            plan.tokens,
-            plan.compute_seconds,
-            encoding,
-            LAYOUT,
-            report,
+        header = PushHeader(
+            **asdict(plan),
+            encoding=encoding,
+            layout_digest=LAYOUT,
+            report=report,
+            slot=learner.seat.slot,
+            incarnation=learner.seat.incarnation,
         )
         self.traffic.count_received(learner.region, learner.seat.slot, ELEMENTS)
         self._numbers += 1
@@ -330,7 +300,7 @@ class Syncer:
             case _:
                 pass  # what is about bytes, files and data
 
-    def _seated(self, learner: Learner, seat: ev.Seat, merged: tuple[ev.MergedPush, ...]) -> None:
+    def _seated(self, learner: Learner, seat: Seat, merged: tuple[ev.MergedPush, ...]) -> None:
         if not (seat.continuing and learner.seat is not None):
             learner.adoption.begin_tenure(seat.slot_step)
             learner.pulls.clear()

@@ -39,7 +39,7 @@ import programs
 from diloco_protocol.arrays.layout import Layout, Tensor
 from diloco_protocol.spec.load import parse_job
 from diloco_protocol.vocabulary import TransferRefusal
-from diloco_protocol.wire import bulk, limits, services, sync_pb2
+from diloco_protocol.wire import bulk, convert, limits, services, sync_pb2
 from diloco_protocol.wire import channels as wire_channels
 from diloco_syncer.messages import upload_reply
 from diloco_syncer.runtime.buffer_pool import BufferPool
@@ -96,7 +96,7 @@ async def _sink(pipe: Connection) -> None:
         return count.to_bytes(8, "little")
 
     async def upload(stream: AsyncIterator[bytes], context: Any) -> bytes:
-        header = limits.parse(sync_pb2.UploadHeader, await anext(stream), limits.MAX_HEADER_BYTES)
+        header = convert.parse(sync_pb2.UploadHeader, await anext(stream), limits.MAX_HEADER_BYTES)
         key = (header.process, header.push.fragment, header.push.sequence)
         whole = await uploads.receive_part(key, header, stream, lambda: buffers.allocate(header.total_bytes))
         return upload_reply(True) if whole is not None else upload_reply(True, TransferRefusal.PARTIAL)
@@ -219,7 +219,7 @@ class _Learner:
             layout_digest=self._layout.digest,
         )
         await self._call.write(sync_pb2.LearnerMessage(join=join).SerializeToString())
-        first = limits.parse(sync_pb2.SyncerMessage, await asyncio.wait_for(self._call.read(), limits.JOIN_SECONDS))
+        first = convert.parse(sync_pb2.SyncerMessage, await asyncio.wait_for(self._call.read(), limits.JOIN_SECONDS))
         if not first.HasField("welcome"):
             raise RuntimeError(f"refused: {first.refusal.message}")
         welcome = first.welcome

@@ -6,7 +6,6 @@ of it has been believed then.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +14,6 @@ from diloco_protocol.vocabulary import JobPhase
 from diloco_protocol.wire import bulk, limits, sync_pb2
 from diloco_protocol.wire.limits import WireError
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.recovery.receipts import Rows, SlotRow
 
 _PROCESS = re.compile(r"^[0-9a-f]{1,64}$")
 _REGION = re.compile(r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
@@ -84,98 +82,7 @@ def attempt_from(message: sync_pb2.Join) -> int:
     return _count(message.attempt, "attempt")
 
 
-def report_from(message: sync_pb2.Report) -> ev.ReportCounts:
-    """A learner's cumulative counts."""
-    if len(message.fragments) > limits.MAX_FRAGMENTS or len(message.cursors) > limits.MAX_CURSORS:
-        raise WireError(
-            f"report: at most {limits.MAX_FRAGMENTS} fragments and {limits.MAX_CURSORS} cursors are understood"
-        )
-    return ev.ReportCounts(
-        slot_step=_count(message.slot_step, "slot_step"),
-        trained_steps=_count(message.trained_steps, "trained_steps"),
-        trained_tokens=_count(message.trained_tokens, "trained_tokens"),
-        fragments=tuple(
-            ev.FragmentCounts(
-                epoch=_count(f.epoch, "epoch"),
-                base_version=_count(f.base_version, "base_version"),
-                steps=_count(f.steps, "steps"),
-                tokens=_count(f.tokens, "tokens"),
-                confirmed_tokens=_count(f.confirmed_tokens, "confirmed_tokens"),
-                dropped_overlap=_count(f.dropped_overlap, "dropped_overlap"),
-                dropped_stale=_count(f.dropped_stale, "dropped_stale"),
-                dropped_rolled_back=_count(f.dropped_rolled_back, "dropped_rolled_back"),
-            )
-            for f in message.fragments
-        ),
-        compute_seconds=_seconds(message.compute_seconds, "compute_seconds"),
-        stalled_seconds=_seconds(message.stalled_seconds, "stalled_seconds"),
-        # A diverged learner's loss is told as it is: not a number.
-        loss=message.loss if math.isfinite(message.loss) else float("nan"),
-        step_seconds=_seconds(message.step_seconds, "step_seconds"),
-        cursors=tuple((_count(c.lease, "lease"), _count(c.position, "position")) for c in message.cursors),
-        paused=message.paused,
-    )
-
-
-def evaluation_from(message: sync_pb2.Evaluation, connection: int) -> ev.Evaluated:
-    """An evaluator's score."""
-    return ev.Evaluated(
-        connection=connection,
-        tokens=_count(message.tokens, "tokens"),
-        loss=message.loss if math.isfinite(message.loss) else float("nan"),
-        sum_versions=_count(message.sum_versions, "sum_versions"),
-        final=message.final,
-    )
-
-
-def push_from(header: sync_pb2.UploadHeader) -> ev.PushHeader:
-    """A push's or offer's header."""
-    push = header.push
-    for name in ("sequence", "round", "epoch", "base_version", "oldest_version", "first_step", "last_step"):
-        _count(getattr(push, name), name)
-    return ev.PushHeader(
-        slot=header.slot,
-        incarnation=_count(header.incarnation, "incarnation"),
-        fragment=push.fragment,
-        sequence=push.sequence,
-        round=push.round,
-        epoch=push.epoch,
-        base_version=push.base_version,
-        oldest_version=push.oldest_version,
-        first_step=push.first_step,
-        last_step=push.last_step,
-        steps=_count(push.steps, "steps"),
-        tokens=_count(push.tokens, "tokens"),
-        compute_seconds=_seconds(push.compute_seconds, "compute_seconds"),
-        encoding=push.encoding[:32],
-        layout_digest=push.layout_digest[:128],
-        report=report_from(push.report),
-    )
-
-
 # ------------------------------------------------------------------ down
-
-
-def lease_to(grant: ev.LeaseGrant) -> sync_pb2.Lease:
-    return sync_pb2.Lease(
-        lease=grant.lease,
-        data_epoch=grant.data_epoch,
-        block=grant.block,
-        start=grant.start,
-        end=grant.end,
-        block_size=grant.block_size,
-    )
-
-
-def seat_to(seat: ev.Seat) -> sync_pb2.Seat:
-    return sync_pb2.Seat(
-        slot=seat.slot,
-        incarnation=seat.incarnation,
-        continuing=seat.continuing,
-        slot_step=seat.slot_step,
-        slot_tokens=seat.slot_tokens,
-        leases=[lease_to(grant) for grant in seat.leases],
-    )
 
 
 def phase_to(phase: JobPhase, message: str) -> sync_pb2.Phase:
@@ -201,28 +108,3 @@ def upload_reply(accepted: bool, reason: str = "", message: str = "") -> bytes:
 
 def held_to(pairs: Sequence[tuple[int, int]]) -> list[sync_pb2.Held]:
     return [sync_pb2.Held(epoch=epoch, version=version) for epoch, version in pairs]
-
-
-def receipt_to(rows: Rows) -> bytes:
-    """A receipt as it travels; empty where it is larger than a header has room for."""
-    fields = [{name: getattr(row, name) for name in SlotRow.__dataclass_fields__} for row in rows]
-    data = sync_pb2.Receipt(slots=[sync_pb2.SlotReceipt(**row) for row in fields]).SerializeToString()
-    return data if len(data) <= limits.MAX_RECEIPT_BYTES else b""
-
-
-def receipt_from(data: bytes) -> Rows:
-    """A receipt that came back. Raises ``WireError``."""
-    receipt = limits.parse(sync_pb2.Receipt, data, limits.MAX_RECEIPT_BYTES)
-    return tuple(
-        SlotRow(
-            slot=row.slot,
-            tenure=row.tenure,
-            merged_tokens=_count(row.merged_tokens, "merged_tokens"),
-            tenure_tokens=_count(row.tenure_tokens, "tenure_tokens"),
-            sequence=_count(row.sequence, "sequence"),
-            version=_count(row.version, "version"),
-            last_step=_count(row.last_step, "last_step"),
-            compute_seconds=_seconds(row.compute_seconds, "compute_seconds"),
-        )
-        for row in receipt.slots
-    )

@@ -30,7 +30,7 @@ from diloco_operator.kube.kinds import needs
 from diloco_operator.model import JobPlan, Object, Observed, PlanMemory, PlanSettings, Ref, SecretWanted
 from diloco_operator.settings import Settings
 from diloco_protocol.vocabulary import LABEL_JOB, LABEL_ROLE
-from diloco_protocol.wire import limits, sync_pb2
+from diloco_protocol.wire import convert, sync_pb2
 from diloco_protocol.wire.control_auth import NonceCache, sign_reply, verify_call
 from repository import ROOT
 
@@ -456,7 +456,7 @@ class Syncer:
         self._ready.set()
 
     async def _call(self, raw: bytes, context: Any) -> bytes:
-        call = limits.parse(sync_pb2.SignedCall, raw)
+        call = convert.parse(sync_pb2.SignedCall, raw)
         verify_call(self.key, call, self.nonces)
         self.calls.append((call.method, json.loads(call.body)))
         answer = {"status": {"phase": self.phase}, "report": {"outcome": "complete"}}.get(call.method, {})

@@ -43,6 +43,7 @@ from diloco_protocol.vocabulary import (
     JobPhase,
 )
 from diloco_protocol.wire import sync_pb2
+from diloco_protocol.wire.records import LeaseCursor
 from diloco_worker import device, exit_hooks, logs
 from diloco_worker.core.connection_status import ConnectionStatus
 from diloco_worker.data.prefetch import Batch, BatchPrefetcher, stack
@@ -96,7 +97,7 @@ class Learner:
         self._terminated_at = 0.0
         self._left = False
         self._previous_handler: Any = None
-        self._used: list[tuple[int, int]] = []  # cursors of batches handed out since the last step
+        self._used: list[LeaseCursor] = []  # of batches handed out since the last step
         self._used_tenure = 0
         self._compute_from: float | None = None
         self._metrics = StepMetrics()

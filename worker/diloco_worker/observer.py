@@ -25,7 +25,8 @@ import torch
 
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase
-from diloco_protocol.wire import sync_pb2
+from diloco_protocol.wire import convert, sync_pb2
+from diloco_protocol.wire.records import Evaluation
 from diloco_worker.core.adoption import Kind
 from diloco_worker.core.connection_status import ConnectionStatus
 from diloco_worker.fragments import ModelFragments, build_layout
@@ -188,7 +189,7 @@ class Observer:
         ``tokens``: trained in the whole job when the model was merged (default: ``job_tokens``). ``sum_versions``:
         merges in the model (default: its own); 0 says that version 0 was scored. ``final``: no merge follows.
         """
-        evaluation = sync_pb2.Evaluation(
+        evaluation = Evaluation(
             tokens=self.job_tokens if tokens is None else tokens,
             loss=loss,
             sum_versions=self.sum_versions if sum_versions is None else sum_versions,
@@ -198,7 +199,7 @@ class Observer:
         initial = evaluation.sum_versions == 0
         key = "final" if final else "initial" if initial else "evaluation"
         # The initial score is made once, so it is sent in every session; a later one is followed by others.
-        self._client.send(key, sync_pb2.LearnerMessage(evaluation=evaluation), lasting=initial)
+        self._client.send(key, sync_pb2.LearnerMessage(evaluation=convert.to_wire(evaluation)), lasting=initial)
 
     def _adopt(self, downloaded: Downloaded) -> bool:
         broadcast = downloaded.broadcast

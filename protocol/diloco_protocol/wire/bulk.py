@@ -27,8 +27,8 @@ from grpc import aio
 
 from diloco_protocol.common.meter import Meter
 from diloco_protocol.vocabulary import TransferRefusal
-from diloco_protocol.wire import limits, sync_pb2
-from diloco_protocol.wire.limits import WireError, parse, transfer_seconds
+from diloco_protocol.wire import convert, limits, sync_pb2
+from diloco_protocol.wire.limits import WireError, transfer_seconds
 from diloco_protocol.wire.services import DOWNLOAD, UPLOAD
 
 Buffer = bytes | bytearray | memoryview
@@ -213,7 +213,7 @@ async def upload(
             answer = await reading
             if not isinstance(answer, bytes):
                 raise TransferError("upload: the call ended without a reply", retry=True)
-            reply = parse(sync_pb2.UploadReply, answer, limits.MAX_HEADER_BYTES)
+            reply = convert.parse(sync_pb2.UploadReply, answer, limits.MAX_HEADER_BYTES)
             taken = size if reply.accepted else None
         except (aio.AioRpcError, asyncio.InvalidStateError) as error:
             raise await _ended(call, error, "upload") from error
@@ -282,7 +282,7 @@ async def download(
             raw = await anext(stream, None)
             if raw is None:
                 raise TransferError("download: the stream ended before its header", retry=True)
-            header = parse(sync_pb2.DownloadHeader, raw, limits.MAX_HEADER_BYTES)
+            header = convert.parse(sync_pb2.DownloadHeader, raw, limits.MAX_HEADER_BYTES)
             if not header.found:
                 first = header
                 raise NotFound

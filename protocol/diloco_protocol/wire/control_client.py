@@ -11,7 +11,7 @@ import json
 from typing import Any, Literal
 
 from diloco_protocol.security.credentials import Credentials
-from diloco_protocol.wire import limits
+from diloco_protocol.wire import convert, limits
 from diloco_protocol.wire.control_auth import CallRefused, sign_call, verify_reply
 
 CALL_SECONDS = 5.0
@@ -97,7 +97,7 @@ class ControlClient:
         signed = sign_call(self._key, method, json.dumps(body).encode())
         try:
             raw = await channel.unary_unary(limits.CONTROL_PATH)(signed.SerializeToString(), timeout=timeout)
-            reply = limits.parse(sync_pb2.CallReply, raw, limits.MAX_REPLY_BYTES)
+            reply = convert.parse(sync_pb2.CallReply, raw, limits.MAX_REPLY_BYTES)
             verify_reply(self._key, signed.nonce, reply)
             document = json.loads(reply.body) if reply.body else {}
         except grpc.aio.AioRpcError as error:

@@ -1,14 +1,15 @@
-"""What a message may be: its format number, its sizes, the patience of both sides.
+"""What a message may be: its format number, its sizes, the range of its fields, the patience of both sides.
 
-gRPC limits message sizes per connection and not per method, so a control message is
-measured here (``parse``) before protobuf sees it.
+The ``check_*`` functions take a field's value as it came from the network and the field's name. They return
+the value as it is to be used, or raise ``WireError`` with the name.
 """
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Callable, Mapping, Sized
 from typing import TypeVar
-
-from google.protobuf.message import DecodeError, Message
 
 FORMAT = 2  # of messages; the present and the previous one are understood
 PREVIOUS_FORMAT = 2  # nothing that was released spoke an earlier one
@@ -36,23 +37,14 @@ JOIN_SECONDS = 10.0  # a session's first message, both ways
 STALL_SECONDS = 30.0  # without a chunk in or out, a transfer is given up
 SLOWEST_BYTES_PER_SECOND = 256 << 10  # a transfer slower than this is given up
 
-M = TypeVar("M", bound=Message)
+MAX_COUNT = 1 << 62  # counters above are nonsense, and sums of them would leave 64 bits
+MAX_SECONDS = 1e12
+
+S = TypeVar("S", bound=Sized)
 
 
 class WireError(Exception):
     """A message or payload breaks the rules of the wire; the message says which."""
-
-
-def parse(kind: type[M], data: bytes, limit: int = MAX_CONTROL_BYTES) -> M:
-    """Parse one protobuf message from the network; ``WireError`` if it is too large or garbage."""
-    if len(data) > limit:
-        raise WireError(f"{kind.__name__} has {len(data)} bytes; at most {limit} are allowed")
-    message = kind()
-    try:
-        message.ParseFromString(data)
-    except DecodeError as error:
-        raise WireError(f"this is not a {kind.__name__}") from error
-    return message
 
 
 def check_format(number: int) -> None:
@@ -67,3 +59,60 @@ def check_format(number: int) -> None:
 def transfer_seconds(size: int) -> float:
     """How long a transfer of ``size`` bytes may take before it is given up."""
     return STALL_SECONDS + size / SLOWEST_BYTES_PER_SECOND
+
+
+# ------------------------------------------------------------------ fields
+
+
+def check_count(value: int, field: str) -> int:
+    """A counter: at most ``MAX_COUNT``."""
+    if value > MAX_COUNT:
+        raise WireError(f"{field} is {value}: out of range")
+    return value
+
+
+def check_seconds(value: float, field: str) -> float:
+    """A time in seconds: a number, not negative, below ``MAX_SECONDS``."""
+    if not 0 <= value < MAX_SECONDS:
+        raise WireError(f"{field} is {value}: it must be a number of seconds, not negative")
+    return value
+
+
+def check_loss(value: float, field: str) -> float:
+    """A loss. A diverged learner's is told as it is: not a number."""
+    return value if math.isfinite(value) else math.nan
+
+
+def check_digests(value: Mapping[str, str], field: str) -> Mapping[str, str]:
+    """Digests by name: at most 64, of short texts."""
+    if len(value) > 64 or any(len(text) > 256 for item in value.items() for text in item):
+        raise WireError(f"{field}: at most 64 entries, whose names and values have at most 256 characters")
+    return value
+
+
+def check_length(most: int) -> Callable[[S, str], S]:
+    """Make the check of a list with at most so many entries."""
+
+    def check(value: S, field: str) -> S:
+        if len(value) > most:
+            raise WireError(f"{field} has {len(value)} entries; at most {most} are understood")
+        return value
+
+    return check
+
+
+def check_pattern(pattern: str, what: str) -> Callable[[str, str], str]:
+    """Make the check of a text that matches a regular expression as a whole; ``what`` says it in words."""
+    expected = re.compile(pattern)
+
+    def check(value: str, field: str) -> str:
+        if not expected.fullmatch(value):
+            raise WireError(f"{field} {value[:80]!r}: expected {what}")
+        return value
+
+    return check
+
+
+def cut_text(most: int) -> Callable[[str, str], str]:
+    """Make the check of a text of which at most so many characters are read."""
+    return lambda value, field: value[:most]

@@ -46,12 +46,13 @@ from typing import Any, assert_never
 
 from diloco_protocol.documents import Report, StatusDocument
 from diloco_protocol.vocabulary import ENDED_PHASES, EventKind, JobPhase, PushRefusal, SlotState
+from diloco_protocol.wire.records import PushHeader, Receipt, StepReport
 from diloco_syncer.core import documents
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.actions import Actions
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.documents import ShellFigures
-from diloco_syncer.core.events import Action, PushHeader
+from diloco_syncer.core.events import Action
 from diloco_syncer.core.members.admission import Admission
 from diloco_syncer.core.members.reports import apply_report
 from diloco_syncer.core.members.slots import Slot
@@ -62,7 +63,6 @@ from diloco_syncer.core.merging.rounds import Round
 from diloco_syncer.core.phases import Phases
 from diloco_syncer.core.recovery import receipts
 from diloco_syncer.core.recovery.lost_versions import VersionRecovery
-from diloco_syncer.core.recovery.receipts import Rows
 from diloco_syncer.core.state import JobState
 
 
@@ -176,11 +176,11 @@ class Core:
         """Whether no push is accepted until it is decided what the store has lost."""
         return self._recovery.is_pending
 
-    def receipt(self, fragment: int) -> Rows:
+    def receipt(self, fragment: int) -> Receipt:
         """The receipt that travels with the bytes of the fragment's present version (recovery/receipts.py)."""
         return receipts.make_receipt(self._state, fragment)
 
-    def check_version_upload(self, connection: int, fragment: int, epoch: int, version: int, rows: Rows) -> str:
+    def check_version_upload(self, connection: int, fragment: int, epoch: int, version: int, rows: Receipt) -> str:
         """Whether a lost version may come from this connection, before its bytes are read: empty, or why not."""
         return self._recovery.check_upload(connection, fragment, epoch, version, rows)
 
@@ -206,12 +206,12 @@ class Core:
 
     # ================================================================ start
 
-    def close_superseded_tenures(self, headers: Iterable[PushHeader], rows: Iterable[Rows]) -> None:
+    def close_superseded_tenures(self, headers: Iterable[PushHeader], rows: Iterable[Receipt]) -> None:
         """Call first, with the headers of all records and offers that are newer than the state, and the receipts of
         versions that came from learners."""
         receipts.close_superseded_tenures(self._state, headers, rows)
 
-    def apply_recovered_version(self, fragment: int, version: int, origin: int, rows: Rows, epoch: int) -> None:
+    def apply_recovered_version(self, fragment: int, version: int, origin: int, rows: Receipt, epoch: int) -> None:
         """Apply a record of ``epoch``, newer than the state, of a version that came from a learner, which held it in
         epoch ``origin``; call in the order of the records."""
         receipts.apply_recovered_version(self._state, fragment, version, origin, rows, epoch)
@@ -279,7 +279,7 @@ class Core:
                 self._admission.process_ended(event)
             case ev.Evaluated():
                 if event.connection in self._state.members.evaluators:
-                    self._state.scores.apply(event, may_be_final=self._state.phase is JobPhase.EVALUATING)
+                    self._state.scores.apply(event.evaluation, may_be_final=self._state.phase is JobPhase.EVALUATING)
             case ev.EndRequested():
                 self._phases.request_end(event.phase, event.message)
             case ev.PeerStateRequested():
@@ -299,7 +299,7 @@ class Core:
         self._advance(now)
         return self._actions.drain()
 
-    def _reported(self, connection: int, report: ev.ReportCounts, now: float) -> None:
+    def _reported(self, connection: int, report: StepReport, now: float) -> None:
         slot = self._state.members.by_connection(connection)
         if slot is None:
             return

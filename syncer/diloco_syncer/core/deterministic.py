@@ -28,7 +28,8 @@ from collections.abc import Collection, Sequence, Set
 from typing import Literal
 
 from diloco_protocol.spec.job import DiLoCoJob
-from diloco_syncer.core.events import Join, LeaseGrant, PushHeader
+from diloco_protocol.wire.records import Lease, PushHeader
+from diloco_syncer.core.events import Join
 from diloco_syncer.core.members.leases import LeaseBook
 from diloco_syncer.core.members.slots import Slot, SlotTable
 from diloco_syncer.core.merging.ledger import Ledger
@@ -60,7 +61,7 @@ class Mode:
         """Whether this slot's process may build version 0 of a new job."""
         return True
 
-    def grant_lease(self, leases: LeaseBook, slot: int, lost: Collection[int]) -> LeaseGrant:
+    def grant_lease(self, leases: LeaseBook, slot: int, lost: Collection[int]) -> Lease:
         """One more block for the slot. ``lost``: slots without a process."""
         return leases.grant_lease(slot, lost)
 
@@ -110,7 +111,7 @@ class DeterministicMode(Mode):
     def builds_version_0(self, slot: Slot) -> bool:
         return slot.index == 0
 
-    def grant_lease(self, leases: LeaseBook, slot: int, lost: Collection[int]) -> LeaseGrant:
+    def grant_lease(self, leases: LeaseBook, slot: int, lost: Collection[int]) -> Lease:
         own = next((held for held in leases.returned if held.slot == slot), None)
         if own is not None:  # a newcomer first goes on with what its slot returned
             leases.returned.remove(own)

@@ -3,7 +3,7 @@
 Everything here is plain data. The shell (server, store, clock) turns what
 happens into an event, hands it to ``core.Core.handle(event, now)`` and carries out
 the actions that it returns, in order. ``now`` is a monotonic time in seconds;
-the core never asks for it. Ids are those of sync.proto.
+the core never asks for it. What both sides of the wire know is in ``diloco_protocol.wire.records``.
 """
 
 from __future__ import annotations
@@ -11,63 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from diloco_protocol.vocabulary import EventKind, JobPhase, PushRefusal
-
-
-@dataclass(frozen=True, slots=True)
-class FragmentCounts:
-    """One fragment's row of a report; tokens and steps, cumulative per tenure."""
-
-    epoch: int
-    base_version: int
-    steps: int
-    tokens: int
-    confirmed_tokens: int = 0
-    dropped_overlap: int = 0
-    dropped_stale: int = 0
-    dropped_rolled_back: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ReportCounts:
-    """What a learner says after a step (sync.proto Report)."""
-
-    slot_step: int
-    trained_steps: int
-    trained_tokens: int
-    fragments: tuple[FragmentCounts, ...]
-    compute_seconds: float = 0.0
-    stalled_seconds: float = 0.0
-    loss: float = float("nan")
-    step_seconds: float = 0.0
-    cursors: tuple[tuple[int, int], ...] = ()  # (lease, position)
-    paused: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class PushHeader:
-    """A push (round > 0) or an offer (round 0), without its bytes."""
-
-    slot: int
-    incarnation: int
-    fragment: int
-    sequence: int
-    round: int
-    epoch: int
-    base_version: int
-    oldest_version: int
-    first_step: int
-    last_step: int
-    steps: int
-    tokens: int
-    compute_seconds: float
-    encoding: str
-    layout_digest: str
-    report: ReportCounts
-
-    @property
-    def id(self) -> tuple[int, int, int, int]:
-        return (self.slot, self.incarnation, self.fragment, self.sequence)
-
+from diloco_protocol.wire.records import Evaluation, Lease, PushHeader, Seat, StepReport
 
 # ------------------------------------------------------------------ events
 
@@ -101,7 +45,7 @@ class ConnectionLost:
 @dataclass(frozen=True, slots=True)
 class Reported:
     connection: int
-    report: ReportCounts
+    report: StepReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +118,7 @@ class Evaluated:
     """The evaluator's loss (mean nats per token); from anybody else it is ignored."""
 
     connection: int
-    tokens: int
-    loss: float
-    sum_versions: int
-    final: bool
+    evaluation: Evaluation
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,26 +188,6 @@ Event = (
 
 
 # ------------------------------------------------------------------ actions
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseGrant:
-    lease: int
-    data_epoch: int
-    block: int
-    start: int
-    end: int
-    block_size: int
-
-
-@dataclass(frozen=True, slots=True)
-class Seat:
-    slot: int
-    incarnation: int
-    continuing: bool
-    slot_step: int
-    slot_tokens: int
-    leases: tuple[LeaseGrant, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,7 +301,7 @@ class Announce:
 @dataclass(frozen=True, slots=True)
 class GrantLease:
     connection: int
-    lease: LeaseGrant
+    lease: Lease
 
 
 @dataclass(frozen=True, slots=True)

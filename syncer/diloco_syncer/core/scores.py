@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from diloco_syncer.core.events import Evaluated
+from diloco_protocol.wire.records import Evaluation
 
 
 class Scores:
@@ -16,19 +16,19 @@ class Scores:
         self.final: float | None = None  # of the model at the job's end
         self._newest_merges = -1  # merges in the model of the newest row
 
-    def apply(self, event: Evaluated, *, may_be_final: bool) -> None:
+    def apply(self, score: Evaluation, *, may_be_final: bool) -> None:
         """Take one score. A model that is scored again (the evaluator began anew, or scores the end) replaces
         its row, so that every model has one."""
-        if event.sum_versions == 0 and self.initial is None:
-            self.initial = event.loss
+        if score.sum_versions == 0 and self.initial is None:
+            self.initial = score.loss
         newest = self.rows[-1][0] if self.rows else 0
-        if event.tokens >= newest:
-            if self.rows and (event.tokens, event.sum_versions) == (newest, self._newest_merges):
+        if score.tokens >= newest:
+            if self.rows and (score.tokens, score.sum_versions) == (newest, self._newest_merges):
                 self.rows.pop()
-            self.rows.append((event.tokens, event.loss))
-            self._newest_merges = event.sum_versions
-        if event.final and may_be_final:
-            self.final = event.loss
+            self.rows.append((score.tokens, score.loss))
+            self._newest_merges = score.sum_versions
+        if score.final and may_be_final:
+            self.final = score.loss
 
     def to_json(self) -> dict[str, Any]:
         """Its part of the durable document."""

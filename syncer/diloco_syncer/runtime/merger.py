@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from diloco_protocol.vocabulary import JobPhase
+from diloco_protocol.wire import convert
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.core import Core
-from diloco_syncer.messages import receipt_to
 from diloco_syncer.runtime.durability import Durability
 from diloco_syncer.runtime.global_model import Diverged, GlobalModel
 from diloco_syncer.runtime.pushes import ReceivedPushes
@@ -78,7 +78,7 @@ class Merger:
         spent = {"merge": took, "quorum": action.quorum_seconds, "waited": action.waited_seconds}
         self.seconds = {name: self.seconds[name] + seconds for name, seconds in spent.items()}
         norms = tuple(r.norm for r in record.responders)
-        receipt = receipt_to(self._core.receipt(action.fragment))  # of the version that it follows
+        receipt = convert.receipt_bytes(self._core.receipt(action.fragment))  # of the version that it follows
         self._model.publish(record, broadcast, time.monotonic(), receipt)  # and at once:
         self._emit(ev.MergeDurable(action.fragment, action.version, took, norms))
         self._merges_since_state += 1

@@ -23,11 +23,11 @@ import numpy as np
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.kernels import Float64s
 from diloco_protocol.vocabulary import PushRefusal
-from diloco_protocol.wire import sync_pb2
+from diloco_protocol.wire import convert, sync_pb2
+from diloco_protocol.wire.records import PushHeader
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.core import Core
-from diloco_syncer.core.events import PushHeader
-from diloco_syncer.messages import push_from, upload_reply
+from diloco_syncer.messages import upload_reply
 from diloco_syncer.numerics.merge import piece_squares
 from diloco_syncer.runtime.buffer_pool import BufferPool
 from diloco_syncer.runtime.durability import Durability
@@ -84,7 +84,7 @@ class ReceivedPushes:
 
     async def receive(self, upload: sync_pb2.UploadHeader, connection: int, read: ReadPayload) -> bytes | None:
         """Receive a part of a push or offer; the core judges it by its header, and again when all of it is here."""
-        push = push_from(upload)
+        push = convert.push_header(upload)
         if self._core.is_recovering:
             raise TooManyUploads
         refusal = self._core.check_push(push, upload.process)

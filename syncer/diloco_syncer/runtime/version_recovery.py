@@ -21,12 +21,12 @@ import numpy as np
 
 from diloco_protocol.arrays import codec
 from diloco_protocol.vocabulary import TransferRefusal
-from diloco_protocol.wire import sync_pb2
+from diloco_protocol.wire import convert, sync_pb2
 from diloco_protocol.wire.limits import WireError
+from diloco_protocol.wire.records import Receipt
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.core import Core
-from diloco_syncer.core.recovery.receipts import Rows
-from diloco_syncer.messages import receipt_from, upload_reply
+from diloco_syncer.messages import upload_reply
 from diloco_syncer.runtime.durability import Durability
 from diloco_syncer.runtime.global_model import GlobalModel
 from diloco_syncer.runtime.multipart import ReadPayload, UploadRefused
@@ -70,7 +70,7 @@ class VersionUploads:
         log.warning("a version from a learner is refused: %s", why)
         return UploadRefused(TransferRefusal.BASE, why)
 
-    def _check(self, connection: int, base: sync_pb2.Base, size: int) -> Rows:
+    def _check(self, connection: int, base: sync_pb2.Base, size: int) -> Receipt:
         """Check that this version may come now; returns its receipt. Raises ``UploadRefused``."""
         layout = self._model.layout
         if layout is None:
@@ -80,7 +80,7 @@ class VersionUploads:
         encoding = self._model.full_encoding
         expected = codec.encoded_bytes(encoding, layout.elements(base.fragment))
         try:
-            rows = receipt_from(base.receipt)
+            rows = convert.parse_receipt(base.receipt)
             why = self._core.check_version_upload(connection, base.fragment, base.epoch, base.version, rows)
         except WireError as error:
             why = str(error)
@@ -91,7 +91,7 @@ class VersionUploads:
             raise self._refused(why)
         return rows
 
-    async def _store(self, connection: int, base: sync_pb2.Base, rows: Rows, encoded: Array) -> None:
+    async def _store(self, connection: int, base: sync_pb2.Base, rows: Receipt, encoded: Array) -> None:
         """Make a version (uint8, all its bytes) durable as the fragment's newest record. Raises ``UploadRefused``."""
         layout, fragment = self._model.layout, base.fragment
         assert layout is not None

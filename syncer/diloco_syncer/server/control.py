@@ -11,7 +11,7 @@ import grpc
 
 from diloco_protocol.documents import Report, StatusDocument
 from diloco_protocol.vocabulary import ControlMethod, JobPhase
-from diloco_protocol.wire import limits, sync_pb2
+from diloco_protocol.wire import convert, limits, sync_pb2
 from diloco_protocol.wire.control_auth import CallRefused, NonceCache, sign_reply, verify_call
 from diloco_protocol.wire.limits import WireError
 from diloco_syncer.core import events as ev
@@ -68,7 +68,7 @@ class Control:
     async def call(self, raw: bytes, context: Any) -> bytes:
         """Answer one signed call."""
         try:
-            call = limits.parse(sync_pb2.SignedCall, raw)
+            call = convert.parse(sync_pb2.SignedCall, raw)
             verify_call(self._key, call, self._nonces)
         except WireError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))

@@ -13,9 +13,8 @@ import numpy as np
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.vocabulary import PushRefusal
 from diloco_protocol.wire import bulk as wire_bulk
-from diloco_protocol.wire import limits, sync_pb2
+from diloco_protocol.wire import convert, limits, sync_pb2
 from diloco_protocol.wire.limits import WireError
-from diloco_syncer import messages
 from diloco_syncer.core.core import Core
 from diloco_syncer.messages import held_to
 from diloco_syncer.runtime.durability import Durability
@@ -47,7 +46,7 @@ class Downloads:
         """One part of what is requested, or the word why it cannot be had."""
         peer = await self.authorizer.authorize(context)
         try:
-            request = limits.parse(sync_pb2.DownloadRequest, raw, limits.MAX_HEADER_BYTES)
+            request = convert.parse(sync_pb2.DownloadRequest, raw, limits.MAX_HEADER_BYTES)
             limits.check_format(request.format)
             if objection := self.sessions.check_process(request.process, peer, context):
                 await context.abort(grpc.StatusCode.PERMISSION_DENIED, objection)
@@ -87,7 +86,7 @@ class Downloads:
         if found is None:
             return b""
         if found.version == self.core.versions[found.fragment]:
-            return messages.receipt_to(self.core.receipt(found.fragment))
+            return convert.receipt_bytes(self.core.receipt(found.fragment))
         return found.receipt
 
     async def _find(self, request: sync_pb2.DownloadRequest) -> tuple[Array | None, tuple[tuple[int, int], ...], str]:

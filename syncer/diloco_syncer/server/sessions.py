@@ -5,8 +5,8 @@ core's events, and the core's actions become messages. What goes down waits in a
 connection's own, at most ``MAX_QUEUED`` messages. A reader that lets it fill, or takes no message for
 ``limits.STALL_SECONDS``, is disconnected: it joins again and gets everything new in its Welcome.
 
-Every message up is measured before it is parsed, and checked (messages.py) before it is used. One that
-makes no sense ends the session with a refusal that names the mistake.
+Every message up is measured before it is parsed, and checked before it is used (diloco_protocol/wire/convert.py).
+One that makes no sense ends the session with a refusal that names the mistake.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ import grpc
 from diloco_protocol.security.identity import covers, same_party
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.vocabulary import ConnectionRefusal, JobPhase, JoinRefusal
-from diloco_protocol.wire import limits, sync_pb2
+from diloco_protocol.wire import convert, limits, sync_pb2
 from diloco_protocol.wire.limits import WireError
+from diloco_protocol.wire.records import Evaluation, Pull, StepReport
 from diloco_syncer import messages
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.core import Core
-from diloco_syncer.messages import lease_to, phase_to, refusal, seat_to
+from diloco_syncer.messages import phase_to, refusal
 from diloco_syncer.runtime.durability import Durability
 from diloco_syncer.runtime.global_model import Broadcast, announcement
 from diloco_syncer.runtime.optimizer_relay import OptimizerRelay
@@ -211,7 +212,7 @@ class Sessions:
             raw = await anext(stream, None)
         if raw is None:
             raise WireError("the stream ended before Join")
-        first = limits.parse(sync_pb2.LearnerMessage, raw)
+        first = convert.parse(sync_pb2.LearnerMessage, raw)
         if first.WhichOneof("kind") != "join":
             raise WireError("the first message must be Join")
         limits.check_format(first.join.format)
@@ -244,7 +245,7 @@ class Sessions:
             async for raw in stream:
                 if connection.closing:
                     return
-                self._handle_message(connection, limits.parse(sync_pb2.LearnerMessage, raw))
+                self._handle_message(connection, convert.parse(sync_pb2.LearnerMessage, raw))
         except WireError as error:
             log.warning("session %d: %s", connection.number, error)
             connection.refuse(JoinRefusal.BAD_MESSAGE, str(error), False)
@@ -264,11 +265,11 @@ class Sessions:
         event: ev.Event
         match message.WhichOneof("kind"):
             case "report":
-                if message.report.echo:
-                    echo = sync_pb2.Echo(number=message.report.echo)
-                    connection.send(sync_pb2.SyncerMessage(echo=echo))
-                connection.link.apply_report(message.report)
-                self._emit(ev.Reported(number, messages.report_from(message.report)))
+                report = convert.from_wire(StepReport, message.report)
+                if report.echo:
+                    connection.send(sync_pb2.SyncerMessage(echo=sync_pb2.Echo(number=report.echo)))
+                connection.link.apply_report(report)
+                self._emit(ev.Reported(number, report))
                 self._request_leases(connection)
                 return
             case "lease_request":
@@ -276,7 +277,7 @@ class Sessions:
                 self._request_leases(connection)
                 return
             case "evaluation":
-                event = messages.evaluation_from(message.evaluation, number)
+                event = ev.Evaluated(number, convert.from_wire(Evaluation, message.evaluation))
             case "drain_request":
                 event = ev.DrainRequested(number)
             case "drained":
@@ -342,13 +343,12 @@ class Sessions:
         """Send an action that is one message for one learner."""
         match action:
             case ev.Promote():
-                told = sync_pb2.SyncerMessage(promotion=sync_pb2.Promotion(seat=seat_to(action.seat)))
+                told = sync_pb2.SyncerMessage(promotion=sync_pb2.Promotion(seat=convert.to_wire(action.seat)))
             case ev.GrantLease():
-                told = sync_pb2.SyncerMessage(lease=lease_to(action.lease))
+                told = sync_pb2.SyncerMessage(lease=convert.to_wire(action.lease))
             case ev.Pull():
-                epoch = self._core.epoch
-                pull = sync_pb2.Pull(round=action.round, fragment=action.fragment, epoch=epoch, version=action.version)
-                told = sync_pb2.SyncerMessage(pull=pull)
+                pull = Pull(action.round, action.fragment, self._core.epoch, action.version)
+                told = sync_pb2.SyncerMessage(pull=convert.to_wire(pull))
             case ev.RequestVersion():
                 request = sync_pb2.BaseRequest(fragment=action.fragment, epoch=action.epoch, version=action.version)
                 told = sync_pb2.SyncerMessage(base_request=request)
@@ -392,7 +392,7 @@ class Sessions:
             optimizer_bytes=self._durability.optimizer_bytes,
         )
         if admit.seat is not None:
-            welcome.seat.CopyFrom(seat_to(admit.seat))
+            welcome.seat.CopyFrom(convert.to_wire(admit.seat))
         return welcome
 
     def end_all(self) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from diloco_protocol.common.meter import Meter
 from diloco_protocol.vocabulary import ConnectionRefusal, PushRefusal, TransferRefusal
 from diloco_protocol.wire import bulk as wire_bulk
-from diloco_protocol.wire import limits, sync_pb2
+from diloco_protocol.wire import convert, limits, sync_pb2
 from diloco_protocol.wire.limits import WireError
 from diloco_syncer.messages import upload_reply
 from diloco_syncer.runtime.multipart import MultipartUploads, ReadPayload, TooManyUploads, UploadRefused
@@ -55,7 +55,7 @@ class Uploads:
         try:
             async with asyncio.timeout(limits.STALL_SECONDS):
                 raw = await anext(stream, b"")
-            header = limits.parse(sync_pb2.UploadHeader, raw, limits.MAX_HEADER_BYTES)
+            header = convert.parse(sync_pb2.UploadHeader, raw, limits.MAX_HEADER_BYTES)
             limits.check_format(header.format)
             if objection := self.sessions.check_process(header.process, peer, context):
                 raise UploadRefused(ConnectionRefusal.WRONG_PROCESS, objection)

@@ -35,7 +35,7 @@ from diloco_protocol import documents
 from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.common.files import Buffer
 from diloco_protocol.documents import Report
-from diloco_syncer.core.events import PushHeader
+from diloco_protocol.wire.records import PushHeader
 from diloco_syncer.core.merging.ledger import header_from_json, header_to_json
 from diloco_syncer.store import records
 from diloco_syncer.store.base import HigherEpoch, ObjectExists, ObjectNotFound, Store

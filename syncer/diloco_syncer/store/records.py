@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 
 from diloco_protocol.common.files import Buffer
 from diloco_protocol.wire.bulk import checksum, flat
-from diloco_syncer.core.events import PushHeader, Responder
+from diloco_protocol.wire.records import PushHeader, Receipt, SlotReceipt
+from diloco_syncer.core.events import Responder
 from diloco_syncer.core.merging.ledger import header_from_json, header_to_json
-from diloco_syncer.core.recovery.receipts import Rows, SlotRow
 from diloco_syncer.store.base import Store
 
 FORMAT = 2
@@ -161,7 +161,7 @@ class Recovered:
 
     follows: int
     epoch: int
-    receipt: Rows
+    receipt: Receipt
 
     def to_json(self) -> list[Any]:
         return [self.follows, self.epoch, [list(astuple(row)) for row in self.receipt]]
@@ -169,7 +169,7 @@ class Recovered:
     @classmethod
     def from_json(cls, row: list[Any]) -> Recovered:
         follows, epoch, rows = row
-        return cls(follows, epoch, tuple(SlotRow(*values) for values in rows))
+        return cls(follows, epoch, tuple(SlotReceipt(*values) for values in rows))
 
 
 @dataclass(slots=True)

@@ -50,6 +50,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from diloco_protocol.spec.job_spec import JobSpec
+from diloco_protocol.wire.records import FragmentReport, PushPlan, StepReport
 
 # Per fragment, with their values; only a syncer that restarts again and again leaves more open.
 _MOST_SNAPSHOTS = 8
@@ -152,24 +153,6 @@ class Broadcast:
 
 
 @dataclass(frozen=True, slots=True)
-class PushPlan:
-    """A snapshot to be pushed, ``round`` 0: offered. Steps ``first_step..last_step`` are
-    slot steps, both carried; ``oldest_version`` is the one on which the oldest was made."""
-
-    fragment: int
-    sequence: int
-    round: int
-    epoch: int
-    base_version: int
-    oldest_version: int
-    first_step: int
-    last_step: int
-    steps: int
-    tokens: int
-    compute_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class Decision:
     """What to do with θ_p, and with what is kept beside it.
 
@@ -193,20 +176,6 @@ class Decision:
     def moves_parameters(self) -> bool:
         """Whether θ_p changes and the base becomes Θ'."""
         return self.kind in (Kind.OVERWRITE, Kind.KEEP, Kind.MIX, Kind.REBASE)
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One fragment's row of a report (sync.proto FragmentReport): tokens and steps."""
-
-    epoch: int
-    base_version: int
-    steps: int
-    tokens: int
-    confirmed_tokens: int
-    dropped_overlap: int
-    dropped_stale: int
-    dropped_rolled_back: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,13 +266,13 @@ class Adoption:
         """Whether the learner was alone for ``max_steps``: it makes no further step until it adopts a broadcast."""
         return self.complete and self.steps_alone() >= self.config.max_steps
 
-    def rows(self) -> list[Row]:
-        """Report rows; only meaningful once every fragment has a base."""
+    def report(self) -> StepReport:
+        """The counts as a report says them; only meaningful once every fragment has a base."""
         now, rows = self.now, []
         for state in self.fragments:
             base, start = state.base, state.marks[0].point if state.marks else now
             rows.append(
-                Row(
+                FragmentReport(
                     epoch=base.epoch if base else 0,
                     base_version=base.version if base else 0,
                     steps=now.step - start.step,
@@ -314,7 +283,14 @@ class Adoption:
                     dropped_rolled_back=state.dropped[Dropped.ROLLED_BACK],
                 )
             )
-        return rows
+        return StepReport(
+            slot_step=now.step,
+            trained_steps=self.trained_steps,
+            trained_tokens=now.tokens,
+            fragments=tuple(rows),
+            compute_seconds=now.seconds,
+            paused=self.paused,
+        )
 
     # -------------------------------------------------------------- pushes
 

@@ -25,6 +25,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from diloco_protocol.wire.records import Lease, LeaseCursor
 from diloco_worker.settings import WorkerError
 
 # Finished leases that are still reported. Not fewer than may be held at once (prefetch), so that all that were
@@ -45,28 +46,16 @@ def block_order(seed: int, data_epoch: int, block: int, size: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseGrant:
-    """One lease (sync.proto Lease): positions ``start`` to ``end`` of ``block``."""
-
-    lease: int
-    data_epoch: int
-    block: int
-    start: int
-    end: int
-    block_size: int
-
-
-@dataclass(frozen=True, slots=True)
 class Draw:
     """The sequences of one batch, and the cursors once it is trained."""
 
     sequences: tuple[int, ...]
-    cursors: tuple[tuple[int, int], ...]  # (lease, position after)
+    cursors: tuple[LeaseCursor, ...]
 
 
 @dataclass(slots=True)
 class _OpenLease:
-    grant: LeaseGrant
+    grant: Lease
     order: list[int]
     drawn: int  # next position to draw
     trained: int  # the cursor
@@ -96,7 +85,7 @@ class Leases:
         """Of the newest lease; 0: there was none."""
         return next(reversed(self._held.values())).grant.block_size if self._held else 0
 
-    def add(self, grant: LeaseGrant) -> bool:
+    def add(self, grant: Lease) -> bool:
         """Add a lease; False if it is known. Raises WorkerError if it contradicts the data set."""
         if grant.lease in self._held or grant.lease in self._finished:
             return False
@@ -112,7 +101,7 @@ class Leases:
         self._held[grant.lease] = _OpenLease(grant, order, grant.start, grant.start)
         return True
 
-    def reconcile(self, grants: Iterable[LeaseGrant]) -> None:
+    def reconcile(self, grants: Iterable[Lease]) -> None:
         """Take the slot's leases as the syncer lists them after a reconnect. A lease that is not listed is not drawn
         from any more; a finished one that is not listed has been recorded by the syncer and is forgotten."""
         listed = {grant.lease: grant for grant in grants}
@@ -136,7 +125,7 @@ class Leases:
         if self.remaining < count:
             return None
         taken: list[int] = []
-        cursors: list[tuple[int, int]] = []
+        cursors: list[LeaseCursor] = []
         for lease, held in self._held.items():
             here = min(count - len(taken), held.grant.end - held.drawn)
             if here == 0:
@@ -144,13 +133,13 @@ class Leases:
             first = held.grant.block * held.grant.block_size
             taken.extend(first + position for position in held.order[held.drawn : held.drawn + here])
             held.drawn += here
-            cursors.append((lease, held.drawn))
+            cursors.append(LeaseCursor(lease, held.drawn))
             if len(taken) == count:
                 break
         return Draw(tuple(taken), tuple(cursors))
 
-    def commit(self, cursors: Sequence[tuple[int, int]]) -> None:
-        """Move the cursors, (lease, position): a step was made with the sequences before them."""
+    def commit(self, cursors: Sequence[LeaseCursor]) -> None:
+        """Move the cursors: a step was made with the sequences before them."""
         for lease, position in cursors:
             held = self._held.get(lease)
             if held is None or position <= held.trained:
@@ -162,6 +151,7 @@ class Leases:
         while len(self._finished) > _KEPT_FINISHED:
             self._finished.popitem(last=False)
 
-    def cursors(self) -> list[tuple[int, int]]:
-        """(lease, position) of every lease, finished ones first: the rows of a report."""
-        return [*self._finished.items(), *((lease, held.trained) for lease, held in self._held.items())]
+    def cursors(self) -> tuple[LeaseCursor, ...]:
+        """Every lease's cursor, finished ones first: the rows of a report."""
+        open_leases = ((lease, held.trained) for lease, held in self._held.items())
+        return tuple(LeaseCursor(*row) for row in (*self._finished.items(), *open_leases))

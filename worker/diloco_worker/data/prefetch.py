@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from diloco_worker.core.leases import Draw, LeaseGrant, Leases
+from diloco_protocol.wire.records import Lease, LeaseCursor
+from diloco_worker.core.leases import Draw, Leases
 from diloco_worker.settings import ConfigurationError
 
 _AHEAD = 3  # collated batches waiting
@@ -39,10 +40,10 @@ def stack(items: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A collated batch, and the cursors, (lease, position), once it is trained."""
+    """A collated batch, and the cursors once it is trained."""
 
     data: Any
-    cursors: tuple[tuple[int, int], ...]
+    cursors: tuple[LeaseCursor, ...]
 
 
 class BatchPrefetcher:
@@ -90,7 +91,7 @@ class BatchPrefetcher:
 
     # ------------------------------------------------------- leases
 
-    def add_lease(self, grant: LeaseGrant) -> None:
+    def add_lease(self, grant: Lease) -> None:
         """Add a lease. Raises WorkerError if it contradicts the data set."""
         with self._changed:
             self._asked = max(0, self._asked - 1)
@@ -98,7 +99,7 @@ class BatchPrefetcher:
             self._known = True
             self._changed.notify_all()
 
-    def reconcile_leases(self, grants: Iterable[LeaseGrant], continuing: bool) -> None:
+    def reconcile_leases(self, grants: Iterable[Lease], continuing: bool) -> None:
         """Take the slot's leases after a (re)connect; a tenure that is not ``continuing`` drops the old ones."""
         with self._changed:
             self._asked = 0
@@ -128,12 +129,12 @@ class BatchPrefetcher:
                 raise self._error
             return None
 
-    def commit(self, cursors: Sequence[tuple[int, int]]) -> None:
+    def commit(self, cursors: Sequence[LeaseCursor]) -> None:
         """Move the cursors: the step was made."""
         with self._changed:
             self._leases.commit(cursors)
 
-    def cursors(self) -> list[tuple[int, int]]:
+    def cursors(self) -> tuple[LeaseCursor, ...]:
         """(lease, position) of every lease, for a report."""
         with self._changed:
             return self._leases.cursors()

@@ -9,7 +9,7 @@ What the training thread wants to tell (reports, lease requests, drain) is state
 what a broken session lost is sent in the next one. What it asks for comes as a message in the inbox; where
 a session breaks before the answer, ``Welcomed`` says that another has begun, and it asks again.
 
-Example of a push: the syncer sends Pull(fragment 3). The training thread finds ``PushRequested`` at its next
+Example of a push: the syncer sends Pull(fragment 3). The training thread finds it at its next
 boundary and calls ``push`` with a snapshot, which is encoded and uploaded in tasks beside the session. The
 syncer's answer becomes ``PushAnswered``. After the merge an announcement of fragment 3 names that push.
 """
@@ -29,6 +29,7 @@ from typing import Any
 
 from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.wire import sync_pb2
+from diloco_protocol.wire.records import StepReport
 from diloco_worker.core.connection_status import ConnectionStatus
 from diloco_worker.fragments import Floats, Vector
 from diloco_worker.net.connection import SyncerConnection
@@ -96,7 +97,7 @@ class SyncerClient:
         self._thread.start()
         self._waker.start()
 
-    def send_report(self, report: sync_pb2.Report) -> None:
+    def send_report(self, report: StepReport) -> None:
         """Send the newest report; older ones that were not sent are superseded."""
         self._connection.report_wanted = False
         self._call(self._connection.put_report, report)
@@ -106,7 +107,7 @@ class SyncerClient:
         self._call(self._connection.outbox.put, key, message, lasting)
 
     def request_leases(self, count: int) -> None:
-        """Ask for ``count`` more blocks; ``LeaseGranted`` follows for each."""
+        """Ask for ``count`` more blocks; a ``Lease`` follows for each."""
         for _ in range(count):
             key = f"{LEASE_KEY}{next(self._lease_numbers)}"
             self.send(key, sync_pb2.LearnerMessage(lease_request=sync_pb2.LeaseRequest()))

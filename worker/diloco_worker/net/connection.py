@@ -6,7 +6,7 @@ Theory of operation
 exponential backoff, reads the syncer's address again and joins again, naming the versions that this
 process holds and the slot that it had.
 
-While a session lasts, each kind of message has its way. A pull becomes ``PushRequested`` in the inbox. An
+While a session lasts, each kind of message has its way. A ``Pull`` goes to the inbox. An
 announcement becomes ``Announced`` at once, and ``Downloaded`` when its bytes were downloaded and decoded
 (``transfers``). Everything that came from the network is checked here, before the training thread sees it.
 
@@ -26,10 +26,10 @@ from typing import Any
 from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.spec.job import immutable_digests
 from diloco_protocol.vocabulary import TrustFailure
-from diloco_protocol.wire import channels, limits, sync_pb2
+from diloco_protocol.wire import channels, convert, limits, sync_pb2
+from diloco_protocol.wire.records import Lease, Pull, Seat, StepReport
 from diloco_protocol.wire.verify_server import ServerNotTrusted
 from diloco_worker.core.connection_status import ConnectionStatus
-from diloco_worker.core.leases import LeaseGrant
 from diloco_worker.core.syncer_settings import SyncerSettings
 from diloco_worker.fragments import Floats, Vector
 from diloco_worker.net.authentication import WorkerCredentials
@@ -41,10 +41,7 @@ from diloco_worker.net.inbox import (
     Failed,
     Inbox,
     InitialRequested,
-    LeaseGranted,
     PhaseChanged,
-    PushRequested,
-    Seated,
     StateDownloaded,
     StateRequested,
     Unseated,
@@ -267,13 +264,13 @@ class SyncerConnection:
         elif kind == "refusal":
             self._on_refusal(message.refusal)
         elif kind == "pull":
-            pull = message.pull
+            pull = convert.from_wire(Pull, message.pull)
             self._check_fragment(pull.fragment)
-            self._inbox.put(PushRequested(pull.fragment, pull.round, pull.epoch, pull.version))
+            self._inbox.put(pull)
         elif kind == "announcement":
             self._on_announcement(message.announcement)
         elif kind == "lease":
-            self._inbox.put(LeaseGranted(_lease_grant(message.lease)))
+            self._inbox.put(convert.from_wire(Lease, message.lease))
         elif kind == "phase":
             self._on_phase(message.phase)
         elif kind == "peer_state_request":
@@ -289,7 +286,7 @@ class SyncerConnection:
             self._check_fragment(message.base_request.fragment)
             self._spawn(self._transfers.return_version, message.base_request)
         elif kind == "promotion":
-            self._on_seat(message.promotion.seat)
+            self._on_seat(convert.from_wire(Seat, message.promotion.seat))
         elif kind == "echo":
             self.probe.record_echo(message.echo.number, asyncio.get_running_loop().time())
 
@@ -310,7 +307,7 @@ class SyncerConnection:
         self._apply_settings(welcome.settings)
         self._inbox.put(Welcomed(trained, welcome.optimizer_bytes, self._syncer_settings))
         if welcome.HasField("seat"):
-            self._on_seat(welcome.seat)
+            self._on_seat(convert.from_wire(Seat, welcome.seat))
         elif not welcome.observer:
             self._set_identity(0, 0)
             self.outbox.put_report(None)
@@ -334,15 +331,14 @@ class SyncerConnection:
         if self._transfers is not None:
             self._transfers.encoding = settings.sync.compression.up
 
-    def _on_seat(self, seat: sync_pb2.Seat) -> None:
+    def _on_seat(self, seat: Seat) -> None:
         self._set_identity(seat.slot, seat.incarnation)
         self.status = replace(self.status, standby=False, slot=seat.slot)
         if not seat.continuing:
             self._tenure = seat.incarnation
             self._tenure_slot = seat.slot
             self.outbox.put_report(None)
-        leases = tuple(_lease_grant(lease) for lease in seat.leases)
-        self._inbox.put(Seated(seat.slot, seat.incarnation, seat.continuing, seat.slot_step, seat.slot_tokens, leases))
+        self._inbox.put(seat)
 
     def _set_identity(self, slot: int, incarnation: int) -> None:
         self._incarnation = incarnation
@@ -370,7 +366,7 @@ class SyncerConnection:
 
     # ------------------------------------------------------- work beside the session
 
-    def put_report(self, report: sync_pb2.Report) -> None:
+    def put_report(self, report: StepReport) -> None:
         """Send the newest report, and want another a little later."""
         self.outbox.put_report(report)
         asyncio.get_running_loop().call_later(_REPORT_SECONDS, self._want_report)
@@ -417,10 +413,6 @@ class SyncerConnection:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
-def _lease_grant(lease: sync_pb2.Lease) -> LeaseGrant:
-    return LeaseGrant(lease.lease, lease.data_epoch, lease.block, lease.start, lease.end, lease.block_size)
 
 
 def _first(group: BaseExceptionGroup[Any]) -> BaseException:

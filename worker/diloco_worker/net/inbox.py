@@ -11,24 +11,10 @@ import threading
 import time
 from dataclasses import dataclass, replace
 
+from diloco_protocol.wire.records import Lease, Pull, Seat
 from diloco_worker.core.adoption import Broadcast
-from diloco_worker.core.leases import LeaseGrant
 from diloco_worker.core.syncer_settings import SyncerSettings
 from diloco_worker.fragments import Vector
-
-
-@dataclass(frozen=True, slots=True)
-class Seated:
-    """This process holds a slot now. ``continuing``: the same tenure goes on.
-
-    ``slot_step`` and ``slot_tokens``: how far the slot was when the tenure began."""
-
-    slot: int
-    incarnation: int
-    continuing: bool
-    slot_step: int
-    slot_tokens: int
-    leases: tuple[LeaseGrant, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +53,6 @@ class Downloaded:
 
 
 @dataclass(frozen=True, slots=True)
-class PushRequested:
-    """The syncer asks for a push of the fragment in this round; ``version`` is the fragment's v_p."""
-
-    fragment: int
-    round: int
-    epoch: int
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
 class PushAnswered:
     """The syncer answered a push. ``accepted`` None: no answer came, and the push's fate is open."""
 
@@ -85,13 +61,6 @@ class PushAnswered:
     accepted: bool | None
     reason: str
     message: str
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseGranted:
-    """The syncer leased one more block to this slot."""
-
-    grant: LeaseGrant
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,14 +113,14 @@ class Failed:
 
 
 Message = (
-    Seated
+    Seat
     | Unseated
     | Welcomed
     | Announced
     | Downloaded
-    | PushRequested
+    | Pull
     | PushAnswered
-    | LeaseGranted
+    | Lease
     | PhaseChanged
     | InitialRequested
     | FrozenDownloaded
@@ -219,10 +188,10 @@ def _state_key(message: Message) -> tuple[object, ...] | None:
     match message:
         case Downloaded() | Announced():
             return type(message), message.broadcast.fragment
-        case PushRequested():
-            return PushRequested, message.fragment
-        case Seated() | Unseated():
-            return (Seated,)
+        case Pull():
+            return Pull, message.fragment
+        case Seat() | Unseated():
+            return (Seat,)
         case PhaseChanged() | Welcomed() | InitialRequested() | Disconnected() | Failed():
             return (type(message),)
         case _:
@@ -234,6 +203,6 @@ def _replacement(before: Message | None, message: Message) -> Message:
     cause. A tenure whose beginning was not read yet does not count as continuing."""
     if isinstance(before, Failed):
         return before
-    if isinstance(message, Seated) and message.continuing and before is not None:
-        return replace(message, continuing=isinstance(before, Seated) and before.continuing)
+    if isinstance(message, Seat) and message.continuing and before is not None:
+        return replace(message, continuing=isinstance(before, Seat) and before.continuing)
     return message

@@ -12,10 +12,11 @@ call ``measurements``.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 from diloco_protocol.bandwidth.links import LEAST_TRANSFERS
 from diloco_protocol.common.meter import Meter
-from diloco_protocol.wire import sync_pb2
+from diloco_protocol.wire.records import Link, StepReport
 
 _ECHOES = 16  # of which the shortest counts
 _LOST_SECONDS = 60.0  # after which an echo is not waited for any more
@@ -42,19 +43,19 @@ class LinkProbe:
         self._asked = None
         self._next = float("-inf")
 
-    def stamp(self, report: sync_pb2.Report, now: float, every: float) -> None:
+    def stamp(self, report: StepReport, now: float, every: float) -> StepReport:
         """Complete a report that is about to be sent: what was measured, and every ``every`` seconds the
         request for an echo."""
-        if self.down.transfers >= LEAST_TRANSFERS and self.down.rate is not None:
-            report.link.down_bytes_per_second = self.down.rate
-        if self.round_trip is not None:
-            report.link.round_trip_seconds = self.round_trip
+        down = self.down.rate if self.down.transfers >= LEAST_TRANSFERS else None
+        link = Link(down or 0.0, self.round_trip or 0.0)
+        echo = 0
         lost = self._asked is not None and now - self._asked > _LOST_SECONDS
         if now >= self._next and (self._asked is None or lost):
             self._number += 1
             self._asked = now
             self._next = now + every
-            report.echo = self._number
+            echo = self._number
+        return replace(report, link=link if link != Link() else None, echo=echo)
 
     def record_echo(self, number: int, now: float) -> None:
         """Measure the round trip of an echo; one of an earlier session, or given up, is ignored."""

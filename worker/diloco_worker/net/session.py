@@ -17,7 +17,8 @@ from typing import Any
 
 from grpc import aio
 
-from diloco_protocol.wire import limits, services, sync_pb2
+from diloco_protocol.wire import convert, limits, services, sync_pb2
+from diloco_protocol.wire.records import StepReport
 
 _EOF: Any = aio.EOF  # type: ignore[attr-defined]  # its stubs lack the name
 REPORT_SECONDS = 0.02  # reports are at least so far apart
@@ -46,7 +47,7 @@ class Outbox:
     """
 
     def __init__(self) -> None:
-        self._report: sync_pb2.Report | None = None  # the newest
+        self._report: StepReport | None = None  # the newest
         self._new_report = False
         self._reports = 0  # put so far
         self._reports_sending = 0  # of which this was the newest when the sending began
@@ -54,7 +55,7 @@ class Outbox:
         self._lasting: dict[str, sync_pb2.LearnerMessage] = {}
         self.changed = asyncio.Event()
 
-    def put_report(self, report: sync_pb2.Report | None) -> None:
+    def put_report(self, report: StepReport | None) -> None:
         """Replace the report; None: there is nothing to report (yet)."""
         self._report = report
         self._new_report = report is not None
@@ -90,13 +91,16 @@ class Outbox:
         """Whether everything was handed to the transport."""
         return not self._messages and not self._new_report
 
-    def begin_sending(self) -> list[tuple[str, sync_pb2.LearnerMessage]]:
-        """What to send now, with the keys for ``mark_sent``: the newest report, then the other messages.
+    def begin_sending(
+        self, stamp: Callable[[StepReport], StepReport] = lambda report: report
+    ) -> list[tuple[str, sync_pb2.LearnerMessage]]:
+        """What to send now, with the keys for ``mark_sent``: the newest report, completed by ``stamp``, then the
+        other messages.
 
         Without a report an empty one goes out as a heartbeat, so that a slot is not lost while its learner
         uploads version 0 or downloads what it will start from.
         """
-        report = self._report if self._report is not None else sync_pb2.Report()
+        report = convert.to_wire(stamp(self._report or StepReport()))
         self._reports_sending = self._reports
         return [(_REPORT, sync_pb2.LearnerMessage(report=report)), *self._messages.items()]
 
@@ -132,7 +136,7 @@ class Session:
         outbox: Outbox,
         heartbeat_seconds: float,
         handle: Callable[[sync_pb2.SyncerMessage], None],
-        stamp: Callable[[sync_pb2.Report, float, float], None] = lambda report, now, every: None,
+        stamp: Callable[[StepReport, float, float], StepReport] = lambda report, now, every: report,
     ) -> None:
         """Send what is in the outbox and pass each message received to ``handle``, until the stream ends.
 
@@ -165,16 +169,14 @@ class Session:
         raise SessionEnded(await self._end_reason)
 
     async def _send_outbox(
-        self, outbox: Outbox, heartbeat_seconds: float, stamp: Callable[[sync_pb2.Report, float, float], None]
+        self, outbox: Outbox, heartbeat_seconds: float, stamp: Callable[[StepReport, float, float], StepReport]
     ) -> None:
         loop = asyncio.get_running_loop()
         next_report = next_heartbeat = loop.time()
         while True:
             now = loop.time()
             if outbox.has_messages or now >= next_heartbeat or (outbox.has_new_report and now >= next_report):
-                for key, message in outbox.begin_sending():
-                    if key == _REPORT:  # a copy of what the training thread left
-                        stamp(message.report, loop.time(), heartbeat_seconds)
+                for key, message in outbox.begin_sending(lambda report: stamp(report, loop.time(), heartbeat_seconds)):
                     if not await self._send(message):
                         return
                     outbox.mark_sent(key, message)
@@ -210,7 +212,7 @@ class Session:
         if data is _EOF:
             raise await self._ended()
         try:
-            return limits.parse(sync_pb2.SyncerMessage, data)
+            return convert.parse(sync_pb2.SyncerMessage, data)
         except limits.WireError as error:
             raise SessionEnded(str(error)) from error
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,8 +35,9 @@ from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.kernels import Bytes
 from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.vocabulary import PushRefusal
-from diloco_protocol.wire import bulk, limits, sync_pb2
-from diloco_worker.core.adoption import Broadcast, PushPlan
+from diloco_protocol.wire import bulk, convert, limits, sync_pb2
+from diloco_protocol.wire.records import PushPlan, StepReport
+from diloco_worker.core.adoption import Broadcast
 from diloco_worker.fragments import Floats, Vector
 from diloco_worker.net.bulk_channels import BulkChannels, pause
 from diloco_worker.net.error_feedback import ErrorFeedback
@@ -67,7 +68,7 @@ class Push:
     plan: PushPlan
     base: Vector
     theta: Vector
-    report: sync_pb2.Report
+    report: StepReport
 
     def answered(self, accepted: bool | None, reason: str, message: str) -> PushAnswered:
         """The answer to this push. ``accepted`` None: none came."""
@@ -360,9 +361,8 @@ class Transfers:
         try:
             encoding = self.encoding
             encoded = await self._channels.run(encode_push, push, encoding, self._context.feedback)
-            message = sync_pb2.Push(
-                **asdict(plan), encoding=encoding, layout_digest=self._layout.digest, report=push.report
-            )
+            report = convert.to_wire(push.report)
+            message = convert.to_wire(plan, encoding=encoding, layout_digest=self._layout.digest, report=report)
             reply = await self._channels.upload(encoded, push=message)
         except bulk.TransferError as error:
             log.warning("push %d of fragment %d got no answer: %s", plan.sequence, plan.fragment, error)

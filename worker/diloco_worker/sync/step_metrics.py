@@ -8,8 +8,6 @@ from collections import deque
 
 import torch
 
-from diloco_protocol.wire import sync_pb2
-
 
 class StepMetrics:
     """Of one process. Any thread may read ``known_loss``, ``step_seconds`` and ``stalled_seconds``."""
@@ -60,9 +58,3 @@ class StepMetrics:
             self._loss = float(self._copying[0])
             self._copying = None
         return self._loss
-
-    def complete_report(self, report: sync_pb2.Report) -> None:
-        """Write what is measured into a report."""
-        report.stalled_seconds = self.stalled_seconds
-        report.loss = self.read_loss()
-        report.step_seconds = self.step_seconds

@@ -22,13 +22,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.vocabulary import ENDED_PHASES, STOPPED_PHASES, JobPhase
-from diloco_protocol.wire import sync_pb2
+from diloco_protocol.wire.records import Lease, Pull, Seat, StepReport
 from diloco_worker import logs
 from diloco_worker.core.adoption import Adoption, AdoptionConfig, Broadcast, Kind
 from diloco_worker.core.syncer_settings import SyncerSettings
@@ -43,12 +44,9 @@ from diloco_worker.net.inbox import (
     FrozenDownloaded,
     Inbox,
     InitialRequested,
-    LeaseGranted,
     Message,
     PhaseChanged,
     PushAnswered,
-    PushRequested,
-    Seated,
     StateDownloaded,
     StateRequested,
     Unseated,
@@ -115,7 +113,7 @@ class Synchronizer:
         self._downloaded: dict[int, Downloaded] = {}  # per fragment, to be adopted
         self._newest: dict[int, Downloaded] = {}  # per fragment, adopted or not
         self._announced: dict[int, Broadcast] = {}  # per fragment, the newest
-        self._pulls: dict[int, PushRequested] = {}  # per fragment, not answered yet
+        self._pulls: dict[int, Pull] = {}  # per fragment, not answered yet
         self._optimizer_bytes = 0  # of the job checkpoint's optimizer state
         self._job_has_trained = False
 
@@ -210,32 +208,15 @@ class Synchronizer:
         if self.seated and self.adoption.complete:
             self._client.send_report(self.report())
 
-    def report(self) -> sync_pb2.Report:
+    def report(self) -> StepReport:
         """The report as of now."""
-        adoption = self.adoption
-        report = sync_pb2.Report(
-            slot_step=adoption.now.step,
-            trained_steps=adoption.trained_steps,
-            trained_tokens=adoption.now.tokens,
-            compute_seconds=adoption.now.seconds,
-            paused=adoption.paused,
+        return replace(
+            self.adoption.report(),
+            stalled_seconds=self._metrics.stalled_seconds,
+            loss=self._metrics.read_loss(),
+            step_seconds=self._metrics.step_seconds,
+            cursors=self._prefetcher.cursors() if self._prefetcher is not None else (),
         )
-        for row in adoption.rows():
-            report.fragments.add(
-                epoch=row.epoch,
-                base_version=row.base_version,
-                steps=row.steps,
-                tokens=row.tokens,
-                confirmed_tokens=row.confirmed_tokens,
-                dropped_overlap=row.dropped_overlap,
-                dropped_stale=row.dropped_stale,
-                dropped_rolled_back=row.dropped_rolled_back,
-            )
-        self._metrics.complete_report(report)
-        if self._prefetcher is not None:
-            for lease, position in self._prefetcher.cursors():
-                report.cursors.add(lease=lease, position=position)
-        return report
 
     # ------------------------------------------------------------------ messages from the syncer
 
@@ -250,7 +231,7 @@ class Synchronizer:
                 self._downloaded[fragment] = self._newest[fragment] = message
             case Announced():
                 self._announced[message.broadcast.fragment] = message.broadcast
-            case PushRequested():
+            case Pull():
                 self._pulls[message.fragment] = message
             case PushAnswered():
                 self._on_push_answer(message)
@@ -259,10 +240,10 @@ class Synchronizer:
                     log.info("the job is %s: %s", message.phase, message.message)
                 self.phase = message.phase
                 self.message = message.message
-            case LeaseGranted():
+            case Lease():
                 if self._prefetcher is not None:
-                    self._prefetcher.add_lease(message.grant)
-            case Seated():
+                    self._prefetcher.add_lease(message)
+            case Seat():
                 self._on_seat(message)
             case Unseated():
                 if self.seated:
@@ -302,7 +283,7 @@ class Synchronizer:
             for push in self._deterministic.unmerged_pushes:
                 self._client.push(push)
 
-    def _on_seat(self, seat: Seated) -> None:
+    def _on_seat(self, seat: Seat) -> None:
         continuing = seat.continuing and self.tenure > 0 and self.seated
         self.slot = seat.slot
         logs.set_fields(slot=seat.slot)
@@ -313,7 +294,7 @@ class Synchronizer:
         if self._prefetcher is not None:
             self._prefetcher.reconcile_leases(seat.leases, continuing)
 
-    def _begin_tenure(self, seat: Seated) -> None:
+    def _begin_tenure(self, seat: Seat) -> None:
         """Hold the slot as a newcomer: everything is taken from the syncer."""
         self.tenure += 1
         self.slot_tokens = seat.slot_tokens

@@ -18,9 +18,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from diloco_protocol.vocabulary import ENDED_PHASES, EventKind, JobPhase, JoinRefusal, SlotState
+from diloco_protocol.wire.records import PushHeader, Seat
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.actions import Actions
-from diloco_syncer.core.events import MergedPush, PushHeader
+from diloco_syncer.core.events import MergedPush
 from diloco_syncer.core.members.initial_model_request import InitialModelRequest
 from diloco_syncer.core.members.leases import LeaseBook
 from diloco_syncer.core.members.slots import Slot
@@ -192,7 +193,7 @@ class Admission:
     def _admit(
         self,
         join: ev.Join,
-        seat: ev.Seat | None,
+        seat: Seat | None,
         merged: tuple[MergedPush, ...] = (),
         withheld: frozenset[int] = frozenset(),
     ) -> None:
@@ -243,7 +244,7 @@ class Admission:
         self.initial_model.offer(slot, now)
         leases = state.leases.leases_of(slot.index) if state.leases else ()
         tokens = state.ledger.trained(slot.index) if state.ledger else 0
-        seat = ev.Seat(slot.index, incarnation, continuing, slot.step, tokens, leases)
+        seat = Seat(slot.index, incarnation, continuing, slot.step, tokens, leases)
         self._actions.add(ev.Persist())
         merged = tuple(slot.merged.get(p, MergedPush()) for p in range(len(state.versions)))
         if promote:

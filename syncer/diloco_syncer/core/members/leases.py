@@ -21,7 +21,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from diloco_syncer.core.events import LeaseGrant
+from diloco_protocol.wire.records import Lease
 
 BLOCKS_PER_SLOT = 64
 MAX_BLOCK = 4096  # sequences
@@ -65,7 +65,7 @@ class LeaseBook:
         self.returned: deque[OpenLease] = deque()
         self._order: tuple[int, list[int]] | None = None
 
-    def grant_block(self, slot: int, index: int) -> LeaseGrant:
+    def grant_block(self, slot: int, index: int) -> Lease:
         """Lease the block of this index in the endless order to the slot."""
         data_epoch, place = divmod(index, self.blocks)
         if self._order is None or self._order[0] != data_epoch:
@@ -74,17 +74,17 @@ class LeaseBook:
         end = min(self.block_size, self.sequences - block * self.block_size)  # the last block may be short
         return self.grant(OpenLease(slot, data_epoch, block, 0, end))
 
-    def grant(self, held: OpenLease) -> LeaseGrant:
+    def grant(self, held: OpenLease) -> Lease:
         """Lease a block, or what is left of one, under a new number."""
         lease = self.next_lease
         self.next_lease += 1
         self.open[lease] = held
         return self._as_grant(lease, held)
 
-    def _as_grant(self, lease: int, held: OpenLease) -> LeaseGrant:
-        return LeaseGrant(lease, held.data_epoch, held.block, held.position, held.end, self.block_size)
+    def _as_grant(self, lease: int, held: OpenLease) -> Lease:
+        return Lease(lease, held.data_epoch, held.block, held.position, held.end, self.block_size)
 
-    def grant_lease(self, slot: int, lost: Collection[int] = ()) -> LeaseGrant:
+    def grant_lease(self, slot: int, lost: Collection[int] = ()) -> Lease:
         """One more block for the slot. ``lost``: slots without a process."""
         if not self.returned and self.issued and self.issued % self.blocks == 0:
             for other in lost:
@@ -110,7 +110,7 @@ class LeaseBook:
         """How many leases the slot holds."""
         return sum(held.slot == slot for held in self.open.values())
 
-    def leases_of(self, slot: int) -> tuple[LeaseGrant, ...]:
+    def leases_of(self, slot: int) -> tuple[Lease, ...]:
         """The slot's leases from their cursors on, oldest first."""
         return tuple(self._as_grant(i, h) for i, h in sorted(self.open.items()) if h.slot == slot)
 

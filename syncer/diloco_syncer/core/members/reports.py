@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from diloco_protocol.vocabulary import EventKind
+from diloco_protocol.wire.records import StepReport
 from diloco_syncer.core.actions import Actions
-from diloco_syncer.core.events import ReportCounts
 from diloco_syncer.core.members.slots import Slot
 from diloco_syncer.core.state import JobState
 
 
-def apply_report(state: JobState, actions: Actions, slot: Slot, report: ReportCounts, now: float) -> bool:
+def apply_report(state: JobState, actions: Actions, slot: Slot, report: StepReport, now: float) -> bool:
     """Apply a report of the slot's process; False: it is older than the newest, or of another layout.
 
     A report is cumulative over the tenure, so a repeated or late one changes nothing.

@@ -18,9 +18,10 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 
 from diloco_protocol.vocabulary import EventKind, JobPhase, SlotState
+from diloco_protocol.wire.records import PushHeader
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.actions import Actions
-from diloco_syncer.core.events import MergedPush, PushHeader
+from diloco_syncer.core.events import MergedPush
 from diloco_syncer.core.members.reports import apply_report
 from diloco_syncer.core.members.slots import Slot
 from diloco_syncer.core.merging.push_checks import PushChecks

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_protocol.documents import LedgerRow, Tokens
-from diloco_syncer.core.events import FragmentCounts, PushHeader, ReportCounts
+from diloco_protocol.wire.records import FragmentReport, LeaseCursor, PushHeader, StepReport
 
 PushId = tuple[int, int, int, int]
 
@@ -41,7 +41,7 @@ _BOOK_FIGURES = ("first_incarnation", "trained", "trained_steps", "compute_secon
 _CELL_FIGURES = ("merged", "tenure_merged", "compute_seconds")
 
 
-def _dropped_by_learner(counts: FragmentCounts) -> int:
+def _dropped_by_learner(counts: FragmentReport) -> int:
     return counts.dropped_overlap + counts.dropped_stale + counts.dropped_rolled_back
 
 
@@ -66,7 +66,7 @@ class SlotBook:
     trained_steps: int = 0
     compute_seconds: float = 0.0
     stalled_seconds: float = 0.0
-    report: ReportCounts | None = None  # the open tenure's newest
+    report: StepReport | None = None  # the open tenure's newest
     cells: list[Cell] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -96,7 +96,7 @@ class Ledger:
         book.first_incarnation = incarnation
         book.report = None
 
-    def apply_report(self, slot: int, report: ReportCounts) -> bool:
+    def apply_report(self, slot: int, report: StepReport) -> bool:
         """Apply a report of the open tenure; True if it is not older than the newest.
 
         Reports and pushes travel on different connections, so an older one may
@@ -289,18 +289,18 @@ class Ledger:
         return ledger
 
 
-def _age(report: ReportCounts) -> tuple[int, int, int]:
+def _age(report: StepReport) -> tuple[int, int, int]:
     """Sorts a tenure's reports by time: every part only ever rises."""
     decided = sum(f.confirmed_tokens + _dropped_by_learner(f) for f in report.fragments)
     bases = sum(f.epoch + f.base_version for f in report.fragments)
     return (report.trained_steps, decided, bases)
 
 
-def _by_reason(counts: FragmentCounts) -> dict[str, int]:
+def _by_reason(counts: FragmentReport) -> dict[str, int]:
     return {"overlap": counts.dropped_overlap, "stale": counts.dropped_stale, "rolled-back": counts.dropped_rolled_back}
 
 
-def report_to_json(report: ReportCounts) -> dict[str, Any]:
+def report_to_json(report: StepReport) -> dict[str, Any]:
     """JSON form; the loss may be NaN and is left out (nothing durable needs it)."""
     return {
         "slot_step": report.slot_step,
@@ -310,20 +310,20 @@ def report_to_json(report: ReportCounts) -> dict[str, Any]:
         "stalled_seconds": report.stalled_seconds,
         "step_seconds": report.step_seconds,
         "cursors": [list(cursor) for cursor in report.cursors],
-        "fragments": [[getattr(f, name) for name in FragmentCounts.__dataclass_fields__] for f in report.fragments],
+        "fragments": [[getattr(f, name) for name in FragmentReport.__dataclass_fields__] for f in report.fragments],
     }
 
 
-def report_from_json(row: dict[str, Any]) -> ReportCounts:
-    return ReportCounts(
+def report_from_json(row: dict[str, Any]) -> StepReport:
+    return StepReport(
         slot_step=row["slot_step"],
         trained_steps=row["trained_steps"],
         trained_tokens=row["trained_tokens"],
-        fragments=tuple(FragmentCounts(*values) for values in row["fragments"]),
+        fragments=tuple(FragmentReport(*values) for values in row["fragments"]),
         compute_seconds=row["compute_seconds"],
         stalled_seconds=row["stalled_seconds"],
         step_seconds=row["step_seconds"],
-        cursors=tuple((lease, position) for lease, position in row["cursors"]),
+        cursors=tuple(LeaseCursor(*cursor) for cursor in row["cursors"]),
     )
 
 

@@ -8,7 +8,7 @@ hopeless transfer costs nothing:
  1. The header is small enough, is a message, has a known format number, and names this job; with TLS, the
     connection may speak for the process that the header names
     (``server/uploads.py`` ``upload`` and ``_route``, ``server/sessions.py`` ``check_process``).
- 2. Every number of the header is in range (``messages.py`` ``push_from``).
+ 2. Every number of the header is in range (``diloco_protocol/wire/convert.py`` ``push_header``).
  3. The syncer is not recovering lost versions; else the learner tries again later
     (``runtime/pushes.py`` ``receive``, ``core/recovery/lost_versions.py`` ``is_pending``).
  4. The job has not ended, version 0 exists, the fragment exists (``_check_job``).
@@ -43,7 +43,7 @@ from collections import defaultdict, deque
 from statistics import median
 
 from diloco_protocol.vocabulary import ENDED_PHASES, PushRefusal, SlotState
-from diloco_syncer.core.events import PushHeader
+from diloco_protocol.wire.records import PushHeader
 from diloco_syncer.core.members.slots import Slot
 from diloco_syncer.core.merging.rounds import Round
 from diloco_syncer.core.state import JobState

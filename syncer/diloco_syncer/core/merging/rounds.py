@@ -32,8 +32,8 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from diloco_protocol.wire.records import PushHeader
 from diloco_syncer.core.deterministic import Mode
-from diloco_syncer.core.events import PushHeader
 
 
 class MovingAverage:

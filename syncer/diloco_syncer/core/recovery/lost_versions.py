@@ -27,9 +27,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diloco_protocol.vocabulary import EventKind, JobPhase
+from diloco_protocol.wire.records import Receipt
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.actions import Actions
-from diloco_syncer.core.recovery.receipts import Rows, validate_receipt
+from diloco_syncer.core.recovery.receipts import validate_receipt
 from diloco_syncer.core.state import JobState
 
 REQUEST_SECONDS = 60.0  # for an answer, besides the transfer
@@ -221,7 +222,7 @@ class VersionRecovery:
 
     # ------------------------------------------------------------- requests
 
-    def check_upload(self, connection: int, fragment: int, epoch: int, version: int, rows: Rows) -> str:
+    def check_upload(self, connection: int, fragment: int, epoch: int, version: int, rows: Receipt) -> str:
         """Whether this version may come now, before its bytes are read: empty, or why not."""
         request = self._requests.get(fragment)
         if request is None or (request.connection, request.epoch, request.version) != (connection, epoch, version):

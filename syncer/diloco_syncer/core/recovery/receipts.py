@@ -28,33 +28,17 @@ learner's next report says that it trained 520, and 20 are pending.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 
 from diloco_protocol.vocabulary import SlotState
-from diloco_syncer.core.events import FragmentCounts, MergedPush, PushHeader, ReportCounts
+from diloco_protocol.wire.records import FragmentReport, PushHeader, Receipt, SlotReceipt, StepReport
+from diloco_syncer.core.events import MergedPush
 from diloco_syncer.core.members.slots import Slot
 from diloco_syncer.core.merging.ledger import Cell, Ledger
 from diloco_syncer.core.state import JobState
 
 MOST_SLOTS = 4096  # more than a receipt has room for
-
-
-@dataclass(frozen=True, slots=True)
-class SlotRow:
-    """One slot's row of a receipt (sync.proto SlotReceipt)."""
-
-    slot: int
-    tenure: int  # 64 bits; 0: none is open
-    merged_tokens: int
-    tenure_tokens: int
-    sequence: int
-    version: int
-    last_step: int
-    compute_seconds: float
-
-
-Rows = tuple[SlotRow, ...]
 
 
 def tenure_hash(state: JobState, slot: Slot) -> int:
@@ -67,7 +51,7 @@ def tenure_hash(state: JobState, slot: Slot) -> int:
     return int.from_bytes(digest[:8], "big") | 1
 
 
-def make_receipt(state: JobState, fragment: int) -> Rows:
+def make_receipt(state: JobState, fragment: int) -> Receipt:
     """Make the receipt of the fragment's present version: a row for every slot that was ever held or merged."""
     assert state.ledger
     rows = []
@@ -78,7 +62,7 @@ def make_receipt(state: JobState, fragment: int) -> Rows:
             continue
         newest = slot.merged.get(fragment, MergedPush())
         rows.append(
-            SlotRow(
+            SlotReceipt(
                 slot.index,
                 tenure_hash(state, slot),
                 cell.merged,
@@ -92,7 +76,7 @@ def make_receipt(state: JobState, fragment: int) -> Rows:
     return tuple(rows)
 
 
-def validate_receipt(state: JobState, fragment: int, version: int, rows: Sequence[SlotRow]) -> str:
+def validate_receipt(state: JobState, fragment: int, version: int, rows: Receipt) -> str:
     """Why this cannot be the receipt of a later version in this store's lineage; empty: it can."""
     assert state.ledger
     if not rows:
@@ -113,7 +97,7 @@ def validate_receipt(state: JobState, fragment: int, version: int, rows: Sequenc
     return ""
 
 
-def close_superseded_tenures(state: JobState, headers: Iterable[PushHeader], receipts: Iterable[Rows]) -> None:
+def close_superseded_tenures(state: JobState, headers: Iterable[PushHeader], receipts: Iterable[Receipt]) -> None:
     """Close the tenures of the restored state that are over, as the headers of newer records and offers and the
     receipts of recovered versions show, and add the slots that these name. Call before any of them is applied;
     it changes nothing after a restart whose state is the newest."""
@@ -147,7 +131,9 @@ def close_superseded_tenures(state: JobState, headers: Iterable[PushHeader], rec
             state.leases.return_leases(slot.index)
 
 
-def apply_recovered_version(state: JobState, fragment: int, version: int, origin: int, rows: Rows, epoch: int) -> None:
+def apply_recovered_version(
+    state: JobState, fragment: int, version: int, origin: int, rows: Receipt, epoch: int
+) -> None:
     """Go on from a version that came from a learner, which held it in epoch ``origin``; the store took it in
     ``epoch``. Call in the order of the records, after ``close_superseded_tenures``."""
     assert state.rounds and state.ledger
@@ -174,7 +160,7 @@ def apply_recovered_version(state: JobState, fragment: int, version: int, origin
             versions[fragment] = max(versions[fragment], version)
 
 
-def _count_merged(cell: Cell, row: SlotRow, same: bool) -> None:
+def _count_merged(cell: Cell, row: SlotReceipt, same: bool) -> None:
     """Count what the receipt says is merged. Tokens of other tenures than the open one were written off or never
     heard of: ``count_unreported_tokens`` makes that good."""
     of_tenure = max(0, row.tenure_tokens - cell.tenure_merged) if same else 0
@@ -203,7 +189,7 @@ def count_unreported_tokens(ledger: Ledger) -> None:
                 cell.dropped["died"] += unreported
         if not book.first_incarnation:
             continue
-        nothing = ReportCounts(0, 0, 0, (FragmentCounts(0, 0, 0, 0),) * ledger.fragments)
+        nothing = StepReport(0, 0, 0, (FragmentReport(0, 0, 0, 0),) * ledger.fragments)
         report = book.report or nothing
         beyond = max(
             cell.tenure_merged - counts.confirmed_tokens - counts.tokens

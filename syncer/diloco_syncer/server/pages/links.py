@@ -18,7 +18,7 @@ from diloco_protocol.common.meter import Meter
 from diloco_protocol.documents import SlotLink
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.vocabulary import SlotState
-from diloco_protocol.wire import sync_pb2
+from diloco_protocol.wire.records import StepReport
 from diloco_syncer.core.members.slots import Slot
 
 _FASTEST, _LONGEST = 1e15, 1e6  # bytes per second, seconds: beyond, a learner's number makes no sense
@@ -32,9 +32,9 @@ class LinkMeasures:
         self._down: float | None = None
         self._round_trip: float | None = None
 
-    def apply_report(self, report: sync_pb2.Report) -> None:
+    def apply_report(self, report: StepReport) -> None:
         """Take over what the learner has measured; numbers that make no sense count as unknown."""
-        if report.HasField("link"):
+        if report.link is not None:
             down, trip = report.link.down_bytes_per_second, report.link.round_trip_seconds
             self._down = down if 0 < down < _FASTEST else None
             self._round_trip = trip if 0 < trip < _LONGEST else None

@@ -19,7 +19,7 @@ from diloco_operator.reconcile import syncer_poller
 from diloco_operator.reconcile.syncer_poller import NOT_ASKED, SyncerPoller
 from diloco_protocol.common.http_server import HttpServer, json_page
 from diloco_protocol.documents import LearnerPage
-from diloco_protocol.wire import limits, sync_pb2
+from diloco_protocol.wire import convert, sync_pb2
 from diloco_protocol.wire.control_auth import CallRefused, NonceCache, sign_reply, verify_call
 from status_documents import job_report, learner_page, status_document
 
@@ -54,7 +54,7 @@ class Syncer:
         await self._server.stop(0)
 
     async def _call(self, raw: bytes, context: Any) -> bytes:
-        call = limits.parse(sync_pb2.SignedCall, raw)
+        call = convert.parse(sync_pb2.SignedCall, raw)
         try:
             if not self.credulous:
                 verify_call(self.key, call, self.nonces)

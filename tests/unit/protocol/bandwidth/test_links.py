@@ -9,27 +9,26 @@ from rich.console import Console
 
 from diloco.local.screen import RunView, links_text, picture, slot_note, slow_links
 from diloco_protocol.bandwidth.links import LEAST_TRANSFERS, Measured
-from diloco_protocol.wire import sync_pb2
+from diloco_protocol.wire.records import Link, StepReport
 from diloco_syncer.server.pages.links import LinkMeasures
 from diloco_worker.net.link_probe import LinkProbe
 
 
-def stamped(probe: LinkProbe, now: float, every: float = 1.0) -> sync_pb2.Report:
-    report = sync_pb2.Report()
-    probe.stamp(report, now, every)
-    return report
+def stamped(probe: LinkProbe, now: float, every: float = 1.0) -> StepReport:
+    return probe.stamp(StepReport(), now, every)
 
 
 def test_an_echo_is_asked_for_once_a_heartbeat_and_the_shortest_counts() -> None:
     probe = LinkProbe()
     first = stamped(probe, 10.0)
-    assert first.echo and not first.HasField("link")
+    assert first.echo and first.link is None
     assert not stamped(probe, 10.5).echo  # one at a time
     probe.record_echo(first.echo, 10.25)
     assert probe.round_trip == pytest.approx(0.25)
     assert not stamped(probe, 10.9).echo  # not before the next heartbeat
     second = stamped(probe, 11.0)
     assert second.echo and second.echo != first.echo
+    assert second.link is not None
     assert second.link.round_trip_seconds == pytest.approx(0.25)
     probe.record_echo(second.echo, 11.75)
     assert probe.round_trip == pytest.approx(0.25)
@@ -58,22 +57,22 @@ def test_echoes_of_others_say_nothing_and_a_lost_one_is_asked_for_again() -> Non
 def test_a_report_tells_the_speed_once_enough_was_carried() -> None:
     probe = LinkProbe()
     for n in range(LEAST_TRANSFERS):
-        assert not stamped(probe, 2.0 * n).link.down_bytes_per_second
+        assert stamped(probe, 2.0 * n).link is None
         probe.down.begin(2.0 * n)
         probe.down.end(2.0 * n + 0.5, 1000)
-    assert stamped(probe, 99.0).link.down_bytes_per_second == pytest.approx(2000)
+    assert stamped(probe, 99.0).link == Link(down_bytes_per_second=pytest.approx(2000))
     assert probe.measurements() == {"link_up": None, "link_down": pytest.approx(2000), "round_trip_seconds": None}
 
 
 def test_the_syncer_believes_numbers_that_make_sense() -> None:
     link = LinkMeasures()
     assert link.known == Measured(None, None, None)
-    link.apply_report(sync_pb2.Report(link=sync_pb2.Link(down_bytes_per_second=5e6, round_trip_seconds=0.03)))
+    link.apply_report(StepReport(link=Link(5e6, 0.03)))
     assert link.known == Measured(None, 5e6, 0.03)
-    link.apply_report(sync_pb2.Report())  # says nothing of the link: what was known stays
+    link.apply_report(StepReport())  # says nothing of the link: what was known stays
     assert link.known == Measured(None, 5e6, 0.03)
     for number in (float("nan"), float("inf"), -1.0, 1e30):
-        link.apply_report(sync_pb2.Report(link=sync_pb2.Link(down_bytes_per_second=number, round_trip_seconds=number)))
+        link.apply_report(StepReport(link=Link(number, number)))
         assert link.known == Measured(None, None, None)
     for n in range(LEAST_TRANSFERS):
         assert link.known.up is None

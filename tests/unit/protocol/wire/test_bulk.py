@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from diloco_protocol.security.credentials import Credentials, CredentialsError
 from diloco_protocol.vocabulary import TransferRefusal
-from diloco_protocol.wire import bulk, limits, services, sync_pb2
+from diloco_protocol.wire import bulk, convert, limits, services, sync_pb2
 from diloco_protocol.wire import channels as wire_channels
 
 
@@ -31,7 +31,7 @@ class Receiver:
         self.lie = 0
 
     async def upload(self, stream: AsyncIterator[bytes], context: Any) -> bytes:
-        header = limits.parse(sync_pb2.UploadHeader, await anext(stream), limits.MAX_HEADER_BYTES)
+        header = convert.parse(sync_pb2.UploadHeader, await anext(stream), limits.MAX_HEADER_BYTES)
         if self.refuse:
             return sync_pb2.UploadReply(accepted=False, reason=self.refuse).SerializeToString()
         if self.buffer is None:
@@ -48,7 +48,7 @@ class Receiver:
         return sync_pb2.UploadReply(accepted=True, reason="" if done else TransferRefusal.PARTIAL).SerializeToString()
 
     async def download(self, raw: bytes, context: Any) -> AsyncIterator[bytes]:
-        request = limits.parse(sync_pb2.DownloadRequest, raw, limits.MAX_HEADER_BYTES)
+        request = convert.parse(sync_pb2.DownloadRequest, raw, limits.MAX_HEADER_BYTES)
         if request.what == sync_pb2.DownloadRequest.FROZEN:
             async for message in bulk.not_found("superseded"):
                 yield message
@@ -209,14 +209,14 @@ def test_parts_cover_the_payload_once_and_are_bounded(total: int, channels: int)
 def test_garbage_is_an_error_of_the_wire_and_of_nothing_else(data: bytes) -> None:
     for kind in (sync_pb2.LearnerMessage, sync_pb2.UploadHeader, sync_pb2.DownloadRequest):
         try:
-            limits.parse(kind, data)
+            convert.parse(kind, data)
         except limits.WireError as error:
             assert kind.__name__ in str(error)
 
 
 def test_limits() -> None:
     with pytest.raises(limits.WireError, match="LearnerMessage has 1048577 bytes; at most 1048576"):
-        limits.parse(sync_pb2.LearnerMessage, bytes(limits.MAX_CONTROL_BYTES + 1))
+        convert.parse(sync_pb2.LearnerMessage, bytes(limits.MAX_CONTROL_BYTES + 1))
     for wrong in (0, limits.FORMAT + 1):
         with pytest.raises(limits.WireError, match=f"format {wrong} is not understood"):
             limits.check_format(wrong)

@@ -10,6 +10,7 @@ import pytest
 
 from diloco_protocol.documents import Tokens
 from diloco_protocol.vocabulary import JobPhase, PushRefusal
+from diloco_protocol.wire.records import Evaluation, FragmentReport, PushHeader, StepReport
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
@@ -65,11 +66,9 @@ class Desk:
     def report(self, connection: int, step: int, base: int = 0, confirmed: int = 0, epoch: int = 1) -> list[ev.Action]:
         return self.do(ev.Reported(connection, report(step, base, confirmed, epoch, len(self.core.versions))))
 
-    def header(self, slot_index: int, last: int, **changes: object) -> ev.PushHeader:
+    def header(self, slot_index: int, last: int, **changes: object) -> PushHeader:
         opened = self.core.open_rounds.get(0)
-        header = ev.PushHeader(
-            slot_index,
-            self.core.slots[slot_index].incarnation,
+        header = PushHeader(
             0,
             1,
             opened.id if opened else 0,
@@ -84,6 +83,8 @@ class Desk:
             "float32",
             "L",
             report(last, fragments=len(self.core.versions)),
+            slot_index,
+            self.core.slots[slot_index].incarnation,
         )
         return replace(header, **changes)  # type: ignore[arg-type]
 
@@ -91,9 +92,9 @@ class Desk:
         return self.do(ev.PushReceived(self.header(slot, last, **changes), norm, finite, handle=100 + slot))
 
 
-def report(step: int, base: int = 0, confirmed: int = 0, epoch: int = 1, fragments: int = 1) -> ev.ReportCounts:
-    counts = ev.FragmentCounts(epoch, base, step, step * 10 - confirmed, confirmed)
-    return ev.ReportCounts(step, step, step * 10, (counts,) * fragments, step_seconds=0.1)
+def report(step: int, base: int = 0, confirmed: int = 0, epoch: int = 1, fragments: int = 1) -> StepReport:
+    counts = FragmentReport(epoch, base, step, step * 10 - confirmed, confirmed)
+    return StepReport(step, step, step * 10, (counts,) * fragments, step_seconds=0.1)
 
 
 def of(actions: list[ev.Action], kind: type[A]) -> list[A]:
@@ -421,7 +422,7 @@ def test_a_push_of_another_process_and_an_evaluation_of_a_learner_do_not_count()
     refused = desk.core.check_push(desk.header(0, 4), process="p2")
     assert refused is not None and refused[0] is PushRefusal.FENCED
     assert desk.core.check_push(desk.header(0, 4), process="p1") is None
-    desk.do(ev.Evaluated(1, 100, 0.1, 0, False))
+    desk.do(ev.Evaluated(1, Evaluation(100, 0.1, 0, False)))
     assert desk.core.report(0.0, SHELL, "", 0).eval_loss == []
 
 
@@ -579,7 +580,7 @@ def test_stop_drains_merges_evaluates_and_completes() -> None:
     assert len(merge.responders) == 2
     desk.do(ev.MergeDurable(0, 1, 0.1, (1.0, 1.0)))
     assert desk.core.phase is JobPhase.EVALUATING
-    desk.do(ev.Evaluated(8, 100, 2.5, 1, True))
+    desk.do(ev.Evaluated(8, Evaluation(100, 2.5, 1, True)))
     assert desk.core.phase is JobPhase.COMPLETE
     told = desk.core.report(desk.now, SHELL, "", 0)
     assert told.final_loss == 2.5
@@ -599,7 +600,7 @@ def test_one_row_per_version_that_was_scored() -> None:
     desk.do(evaluator)
 
     def score(desk: Desk, tokens: int, loss: float, merges: int) -> list[tuple[int, float | None]]:
-        desk.do(ev.Evaluated(8, tokens, loss, merges, False))
+        desk.do(ev.Evaluated(8, Evaluation(tokens, loss, merges, False)))
         return desk.core.report(0.0, SHELL, "", 0).eval_loss
 
     assert score(desk, 0, 5.5, 0) == [(0, 5.5)]

@@ -9,13 +9,12 @@ from typing import Any, TypeVar
 import pytest
 
 from diloco_protocol.vocabulary import JobPhase
-from diloco_protocol.wire import limits
+from diloco_protocol.wire import convert, limits
+from diloco_protocol.wire.records import FragmentReport, PushHeader, Receipt, SlotReceipt, StepReport
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
 from diloco_syncer.core.merging.rounds import RoundRules
-from diloco_syncer.core.recovery.receipts import Rows, SlotRow
-from diloco_syncer.messages import receipt_from, receipt_to
 from ledger_balance import imbalances
 
 A = TypeVar("A")
@@ -27,14 +26,14 @@ CONFIG = CoreConfig(
 )
 
 
-def counts(epoch: int, base: int, tokens: int, confirmed: int = 0) -> ev.FragmentCounts:
-    return ev.FragmentCounts(epoch, base, tokens // 10, tokens, confirmed)
+def counts(epoch: int, base: int, tokens: int, confirmed: int = 0) -> FragmentReport:
+    return FragmentReport(epoch, base, tokens // 10, tokens, confirmed)
 
 
-def report(*fragments: ev.FragmentCounts) -> ev.ReportCounts:
+def report(*fragments: FragmentReport) -> StepReport:
     told = {f.tokens + f.confirmed_tokens + f.dropped_rolled_back for f in fragments}
     (tokens,) = told
-    return ev.ReportCounts(tokens // 10, tokens // 10, tokens, fragments, step_seconds=0.1)
+    return StepReport(tokens // 10, tokens // 10, tokens, fragments, step_seconds=0.1)
 
 
 def a_join(connection: int, ordinal: int, **changes: Any) -> ev.Join:
@@ -63,16 +62,14 @@ class Life:
         self.now += seconds
         return self.do(ev.Tick())
 
-    def merge(self, fragment: int, version: int, slot: int, last: int, told: ev.ReportCounts) -> None:
+    def merge(self, fragment: int, version: int, slot: int, last: int, told: StepReport) -> None:
         """The slot's push of its steps up to ``last`` is merged alone."""
         first = 1
         incarnation = self.core.slots[slot].incarnation
         rounds = self.core._state.rounds
         assert rounds is not None
         opened = rounds.open.get(fragment) or rounds.open_round(fragment, self.now, ())
-        header = ev.PushHeader(
-            slot,
-            incarnation,
+        header = PushHeader(
             fragment,
             version,
             opened.id,
@@ -87,6 +84,8 @@ class Life:
             "float32",
             "L",
             told,
+            slot,
+            incarnation,
         )
         (verdict, *_) = of(self.do(ev.PushReceived(header, 1.0, True, 7)), ev.AnswerPush)
         assert verdict.reason is None
@@ -99,7 +98,7 @@ def of(actions: list[ev.Action], kind: type[A]) -> list[A]:
     return [a for a in actions if isinstance(a, kind)]
 
 
-def trained() -> tuple[dict[str, Any], dict[int, Rows]]:
+def trained() -> tuple[dict[str, Any], dict[int, Receipt]]:
     """A state before the first merge, and the receipts after one merge of each fragment:
     slot 0's ten steps, of which it had told seven."""
     life = Life(None, 1)
@@ -393,7 +392,7 @@ def test_a_receipt_tells_of_slots_that_the_state_has_not_heard_of() -> None:
     life.do(ev.InitialModelStored("L", (8, 8)))
     state = life.core.state(life.now)
     told = report(counts(1, 0, 40), counts(1, 0, 40))
-    header = ev.PushHeader(1, 2, 0, 1, 1, 1, 0, 0, 1, 4, 4, 40, 1.0, "float32", "L", told)
+    header = PushHeader(0, 1, 1, 1, 0, 0, 1, 4, 4, 40, 1.0, "float32", "L", told, 1, 2)
     core = Core(CONFIG, state, 2, 0.0, 0.0)
     core.close_superseded_tenures([header], [])
     core.apply_record(0, 1, [header], 1)
@@ -406,7 +405,7 @@ def test_slots_that_a_lost_state_had() -> None:
     """The job was scaled up and down again after the state: what slot 3 gave is in the records."""
     state, receipts = trained()
     told = report(counts(1, 0, 40), counts(1, 0, 40))
-    header = ev.PushHeader(3, 9, 0, 1, 1, 1, 0, 0, 1, 4, 4, 40, 1.0, "float32", "L", told)
+    header = PushHeader(0, 1, 1, 1, 0, 0, 1, 4, 4, 40, 1.0, "float32", "L", told, 3, 9)
     more = replace(receipts[1][0], slot=4, tenure=7, merged_tokens=50, tenure_tokens=50)
     core = Core(CONFIG, state, 2, 0.0, 0.0)
     core.close_superseded_tenures([header], [(*receipts[1], more)])
@@ -480,7 +479,7 @@ def test_merges_in_the_store_tell_which_epochs_settled() -> None:
     state, _ = trained()
     core = Core(CONFIG, state, 3, 0.0, 0.0)
     told = report(counts(2, 0, 80), counts(2, 0, 80))
-    header = ev.PushHeader(0, 1, 1, 1, 1, 2, 0, 0, 1, 8, 8, 80, 1.0, "float32", "L", told)
+    header = PushHeader(1, 1, 1, 2, 0, 0, 1, 8, 8, 80, 1.0, "float32", "L", told, 0, 1)
     core.close_superseded_tenures([header], [])
     core.apply_record(1, 1, [header], 2)
     core.start(0.0, (1, 2))
@@ -538,11 +537,11 @@ def test_a_tenure_from_before_version_0_goes_on() -> None:
 
 def test_receipts_on_the_wire() -> None:
     rows = tuple(
-        SlotRow(slot, (1 << 64) - 1 - slot, 1 << 40, 1 << 39, 1 << 20, 1 << 20, 1 << 30, 1e9) for slot in range(500)
+        SlotReceipt(slot, (1 << 64) - 1 - slot, 1 << 40, 1 << 39, 1 << 20, 1 << 20, 1 << 30, 1e9) for slot in range(500)
     )
-    assert receipt_from(receipt_to(rows)) == rows
-    assert receipt_to(rows * 3) == b"", "larger than a header has room for"
+    assert convert.parse_receipt(convert.receipt_bytes(rows)) == rows
+    assert convert.receipt_bytes(rows * 3) == b"", "larger than a header has room for"
     with pytest.raises(limits.WireError):
-        receipt_from(b"\xff" * 20)
+        convert.parse_receipt(b"\xff" * 20)
     with pytest.raises(limits.WireError, match="last_step"):
-        receipt_from(receipt_to((replace(rows[0], last_step=(1 << 62) + 1),)))
+        convert.parse_receipt(convert.receipt_bytes((replace(rows[0], last_step=(1 << 62) + 1),)))

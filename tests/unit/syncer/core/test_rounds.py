@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diloco_protocol.wire.records import PushHeader, StepReport
 from diloco_syncer.core.deterministic import DeterministicMode, Mode
-from diloco_syncer.core.events import PushHeader, ReportCounts
 from diloco_syncer.core.merging.rounds import Accepted, MovingAverage, Progress, RoundBook, RoundRules, grace_seconds
 
-REPORT = ReportCounts(100, 100, 100, ())
+REPORT = StepReport(100, 100, 100, ())
 
 
 def rules(**changes: object) -> RoundRules:
@@ -22,8 +22,6 @@ def rules(**changes: object) -> RoundRules:
 
 def push(slot: int, fragment: int = 0, round: int = 1, first: int = 1, last: int = 4, sequence: int = 1) -> Accepted:
     header = PushHeader(
-        slot,
-        slot + 1,
         fragment,
         sequence,
         round,
@@ -38,6 +36,8 @@ def push(slot: int, fragment: int = 0, round: int = 1, first: int = 1, last: int
         "float32",
         "L",
         REPORT,
+        slot,
+        slot + 1,
     )
     return Accepted(header, handle=slot, norm=1.0)
 

@@ -8,6 +8,7 @@ import pytest
 
 from diloco_protocol.documents import Tokens
 from diloco_protocol.vocabulary import SlotState
+from diloco_protocol.wire.records import FragmentReport, Seat, StepReport
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
@@ -51,7 +52,7 @@ class Job:
         self.core = Core(config(regions), state, self.epoch, self.now, self.now)
         self.core.start(self.now)
 
-    def join(self, region: str, ordinal: int, process: str = "") -> ev.Seat | None:
+    def join(self, region: str, ordinal: int, process: str = "") -> Seat | None:
         process = process or f"{region}{ordinal}"
         self.connection += 1
         self.connections[process] = self.connection
@@ -76,8 +77,8 @@ class Job:
     def report(self, process: str, step: int, trained: int | None = None) -> None:
         """``step`` of the slot, ``trained`` of them by this tenure."""
         steps = step if trained is None else trained
-        counts = ev.FragmentCounts(self.epoch, 0, steps, 10 * steps, 0)
-        told = ev.ReportCounts(step, steps, 10 * steps, (counts,), compute_seconds=float(steps), step_seconds=1.0)
+        counts = FragmentReport(self.epoch, 0, steps, 10 * steps, 0)
+        told = StepReport(step, steps, 10 * steps, (counts,), compute_seconds=float(steps), step_seconds=1.0)
         self.core.handle(ev.Reported(self.connections[process], told), self.now)
 
     def drain(self, process: str) -> None:

@@ -16,7 +16,7 @@ import heapq
 import json
 import random
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 
 import pytest
@@ -24,13 +24,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, PushRefusal
+from diloco_protocol.wire.records import PushHeader, Receipt, Seat, StepReport
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
 from diloco_syncer.core.merging.ledger import header_from_json, header_to_json
 from diloco_syncer.core.merging.rounds import RoundRules
 from diloco_syncer.core.recovery.lost_versions import STAND_IN
-from diloco_syncer.core.recovery.receipts import Rows
 from diloco_worker.core.adoption import Adoption, AdoptionConfig, Broadcast, Kind, Rule
 from ledger_balance import imbalances
 
@@ -66,7 +66,7 @@ class Learner:
     setup: Setup
     speed: float
     connection: int | None = None
-    seat: ev.Seat | None = None
+    seat: Seat | None = None
     tenure: int = 0  # the incarnation under which the newest one began
     tenure_slot: int = -1  # and in which slot
     adoption: Adoption = field(init=False)
@@ -82,9 +82,9 @@ class Learner:
     in_flight: set[int] = field(default_factory=set)  # fragments whose offer has no answer yet
     unsettled: set[int] = field(default_factory=set)  # offered, perhaps without an answer, and not refused
     offered: set[int] = field(default_factory=set)  # offered and accepted
-    offers: dict[int, tuple[ev.PushHeader, Ids]] = field(default_factory=dict)
+    offers: dict[int, tuple[PushHeader, Ids]] = field(default_factory=dict)
     # Newest download of each fragment, with its receipt, and what had settled when it was announced.
-    holdings: dict[int, tuple[int, int, Ids, Rows, int]] = field(default_factory=dict)
+    holdings: dict[int, tuple[int, int, Ids, Receipt, int]] = field(default_factory=dict)
     left: bool = False
 
     def __post_init__(self) -> None:
@@ -138,28 +138,8 @@ class Learner:
             assert len(self.theta[p] - self.base[p]) == self.adoption.pending_steps(p)
         self.news = held_back
 
-    def report(self) -> ev.ReportCounts:
-        rows = self.adoption.rows()
-        return ev.ReportCounts(
-            slot_step=self.adoption.now.step,
-            trained_steps=self.adoption.trained_steps,
-            trained_tokens=self.adoption.now.tokens,
-            fragments=tuple(
-                ev.FragmentCounts(
-                    r.epoch,
-                    r.base_version,
-                    r.steps,
-                    r.tokens,
-                    r.confirmed_tokens,
-                    r.dropped_overlap,
-                    r.dropped_stale,
-                    r.dropped_rolled_back,
-                )
-                for r in rows
-            ),
-            compute_seconds=self.adoption.now.seconds,
-            step_seconds=self.speed,
-        )
+    def report(self) -> StepReport:
+        return replace(self.adoption.report(), step_seconds=self.speed)
 
 
 @dataclass
@@ -170,9 +150,9 @@ class Record:
     ids: Ids
     headers: list[str]
     epoch: int  # that of the syncer that wrote it
-    taken: tuple[int, Rows] | None = None  # from a learner: the epoch in which it held it, its receipt
+    taken: tuple[int, Receipt] | None = None  # from a learner: the epoch in which it held it, its receipt
 
-    def read(self) -> list[ev.PushHeader]:
+    def read(self) -> list[PushHeader]:
         return [header_from_json(json.loads(header)) for header in self.headers]
 
 
@@ -554,7 +534,7 @@ class World:
     def seated(
         self,
         learner: Learner,
-        seat: ev.Seat | None,
+        seat: Seat | None,
         merged: tuple[ev.MergedPush, ...],
         withheld: frozenset[int] = frozenset(),
     ) -> None:
@@ -644,30 +624,20 @@ class World:
             del learner.snapshots[p, sequence]
         learner.snapshots[p, plan.sequence] = learner.theta[p]
         ids = learner.theta[p] - learner.base[p]
-        header = ev.PushHeader(
-            learner.seat.slot,
-            learner.seat.incarnation,
-            p,
-            plan.sequence,
-            round,
-            plan.epoch,
-            plan.base_version,
-            plan.oldest_version,
-            plan.first_step,
-            plan.last_step,
-            plan.steps,
-            plan.tokens,
-            plan.compute_seconds,
-            "float32",
-            "L",
-            learner.report(),
+        header = PushHeader(
+            **asdict(plan),
+            encoding="float32",
+            layout_digest="L",
+            report=learner.report(),
+            slot=learner.seat.slot,
+            incarnation=learner.seat.incarnation,
         )
         assert plan.tokens == sum(self.tokens_of[i] for i in ids)
         if round == 0:
             learner.offers[p] = (header, ids)
         self.send(learner, header, ids)
 
-    def send(self, learner: Learner, header: ev.PushHeader, ids: Ids) -> None:
+    def send(self, learner: Learner, header: PushHeader, ids: Ids) -> None:
         """As in the worker: none without a session, and to the syncer of that session only."""
         if learner.connection is None:
             return
@@ -676,7 +646,7 @@ class World:
             if not self.chance(0.05):
                 self.at(self.delay(0.4), lambda: self.arrive(learner, header, ids, life))
 
-    def arrive(self, learner: Learner, header: ev.PushHeader, ids: Ids, life: int) -> None:
+    def arrive(self, learner: Learner, header: PushHeader, ids: Ids, life: int) -> None:
         if not self.up() or life != self.life or self.core.is_recovering:
             return  # settling: told to try again later
         refused = self.core.check_push(header)
@@ -697,7 +667,7 @@ class World:
             return  # the answer is lost
         self.answer(learner, header, refused)
 
-    def answer(self, learner: Learner, header: ev.PushHeader, refused: tuple[PushRefusal, str] | None) -> None:
+    def answer(self, learner: Learner, header: PushHeader, refused: tuple[PushRefusal, str] | None) -> None:
         if not learner.alive or learner.seat is None or header.incarnation != learner.seat.incarnation:
             return
         p = header.fragment

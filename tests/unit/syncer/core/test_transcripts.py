@@ -23,6 +23,7 @@ import pytest
 
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.vocabulary import JobPhase
+from diloco_protocol.wire.records import FragmentReport, PushHeader, StepReport
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
@@ -39,10 +40,10 @@ class Story:
         self.now = 0.0
         self.epoch = 0
         self.saved: dict[str, Any] | None = None
-        self.merging: tuple[ev.PushHeader, ...] = ()
-        self.records: dict[tuple[int, int], tuple[ev.PushHeader, ...]] = {}  # of merges, by fragment and version
-        self.offers: dict[int, ev.PushHeader] = {}  # spooled and not merged, by handle
-        self.received: dict[int, ev.PushHeader] = {}
+        self.merging: tuple[PushHeader, ...] = ()
+        self.records: dict[tuple[int, int], tuple[PushHeader, ...]] = {}  # of merges, by fragment and version
+        self.offers: dict[int, PushHeader] = {}  # spooled and not merged, by handle
+        self.received: dict[int, PushHeader] = {}
         self.handles = 0
 
     def play(self, line: str) -> list[ev.Action]:
@@ -133,14 +134,14 @@ class Story:
     def make_Reported(self, connection: int, **counts: int) -> ev.Event:
         return ev.Reported(connection, self.counts(**counts))
 
-    def counts(self, step: int, since: int = 0, base: int = 0, confirmed: int = 0, dropped: int = 0) -> ev.ReportCounts:
+    def counts(self, step: int, since: int = 0, base: int = 0, confirmed: int = 0, dropped: int = 0) -> StepReport:
         """``step``: the slot's, of which this tenure trained those after ``since``. Of these steps its learner knows
         that ``confirmed`` were merged, and dropped ``dropped`` as too old."""
         trained = step - since
         pending = trained - confirmed - dropped
         tokens = [steps * TOKENS_PER_STEP for steps in (trained, pending, confirmed, dropped)]
-        row = ev.FragmentCounts(self.epoch if base else 1, base, trained, tokens[1], tokens[2], dropped_stale=tokens[3])
-        return ev.ReportCounts(step, trained, tokens[0], (row,), step_seconds=SECONDS_PER_STEP)
+        row = FragmentReport(self.epoch if base else 1, base, trained, tokens[1], tokens[2], dropped_stale=tokens[3])
+        return StepReport(step, trained, tokens[0], (row,), step_seconds=SECONDS_PER_STEP)
 
     def make_PushReceived(
         self, slot: int, steps: str, sequence: int = 1, base: int = 0, since: int = 0, round: int = -1, **of: Any
@@ -152,9 +153,7 @@ class Story:
             round = opened.id if opened else 0
         count = last - first + 1
         incarnation = of.pop("incarnation", self.core.slots[slot].incarnation)
-        header = ev.PushHeader(
-            slot,
-            incarnation,
+        header = PushHeader(
             0,
             sequence,
             round,
@@ -169,6 +168,8 @@ class Story:
             ENCODING,
             LAYOUT,
             self.counts(last, since, base),
+            slot,
+            incarnation,
         )
         self.handles += 1
         self.received[self.handles] = header
@@ -192,7 +193,7 @@ def json_or_text(value: str) -> Any:
 def words(value: Any) -> str:
     """A field's value on one line."""
     match value:
-        case ev.PushHeader():
+        case PushHeader():
             return f"(slot {value.slot}, steps {value.first_step}-{value.last_step})"
         case tuple() | list():
             return "[" + ", ".join(map(words, value)) + "]"

@@ -13,8 +13,8 @@ from diloco_protocol.arrays.layout import Layout, Tensor
 from diloco_protocol.bandwidth import links
 from diloco_protocol.spec.load import parse_job
 from diloco_protocol.wire import bulk
+from diloco_protocol.wire.records import PushHeader, StepReport
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.events import PushHeader, ReportCounts
 from diloco_syncer.numerics.merge import piece_squares
 from diloco_syncer.numerics.outer import REGISTRY, OuterError
 from diloco_syncer.runtime.global_model import Diverged, GlobalModel, first_records
@@ -51,9 +51,9 @@ def squares(deltas: list[Floats], fragment: int = 0) -> list[Float64s]:
 
 
 def action(fragment: int, version: int, pushes: int = 2) -> ev.Merge:
-    report = ReportCounts(1, 1, 10, ())
+    report = StepReport(1, 1, 10, ())
     headers = [
-        PushHeader(m, 1, fragment, version, 1, 1, version - 1, version - 1, 1, 1, 1, 10, 0.1, "int4", "", report)
+        PushHeader(fragment, version, 1, 1, version - 1, version - 1, 1, 1, 1, 10, 0.1, "int4", "", report, m, 1)
         for m in range(pushes)
     ]
     responders = tuple(ev.Responder(h, i, 1 / pushes, 0) for i, h in enumerate(headers))

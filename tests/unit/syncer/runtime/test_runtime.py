@@ -19,7 +19,7 @@ from diloco_protocol.arrays.layout import Layout, Tensor
 from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.spec.load import parse_job
 from diloco_protocol.vocabulary import JobPhase, SlotState
-from diloco_protocol.wire import bulk, limits, sync_pb2
+from diloco_protocol.wire import bulk, convert, limits, sync_pb2
 from diloco_syncer import startup
 from diloco_syncer.core import events as ev
 from diloco_syncer.runtime import initial_model
@@ -196,7 +196,8 @@ async def test_a_retry_of_an_offer_hears_repeated_only_when_the_offer_is_durable
             bench.connect(2, 1, "b")
             await until(lambda: not bench.syncer.driver._actions or bench.syncer.driver._actions[0])
             first = asyncio.create_task(bench.upload("a", delta, **fields))
-            await until(lambda: bench.syncer.core.check_push(_header(fields)) is not None)
+            header = convert.push_header(sync_pb2.UploadHeader(**fields))
+            await until(lambda: bench.syncer.core.check_push(header) is not None)
             again = asyncio.create_task(bench.upload("a", delta, **fields))
             done, _ = await asyncio.wait((first, again), timeout=0.3)
             assert not done and not list(tmp_path.glob("offers/*"))
@@ -236,12 +237,6 @@ async def test_pushes_that_wait_are_not_touched_by_those_that_come(
         assert replies == ["", "not-finite"]
         (waiting,) = bench.syncer.pushes._held.values()
         np.testing.assert_allclose(waiting.delta, 1.0, rtol=0.01)
-
-
-def _header(fields: dict[str, Any]) -> ev.PushHeader:
-    from diloco_syncer.messages import push_from
-
-    return push_from(sync_pb2.UploadHeader(**fields))
 
 
 async def test_bytes_by_region_and_slot_are_the_totals_and_outlive_the_syncer(tmp_path: Path) -> None:

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from diloco.export.export import read_model
 from diloco_protocol.arrays.layout import Layout, Tensor
-from diloco_syncer.core.events import FragmentCounts, PushHeader, ReportCounts
-from diloco_syncer.core.recovery.receipts import SlotRow
+from diloco_protocol.wire.records import FragmentReport, PushHeader, SlotReceipt, StepReport
 from diloco_syncer.store import records
 from diloco_syncer.store.base import HigherEpoch, Store
 from diloco_syncer.store.checkpoint import Checkpoints, RecordMadeMeanwhile, SpooledOffer, StoreUnusable
@@ -31,9 +30,9 @@ FROZEN = safetensors.numpy.save({"embed": np.ones(3, np.float32)})
 
 
 def header(fragment: int = 0, sequence: int = 1) -> PushHeader:
-    counts = tuple(FragmentCounts(1, 0, 2, 200, 0, 0, 0, 0) for _ in range(2))
-    report = ReportCounts(2, 2, 200, counts, 0.5, 0.1, 2.5, 0.2, ((1, 7),))
-    return PushHeader(0, 3, fragment, sequence, 4, 1, 0, 0, 1, 2, 2, 200, 0.5, "int4", "f" * 64, report)
+    counts = tuple(FragmentReport(1, 0, 2, 200, 0, 0, 0, 0) for _ in range(2))
+    report = StepReport(2, 2, 200, counts, 0.5, 0.1, 2.5, 0.2, ((1, 7),))
+    return PushHeader(fragment, sequence, 4, 1, 0, 0, 1, 2, 2, 200, 0.5, "int4", "f" * 64, report, 0, 3)
 
 
 def record(fragment: int, version: int, epoch: int = 1, number: int = 0) -> MergeRecord:
@@ -290,7 +289,7 @@ def test_a_gap_is_never_jumped(store: Store) -> None:
 
 def taken(version: int, follows: int, epoch: int) -> MergeRecord:
     """Fragment 0's version as a learner had it in epoch 1."""
-    rows = (SlotRow(0, (1 << 64) - 1, 100, 50, 3, version, 10, 1.5),)
+    rows = (SlotReceipt(0, (1 << 64) - 1, 100, 50, 3, version, 10, 1.5),)
     recovered = Recovered(follows, 1, rows)
     return dataclasses.replace(record(0, version, epoch), responders=(), recovered=recovered)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diloco_syncer.core.events import FragmentCounts, PushHeader, ReportCounts
+from diloco_protocol.wire.records import FragmentReport, PushHeader, StepReport
 from diloco_syncer.store import tape as tapes
 from diloco_syncer.store.base import Store
 from diloco_syncer.store.directory import DirectoryStore
@@ -18,8 +18,8 @@ from diloco_syncer.store.tape import Tape, TapeError
 
 
 def record(fragment: int, version: int) -> MergeRecord:
-    report = ReportCounts(2, 2, 200, (FragmentCounts(1, 0, 2, 200),) * 2)
-    header = PushHeader(0, 3, fragment, version, 4, 1, version - 1, version - 1, 1, 2, 2, 200, 0.5, "int4", "", report)
+    report = StepReport(2, 2, 200, (FragmentReport(1, 0, 2, 200),) * 2)
+    header = PushHeader(fragment, version, 4, 1, version - 1, version - 1, 1, 2, 2, 200, 0.5, "int4", "", report, 0, 3)
     theta = np.full(3, version, np.float32)
     return MergeRecord(
         "j",

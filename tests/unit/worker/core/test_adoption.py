@@ -25,7 +25,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from diloco_worker.core.adoption import Adoption, AdoptionConfig, Broadcast, Decision, Kind, PushPlan, Rule
+from diloco_protocol.wire.records import PushPlan
+from diloco_worker.core.adoption import Adoption, AdoptionConfig, Broadcast, Decision, Kind, Rule
 
 Theta = dict[int, Fraction]  # step id -> coefficient; negative ids are other learners' work
 
@@ -286,7 +287,7 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def columns_are_exact(self) -> None:
-        row = self.adoption.rows()[0]
+        row = self.adoption.report().fragments[0]
         trained = sum(self.tokens.values())
         dropped = row.dropped_overlap + row.dropped_stale + row.dropped_rolled_back
         assert row.confirmed_tokens + row.tokens + dropped == trained == self.adoption.now.tokens
@@ -317,7 +318,7 @@ class World(RuleBasedStateMachine):
             self.syncer.merge(others_push=True)
         self.announce()
         self.deliver_news(*self.news[-1])
-        row = self.adoption.rows()[0]
+        row = self.adoption.report().fragments[0]
         assert row.tokens == 0
         if self.mode is not Rule.MIX:
             ours = {s for s in self.syncer.history[-1] if s > 0}
@@ -388,7 +389,7 @@ def test_overlapped_steps_are_kept_or_dropped_by_rule() -> None:
         adoption.on_step(30, 1.0)
         decision = adoption.on_broadcast(news(1, merged=(1, 1)))
         assert (decision.kind, decision.merged, decision.forget) == (kind, 1, (1,))
-        row = adoption.rows()[0]
+        row = adoption.report().fragments[0]
         assert (row.tokens, row.confirmed_tokens, row.dropped_overlap) == (kept, 10, 30 - kept)
 
 
@@ -413,7 +414,7 @@ def test_an_offer_survives_a_merge_that_left_it_out() -> None:
     adoption.on_step(5, 1.0)
     decision = adoption.on_broadcast(news(2, merged=(1, 2)))
     assert (decision.kind, decision.reference, decision.merged) == (Kind.KEEP, 1, 1)
-    assert adoption.rows()[0].tokens == 5
+    assert adoption.report().fragments[0].tokens == 5
 
 
 def test_the_own_push_may_be_merged_in_a_version_that_was_missed() -> None:
@@ -423,9 +424,9 @@ def test_the_own_push_may_be_merged_in_a_version_that_was_missed() -> None:
     adoption.on_step(7, 1.0)
     decision = adoption.on_broadcast(news(3, merged=(1, 1)))
     assert (decision.kind, decision.reference) == (Kind.KEEP, 1)
-    assert adoption.rows()[0].confirmed_tokens == 10
+    assert adoption.report().fragments[0].confirmed_tokens == 10
     assert adoption.on_broadcast(news(4, merged=(1, 1))).kind is Kind.REBASE, "it is below the base now"
-    assert adoption.rows()[0].confirmed_tokens == 10
+    assert adoption.report().fragments[0].confirmed_tokens == 10
 
 
 def test_work_beyond_max_versions_is_dropped_as_stale() -> None:
@@ -433,7 +434,7 @@ def test_work_beyond_max_versions_is_dropped_as_stale() -> None:
     adoption.on_step(10, 1.0)
     assert adoption.on_broadcast(news(2)).kind is Kind.REBASE
     assert adoption.on_broadcast(news(3)).kind is Kind.OVERWRITE
-    row = adoption.rows()[0]
+    row = adoption.report().fragments[0]
     assert (row.tokens, row.dropped_stale) == (0, 10)
 
 
@@ -459,7 +460,7 @@ def test_a_reset_clears_the_work_and_the_inner_optimizer() -> None:
     adoption.on_step(10, 1.0)
     decision = adoption.on_broadcast(Broadcast(0, 2, 5, ("float32", 4, 5), reset_at=(2, 5)))
     assert (decision.kind, decision.reset_optimizer) == (Kind.OVERWRITE, True)
-    assert adoption.rows()[0].dropped_rolled_back == 10
+    assert adoption.report().fragments[0].dropped_rolled_back == 10
     adoption.on_step(10, 1.0)
     decision = adoption.on_broadcast(Broadcast(0, 2, 6, ("float32", 4, 6), reset_at=(2, 5)))
     assert (decision.kind, decision.reset_optimizer) == (Kind.REBASE, False), "it was adopted before"
@@ -470,7 +471,7 @@ def test_a_reset_that_was_overtaken_is_a_reset_still() -> None:
     adoption.on_step(10, 1.0)
     decision = adoption.on_broadcast(Broadcast(0, 2, 6, ("float32", 4, 6), reset_at=(2, 5)))
     assert (decision.kind, decision.reset_optimizer) == (Kind.OVERWRITE, True)
-    assert adoption.rows()[0].dropped_rolled_back == 10
+    assert adoption.report().fragments[0].dropped_rolled_back == 10
 
 
 def test_a_merge_of_an_unknown_push_stops_the_learner() -> None:
@@ -489,7 +490,7 @@ def test_it_pauses_alone_and_goes_on_with_a_broadcast() -> None:
     assert adoption.paused
     adoption.on_broadcast(news(1))
     assert not adoption.paused
-    assert adoption.rows()[0].tokens == 3, "pausing drops nothing"
+    assert adoption.report().fragments[0].tokens == 3, "pausing drops nothing"
 
 
 def test_it_is_not_alone_while_any_fragment_is_merged() -> None:

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_worker.core.leases import Draw, LeaseGrant, Leases, block_order
+from diloco_protocol.wire.records import Lease
+from diloco_worker.core.leases import Draw, Leases, block_order
 from diloco_worker.settings import WorkerError
 
 
-def grant(lease: int, block: int = 0, start: int = 0, end: int = 10, size: int = 10, epoch: int = 0) -> LeaseGrant:
-    return LeaseGrant(lease, epoch, block, start, end, size)
+def grant(lease: int, block: int = 0, start: int = 0, end: int = 10, size: int = 10, epoch: int = 0) -> Lease:
+    return Lease(lease, epoch, block, start, end, size)
 
 
 def test_the_order_is_pinned() -> None:
@@ -47,7 +48,7 @@ def test_blocks_are_covered_once_over_processes_that_die(
         leases = Leases(5, sequences)
         for b in range(blocks):
             if cursors[b] < ends[b]:
-                leases.add(LeaseGrant(b + 1, 0, b, cursors[b], ends[b], size))
+                leases.add(Lease(b + 1, 0, b, cursors[b], ends[b], size))
         ahead: deque[Draw] = deque()
         for _ in range(data.draw(st.integers(1, 8), label="steps until it dies")):
             while len(ahead) < 3 and leases.remaining:
@@ -76,13 +77,13 @@ def test_a_batch_runs_over_the_end_of_a_lease() -> None:
     assert second.cursors == ((1, 10), (2, 6))
     assert leases.draw(8) is None, "nothing is drawn when there is too little"
     assert leases.remaining == 4
-    assert leases.cursors() == [(1, 0), (2, 0)]
+    assert leases.cursors() == ((1, 0), (2, 0))
     leases.commit(first.cursors)
-    assert leases.cursors() == [(1, 8), (2, 0)]
+    assert leases.cursors() == ((1, 8), (2, 0))
     leases.commit(second.cursors)
-    assert leases.cursors() == [(1, 10), (2, 6)], "a finished lease stays in the report"
+    assert leases.cursors() == ((1, 10), (2, 6)), "a finished lease stays in the report"
     leases.commit(first.cursors)
-    assert leases.cursors() == [(1, 10), (2, 6)], "a cursor never goes back"
+    assert leases.cursors() == ((1, 10), (2, 6)), "a cursor never goes back"
 
 
 def test_a_lease_goes_on_from_its_cursor_in_the_same_order() -> None:
@@ -103,15 +104,15 @@ def test_after_a_reconnect_the_syncer_says_what_is_held() -> None:
     assert draw is not None
     leases.commit(draw.cursors)
     leases.reconcile([grant(1, start=3), grant(3, block=2)])
-    assert leases.cursors() == [(1, 10), (3, 0)], "2 is gone, 1 is not begun again, 3 is new"
+    assert leases.cursors() == ((1, 10), (3, 0)), "2 is gone, 1 is not begun again, 3 is new"
     leases.reconcile([grant(3, block=2)])
-    assert leases.cursors() == [(3, 0)]
+    assert leases.cursors() == ((3, 0),)
 
 
 @pytest.mark.parametrize(
     "wrong", [grant(1, block=3), grant(1, end=11), grant(1, start=5, end=4), grant(1, block=2, end=6), grant(1, size=0)]
 )
-def test_a_lease_that_contradicts_the_data_is_refused(wrong: LeaseGrant) -> None:
+def test_a_lease_that_contradicts_the_data_is_refused(wrong: Lease) -> None:
     with pytest.raises(WorkerError, match="the learners' data differ; give"):
         Leases(0, 25).add(wrong)
 

@@ -18,9 +18,9 @@ from diloco_protocol.security.certificates import issue
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json, parse_job
 from diloco_protocol.vocabulary import ENDED_PHASES, FINISHING_PHASES, STOPPED_PHASES
-from diloco_protocol.wire import sync_pb2
+from diloco_protocol.wire import convert, sync_pb2
+from diloco_protocol.wire.records import PushPlan, StepReport
 from diloco_worker import Learner, device
-from diloco_worker.core.adoption import PushPlan
 from diloco_worker.core.connection_status import ConnectionStatus
 from diloco_worker.fragments import Vector, build_layout
 from diloco_worker.net import inbox
@@ -92,14 +92,14 @@ def all_sent(outbox: Outbox) -> None:
 def test_there_is_always_a_heartbeat() -> None:
     outbox = Outbox()
     ((_, message),) = outbox.begin_sending()
-    assert message.HasField("report") and message.report == sync_pb2.Report()
+    assert message.HasField("report") and convert.from_wire(StepReport, message.report) == StepReport()
     assert outbox.is_empty
 
 
 def test_what_was_not_sent_is_still_to_be_said() -> None:
     outbox = Outbox()
     outbox.put("a", drained())
-    outbox.put_report(sync_pb2.Report(slot_step=1))
+    outbox.put_report(StepReport(slot_step=1))
     waiting = outbox.begin_sending()
     outbox.mark_sent(*waiting[0])  # then the stream broke
     assert not outbox.is_empty
@@ -111,9 +111,9 @@ def test_what_was_not_sent_is_still_to_be_said() -> None:
 
 def test_a_report_that_came_while_the_last_was_sent_is_fresh() -> None:
     outbox = Outbox()
-    outbox.put_report(sync_pb2.Report(slot_step=1))
+    outbox.put_report(StepReport(slot_step=1))
     waiting = outbox.begin_sending()
-    outbox.put_report(sync_pb2.Report(slot_step=2))
+    outbox.put_report(StepReport(slot_step=2))
     outbox.mark_sent(*waiting[0])
     assert outbox.has_new_report
     all_sent(outbox)
@@ -221,7 +221,7 @@ def test_a_push_without_a_session_has_an_open_fate(made: tuple[SyncerConnection,
     one, box = made
     plan = PushPlan(0, 3, 1, 1, 0, 0, 1, 4, 4, 128, 0.1)
     zeros = Vector.from_array(np.zeros(10, np.float32))
-    one.push(Push(plan, zeros, zeros, sync_pb2.Report()))
+    one.push(Push(plan, zeros, zeros, StepReport()))
     assert box.take_all() == [inbox.PushAnswered(0, 3, None, "", "there is no connection")]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from diloco_protocol.wire.records import Pull, Seat
 from diloco_worker.core.adoption import Broadcast
 from diloco_worker.fragments import Vector
 from diloco_worker.net import inbox
@@ -17,8 +18,8 @@ def broadcast(fragment: int, version: int) -> Broadcast:
     return Broadcast(fragment, 1, version, ("float32", 4, version))
 
 
-def seated(incarnation: int, continuing: bool) -> inbox.Seated:
-    return inbox.Seated(0, incarnation, continuing, 0, 0, ())
+def seated(incarnation: int, continuing: bool) -> Seat:
+    return Seat(0, incarnation, continuing, 0, 0, ())
 
 
 def test_a_learner_that_does_not_look_gets_the_newest_of_each() -> None:
@@ -27,7 +28,7 @@ def test_a_learner_that_does_not_look_gets_the_newest_of_each() -> None:
         for fragment in range(3):
             box.put(inbox.Announced(broadcast(fragment, version)))
             box.put(arrived(fragment, version))
-            box.put(inbox.PushRequested(fragment, version, 1, version))
+            box.put(Pull(version, fragment, 1, version))
         box.put(inbox.PhaseChanged("holding" if version % 2 else "training", ""))
         box.put(inbox.Disconnected())
         box.put(inbox.Welcomed(True, 0))
@@ -35,7 +36,7 @@ def test_a_learner_that_does_not_look_gets_the_newest_of_each() -> None:
     items = box.take_all()
     assert len(items) == 3 * 3 + 4
     assert {item.broadcast.version for item in items if isinstance(item, inbox.Downloaded | inbox.Announced)} == {999}
-    assert {item.round for item in items if isinstance(item, inbox.PushRequested)} == {999}
+    assert {item.round for item in items if isinstance(item, Pull)} == {999}
     assert box.take_all() == []
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from diloco_protocol.wire import bulk, sync_pb2
-from diloco_worker.core.adoption import PushPlan
+from diloco_protocol.wire.records import PushPlan, StepReport
 from diloco_worker.fragments import Vector, build_layout
 from diloco_worker.net import inbox, transfers
 from diloco_worker.net.bulk_channels import BulkChannels, ByteCounts
@@ -54,7 +54,7 @@ class Session:
 def a_push(sequence: int = 1) -> Push:
     plan = PushPlan(0, sequence, 1, 1, 0, 0, 1, 4, 4, 128, 0.1)
     zeros = np.zeros(10, np.float32)
-    return Push(plan, Vector.from_array(zeros + 0.37), Vector.from_array(zeros), sync_pb2.Report())
+    return Push(plan, Vector.from_array(zeros + 0.37), Vector.from_array(zeros), StepReport())
 
 
 def test_a_push_without_an_answer_has_an_open_fate() -> None:

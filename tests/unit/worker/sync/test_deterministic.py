@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from diloco_protocol.spec.training import StopSpec
-from diloco_protocol.wire import sync_pb2
-from diloco_worker.core.adoption import Adoption, AdoptionConfig, Broadcast, Kind, PushPlan, Rule
+from diloco_protocol.wire.records import PushPlan, StepReport
+from diloco_worker.core.adoption import Adoption, AdoptionConfig, Broadcast, Kind, Rule
 from diloco_worker.fragments import Vector
 from diloco_worker.net.transfers import Push
 from diloco_worker.sync.deterministic import DeterministicMode, first_due
@@ -19,7 +19,7 @@ def news(version: int, fragment: int = 0, merged: tuple[int, int] = (0, 0)) -> B
 
 
 def pushed(plan: PushPlan) -> Push:
-    return Push(plan, VECTOR, VECTOR, sync_pb2.Report())
+    return Push(plan, VECTOR, VECTOR, StepReport())
 
 
 @pytest.mark.parametrize(("fragments", "every", "overlap"), [(1, 1, 0), (3, 4, 1), (4, 4, 3), (24, 24, 2), (5, 24, 0)])

@@ -1,0 +1,190 @@
+"""What learners and the syncer tell each other, as plain data; both sides' cores think in these records.
+
+A record has the fields of its message in sync.proto, under the same names. A field's type says what may
+come from the network, by a check of ``limits``: a ``Count`` is at most 2**62, ``Seconds`` are not negative.
+``convert`` turns records into messages, and messages into records with all of these checks.
+
+There is no protobuf here. Units: seconds, tokens, nats per token; ``version`` and ``epoch`` are the syncer's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple
+
+from diloco_protocol.wire import limits
+
+Count = Annotated[int, limits.check_count]
+Seconds = Annotated[float, limits.check_seconds]
+Loss = Annotated[float, limits.check_loss]  # not a number: none
+
+
+# ------------------------------------------------------------------ reports
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentReport:
+    """One fragment's row of a report; tokens and steps, cumulative per tenure.
+
+    ``steps`` and ``tokens`` are above the base, ``confirmed_tokens`` of pushes that the learner knows were merged.
+    """
+
+    epoch: Count
+    base_version: Count
+    steps: Count
+    tokens: Count
+    confirmed_tokens: Count = 0
+    dropped_overlap: Count = 0
+    dropped_stale: Count = 0
+    dropped_rolled_back: Count = 0
+
+
+class LeaseCursor(NamedTuple):
+    """How far a lease was trained: ``position`` is the next of its block."""
+
+    lease: Count
+    position: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A learner's link as the learner measured it; 0: not measured (yet). The syncer judges what makes sense."""
+
+    down_bytes_per_second: float = 0.0
+    round_trip_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What a learner says after a step (message Report); without rows of fragments it is a mere heartbeat.
+
+    ``slot_step``: of the slot, over all processes; ``trained_*``: of the tenure. ``step_seconds``: moving
+    median. ``paused``: alone beyond staleness.maxSteps. ``link`` and ``echo`` are of a session's reports only;
+    an ``echo`` above 0 asks for an answer.
+    """
+
+    slot_step: Count = 0
+    trained_steps: Count = 0
+    trained_tokens: Count = 0
+    fragments: Annotated[tuple[FragmentReport, ...], limits.check_length(limits.MAX_FRAGMENTS)] = ()
+    compute_seconds: Seconds = 0.0
+    stalled_seconds: Seconds = 0.0
+    loss: Loss = math.nan
+    step_seconds: Seconds = 0.0
+    cursors: Annotated[tuple[LeaseCursor, ...], limits.check_length(limits.MAX_CURSORS)] = ()
+    paused: bool = False
+    link: Link | None = None
+    echo: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """An evaluator's score: ``loss`` of the model with ``sum_versions`` merges in it, at ``tokens`` of the job."""
+
+    tokens: Count
+    loss: Loss
+    sum_versions: Count
+    final: bool
+
+
+# ------------------------------------------------------------------ pushes
+
+
+@dataclass(frozen=True, slots=True)
+class PushPlan:
+    """What a push carries; ``round`` 0: an offer.
+
+    Steps ``first_step..last_step`` are slot steps, both carried. ``oldest_version`` is the one on which the
+    oldest of them was made.
+    """
+
+    fragment: int
+    sequence: Count
+    round: Count
+    epoch: Count
+    base_version: Count
+    oldest_version: Count
+    first_step: Count
+    last_step: Count
+    steps: Count
+    tokens: Count
+    compute_seconds: Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class PushHeader(PushPlan):
+    """A push without its bytes (message Push), with slot and incarnation of the UploadHeader around it."""
+
+    encoding: Annotated[str, limits.cut_text(32)]
+    layout_digest: Annotated[str, limits.cut_text(128)]
+    report: StepReport
+    slot: int
+    incarnation: Count
+
+    @property
+    def id(self) -> tuple[int, int, int, int]:
+        return (self.slot, self.incarnation, self.fragment, self.sequence)
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """The syncer asks for a push of the fragment in this round; ``version`` is the fragment's v_p."""
+
+    round: Count
+    fragment: int
+    epoch: Count
+    version: Count
+
+
+# ------------------------------------------------------------------ seats and data
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Positions ``start`` to ``end`` of ``block``, in the block's own order. Block b holds the sequences from
+    b * ``block_size`` on."""
+
+    lease: Count
+    data_epoch: Count
+    block: Count
+    start: Count
+    end: Count
+    block_size: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A process holds a slot. ``continuing``: its tenure goes on. ``slot_step`` and ``slot_tokens``: how far the
+    slot was when the tenure began."""
+
+    slot: int
+    incarnation: Count
+    continuing: bool
+    slot_step: Count
+    slot_tokens: Count
+    leases: tuple[Lease, ...]
+
+
+# ------------------------------------------------------------------ versions
+
+
+@dataclass(frozen=True, slots=True)
+class SlotReceipt:
+    """One slot's row of a version's receipt: what the ledger said of it when the version was made.
+
+    ``tenure``: digest of the open one, 64 bits, 0: none. ``merged_tokens`` are of all tenures, ``tenure_tokens`` of
+    the open one. ``sequence``: its newest merged push, which ``version`` merged.
+    """
+
+    slot: int
+    tenure: int
+    merged_tokens: Count
+    tenure_tokens: Count
+    sequence: Count
+    version: Count
+    last_step: Count
+    compute_seconds: Seconds
+
+
+Receipt = tuple[SlotReceipt, ...]

@@ -1,0 +1,116 @@
+"""Records and messages: each field of the one is a field of the other, and nonsense is refused by its name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco_protocol.wire import convert, limits, records, sync_pb2
+from diloco_protocol.wire.records import FragmentReport, Lease, LeaseCursor, Link, PushHeader, SlotReceipt, StepReport
+
+BESIDE = {PushHeader: {"slot", "incarnation"}}  # of the UploadHeader around the message
+LATER = {records.PushPlan: {"encoding", "layout_digest", "report"}}  # that the sender adds
+FLOATS = st.floats(0, 1e9)
+
+
+def of_field(hint: Any) -> st.SearchStrategy[Any]:
+    if hint == records.Count:
+        return st.integers(0, limits.MAX_COUNT)
+    if hint == records.Loss:
+        return st.floats(allow_infinity=False, allow_nan=False) | st.just(math.nan)
+    if get_origin(hint) is Annotated:
+        hint = get_args(hint)[0]
+    simple = {bool: st.booleans(), int: st.integers(0, (1 << 32) - 1), float: FLOATS, str: st.text(max_size=20)}
+    if hint in simple:
+        return simple[hint]
+    if get_origin(hint) is tuple:
+        return st.lists(of_kind(get_args(hint)[0]), max_size=3).map(tuple)
+    parts = get_args(hint) or (hint,)
+    return st.one_of([st.none() if part is type(None) else of_kind(part) for part in parts])
+
+
+def of_kind(kind: type) -> st.SearchStrategy[Any]:
+    hints = get_type_hints(kind, include_extras=True)
+    return st.builds(kind, **{name: of_field(hint) for name, hint in hints.items()})
+
+
+@pytest.mark.parametrize("kind", convert.MESSAGES)
+def test_record_and_message_have_the_same_fields(kind: type) -> None:
+    fields = set(get_type_hints(kind)) - BESIDE.get(kind, set())
+    assert fields | LATER.get(kind, set()) == set(convert.MESSAGES[kind].DESCRIPTOR.fields_by_name)
+
+
+@given(st.sampled_from(list(convert.MESSAGES)).flatmap(of_kind))
+@settings(max_examples=300, deadline=None)
+def test_to_the_wire_and_back_is_the_same(record: Any) -> None:
+    message = convert.to_wire(record)
+    raw = convert.parse(type(message), message.SerializeToString())
+    beside = {name: getattr(record, name) for name in BESIDE.get(type(record), set())}
+    assert convert.from_wire(type(record), raw, **beside) == record
+
+
+@pytest.mark.parametrize("kind", convert.MESSAGES)
+def test_a_counter_out_of_range_is_refused_by_its_name(kind: type) -> None:
+    hints = get_type_hints(kind, include_extras=True)
+    for name, hint in hints.items():
+        if hint != records.Count or name in BESIDE.get(kind, set()):
+            continue
+        message = convert.MESSAGES[kind](**{name: limits.MAX_COUNT + 1})
+        with pytest.raises(limits.WireError, match=f"^{name} is {limits.MAX_COUNT + 1}: out of range"):
+            convert.from_wire(kind, message)
+
+
+REPORT = StepReport(4, 4, 40, (FragmentReport(1, 0, 4, 40),), 1.0, 0.5, 2.5, 0.25, (LeaseCursor(1, 3),), link=Link(5.0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"compute_seconds": -1.0}, "compute_seconds is -1.0: it must be a number of seconds, not negative"),
+        ({"stalled_seconds": math.nan}, "stalled_seconds is nan"),
+        ({"step_seconds": math.inf}, "step_seconds is inf"),
+        ({"fragments": REPORT.fragments * 513}, "fragments has 513 entries; at most 512"),
+        ({"cursors": REPORT.cursors * 257}, "cursors has 257 entries; at most 256"),
+        ({"fragments": (replace(REPORT.fragments[0], tokens=1 << 63),)}, f"tokens is {1 << 63}"),
+        ({"cursors": (LeaseCursor(1 << 63, 0),)}, f"lease is {1 << 63}"),
+    ],
+)
+def test_a_report_that_makes_no_sense_is_refused_by_the_fields_name(changes: dict[str, Any], words: str) -> None:
+    assert convert.from_wire(StepReport, convert.to_wire(REPORT)) == REPORT
+    with pytest.raises(limits.WireError) as refused:
+        convert.from_wire(StepReport, convert.to_wire(replace(REPORT, **changes)))
+    assert str(refused.value).startswith(words)
+
+
+def test_a_diverged_learners_loss_is_not_a_number() -> None:
+    for loss in (math.nan, math.inf, -math.inf):
+        assert math.isnan(convert.from_wire(StepReport, convert.to_wire(replace(REPORT, loss=loss))).loss)
+
+
+def test_a_push_has_the_identity_of_its_header() -> None:
+    push = sync_pb2.Push(sequence=3, encoding="x" * 100, report=convert.to_wire(REPORT))
+    header = convert.push_header(sync_pb2.UploadHeader(slot=2, incarnation=7, push=push))
+    assert header.id == (2, 7, 0, 3) and header.encoding == "x" * 32 and header.report == REPORT
+    with pytest.raises(limits.WireError, match=r"^incarnation is"):
+        convert.push_header(sync_pb2.UploadHeader(incarnation=1 << 63, push=push))
+
+
+def test_a_receipt_is_returned_as_it_was_given() -> None:
+    rows = tuple(SlotReceipt(slot, (1 << 64) - 1, 1 << 40, 1 << 39, 7, 6, 99, 1.5) for slot in range(500))
+    assert convert.parse_receipt(convert.receipt_bytes(rows)) == rows
+    assert convert.receipt_bytes(rows * 3) == b"", "larger than a header has room for"
+    with pytest.raises(limits.WireError, match="last_step"):
+        convert.parse_receipt(convert.receipt_bytes((replace(rows[0], last_step=1 << 63),)))
+
+
+def test_seats_are_read_with_their_leases() -> None:
+    lease = Lease(1, 0, 2, 3, 8, 8)
+    seat = records.Seat(1, 2, True, 30, 300, (lease, lease))
+    assert convert.from_wire(records.Seat, convert.to_wire(seat)) == seat
+    with pytest.raises(limits.WireError, match=r"^block_size is"):
+        convert.from_wire(records.Seat, convert.to_wire(replace(seat, leases=(replace(lease, block_size=1 << 63),))))
