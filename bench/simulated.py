@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from diloco_protocol.spec.job import DiLoCoJob, immutable_digests
-from diloco_protocol.wire.records import PushHeader, Seat, StepReport
+from diloco_protocol.wire.records import Announcement, Payload, PushHeader, Seat, StepReport
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
@@ -26,7 +26,7 @@ from diloco_syncer.runtime.event_log import EventLog
 from diloco_syncer.runtime.traffic import Traffic
 from diloco_syncer.server.pages.status_page import StatusPage
 from diloco_syncer.server.tls.access import CallAuthorizer
-from diloco_worker.core.adoption import Adoption, AdoptionConfig, Broadcast, Rule
+from diloco_worker.core.adoption import Adoption, AdoptionConfig, Rule
 
 LAYOUT = "0" * 64  # a digest; nobody here has a model
 ELEMENTS = 1000  # of each fragment
@@ -312,7 +312,7 @@ class Syncer:
         if learner.seat is None:
             return
         version = self.core.versions[fragment]
-        identity = ("none", fragment, version)
+        full = Payload("none", fragment, version)
         learner.adoption.on_broadcast(
-            Broadcast(fragment, self.epoch, version, identity, (0, 0), merged.sequence, merged.version)
+            Announcement(fragment, self.epoch, version, full, merged.sequence, merged.version)
         )

@@ -26,12 +26,12 @@ import torch
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase
 from diloco_protocol.wire import convert, sync_pb2
-from diloco_protocol.wire.records import Evaluation
+from diloco_protocol.wire.records import Announcement, Evaluation
 from diloco_worker.core.adoption import Kind
 from diloco_worker.core.connection_status import ConnectionStatus
 from diloco_worker.fragments import ModelFragments, build_layout
 from diloco_worker.net.client import SyncerClient
-from diloco_worker.net.inbox import Announced, Downloaded, Failed, FrozenDownloaded, Inbox, PhaseChanged, Welcomed
+from diloco_worker.net.inbox import Downloaded, Failed, FrozenDownloaded, Inbox, PhaseChanged, Welcomed
 from diloco_worker.settings import ConfigurationError, WorkerSettings
 from diloco_worker.status_page import open_port
 from diloco_worker.sync.frozen_parameters import FrozenParameters
@@ -152,8 +152,8 @@ class Observer:
             match message:
                 case Downloaded():
                     changed |= self._adopt(message)
-                case Announced():
-                    self._announced[message.broadcast.fragment] = (message.broadcast.epoch, message.broadcast.version)
+                case Announcement():
+                    self._announced[message.fragment] = (message.epoch, message.version)
                     self.announced_tokens = max(self.announced_tokens, message.job_tokens)
                 case Welcomed():
                     if self.refreshing:  # the connection broke in the middle
@@ -202,12 +202,12 @@ class Observer:
         self._client.send(key, sync_pb2.LearnerMessage(evaluation=convert.to_wire(evaluation)), lasting=initial)
 
     def _adopt(self, downloaded: Downloaded) -> bool:
-        broadcast = downloaded.broadcast
+        broadcast = downloaded.announcement
         have = self._versions[broadcast.fragment]
         if have is not None and (broadcast.epoch, broadcast.version) <= have:
             return False
         self._fragments.move(broadcast.fragment, Kind.OVERWRITE, downloaded.vector)
         self._versions[broadcast.fragment] = (broadcast.epoch, broadcast.version)
-        self.job_tokens = max(self.job_tokens, downloaded.job_tokens)
+        self.job_tokens = max(self.job_tokens, broadcast.job_tokens)
         self._frozen.request()
         return True

@@ -35,6 +35,8 @@ MESSAGES: dict[type, type[Message]] = {
     records.Pull: sync_pb2.Pull,
     records.Lease: sync_pb2.Lease,
     records.Seat: sync_pb2.Seat,
+    records.Payload: sync_pb2.Payload,
+    records.Announcement: sync_pb2.Announcement,
     records.SlotReceipt: sync_pb2.SlotReceipt,
 }
 """The message of each record; the parts of a record come before it."""

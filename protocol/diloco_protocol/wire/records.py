@@ -170,6 +170,37 @@ class Seat:
 
 
 @dataclass(frozen=True, slots=True)
+class Payload:
+    """A broadcast's bytes; ``checksum`` is their xxh3-64."""
+
+    encoding: Annotated[str, limits.cut_text(32)]
+    bytes: Count
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """A version as one learner is told of it.
+
+    ``merged_sequence``: this learner's newest push that was merged in any version up to this one, ``merged_version``
+    the version that merged it; 0: none. ``reset``: the job was rolled back to it. ``delta``: the change from the
+    version before, where updates are broadcast. ``job_tokens``: trained in the whole job at this merge. ``settled``:
+    the newest epoch of this history that trained.
+    """
+
+    fragment: int
+    epoch: Count
+    version: Count
+    full: Payload
+    merged_sequence: Count = 0
+    merged_version: Count = 0
+    reset: bool = False
+    delta: Payload | None = None
+    job_tokens: Count = 0
+    settled: Count = 0
+
+
+@dataclass(frozen=True, slots=True)
 class SlotReceipt:
     """One slot's row of a version's receipt: what the ledger said of it when the version was made.
 

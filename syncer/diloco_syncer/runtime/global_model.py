@@ -19,7 +19,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -27,9 +26,9 @@ from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.kernels import Float64s
 from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.spec.job import DiLoCoJob
-from diloco_protocol.wire import bulk, sync_pb2
+from diloco_protocol.wire import bulk
+from diloco_protocol.wire.records import Payload
 from diloco_syncer.core import events as ev
-from diloco_syncer.messages import payload_to
 from diloco_syncer.numerics import merge, outer
 from diloco_syncer.runtime.active_downloads import ActiveDownloads
 from diloco_syncer.store.records import Array, Floats, MergeRecord, Recovered, responders_of, theta_digest
@@ -48,9 +47,9 @@ class Broadcast:
     fragment: int
     version: int
     full: Array  # the encoded bytes
-    full_payload: sync_pb2.Payload
+    full_payload: Payload
     delta: Array | None = None
-    delta_payload: sync_pb2.Payload | None = None
+    delta_payload: Payload | None = None
     receipt: bytes = b""  # of a version that is not the newest any more (the newest's is made when it is asked for)
 
 
@@ -169,8 +168,8 @@ class GlobalModel:
         full = codec.encode(record.theta, encoding, threads=self._threads)
         made = None
         if delta is not None and self.delta_encoding is not None:
-            made = payload_to(self.delta_encoding, delta, bulk.checksum(delta))
-        payload = payload_to(encoding, full, bulk.checksum(full))
+            made = Payload(self.delta_encoding, delta.nbytes, bulk.checksum(delta))
+        payload = Payload(encoding, full.nbytes, bulk.checksum(full))
         return Broadcast(record.fragment, record.version, full, payload, delta, made)
 
     def publish(self, record: MergeRecord, broadcast: Broadcast, now: float, receipt: bytes = b"") -> None:
@@ -224,22 +223,3 @@ def first_records(
         )
         for p, theta in sorted(fragments.items())
     ]
-
-
-def announcement(
-    broadcast: Broadcast, epoch: int, merged: ev.MergedPush, job_tokens: int, **fields: Any
-) -> sync_pb2.Announcement:
-    """A version as one learner is told of it."""
-    message = sync_pb2.Announcement(
-        fragment=broadcast.fragment,
-        epoch=epoch,
-        version=broadcast.version,
-        merged_sequence=merged.sequence,
-        merged_version=merged.version,
-        full=broadcast.full_payload,
-        job_tokens=job_tokens,
-        **fields,
-    )
-    if broadcast.delta_payload is not None:
-        message.delta.CopyFrom(broadcast.delta_payload)
-    return message

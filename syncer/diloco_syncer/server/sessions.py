@@ -27,13 +27,13 @@ from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.vocabulary import ConnectionRefusal, JobPhase, JoinRefusal
 from diloco_protocol.wire import convert, limits, sync_pb2
 from diloco_protocol.wire.limits import WireError
-from diloco_protocol.wire.records import Evaluation, Pull, StepReport
+from diloco_protocol.wire.records import Announcement, Evaluation, Pull, StepReport
 from diloco_syncer import messages
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.core import Core
 from diloco_syncer.messages import phase_to, refusal
 from diloco_syncer.runtime.durability import Durability
-from diloco_syncer.runtime.global_model import Broadcast, announcement
+from diloco_syncer.runtime.global_model import Broadcast
 from diloco_syncer.runtime.optimizer_relay import OptimizerRelay
 from diloco_syncer.runtime.traffic import NOBODY, Traffic
 from diloco_syncer.server.pages.links import LinkMeasures
@@ -318,12 +318,27 @@ class Sessions:
 
     def announce(self, action: ev.Announce, broadcasts: tuple[Broadcast, ...]) -> None:
         """Tell every learner of a version. ``broadcasts``: the versions in force when the core decided."""
-        core, nobody, broadcast = self._core, ev.MergedPush(), broadcasts[action.fragment]
+        nobody, broadcast = ev.MergedPush(), broadcasts[action.fragment]
         for number, connection in self._connections.items():
             if connection.welcomed:
                 merged = action.merged.get(number, nobody)
-                told = announcement(broadcast, core.epoch, merged, action.job_tokens, settled=core.newest_settled_epoch)
+                told = self._announcement(broadcast, merged, action.job_tokens)
                 connection.send(sync_pb2.SyncerMessage(announcement=told))
+
+    def _announcement(self, broadcast: Broadcast, merged: ev.MergedPush, job_tokens: int) -> sync_pb2.Announcement:
+        """A version as one learner is told of it, whose newest merged push is ``merged``."""
+        told = Announcement(
+            broadcast.fragment,
+            self._core.epoch,
+            broadcast.version,
+            broadcast.full_payload,
+            merged.sequence,
+            merged.version,
+            delta=broadcast.delta_payload,
+            job_tokens=job_tokens,
+            settled=self._core.newest_settled_epoch,
+        )
+        return convert.to_wire(told)
 
     def refuse(self, action: ev.Refuse) -> None:
         """Answer a Join with Refusal, or end a session with one."""
@@ -384,7 +399,7 @@ class Sessions:
             settings=json.dumps(settings),
             phase=phase_to(admit.phase, self._durability.problem or admit.message),
             fragments=[
-                announcement(broadcast, core.epoch, push, tokens, settled=core.newest_settled_epoch)
+                self._announcement(broadcast, push, tokens)
                 for broadcast, push in zip(broadcasts, merged, strict=True)
                 if broadcast.fragment not in admit.withheld
             ],

@@ -50,7 +50,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from diloco_protocol.spec.job_spec import JobSpec
-from diloco_protocol.wire.records import FragmentReport, PushPlan, StepReport
+from diloco_protocol.wire.records import Announcement, FragmentReport, Payload, PushPlan, StepReport
 
 # Per fragment, with their values; only a syncer that restarts again and again leaves more open.
 _MOST_SNAPSHOTS = 8
@@ -131,25 +131,11 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The broadcast last adopted; ``identity`` stands for its bytes (encoding, size, checksum)."""
+    """The broadcast last adopted; ``full`` stands for its bytes."""
 
     epoch: int
     version: int
-    identity: tuple[str, int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Broadcast:
-    """An announcement whose bytes are here (sync.proto Announcement). ``reset_at``: (epoch, version) of the newest
-    roll-back that was announced, by this announcement or an earlier one."""
-
-    fragment: int
-    epoch: int
-    version: int
-    identity: tuple[str, int, int]
-    reset_at: tuple[int, int] = (0, 0)
-    merged_sequence: int = 0
-    merged_version: int = 0
+    full: Payload
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,17 +335,18 @@ class Adoption:
 
     # -------------------------------------------------------------- broadcasts
 
-    def on_broadcast(self, broadcast: Broadcast) -> Decision:
-        """Decide what to do with a broadcast, and count as if that were done now, at a step boundary."""
+    def on_broadcast(self, broadcast: Announcement, reset_at: tuple[int, int] = (0, 0)) -> Decision:
+        """Decide what to do with a broadcast whose bytes are here, and count as if that were done now, at a step
+        boundary. ``reset_at``: (epoch, version) of the newest roll-back that was announced, with it or before."""
         p, state = broadcast.fragment, self.fragments[broadcast.fragment]
         base = state.base
         if base is None:
-            state.base = Base(broadcast.epoch, broadcast.version, broadcast.identity)
+            state.base = Base(broadcast.epoch, broadcast.version, broadcast.full)
             state.marks, state.adopted = [Mark(broadcast.version, self.now)], self.now
             return Decision(Kind.OVERWRITE, p)
         if broadcast.epoch < base.epoch:
             return Decision(Kind.IGNORE, p)
-        same_bytes = broadcast.identity == base.identity
+        same_bytes = broadcast.full == base.full
         if broadcast.epoch == base.epoch:
             if broadcast.version < base.version:
                 return Decision(Kind.IGNORE, p)
@@ -368,14 +355,14 @@ class Adoption:
                     return Decision(Kind.IGNORE, p)
                 return self._stop(broadcast, "arrived twice with different bytes")
         elif broadcast.version == base.version and same_bytes:
-            state.base = Base(broadcast.epoch, base.version, base.identity)
+            state.base = Base(broadcast.epoch, base.version, base.full)
             return Decision(Kind.RELABEL, p)
-        return self._adopt(state, base, broadcast)
+        return self._adopt(state, base, broadcast, reset_at)
 
-    def _adopt(self, state: FragmentState, base: Base, broadcast: Broadcast) -> Decision:
+    def _adopt(self, state: FragmentState, base: Base, broadcast: Announcement, reset_at: tuple[int, int]) -> Decision:
         now = self.now
         merged: _Snapshot | None = None
-        reset = broadcast.reset_at > (base.epoch, base.version)
+        reset = reset_at > (base.epoch, base.version)
         if broadcast.merged_sequence and broadcast.merged_version > base.version:
             merged = state.snapshots.get(broadcast.merged_sequence)
             if merged is None:
@@ -388,7 +375,7 @@ class Adoption:
             state.confirmed += merged.point.tokens - since[0].point.tokens
             since = _marks_from(since, merged.point)
         alive = [s for s in state.snapshots.values() if _open_after(s, merged, broadcast)]
-        state.base, state.adopted = Base(broadcast.epoch, broadcast.version, broadcast.identity), now
+        state.base, state.adopted = Base(broadcast.epoch, broadcast.version, broadcast.full), now
         state.marks = since
         oldest = state.oldest_version(now)
         age = 0 if oldest is None else broadcast.version - oldest
@@ -425,7 +412,7 @@ class Adoption:
             return replace(decision, kind=Kind.MIX, alpha=self.config.alpha)
         return replace(decision, kind=Kind.KEEP, reference=merged.plan.sequence)
 
-    def _stop(self, broadcast: Broadcast, what: str) -> Decision:
+    def _stop(self, broadcast: Announcement, what: str) -> Decision:
         message = (
             f"fragment {broadcast.fragment}: version {broadcast.version} of epoch {broadcast.epoch} {what}; "
             "two syncers write one job, or its store was changed: training on would corrupt the model"
@@ -433,7 +420,7 @@ class Adoption:
         return Decision(Kind.STOP, broadcast.fragment, message=message)
 
 
-def _open_after(snapshot: _Snapshot, merged: _Snapshot | None, broadcast: Broadcast) -> bool:
+def _open_after(snapshot: _Snapshot, merged: _Snapshot | None, broadcast: Announcement) -> bool:
     """Whether the snapshot's push can still be merged after this broadcast."""
     if snapshot.plan.base_version > broadcast.version:
         return False  # its base is not in this history

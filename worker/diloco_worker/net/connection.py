@@ -7,7 +7,7 @@ exponential backoff, reads the syncer's address again and joins again, naming th
 process holds and the slot that it had.
 
 While a session lasts, each kind of message has its way. A ``Pull`` goes to the inbox. An
-announcement becomes ``Announced`` at once, and ``Downloaded`` when its bytes were downloaded and decoded
+announcement goes there at once, and becomes ``Downloaded`` when its bytes were downloaded and decoded
 (``transfers``). Everything that came from the network is checked here, before the training thread sees it.
 
 All of it runs in the client's event loop.
@@ -27,7 +27,7 @@ from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.spec.job import immutable_digests
 from diloco_protocol.vocabulary import TrustFailure
 from diloco_protocol.wire import channels, convert, limits, sync_pb2
-from diloco_protocol.wire.records import Lease, Pull, Seat, StepReport
+from diloco_protocol.wire.records import Announcement, Lease, Pull, Seat, StepReport
 from diloco_protocol.wire.verify_server import ServerNotTrusted
 from diloco_worker.core.connection_status import ConnectionStatus
 from diloco_worker.core.syncer_settings import SyncerSettings
@@ -268,7 +268,7 @@ class SyncerConnection:
             self._check_fragment(pull.fragment)
             self._inbox.put(pull)
         elif kind == "announcement":
-            self._on_announcement(message.announcement)
+            self._on_announcement(convert.from_wire(Announcement, message.announcement))
         elif kind == "lease":
             self._inbox.put(convert.from_wire(Lease, message.lease))
         elif kind == "phase":
@@ -303,7 +303,8 @@ class SyncerConnection:
         if self._idle:
             self._on_phase(welcome.phase)
             return
-        trained = any(announcement.version > 0 for announcement in welcome.fragments)
+        announcements = [convert.from_wire(Announcement, announcement) for announcement in welcome.fragments]
+        trained = any(announcement.version > 0 for announcement in announcements)
         self._apply_settings(welcome.settings)
         self._inbox.put(Welcomed(trained, welcome.optimizer_bytes, self._syncer_settings))
         if welcome.HasField("seat"):
@@ -312,7 +313,7 @@ class SyncerConnection:
             self._set_identity(0, 0)
             self.outbox.put_report(None)
             self._inbox.put(Unseated())
-        for announcement in welcome.fragments:
+        for announcement in announcements:
             self._on_announcement(announcement)
         self._on_phase(welcome.phase)
         if welcome.initialise:
@@ -351,7 +352,7 @@ class SyncerConnection:
             self.status = replace(self.status, phase=name, message=phase.message)
             self._inbox.put(PhaseChanged(name, phase.message))
 
-    def _on_announcement(self, announcement: sync_pb2.Announcement) -> None:
+    def _on_announcement(self, announcement: Announcement) -> None:
         if self._idle or self._transfers is None:
             return
         self._check_fragment(announcement.fragment)

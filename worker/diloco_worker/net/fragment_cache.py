@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.kernels import Bytes
 from diloco_protocol.wire import bulk, sync_pb2
+from diloco_protocol.wire.records import Announcement
 from diloco_worker.fragments import Floats
 
 
@@ -21,7 +22,7 @@ from diloco_worker.fragments import Floats
 class CachedVersion:
     """One version: its announcement, its values float32[elements], and its receipt."""
 
-    announcement: sync_pb2.Announcement
+    announcement: Announcement
     values: Floats
     receipt: bytes
 
@@ -58,7 +59,7 @@ class FragmentCache:
         """The newest version of the fragment."""
         return self._newest.get(fragment)
 
-    def record_reset(self, announcement: sync_pb2.Announcement) -> None:
+    def record_reset(self, announcement: Announcement) -> None:
         """Remember this announcement if it is flagged as a roll-back."""
         if announcement.reset:
             self._resets[announcement.fragment] = (announcement.epoch, announcement.version)

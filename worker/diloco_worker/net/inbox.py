@@ -1,5 +1,8 @@
 """What the background thread tells the training thread, and the inbox in which it waits.
 
+Announcements, pulls, seats and leases are the wire's own records. An announcement's bytes follow by themselves as
+``Downloaded``, or, for an observer, when it asks for them.
+
 The training thread takes the messages at its step boundaries (``take_all``); putting and taking hold a lock
 for as long as a dict's update takes. The training thread waits for a message (``wait``) only at the start,
 in deterministic mode, while it is paused, and while it drains.
@@ -11,8 +14,7 @@ import threading
 import time
 from dataclasses import dataclass, replace
 
-from diloco_protocol.wire.records import Lease, Pull, Seat
-from diloco_worker.core.adoption import Broadcast
+from diloco_protocol.wire.records import Announcement, Lease, Pull, Seat
 from diloco_worker.core.syncer_settings import SyncerSettings
 from diloco_worker.fragments import Vector
 
@@ -34,22 +36,13 @@ class Welcomed:
 
 
 @dataclass(frozen=True, slots=True)
-class Announced:
-    """A broadcast was announced. Its bytes follow by themselves, or, for an observer, when it asks for them.
-
-    ``job_tokens``: trained in the whole job when it was merged."""
-
-    broadcast: Broadcast
-    job_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Downloaded:
-    """A broadcast's values, float32[elements], are here: it can be adopted."""
+    """A broadcast's values, float32[elements], are here: it can be adopted. ``reset_at``: (epoch, version) of the
+    fragment's newest roll-back that was announced; (0, 0): there was none."""
 
-    broadcast: Broadcast
+    announcement: Announcement
     vector: Vector
-    job_tokens: int
+    reset_at: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +109,7 @@ Message = (
     Seat
     | Unseated
     | Welcomed
-    | Announced
+    | Announcement
     | Downloaded
     | Pull
     | PushAnswered
@@ -186,10 +179,10 @@ class Inbox:
 def _state_key(message: Message) -> tuple[object, ...] | None:
     """What the message tells the state of; None: it tells an event, and all of them are kept."""
     match message:
-        case Downloaded() | Announced():
-            return type(message), message.broadcast.fragment
-        case Pull():
-            return Pull, message.fragment
+        case Downloaded():
+            return Downloaded, message.announcement.fragment
+        case Announcement() | Pull():
+            return type(message), message.fragment
         case Seat() | Unseated():
             return (Seat,)
         case PhaseChanged() | Welcomed() | InitialRequested() | Disconnected() | Failed():

@@ -8,7 +8,7 @@ predecessors (``TransferContext``): the inbox, the fragment cache, error feedbac
 Everything here runs in the client's event loop. What takes long is a task of its own (``spawn``), and
 encoding, decoding and checksums run in executor threads (``bulk_channels``).
 
-*Down.* Each announcement is passed to the training thread at once as ``Announced``, and as ``Downloaded``
+*Down.* Each announcement is passed to the training thread at once, and as ``Downloaded``
 when its bytes are here. One download runs per fragment at a time, of the newest announcement; a version
 that was overtaken meanwhile is skipped. Example: versions 4, 5 and 6 are announced while 3 is being
 downloaded; then 6 is downloaded next, as a whole, because a delta applies to the version before only.
@@ -36,13 +36,12 @@ from diloco_protocol.arrays.kernels import Bytes
 from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.vocabulary import PushRefusal
 from diloco_protocol.wire import bulk, convert, limits, sync_pb2
-from diloco_protocol.wire.records import PushPlan, StepReport
-from diloco_worker.core.adoption import Broadcast
+from diloco_protocol.wire.records import Announcement, Payload, PushPlan, StepReport
 from diloco_worker.fragments import Floats, Vector
 from diloco_worker.net.bulk_channels import BulkChannels, pause
 from diloco_worker.net.error_feedback import ErrorFeedback
 from diloco_worker.net.fragment_cache import CachedVersion, FragmentCache
-from diloco_worker.net.inbox import Announced, Downloaded, FrozenDownloaded, Inbox, PushAnswered, StateDownloaded
+from diloco_worker.net.inbox import Downloaded, FrozenDownloaded, Inbox, PushAnswered, StateDownloaded
 from diloco_worker.net.session import Outbox
 from diloco_worker.settings import ConfigurationError
 
@@ -117,7 +116,7 @@ class Transfers:
         self._spawn = spawn
         self._end_session = end_session
         self._pinned_server = pinned_server
-        self._announced: dict[int, sync_pb2.Announcement] = {}  # the newest, per fragment
+        self._announced: dict[int, Announcement] = {}  # the newest, per fragment
         self._fetching: set[int] = set()
         self._pushes: list[Push] = []
         self._pushing = 0
@@ -135,21 +134,21 @@ class Transfers:
 
     # ------------------------------------------------------- versions, down
 
-    def on_announcement(self, announcement: sync_pb2.Announcement) -> None:
+    def on_announcement(self, announcement: Announcement) -> None:
         """Pass an announcement of one of the layout's fragments on, and download it. Raises WireError for one
         that cannot be of this layout."""
         fragment = announcement.fragment
         self._check_announcement(announcement)
         self._announced[fragment] = announcement
         self._cache.record_reset(announcement)
-        self._inbox.put(Announced(self._broadcast(announcement), announcement.job_tokens))
+        self._inbox.put(announcement)
         if self._context.eager or self._cache.get(fragment) is None:
             self._fetch(fragment)
 
-    def _check_announcement(self, announcement: sync_pb2.Announcement) -> None:
+    def _check_announcement(self, announcement: Announcement) -> None:
         fragment = announcement.fragment
         elements = self._layout.elements(fragment)
-        for payload in (announcement.full, *([announcement.delta] if announcement.HasField("delta") else [])):
+        for payload in filter(None, (announcement.full, announcement.delta)):
             if payload.encoding not in codec.ENCODINGS:
                 raise limits.WireError(f"fragment {fragment} is announced in encoding {payload.encoding!r}")
             if payload.bytes != codec.encoded_bytes(payload.encoding, elements):
@@ -167,18 +166,6 @@ class Transfers:
             wanted = (announcement.epoch, announcement.version)
             if cached is None or (cached.announcement.epoch, cached.announcement.version) != wanted:
                 self._fetch(fragment)
-
-    def _broadcast(self, announcement: sync_pb2.Announcement) -> Broadcast:
-        full = announcement.full
-        return Broadcast(
-            fragment=announcement.fragment,
-            epoch=announcement.epoch,
-            version=announcement.version,
-            identity=(full.encoding, full.bytes, full.checksum),
-            reset_at=self._cache.newest_reset(announcement.fragment),
-            merged_sequence=announcement.merged_sequence,
-            merged_version=announcement.merged_version,
-        )
 
     def _fetch(self, fragment: int) -> None:
         if fragment not in self._fetching:
@@ -199,13 +186,13 @@ class Transfers:
                 attempt = 0
                 self._cache.put(version)
                 vector = self._context.to_vector(version.values)
-                self._inbox.put(Downloaded(self._broadcast(announcement), vector, announcement.job_tokens))
+                self._inbox.put(Downloaded(announcement, vector, self._cache.newest_reset(fragment)))
                 if self._announced[fragment] is announcement or not self._context.eager:
                     break
         finally:
             self._fetching.discard(fragment)
 
-    async def _obtain_version(self, announcement: sync_pb2.Announcement) -> CachedVersion | None:
+    async def _obtain_version(self, announcement: Announcement) -> CachedVersion | None:
         """The version, from the cache or downloaded; None, and a line in the log: it did not arrive."""
         cached = self._cache.get(announcement.fragment)
         if (
@@ -225,15 +212,13 @@ class Transfers:
         log.warning("fragment %d version %d did not arrive: %s", announcement.fragment, announcement.version, why)
         return None
 
-    async def _download_version(
-        self, announcement: sync_pb2.Announcement, cached: CachedVersion | None
-    ) -> CachedVersion | None:
+    async def _download_version(self, announcement: Announcement, cached: CachedVersion | None) -> CachedVersion | None:
         """The announced version, as a delta to ``cached`` where that is the one before, otherwise in whole.
         None: the syncer has it no more."""
         full = announcement.full
         elements = self._layout.elements(announcement.fragment)
         if (
-            announcement.HasField("delta")
+            announcement.delta is not None
             and cached is not None
             and (cached.announcement.epoch, cached.announcement.version)
             == (announcement.epoch, announcement.version - 1)
@@ -252,9 +237,7 @@ class Transfers:
             announcement, await self._channels.run(codec.decode, found[1], full.encoding, elements), found[0]
         )
 
-    async def _download(
-        self, what: Any, announcement: sync_pb2.Announcement, payload: sync_pb2.Payload
-    ) -> tuple[bytes, Bytes] | None:
+    async def _download(self, what: Any, announcement: Announcement, payload: Payload) -> tuple[bytes, Bytes] | None:
         """Receipt and bytes, uint8; None: the syncer has it no more."""
         fragment, version = announcement.fragment, announcement.version
         found = await self._channels.download(

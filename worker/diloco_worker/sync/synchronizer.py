@@ -29,15 +29,14 @@ import torch
 from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.vocabulary import ENDED_PHASES, STOPPED_PHASES, JobPhase
-from diloco_protocol.wire.records import Lease, Pull, Seat, StepReport
+from diloco_protocol.wire.records import Announcement, Lease, Pull, Seat, StepReport
 from diloco_worker import logs
-from diloco_worker.core.adoption import Adoption, AdoptionConfig, Broadcast, Kind
+from diloco_worker.core.adoption import Adoption, AdoptionConfig, Kind
 from diloco_worker.core.syncer_settings import SyncerSettings
 from diloco_worker.data.prefetch import BatchPrefetcher
 from diloco_worker.fragments import ModelFragments, Vector
 from diloco_worker.net.client import SyncerClient
 from diloco_worker.net.inbox import (
-    Announced,
     Disconnected,
     Downloaded,
     Failed,
@@ -112,7 +111,7 @@ class Synchronizer:
         self._snapshots: dict[tuple[int, int], Vector] = {}  # by fragment and sequence
         self._downloaded: dict[int, Downloaded] = {}  # per fragment, to be adopted
         self._newest: dict[int, Downloaded] = {}  # per fragment, adopted or not
-        self._announced: dict[int, Broadcast] = {}  # per fragment, the newest
+        self._announced: dict[int, Announcement] = {}  # per fragment, the newest
         self._pulls: dict[int, Pull] = {}  # per fragment, not answered yet
         self._optimizer_bytes = 0  # of the job checkpoint's optimizer state
         self._job_has_trained = False
@@ -227,10 +226,10 @@ class Synchronizer:
     def _handle(self, message: Message) -> None:
         match message:
             case Downloaded():
-                fragment = message.broadcast.fragment
+                fragment = message.announcement.fragment
                 self._downloaded[fragment] = self._newest[fragment] = message
-            case Announced():
-                self._announced[message.broadcast.fragment] = message.broadcast
+            case Announcement():
+                self._announced[message.fragment] = message
             case Pull():
                 self._pulls[message.fragment] = message
             case PushAnswered():
@@ -307,7 +306,7 @@ class Synchronizer:
         self._pulls.clear()
         self._downloaded.update(self._newest)
         self._client.begin_tenure()
-        above_zero = self._job_has_trained or any(one.broadcast.version > 0 for one in self._newest.values())
+        above_zero = self._job_has_trained or any(one.announcement.version > 0 for one in self._newest.values())
         if seat.slot_step or self._optimizer_bytes or above_zero:
             self._handover.request_state(self._optimizer_bytes > 0)
         log.info("slot %d, incarnation %d, from step %d", seat.slot, seat.incarnation, seat.slot_step)
@@ -345,7 +344,7 @@ class Synchronizer:
     def _adopt_fragment(self, downloaded: Downloaded) -> bool:
         """Do with one fragment what the adoption rule decides; whether its base changed."""
         new = downloaded.vector
-        decision = self.adoption.on_broadcast(downloaded.broadcast)
+        decision = self.adoption.on_broadcast(downloaded.announcement, downloaded.reset_at)
         fragment = decision.fragment
         if decision.kind is Kind.STOP:
             raise WorkerError(decision.message)

@@ -24,14 +24,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, PushRefusal
-from diloco_protocol.wire.records import PushHeader, Receipt, Seat, StepReport
+from diloco_protocol.wire.records import Announcement, Payload, PushHeader, Receipt, Seat, StepReport
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
 from diloco_syncer.core.merging.ledger import header_from_json, header_to_json
 from diloco_syncer.core.merging.rounds import RoundRules
 from diloco_syncer.core.recovery.lost_versions import STAND_IN
-from diloco_worker.core.adoption import Adoption, AdoptionConfig, Broadcast, Kind, Rule
+from diloco_worker.core.adoption import Adoption, AdoptionConfig, Kind, Rule
 from ledger_balance import imbalances
 
 Ids = frozenset[tuple[str, int]]
@@ -74,7 +74,7 @@ class Learner:
     base: list[Ids] = field(default_factory=list)
     snapshots: dict[tuple[int, int], Ids] = field(default_factory=dict)
     pulls: dict[int, ev.Pull] = field(default_factory=dict)
-    news: list[tuple[Broadcast, Ids]] = field(default_factory=list)
+    news: list[tuple[Announcement, Ids]] = field(default_factory=list)
     tokens_of: dict[tuple[str, int], int] = field(default_factory=dict)
     alive: bool = True
     frozen_until: float = 0.0
@@ -569,8 +569,7 @@ class World:
     def announce(self, learner: Learner, p: int, merged: ev.MergedPush) -> None:
         version = self.core.versions[p]
         epoch, ids, connection = self.epoch, self.records[p, version].ids, learner.connection
-        identity = ("f", p, hash(ids))
-        news = Broadcast(p, epoch, version, identity, (0, 0), merged.sequence, merged.version)
+        news = Announcement(p, epoch, version, Payload("f", p, hash(ids)), merged.sequence, merged.version)
         rows, settled = self.core.receipt(p), self.core.newest_settled_epoch
 
         def arrive() -> None:

@@ -25,8 +25,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from diloco_protocol.wire.records import PushPlan
-from diloco_worker.core.adoption import Adoption, AdoptionConfig, Broadcast, Decision, Kind, Rule
+from diloco_protocol.wire.records import Announcement, Payload, PushPlan
+from diloco_worker.core.adoption import Adoption, AdoptionConfig, Decision, Kind, Rule
 
 Theta = dict[int, Fraction]  # step id -> coefficient; negative ids are other learners' work
 
@@ -58,15 +58,11 @@ class Syncer:
         self.merged = (0, 0)
         self.foreign = 0
 
-    def announcement(self) -> Broadcast:
-        return Broadcast(
-            fragment=0,
-            epoch=self.epoch,
-            version=self.version,
-            identity=("float32", 4, hash(frozenset(self.history[self.version].items()))),
-            reset_at=max(((epoch, v) for v, epoch in self.reset_at.items()), default=(0, 0)),
-            merged_sequence=self.merged[0],
-            merged_version=self.merged[1],
+    def announcement(self) -> tuple[Announcement, tuple[int, int]]:
+        """Of the newest version, and the newest roll-back."""
+        full = Payload("float32", 4, hash(frozenset(self.history[self.version].items())))
+        return Announcement(0, self.epoch, self.version, full, *self.merged), max(
+            ((epoch, v) for v, epoch in self.reset_at.items()), default=(0, 0)
         )
 
     def receive(self, plan: PushPlan, content: Theta) -> str:
@@ -134,7 +130,7 @@ class World(RuleBasedStateMachine):
         self.ever_confirmed: set[int] = set()
         self.uploads: list[tuple[PushPlan, Theta]] = []
         self.pulls: list[tuple[int, int]] = []
-        self.news: list[tuple[Broadcast, Theta]] = []
+        self.news: list[tuple[tuple[Announcement, tuple[int, int]], Theta]] = []
         self.verdicts: list[tuple[int, str]] = []
         self.deliver_news(self.syncer.announcement(), {})
 
@@ -209,9 +205,9 @@ class World(RuleBasedStateMachine):
         if fate != "lose":
             self.deliver_news(news, theta)
 
-    def deliver_news(self, news: Broadcast, new: Theta) -> None:
-        before = self.adoption.fragments[0].base
-        decision = self.adoption.on_broadcast(news)
+    def deliver_news(self, told: tuple[Announcement, tuple[int, int]], new: Theta) -> None:
+        before, (news, reset_at) = self.adoption.fragments[0].base, told
+        decision = self.adoption.on_broadcast(news, reset_at)
         if decision.moves_parameters and before is not None:
             # Also where the broadcast of the roll-back itself was lost or overtaken.
             rolled_back = any(before.version < v <= news.version for v in self.syncer.reset_at)
@@ -370,9 +366,9 @@ def learner(rule: Rule = Rule.KEEP, fragments: int = 1, **more: object) -> Adopt
 
 def news(
     version: int, fragment: int = 0, epoch: int = 1, merged: tuple[int, int] = (0, 0), **more: object
-) -> Broadcast:
-    identity = ("float32", 4, 1000 * epoch + version)
-    return Broadcast(fragment, epoch, version, identity, (0, 0), *merged, **more)  # type: ignore[arg-type]
+) -> Announcement:
+    full = Payload("float32", 4, 1000 * epoch + version)
+    return Announcement(fragment, epoch, version, full, *merged, **more)  # type: ignore[arg-type]
 
 
 def test_overlapped_steps_are_kept_or_dropped_by_rule() -> None:
@@ -444,10 +440,10 @@ def test_epochs() -> None:
     assert adoption.on_broadcast(news(2)).kind is Kind.REBASE
     assert adoption.on_broadcast(news(1)).kind is Kind.IGNORE
     assert adoption.on_broadcast(news(2)).kind is Kind.IGNORE
-    same = Broadcast(0, 2, 2, ("float32", 4, 1002))
+    same = Announcement(0, 2, 2, Payload("float32", 4, 1002))
     assert adoption.on_broadcast(same).kind is Kind.RELABEL
     assert adoption.on_broadcast(news(9, epoch=1)).kind is Kind.IGNORE
-    assert adoption.on_broadcast(Broadcast(0, 2, 2, ("float32", 4, 7))).kind is Kind.STOP
+    assert adoption.on_broadcast(Announcement(0, 2, 2, Payload("float32", 4, 7))).kind is Kind.STOP
     lost_history = adoption.on_broadcast(news(1, epoch=3))
     assert lost_history.kind is Kind.REBASE
     planned = adoption.snapshot(0, 1, 1)
@@ -458,18 +454,18 @@ def test_epochs() -> None:
 def test_a_reset_clears_the_work_and_the_inner_optimizer() -> None:
     adoption = learner()
     adoption.on_step(10, 1.0)
-    decision = adoption.on_broadcast(Broadcast(0, 2, 5, ("float32", 4, 5), reset_at=(2, 5)))
+    decision = adoption.on_broadcast(Announcement(0, 2, 5, Payload("float32", 4, 5)), reset_at=(2, 5))
     assert (decision.kind, decision.reset_optimizer) == (Kind.OVERWRITE, True)
     assert adoption.report().fragments[0].dropped_rolled_back == 10
     adoption.on_step(10, 1.0)
-    decision = adoption.on_broadcast(Broadcast(0, 2, 6, ("float32", 4, 6), reset_at=(2, 5)))
+    decision = adoption.on_broadcast(Announcement(0, 2, 6, Payload("float32", 4, 6)), reset_at=(2, 5))
     assert (decision.kind, decision.reset_optimizer) == (Kind.REBASE, False), "it was adopted before"
 
 
 def test_a_reset_that_was_overtaken_is_a_reset_still() -> None:
     adoption = learner()
     adoption.on_step(10, 1.0)
-    decision = adoption.on_broadcast(Broadcast(0, 2, 6, ("float32", 4, 6), reset_at=(2, 5)))
+    decision = adoption.on_broadcast(Announcement(0, 2, 6, Payload("float32", 4, 6)), reset_at=(2, 5))
     assert (decision.kind, decision.reset_optimizer) == (Kind.OVERWRITE, True)
     assert adoption.report().fragments[0].dropped_rolled_back == 10
 

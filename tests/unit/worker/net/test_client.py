@@ -19,7 +19,7 @@ from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json, parse_job
 from diloco_protocol.vocabulary import ENDED_PHASES, FINISHING_PHASES, STOPPED_PHASES
 from diloco_protocol.wire import convert, sync_pb2
-from diloco_protocol.wire.records import PushPlan, StepReport
+from diloco_protocol.wire.records import Announcement, Payload, PushPlan, StepReport
 from diloco_worker import Learner, device
 from diloco_worker.core.connection_status import ConnectionStatus
 from diloco_worker.fragments import Vector, build_layout
@@ -177,9 +177,8 @@ def test_the_phases_are_those_of_the_wire() -> None:
 # ------------------------------------------------------------------ what it tells of where it stands
 
 
-def announced(one: SyncerConnection, version: int, fragment: int = 0) -> sync_pb2.Announcement:
-    payload = sync_pb2.Payload(encoding="float32", bytes=4 * one._layout.elements(fragment))
-    return sync_pb2.Announcement(fragment=fragment, epoch=1, version=version, full=payload)
+def announced(one: SyncerConnection, version: int, fragment: int = 0) -> Announcement:
+    return Announcement(fragment, 1, version, Payload("float32", 4 * one._layout.elements(fragment), 0))
 
 
 def test_the_jobs_merges_are_every_fragments_version_as_announced_last(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from diloco_protocol.wire.records import Pull, Seat
-from diloco_worker.core.adoption import Broadcast
+from diloco_protocol.wire.records import Announcement, Payload, Pull, Seat
 from diloco_worker.fragments import Vector
 from diloco_worker.net import inbox
 
@@ -11,11 +10,11 @@ VECTOR = Vector.__new__(Vector)
 
 
 def arrived(fragment: int, version: int) -> inbox.Downloaded:
-    return inbox.Downloaded(broadcast(fragment, version), VECTOR, 0)
+    return inbox.Downloaded(announcement(fragment, version), VECTOR)
 
 
-def broadcast(fragment: int, version: int) -> Broadcast:
-    return Broadcast(fragment, 1, version, ("float32", 4, version))
+def announcement(fragment: int, version: int) -> Announcement:
+    return Announcement(fragment, 1, version, Payload("float32", 4, version))
 
 
 def seated(incarnation: int, continuing: bool) -> Seat:
@@ -26,7 +25,7 @@ def test_a_learner_that_does_not_look_gets_the_newest_of_each() -> None:
     box = inbox.Inbox()
     for version in range(1000):
         for fragment in range(3):
-            box.put(inbox.Announced(broadcast(fragment, version)))
+            box.put(announcement(fragment, version))
             box.put(arrived(fragment, version))
             box.put(Pull(version, fragment, 1, version))
         box.put(inbox.PhaseChanged("holding" if version % 2 else "training", ""))
@@ -35,7 +34,8 @@ def test_a_learner_that_does_not_look_gets_the_newest_of_each() -> None:
         box.put(seated(version + 1, continuing=version > 0))
     items = box.take_all()
     assert len(items) == 3 * 3 + 4
-    assert {item.broadcast.version for item in items if isinstance(item, inbox.Downloaded | inbox.Announced)} == {999}
+    assert {item.version for item in items if isinstance(item, Announcement | Pull)} == {999}
+    assert {item.announcement.version for item in items if isinstance(item, inbox.Downloaded)} == {999}
     assert {item.round for item in items if isinstance(item, Pull)} == {999}
     assert box.take_all() == []
 

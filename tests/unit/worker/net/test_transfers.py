@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from diloco_protocol.wire import bulk, sync_pb2
-from diloco_protocol.wire.records import PushPlan, StepReport
+from diloco_protocol.wire.records import Announcement, Payload, PushPlan, StepReport
 from diloco_worker.fragments import Vector, build_layout
 from diloco_worker.net import inbox, transfers
 from diloco_worker.net.bulk_channels import BulkChannels, ByteCounts
@@ -81,13 +81,13 @@ def test_version_0_with_infinities_is_fatal_and_said() -> None:
 
 def test_a_roll_back_that_was_overtaken_is_not_forgotten() -> None:
     session = Session()
-    session.cache.put(CachedVersion(sync_pb2.Announcement(), np.zeros(10, np.float32), b""))
-    full = sync_pb2.Payload(encoding="bfloat16", bytes=20)
+    session.cache.put(CachedVersion(Announcement(0, 0, 0, Payload("", 0, 0)), np.zeros(10, np.float32), b""))
+    full = Payload("bfloat16", 20, 0)
     for version, reset in ((4, False), (5, True), (6, False)):
-        session.one.on_announcement(sync_pb2.Announcement(epoch=2, version=version, reset=reset, full=full))
+        session.one.on_announcement(Announcement(0, 2, version, full, reset=reset))
     (heard,) = session.box.take_all()  # of three announcements the newest
-    assert isinstance(heard, inbox.Announced)
-    assert (heard.broadcast.version, heard.broadcast.reset_at) == (6, (2, 5))
+    assert isinstance(heard, Announcement) and heard.version == 6
+    assert session.cache.newest_reset(0) == (2, 5)
 
 
 def test_a_push_that_is_queued_when_its_session_ends_has_an_open_fate() -> None:

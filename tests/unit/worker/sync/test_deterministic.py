@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from diloco_protocol.spec.training import StopSpec
-from diloco_protocol.wire.records import PushPlan, StepReport
-from diloco_worker.core.adoption import Adoption, AdoptionConfig, Broadcast, Kind, Rule
+from diloco_protocol.wire.records import Announcement, Payload, PushPlan, StepReport
+from diloco_worker.core.adoption import Adoption, AdoptionConfig, Kind, Rule
 from diloco_worker.fragments import Vector
 from diloco_worker.net.transfers import Push
 from diloco_worker.sync.deterministic import DeterministicMode, first_due
@@ -14,8 +14,8 @@ from diloco_worker.sync.deterministic import DeterministicMode, first_due
 VECTOR = Vector.__new__(Vector)
 
 
-def news(version: int, fragment: int = 0, merged: tuple[int, int] = (0, 0)) -> Broadcast:
-    return Broadcast(fragment, 1, version, ("float32", 4, version), merged_sequence=merged[0], merged_version=merged[1])
+def news(version: int, fragment: int = 0, merged: tuple[int, int] = (0, 0)) -> Announcement:
+    return Announcement(fragment, 1, version, Payload("float32", 4, version), *merged)
 
 
 def pushed(plan: PushPlan) -> Push:

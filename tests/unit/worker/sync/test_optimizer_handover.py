@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from diloco_worker.core.adoption import Adoption, AdoptionConfig, Broadcast
+from diloco_protocol.wire.records import Announcement, Payload
+from diloco_worker.core.adoption import Adoption, AdoptionConfig
 from diloco_worker.net import inbox
 from diloco_worker.sync import optimizer_handover
 from diloco_worker.sync.optimizer_handover import JOB, OWN, PEER, OptimizerHandover
@@ -54,7 +55,7 @@ class Newcomer:
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.adoption = Adoption(AdoptionConfig(2, 4, 1))
         for fragment in range(2):
-            self.adoption.on_broadcast(Broadcast(fragment, 1, 6, ("float32", 4, 4)))
+            self.adoption.on_broadcast(Announcement(fragment, 1, 6, Payload("float32", 4, 4)))
         path = folder / "local-0.safetensors"
         checkpoint = SlotCheckpoint(path, "a", "d", 60.0, max_state_bytes(self.model))
         if own is not None:
