@@ -147,3 +147,9 @@ def job_report(**fields: Any) -> Report:
             **fields,
         }
     )
+
+
+def kept_report(report: Report) -> dict[str, Any]:
+    """A report as the operator keeps it in the job's status: without its lists, and without what is not known."""
+    whole = report.model_dump(mode="json")
+    return {name: value for name, value in whole.items() if value is not None and not isinstance(value, list)}

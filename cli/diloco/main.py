@@ -200,13 +200,14 @@ def status(
 
         with in_cluster(None if meant else what):
             return show_status(there, what, everywhere, watch, as_json)
+    from diloco.local.status import as_json as json_of
     from diloco.local.status import read_status, show
 
     if watch:
         raise CommandError("--watch is for jobs in clusters: a run on this machine shows itself")
     document = read_status(what)
     if as_json:
-        print(json.dumps(document, indent=1))
+        print(json.dumps(json_of(document), indent=1))
     else:
         show(document)
     return None
@@ -269,15 +270,16 @@ def report(
     from diloco.cluster.fetch import report as report_job
     from diloco.cluster.fetch import show_report
     from diloco.local.status import read_status
+    from diloco_protocol.documents import Report
 
     with in_cluster(None if there.given else what):
         if there.given or means_job(what):
             report_job(there, what, out, as_json)
             return
         document = read_status(what)
-        if document["running"]:
+        if not isinstance(document, Report):
             raise CommandError(f"the run in {what} is going on and has no report yet: diloco status {what}")
-        show_report(document["report"], what, out, as_json)
+        show_report(document, what, out, as_json)
 
 
 @app.command()

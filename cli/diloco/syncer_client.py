@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.processes.workdir import WorkdirError, read_address
+from diloco_protocol.documents import D, DocumentError, Report, StatusDocument, read_document
+from diloco_protocol.vocabulary import ControlMethod
 
 if TYPE_CHECKING:
     from diloco_protocol.wire.control_client import ControlClient
@@ -21,17 +22,18 @@ class SyncerError(Exception):
     """The syncer did not answer, or refused; the message says which."""
 
 
-async def fetch_json(address: str, path: str, seconds: float = PAGE_SECONDS) -> dict[str, Any]:
-    """GET http://``address````path``: a JSON object of at most MAX_PAGE_BYTES. Raises HubError."""
+async def fetch_document(address: str, path: str, model: type[D], seconds: float = PAGE_SECONDS) -> D:
+    """GET http://``address````path``: a document of at most MAX_PAGE_BYTES. Raises SyncerError, which names the field
+    where the document is not what its model says."""
     try:
-        return await asyncio.wait_for(_fetch(address, path), seconds)
+        return read_document(model, await asyncio.wait_for(_fetch(address, path), seconds))
     except TimeoutError as error:
         raise SyncerError(f"no answer from http://{address}{path} within {seconds:g} s") from error
     except (OSError, ValueError, EOFError) as error:
         raise SyncerError(f"http://{address}{path}: {error}") from error
 
 
-async def _fetch(address: str, path: str) -> dict[str, Any]:
+async def _fetch(address: str, path: str) -> bytes:
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), limit=1 << 20)
     try:
@@ -48,10 +50,7 @@ async def _fetch(address: str, path: str) -> dict[str, Any]:
         body = await reader.readexactly(length) if length >= 0 else await _rest(reader)
         if words[1] != "200":
             raise ValueError(f"status {words[1]}: {body[:200].decode('utf-8', 'replace')}")
-        document = json.loads(body)
-        if not isinstance(document, dict):
-            raise ValueError("the answer is no JSON object")
-        return document
+        return body
     finally:
         writer.close()
 
@@ -80,12 +79,19 @@ class SyncerClient:
         except (FileNotFoundError, WorkdirError):
             return None
 
-    async def status(self) -> dict[str, Any]:
-        """The status document (docs/contracts.md). Raises HubError."""
-        return await fetch_json(self._where("http"), "/status")
+    async def status(self) -> StatusDocument:
+        """The status document. Raises SyncerError."""
+        return await fetch_document(self._where("http"), "/status", StatusDocument)
+
+    async def report(self) -> Report:
+        """The report. Raises SyncerError."""
+        try:
+            return read_document(Report, await self.call(ControlMethod.REPORT, {}))
+        except DocumentError as error:
+            raise SyncerError(f"the report: {error}") from error
 
     async def call(self, method: str, body: dict[str, Any], seconds: float = CALL_SECONDS) -> dict[str, Any]:
-        """A signed control call; returns the reply's body. Raises HubError."""
+        """A signed control call; returns the reply's body. Raises SyncerError."""
         from diloco_protocol.security.credentials import CredentialsError
         from diloco_protocol.wire.control_auth import read_key
         from diloco_protocol.wire.control_client import ControlClient, ControlError

@@ -33,7 +33,9 @@ Number = Annotated[float | None, BeforeValidator(_known)]
 class Document(BaseModel):
     """Base of all documents: unknown fields are left out, numbers are finite."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False, serialize_by_alias=True)
+    model_config = ConfigDict(
+        extra="ignore", frozen=True, allow_inf_nan=False, serialize_by_alias=True, validate_by_name=True
+    )
 
 
 D = TypeVar("D", bound=Document)
@@ -297,7 +299,7 @@ class Report(Document):
     """The report as the syncer writes it, without ``faults``. A field with a default may be left out: the job's
     status has the report without its lists."""
 
-    schema_: Count = Field(alias="schema", description="format of this document")
+    schema_: Count = Field(1, alias="schema", description="format of this document")
     outcome: Literal["complete", "failed", "interrupted"] = Field(
         description="`interrupted`: it has not ended, or was suspended"
     )

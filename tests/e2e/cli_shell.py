@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from repository import ROOT
+from status_documents import job_report, kept_report
 
 from .clusters import Cluster, until
 from .conftest import without_operator
@@ -40,7 +41,7 @@ RUNNING: dict[str, Any] = {
             "lastTransitionTime": "2026-01-01T00:00:00Z",
         }
     ],
-    "report": {"outcome": "complete", "merges": 7},
+    "report": kept_report(job_report(outcome="complete", merges=7)),
 }
 
 

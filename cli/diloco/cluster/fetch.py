@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from diloco.cluster.client import TIMEOUT, Cluster, ClusterError, Object, Where
 from diloco.cluster.port_forward import Forward, forwarded
 from diloco.cluster.render import holds
 from diloco.console import FAILED, WRONG
-from diloco.syncer_client import SyncerError, fetch_json
+from diloco.syncer_client import SyncerError, fetch_document
+from diloco_protocol.documents import DocumentError, Report, StatusDocument, read_document
 from diloco_protocol.vocabulary import EXPORT_PORT, HTTP_PORT
 
 REPORT_SECONDS = 60.0
@@ -57,13 +56,12 @@ def syncer_port(cluster: Cluster, job: Object, port: int, seconds: float = TIMEO
         yield forward, pod
 
 
-def page(cluster: Cluster, job: Object, path: str, seconds: float) -> dict[str, Any]:
-    """A JSON page of the job's syncer. Raises ClusterError."""
-    with syncer_port(cluster, job, HTTP_PORT, min(seconds, TIMEOUT)) as (forward, pod):
+def _fetch_report(cluster: Cluster, job: Object) -> Report:
+    with syncer_port(cluster, job, HTTP_PORT) as (forward, pod):
         try:
-            return asyncio.run(fetch_json(forward.address, path, seconds))
+            return asyncio.run(fetch_document(forward.address, "/report", Report, REPORT_SECONDS))
         except SyncerError as error:
-            raise ClusterError(forward.problem or f"the syncer's page {path} (pod {pod}): {error}") from error
+            raise ClusterError(forward.problem or f"the syncer's page /report (pod {pod}): {error}") from error
 
 
 class Pages:
@@ -77,21 +75,21 @@ class Pages:
         self._again_at = 0.0  # monotonic seconds
         self.problem = ""  # why there is no page
 
-    def read(self, job: Object) -> Object | None:
+    def read(self, job: Object) -> StatusDocument | None:
         """The page as it is now; None where it cannot be had: then it is not tried for a while."""
         if time.monotonic() < self._again_at:
             return None
         try:
             if self._forward is None:
                 self._forward, _ = self._open.enter_context(syncer_port(self._cluster, job, HTTP_PORT, PAGE_SECONDS))
-            document = asyncio.run(fetch_json(self._forward.address, "/status", PAGE_SECONDS))
+            document = asyncio.run(fetch_document(self._forward.address, "/status", StatusDocument, PAGE_SECONDS))
         except (ClusterError, SyncerError) as error:
             self.problem = (self._forward and self._forward.problem) or str(error)
             self._again_at = time.monotonic() + PAGE_AGAIN_SECONDS
             self.close()
             return None
         self.problem = ""
-        return document if document.get("job") == self._name else None
+        return document if document.job == self._name else None
 
     def close(self) -> None:
         self._open.close()
@@ -106,37 +104,39 @@ def report(where: Where, name: str, out: Path | None, as_json: bool) -> None:
     cluster = where.open_one(": that of the cluster with the syncer")
     job = cluster.job(name)
     try:
-        document = page(cluster, job, "/report", REPORT_SECONDS)
+        document = _fetch_report(cluster, job)
     except ClusterError as error:
-        short = (job.get("status") or {}).get("report") or {}
+        short = (job.get("status") or {}).get("report")
         if out is not None or not short:
             raise
         print(f"warning: only the status's part of the report: {error}", file=sys.stderr)
-        document = short
+        try:
+            document = read_document(Report, short)
+        except DocumentError as wrong:
+            raise ClusterError(f"the report in the status of {name}: {wrong}") from wrong
     ended = holds(job, "Complete") or holds(job, "Failed") or holds(job, "Suspended")
     show_report(document, name, out, as_json, not ended)
 
 
-def show_report(document: Object, name: str, out: Path | None, as_json: bool, going: bool = False) -> None:
+def show_report(document: Report, name: str, out: Path | None, as_json: bool, going: bool = False) -> None:
     """Print a report, or write it whole to ``out``. ``going``: the job is not over, and what people see says so.
     Raises ClusterError."""
     if out is not None:
         from diloco_protocol.common.files import write_whole
 
         try:
-            write_whole(out, json.dumps(document, indent=1).encode() + b"\n")
+            write_whole(out, document.model_dump_json(indent=1).encode() + b"\n")
         except OSError as error:
             raise ClusterError(f"{out} cannot be written: {error.strerror or error}", code=WRONG) from error
         print(f"{out}: the report of {name}")
     elif as_json:
-        print(json.dumps(document, indent=1))
+        print(document.model_dump_json(indent=1))
     else:
         from rich.console import Console
 
         from diloco.local.screen import summary
 
-        shown = {**document, "outcome": "the job goes on"} if going else document
-        Console(soft_wrap=True).print(summary(shown))
+        Console(soft_wrap=True).print(summary(document, "the job goes on" if going else ""))
 
 
 # ------------------------------------------------------------------ export

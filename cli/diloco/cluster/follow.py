@@ -19,6 +19,7 @@ from diloco.cluster.client import Cluster, ClusterError
 from diloco.cluster.fetch import Pages
 from diloco.cluster.render import Object, condition, condition_style, event_count, event_time, heard, holds, job_line
 from diloco.console import COMPLETE, FAILED
+from diloco_protocol.documents import StatusDocument
 from diloco_protocol.vocabulary import JOB_REFUSED_REASONS, ResourcePhase
 
 POLL_SECONDS = 2.0
@@ -44,7 +45,7 @@ class ProgressReporter:
     events: dict[str, int] = field(default_factory=dict)  # uid -> times
     conditions: dict[str, str] = field(default_factory=dict)  # type -> status
 
-    def new_lines(self, job: Object, events: Sequence[Object], page: Object | None, now: float) -> list[str]:
+    def new_lines(self, job: Object, events: Sequence[Object], page: StatusDocument | None, now: float) -> list[str]:
         """The lines that are new: events in order, conditions that turned, and the progress: the syncer's
         (``page``: its status document), or where it is not to be had the job's status'."""
         lines = []

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.local.screen import RunView, nats, number, picture, progress, progress_line, summary
+from diloco_protocol.documents import DocumentError, Report, StatusDocument, read_document
 from diloco_protocol.vocabulary import FAULT_CONDITIONS
 
 Object = dict[str, Any]
@@ -98,24 +99,19 @@ def stop(job: Object) -> tuple[str, float] | None:
     return None
 
 
-def from_status(job: Object, now: float) -> Object:
-    """What the syncer's status document would say, as far as the job's status knows it."""
+def _elapsed(job: Object, now: float) -> float:
+    """Seconds from the job's start to its end or now."""
+    status = job.get("status") or {}
+    begin = unix(status.get("startTime"))
+    return 0.0 if begin is None else (unix(status.get("completionTime")) or now) - begin
+
+
+def _progress(job: Object, now: float) -> str:
+    """How far the job is, as its own status knows it."""
     status = job.get("status") or {}
     done = status.get("progress") or {}
-    active, required = pair(status.get("quorum"))
-    end = unix(status.get("completionTime")) or now
-    begin = unix(status.get("startTime"))
     step = done.get("step", (status.get("syncer") or {}).get("step"))
-    return {
-        "phase": status.get("phase") or "new",
-        "elapsed_seconds": 0.0 if begin is None else end - begin,
-        "tokens": {"trained": done.get("tokens")},
-        "slots": [{"step": step}],
-        "merges": done.get("merges"),
-        "quorum": {"active": active, "required": required},
-        "eval_loss": [] if done.get("loss") is None else [[0, done["loss"]]],
-        "goodput": done.get("goodput"),
-    }
+    return progress(stop(job), step or 0, done.get("tokens"), _elapsed(job, now))
 
 
 # ------------------------------------------------------------------ sentences
@@ -262,19 +258,17 @@ def regions_table(job: Object, now: float) -> Table:
     return table
 
 
-def job_picture(job: Object, page: Object | None, events: Sequence[Object], now: float) -> RenderableType:
+def job_picture(job: Object, page: StatusDocument | None, events: Sequence[Object], now: float) -> RenderableType:
     """The whole of ``diloco status NAME``. ``page``: the syncer's status document, or None."""
     metadata, status = job["metadata"], job.get("status") or {}
     name = str(metadata["name"])
     parts: list[RenderableType] = []
     if page is not None:
-        slots = page.get("slots") or []
-        places = [(str(slot.get("region")), int(slot.get("ordinal") or 0)) for slot in slots]
         # A slot that nobody has had has no place yet.
-        names = {(region, ordinal): f"{region}-{ordinal}" for region, ordinal in places if region}
+        names = {(slot.region, slot.ordinal): f"{slot.region}-{slot.ordinal}" for slot in page.slots if slot.region}
         parts.append(picture(RunView(name, stop(job), page, names, serving=True), []))
-        if page.get("message"):
-            parts.append(Text(str(page["message"])))
+        if page.message:
+            parts.append(Text(page.message))
     else:
         parts += [_head(job, now), ""]
     shown = status.get("regions") or []
@@ -288,7 +282,10 @@ def job_picture(job: Object, page: Object | None, events: Sequence[Object], now:
     if conditions := conditions_shown(job):
         parts += ["", *(condition_text(one, now) for one in conditions)]
     if (final := status.get("report")) and (holds(job, "Complete") or holds(job, "Failed")):
-        parts += ["", summary(final)]
+        try:
+            parts += ["", summary(read_document(Report, final))]
+        except DocumentError as error:
+            parts += ["", Text(f"its report cannot be read: {error}", "yellow")]
     if (metadata.get("deletionTimestamp")) is not None:
         gone = span(since(metadata["deletionTimestamp"], now))
         parts.append(Text(f"being deleted for {gone}", "yellow"))
@@ -298,34 +295,34 @@ def job_picture(job: Object, page: Object | None, events: Sequence[Object], now:
 
 
 def _head(job: Object, now: float) -> Table:
-    document = from_status(job, now)
-    view = RunView(str(job["metadata"]["name"]), stop(job), document)
+    status = job.get("status") or {}
+    done = status.get("progress") or {}
+    phase = str(status.get("phase") or "new")
+    active, required = pair(status.get("quorum"))
     head = Table.grid(padding=(0, 3))
-    phase = str(document["phase"])
-    active, required = document["quorum"]["active"], document["quorum"]["required"]
     head.add_row(
-        Text(view.job, style="bold"),
+        Text(str(job["metadata"]["name"]), style="bold"),
         Text(phase, style=f"bold {_PHASES.get(phase, 'cyan')}"),
-        f"{document['elapsed_seconds']:.0f} s",
-        progress(view),
-        f"merged loss {nats((document['eval_loss'] or [[0, None]])[-1][1])}",
-        f"goodput {nats(document['goodput'])}",
-        f"quorum {active} active, {required} needed" if (job.get("status") or {}).get("quorum") else "",
+        f"{_elapsed(job, now):.0f} s",
+        _progress(job, now),
+        f"merged loss {nats(done.get('loss'))}",
+        f"goodput {nats(done.get('goodput'))}",
+        f"quorum {active} active, {required} needed" if status.get("quorum") else "",
     )
     return head
 
 
-def job_line(job: Object, page: Object | None, now: float) -> str:
+def job_line(job: Object, page: StatusDocument | None, now: float) -> str:
     """The job on one line, as ``--wait`` prints it; with the syncer's page, as ``diloco run`` does."""
-    status, document = job.get("status") or {}, from_status(job, now)
+    status = job.get("status") or {}
     if not status.get("phase"):
         return UNSEEN
     if page is not None:
         return progress_line(RunView(str(job["metadata"]["name"]), stop(job), page, serving=True))
-    view = RunView(str(job["metadata"]["name"]), stop(job), document)
+    done = status.get("progress") or {}
     return (
-        f"{document['elapsed_seconds']:7.1f} s  {document['phase']}  {progress(view)}"
-        f"  loss {nats((document['eval_loss'] or [[0, None]])[-1][1])}"
+        f"{_elapsed(job, now):7.1f} s  {status['phase']}  {_progress(job, now)}"
+        f"  loss {nats(done.get('loss'))}"
         f"  learners {status.get('learners') or '-'}  quorum {status.get('quorum') or '-'}"
-        f"  goodput {nats(document['goodput'])}"
+        f"  goodput {nats(done.get('goodput'))}"
     )

@@ -14,6 +14,7 @@ from diloco.cluster.client import Cluster, ClusterError, Object, Where
 from diloco.cluster.fetch import Pages
 from diloco.cluster.follow import POLL_SECONDS, ended, follow, job_events
 from diloco.cluster.render import concerns, event_count, event_line, event_time, job_picture, jobs_table, region_names
+from diloco_protocol.documents import StatusDocument
 from diloco_protocol.vocabulary import ResourcePhase
 
 # ------------------------------------------------------------------ status
@@ -50,7 +51,7 @@ def show_status(where: Where, name: str | None, everywhere: bool, watch: bool, a
     return 0
 
 
-def status_document(job: Object, page: Object | None, events: Sequence[Object], context: str) -> Object:
+def status_document(job: Object, page: StatusDocument | None, events: Sequence[Object], context: str) -> Object:
     """``--json``: the syncer's status document, where it could be read, as of a run on one machine; and the
     job's object and events."""
     resource = {**job, "metadata": {k: v for k, v in job["metadata"].items() if k != "managedFields"}}
@@ -65,7 +66,8 @@ def status_document(job: Object, page: Object | None, events: Sequence[Object], 
         }
         for event in sorted(events, key=event_time)
     ]
-    return {**head, **(page or {}), "resource": resource, "resource_events": told}
+    shown = {} if page is None else page.model_dump(mode="json")
+    return {**head, **shown, "resource": resource, "resource_events": told}
 
 
 def _list(clusters: Sequence[Cluster], everywhere: bool, watch: bool, as_json: bool) -> int:

@@ -15,8 +15,14 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
+from diloco_protocol.documents import StatusDocument
+
 MAX_READ_BYTES = 1 << 20  # of one process's file, each time
 MAX_LINE_BYTES = 1 << 16
+SAMPLED = {
+    *("phase", "epoch", "elapsed_seconds", "merges", "tokens", "tokens_per_second", "goodput", "uptime"),
+    *("bytes_up", "bytes_down"),
+}
 
 
 class MetricsLog:
@@ -31,7 +37,7 @@ class MetricsLog:
         self._events = _events(tensorboard) if tensorboard is not None else None
         self._evaluations = 0
 
-    def write(self, status: dict[str, Any] | None) -> None:
+    def write(self, status: StatusDocument | None) -> None:
         """What the processes have written, and a status document if there is one. Raises OSError."""
         self.follow()
         if status is not None:
@@ -39,38 +45,22 @@ class MetricsLog:
         if self._events is not None:
             self._events.flush()
 
-    def sample(self, status: dict[str, Any]) -> None:
+    def sample(self, status: StatusDocument) -> None:
         """Write the figures of a status document (docs/contracts.md)."""
-        versions = status.get("versions") or [0]
-        evaluations = status.get("eval_loss") or []
+        versions, evaluations = status.versions or [0], status.eval_loss
         row = {
             "source": "status",
             "time": round(time.time(), 3),
-            **{
-                key: status.get(key)
-                for key in (
-                    "phase",
-                    "epoch",
-                    "elapsed_seconds",
-                    "merges",
-                    "tokens",
-                    "tokens_per_second",
-                    "goodput",
-                    "uptime",
-                    "bytes_up",
-                    "bytes_down",
-                )
-            },
+            **status.model_dump(mode="json", include=SAMPLED),
             "versions": [min(versions), max(versions)],
-            "active": (status.get("quorum") or {}).get("active"),
+            "active": status.quorum.active,
             "eval_loss": evaluations[-1] if evaluations else None,
         }
         self._write(row)
-        trained = int((status.get("tokens") or {}).get("trained") or 0)
         for name in ("merges", "tokens_per_second", "goodput", "bytes_up", "bytes_down"):
-            self._scalar(f"job/{name}", status.get(name), trained)
+            self._scalar(f"job/{name}", getattr(status, name), status.tokens.trained)
         for tokens, loss in evaluations[self._evaluations :]:
-            self._scalar("merged/loss", loss, int(tokens))
+            self._scalar("merged/loss", loss, tokens)
         self._evaluations = max(self._evaluations, len(evaluations))
 
     def follow(self) -> None:

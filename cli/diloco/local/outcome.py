@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from diloco.local.chaos import fault_report as faults
+from diloco.local.chaos import fault_report
 from diloco.local.chaos.fault_report import Event, Injected
+from diloco_protocol.documents import Report, ReportSyncer, RunReport, StatusDocument, Tokens, VersionRange
 from diloco_protocol.vocabulary import JobPhase
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ class RunOutcome:
 @dataclass(frozen=True, slots=True)
 class RunResult:
     ended: RunOutcome
-    report: dict[str, Any] | None  # the syncer's; None: it could not be had
-    status: dict[str, Any]  # the last one seen
+    report: Report | None  # the syncer's; None: it could not be had
+    status: StatusDocument | None  # the last one seen
     faults: list[Injected]
     events: list[Event]
     syncer_restarts: int
@@ -43,49 +44,41 @@ class RunResult:
     complete_already: bool = False  # before this run began
 
 
-def complete_report(result: RunResult, job: DiLoCoJob) -> dict[str, Any]:
-    """report.json: the syncer's report with what only the runner knows. Where the syncer
-    could not be asked, figures are those of its last status, or null."""
+def complete_report(result: RunResult, job: DiLoCoJob) -> RunReport:
+    """report.json: the syncer's report with what only the runner knows."""
+    report = result.report or _report_without_syncer(result.status, job)
+    own = {
+        "outcome": result.ended.outcome,
+        "message": result.ended.message,
+        "wall_seconds": round(result.wall_seconds, 3),
+        "faults": fault_report.rows(result.faults, result.events),
+        "syncer": ReportSyncer(
+            epoch=report.syncer.epoch,
+            restarts=result.syncer_restarts,
+            peak_rss_bytes=max(result.syncer_peak_rss_bytes, report.syncer.peak_rss_bytes),
+        ),
+    }
+    return RunReport.model_validate({**dict(report), **own})
+
+
+def _report_without_syncer(status: StatusDocument | None, job: DiLoCoJob) -> Report:
+    """Where the syncer could not be asked: the figures of its last status, or null."""
     from diloco_protocol.spec.job import spec_digest
 
-    status = result.status
-    versions = status.get("versions") or [0]
-    evaluations = status.get("eval_loss") or []
-    known: dict[str, Any] = {
-        "schema": 1,
-        "outcome": None,
-        "seed": job.spec.seed,
-        "spec_digest": spec_digest(job),
-        "layout_digest": None,
-        "wall_seconds": None,
-        "steps": max((slot.get("step") or 0 for slot in status.get("slots") or []), default=0),
-        "merges": status.get("merges") or 0,
-        "versions": {"min": min(versions), "max": max(versions)},
-        "tokens": status.get("tokens") or {"trained": 0, "merged": 0, "pending": 0, "dropped": 0},
-        "ledger": None,
-        "goodput": status.get("goodput"),
-        "uptime": status.get("uptime"),
-        "initial_loss": evaluations[0][1] if evaluations and evaluations[0][0] == 0 else None,
-        "final_loss": None,
-        "eval_loss": evaluations,
-        "bytes_up": status.get("bytes_up") or 0,
-        "bytes_down": status.get("bytes_down") or 0,
-        "regions": status.get("regions"),
-        "learners": None,
-        "faults": [],
-        "holds": None,
-        "regions_lost": None,
-        "syncer": {"epoch": status.get("epoch")},
-    }
-    report = {**known, **(result.report or {})}
-    report["outcome"] = result.ended.outcome
-    report["message"] = result.ended.message
-    report["wall_seconds"] = round(result.wall_seconds, 3)
-    report["faults"] = faults.rows(result.faults, result.events)
-    syncer = report["syncer"]
-    report["syncer"] = {
-        **syncer,
-        "restarts": result.syncer_restarts,
-        "peak_rss_bytes": max(result.syncer_peak_rss_bytes, syncer.get("peak_rss_bytes") or 0),
-    }
-    return report
+    same = {"merges", "tokens", "goodput", "uptime", "eval_loss", "bytes_up", "bytes_down", "regions"}
+    known: dict[str, Any] = dict.fromkeys(("merges", "bytes_up", "bytes_down"), 0)
+    known["tokens"] = Tokens(trained=0, merged=0, pending=0, dropped=0)
+    if status is not None:
+        known = {name: value for name, value in status if name in same}
+    scored = known.get("eval_loss")
+    versions = (status and status.versions) or [0]
+    return Report(
+        outcome="failed",
+        seed=job.spec.seed,
+        spec_digest=spec_digest(job),
+        steps=status.step if status else 0,
+        versions=VersionRange(min=min(versions), max=max(versions)),
+        initial_loss=scored[0][1] if scored and scored[0][0] == 0 else None,
+        syncer=ReportSyncer(epoch=status.epoch if status else None, restarts=0, peak_rss_bytes=0),
+        **known,
+    )

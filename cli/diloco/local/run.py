@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -23,6 +21,7 @@ from diloco.processes.workdir import Workdir, claim, locked
 from diloco.processes.worker_specs import ServeOptions, without_meaning
 from diloco.validate import read_job_file
 from diloco_protocol.common.files import FileError, write_whole
+from diloco_protocol.documents import RunReport
 from diloco_protocol.security.credentials import CredentialsError
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_warnings
@@ -63,7 +62,7 @@ def run(options: RunOptions) -> int:
         # What is complete stays as it was reported: its time, its faults.
         earlier = workdir.earlier_report() if result.complete_already else None
         report = earlier or complete_report(result, job)
-        data = json.dumps(report, indent=1).encode() + b"\n"
+        data = report.model_dump_json(indent=1).encode() + b"\n"
         for path in [workdir.report, *([options.report] if options.report else [])]:
             try:
                 path.absolute().parent.mkdir(parents=True, exist_ok=True)
@@ -142,7 +141,7 @@ def _run_job(
         screen.close()
 
 
-def _tell(result: RunResult, report: dict[str, Any], workdir: Workdir) -> None:
+def _tell(result: RunResult, report: RunReport, workdir: Workdir) -> None:
 
     ended = result.ended
     console = Console(soft_wrap=True)

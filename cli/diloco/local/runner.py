@@ -49,6 +49,7 @@ from diloco.processes.worker_specs import (
     worker_specs,
 )
 from diloco.syncer_client import SyncerClient, SyncerError
+from diloco_protocol.documents import SlotRow
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.vocabulary import ControlMethod, JobPhase
 
@@ -213,7 +214,7 @@ class Runner:
         self._sample_rss()
         if answered and self.watch.ended:
             outcome, code = OUTCOMES.get(self.watch.phase, ("failed", 1))
-            message = str(self.view.status.get("message") or "") if code else ""
+            message = self.watch.message if code else ""
             self._decide(RunOutcome(outcome, code, message))
         return answered
 
@@ -245,7 +246,7 @@ class Runner:
     def elapsed(self) -> float:
         return self.watch.elapsed
 
-    def slot_of(self, name: str) -> dict[str, Any] | None:
+    def slot_of(self, name: str) -> SlotRow | None:
         return self.watch.slot_of(name)
 
     # -------------------------------------------------------------- processes
@@ -270,7 +271,7 @@ class Runner:
                 self._decide(RunOutcome(*OUTCOMES.get(phase, ("failed", 1))))
                 return
             if how.code == 1 and self.watch.phase == JobPhase.FAILED:
-                self._decide(RunOutcome("failed", 1, str(self.view.status.get("message") or ""), "syncer"))
+                self._decide(RunOutcome("failed", 1, self.watch.message, "syncer"))
                 return
             if not await self._apply_restart_decision(WorkerSpec("syncer", Kind.SYNCER, "", 0), how):
                 return
@@ -394,7 +395,7 @@ class Runner:
             self._decide(RunOutcome("interrupted", 130))
 
     async def _interrupt(self) -> None:
-        started = self.view.status.get("phase") not in (None, JobPhase.WAITING)
+        started = self.watch.phase not in ("", JobPhase.WAITING)
         try:
             if not started:
                 raise SyncerError("nothing has been trained yet")

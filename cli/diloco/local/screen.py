@@ -8,18 +8,19 @@ plain functions; ``Live`` and ``Lines`` only decide when and where it goes.
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any, Protocol
+from typing import IO, Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from diloco_protocol.common.format_units import rate_text, seconds_text
+from diloco_protocol.documents import FaultRow, RegionRow, Report, SlotRow, StatusDocument
 from diloco_protocol.vocabulary import ENDED_PHASES, SlotState
 
 EVENTS_SHOWN = 14
@@ -41,7 +42,7 @@ class RunView:
 
     job: str
     stop: tuple[str, float] | None = None  # unit (steps, tokens or seconds) and limit; None: not known
-    status: dict[str, Any] = field(default_factory=dict)
+    status: StatusDocument | None = None
     processes: dict[tuple[str, int], str] = field(default_factory=dict)  # (region, ordinal) -> name
     notes: dict[str, str] = field(default_factory=dict)  # process -> what the runner does about it
     serving: bool = False  # the syncer answers
@@ -60,41 +61,42 @@ class Screen(Protocol):
 # ------------------------------------------------------------------ figures
 
 
-def number(value: Any) -> str:
-    return f"{value:,.0f}" if isinstance(value, int | float) and math.isfinite(value) else "-"
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
 
 
-def nats(value: Any) -> str:
-    return f"{value:.3f}" if isinstance(value, int | float) and math.isfinite(value) else "-"
+def nats(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
-def merged_loss(status: dict[str, Any]) -> Any:
-    evaluations = status.get("eval_loss") or []
-    return evaluations[-1][1] if evaluations else None
+def merged_loss(status: StatusDocument | None) -> float | None:
+    return status.eval_loss[-1][1] if status is not None and status.eval_loss else None
 
 
-def progress(view: RunView) -> str:
-    """How far the job is towards its stop."""
+def progress(stop: tuple[str, float] | None, step: int | None, tokens: int | None, seconds: float) -> str:
+    """How far a job is towards its stop (unit and limit). ``tokens`` None: not known here, as of a region's copy."""
+    if tokens is None:
+        return f"step {number(step)}"
+    if stop is None:
+        return f"step {number(step)}, {number(tokens)} tokens"
+    unit, limit = stop
+    reached = {"steps": step, "tokens": tokens, "seconds": seconds}[unit]
+    text = f"{number(reached)} of {number(limit)} {unit}"
+    return text if unit == "tokens" else f"{text}, {number(tokens)} tokens"
+
+
+def _progress(view: RunView) -> str:
     status = view.status
-    slots = status.get("slots") or []
-    reached = {
-        "steps": max((slot.get("step") or 0 for slot in slots), default=0),
-        "tokens": (status.get("tokens") or {}).get("trained", 0),
-        "seconds": status.get("elapsed_seconds") or 0,
-    }
-    if reached["tokens"] is None:  # not known here: a region's copy of a job
-        return f"step {number(reached['steps'])}"
-    if view.stop is None:
-        return f"step {number(reached['steps'])}, {number(reached['tokens'])} tokens"
-    unit, limit = view.stop
-    text = f"{number(reached[unit])} of {number(limit)} {unit}"
-    return text if unit == "tokens" else f"{text}, {number(reached['tokens'])} tokens"
+    if status is None:
+        return progress(view.stop, 0, 0, 0.0)
+    return progress(view.stop, status.step, status.tokens.trained, status.elapsed_seconds)
 
 
 def silence(view: RunView) -> str:
     """That the syncer does not answer, where it should."""
-    ended = view.status.get("phase") in ENDED_PHASES
-    return "" if view.serving or ended or not view.status else "the syncer does not answer"
+    if view.serving or view.status is None or view.status.phase in ENDED_PHASES:
+        return ""
+    return "the syncer does not answer"
 
 
 def version_strip(versions: list[int], width: int = 64) -> str:
@@ -110,155 +112,141 @@ def version_strip(versions: list[int], width: int = 64) -> str:
 def progress_line(view: RunView) -> str:
     """The run on one line."""
     status = view.status
-    if not status:
+    if status is None:
         return "starting"
-    slots = status.get("slots") or []
-    quorum = status.get("quorum") or {}
-    versions = status.get("versions") or [0]
-    losses = " ".join(nats(slot.get("loss")) if slot.get("state") == SlotState.ACTIVE else "-" for slot in slots)
+    versions = status.versions or [0]
+    losses = " ".join(nats(slot.loss if slot.state is SlotState.ACTIVE else None) for slot in status.slots)
     return (
-        f"{status.get('elapsed_seconds') or 0:7.1f} s  {status.get('phase', '-')}  {progress(view)}"
-        f" ({number(status.get('tokens_per_second'))}/s)  loss {losses}  merged {nats(merged_loss(status))}"
+        f"{status.elapsed_seconds:7.1f} s  {status.phase}  {_progress(view)}"
+        f" ({number(status.tokens_per_second)}/s)  loss {losses}  merged {nats(merged_loss(status))}"
         f"  versions {min(versions)}..{max(versions)}"
-        f"  quorum {quorum.get('active', 0)}/{quorum.get('required', 0)}"
-        + (f"  ({silence(view)})" if silence(view) else "")
+        f"  quorum {status.quorum.active}/{status.quorum.required}" + (f"  ({silence(view)})" if silence(view) else "")
     )
 
 
 def picture(view: RunView, events: list[Text]) -> RenderableType:
+    """The run as a person sees it on a terminal; ``events``: the newest, below it."""
     status = view.status
-    quorum = status.get("quorum") or {}
     head = Table.grid(padding=(0, 3))
     head.add_row(
         Text(view.job, style="bold"),
-        Text(str(status.get("phase") or "starting"), style="bold cyan"),
-        f"{status.get('elapsed_seconds') or 0:.0f} s",
-        progress(view),
-        f"{number(status.get('tokens_per_second'))} tokens/s",
+        Text(status.phase if status else "starting", style="bold cyan"),
+        f"{status.elapsed_seconds if status else 0:.0f} s",
+        _progress(view),
+        f"{number(status.tokens_per_second if status else None)} tokens/s",
         f"merged loss {nats(merged_loss(status))}",
         Text(silence(view), style="red"),
     )
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for title, side in (
-        ("learner", "left"),
-        ("slot", "right"),
-        ("state", "left"),
-        ("step", "right"),
-        ("tokens", "right"),
-        ("loss", "right"),
-        ("s/step", "right"),
-        ("waited", "right"),
-        ("merged", "right"),
-        ("", "left"),
-    ):
-        table.add_column(title, justify="right" if side == "right" else "left", no_wrap=True)
-    for slot in status.get("slots") or []:
-        state = str(slot.get("state") or "-")
-        name = view.processes.get((str(slot.get("region")), int(slot.get("ordinal") or 0)), "-")
-        compute, stalled = slot.get("compute_seconds") or 0.0, slot.get("stalled_seconds") or 0.0
-        table.add_row(
-            name,
-            str(slot.get("slot")),
-            Text(state, style=_STATE_STYLES.get(state, "")),
-            number(slot.get("step")),
-            number(slot.get("tokens")),
-            nats(slot.get("loss")),
-            f"{slot.get('step_seconds') or 0:.3f}",
-            f"{100 * stalled / (compute + stalled):.1f} %" if compute + stalled > 0 else "-",
-            number(slot.get("merged_pushes")),
-            Text(view.notes.get(name, slot_note(slot)), style="yellow"),
-        )
-    waiting = {p: r for r in status.get("rounds") or [] for p in [r.get("fragment")]}
-    rounds = "  ".join(
-        f"fragment {p}: {len(r.get('responders') or [])} in, {len(r.get('waiting') or [])} awaited"
-        for p, r in sorted(waiting.items())
-    )
     foot = Table.grid(padding=(0, 2))
-    foot.add_row(Text("fragments", style="dim"), version_strip(status.get("versions") or []))
-    foot.add_row(
-        Text("quorum", style="dim"),
-        f"{quorum.get('active', 0)} active, {quorum.get('required', 0)} needed"
-        + (f", {status.get('standby')} standing by" if status.get("standby") else ""),
+    foot.add_row(Text("fragments", style="dim"), version_strip(status.versions if status else []))
+    if status is None:
+        return Group(head, "", foot, "", *events)
+    waiting = f", {status.standby} standing by" if status.standby else ""
+    quorum = f"{status.quorum.active} active, {status.quorum.required} needed{waiting}"
+    foot.add_row(Text("quorum", style="dim"), quorum)
+    rounds = "  ".join(
+        f"fragment {row.fragment}: {len(row.responders)} in, {len(row.waiting)} awaited"
+        for row in sorted(status.rounds, key=lambda row: row.fragment)
     )
     foot.add_row(Text("rounds", style="dim"), rounds or "none open")
     if links := links_text(status):
         foot.add_row(Text("links", style="dim"), links)
     for who, message in slow_links(status):
         foot.add_row("", Text(f"{who}: {message}", style="yellow"))
-    return Group(head, "", table, "", foot, "", *events)
+    return Group(head, "", _slots_table(view, status.slots), "", foot, "", *events)
 
 
-def slot_note(slot: dict[str, Any]) -> str:
+def _slots_table(view: RunView, slots: Sequence[SlotRow]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for title in ("learner", "slot", "state", "step", "tokens", "loss", "s/step", "waited", "merged", ""):
+        table.add_column(title, justify="left" if title in ("learner", "state", "") else "right", no_wrap=True)
+    for slot in slots:
+        name = view.processes.get((slot.region, slot.ordinal), "-")
+        stalled = slot.stalled_seconds or 0.0
+        seconds = stalled + (slot.compute_seconds or 0.0)
+        table.add_row(
+            name,
+            str(slot.slot),
+            Text(slot.state, style=_STATE_STYLES.get(slot.state, "")),
+            number(slot.step),
+            number(slot.tokens),
+            nats(slot.loss),
+            f"{slot.step_seconds or 0:.3f}",
+            f"{100 * stalled / seconds:.1f} %" if seconds > 0 else "-",
+            number(slot.merged_pushes),
+            Text(view.notes.get(name, slot_note(slot)), style="yellow"),
+        )
+    return table
+
+
+def slot_note(slot: SlotRow) -> str:
     """What is the matter with a slot, in a word."""
-    if slot.get("starved"):
+    if slot.starved:
         return "starved"
-    return "slow link" if (slot.get("link") or {}).get("too_slow") else ""
+    return "slow link" if slot.link is not None and slot.link.too_slow else ""
 
 
-def links_text(status: dict[str, Any]) -> str:
+def links_text(status: StatusDocument) -> str:
     """The slowest of the links that were measured; empty where none was."""
-    links = [slot["link"] for slot in status.get("slots") or [] if slot.get("link")]
+    links = [slot.link for slot in status.slots if slot.link is not None]
     parts = []
-    for name, key in (("up", "up_bytes_per_second"), ("down", "down_bytes_per_second")):
-        if rates := [link[key] for link in links if link.get(key)]:
-            parts.append(f"{name} {rate_text(min(rates))}")
-    if trips := [link["round_trip_seconds"] for link in links if link.get("round_trip_seconds")]:
+    if rates := [link.up_bytes_per_second for link in links if link.up_bytes_per_second]:
+        parts.append(f"up {rate_text(min(rates))}")
+    if rates := [link.down_bytes_per_second for link in links if link.down_bytes_per_second]:
+        parts.append(f"down {rate_text(min(rates))}")
+    if trips := [link.round_trip_seconds for link in links if link.round_trip_seconds]:
         parts.append(f"round trip {seconds_text(max(trips))}")
     return f"slowest measured: {', '.join(parts)}" if parts else ""
 
 
-def slow_links(status: dict[str, Any]) -> list[tuple[str, str]]:
+def slow_links(status: StatusDocument) -> list[tuple[str, str]]:
     """Who has a link slower than the job needs, and what that means."""
     return [
-        (f"{slot.get('region')}-{slot.get('ordinal')}", str(slot["link"].get("message")))
-        for slot in status.get("slots") or []
-        if slot.get("link") and slot["link"].get("too_slow")
+        (f"{slot.region}-{slot.ordinal}", slot.link.message)
+        for slot in status.slots
+        if slot.link is not None and slot.link.too_slow
     ]
 
 
-def summary(report: dict[str, Any]) -> Table:
-    """The report as a small table."""
+def summary(report: Report, outcome: str = "") -> Table:
+    """The report as a small table. ``outcome``: what to say in the place of the report's."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
-
-    def row(name: str, text: str) -> None:
-        table.add_row(name, text)
-
-    tokens, versions = report.get("tokens") or {}, report.get("versions") or {}
-    row("outcome", str(report.get("outcome")))
-    row("loss", f"{nats(report.get('initial_loss'))} at the start, {nats(report.get('final_loss'))} at the end")
-    row("tokens", ", ".join(f"{number(tokens.get(k))} {k}" for k in ("trained", "merged", "pending", "dropped")))
-    row(
-        "merges",
-        f"{number(report.get('merges'))}, versions {versions.get('min')} to {versions.get('max')},"
-        f" {number(report.get('steps'))} steps",
-    )
-    if isinstance(report.get("goodput"), float):
-        row("goodput", f"{report['goodput']:.3f}, uptime {report.get('uptime') or 0:.3f}")
-    row("wire", f"{number(report.get('bytes_up'))} bytes up, {number(report.get('bytes_down'))} down")
-    regions = report.get("regions") or []
+    row = table.add_row
+    row("outcome", outcome or report.outcome)
+    row("loss", f"{nats(report.initial_loss)} at the start, {nats(report.final_loss)} at the end")
+    row("tokens", ", ".join(f"{number(count)} {name}" for name, count in report.tokens))
+    versions = report.versions
+    row("merges", f"{number(report.merges)}, versions {versions.min} to {versions.max}, {number(report.steps)} steps")
+    if report.goodput is not None:
+        row("goodput", f"{report.goodput:.3f}, uptime {report.uptime or 0:.3f}")
+    row("wire", f"{number(report.bytes_up)} bytes up, {number(report.bytes_down)} down")
+    regions = report.regions or []
     for region in regions if len(regions) > 1 else ():
-        row(f"wire {region.get('name') or 'others'}", carried_text(region))
-    row("time", f"{report.get('wall_seconds') or 0:.1f} s")
-    for fault in report.get("faults") or []:
+        row(f"wire {region.name or 'others'}", carried_text(region))
+    row("time", f"{report.wall_seconds or 0:.1f} s")
+    for fault in report.faults:
         row("fault", fault_text(fault))
     return table
 
 
-def carried_text(region: dict[str, Any]) -> str:
+def carried_text(region: RegionRow) -> str:
     """What a region's link carried."""
-    text = f"{number(region.get('bytes_up'))} bytes up, {number(region.get('bytes_down'))} down"
-    up, down = region.get("wire_bytes_up"), region.get("wire_bytes_down")
-    return text if up is None else f"{text}; with all beside it and TLS {number(up)} up, {number(down)} down"
+    text = f"{number(region.bytes_up)} bytes up, {number(region.bytes_down)} down"
+    if region.wire_bytes_up is None:
+        return text
+    up, down = number(region.wire_bytes_up), number(region.wire_bytes_down)
+    return f"{text}; with all beside it and TLS {up} up, {down} down"
 
 
-def fault_text(fault: dict[str, Any]) -> str:
-    parts = [f"{fault['action']} {fault['target']} at {fault['at_seconds']:.1f} s:"]
+def fault_text(fault: FaultRow) -> str:
+    """One fault and what it cost, in a sentence."""
+    parts = []
     for name in ("detected", "joined", "first_step", "recovered"):
-        seconds = fault.get(f"{name}_seconds")
+        seconds = getattr(fault, f"{name}_seconds")
         parts.append(f"{name.replace('_', ' ')} {'-' if seconds is None else f'{seconds:.2f} s'}")
-    return parts[0] + " " + ", ".join(parts[1:])
+    return f"{fault.action} {fault.target} at {fault.at_seconds:.1f} s: {', '.join(parts)}"
 
 
 # ------------------------------------------------------------------ where it goes
@@ -276,7 +264,7 @@ class Lines:
 
     def update(self, view: RunView) -> None:
         now = time.monotonic()
-        if now >= self._next and view.status:
+        if now >= self._next and view.status is not None:
             self._next = now + LINE_SECONDS
             self._print(progress_line(view))
 

@@ -10,14 +10,14 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from diloco.local.chaos.fault_report import Event
 from diloco.local.screen import RunView, Screen
 from diloco.processes.supervisor import Kind, Supervisor
 from diloco.processes.worker_specs import WorkerSpec
 from diloco.syncer_client import SyncerClient, SyncerError
-from diloco_protocol.vocabulary import ENDED_PHASES, FINISHING_PHASES, EventKind
+from diloco_protocol.documents import DocumentError, Report, SlotRow, StatusDocument
+from diloco_protocol.vocabulary import ENDED_PHASES, FINISHING_PHASES, EventKind, SlotState
 
 QUIET_EVENTS = frozenset({EventKind.FIRST_STEP})
 STARVED_SECONDS = 60.0  # between two words on the screen that one slot starves
@@ -49,7 +49,7 @@ class StatusWatch:
         self.screen = screen
         self.supervisor = supervisor
         self.process_ids: dict[str, str] = {}
-        self.report: dict[str, Any] | None = None
+        self.report: Report | None = None
         self._workers = workers
         self._store = store
         self._on_merge = on_merge
@@ -59,12 +59,18 @@ class StatusWatch:
         self._seen_at = 0.0
         self._told_resumed = False
         self._problem = ""
+        self._unreadable = ""
         self._told_starved: dict[int, float] = {}  # slot -> the event's time
 
     @property
     def phase(self) -> str:
         """The job's phase as last heard; empty before the first word."""
-        return str(self.view.status.get("phase") or "")
+        return "" if self.view.status is None else self.view.status.phase
+
+    @property
+    def message(self) -> str:
+        """Why the job is in its phase, as last heard."""
+        return "" if self.view.status is None else self.view.status.message
 
     @property
     def ended(self) -> bool:
@@ -78,46 +84,46 @@ class StatusWatch:
     def elapsed(self) -> float:
         """The job's own clock, now: seconds since its first step."""
         since = time.monotonic() - self._seen_at if self._merges > 0 else 0.0
-        return float(self.view.status.get("elapsed_seconds") or 0.0) + since
+        return since + (0.0 if self.view.status is None else self.view.status.elapsed_seconds)
 
     @property
     def events(self) -> list[Event]:
         return list(self._events.values())
 
-    def worker_of(self, slot: dict[str, Any]) -> WorkerSpec | None:
+    def worker_of(self, slot: SlotRow) -> WorkerSpec | None:
         """The worker whose newest process holds this slot."""
         for worker in self._workers:
-            if worker.kind is Kind.LEARNER and self.process_ids.get(worker.name) == slot.get("process"):
+            if worker.kind is Kind.LEARNER and self.process_ids.get(worker.name) == slot.process:
                 return worker
         return None
 
-    def slot_of(self, name: str) -> dict[str, Any] | None:
+    def slot_of(self, name: str) -> SlotRow | None:
         """The slot that this worker's newest process holds."""
         identity = self.process_ids.get(name)
-        slots = self.view.status.get("slots") or []
-        held = (slot for slot in slots if slot.get("process") == identity and slot.get("state") != "empty")
+        slots = [] if self.view.status is None else self.view.status.slots
+        held = (slot for slot in slots if slot.process == identity and slot.state is not SlotState.EMPTY)
         return next(held, None) if identity else None
 
     async def poll(self) -> bool:
         """Read the status once; False if there was none."""
         try:
             status = await self.syncer.status()
-        except SyncerError:
+        except SyncerError as error:
+            self._tell_unreadable(error)
             self.view.serving = False
             self.screen.update(self.view)
             return False
         self.view.status, self.view.serving, self._seen_at = status, True, time.monotonic()
         self._tell_resumed(status)
-        self._tell_problem(str(status.get("store_problem") or ""))
+        self._tell_problem(status.store_problem)
         self._follow_merges(status)
         self._follow_events(status)
         places = {(m.region, m.ordinal): m.name for m in self._workers if m.kind is Kind.LEARNER}
-        for slot in status.get("slots") or []:
+        for slot in status.slots:
             if (worker := self.worker_of(slot)) is not None:  # a spare may sit in it
-                places[str(slot.get("region")), int(slot.get("ordinal") or 0)] = worker.name
-            elif slot.get("region"):  # another machine's
-                place = str(slot.get("region")), int(slot.get("ordinal") or 0)
-                places.setdefault(place, f"{place[0]}-{place[1]}")
+                places[slot.region, slot.ordinal] = worker.name
+            elif slot.region:  # another machine's
+                places.setdefault((slot.region, slot.ordinal), f"{slot.region}-{slot.ordinal}")
         self.view.processes = places
         self.screen.update(self.view)
         if self.ended:  # not before: the syncer stays after the end until the report was fetched
@@ -126,30 +132,34 @@ class StatusWatch:
 
     async def fetch_report(self) -> None:
         with contextlib.suppress(SyncerError):  # the last one that was had stands
-            self.report = await self.syncer.call("report", {})
+            self.report = await self.syncer.report()
 
-    def _follow_merges(self, status: dict[str, Any]) -> None:
-        merges = int(status.get("merges") or 0)
-        if merges > self._merges >= 0:
+    def _follow_merges(self, status: StatusDocument) -> None:
+        if status.merges > self._merges >= 0:
             self.supervisor.merged()
             self.supervisor.healthy("syncer")
             self._on_merge()
-        self._merges = merges
-        if status.get("eval_loss"):
+        self._merges = status.merges
+        if status.eval_loss:
             self.supervisor.healthy("evaluator")
 
-    def _tell_resumed(self, status: dict[str, Any]) -> None:
+    def _tell_resumed(self, status: StatusDocument) -> None:
         if self._told_resumed:
             return
         self._told_resumed = True
-        if status.get("merges"):
-            step = max((slot.get("step") or 0 for slot in status.get("slots") or []), default=0)
-            tokens = (status.get("tokens") or {}).get("trained") or 0
+        if status.merges:
             self.screen.event(
-                f"going on from the checkpoint in {self._store}: step {step}, {status['merges']:,} merges,"
-                f" {tokens:,} tokens",
+                f"going on from the checkpoint in {self._store}: step {status.step}, {status.merges:,} merges,"
+                f" {status.tokens.trained:,} tokens",
                 "bold",
             )
+
+    def _tell_unreadable(self, error: SyncerError) -> None:
+        """The syncer answers, with a status that this program does not understand."""
+        said = str(error) if isinstance(error.__cause__, DocumentError) else ""
+        if said and said != self._unreadable:
+            self.screen.event(said, "red")
+        self._unreadable = said
 
     def _tell_problem(self, problem: str) -> None:
         """The syncer cannot write its store: nothing is merged until it can."""
@@ -158,24 +168,21 @@ class StatusWatch:
             self.screen.event(text, "bold red" if problem else "green")
         self._problem = problem
 
-    def _follow_events(self, status: dict[str, Any]) -> None:
-        slots = {slot.get("slot"): slot for slot in status.get("slots") or []}
-        for row in status.get("events") or []:
-            try:
-                event = Event.parse(row, int(status.get("epoch") or 0))
-            except (KeyError, TypeError, ValueError):
-                continue  # from a syncer of another release; its figures still count
+    def _follow_events(self, status: StatusDocument) -> None:
+        slots = {slot.slot: slot for slot in status.slots}
+        for row in status.events:
+            event = Event(epoch=status.epoch, **dict(row))
             key = (event.n, event.time, event.kind, event.slot)
             if key in self._events or event.time < self._begun - 1.0:
                 continue
             self._events[key] = event
             worker = self.worker_of(slots[event.slot]) if event.slot in slots else None
-            if event.kind == "first-merge" and worker is not None:
+            if event.kind is EventKind.FIRST_MERGE and worker is not None:
                 self.supervisor.healthy(worker.name)
-            if event.kind == "starved":
+            if event.kind is EventKind.STARVED:
                 if event.time < self._told_starved.get(event.slot, 0.0) + STARVED_SECONDS:
                     continue
                 self._told_starved[event.slot] = event.time
             if event.kind not in QUIET_EVENTS:
-                prefix = "" if event.kind == "phase" else f"{event.kind}: "
+                prefix = "" if event.kind is EventKind.PHASE else f"{event.kind}: "
                 self.screen.event(prefix + event.message, EVENT_STYLES.get(event.kind, ""))

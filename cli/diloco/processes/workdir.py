@@ -15,12 +15,13 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from diloco.console import CommandError
 from diloco_protocol.common.files import FileError, read_bounded, write_whole
 
 if TYPE_CHECKING:
+    from diloco_protocol.documents import RunReport
     from diloco_protocol.spec.job import DiLoCoJob
 
 MAX_REPORT_BYTES = 64 << 20
@@ -61,24 +62,27 @@ class Workdir:
     def ended_in(self, epoch: int) -> str | None:
         """The phase in which the syncer of this epoch ended the job, from the report that it leaves
         in the store then; None: it has not."""
-        try:
-            report = json.loads(read_bounded(self.store / "report.json", MAX_REPORT_BYTES))
-            ended = report["syncer"]["epoch"] == epoch
-            outcome = str(report["outcome"])
-        except (OSError, ValueError, KeyError, TypeError):
+        report = _read_report(self.store / "report.json")
+        if report is None or report.syncer.epoch != epoch:
             return None
-        return {"interrupted": "suspended"}.get(outcome, outcome) if ended else None
+        return "suspended" if report.outcome == "interrupted" else report.outcome
 
-    def earlier_report(self) -> dict[str, Any] | None:
+    def earlier_report(self) -> RunReport | None:
         """report.json of an earlier run that completed the job; None: there is none."""
-        try:
-            report = json.loads(read_bounded(self.report, MAX_REPORT_BYTES))
-        except (OSError, ValueError):
-            return None
-        return report if isinstance(report, dict) and report.get("outcome") == "complete" else None
+        report = _read_report(self.report)
+        return report if report is not None and report.outcome == "complete" else None
 
     def log(self, process: str) -> Path:
         return self.logs / f"{process}.log"
+
+
+def _read_report(path: Path) -> RunReport | None:
+    from diloco_protocol.documents import RunReport, read_document
+
+    try:
+        return read_document(RunReport, read_bounded(path, MAX_REPORT_BYTES))
+    except (OSError, ValueError):
+        return None
 
 
 @contextlib.contextmanager

@@ -27,7 +27,6 @@ from diloco_protocol.vocabulary import JobPhase, SlotState
 from diloco_syncer.core.members.slots import Slot
 from diloco_syncer.core.state import JobState
 
-SCHEMA = 1
 _OUTCOMES = {JobPhase.COMPLETE: "complete", JobPhase.FAILED: "failed"}
 
 
@@ -161,7 +160,6 @@ def report(state: JobState, now: float, shell: ShellFigures, spec_digest: str, p
     end = state.clock.elapsed(now)
     slots = [_slot_row(state, slot, now, shell) for slot in state.members.slots]
     return Report(
-        schema=SCHEMA,
         outcome=_OUTCOMES.get(state.phase, "interrupted"),
         seed=state.config.seed,
         spec_digest=spec_digest,

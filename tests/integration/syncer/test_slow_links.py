@@ -20,6 +20,7 @@ from syncer_client import SyncerProcess, wait_for
 
 from diloco.local.screen import RunView, picture
 from diloco_protocol.bandwidth import links
+from diloco_protocol.documents import StatusDocument, read_document
 from diloco_protocol.spec.load import parse_job
 from diloco_worker import Learner
 
@@ -191,7 +192,8 @@ def view_text(status: dict[str, Any]) -> str:
 
     console = Console(width=200)
     with console.capture() as captured:
-        console.print(picture(RunView("slow", None, status, {}, serving=True), []))
+        shown = read_document(StatusDocument, status)
+        console.print(picture(RunView("slow", None, shown, {}, serving=True), []))
     return captured.get()
 
 

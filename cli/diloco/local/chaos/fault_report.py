@@ -23,10 +23,10 @@ job ends. All times are wall-clock seconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from diloco_protocol.documents import EventRow, FaultRow
 from diloco_protocol.vocabulary import EventKind
 
 NOTICE_SECONDS = 15.0
@@ -49,34 +49,13 @@ class Injected:
     noticed: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(EventRow):
     """One of the syncer's events, with the epoch of the syncer that told it."""
 
     epoch: int
-    n: int
-    time: float
-    kind: str
-    slot: int
-    incarnation: int
-    message: str
-
-    @staticmethod
-    def parse(row: Mapping[str, Any], epoch: int) -> Event:
-        """Raises KeyError, TypeError or ValueError where the row is none."""
-        slot, incarnation = row.get("slot"), row.get("incarnation")
-        return Event(
-            epoch,
-            int(row["n"]),
-            float(row["time"]),
-            str(row["kind"]),
-            -1 if slot is None else int(slot),
-            0 if incarnation is None else int(incarnation),
-            str(row.get("message") or ""),
-        )
 
 
-def rows(faults: Sequence[Injected], events: Iterable[Event]) -> list[dict[str, Any]]:
+def rows(faults: Sequence[Injected], events: Iterable[Event]) -> list[FaultRow]:
     """report.json's ``faults``, in the order of ``faults``; seconds since the fault or None."""
     told = sorted(events, key=lambda event: (event.time, event.epoch, event.n))
     return [_row(fault, _until(fault, faults), told) for fault in faults]
@@ -95,7 +74,7 @@ def _until(fault: Injected, faults: Sequence[Injected]) -> float:
     return min(later, default=float("inf"))
 
 
-def _row(fault: Injected, until: float, told: Sequence[Event]) -> dict[str, Any]:
+def _row(fault: Injected, until: float, told: Sequence[Event]) -> FaultRow:
     after = [event for event in told if event.time >= fault.time]
     if fault.target == "syncer":
         detected, joined, step, merge = _syncer(fault, until, after)
@@ -107,15 +86,15 @@ def _row(fault: Injected, until: float, told: Sequence[Event]) -> dict[str, Any]
     def since(time: float | None) -> float | None:
         return None if time is None else round(max(0.0, time - fault.time), 3)
 
-    return {
-        "at_seconds": round(fault.at_seconds, 3),
-        "action": fault.action,
-        "target": fault.target,
-        "detected_seconds": since(detected),
-        "joined_seconds": since(joined),
-        "first_step_seconds": since(step),
-        "recovered_seconds": since(merge),
-    }
+    return FaultRow(
+        at_seconds=round(fault.at_seconds, 3),
+        action=fault.action,
+        target=fault.target,
+        detected_seconds=since(detected),
+        joined_seconds=since(joined),
+        first_step_seconds=since(step),
+        recovered_seconds=since(merge),
+    )
 
 
 Times = tuple[float | None, float | None, float | None, float | None]

@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from diloco.local.chaos.fault_report import Injected
 from diloco.local.chaos.proxy import Proxy
@@ -20,6 +20,7 @@ from diloco.local.chaos.schedule import Fault, FaultSchedule, choose
 from diloco.local.screen import RunView, Screen
 from diloco.processes.launch import Process
 from diloco.processes.worker_specs import WorkerSpec
+from diloco_protocol.documents import SlotRow
 
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "pause": signal.SIGSTOP}
 
@@ -42,7 +43,7 @@ class Host(Protocol):
     @property
     def elapsed(self) -> float: ...
 
-    def slot_of(self, name: str) -> dict[str, Any] | None: ...
+    def slot_of(self, name: str) -> SlotRow | None: ...
 
 
 class Injector:
@@ -85,8 +86,8 @@ class Injector:
     def step(self) -> None:
         """Carry out what is due now."""
         since = None if self._first_merge is None else time.monotonic() - self._first_merge
-        slots = self._host.view.status.get("slots") or []
-        greatest = max((int(slot.get("step") or 0) for slot in slots), default=0)
+        status = self._host.view.status
+        greatest = 0 if status is None else status.step
         due = self._held + self._schedule.due(since, greatest)
         self._held = [(index, fault) for index, fault in due if not self._inject(index, fault)]
 
@@ -107,7 +108,7 @@ class Injector:
         self._hit(fault, name, self._host.slot_of(name))
         return True
 
-    def _hit(self, fault: Fault, name: str, slot: dict[str, Any] | None) -> None:
+    def _hit(self, fault: Fault, name: str, slot: SlotRow | None) -> None:
         process, lasting = self._host.running[name], f" for {fault.duration:g} s" if fault.duration else ""
         self._host.screen.event(f"chaos: {fault.action} {name}{lasting}", "bold red")
         injected = Injected(
@@ -115,8 +116,8 @@ class Injector:
             self._host.elapsed,
             fault.action,
             name,
-            None if slot is None else int(slot["slot"]),
-            0 if slot is None else int(slot.get("incarnation") or 0),
+            None if slot is None else slot.slot,
+            0 if slot is None else slot.incarnation,
             fault.duration,
         )
         if fault.action == "cut":

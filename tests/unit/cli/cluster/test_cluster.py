@@ -38,6 +38,7 @@ from diloco.console import duration, means_job
 from diloco.main import app
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import parse_job
+from status_documents import job_report, kept_report, slot_row, status_document
 
 NOW = 1_800_000_000.0
 LONG_AGO = "2027-01-15T07:58:20Z"  # 100 s before NOW
@@ -119,19 +120,18 @@ RUNNING: dict[str, Any] = {
         a_condition("Complete", "False"),
     ],
 }
-PAGE: dict[str, Any] = {
-    "job": "tiny",
-    "phase": "training",
-    "elapsed_seconds": 90.0,
-    "quorum": {"active": 2, "required": 2},
-    "versions": [3, 2, 2, 2],
-    "slots": [
-        {"slot": 0, "region": "east", "ordinal": 1, "state": "active", "step": 121, "tokens": 125_000, "loss": 2.4}
-    ],
-    "tokens": {"trained": 250_000},
-    "tokens_per_second": 1000.0,
-    "eval_loss": [[0, 5.6], [1, 2.5]],
-}
+PAGE = status_document(
+    job="tiny",
+    phase="training",
+    elapsed_seconds=90.0,
+    quorum={"active": 2, "required": 2},
+    versions=[3, 2, 2, 2],
+    slots=[slot_row(region="east", ordinal=1, state="active", step=121, tokens=125_000, loss=2.4)],
+    step=121,
+    tokens={"trained": 250_000, "merged": 0, "pending": 250_000, "dropped": 0},
+    tokens_per_second=1000.0,
+    eval_loss=[[0, 5.6], [1, 2.5]],
+)
 
 
 def shown(renderable: Any, width: int = 140) -> str:
@@ -211,13 +211,17 @@ def test_what_an_argument_of_status_means(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_the_report_of_a_run_on_this_machine(tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text('{"metadata": {"name": "x"}}')
-    (tmp_path / "report.json").write_text(json.dumps({"outcome": "complete", "merges": 12}))
+    written = job_report(outcome="complete", merges=12).model_dump(mode="json") | {"message": ""}
+    (tmp_path / "report.json").write_text(json.dumps(written))
     code, output = diloco("report", tmp_path)
     assert code == 0 and "complete" in output and "12" in output
-    assert json.loads(diloco("report", tmp_path, "--json")[1]) == {"outcome": "complete", "merges": 12}
+    assert json.loads(diloco("report", tmp_path, "--json")[1]) == written
     code, output = diloco("report", tmp_path, "-o", tmp_path / "copy.json")
     assert code == 0 and json.loads((tmp_path / "copy.json").read_text())["merges"] == 12
     assert diloco("report", tmp_path, "-o", "/proc/nowhere/x")[0] == 2
+    (tmp_path / "report.json").write_text(json.dumps({**written, "merges": "many"}))
+    code, output = diloco("report", tmp_path)
+    assert code == 2 and "cannot be read: merges: Input should be a valid integer" in output
 
 
 @pytest.mark.parametrize(
@@ -554,11 +558,11 @@ def test_a_job_that_is_not_placed_was_looked_at() -> None:
 
 
 def test_a_report_of_a_job_that_goes_on_does_not_say_interrupted(capsys: pytest.CaptureFixture[str]) -> None:
-    document = {"outcome": "interrupted", "merges": 7, "tokens": {"trained": 1000}}
+    document = job_report(outcome="interrupted", merges=7)
     show_report(document, "tiny", None, False, going=True)
     assert "the job goes on" in (said := capsys.readouterr().out) and "interrupted" not in said
     show_report(document, "tiny", None, True, going=True)
-    assert json.loads(capsys.readouterr().out) == document
+    assert json.loads(capsys.readouterr().out) == document.model_dump(mode="json")
 
 
 def test_the_picture_of_a_job_that_nobody_has_seen() -> None:
@@ -569,19 +573,18 @@ def test_the_picture_of_a_job_that_nobody_has_seen() -> None:
 
 
 def test_the_picture_at_the_end_has_the_report() -> None:
-    done = {
-        **RUNNING,
-        "phase": "Complete",
-        "conditions": [a_condition("Complete")],
-        "report": {"outcome": "complete", "merges": 77, "tokens": {"trained": 1_000_000}},
-    }
+    tokens = {"trained": 1_000_000, "merged": 1_000_000, "pending": 0, "dropped": 0}
+    report = kept_report(job_report(outcome="complete", merges=77, tokens=tokens))
+    done = {**RUNNING, "phase": "Complete", "conditions": [a_condition("Complete")], "report": report}
     text = shown(job_picture(a_job(**done), None, [], NOW))
     assert "77" in text and "1,000,000 trained" in text
+    del report["tokens"]
+    assert "its report cannot be read: tokens: Field required" in shown(job_picture(a_job(**done), None, [], NOW))
 
 
 def test_texts_from_outside_are_no_markup() -> None:
     status = {**RUNNING, "conditions": [a_condition("Ready", "False", message="see [red]this[/red] [x]")]}
-    page = {**PAGE, "message": "disk [full]"}
+    page = PAGE.model_copy(update={"message": "disk [full]"})
     event = an_event("DiLoCoJob", "tiny", "Odd", "[bold]x[/nothing]")
     text = shown(job_picture(a_job(**status), page, [event], NOW))
     assert "see [red]this[/red] [x]" in text and "disk [full]" in text and "[bold]x[/nothing]" in text

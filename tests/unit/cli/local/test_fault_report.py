@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from diloco.local.chaos.fault_report import NOTICE_SECONDS, Event, Injected, rows
+from diloco_protocol.documents import FaultRow
 
 
 def events(*tuples: tuple[float, str, int, int], epoch: int = 1) -> list[Event]:
-    return [Event(epoch, n, time, kind, slot, inc, "") for n, (time, kind, slot, inc) in enumerate(tuples)]
+    return [
+        Event(epoch=epoch, n=n, time=time, kind=kind, slot=slot, incarnation=inc, message="")
+        for n, (time, kind, slot, inc) in enumerate(tuples)
+    ]
 
 
-def times(row: dict[str, object]) -> tuple[object, ...]:
-    return tuple(row[f"{name}_seconds"] for name in ("detected", "joined", "first_step", "recovered"))
+def times(row: FaultRow) -> tuple[object, ...]:
+    return tuple(getattr(row, f"{name}_seconds") for name in ("detected", "joined", "first_step", "recovered"))
 
 
 def test_a_kill_is_followed_to_the_first_merge_of_the_newcomer() -> None:
@@ -25,7 +29,7 @@ def test_a_kill_is_followed_to_the_first_merge_of_the_newcomer() -> None:
         (104.5, "first-merge", 2, 2),
     )
     fault = Injected(100.0, 20.0, "kill", "learner-2", slot=2, incarnation=1, noticed=100.01)
-    assert rows([fault], reversed(told)) == [
+    assert [dict(row) for row in rows([fault], reversed(told))] == [
         {
             "at_seconds": 20.0,
             "action": "kill",
@@ -101,8 +105,3 @@ def test_the_syncer() -> None:
     told = events((10.1, "suspect", 0, 1), (12.2, "joined", 0, 2), (12.4, "first-step", 0, 2))
     assert times(rows([cut], told)[0]) == (0.1, 2.2, 2.4, None)
     assert times(rows([cut], [])[0]) == (None,) * 4
-
-
-def test_events_are_read_from_the_status_document() -> None:
-    row = {"n": 1, "time": 5.5, "kind": "phase", "slot": None, "message": "training"}
-    assert Event.parse(row, 3) == Event(3, 1, 5.5, "phase", -1, 0, "training")

@@ -7,17 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from diloco.local.metrics_log import MetricsLog
+from status_documents import status_document
 
-STATUS: dict[str, Any] = {
-    "phase": "training",
-    "merges": 7,
-    "tokens": {"trained": 1000},
-    "tokens_per_second": 10.5,
-    "versions": [2, 1],
-    "quorum": {"active": 2, "required": 1},
-    "eval_loss": [[0, 5.5], [900, 4.5]],
-    "goodput": 0.5,
-}
+STATUS = status_document(
+    phase="training",
+    merges=7,
+    tokens={"trained": 1000, "merged": 900, "pending": 100, "dropped": 0},
+    tokens_per_second=10.5,
+    versions=[2, 1],
+    quorum={"active": 2, "required": 1},
+    eval_loss=[[0, 5.5], [900, 4.5]],
+    goodput=0.5,
+)
 
 
 def rows(file: Path) -> list[dict[str, Any]]:
@@ -45,12 +46,13 @@ def test_both_sources_in_one_file(tmp_path: Path) -> None:
         ("evaluator-local-0", None, 4.5),
         ("learner-local-0", 3, 4.0),
     ]
+    assert found[1]["tokens"]["trained"] == 1000 and found[1]["phase"] == "training" and found[1]["goodput"] == 0.5
     assert found[1]["versions"] == [1, 2] and found[1]["active"] == 2 and found[1]["eval_loss"] == [900, 4.5]
 
 
 def test_a_status_that_says_nothing_yet(tmp_path: Path) -> None:
     metrics_log = MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "absent", None)
-    metrics_log.sample({"phase": "waiting", "versions": []})
+    metrics_log.sample(status_document())
     metrics_log.close()
     assert rows(tmp_path / "metrics.jsonl")[0]["versions"] == [0, 0]
 

@@ -9,41 +9,43 @@ from typing import Any
 from rich.console import Console
 
 from diloco.local.screen import Lines, Live, RunView, fault_text, progress, progress_line, summary, version_strip
+from diloco_protocol.documents import FaultRow
+from status_documents import job_report, slot_row, status_document
 
 STATUS: dict[str, Any] = {
     "job": "tiny",
     "phase": "training",
     "elapsed_seconds": 12.5,
+    "step": 120,
     "quorum": {"active": 1, "required": 1},
     "standby": 1,
     "versions": [4, 3, 5],
-    "tokens": {"trained": 245760},
+    "tokens": {"trained": 245760, "merged": 0, "pending": 245760, "dropped": 0},
     "tokens_per_second": 10200.4,
     "merges": 7,
     "eval_loss": [[0, 5.6], [2000, 2.45]],
-    "rounds": [{"fragment": 1, "round": 17, "responders": [0], "waiting": [1]}],
+    "rounds": [{"fragment": 1, "round": 17, "merging": False, "responders": [0], "waiting": [1]}],
     "slots": [
-        {
-            "slot": 0,
-            "region": "local",
-            "ordinal": 0,
-            "state": "active",
-            "step": 120,
-            "tokens": 1000,
-            "loss": 2.41,
-            "step_seconds": 0.05,
-            "compute_seconds": 9.0,
-            "stalled_seconds": 1.0,
-            "merged_pushes": 40,
-        },
-        {"slot": 1, "region": "local", "ordinal": 1, "state": "lost", "step": 80, "tokens": 900, "loss": 3.0},
+        slot_row(
+            region="local",
+            state="active",
+            step=120,
+            tokens=1000,
+            loss=2.41,
+            step_seconds=0.05,
+            compute_seconds=9.0,
+            stalled_seconds=1.0,
+            merged_pushes=40,
+        ),
+        slot_row(1, region="local", ordinal=1, state="lost", step=80, tokens=900, loss=3.0),
     ],
 }
 
 
 def view(**changes: Any) -> RunView:
     names = {("local", 0): "learner-0", ("local", 1): "learner-1"}
-    return RunView("tiny", ("tokens", 2_000_000), {**STATUS, **changes}, names, {"learner-1": "starting"}, True)
+    status = status_document(**{**STATUS, **changes})
+    return RunView("tiny", ("tokens", 2_000_000), status, names, {"learner-1": "starting"}, True)
 
 
 def test_the_strip_shows_who_is_ahead() -> None:
@@ -65,13 +67,10 @@ def test_the_run_on_one_line() -> None:
 
 
 def test_progress_is_told_in_the_unit_of_the_stop() -> None:
-    shown = view()
-    shown.stop = ("steps", 300)
-    assert progress(shown) == "120 of 300 steps, 245,760 tokens"
-    shown.stop = ("seconds", 60.0)
-    assert progress(shown) == "12 of 60 seconds, 245,760 tokens"
-    shown.stop = None
-    assert progress(shown) == "step 120, 245,760 tokens"
+    assert progress(("steps", 300), 120, 245760, 12.5) == "120 of 300 steps, 245,760 tokens"
+    assert progress(("seconds", 60.0), 120, 245760, 12.5) == "12 of 60 seconds, 245,760 tokens"
+    assert progress(None, 120, 245760, 12.5) == "step 120, 245,760 tokens"
+    assert progress(("steps", 300), 120, None, 12.5) == "step 120"
 
 
 def test_an_ended_job_needs_no_syncer() -> None:
@@ -148,34 +147,34 @@ def test_the_picture_before_anything_is_known() -> None:
 
 
 def test_the_summary_of_full_and_of_empty_reports() -> None:
-    fault = {
-        "at_seconds": 20.0,
-        "action": "kill",
-        "target": "learner-1",
-        "detected_seconds": 0.05,
-        "joined_seconds": 1.0,
-        "first_step_seconds": 2.0,
-        "recovered_seconds": None,
-    }
+    fault = FaultRow(
+        at_seconds=20.0,
+        action="kill",
+        target="learner-1",
+        detected_seconds=0.05,
+        joined_seconds=1.0,
+        first_step_seconds=2.0,
+        recovered_seconds=None,
+    )
     assert fault_text(fault) == (
         "kill learner-1 at 20.0 s: detected 0.05 s, joined 1.00 s, first step 2.00 s, recovered -"
     )
-    full = {
-        "outcome": "complete",
-        "initial_loss": 5.5,
-        "final_loss": 2.0,
-        "goodput": 0.9,
-        "uptime": 1.0,
-        "tokens": {"trained": 10, "merged": 9, "pending": 1, "dropped": 0},
-        "faults": [fault],
-        "regions": [
+    full = job_report(
+        outcome="complete",
+        initial_loss=5.5,
+        final_loss=2.0,
+        goodput=0.9,
+        uptime=1.0,
+        tokens={"trained": 10, "merged": 9, "pending": 1, "dropped": 0},
+        faults=[fault],
+        regions=[
             {"name": "eu", "bytes_up": 7, "bytes_down": 8, "wire_bytes_up": 9, "wire_bytes_down": 11},
             {"name": "", "bytes_up": 0, "bytes_down": 5, "wire_bytes_up": None, "wire_bytes_down": None},
         ],
-    }
+    )
     console = Console(file=io.StringIO(), width=140)
     console.print(summary(full))
-    console.print(summary({}))
+    console.print(summary(job_report()))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "5.500 at the start, 2.000 at the end" in text and "10 trained, 9 merged" in text and "recovered -" in text
     assert "wire eu" in text and "7 bytes up, 8 down; with all beside it and TLS 9 up, 11 down" in text

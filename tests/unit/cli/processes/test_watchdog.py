@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import pytest
 
 from diloco.processes.watchdog import SILENT_SECONDS, START_SECONDS, Watchdog, progress
 from diloco.processes.workdir import Workdir
+from status_documents import job_report
 
 
 def begun() -> Watchdog:
@@ -64,7 +64,8 @@ def test_the_report_in_the_store_says_that_its_syncer_ended_the_job(tmp_path: Pa
     workdir = Workdir(tmp_path)
     workdir.store.mkdir()
     assert workdir.ended_in(1) is None
-    (workdir.store / "report.json").write_text(json.dumps({"outcome": outcome, "syncer": {"epoch": 2}}))
+    report = job_report(outcome=outcome, syncer={"epoch": 2, "restarts": 1, "peak_rss_bytes": 1})
+    (workdir.store / "report.json").write_text(report.model_dump_json())
     assert workdir.ended_in(2) == phase
     assert workdir.ended_in(3) is None  # an earlier life's: this one was only asked to stop
     (workdir.store / "report.json").write_text("{")

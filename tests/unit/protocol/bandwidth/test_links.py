@@ -9,9 +9,11 @@ from rich.console import Console
 
 from diloco.local.screen import RunView, links_text, picture, slot_note, slow_links
 from diloco_protocol.bandwidth.links import LEAST_TRANSFERS, Measured
+from diloco_protocol.documents import SlotRow
 from diloco_protocol.wire.records import Link, StepReport
 from diloco_syncer.server.pages.links import LinkMeasures
 from diloco_worker.net.link_probe import LinkProbe
+from status_documents import slot_link, slot_row, status_document
 
 
 def stamped(probe: LinkProbe, now: float, every: float = 1.0) -> StepReport:
@@ -81,31 +83,23 @@ def test_the_syncer_believes_numbers_that_make_sense() -> None:
     assert link.known.up == pytest.approx(1000)
 
 
-def slot(number: int, **link: Any) -> dict[str, Any]:
-    measured = {
-        "up_bytes_per_second": None,
-        "down_bytes_per_second": None,
-        "round_trip_seconds": None,
-        "too_slow": False,
-        "message": "",
-    } | link
-    return {"slot": number, "region": "eu", "ordinal": number, "state": "active", "link": measured}
+def slot(number: int, **link: Any) -> SlotRow:
+    return slot_row(number, region="eu", ordinal=number, state="active", link=slot_link(**link))
 
 
 def test_the_picture_shows_the_slowest_link_and_why_it_is_slow() -> None:
-    status = {
-        "slots": [
+    status = status_document(
+        slots=[
             slot(0, up_bytes_per_second=1e9, down_bytes_per_second=2e9, round_trip_seconds=0.0004),
             slot(1, up_bytes_per_second=1e6, round_trip_seconds=0.08, too_slow=True, message="needs 12 Mbit/s"),
-            {"slot": 2, "region": "eu", "ordinal": 2, "state": "lost", "link": None},
-            {"slot": 3, "region": "eu", "ordinal": 3, "state": "active"},  # an older syncer's
+            slot_row(2, region="eu", ordinal=2, state="lost"),
         ]
-    }
+    )
     assert links_text(status) == "slowest measured: up 8 Mbit/s, down 16 Gbit/s, round trip 80 ms"
     assert slow_links(status) == [("eu-1", "needs 12 Mbit/s")]
-    assert [slot_note(row) for row in status["slots"]] == ["", "slow link", "", ""]
+    assert [slot_note(row) for row in status.slots] == ["", "slow link", ""]
     console = Console(width=160)
     with console.capture() as captured:
         console.print(picture(RunView("j", None, status, {}, serving=True), []))
     assert "slow link" in captured.get() and "eu-1: needs 12 Mbit/s" in captured.get()
-    assert links_text({"slots": [slot(0)]}) == "" == links_text({})
+    assert links_text(status_document(slots=[slot(0)])) == "" == links_text(status_document())
