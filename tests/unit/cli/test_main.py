@@ -17,6 +17,7 @@ from diloco.local.run import check_listen
 from diloco.main import app
 from diloco.processes.workdir import WorkdirError, claim, locked
 from diloco_protocol.spec.load import parse_job
+from status_documents import job_report
 
 JOB = """
 apiVersion: diloco.io/v1alpha1
@@ -222,7 +223,7 @@ def test_status_of_a_run_that_is_over(tmp_path: Path) -> None:
         claim(workdir, parse_job(JOB), tmp_path)
         code, output = diloco("status", workdir.path)
         assert code == 2 and "has left no report" in output
-        workdir.report.write_text(json.dumps({"schema": 1, "outcome": "complete", "merges": 12, "final_loss": 1.5}))
+        workdir.report.write_text(job_report(outcome="complete", merges=12, final_loss=1.5).model_dump_json())
     code, output = diloco("status", workdir.path)
     assert code == 0 and "not running" in output and "complete" in output and "1.500 at the end" in output
     code, output = diloco("status", workdir.path, "--json")
@@ -250,7 +251,7 @@ def test_version() -> None:
 def test_light_commands_load_nothing_heavy(arguments: list[str], job: Path, tmp_path: Path) -> None:
     with locked(tmp_path / "run") as workdir:
         claim(workdir, parse_job(JOB), tmp_path)
-        workdir.report.write_text(json.dumps({"outcome": "complete"}))
+        workdir.report.write_text(job_report(outcome="complete").model_dump_json())
     words = {"JOB": str(job), "RUN": str(tmp_path / "run")}
     program = (
         "import sys\nfrom diloco.main import app\n"
