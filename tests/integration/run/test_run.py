@@ -243,7 +243,8 @@ def test_what_a_command_started_goes_with_it(start: Callable[..., Run], tmp_path
 
 
 def test_learners_that_cannot_live_fail_the_job(start: Callable[..., Run]) -> None:
-    run = start(change="  learners: {command: [sh, -c, 'echo broken on purpose; exit 7']}\n")
+    change = "  learners: {command: [sh, -c, 'echo broken on purpose; exit 7']}\n"
+    run = start("--set", "training.evaluation=null", change=change)
     assert run.ends(60) == 1, run.everything()
     assert "failurePolicy.maxReplacements: 3" in run.output and "broken on purpose" in run.output
     assert "Traceback" not in run.output

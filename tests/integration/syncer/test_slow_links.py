@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import ForkedProcess, fork
 from syncer_client import SyncerProcess, wait_for
 
 from diloco.local.screen import RunView, picture
@@ -119,21 +117,17 @@ def service(tmp_path: Path) -> Iterator[SyncerProcess]:
     made.stop()
 
 
-def learner(service: SyncerProcess, region: str, address: str) -> subprocess.Popen[bytes]:
+def learner(service: SyncerProcess, region: str, address: str) -> ForkedProcess:
     environ = {
-        **os.environ,
-        "PYTHONPATH": str(Path(__file__).parent.parent),  # of the helpers that this file imports
         "DILOCO_JOB_FILE": str(service.folder / "job.json"),
         "DILOCO_SYNCER": address,
         "DILOCO_ROLE": "learner",
         "DILOCO_ORDINAL": "0",
         "DILOCO_REGION": region,
-        "OMP_NUM_THREADS": "1",
         "DILOCO_WORKDIR": str(service.folder / region),
         "DILOCO_STATUS": "127.0.0.1:0",
     }
-    with open(service.log, "ab") as log:
-        return subprocess.Popen([sys.executable, __file__], env=environ, stdout=log, stderr=log)
+    return fork([__file__], environ, service.log)
 
 
 def test_a_slow_link_is_measured_and_told(service: SyncerProcess) -> None:

@@ -336,15 +336,14 @@ def test_paths_that_are_no_file(tmp_path: Path) -> None:
         assert "cannot be read" in refusal(tmp_path / "socket")
 
 
-@pytest.mark.alone
 def test_a_large_file_is_refused_by_its_size(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     with path.open("wb") as file:
         file.truncate(100_000_000)
     tracemalloc.start()
-    started = time.monotonic()
+    started = time.process_time()
     assert "too large for a job file (100.0 MB" in refusal(path)
-    assert time.monotonic() - started < 0.5
+    assert time.process_time() - started < 0.5
     assert tracemalloc.get_traced_memory()[1] < 1_000_000
     tracemalloc.stop()
     path.write_bytes(b"#" * MAX_BYTES)

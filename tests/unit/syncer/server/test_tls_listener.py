@@ -463,7 +463,6 @@ async def test_a_flood_of_silent_connections_keeps_nobody_out(
         await until(lambda: there.listener.handshakes == 0, "those who left to be forgotten")
 
 
-@pytest.mark.alone
 async def test_slow_loris_garbage_and_probes(parties: Parties, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listeners, "HANDSHAKE_SECONDS", 1.0)
     learner = parties.learner()
@@ -485,6 +484,7 @@ async def test_slow_loris_garbage_and_probes(parties: Parties, monkeypatch: pyte
                     break
         assert time.monotonic() - began < 4
         assert there.refused == {"handshake-timeout": 1}
+        monkeypatch.setattr(listeners, "HANDSHAKE_SECONDS", 30.0)  # nothing of what follows takes so long
         # Garbage: at once, and with no time of anybody's.
         for garbage in (
             b"GET / HTTP/1.1\r\n\r\n",
