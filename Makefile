@@ -70,7 +70,7 @@ demo: $(STAMP) ## Train a small model with three learners, kill one, and show wh
 
 ##@ Tests
 .PHONY: test
-test: $(STAMP) $(S3_SERVICE)/.installed ## Run the quick tests (about 6 minutes on two cores)
+test: $(STAMP) $(S3_SERVICE)/.installed ## Run the quick tests (within 5 minutes on two cores)
 	$(PYTEST) $(AT_ONCE) -m "not slow" tests/integration tests/unit $(PYTEST_ARGS)
 
 UNIT_TESTS := test-protocol test-syncer test-worker test-operator test-cli

@@ -1,0 +1,742 @@
+"""The syncer's core and the learner's adoption rule against each other, in virtual time.
+
+Not a test: what tests/unit/syncer/core/test_simulation.py runs.
+
+Both are the real code. What is simulated is everything between them: a network
+that delays, loses and repeats, processes that die, freeze and come back, a syncer
+that crashes between any two actions and restarts from what was durable.
+
+The oracle does not share their arithmetic. A step of a process is a unique id; a
+fragment's parameters are the *set* of the ids that went into them; a push carries
+a set. So "no step is merged twice" is "the sets of one merge, and the set that it
+is merged into, are disjoint", and every ledger column can be counted by hand.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import random
+from collections import Counter
+from dataclasses import asdict, dataclass, field, replace
+from itertools import count
+
+from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, PushRefusal
+from diloco_protocol.wire.records import Announcement, Payload, PushHeader, Receipt, Seat, StepReport
+from diloco_syncer.core import events as ev
+from diloco_syncer.core.config import CoreConfig
+from diloco_syncer.core.core import Core
+from diloco_syncer.core.merging.ledger import header_from_json, header_to_json
+from diloco_syncer.core.merging.rounds import RoundRules
+from diloco_syncer.core.recovery.lost_versions import STAND_IN
+from diloco_worker.core.adoption import Adoption, AdoptionConfig, Kind, Rule
+from ledger_balance import imbalances
+
+Ids = frozenset[tuple[str, int]]
+
+
+@dataclass
+class Setup:
+    seed: int
+    slots: int = 3
+    fragments: int = 3
+    every: int = 4
+    overlap: int = 2
+    quorum: int = 1
+    rule: Rule = Rule.KEEP
+    max_versions: int = 4
+    steps: int = 40
+    chaos: float = 1.0  # how often things break
+    latency: float = 1.0  # how slow the network and the merges are
+    crashes: float = 1.0  # how often the syncer crashes
+    refusals: float = 0.1  # how often somebody who is asked for a lost version has it no more
+    losses: float = 0.0  # share of the crashes after which the store's newest content is gone
+    wipes: float = 0.0  # share of the crashes after which the store is empty
+    scales: float = 0.0  # share of the syncer's starts that have other places
+
+
+@dataclass
+class Learner:
+    """One process: the real adoption rule, and sets in place of tensors."""
+
+    process: str
+    place: tuple[str, int]
+    setup: Setup
+    speed: float
+    connection: int | None = None
+    seat: Seat | None = None
+    tenure: int = 0  # the incarnation under which the newest one began
+    tenure_slot: int = -1  # and in which slot
+    adoption: Adoption = field(init=False)
+    theta: list[Ids] = field(default_factory=list)
+    base: list[Ids] = field(default_factory=list)
+    snapshots: dict[tuple[int, int], Ids] = field(default_factory=dict)
+    pulls: dict[int, ev.Pull] = field(default_factory=dict)
+    news: list[tuple[Announcement, Ids]] = field(default_factory=list)
+    tokens_of: dict[tuple[str, int], int] = field(default_factory=dict)
+    alive: bool = True
+    frozen_until: float = 0.0
+    draining: bool = False
+    in_flight: set[int] = field(default_factory=set)  # fragments whose offer has no answer yet
+    unsettled: set[int] = field(default_factory=set)  # offered, perhaps without an answer, and not refused
+    offered: set[int] = field(default_factory=set)  # offered and accepted
+    offers: dict[int, tuple[PushHeader, Ids]] = field(default_factory=dict)
+    # Newest download of each fragment, with its receipt, and what had settled when it was announced.
+    holdings: dict[int, tuple[int, int, Ids, Receipt, int]] = field(default_factory=dict)
+    left: bool = False
+
+    def __post_init__(self) -> None:
+        s = self.setup
+        self.adoption = Adoption(
+            AdoptionConfig(
+                fragments=s.fragments,
+                every=s.every,
+                overlap=s.overlap,
+                rule=s.rule,
+                max_versions=s.max_versions,
+                max_steps=8 * s.every,
+            )
+        )
+        self.theta = [frozenset()] * s.fragments
+        self.base = [frozenset()] * s.fragments
+
+    def begin(self, slot_step: int) -> None:
+        self.adoption.begin_tenure(slot_step)
+        self.snapshots.clear()
+        self.pulls.clear()
+        self.news.clear()
+
+    def adopt(self) -> None:
+        held_back = []
+        for news, merged_ids in self.news:
+            p = news.fragment
+            if p in self.unsettled:
+                held_back.append((news, merged_ids))  # an offered fragment stays as it was offered
+                continue
+            decision = self.adoption.on_broadcast(news)
+            assert decision.kind is not Kind.STOP, decision.message
+            own = self.theta[p] - self.base[p]
+            match decision.kind:
+                case Kind.OVERWRITE:
+                    self.theta[p] = merged_ids
+                case Kind.KEEP:
+                    since = self.theta[p] - self.snapshots[p, decision.reference]
+                    assert not since & merged_ids, "kept steps are in the merge already"
+                    self.theta[p] = merged_ids | since
+                case Kind.REBASE:
+                    assert not own & merged_ids, "a rebase keeps steps that were merged"
+                    self.theta[p] = merged_ids | own
+                case _:
+                    continue
+            for sequence in decision.move:
+                self.snapshots[p, sequence] = merged_ids | (self.snapshots[p, sequence] - self.base[p])
+            for sequence in decision.forget:
+                del self.snapshots[p, sequence]
+            self.base[p] = merged_ids
+            assert len(self.theta[p] - self.base[p]) == self.adoption.pending_steps(p)
+        self.news = held_back
+
+    def report(self) -> StepReport:
+        return replace(self.adoption.report(), step_seconds=self.speed)
+
+
+@dataclass
+class Record:
+    """What the store keeps of one version."""
+
+    made: int  # epoch
+    ids: Ids
+    headers: list[str]
+    epoch: int  # that of the syncer that wrote it
+    taken: tuple[int, Receipt] | None = None  # from a learner: the epoch in which it held it, its receipt
+
+    def read(self) -> list[PushHeader]:
+        return [header_from_json(json.loads(header)) for header in self.headers]
+
+
+class World:
+    """Virtual time, one syncer at a time, some processes."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.random = random.Random(setup.seed)
+        self.now = 0.0
+        self.queue: list[tuple[float, int, object]] = []
+        self.order = count()
+        self.connections: dict[int, Learner] = {}
+        self.numbers = count(1)
+        self.learners: list[Learner] = []
+        self.everyone: list[Learner] = []
+        # What is durable.
+        self.records: dict[tuple[int, int], Record] = {}
+        self.state: str | None = None
+        self.older: list[tuple[str, list[int], dict]] = []  # states written, with versions and spool
+        self.behind = False
+        self.spool: dict[tuple[int, int, int, int], tuple[str, Ids]] = {}
+        self.epoch = 0
+        # What the present syncer holds in memory.
+        self.life = 0
+        self.payload: dict[int, Ids] = {}
+        self.down_until = 0.0
+        self.tokens_of: dict[tuple[str, int], int] = {}
+        self.seen: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+        self.config = CoreConfig(
+            places=tuple(("r", i) for i in range(setup.slots)),
+            rules=RoundRules(setup.every, setup.overlap, setup.quorum, 0.9, 2.0),
+            encoding="float32",
+            max_versions=setup.max_versions,
+            heartbeat_timeout=3.0,
+            stop=("steps", setup.steps),
+            seed=setup.seed,
+            drain_seconds=30.0,
+            rebuild_seconds=6.0,
+        )
+        self.start_syncer()
+        for i in range(setup.slots):
+            self.spawn(("r", i))
+
+    # ------------------------------------------------------------ time
+
+    def at(self, delay: float, call: object) -> None:
+        heapq.heappush(self.queue, (self.now + delay, next(self.order), call))
+
+    def delay(self, longest: float) -> float:
+        return self.random.uniform(0.0, longest) * self.setup.latency
+
+    def chance(self, p: float) -> bool:
+        return self.random.random() < p * self.setup.chaos
+
+    def run(self, limit: float = 3000.0) -> None:
+        while self.core.phase not in ENDED_PHASES and self.now < limit:
+            self.now, _, call = heapq.heappop(self.queue)
+            call()  # type: ignore[operator]
+        # Whatever was on its way when the job ended is nobody's business any more.
+
+    # ------------------------------------------------------------ syncer
+
+    def start_syncer(self) -> None:
+        self.epoch += 1
+        self.life += 1
+        if self.state is not None and self.core.initialised and self.random.random() < self.setup.scales:
+            self.rescale()
+        state = None if self.state is None else json.loads(self.state)
+        self.core = Core(self.config, state, self.epoch, self.now, self.now)
+        self.payload = {}
+        if self.records and not self.core.initialised:
+            self.core.handle(ev.InitialModelStored("L", (10,) * self.setup.fragments), self.now)
+        if self.core.initialised:
+            begun = list(self.core.versions)
+            newer = [(p, v, r) for (p, v), r in sorted(self.records.items()) if v > begun[p]]
+            headers = [h for _, _, record in newer for h in record.read()]
+            offers = [header_from_json(json.loads(text)) for text, _ in self.spool.values()]
+            self.core.close_superseded_tenures(headers + offers, [r.taken[1] for _, _, r in newer if r.taken])
+            for p, v, record in newer:
+                if record.taken:
+                    self.core.apply_recovered_version(p, v, *record.taken, record.epoch)
+                else:
+                    self.core.apply_record(p, v, record.read(), record.epoch)
+            for push_id, (text, ids) in list(self.spool.items()):
+                handle = next(self.numbers)
+                if self.core.restore_offer(header_from_json(json.loads(text)), handle, 1.0):
+                    self.payload[handle] = ids
+                else:
+                    del self.spool[push_id]
+        made = [self.records[p, v].made for p, v in enumerate(self.core.versions)]
+        actions = self.core.start(self.now, made, self.behind)
+        self.behind = False
+        self.check()
+        self.act(actions)
+        self.tick(self.life)
+
+    def tick(self, life: int) -> None:
+        if life == self.life and self.now >= self.down_until:
+            self.handle(ev.Tick())
+            self.at(max(0.01, min(1.0, self.core.wake_at - self.now)), lambda: self.tick(life))
+
+    def rescale(self) -> None:
+        """The job has other learners from now on: some are removed (by a drain, or killed), some are new."""
+        self.seen["scalings"] += 1
+        while True:
+            places = [(name, i) for name in ("r", "s") for i in range(self.random.randint(0, 4))]
+            if len(places) >= self.setup.quorum:
+                break
+        rules = replace(self.config.rules)
+        self.config = replace(self.config, places=tuple(places), rules=rules)
+        for learner in list(self.learners):
+            if learner.place not in places:
+                self.at(self.random.uniform(0.0, 5.0), lambda learner=learner: self.remove(learner))
+        for place in places:
+            self.at(self.random.uniform(0.0, 3.0), lambda place=place: self.respawn(place))
+
+    def remove(self, learner: Learner) -> None:
+        if learner not in self.learners or learner.place in self.config.places:
+            return
+        if self.random.random() < 0.7 and learner.seat is not None and learner.adoption.complete:
+            learner.draining = True
+            self.seen["removed by draining"] += 1
+            if learner.connection is not None:
+                self.handle(ev.DrainRequested(learner.connection))
+            return
+        self.seen["removed by force"] += 1
+        self.kill(learner)
+
+    def kill(self, learner: Learner) -> None:
+        learner.alive = False
+        self.learners.remove(learner)
+        connection, learner.connection = learner.connection, None
+        if connection is not None:
+            self.connections.pop(connection, None)
+            self.handle(ev.ConnectionLost(connection))
+        if self.random.random() < 0.5:
+            self.handle(ev.ProcessEnded(*learner.place, learner.process, "killed"))
+
+    def respawn(self, place: tuple[str, int]) -> None:
+        """A process for this place, if it is one and has none."""
+        if place in self.config.places and not any(one.place == place for one in self.learners):
+            self.spawn(place)
+
+    def lose(self) -> None:
+        """The store goes back: to an older state, and of each fragment to some record since."""
+        kept = self.random.randrange(max(0, len(self.older) - 40), len(self.older))
+        del self.older[kept + 1 :]
+        state, versions, spool = self.older[-1]
+        lost = 0
+        for p, begun in enumerate(versions):
+            there = sorted(v for q, v in self.records if q == p and v >= begun)
+            left = len(there) if self.random.random() < 0.3 else self.random.randint(1, len(there))
+            for v in there[left:]:
+                lost += 1
+                del self.records[p, v]
+        self.state = state
+        if self.random.random() < 0.5:
+            self.spool = dict(spool)
+        self.behind = lost > 0 and self.random.random() < 0.5
+        self.seen["losses"] += lost > 0
+        self.respawn_left()
+
+    def respawn_left(self) -> None:
+        """The store has forgotten that some have left."""
+        for learner in [learner for learner in self.learners if learner.left]:
+            self.learners.remove(learner)  # the job had let it go, and wants a learner there again
+            self.at(1.0, lambda learner=learner: self.respawn(learner.place))
+
+    def wipe(self) -> None:
+        """The store is empty: only learners have something."""
+        self.seen["wipes"] += 1
+        self.records.clear()
+        self.spool.clear()
+        self.older.clear()
+        self.state = None
+        self.behind = False
+        self.epoch = 0
+        self.respawn_left()
+
+    def crash_syncer(self) -> None:
+        self.seen["crashes"] += 1
+        self.life += 1
+        self.down_until = self.now + self.random.uniform(0.1, 4.0)
+        if self.older and self.random.random() < self.setup.losses:
+            self.lose()
+        if self.setup.wipes and self.random.random() < self.setup.wipes:
+            self.wipe()
+        self.end_life()
+
+    def end_life(self) -> None:
+        for learner in self.connections.values():
+            learner.connection = None
+            self.at(self.random.uniform(0.1, 1.0), lambda learner=learner: self.connect(learner))
+        self.connections.clear()
+        self.at(self.down_until - self.now, self.start_syncer)
+
+    def up(self) -> bool:
+        return self.now >= self.down_until
+
+    def handle(self, event: ev.Event) -> None:
+        if self.up():
+            self.act(self.core.handle(event, self.now))
+
+    def act(self, actions: list[ev.Action]) -> None:
+        life = self.life
+        for action in actions:
+            if life != self.life:
+                return  # crashed between two actions
+            self.do(action)
+            if (
+                self.core.initialised
+                and self.core.phase not in ENDED_PHASES
+                and self.chance(0.0004 * self.setup.crashes)
+            ):
+                self.crash_syncer()
+
+    def do(self, action: ev.Action) -> None:
+        match action:
+            case ev.Persist():
+                self.state = json.dumps(self.core.state(self.now, self.now))
+                if self.core.initialised:
+                    self.older.append((self.state, list(self.core.versions), dict(self.spool)))
+            case ev.Admit():
+                learner = self.connections[action.connection]
+                if action.initialise:
+                    self.at(0.1, lambda c=action.connection: self.initialise(c))
+                self.seated(learner, action.seat, action.merged, action.withheld)
+            case ev.RequestVersion():
+                self.at(self.delay(0.5), lambda: self.give_base(action))
+            case ev.RestartFromStore():
+                assert action.above == 0 or self.setup.wipes
+                self.epoch = max(self.epoch, action.above)
+                self.seen["recoveries"] += not action.above
+                self.life += 1
+                self.down_until = self.now + 0.1
+                self.end_life()
+            case ev.Promote():
+                self.seated(self.connections[action.connection], action.seat, action.merged)
+            case ev.RequestInitialModel():
+                learner = self.connections.pop(action.connection, None)
+                if learner is not None:
+                    learner.connection = None
+                    self.at(0.01, lambda: self.handle(ev.ConnectionLost(action.connection)))
+                    self.at(0.2, lambda: self.connect(learner))
+            case ev.Refuse():
+                learner = self.connections.pop(action.connection, None)
+                if learner is not None:
+                    learner.connection = None
+                    if not action.fatal:
+                        self.at(0.2, lambda: self.connect(learner))
+                    else:
+                        learner.alive = False
+                        if self.setup.wipes and learner in self.learners:  # as its supervisor would
+                            self.learners.remove(learner)
+                            self.at(1.0, lambda: self.respawn(learner.place))
+            case ev.Pull():
+                learner = self.connections.get(action.connection)
+                if learner is not None and not self.chance(0.02):
+                    learner.pulls[action.fragment] = action
+            case ev.Merge():
+                headers = [json.dumps(header_to_json(r.header)) for r in action.responders]
+                content = [self.payload[r.handle] for r in action.responders]
+                life = self.life
+                self.at(self.delay(0.3), lambda: self.merge(action, headers, content, life))
+            case ev.Announce():
+                for connection, learner in list(self.connections.items()):
+                    self.announce(learner, action.fragment, action.merged.get(connection, ev.MergedPush()))
+            case ev.AnswerPush() | ev.ReleasePush() | ev.SetPhase() | ev.RecordEvent() | ev.GrantLease():
+                self.seen["given up"] += isinstance(action, ev.RecordEvent) and "going on from" in action.message
+                if isinstance(action, ev.SetPhase) and action.phase is JobPhase.DRAINING:
+                    for learner in self.connections.values():
+                        learner.draining = True
+            case _:
+                raise AssertionError(action)
+
+    def merge(self, action: ev.Merge, headers: list[str], content: list[Ids], life: int) -> None:
+        """The runtime merges and writes the record; a crash before loses it, after keeps it."""
+        if life != self.life:
+            return
+        p, v = action.fragment, action.version
+        assert (p, v) not in self.records, "a version was made twice"
+        before = self.records[p, v - 1].ids
+        after = before
+        assert abs(sum(r.weight for r in action.responders) - 1) < 1e-6
+        for ids in content:
+            assert not ids & after, "a step was merged twice"
+            after |= ids
+        self.records[p, v] = Record(self.epoch, after, headers, self.epoch)
+        for responder in action.responders:
+            self.spool.pop(responder.header.id, None)
+        if self.chance(0.01 * self.setup.crashes):
+            self.crash_syncer()
+            return
+        self.handle(ev.MergeDurable(p, v, 0.05, tuple(1.0 for _ in content)))
+        if life == self.life:
+            self.check()
+
+    def check(self) -> None:
+        if self.core.ledger is not None:
+            assert imbalances(self.core.ledger) == []
+            for p in range(self.setup.fragments):
+                newest = self.records[p, self.core.versions[p]]
+                if newest.made == STAND_IN:
+                    assert self.core.phase not in (JobPhase.TRAINING, JobPhase.COMPLETE), "gone on from a stand-in"
+                    continue
+                ids = newest.ids
+                merged = sum(self.core.ledger.merged(s, p) for s in range(len(self.core.ledger.books)))
+                assert merged == sum(self.tokens_of[i] for i in ids), "the merged column is not what was merged"
+
+    # ------------------------------------------------------------ learners
+
+    def spawn(self, place: tuple[str, int]) -> Learner:
+        number = next(self.numbers)
+        learner = Learner(f"p{number}", place, self.setup, self.random.uniform(0.05, 0.2))
+        self.learners.append(learner)
+        self.everyone.append(learner)
+        self.at(self.random.uniform(0.0, 0.5), lambda: self.connect(learner))
+        self.at(0.5, lambda: self.step(learner))
+        return learner
+
+    def connect(self, learner: Learner) -> None:
+        if not learner.alive or learner.left or learner.connection is not None:
+            return
+        if not self.up() or self.now < learner.frozen_until:
+            self.at(0.5, lambda: self.connect(learner))
+            return
+        connection = next(self.numbers)
+        self.connections[connection] = learner
+        learner.connection = connection
+        region, ordinal = learner.place
+        self.handle(
+            ev.Join(
+                connection,
+                learner.process,
+                region,
+                ordinal,
+                False,
+                "L",
+                {},
+                0,
+                self.held_by(learner),
+                previous_incarnation=learner.seat.incarnation if learner.seat else 0,
+                settled=self.settled_by(learner),
+                tenure=learner.tenure,
+                slot=learner.tenure_slot,
+            )
+        )
+
+    def held_by(self, learner: Learner) -> tuple[tuple[int, int], ...]:
+        fragments = range(self.setup.fragments)
+        if any(p not in learner.holdings for p in fragments):
+            return ()
+        return tuple(learner.holdings[p][:2] for p in fragments)
+
+    def settled_by(self, learner: Learner) -> tuple[int, ...]:
+        return tuple(learner.holdings[p][4] for p, _ in enumerate(self.held_by(learner)))
+
+    def give_base(self, ask: ev.RequestVersion) -> None:
+        """A learner was asked for what it holds; the runtime makes it durable."""
+        learner, p = self.connections.get(ask.connection), ask.fragment
+        if learner is None or not self.up() or self.chance(0.05):
+            return  # no answer
+        epoch, version, ids, rows, _ = learner.holdings[p]
+        why = "not here" if (epoch, version) != (ask.epoch, ask.version) else ""
+        if not why:
+            why = self.core.check_version_upload(ask.connection, p, epoch, version, rows)
+            assert "nobody asked" in why or not why, why
+        if why or self.chance(self.setup.refusals):
+            self.handle(ev.LostVersionFailed(ask.connection, p))
+            return
+        assert version > self.core.versions[p]
+        assert (p, version) not in self.records
+        self.records[p, version] = Record(epoch, ids, [], self.epoch, (epoch, rows))
+        self.seen["taken"] += 1
+        self.handle(ev.LostVersionStored(p))
+
+    def seated(
+        self,
+        learner: Learner,
+        seat: Seat | None,
+        merged: tuple[ev.MergedPush, ...],
+        withheld: frozenset[int] = frozenset(),
+    ) -> None:
+        if seat is None:
+            learner.seat = None
+            return
+        if not (seat.continuing and learner.seat is not None):
+            learner.begin(seat.slot_step)
+            learner.tenure = seat.incarnation
+            learner.tenure_slot = seat.slot
+            learner.offered.clear()
+            learner.unsettled.clear()
+        # As the worker does when a session ends: a round's number may come again after a restart.
+        learner.pulls.clear()
+        learner.seat = seat
+        learner.draining = learner.draining or self.core.phase is JobPhase.DRAINING
+        learner.in_flight.clear()  # their answers are lost: offered again before anything is adopted
+        for p in range(len(self.core.versions)):
+            if p not in withheld:
+                self.announce(learner, p, merged[p] if merged else ev.MergedPush())
+
+    def initialise(self, connection: int) -> None:
+        if connection in self.connections and self.core.initialiser == connection:
+            learner, origins = self.connections[connection], self.core.version_0_origins(connection)
+            for p in range(self.setup.fragments):
+                # What stands in for a version holds its steps: the job must never go on from it.
+                ids = learner.base[p] if origins else frozenset()
+                self.records[p, 0] = Record(origins[p] if origins else self.epoch, ids, [], self.epoch)
+            self.seen["rebuilds"] += bool(origins)
+            self.handle(ev.InitialModelStored("L", (10,) * self.setup.fragments))
+
+    def announce(self, learner: Learner, p: int, merged: ev.MergedPush) -> None:
+        version = self.core.versions[p]
+        epoch, ids, connection = self.epoch, self.records[p, version].ids, learner.connection
+        news = Announcement(p, epoch, version, Payload("f", p, hash(ids)), merged.sequence, merged.version)
+        rows, settled = self.core.receipt(p), self.core.newest_settled_epoch
+
+        def arrive() -> None:
+            if learner.connection == connection:  # a broken session takes its downloads with it
+                learner.news.append((news, ids))
+                if learner.holdings.get(p, (0, 0))[:2] <= (epoch, version):
+                    learner.holdings[p] = (epoch, version, ids, rows, settled)
+
+        # The session is in order, downloads are not: newer news of a fragment may come first.
+        self.at(self.delay(0.3), arrive)
+
+    def step(self, learner: Learner) -> None:
+        if not learner.alive or learner.left:
+            return
+        self.at(learner.speed, lambda: self.step(learner))
+        if self.now < learner.frozen_until or learner.seat is None:
+            return
+        learner.adopt()
+        if not learner.adoption.complete:
+            return
+        if learner.draining and learner.connection is not None:
+            self.drain(learner)
+        elif not learner.adoption.paused and self.core.phase not in ENDED_PHASES:
+            tokens = self.random.choice([1, 7, 100])
+            learner.adoption.on_step(tokens, learner.speed)
+            step_id = (f"{learner.process}/{learner.seat.incarnation}", learner.adoption.now.step)
+            self.tokens_of[step_id] = tokens
+            learner.theta = [ids | {step_id} for ids in learner.theta]
+            for pull in list(learner.pulls.values()):
+                del learner.pulls[pull.fragment]
+                self.push(learner, pull.fragment, pull.round, pull.version)
+        self.report(learner)
+        self.mishap(learner)
+
+    def report(self, learner: Learner) -> None:
+        connection = learner.connection
+        if connection is None or not learner.adoption.complete:
+            return
+        event = ev.Reported(connection, learner.report())
+        for _ in range(2 if self.chance(0.1) else 1):
+            if not self.chance(0.1):
+                self.at(self.delay(0.2), lambda: connection in self.connections and self.handle(event))
+
+    def push(self, learner: Learner, p: int, round: int, version: int) -> None:
+        assert learner.seat is not None
+        planned = learner.adoption.snapshot(p, round, version)
+        if planned is None:
+            return
+        plan, given_up = planned
+        for sequence in given_up:
+            del learner.snapshots[p, sequence]
+        learner.snapshots[p, plan.sequence] = learner.theta[p]
+        ids = learner.theta[p] - learner.base[p]
+        header = PushHeader(
+            **asdict(plan),
+            encoding="float32",
+            layout_digest="L",
+            report=learner.report(),
+            slot=learner.seat.slot,
+            incarnation=learner.seat.incarnation,
+        )
+        assert plan.tokens == sum(self.tokens_of[i] for i in ids)
+        if round == 0:
+            learner.offers[p] = (header, ids)
+        self.send(learner, header, ids)
+
+    def send(self, learner: Learner, header: PushHeader, ids: Ids) -> None:
+        """As in the worker: none without a session, and to the syncer of that session only."""
+        if learner.connection is None:
+            return
+        life = self.life
+        for _ in range(2 if self.chance(0.05) else 1):
+            if not self.chance(0.05):
+                self.at(self.delay(0.4), lambda: self.arrive(learner, header, ids, life))
+
+    def arrive(self, learner: Learner, header: PushHeader, ids: Ids, life: int) -> None:
+        if not self.up() or life != self.life or self.core.is_recovering:
+            return  # settling: told to try again later
+        refused = self.core.check_push(header)
+        if refused is None:
+            handle = next(self.numbers)
+            self.payload[handle] = ids
+            if header.round == 0:  # spooled before it is accepted: durable before it is acknowledged
+                self.spool[header.id] = (json.dumps(header_to_json(header)), ids)
+            actions = self.core.handle(ev.PushReceived(header, 1.0, True, handle), self.now)
+            verdict = next(a for a in actions if isinstance(a, ev.AnswerPush))
+            if verdict.reason is not None:
+                self.spool.pop(header.id, None)
+                refused = (verdict.reason, verdict.message)
+            self.act(actions)
+        if refused is not None:
+            self.refused[refused[0].value] += 1
+        if self.chance(0.1):
+            return  # the answer is lost
+        self.answer(learner, header, refused)
+
+    def answer(self, learner: Learner, header: PushHeader, refused: tuple[PushRefusal, str] | None) -> None:
+        if not learner.alive or learner.seat is None or header.incarnation != learner.seat.incarnation:
+            return
+        p = header.fragment
+        learner.in_flight.discard(p)
+        final = refused is not None and refused[0] is not PushRefusal.REPEATED
+        for sequence in learner.adoption.on_push_answer(p, header.sequence, final):
+            del learner.snapshots[p, sequence]
+        if header.round == 0:
+            (learner.unsettled.discard if final else learner.offered.add)(p)
+
+    def drain(self, learner: Learner) -> None:
+        """Offer everything, then leave; what has no answer is offered again."""
+        for p in learner.adoption.drain_order():
+            if p in learner.offered:
+                continue
+            if p in learner.unsettled and (p not in learner.in_flight or self.random.random() < 0.05):
+                learner.in_flight.add(p)  # the answer may be lost: the very same offer once more
+                header, ids = learner.offers[p]
+                assert learner.seat is not None
+                self.send(learner, replace(header, incarnation=learner.seat.incarnation), ids)
+            elif p not in learner.unsettled:
+                learner.in_flight.add(p)
+                learner.unsettled.add(p)
+                self.push(learner, p, 0, 0)
+        if all(p in learner.offered for p in learner.adoption.drain_order()):
+            learner.left = True
+            connection = learner.connection
+            assert connection is not None
+            self.handle(ev.Reported(connection, learner.report()))
+            self.handle(ev.Drained(connection))
+            self.connections.pop(connection, None)
+            learner.connection = None
+            if learner in self.learners and self.core.phase not in (JobPhase.DRAINING, *ENDED_PHASES):
+                self.learners.remove(learner)
+                self.at(1.0, lambda: self.respawn(learner.place))
+
+    def mishap(self, learner: Learner) -> None:
+        if learner.left or self.core.phase not in (JobPhase.TRAINING, JobPhase.HOLDING):
+            return
+        if self.chance(0.004):  # killed
+            self.seen["kills"] += 1
+            self.kill(learner)
+            self.at(self.random.uniform(0.1, 5.0), lambda: self.respawn(learner.place))
+        elif self.chance(0.003):  # frozen, perhaps for longer than the timeout
+            self.seen["freezes"] += 1
+            learner.frozen_until = self.now + self.random.uniform(0.5, 6.0)
+        elif self.chance(0.005):  # the connection breaks
+            self.seen["breaks"] += 1
+            connection, learner.connection = learner.connection, None
+            if connection is not None:
+                self.connections.pop(connection, None)
+                self.handle(ev.ConnectionLost(connection))
+                self.at(self.random.uniform(0.1, 2.0), lambda: self.connect(learner))
+        elif self.chance(0.002) and not learner.draining and learner.connection is not None:
+            learner.draining = True
+            self.seen["drains"] += 1
+            self.handle(ev.DrainRequested(learner.connection))
+
+
+def settle(world: World) -> dict[str, int]:
+    """The end: everything exact, and what was trained is accounted for."""
+    world.check()
+    assert world.core.phase is JobPhase.COMPLETE, (world.core.phase, world.now)
+    assert world.core.ledger is not None
+    rows = world.core.ledger.rows()
+    trained = world.core.ledger.total_trained()
+    for row in rows:
+        assert row.merged + row.pending + row.dropped == trained
+        assert sum(row.reasons.values()) == row.dropped
+    for p in range(world.setup.fragments):
+        there = {v for q, v in world.records if q == p}
+        assert max(there) == world.core.versions[p]
+        if not world.setup.losses and not world.setup.wipes:
+            assert there == set(range(world.core.versions[p] + 1)), "a gap"
+    return dict(world.core.ledger.totals())
