@@ -1,11 +1,14 @@
-"""Learner processes of tests, forked from one that has torch loaded, as ``diloco run`` forks its own.
+"""Learners and syncers of tests, forked from a process that has torch, numba and gRPC loaded, as ``diloco run``
+forks its learners.
 
-Not a test. Importing torch takes longer than most of these tests train; a fork takes milliseconds.
-There is one fork server in a test process, begun with the first learner, and it runs this file.
+Not a test. Importing them takes longer than most of these tests train; a fork takes milliseconds.
+There is one fork server in a test process, begun with the first child, and it runs this file. The programs
+themselves are started, as ``python -m``, by the tests of pods.py and by those of whole runs.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import runpy
@@ -105,6 +108,7 @@ def fork(arguments: list[str], env: dict[str, str], log: Path) -> ForkedProcess:
 def _run_child() -> int | None:
     program, *words = json.loads(os.environ.pop(ARGUMENTS))
     if program == "-m":  # loaded already
+        sys.argv = words
         return int(sys.modules[f"{words[0]}.__main__"].main() or 0)
     sys.argv = [program, *words]
     sys.path.insert(0, str(Path(program).parent))
@@ -122,6 +126,9 @@ def main() -> int:
     events = os.dup(1)
     os.dup2(2, 1)
     forkserver.preload(None)
+    for module in ("diloco_syncer.__main__", "diloco_syncer.service", "diloco_syncer.numerics.outer"):
+        importlib.import_module(module)
+    assert forkserver.count_threads() == 1
     return forkserver.ForkServer(0, events, _run_child).run()
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
 import sys
 import time
 import urllib.request
@@ -61,15 +60,13 @@ class Syncer:
         self.job_file = folder / "job.json"
         self.job_file.write_text(job_to_json(job), encoding="utf-8")
         (folder / "control.key").write_text("0123456789abcdef" * 4 + "\n", encoding="utf-8")
-        self.process: subprocess.Popen[bytes] | None = None
-        self.log = (folder / "syncer.log").open("ab")
+        self.process: ForkedProcess | None = None
 
     def start(self) -> None:
         self.address_file.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "diloco_syncer", "--job", str(self.job_file), "--store"]
-        command += [str(self.folder / "store"), "--address-file", str(self.address_file)]
-        command += ["--control-key-file", str(self.folder / "control.key")]
-        self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log)
+        words = ["--job", self.job_file, "--store", self.folder / "store", "--address-file", self.address_file]
+        words += ["--control-key-file", self.folder / "control.key"]
+        self.process = fork(["-m", "diloco_syncer", *map(str, words)], {}, self.folder / "syncer.log")
         until(self.address_file.exists, "the syncer's address file", 60)
 
     def kill(self) -> None:
@@ -80,7 +77,6 @@ class Syncer:
     def stop(self) -> None:
         if self.process is not None and self.process.poll() is None:
             self.kill()
-        self.log.close()
 
     def status(self) -> dict[str, Any]:
         address = json.loads(self.address_file.read_text(encoding="utf-8"))["http"]

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import secrets
 import signal
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Callable
@@ -21,6 +18,7 @@ from typing import Any
 
 import numpy as np
 from documents import conforming
+from forked import ForkedProcess, fork
 from grpc import aio
 
 from diloco_protocol.arrays import codec
@@ -60,7 +58,7 @@ def raw_job(*overrides: str) -> DiLoCoJob:
 
 
 class SyncerProcess:
-    """``python -m diloco_syncer`` on a store, with its log."""
+    """A syncer on a store, with its log."""
 
     def __init__(
         self, folder: Path, job: DiLoCoJob, store: Path | None = None, uri: str = "", env: dict[str, str] | None = None
@@ -72,7 +70,7 @@ class SyncerProcess:
         self.key = make_key(folder / "key")
         self.starts = 0
         (folder / "job.json").write_text(job_to_json(job))
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: ForkedProcess | None = None
         self.addresses: dict[str, Any] = {}
 
     def start(self, *options: str) -> SyncerProcess:
@@ -83,28 +81,9 @@ class SyncerProcess:
         self.starts += 1
         addresses = self.folder / "addresses"
         addresses.unlink(missing_ok=True)
-        with open(self.log, "ab") as log:
-            self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "diloco_syncer",
-                    "--job",
-                    self.folder / "job.json",
-                    "--store",
-                    self.uri or self.store,
-                    "--control-key-file",
-                    self.folder / "key",
-                    "--address-file",
-                    addresses,
-                    "--threads",
-                    "1",
-                    *options,
-                ],
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **self.env},
-            )
+        words = ["--job", self.folder / "job.json", "--store", self.uri or self.store, "--threads", "1"]
+        words += ["--control-key-file", self.folder / "key", "--address-file", addresses, *options]
+        self.process = fork(["-m", "diloco_syncer", *map(str, words)], self.env, self.log)
 
     def await_serving(self) -> SyncerProcess:
         path = self.folder / "addresses"

@@ -49,7 +49,8 @@ def copy_of(service: Syncer) -> Path:
     assert service.process is not None
     copy = service.folder / "copy"
     service.process.send_signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, service.process.pid, os.WSTOPPED)  # else a thread may still rename a file
+    threads = Path(f"/proc/{service.process.pid}/task")  # one that runs may still rename a file
+    until(lambda: all(") T " in (thread / "stat").read_text() for thread in threads.iterdir()), "the stop")
     try:
         shutil.copytree(service.folder / "store", copy)
     finally:
