@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any
 
 from diloco_operator.model import Object
 from diloco_protocol.spec.cluster import RegionSpec
-from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.spec.job import DiLoCoJob, json_digest
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.spec.load import JobError, job_from_json
 from diloco_protocol.vocabulary import API_VERSION, JOB_KIND
@@ -142,8 +141,7 @@ def find_unsupported(spec: JobSpec) -> list[str]:
 
 def digest(value: Any) -> str:
     """A short digest (16 hexadecimal digits) of a value that JSON can hold."""
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return hashlib.sha256(text.encode("ascii")).hexdigest()[:16]
+    return json_digest(value)[:16]
 
 
 # ------------------------------------------------------------------ times

@@ -8,7 +8,6 @@ core is told of what is newer than its state.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import logging
 import os
@@ -21,7 +20,7 @@ import numpy as np
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.layout import Layout, Tensor
 from diloco_protocol.security.credentials import Credentials
-from diloco_protocol.spec.job import DiLoCoJob, immutable_digests
+from diloco_protocol.spec.job import DiLoCoJob, immutable_digests, json_digest
 from diloco_protocol.vocabulary import EventKind
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
@@ -102,9 +101,7 @@ def _fixed_digests(job: DiLoCoJob) -> dict[str, str]:
     These are how the layout was made, and what the job's mode needs.
     """
     fixed = {"sync.merge.meanTensors": job.spec.sync.merge.mean_tensors, **make_mode(job).fixed_fields(job)}
-    return {
-        name: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest() for name, value in fixed.items()
-    }
+    return {name: json_digest(value) for name, value in fixed.items()}
 
 
 def _complete_tape(tape: Tape, checkpoints: Checkpoints, restored: Restored) -> None:

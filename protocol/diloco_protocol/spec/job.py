@@ -62,14 +62,15 @@ class DiLoCoJob(Spec):
         return self
 
 
-def _digest(value: Any) -> str:
+def json_digest(value: Any) -> str:
+    """SHA-256 (hex) of a value that JSON can hold, independent of the order of keys."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
 def spec_digest(job: DiLoCoJob) -> str:
     """SHA-256 (hex) of the job's spec with all defaults filled in, independent of the order of keys."""
-    return _digest(job.spec.model_dump(mode="json"))
+    return json_digest(job.spec.model_dump(mode="json"))
 
 
 def immutable_digests(job: DiLoCoJob) -> dict[str, str]:
@@ -78,4 +79,4 @@ def immutable_digests(job: DiLoCoJob) -> dict[str, str]:
     A learner sends them when it joins; one that differs is kept out (algorithm.md section 8, Drift).
     """
     spec = job.spec.model_dump(mode="json")
-    return {".".join(path): _digest(functools.reduce(operator.getitem, path, spec)) for path in IMMUTABLE}
+    return {".".join(path): json_digest(functools.reduce(operator.getitem, path, spec)) for path in IMMUTABLE}

@@ -46,7 +46,6 @@ _INTEGERS = (  # base, pattern of the digits after sign and prefix
     (10, re.compile(r"^([-+]?)(0|[1-9][0-9]*)$")),
 )
 _TAGS = {f"tag:yaml.org,2002:{kind}": kind for kind in ("str", "int", "float", "bool", "null", "map", "seq")}
-
 _KINDS = {"int": (int,), "float": (int, float), "bool": (bool,), "null": (type(None),)}  # a bool is an int
 
 
