@@ -33,6 +33,7 @@ from diloco_protocol.vocabulary import LABEL_JOB, LABEL_ROLE
 from diloco_protocol.wire import convert, sync_pb2
 from diloco_protocol.wire.control_auth import NonceCache, sign_reply, verify_call
 from repository import ROOT
+from status_documents import job_report, status_document
 
 from .clusters import Cluster, open_cluster, until
 
@@ -459,8 +460,9 @@ class Syncer:
         call = convert.parse(sync_pb2.SignedCall, raw)
         verify_call(self.key, call, self.nonces)
         self.calls.append((call.method, json.loads(call.body)))
-        answer = {"status": {"phase": self.phase}, "report": {"outcome": "complete"}}.get(call.method, {})
-        reply = sync_pb2.CallReply(ok=True, body=json.dumps(answer).encode())
+        documents = {"status": status_document(phase=self.phase), "report": job_report(outcome="complete")}
+        answer = documents[call.method].model_dump_json().encode() if call.method in documents else b"{}"
+        reply = sync_pb2.CallReply(ok=True, body=answer)
         sign_reply(self.key, call.nonce, reply)
         return reply.SerializeToString()
 

@@ -21,6 +21,7 @@ from diloco_operator.kube import permissions
 from diloco_operator.model import Call, Delete, EventWanted, JobPlan, Observed, Ref
 from diloco_operator.reconcile import syncer_poller
 from diloco_operator.reconcile.job_secrets import RootKey
+from status_documents import job_report, status_document
 
 from .clusters import Cluster, until
 from .operator_shell import (
@@ -330,11 +331,11 @@ def test_the_syncer_is_asked_and_told(
                 json.dumps({"status": running}),
             )
             asked = until("answered", lambda: (a := wants.observed[NS, "asked"].syncer) and a.document and a, 15)
-            assert asked.document == {"phase": "training"} and asked.failing_since is None
+            assert asked.document == status_document(phase="training") and asked.failing_since is None
             until("told", lambda: (gone.method, gone.body) in syncer.calls, 10)
             assert wants.observed[NS, "asked"].report is None
             syncer.phase = "complete"
-            until("the report", lambda: wants.observed[NS, "asked"].report == {"outcome": "complete"}, 10)
+            until("the report", lambda: wants.observed[NS, "asked"].report == job_report(outcome="complete"), 10)
             syncer.stop()
 
             def silent() -> bool:
