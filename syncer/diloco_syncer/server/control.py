@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -40,25 +41,17 @@ def _text(body: dict[str, Any], name: str, default: str | None = None) -> str:
     return value
 
 
+@dataclass(repr=False)
 class Control:
     """The Control service. ``key`` signs calls and replies; ``status`` and ``report`` return documents."""
 
-    def __init__(
-        self,
-        key: bytes,
-        core: Core,
-        emit: Callable[[ev.Event], None],
-        checkpoint: Callable[[], Awaitable[None]],
-        status: Callable[[], StatusDocument],
-        report: Callable[[], Report],
-    ) -> None:
-        self._key = key
-        self._core = core
-        self._emit = emit
-        self._checkpoint = checkpoint
-        self._status = status
-        self._report = report
-        self._nonces = NonceCache()
+    key: bytes
+    core: Core
+    emit: Callable[[ev.Event], None]
+    checkpoint: Callable[[], Awaitable[None]]
+    status: Callable[[], StatusDocument]
+    report: Callable[[], Report]
+    nonces: NonceCache = field(default_factory=NonceCache)
 
     def handler(self) -> Any:
         """The service for a grpc.aio server, with unparsed messages."""
@@ -69,7 +62,7 @@ class Control:
         """Answer one signed call."""
         try:
             call = convert.parse(sync_pb2.SignedCall, raw)
-            verify_call(self._key, call, self._nonces)
+            verify_call(self.key, call, self.nonces)
         except WireError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except CallRefused as error:
@@ -84,7 +77,7 @@ class Control:
             reply = sync_pb2.CallReply(ok=False, message=str(error)[: limits.MAX_TEXT])
         else:
             reply = sync_pb2.CallReply(ok=True, body=answer)
-        sign_reply(self._key, call.nonce, reply)
+        sign_reply(self.key, call.nonce, reply)
         return reply.SerializeToString()
 
     async def _carry_out(self, method: str, body: dict[str, Any]) -> bytes:
@@ -92,21 +85,21 @@ class Control:
             ordinal = body.get("ordinal")
             if type(ordinal) is not int or ordinal < 0:
                 raise BadCall("ordinal: expected a whole number that is not negative")
-            self._emit(
+            self.emit(
                 ev.ProcessEnded(_text(body, "region"), ordinal, _text(body, "process", ""), _text(body, "reason", ""))
             )
             return b"{}"
         if method == ControlMethod.CHECKPOINT:
-            await self._checkpoint()
-            return json.dumps({"epoch": self._core.epoch, "versions": list(self._core.versions)}).encode()
+            await self.checkpoint()
+            return json.dumps({"epoch": self.core.epoch, "versions": list(self.core.versions)}).encode()
         if method == ControlMethod.ANNOUNCE:
             phase = _ENDS.get(_text(body, "phase"))
             if phase is None:
                 raise BadCall(f"phase: {body['phase']!r} is none of {', '.join(_ENDS)}")
-            self._emit(ev.EndRequested(phase, _text(body, "message", "")))
-            return json.dumps({"phase": self._core.phase.value}).encode()
+            self.emit(ev.EndRequested(phase, _text(body, "message", "")))
+            return json.dumps({"phase": self.core.phase.value}).encode()
         if method in (ControlMethod.REPORT, ControlMethod.STATUS):
-            document = self._report() if method == ControlMethod.REPORT else self._status()
+            document = self.report() if method == ControlMethod.REPORT else self.status()
             return bounded(document, limits.MAX_REPLY_BYTES - limits.MAX_HEADER_BYTES)
         raise BadCall(f"method {method[:80]!r} is none of {', '.join(ControlMethod)}")
 

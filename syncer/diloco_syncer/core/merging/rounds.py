@@ -31,6 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from diloco_protocol.wire.records import PushHeader
 from diloco_syncer.core.deterministic import Mode
@@ -244,12 +245,14 @@ class RoundBook:
         self.sync_seconds.add(merge_seconds)
         for slot, step in closed.steps_at_opening.items():
             self._mark(fragment, slot, step)
-        self._advance(fragment, version, (push.header for push in closed.pushes))
+        self.apply_record(fragment, version, (push.header for push in closed.pushes))
         return closed
 
     def apply_record(self, fragment: int, version: int, headers: Iterable[PushHeader]) -> None:
-        """A record newer than the state was found in the store."""
-        self._advance(fragment, version, headers)
+        """A record is in the store: the version rises, and so do the marks of the slots that are in it."""
+        self.versions[fragment] = version
+        for header in headers:
+            self._mark(fragment, header.slot, header.last_step)
 
     def apply_recovered_version(self, fragment: int, version: int, last_steps: Mapping[int, int]) -> None:
         """A version came from a learner; ``last_steps``: per slot, the last step that is in it."""
@@ -257,18 +260,13 @@ class RoundBook:
         for slot, step in last_steps.items():
             self._mark(fragment, slot, step)
 
-    def _advance(self, fragment: int, version: int, headers: Iterable[PushHeader]) -> None:
-        self.versions[fragment] = version
-        for header in headers:
-            self._mark(fragment, header.slot, header.last_step)
-
     def _mark(self, fragment: int, slot: int, step: int) -> None:
         # A newcomer may have begun on the slot since: its mark never moves back.
         self.marks[fragment][slot] = max(step, self.marks[fragment].get(slot, 0))
 
     # ------------------------------------------------------------- durable
 
-    def to_json(self) -> Mapping[str, object]:
+    def to_json(self) -> dict[str, Any]:
         return {
             "versions": list(self.versions),
             "marks": [{str(slot): step for slot, step in marks.items()} for marks in self.marks],
@@ -276,13 +274,9 @@ class RoundBook:
             "next_round": self.next_round,
         }
 
-    def load(self, row: Mapping[str, object]) -> None:
+    def load(self, row: dict[str, Any]) -> None:
         """Open rounds do not survive: their pushes are sent again."""
-        versions, marks = row["versions"], row["marks"]
-        first, number = row["first_marks"], row["next_round"]
-        assert isinstance(versions, list) and isinstance(marks, list)
-        assert isinstance(first, dict) and isinstance(number, int)
-        self.versions = list(versions)
-        self.marks = [{int(slot): step for slot, step in per.items()} for per in marks]
-        self.first_marks = {int(slot): step for slot, step in first.items()}
-        self.next_round = number
+        self.versions = list(row["versions"])
+        self.marks = [{int(slot): step for slot, step in marks.items()} for marks in row["marks"]]
+        self.first_marks = {int(slot): step for slot, step in row["first_marks"].items()}
+        self.next_round = row["next_round"]

@@ -1,10 +1,9 @@
 """The merged model as one safetensors file that is made while it is sent.
 
-Parameters lie in the syncer by fragment, a file has them by name. ``ModelFile`` puts the
-one in the order of the other: whole tensors, sorted by name, float32, the frozen ones
-among them. Nothing but the header and one chunk is ever in memory beside the fragments
-themselves, which the file holds on to until it is sent: merges go on meanwhile and make
-new arrays, and the file is of one moment.
+Parameters lie in the syncer by fragment, a file has them by name. ``ModelFile`` puts the one in the order of the
+other: whole tensors, sorted by name, float32, the frozen ones among them. Nothing but the header and one chunk is
+ever in memory beside the fragments themselves, which the file holds on to until it is sent: merges go on meanwhile
+and make new arrays, and the file is of one moment.
 
 Metadata: ``job`` (its name), ``epoch``, ``versions`` (a JSON list, one for each fragment),
 ``layout`` (its digest), and ``format``, which transformers asks for.
