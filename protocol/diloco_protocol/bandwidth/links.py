@@ -14,9 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar, get_args
-
-from google.protobuf.message import Message
+from typing import get_args
 
 from diloco_protocol.arrays import codec
 from diloco_protocol.bandwidth import model
@@ -24,8 +22,9 @@ from diloco_protocol.bandwidth.model import Turn
 from diloco_protocol.common.format_units import rate_text, seconds_text, size_text
 from diloco_protocol.spec.sync import CompressionSpec, SyncSpec
 from diloco_protocol.wire import limits, sync_pb2
+from diloco_protocol.wire.convert import to_wire
+from diloco_protocol.wire.records import Announcement, FragmentReport, Payload, PushPlan, SlotReceipt, StepReport
 
-M = TypeVar("M", bound=Message)
 _COUNT = 1 << 40  # a counter of a long run
 
 FRAMING = 1.05  # bytes on an Ethernet link per byte of ours: TCP/IP and Ethernet 66 of 1448, TLS, HTTP/2
@@ -61,11 +60,13 @@ def even_sizes(parameters: int, fragments: int) -> list[int]:
 def traffic(sizes: Sequence[int], up: str, down: str, learners: int) -> Traffic:
     """What merges carry of fragments of ``sizes`` elements, pushed as ``up`` and broadcast as ``down``."""
     header = _upload_header(up, len(sizes))
-    slot = sync_pb2.SlotReceipt(slot=1, tenure=1 << 63, compute_seconds=1.0)
-    _counted(slot, "merged_tokens", "tenure_tokens", "sequence", "version", "last_step")
+    slot = to_wire(SlotReceipt(1, 1 << 63, _COUNT, _COUNT, _COUNT, _COUNT, _COUNT, 1.0))
     receipt = learners * (slot.ByteSize() + 2)
-    download = _counted(sync_pb2.DownloadHeader(found=True, checksum=1 << 63), "total_bytes", "bytes")
-    beside = _announcement(down).ByteSize() + download.ByteSize()
+    payload = Payload(down, _COUNT, 1 << 63)
+    delta = payload if down.startswith("delta-") else None
+    told = Announcement(1, 1, _COUNT, payload, _COUNT, _COUNT, delta=delta, job_tokens=_COUNT, settled=1)
+    download = sync_pb2.DownloadHeader(found=True, total_bytes=_COUNT, bytes=_COUNT, checksum=1 << 63)
+    beside = sync_pb2.SyncerMessage(announcement=to_wire(told)).ByteSize() + download.ByteSize()
     beside += receipt if receipt <= limits.MAX_RECEIPT_BYTES else 0
     ups = [payload_bytes(up, size) + header.ByteSize() for size in sizes]
     downs = [payload_bytes(down, size) + beside for size in sizes]
@@ -73,32 +74,13 @@ def traffic(sizes: Sequence[int], up: str, down: str, learners: int) -> Traffic:
 
 
 def _upload_header(up: str, fragments: int) -> sync_pb2.UploadHeader:
-    part = sync_pb2.FragmentReport(epoch=1, base_version=1 << 20, steps=999, tokens=1 << 27, confirmed_tokens=_COUNT)
-    report = sync_pb2.Report(compute_seconds=1.0, stalled_seconds=1.0, loss=1.0, step_seconds=1.0)
-    report.fragments.extend([part] * fragments)
-    _counted(report, "slot_step", "trained_steps", "trained_tokens")
-    push = sync_pb2.Push(fragment=1, epoch=1, steps=999, compute_seconds=1.0, encoding=up, layout_digest="0" * 64)
-    _counted(push, "sequence", "round", "base_version", "oldest_version", "first_step", "last_step", "tokens")
-    push.report.CopyFrom(report)
+    part = FragmentReport(1, 1 << 20, 999, 1 << 27, _COUNT)
+    report = StepReport(_COUNT, _COUNT, _COUNT, (part,) * fragments, 1.0, 1.0, 1.0, 1.0)
+    plan = PushPlan(1, _COUNT, _COUNT, 1, _COUNT, _COUNT, _COUNT, _COUNT, 999, _COUNT, 1.0)
+    push = to_wire(plan, encoding=up, layout_digest="0" * 64, report=to_wire(report))
     header = sync_pb2.UploadHeader(format=1, job="j" * 30, slot=1, incarnation=1000, process="0" * 32, push=push)
-    header.offset, header.checksum = 1, 1 << 63
-    return _counted(header, "total_bytes", "bytes")
-
-
-def _announcement(down: str) -> sync_pb2.SyncerMessage:
-    payload = _counted(sync_pb2.Payload(encoding=down, checksum=1 << 63), "bytes")
-    told = sync_pb2.Announcement(fragment=1, epoch=1, settled=1, full=payload)
-    if down.startswith("delta-"):
-        told.delta.CopyFrom(payload)
-    _counted(told, "version", "merged_sequence", "merged_version", "job_tokens")
-    return sync_pb2.SyncerMessage(announcement=told)
-
-
-def _counted(message: M, *counters: str) -> M:
-    """The message, with these fields as large as in a long run."""
-    for name in counters:
-        setattr(message, name, _COUNT)
-    return message
+    header.total_bytes, header.offset, header.bytes, header.checksum = _COUNT, 1, _COUNT, 1 << 63
+    return header
 
 
 def turn(sync: SyncSpec, fragments: int, step_seconds: float, round_trip_seconds: float = 0.0) -> Turn:

@@ -28,12 +28,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from diloco_protocol.documents import LedgerRow, Tokens
 from diloco_protocol.wire.records import FragmentReport, LeaseCursor, PushHeader, StepReport
 
 PushId = tuple[int, int, int, int]
+_UNSAVED = ("fragments", "loss", "paused", "link", "echo")  # of a report; the loss may be NaN
+_SAVED = tuple(name for name in StepReport.__dataclass_fields__ if name not in _UNSAVED)
+_counts = attrgetter(*FragmentReport.__dataclass_fields__)
 
 LEARNER_REASONS = ("overlap", "stale", "rolled-back")
 REASONS = (*LEARNER_REASONS, "died", "drain")
@@ -301,30 +305,15 @@ def _by_reason(counts: FragmentReport) -> dict[str, int]:
 
 
 def report_to_json(report: StepReport) -> dict[str, Any]:
-    """JSON form; the loss may be NaN and is left out (nothing durable needs it)."""
-    return {
-        "slot_step": report.slot_step,
-        "trained_steps": report.trained_steps,
-        "trained_tokens": report.trained_tokens,
-        "compute_seconds": report.compute_seconds,
-        "stalled_seconds": report.stalled_seconds,
-        "step_seconds": report.step_seconds,
-        "cursors": [list(cursor) for cursor in report.cursors],
-        "fragments": [[getattr(f, name) for name in FragmentReport.__dataclass_fields__] for f in report.fragments],
-    }
+    """JSON form, of what a restart needs."""
+    row: dict[str, Any] = {name: getattr(report, name) for name in _SAVED}
+    return row | {"fragments": [_counts(fragment) for fragment in report.fragments]}
 
 
 def report_from_json(row: dict[str, Any]) -> StepReport:
-    return StepReport(
-        slot_step=row["slot_step"],
-        trained_steps=row["trained_steps"],
-        trained_tokens=row["trained_tokens"],
-        fragments=tuple(FragmentReport(*values) for values in row["fragments"]),
-        compute_seconds=row["compute_seconds"],
-        stalled_seconds=row["stalled_seconds"],
-        step_seconds=row["step_seconds"],
-        cursors=tuple(LeaseCursor(*cursor) for cursor in row["cursors"]),
-    )
+    fragments = tuple(FragmentReport(*values) for values in row["fragments"])
+    cursors = tuple(LeaseCursor(*cursor) for cursor in row["cursors"])
+    return StepReport(**{**row, "fragments": fragments, "cursors": cursors})
 
 
 def header_to_json(header: PushHeader) -> dict[str, Any]:
