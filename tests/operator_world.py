@@ -594,6 +594,7 @@ class World:
             epoch=syncer.epoch,
             merges=syncer.merges,
             goodput=0.9,
+            loss=2.0,
             quorum={"active": self.active(), "required": syncer.required},
             standby=len(syncer.standbys),
             standbys=list(syncer.standbys),

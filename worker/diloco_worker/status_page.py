@@ -146,26 +146,18 @@ class StatusPort:
         settings, connection, figures = self._settings, self._connection(), self._figures()
         names = ["job", "role", "region", "ordinal"]
         labels = [settings.job.metadata.name, settings.role, settings.region, str(settings.ordinal)]
-        for key, (kind, name, text) in _METRICS.items():
-            value = figures.get(key)
+        said = (
+            ("gauge", "connected", "1 while there is a session with the syncer", connection.connected),
+            ("gauge", "joined", "1 once this process has joined", connection.joined),
+            ("gauge", "standby", "1 while it waits for a slot", connection.standby),
+            ("counter", "reconnects", "Sessions with the syncer after the first", max(0, connection.sessions - 1)),
+        )
+        for kind, name, text, value in (*((*row, figures.get(key)) for key, row in _METRICS.items()), *said):
             if value is not None and math.isfinite(value):
                 family = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
                 made = family(f"diloco_worker_{name}", text, labels=names)
-                made.add_metric(labels, value)
+                made.add_metric(labels, float(value))
                 yield made
-        for name, text, said in (
-            ("connected", "1 while there is a session with the syncer", connection.connected),
-            ("joined", "1 once this process has joined", connection.joined),
-            ("standby", "1 while it waits for a slot", connection.standby),
-        ):
-            made = GaugeMetricFamily(f"diloco_worker_{name}", text, labels=names)
-            made.add_metric(labels, float(said))
-            yield made
-        reconnects = CounterMetricFamily(
-            "diloco_worker_reconnects", "Sessions with the syncer after the first", labels=names
-        )
-        reconnects.add_metric(labels, max(0, connection.sessions - 1))
-        yield reconnects
         phase = GaugeMetricFamily(
             "diloco_worker_phase", "1 for the job's phase as last heard", labels=[*names, "phase"]
         )

@@ -115,14 +115,11 @@ def _progress(view: View) -> Object | None:
         return _progress_of_learners(view)
     if document is None:
         return None
-    losses = [slot.loss for slot in view.slots if slot.loss is not None]
-    scored = document.eval_loss
-    loss = scored[-1][1] if scored else sum(losses) / len(losses) if losses else None
     return {
         "tokens": document.tokens.trained,
         "step": document.step,
         "merges": document.merges,
-        "loss": loss,
+        "loss": document.loss,
         # It falls by itself while nothing happens, and a status is not written for that.
         "goodput": None if document.goodput is None else round(document.goodput, 2),
     }

@@ -8,7 +8,6 @@ refused process comes again.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
 
 from diloco_protocol.documents import RefusalRow
 from diloco_syncer.core import events as ev
@@ -17,24 +16,29 @@ MOST = 64
 """Places that are remembered: those heard of last."""
 
 
-@dataclass(frozen=True, slots=True)
-class _RefusedPlace:
-    reason: str
-    message: str
-    fields: tuple[str, ...]
-    at: float  # the core's clock
+Place = tuple[str, str, int]
 
 
 class RecentRefusals:
     """The last refusal of each place."""
 
     def __init__(self) -> None:
-        self._by_place: OrderedDict[tuple[str, str, int], _RefusedPlace] = OrderedDict()
+        # With the time of the refusal, by the core's clock.
+        self._by_place: OrderedDict[Place, tuple[float, RefusalRow]] = OrderedDict()
 
     def add(self, join: ev.Join, reason: str, message: str, fields: tuple[str, ...], now: float) -> None:
         """Remember that a Join was refused for good. ``fields``: in which the jobs differ, where that is why."""
-        place = _place(join)
-        self._by_place[place] = _RefusedPlace(reason, message, fields, now)
+        role, region, ordinal = place = _place(join)
+        row = RefusalRow(
+            role=role,
+            region=region,
+            ordinal=ordinal,
+            reason=reason,
+            message=message,
+            fields=list(fields),
+            seconds_ago=0,
+        )
+        self._by_place[place] = now, row
         self._by_place.move_to_end(place)
         if len(self._by_place) > MOST:
             self._by_place.popitem(last=False)
@@ -45,19 +49,8 @@ class RecentRefusals:
 
     def rows(self, now: float) -> list[RefusalRow]:
         """For the status document, the oldest first."""
-        return [
-            RefusalRow(
-                role=role,
-                region=region,
-                ordinal=ordinal,
-                reason=one.reason,
-                message=one.message,
-                fields=list(one.fields),
-                seconds_ago=now - one.at,
-            )
-            for (role, region, ordinal), one in self._by_place.items()
-        ]
+        return [row.model_copy(update={"seconds_ago": now - at}) for at, row in self._by_place.values()]
 
 
-def _place(join: ev.Join) -> tuple[str, str, int]:
+def _place(join: ev.Join) -> Place:
     return ("evaluator" if join.evaluator else "learner", join.region, join.ordinal)
