@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -35,26 +36,17 @@ from diloco_syncer.store.records import Array, Floats, MergeRecord, Recovered, t
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class VersionUploads:
     """Uploads of versions that the store lost. ``job``: its name; ``next_number``: of the job's next record."""
 
-    def __init__(
-        self,
-        job: str,
-        core: Core,
-        model: GlobalModel,
-        durability: Durability,
-        decode_thread: Executor,
-        next_number: Callable[[], int],
-        emit: Callable[[ev.Event], None],
-    ) -> None:
-        self._job = job
-        self._core = core
-        self._model = model
-        self._durability = durability
-        self._decode_thread = decode_thread
-        self._next_number = next_number
-        self._emit = emit
+    job: str
+    core: Core
+    model: GlobalModel
+    durability: Durability
+    decode_thread: Executor
+    next_number: Callable[[], int]
+    emit: Callable[[ev.Event], None]
 
     async def receive(self, header: sync_pb2.UploadHeader, connection: int, read: ReadPayload) -> bytes | None:
         """Receive a part of a version; the whole becomes the fragment's newest record."""
@@ -72,28 +64,28 @@ class VersionUploads:
 
     def _check(self, connection: int, base: sync_pb2.Base, size: int) -> Receipt:
         """Check that this version may come now; returns its receipt. Raises ``UploadRefused``."""
-        layout = self._model.layout
+        layout = self.model.layout
         if layout is None:
             raise self._refused("version 0 does not exist yet")
         if base.fragment >= len(layout):
             raise self._refused(f"fragment {base.fragment}: the layout has {len(layout)}")
-        encoding = self._model.full_encoding
+        encoding = self.model.full_encoding
         expected = codec.encoded_bytes(encoding, layout.elements(base.fragment))
         try:
             rows = convert.parse_receipt(base.receipt)
-            why = self._core.check_version_upload(connection, base.fragment, base.epoch, base.version, rows)
+            why = self.core.check_version_upload(connection, base.fragment, base.epoch, base.version, rows)
         except WireError as error:
             why = str(error)
         if not why and (base.encoding != encoding or size != expected):
             why = f"{size} bytes of {base.encoding!r}: as {encoding} it has {expected}"
         if why:
-            self._emit(ev.LostVersionFailed(connection, base.fragment))
+            self.emit(ev.LostVersionFailed(connection, base.fragment))
             raise self._refused(why)
         return rows
 
     async def _store(self, connection: int, base: sync_pb2.Base, rows: Receipt, encoded: Array) -> None:
         """Make a version (uint8, all its bytes) durable as the fragment's newest record. Raises ``UploadRefused``."""
-        layout, fragment = self._model.layout, base.fragment
+        layout, fragment = self.model.layout, base.fragment
         assert layout is not None
         elements = layout.elements(fragment)
 
@@ -101,27 +93,27 @@ class VersionUploads:
             values = codec.decode(encoded, base.encoding, elements)
             return values, codec.norm_and_finite(values)[1]
 
-        theta, finite = await asyncio.get_running_loop().run_in_executor(self._decode_thread, decode)
+        theta, finite = await asyncio.get_running_loop().run_in_executor(self.decode_thread, decode)
         # The core may have given up on it while its bytes came.
-        why = self._core.check_version_upload(connection, fragment, base.epoch, base.version, rows)
+        why = self.core.check_version_upload(connection, fragment, base.epoch, base.version, rows)
         if why or not finite:
-            self._emit(ev.LostVersionFailed(connection, fragment))
+            self.emit(ev.LostVersionFailed(connection, fragment))
             raise self._refused(why or "it has values that are not finite")
-        old = self._model.newest[fragment]
+        old = self.model.newest[fragment]
         record = MergeRecord(
-            job=self._job,
-            epoch=self._core.epoch,
+            job=self.job,
+            epoch=self.core.epoch,
             fragment=fragment,
             version=base.version,
             theta=theta,
             outer=old.outer,
-            number=self._next_number(),
+            number=self.next_number(),
             time=time.time(),
             digest=theta_digest(theta),
             recovered=Recovered(old.version, base.epoch, rows),
         )
-        await self._durability.write_merge_record(record)
+        await self.durability.write_merge_record(record)
         log.warning(
             "fragment %d: version %d is taken from a learner; the store had %d", fragment, base.version, old.version
         )
-        self._emit(ev.LostVersionStored(fragment))
+        self.emit(ev.LostVersionStored(fragment))
