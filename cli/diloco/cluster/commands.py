@@ -192,9 +192,9 @@ def scale(
         diloco scale tiny-gpt east=8 west=4 --context hub --context west
     """
 
-    from diloco.cluster.change import scale as scale_job
+    from diloco.cluster import change
 
-    return scale_job(where(context, namespace, kubeconfig), job, regions)
+    return change.scale(where(context, namespace, kubeconfig), job, regions)
 
 
 def suspend(
@@ -214,9 +214,9 @@ def suspend(
         diloco suspend tiny-gpt --wait --timeout 5m --context hub --context far
     """
 
-    from diloco.cluster.change import suspend as suspend_job
+    from diloco.cluster import change
 
-    return suspend_job(where(context, namespace, kubeconfig), job, True, wait, timeout)
+    return change.suspend(where(context, namespace, kubeconfig), job, True, wait, timeout)
 
 
 def resume(
@@ -234,9 +234,9 @@ def resume(
         diloco resume tiny-gpt --wait
     """
 
-    from diloco.cluster.change import suspend as suspend_job
+    from diloco.cluster import change
 
-    return suspend_job(where(context, namespace, kubeconfig), job, False, wait, timeout)
+    return change.suspend(where(context, namespace, kubeconfig), job, False, wait, timeout)
 
 
 def delete(
@@ -263,9 +263,9 @@ def delete(
         diloco delete tiny-gpt --no-wait --context hub --context far
     """
 
-    from diloco.cluster.change import delete as delete_job
+    from diloco.cluster import change
 
-    return delete_job(where(context, namespace, kubeconfig), job, wait, timeout or DELETE_SECONDS)
+    return change.delete(where(context, namespace, kubeconfig), job, wait, timeout or DELETE_SECONDS)
 
 
 def add_to(app: typer.Typer) -> None:

@@ -26,7 +26,6 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from diloco.cluster.client import TIMEOUT, Cluster, ClusterError
@@ -133,15 +132,10 @@ class Forward:
                 return
 
 
-@contextlib.contextmanager
-def forwarded(cluster: Cluster, pod: str, port: int, seconds: float = TIMEOUT) -> Iterator[Forward]:
+def forwarded(cluster: Cluster, pod: str, port: int, seconds: float = TIMEOUT) -> contextlib.closing[Forward]:
     """The pod's port on this machine while the block runs. Raises ClusterError if this account may not
     forward, the pod is not there, or the API server does not answer within ``seconds``."""
-    forward = Forward(cluster, pod, port, dial(cluster, pod, port, seconds))
-    try:
-        yield forward
-    finally:
-        forward.close()
+    return contextlib.closing(Forward(cluster, pod, port, dial(cluster, pod, port, seconds)))
 
 
 def explain(text: str, pod: str, port: int) -> str:

@@ -40,7 +40,6 @@ from diloco.processes.worker_specs import (
     ServeOptions,
     WorkerSpec,
     base_environment,
-    device_names,
     gpus,
     served_worker_specs,
     syncer_command,
@@ -85,7 +84,7 @@ class Runner:
         learners = job.spec.slots + sum(region.spares for region in job.spec.regions)
         threads = threads_each(len(os.sched_getaffinity(0)), learners)
         self._env = base_environment(os.environ, threads)
-        self._gpus = gpus(os.environ, device_names())
+        self._gpus = gpus(os.environ, os.listdir("/dev"))
         self._forkserver = ForkServerClient(
             {**self._env, "OPENBLAS_NUM_THREADS": "1", "DILOCO_JOB_FILE": str(workdir.job)},
             job_directory,

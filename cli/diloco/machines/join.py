@@ -31,8 +31,9 @@ from types import FrameType
 
 from diloco.console import COMPLETE, FAILED, INTERRUPTED, WRONG, CommandError
 from diloco.processes.launch import guarded, own_program
+from diloco.processes.supervisor import Kind
 from diloco.processes.workdir import Workdir, locked
-from diloco.processes.worker_specs import base_environment, threads_each
+from diloco.processes.worker_specs import WorkerSpec, base_environment, threads_each, worker_environment
 from diloco.validate import read_job_file
 from diloco_protocol.common.files import FileError, write_whole
 from diloco_protocol.security.credentials import Credentials, CredentialsError
@@ -186,17 +187,10 @@ class _LearnerProcess:
     def __init__(self, job: DiLoCoJob, workdir: Workdir, options: JoinOptions, region: str, place: int) -> None:
         self._job = job
         self._directory = (options.job or Path("job.yaml")).absolute().parent
-        env = base_environment(os.environ, threads_each(len(os.sched_getaffinity(0)), 1))
+        worker = WorkerSpec("learner", Kind.LEARNER, region, place)
         self._env = {
-            **env,
-            "DILOCO_JOB_FILE": str(workdir.job),
-            "DILOCO_JOB_DIRECTORY": str(self._directory),
-            "DILOCO_SYNCER": options.address,
-            "DILOCO_ROLE": "learner",
-            "DILOCO_REGION": region,
-            "DILOCO_ORDINAL": str(place),
-            "DILOCO_WORKDIR": str(workdir.path),
-            "DILOCO_IDLE_AT_END": "0",
+            **base_environment(os.environ, threads_each(len(os.sched_getaffinity(0)), 1)),
+            **worker_environment(worker, "", workdir, self._directory, options.address, None),
         }
         if options.credentials is not None:
             self._env["DILOCO_CREDENTIALS"] = str(options.credentials.absolute())

@@ -265,29 +265,29 @@ class ForkServerClient:
         await process.wait()
 
     def _gone(self, ready: asyncio.Future[None], why: str) -> None:
-        failure = StartError(f"the forkserver is gone: {why}")
-        if not ready.done():
-            ready.set_exception(failure)
-        for starting in self._starting.values():
-            if not starting.done():
-                starting.set_exception(failure)
+        for future in (ready, *self._starting.values()):
+            _settle(future, StartError(f"the forkserver is gone: {why}"))
         for ended in self._ended.values():
-            if not ended.done():
-                ended.set_result(Exit(signal=signal.SIGKILL))
+            _settle(ended, Exit(signal=signal.SIGKILL))
         self._ended.clear()
 
     def _handle(self, event: dict[str, Any], ready: asyncio.Future[None]) -> None:
         kind, identity = event["event"], event.get("id", "")
-        if kind == "ready" and not ready.done():
-            ready.set_result(None)
+        if kind == "ready":
+            _settle(ready, None)
         elif kind == "started":
-            if (starting := self._starting.get(identity)) is not None and not starting.done():
-                starting.set_result(int(event["pid"]))
+            _settle(self._starting.get(identity), int(event["pid"]))
         elif kind == "error":
-            if (starting := self._starting.get(identity)) is not None and not starting.done():
-                starting.set_exception(StartError(f"{identity}: {event.get('message')}"))
-        elif kind == "exited" and (ended := self._ended.pop(identity, None)) is not None and not ended.done():
-            ended.set_result(Exit(signal=event["signal"]) if "signal" in event else Exit(code=event["code"]))
+            _settle(self._starting.get(identity), StartError(f"{identity}: {event.get('message')}"))
+        elif kind == "exited":
+            ended = self._ended.pop(identity, None)
+            _settle(ended, Exit(signal=event["signal"]) if "signal" in event else Exit(code=event["code"]))
+
+
+def _settle(future: asyncio.Future[Any] | None, outcome: object) -> None:
+    """Give a future its result or error, if somebody may still wait for it."""
+    if future is not None and not future.done():
+        future.set_exception(outcome) if isinstance(outcome, StartError) else future.set_result(outcome)
 
 
 def _retrieve(future: asyncio.Future[Any]) -> None:

@@ -3,32 +3,29 @@ has no meaning here. Plain code."""
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from diloco.processes.supervisor import Kind
 from diloco.processes.workdir import Workdir
 from diloco_protocol.spec.job import DiLoCoJob
-from diloco_protocol.spec.job import DiLoCoJob as Job
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
 
-# Fields below spec that only a cluster reads, and metadata's.
+# Fields below spec that only a cluster reads; *: all of the section's.
 CLUSTER_ONLY = (
     "suspend",
     "ttlSecondsAfterFinished",
     "syncer.cluster",
-    "syncer.endpoint",
-    "syncer.tls",
-    "syncer.storage",
+    "syncer.endpoint.*",
+    "syncer.tls.*",
+    "syncer.storage.*",
     "syncer.podTemplate",
-    "learners.credentials",
+    "learners.credentials.*",
     "learners.podTemplate",
-    "nodeLoss",
+    "nodeLoss.*",
 )
 
 
@@ -112,8 +109,8 @@ def syncer_command(workdir: Workdir, sync: str, control: str, http: str, serving
 def worker_environment(
     worker: WorkerSpec, process: str, workdir: Workdir, job_directory: Path, syncer: str | None, gpu: str | None
 ) -> dict[str, str]:
-    """``DILOCO_*`` of one process (docs/contracts.md). ``syncer``: host:port of its proxy,
-    None: it reads the address file. ``gpu``: the one device that it shall see."""
+    """``DILOCO_*`` of one process (docs/contracts.md). ``process``: its identity, empty: it draws one. ``syncer``:
+    host:port, None: it reads the address file. ``gpu``: the one device that it shall see."""
     env = {
         "DILOCO_JOB_FILE": str(workdir.job),
         "DILOCO_JOB_DIRECTORY": str(job_directory),
@@ -123,72 +120,30 @@ def worker_environment(
         "DILOCO_PROCESS": process,
         "DILOCO_WORKDIR": str(workdir.path),
         "DILOCO_IDLE_AT_END": "0",
-        "DILOCO_SYNCER_FILE": str(workdir.address),
     }
-    if syncer is not None:
-        env["DILOCO_SYNCER"] = syncer
-    if gpu is not None:
-        env["CUDA_VISIBLE_DEVICES"] = gpu
-    return env
+    env |= {"DILOCO_SYNCER_FILE": str(workdir.address)} if syncer is None else {"DILOCO_SYNCER": syncer}
+    return env if gpu is None else {**env, "CUDA_VISIBLE_DEVICES": gpu}
 
 
-def gpus(environ: Mapping[str, str], device_names: list[str]) -> list[str]:
-    """The GPUs to share out, as CUDA_VISIBLE_DEVICES names them; found without CUDA, which
-    must not be initialised before the fork. ``device_names``: what is in /dev."""
+def gpus(environ: Mapping[str, str], device_names: Iterable[str]) -> list[str]:
+    """The GPUs to share out, as CUDA_VISIBLE_DEVICES names them; found without CUDA, which must not be initialised
+    before the fork. ``device_names``: what is in /dev."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name.strip() for name in visible.split(",") if name.strip()]
-    return [
-        name for name in sorted((n[6:] for n in device_names if n.startswith("nvidia")), key=_order) if name.isdigit()
-    ]
-
-
-def _order(name: str) -> tuple[int, str]:
-    return (int(name) if name.isdigit() else 1 << 30, name)
-
-
-def device_names() -> list[str]:
-    return os.listdir("/dev")
+    return sorted((n[6:] for n in device_names if n.startswith("nvidia") and n[6:].isdigit()), key=int)
 
 
 def without_meaning(job: DiLoCoJob) -> list[str]:
     """Fields set away from their default that nothing reads on one machine."""
-
-    training = {"model": {"config": {"model_type": "llama"}}, "data": {"paths": ["python-stdlib"]}}
-    bare = {
-        "apiVersion": job.api_version,
-        "kind": job.kind,
-        "metadata": {"name": job.metadata.name},
-        # Any training will do: nothing in it is for a cluster only.
-        "spec": {"regions": [{"learners": 1}], "training": training},
-    }
-    default = Job.model_validate(bare).model_dump(mode="json")
-    given = job.model_dump(mode="json")
-    found = [
-        f"metadata.{key}"
-        for key in ("namespace", "labels", "annotations")
-        if given["metadata"].get(key) != default["metadata"].get(key)
-    ]
-    found += [
-        path
-        for path in _leaves(default["spec"], CLUSTER_ONLY)
-        if _at(given["spec"], path) != _at(default["spec"], path)
-    ]
+    given = job.model_dump(mode="json", exclude_defaults=True)
+    found = [f"metadata.{key}" for key in ("namespace", "labels", "annotations") if key in given["metadata"]]
+    for path in CLUSTER_ONLY:
+        *sections, last = path.split(".")
+        within = given["spec"]
+        for section in sections:
+            within = within.get(section, {})
+        found += [path.replace("*", key) for key in (within if last == "*" else [last]) if key in within]
     for index, region in enumerate(given["spec"]["regions"]):
         found += [f"regions.{index}.{key}" for key in ("cluster", "podTemplate") if region.get(key)]
     return found
-
-
-def _leaves(spec: dict[str, Any], paths: tuple[str, ...]) -> list[str]:
-    """Each path, or where it names a section that has fields, its fields."""
-    out = []
-    for path in paths:
-        value = _at(spec, path)
-        out += [f"{path}.{key}" for key in value] if isinstance(value, dict) and value else [path]
-    return out
-
-
-def _at(spec: Any, path: str) -> Any:
-    for key in path.split("."):
-        spec = spec.get(key) if isinstance(spec, dict) else None
-    return spec
