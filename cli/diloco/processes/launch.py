@@ -265,8 +265,10 @@ class ForkServerClient:
         await process.wait()
 
     def _gone(self, ready: asyncio.Future[None], why: str) -> None:
-        for future in (ready, *self._starting.values()):
-            _settle(future, StartError(f"the forkserver is gone: {why}"))
+        gone = StartError(f"the forkserver is gone: {why}")
+        _settle(ready, gone)
+        for started in self._starting.values():
+            _settle(started, gone)
         for ended in self._ended.values():
             _settle(ended, Exit(signal=signal.SIGKILL))
         self._ended.clear()
