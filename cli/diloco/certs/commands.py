@@ -38,17 +38,22 @@ Pki = Annotated[Path, typer.Option(metavar="DIR", help="The authority's folder, 
 
 
 @contextlib.contextmanager
-def _on_disk() -> Iterator[None]:
-    """Around what reads and writes files: what the disk refuses is no fault of the arguments."""
+def _explained() -> Iterator[None]:
+    """Around what makes and reads certificates: what the disk refuses is no fault of the arguments."""
+    from diloco_protocol.security.certificates import CertificateError
+    from diloco_protocol.security.identity import IdentityError
+
     try:
         yield
+    except (CertificateError, IdentityError) as error:
+        raise CommandError(str(error)) from None
     except OSError as error:
         raise CommandError(str(error), FAILED) from None
 
 
 @certs.command()
 @command
-@_on_disk()
+@_explained()
 def init(
     out: Annotated[Path, typer.Option(metavar="DIR", help="The new authority's folder.")] = Path("pki"),
     title: Annotated[str, typer.Option("--name", help="The authority's name, for people.")] = "diloco",
@@ -69,7 +74,7 @@ def init(
 
 @certs.command()
 @command
-@_on_disk()
+@_explained()
 def issue(
     job: Annotated[
         str,
@@ -141,7 +146,7 @@ def issue(
 
 @certs.command()
 @command
-@_on_disk()
+@_explained()
 def renew(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR...")],
     pki: Pki = Path("pki"),
@@ -168,7 +173,7 @@ def renew(
 
 @certs.command()
 @command
-@_on_disk()
+@_explained()
 def show(folders: Annotated[list[Path], typer.Argument(metavar="DIR|FILE...")]) -> None:
     """Say whose certificates these are, and how long they are good for.
 

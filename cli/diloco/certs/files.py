@@ -23,7 +23,7 @@ import datetime
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +40,7 @@ from diloco_protocol.security.certificates import (
     load_authority,
     new_authority,
 )
-from diloco_protocol.security.identity import IdentityError, Name, name
+from diloco_protocol.security.identity import Name, name
 from diloco_protocol.spec.job import DiLoCoJob
 
 SECRET_FILE = "secret.yaml"
@@ -48,7 +48,6 @@ FILES = ("tls.crt", "tls.key", "ca.crt", "join-token")
 SERVER_NAME_FILE = "server-name"  # of learners, where they ask for the syncer by another name
 _PRIVATE = frozenset({"tls.key", "ca.key", "join-token", SECRET_FILE})
 _MAX = 256 << 10
-Clock = Callable[[], datetime.datetime]
 
 
 def utc_now() -> datetime.datetime:
@@ -91,17 +90,14 @@ def targets_of(job: DiLoCoJob, namespace: str) -> list[Target]:
     return found
 
 
-def init(out: Path, title: str, days: int, now: Clock = utc_now) -> Path:
-    """A new authority in ``out``. Raises CommandError, OSError."""
+def init(out: Path, title: str, days: int) -> Path:
+    """A new authority in ``out``. Raises CommandError, CertificateError, OSError."""
     for each in ("ca.crt", "ca.key"):
         if (out / each).exists():
             raise CommandError(
                 f"{out / each} is there, and certificates that it signed may be in use: choose another --out"
             )
-    try:
-        authority = new_authority(title, now(), days)
-    except CertificateError as error:
-        raise CommandError(str(error)) from error
+    authority = new_authority(title, utc_now(), days)
     out.mkdir(mode=0o700, parents=True, exist_ok=True)
     create_whole(out / "ca.key", authority.key, mode=0o600)
     create_whole(out / "ca.crt", authority.certificate)
@@ -115,12 +111,11 @@ def issue_all(
     hosts: Sequence[str],
     days: int,
     server_name: str | None = None,
-    now: Clock = utc_now,
 ) -> list[Path]:
     """A folder for each target. ``out``: of the only one, or that which gets one for each. ``hosts``: more
     DNS names of the syncer; ``server_name``: the one that learners ask for.
 
-    Raises CommandError before anything is written if one of them is there; OSError.
+    Raises CommandError before anything is written if one of them is there; CertificateError, IdentityError, OSError.
     """
     authority = _authority(pki)
     folders = [_folder(pki, target, out, len(targets) == 1) for target in targets]
@@ -134,11 +129,8 @@ def issue_all(
             )
     contents = []
     for target in targets:
-        try:
-            asked = [*hosts, *([server_name] if server_name else [])]
-            made = issue(authority, target.names(), () if target.regions else asked, now(), days)
-        except (CertificateError, IdentityError) as error:
-            raise CommandError(str(error)) from error
+        asked = [*hosts, *([server_name] if server_name else [])]
+        made = issue(authority, target.names(), () if target.regions else asked, utc_now(), days)
         token = _token(pki, target)
         content = {
             "tls.crt": made.certificate,
@@ -156,9 +148,9 @@ def issue_all(
     return folders
 
 
-def renew(pki: Path, folder: Path, days: int, now: Clock = utc_now) -> Described:
+def renew(pki: Path, folder: Path, days: int) -> Described:
     """A new key and certificate with the same names; the rest stays. Whoever reads the folder takes them
-    for its next connections. Raises CommandError, OSError."""
+    for its next connections. Raises CommandError, CertificateError, OSError."""
     authority = _authority(pki)
     old = describe_folder(folder)
     trusted = _read(folder / "ca.crt", "the authority that it trusts")
@@ -169,11 +161,7 @@ def renew(pki: Path, folder: Path, days: int, now: Clock = utc_now) -> Described
         )
     if not old.names:
         raise CommandError(f"{folder}/tls.crt names no job: issue one with `diloco certs issue`")
-    names = sorted(old.names)
-    try:
-        made = issue(authority, names, old.hosts, now(), days)
-    except CertificateError as error:
-        raise CommandError(str(error)) from error
+    made = issue(authority, sorted(old.names), old.hosts, utc_now(), days)
     # One after the other: a reader that sees the new key with the old certificate keeps what it has.
     write_whole(folder / "tls.key", made.key, mode=0o600)
     write_whole(folder / "tls.crt", made.certificate)
