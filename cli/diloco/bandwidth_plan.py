@@ -1,8 +1,7 @@
 """``diloco plan``: how much bandwidth a job needs, before anything is built or bought.
 
-The numbers come from ``diloco_protocol.bandwidth.links`` and ``bandwidth``; here they are put side by
-side. The model's size is that of the job's own model, whose shapes are built without values
-(and with torch), or what ``--params`` says.
+The numbers come from ``diloco_protocol.bandwidth.links`` and ``bandwidth``; here they are put side by side. The model's
+size is that of the job's own model, whose shapes are built without values (and with torch), or what ``--params`` says.
 """
 
 from __future__ import annotations

@@ -74,9 +74,8 @@ class Target:
 
 
 def targets_of(job: DiLoCoJob, namespace: str) -> list[Target]:
-    """The parties of a job: its syncer, and the learners of each cluster, which share a Secret there. There
-    is one for the syncer's cluster too: its evaluator comes as a learner, and the syncer reads the join token
-    in it."""
+    """The parties of a job: its syncer, and the learners of each cluster, which share a Secret there. There is one for
+    the syncer's cluster too: its evaluator comes as a learner, and the syncer reads the join token in it."""
     spec, job_name = job.spec, job.metadata.name
     places: dict[str | None, list[str]] = {spec.syncer.cluster: []}
     for region in spec.regions:

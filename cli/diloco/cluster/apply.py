@@ -1,8 +1,7 @@
 """``diloco apply``: a job file becomes a DiLoCoJob in one or several clusters.
 
-Server-side apply with a field manager of its own: the file's fields are set, what others
-own stays. The file is checked first, by the loader that ``diloco run`` uses, so that a
-wrong one reaches no cluster.
+Server-side apply with a field manager of its own: the file's fields are set, what others own stays. The file is checked
+first, by the loader that ``diloco run`` uses, so that a wrong one reaches no cluster.
 """
 
 from __future__ import annotations
@@ -107,8 +106,7 @@ def _tell(line: str) -> None:
 
 
 def apply_to(cluster: Cluster, job: DiLoCoJob, document: dict[str, Any], options: ApplyOptions) -> str:
-    """Apply the document to one cluster: ``created``, ``configured`` or ``unchanged``.
-    Raises ClusterError."""
+    """Apply the document to one cluster: ``created``, ``configured`` or ``unchanged``. Raises ClusterError."""
     name = job.metadata.name
     path = cluster.job_path(name)
     before = cluster.find(path)

@@ -1,10 +1,9 @@
 """``diloco logs``: the logs of a job's pods as one, by time.
 
-The API server puts a time before each line when asked to. It orders the lines of many
-pods, is where a broken stream is taken up again, and is not shown: the programs' own lines
-have theirs. What was read once is merged by time as it streams, and never held whole.
-Followed logs come from one thread a pod, which asks again when a stream ends (a container
-restarted, the API server away) until its pod is gone; new pods of the job are picked up.
+The API server puts a time before each line when asked to. It orders the lines of many pods, is where a broken stream is
+taken up again, and is not shown: the programs' own lines have theirs. What was read once is merged by time as it
+streams, and never held whole. Followed logs come from one thread a pod, which asks again when a stream ends (a
+container restarted, the API server away) until its pod is gone; new pods of the job are picked up.
 """
 
 from __future__ import annotations

@@ -3,17 +3,15 @@
     with forwarded(cluster, "tiny-gpt-syncer-5d8", 7703) as forward:
         fetch(f"http://{forward.address}/")
 
-It reaches what listens on a pod's own loopback, past every NetworkPolicy, for accounts
-that may create ``pods/portforward``. Every connection to the local port is one websocket
-to the API server (subprotocol ``v4.channel.k8s.io``): frames whose first byte is the
-channel, 0 for data and 1 for errors of the node, each channel opening with a frame that
-repeats the port's number.
+It reaches what listens on a pod's own loopback, past every NetworkPolicy, for accounts that may create
+``pods/portforward``. Every connection to the local port is one websocket to the API server (subprotocol
+``v4.channel.k8s.io``): frames whose first byte is the channel, 0 for data and 1 for errors of the node, each channel
+opening with a frame that repeats the port's number.
 
-The official client has a port-forward of its own. It keeps all that a slow reader has
-not taken in one growing ``bytes`` object, which is copied at each send, and drops what is
-left when the far end hangs up; a model of gigabytes neither fits nor arrives. Here nothing
-is kept: a frame is handed to the reader before the next one is read, so that TCP slows the
-sender down.
+The official client has a port-forward of its own. It keeps all that a slow reader has not taken in one growing
+``bytes`` object, which is copied at each send, and drops what is left when the far end hangs up; a model of gigabytes
+neither fits nor arrives. Here nothing is kept: a frame is handed to the reader before the next one is read, so that TCP
+slows the sender down.
 
 The protocol has no half-closed connections: either end's close ends both directions.
 """

@@ -1,8 +1,7 @@
 """The merged model of a job that runs elsewhere, from its syncer's export listener.
 
-Whoever made the listener reachable, by a port-forward to the syncer's pod, gives its URL.
-What comes is checked before anybody uses it: its length, the xxh3-64 of all its bytes,
-and that each tensor lies where the file says.
+Whoever made the listener reachable, by a port-forward to the syncer's pod, gives its URL. What comes is checked before
+anybody uses it: its length, the xxh3-64 of all its bytes, and that each tensor lies where the file says.
 """
 
 from __future__ import annotations
@@ -43,9 +42,8 @@ class _Again(RemoteModelError):
 def fetch_model(
     url: str, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> tuple[DiLoCoJob, dict[str, NDArray[np.float32]], list[int]]:
-    """The job, every parameter of its merged model by name (float32, in its shape), and the fragments'
-    versions. ``url``: of the listener, such as http://127.0.0.1:7703. ``progress`` is told bytes
-    received and bytes in all.
+    """The job, every parameter of its merged model by name (float32, in its shape), and the fragments' versions.
+    ``url``: of the listener, such as http://127.0.0.1:7703. ``progress`` is told bytes received and bytes in all.
 
     Breaks are tried again. Raises RemoteModelError.
     """

@@ -1,15 +1,13 @@
 """Runs a job's processes on this machine from the first start to the report.
 
-One task per process keeps it running: start, wait, ask the supervisor what its end
-means, start again. One task reads the syncer's status twice a second; phases, chaos,
-metrics and the screen follow from it. Whatever decides how the run ends sets the
-outcome once; then all processes are ended, the report is completed and written.
+One task per process keeps it running: start, wait, ask the supervisor what its end means, start again. One task reads
+the syncer's status twice a second; phases, chaos, metrics and the screen follow from it. Whatever decides how the run
+ends sets the outcome once; then all processes are ended, the report is completed and written.
 
-Ends. *Complete* and *failed* come from the syncer's phase, failed also from the
-supervisor. Ctrl-C (and SIGTERM, SIGHUP) asks the syncer to interrupt: learners offer
-their work and leave, the syncer makes its checkpoint, and the run ends with 130; a
-second one kills everything at once. If the runner itself is killed the kernel kills its
-processes (processes.py).
+Ends. *Complete* and *failed* come from the syncer's phase, failed also from the supervisor. Ctrl-C (and SIGTERM,
+SIGHUP) asks the syncer to interrupt: learners offer their work and leave, the syncer makes its checkpoint, and the run
+ends with 130; a second one kills everything at once. If the runner itself is killed the kernel kills its processes
+(launch.py).
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
 """``diloco learner join``: this machine's compute for a job that is served elsewhere.
 
-Theory of operation. The job comes from the syncer, over the very connection that a learner
-would make (credentials, identity, join token), unless a job file is given; code of the
-job's own is run only from a file that is here. Then one learner process runs in the
-foreground: the worker program with the environment that it has everywhere, its place
-(region and ordinal) this directory's. It dials out only. SIGTERM and Ctrl-C make it offer
-its work and leave; a second one ends it at once. One that fails is started again with
-backoff, until it fails too often before it has lived for long.
+Theory of operation. The job comes from the syncer, over the very connection that a learner would make (credentials,
+identity, join token), unless a job file is given; code of the job's own is run only from a file that is here. Then one
+learner process runs in the foreground: the worker program with the environment that it has everywhere, its place
+(region and ordinal) this directory's. It dials out only. SIGTERM and Ctrl-C make it offer its work and leave; a second
+one ends it at once. One that fails is started again with backoff, until it fails too often before it has lived for
+long.
 
-A place's ordinal is drawn at random and kept in the directory: nobody deals them out, and
-two processes of one place would fence each other.
+A place's ordinal is drawn at random and kept in the directory: nobody deals them out, and two processes of one place
+would fence each other.
 """
 
 from __future__ import annotations

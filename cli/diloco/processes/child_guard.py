@@ -1,12 +1,11 @@
 """Starts a program that must not outlive the runner: ``python child_guard.py LIBRARY [--guard] PARENT COMMAND...``
 
-Setting PR_SET_PDEATHSIG between fork and exec from Python would run Python code in a
-forked child of a process with threads; this small program does it after an exec, where
-nothing can be held. Without ``--guard`` it then becomes the command. With it, it stays:
-a command of the user's may start processes of its own, so the guard leads the process
-group, kills all of it when the runner dies, passes SIGTERM and SIGINT on to the command,
-and ends as the command did. It runs with ``-I -S``, so that it starts at once and nothing of the command's
-environment changes it; LIBRARY is the folder that holds ``diloco_protocol``.
+Setting PR_SET_PDEATHSIG between fork and exec from Python would run Python code in a forked child of a process with
+threads; this small program does it after an exec, where nothing can be held. Without ``--guard`` it then becomes the
+command. With it, it stays: a command of the user's may start processes of its own, so the guard leads the process
+group, kills all of it when the runner dies, passes SIGTERM and SIGINT on to the command, and ends as the command did.
+It runs with ``-I -S``, so that it starts at once and nothing of the command's environment changes it; LIBRARY is the
+folder that holds ``diloco_protocol``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Processes of a run: started, signalled, awaited; none may outlive the runner.
 
-Workers of the built-in trainer are forked by the forkserver (diloco_worker.forkserver); the
-syncer and a job's own ``learners.command`` are started through ``child_guard.py``. Both ways
-the kernel ends them when the runner dies, even by SIGKILL. All run outside of the
-terminal's foreground process group, so that Ctrl-C reaches the runner alone, which
+Workers of the built-in trainer are forked by the forkserver (diloco_worker.forkserver); the syncer and a job's own
+``learners.command`` are started through ``child_guard.py``. Both ways the kernel ends them when the runner dies, even
+by SIGKILL. All run outside of the terminal's foreground process group, so that Ctrl-C reaches the runner alone, which
 passes on what it means.
 """
 

@@ -1,9 +1,8 @@
 """Whether a syncer that lives is still of use: when its silence means that it hangs.
 
-Theory of operation. Before a syncer first answers it may be busy for long: it compiles
-kernels, and reads a store that may be large. So its start is judged by progress: it is
-given up when it has neither worked nor read for ``SILENT_SECONDS``, and in any case
-after ``START_SECONDS``. One that has answered answers within milliseconds, whatever
+Theory of operation. Before a syncer first answers it may be busy for long: it compiles kernels, and reads a store that
+may be large. So its start is judged by progress: it is given up when it has neither worked nor read for
+``SILENT_SECONDS``, and in any case after ``START_SECONDS``. One that has answered answers within milliseconds, whatever
 else it does; when it has not for ``SILENT_SECONDS`` it hangs, however busy it looks.
 
 Plain code but for what reads /proc; the time is an argument.

@@ -1,9 +1,8 @@
 """TCP proxies between learners and syncer, so that ``--chaos`` can cut a connection.
 
-Each process gets a port of its own on this machine, which stays the same over restarts
-of both sides. While a cut lasts, its open connections have been reset and new ones are
-reset as soon as they come. Used only when a schedule contains ``cut``: otherwise nothing
-stands between learners and syncer.
+Each process gets a port of its own on this machine, which stays the same over restarts of both sides. While a cut
+lasts, its open connections have been reset and new ones are reset as soon as they come. Used only when a schedule
+contains ``cut``: otherwise nothing stands between learners and syncer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What shall break, and when: the ``--chaos`` schedule.
 
-A schedule is a list of faults, separated by commas; each is
-``TIME:ACTION:TARGET[:DURATION]``:
+A schedule is a list of faults, separated by commas; each is ``TIME:ACTION:TARGET[:DURATION]``:
 
 * TIME is a duration since the job's first merge (``20s``, ``1.5m``) or a step
   (``step=150``: when the job's greatest slot step gets there).
@@ -11,9 +10,8 @@ A schedule is a list of faults, separated by commas; each is
 * TARGET is ``learner-2`` (that process), ``learner`` (any running one, chosen by the
   run's seed) or ``syncer``.
 
-Everything here is plain code: the runner asks which faults are due, chooses the
-process, and carries the fault out. Commas, colons and equals signs inside
-parentheses belong to the item, so that a later TIME such as a random process can
+Everything here is plain code: the runner asks which faults are due, chooses the process, and carries the fault out.
+Commas, colons and equals signs inside parentheses belong to the item, so that a later TIME such as a random process can
 take arguments without changing how a schedule is cut up.
 """
 
@@ -44,9 +42,8 @@ class ChaosError(ValueError):
 class Fault:
     """One thing to break. Exactly one of ``after_seconds`` and ``at_step`` is set.
 
-    ``learner`` is the target's index over all learners of the job, or None for any
-    running one; it means nothing when ``syncer`` is set. ``duration`` is in seconds
-    and 0 for actions that do not last.
+    ``learner`` is the target's index over all learners of the job, or None for any running one; it means nothing when
+    ``syncer`` is set. ``duration`` is in seconds and 0 for actions that do not last.
     """
 
     text: str
