@@ -117,16 +117,18 @@ def absent_data(job: DiLoCoJob, directory: Path) -> list[Problem]:
     if data is None:
         return []
     return [
-        Problem(f"spec.training.data.{field}", name, f"there is no such file under {directory} on this machine")
-        for field, name in _local_names(data)
+        Problem(path, name, f"there is no such file under {directory} on this machine")
+        for path, name in local_names(data)
         if not glob.glob(str(directory / Path(name).expanduser()))
     ]
 
 
-def _local_names(data: DataSpec) -> list[tuple[str, str]]:
-    """The names in a data section that can only mean local files."""
+def local_names(data: DataSpec) -> list[tuple[str, str]]:
+    """The names in a data section that can only mean local files, each with its field."""
     if data.source == "text":
-        return [("paths", name) for name in data.paths if name != "python-stdlib" and "://" not in name]
+        return [
+            ("spec.training.data.paths", name) for name in data.paths if name != "python-stdlib" and "://" not in name
+        ]
     if data.source == "datasets" and data.name is not None and data.name.startswith((".", "/", "~")):
-        return [("name", data.name)]
+        return [("spec.training.data.name", data.name)]
     return []

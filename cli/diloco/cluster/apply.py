@@ -17,7 +17,7 @@ from diloco.cluster.change import on_every_copy, parse_object
 from diloco.cluster.client import MANAGER, Cluster, ClusterError, Object, Where
 from diloco.cluster.follow import ended, follow, hindered, invalid, no_operator, seen, wait_for
 from diloco.console import FAILED, INTERRUPTED, WRONG
-from diloco.validate import problems_text, warnings_text
+from diloco.validate import local_names, problems_text, warnings_text
 from diloco_protocol.spec.job import DiLoCoJob, immutable_digests
 from diloco_protocol.spec.load import JobError, Problem, job_warnings, load_manifest
 
@@ -206,20 +206,15 @@ def foreign_paths(job: DiLoCoJob, directory: Path) -> list[Problem]:
     container's working directory in a pod."""
     training = job.spec.training
     data, start = training.data, training.model.from_ if training.model is not None else None
-    found: list[tuple[str, str]] = []
-    if data is not None and data.source == "text":
-        found += [("spec.training.data.paths", name) for name in data.paths if name != "python-stdlib"]
-    if data is not None and data.source == "datasets" and data.name and data.name.startswith((".", "~")):
-        found.append(("spec.training.data.name", data.name))
-    if start is not None and start.startswith((".", "~")):  # else a hub's name, a URI or an absolute path
+    found = [] if data is None else local_names(data)
+    if start is not None and start.startswith((".", "~")):  # else a name on Hugging Face, a URI or an absolute path
         found.append(("spec.training.model.from", start))
     message = (
         "this path is relative to the job file on this machine; in a pod it starts at the container's working"
         " directory. Put the files into the image or on a volume (podTemplate) and name them by an absolute"
         " path, or give a URI"
     )
-    relative = [(path, name) for path, name in found if "://" not in name and not name.startswith("/")]
-    warned = [Problem(path, name, message) for path, name in relative]
+    warned = [Problem(path, name, message) for path, name in found if not name.startswith("/")]
     programs = [("spec.learners.command", word) for word in job.spec.learners.command or []]
     if data is not None and data.function:
         module = data.function.partition(":")[0].replace(".", "/")

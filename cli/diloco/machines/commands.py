@@ -93,9 +93,9 @@ def serve(
         evaluator = False
     serving = ServeOptions(
         listen,
-        None if credentials is None else credentials.absolute(),
+        credentials and credentials.absolute(),
         evaluator,
-        None if evaluator_credentials is None else evaluator_credentials.absolute(),
+        evaluator_credentials and evaluator_credentials.absolute(),
     )
     return run(RunOptions(job, workdir, overrides=overrides, http=http, serving=serving))
 
