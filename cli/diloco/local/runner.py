@@ -46,7 +46,6 @@ from diloco.processes.worker_specs import (
     worker_specs,
 )
 from diloco.syncer_client import SyncerClient, SyncerError
-from diloco_protocol.documents import SlotRow
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.vocabulary import ControlMethod, JobPhase
 
@@ -97,14 +96,20 @@ class Runner:
         self.view = RunView(job.metadata.name, (stop.kind, stop.limit))
         self.running: dict[str, Process] = {}
         self.proxies: dict[str, Proxy] = {}
-        self.injector = Injector(self, schedule, job.spec.seed)
         self._http = http
         self._sync_port = self._control_port = "127.0.0.1:0"
         if serving is not None:
             self._sync_port = serving.listen
         self.watch = StatusWatch(
-            self.syncer, self.view, screen, self.supervisor, self._workers, workdir.store, self.injector.merged
+            self.syncer,
+            self.view,
+            screen,
+            self.supervisor,
+            self._workers,
+            workdir.store,
+            lambda: self.injector.merged(),
         )
+        self.injector = Injector(self.watch, self.running, self.proxies, self._workers, schedule, job.spec.seed)
         self._watchdog = Watchdog()
         self._complete_already = False
         self._begun = time.monotonic()
@@ -232,19 +237,6 @@ class Runner:
     def _sync_address(self) -> str | None:
         address = self.syncer.address()
         return None if address is None else str(address["sync"])
-
-    # -------------------------------------------------------------- what the injector asks
-
-    @property
-    def learners(self) -> list[WorkerSpec]:
-        return [worker for worker in self._workers if worker.learner is not None]
-
-    @property
-    def elapsed(self) -> float:
-        return self.watch.elapsed
-
-    def slot_of(self, name: str) -> SlotRow | None:
-        return self.watch.slot_of(name)
 
     # -------------------------------------------------------------- processes
 

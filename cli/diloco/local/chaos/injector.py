@@ -12,38 +12,16 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from diloco.local.chaos.fault_report import Injected
 from diloco.local.chaos.proxy import Proxy
 from diloco.local.chaos.schedule import Fault, FaultSchedule, choose
-from diloco.local.screen import RunView, Screen
+from diloco.local.watch import StatusWatch
 from diloco.processes.launch import Process
 from diloco.processes.worker_specs import WorkerSpec
 from diloco_protocol.documents import SlotRow
 
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "pause": signal.SIGSTOP}
-
-
-class Host(Protocol):
-    """What the injector needs of the runner."""
-
-    view: RunView
-    screen: Screen
-
-    @property
-    def running(self) -> Mapping[str, Process]: ...
-
-    @property
-    def proxies(self) -> Mapping[str, Proxy]: ...
-
-    @property
-    def learners(self) -> Sequence[WorkerSpec]: ...
-
-    @property
-    def elapsed(self) -> float: ...
-
-    def slot_of(self, name: str) -> SlotRow | None: ...
 
 
 class Injector:
@@ -52,8 +30,20 @@ class Injector:
     ``done`` lists the faults that were carried out.
     """
 
-    def __init__(self, host: Host, schedule: Sequence[Fault], seed: int) -> None:
-        self._host = host
+    def __init__(
+        self,
+        watch: StatusWatch,
+        running: Mapping[str, Process],
+        proxies: Mapping[str, Proxy],
+        workers: Sequence[WorkerSpec],
+        schedule: Sequence[Fault],
+        seed: int,
+    ) -> None:
+        """``running``, ``proxies``: by a process's name, as they are at the moment."""
+        self._watch = watch
+        self._running = running
+        self._proxies = proxies
+        self._workers = workers
         self._schedule = FaultSchedule(schedule)
         self._seed = seed
         self._first_merge: float | None = None
@@ -86,7 +76,7 @@ class Injector:
     def step(self) -> None:
         """Carry out what is due now."""
         since = None if self._first_merge is None else time.monotonic() - self._first_merge
-        status = self._host.view.status
+        status = self._watch.view.status
         greatest = 0 if status is None else status.step
         due = self._held + self._schedule.due(since, greatest)
         self._held = [(index, fault) for index, fault in due if not self._inject(index, fault)]
@@ -94,26 +84,26 @@ class Injector:
     def _inject(self, index: int, fault: Fault) -> bool:
         """False: the target is not there at the moment."""
         if fault.syncer:
-            if "syncer" not in self._host.running:
+            if "syncer" not in self._running:
                 return False
             self._hit(fault, "syncer", None)
             return True
-        by_index = {m.learner: m for m in self._host.learners if m.learner is not None and m.name in self._host.running}
-        seated = [i for i, worker in by_index.items() if self._host.slot_of(worker.name) is not None]
+        by_index = {m.learner: m for m in self._workers if m.learner is not None and m.name in self._running}
+        seated = [i for i, worker in by_index.items() if self._watch.slot_of(worker.name) is not None]
         candidates = seated if fault.learner is None and seated else list(by_index)
         chosen = choose(fault, index, candidates, self._seed)
         if chosen is None:
             return False
         name = by_index[chosen].name
-        self._hit(fault, name, self._host.slot_of(name))
+        self._hit(fault, name, self._watch.slot_of(name))
         return True
 
     def _hit(self, fault: Fault, name: str, slot: SlotRow | None) -> None:
-        process, lasting = self._host.running[name], f" for {fault.duration:g} s" if fault.duration else ""
-        self._host.screen.event(f"chaos: {fault.action} {name}{lasting}", "bold red")
+        process, lasting = self._running[name], f" for {fault.duration:g} s" if fault.duration else ""
+        self._watch.screen.event(f"chaos: {fault.action} {name}{lasting}", "bold red")
         injected = Injected(
             time.time(),
-            self._host.elapsed,
+            self._watch.elapsed,
             fault.action,
             name,
             None if slot is None else slot.slot,
@@ -121,8 +111,7 @@ class Injector:
             fault.duration,
         )
         if fault.action == "cut":
-            proxies = self._host.proxies
-            for proxy in proxies.values() if name == "syncer" else [proxies[name]]:
+            for proxy in self._proxies.values() if name == "syncer" else [self._proxies[name]]:
                 proxy.cut(fault.duration)
         else:
             process.signal(SIGNALS[fault.action])
