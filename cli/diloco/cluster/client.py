@@ -37,9 +37,8 @@ Object = dict[str, Any]
 
 
 class ClusterError(CommandError):
-    """What could not be done and the cure. ``reason`` is the API server's word, or ``Unreachable``,
-    ``Busy``, ``NoCRD``, ``NoNamespace``, ``Settings``; ``code`` the exit code that fits; ``status`` the
-    API server's Status."""
+    """What could not be done and the cure. ``reason`` is the API server's word, or ``Unreachable``, ``Busy``,
+    ``NoCRD``, ``NoNamespace``, ``Settings``; ``code`` the exit code that fits; ``status`` the API server's Status."""
 
     def __init__(self, message: str, reason: str = "", code: int = FAILED, status: Object | None = None) -> None:
         super().__init__(message, code)
@@ -48,8 +47,7 @@ class ClusterError(CommandError):
 
     @property
     def passing(self) -> bool:
-        """Whether asking again later may help: nobody answered, or an API server that starts or is
-        overloaded."""
+        """Whether asking again later may help: nobody answered, or an API server that starts or is overloaded."""
         return self.reason in ("Unreachable", "Busy")
 
     @property

@@ -13,11 +13,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from rich.console import Console
+
 from diloco.cluster.client import TIMEOUT, Cluster, ClusterError, Object, Where
 from diloco.cluster.port_forward import Forward, forwarded
 from diloco.cluster.render import holds
 from diloco.console import FAILED, WRONG
+from diloco.local.screen import summary
 from diloco.syncer_client import SyncerError, fetch_document
+from diloco_protocol.common.files import write_whole
 from diloco_protocol.documents import DocumentError, Report, StatusDocument, read_document
 from diloco_protocol.vocabulary import EXPORT_PORT, HTTP_PORT
 
@@ -122,8 +126,6 @@ def show_report(document: Report, name: str, out: Path | None, as_json: bool, go
     """Print a report, or write it whole to ``out``. ``going``: the job is not over, and what people see says so.
     Raises ClusterError."""
     if out is not None:
-        from diloco_protocol.common.files import write_whole
-
         try:
             write_whole(out, document.model_dump_json(indent=1).encode() + b"\n")
         except OSError as error:
@@ -132,10 +134,6 @@ def show_report(document: Report, name: str, out: Path | None, as_json: bool, go
     elif as_json:
         print(document.model_dump_json(indent=1))
     else:
-        from rich.console import Console
-
-        from diloco.local.screen import summary
-
         Console(soft_wrap=True).print(summary(document, "the job goes on" if going else ""))
 
 

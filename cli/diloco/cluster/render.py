@@ -1,10 +1,9 @@
 """What a person sees of a job in a cluster: plain functions of API objects and the time.
 
-A job's figures come from two places. Its status (written by the operator, at most every
-60 s) is always there; the syncer's status page has every learner, as it stands, and is
-read where this account may port-forward. With the page the picture is the one that
-``diloco run`` shows; without, a table of the regions stands in for the learners'. Below
-either: the conditions and the last events, in sentences.
+A job's figures come from two places. Its status (written by the operator, at most every 60 s) is always there; the
+syncer's status page has every learner, as it stands, and is read where this account may port-forward. With the page the
+picture is the one that ``diloco run`` shows; without, a table of the regions stands in for the learners'. Below either:
+the conditions and the last events, in sentences.
 """
 
 from __future__ import annotations
@@ -211,8 +210,7 @@ def region_names(job: Object) -> list[str]:
 
 
 def jobs_table(jobs: Sequence[Object], now: float, contexts: Sequence[str] = (), spaces: bool = False) -> Table:
-    """A line for each job; with the column of contexts (one for each job) or namespaces where there are
-    several."""
+    """A line for each job; with the column of contexts (one for each job) or namespaces where there are several."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     titles = [*(["CONTEXT"] if contexts else []), *(["NAMESPACE"] if spaces else [])]
     for title in (*titles, "NAME", "PHASE", "LEARNERS", "QUORUM", "STEP", "TOKENS", "LOSS", "GOODPUT", "AGE"):

@@ -10,6 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
 from diloco.cluster.client import Cluster, ClusterError, Object, Where
 from diloco.cluster.fetch import Pages
 from diloco.cluster.follow import POLL_SECONDS, ended, follow, job_events
@@ -71,7 +75,6 @@ def status_document(job: Object, page: StatusDocument | None, events: Sequence[O
 
 
 def _list(clusters: Sequence[Cluster], everywhere: bool, watch: bool, as_json: bool) -> int:
-    from rich.console import Console
 
     console = Console(soft_wrap=True, highlight=False)
     while True:
@@ -96,8 +99,6 @@ def _list(clusters: Sequence[Cluster], everywhere: bool, watch: bool, as_json: b
 
 def _watch(clusters: Sequence[Cluster], name: str) -> int:
     """The picture, drawn again and again until the job ends; elsewhere than on a terminal, lines."""
-    from rich.console import Console, Group
-    from rich.live import Live
 
     for cluster in clusters:
         cluster.job(name)  # that it is not there is said at once
@@ -129,7 +130,6 @@ class _Watched:
     over: bool = False
 
     def refresh(self, name: str) -> None:
-        from rich.text import Text
 
         try:
             job = self.cluster.job(name)
@@ -148,10 +148,7 @@ class _Watched:
 
 
 def show_events(where: Where, name: str, watch: bool, as_json: bool) -> int:
-    """``diloco events NAME``: of the job and its objects, oldest first; the exit code.
-    Raises ClusterError."""
-    from rich.console import Console
-    from rich.text import Text
+    """``diloco events NAME``: of the job and its objects, oldest first; the exit code. Raises ClusterError."""
 
     console = Console(soft_wrap=True, highlight=False)
     clusters = where.open()

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from diloco.local.chaos import fault_report
 from diloco.local.chaos.fault_report import Event, Injected
 from diloco_protocol.documents import Report, ReportSyncer, RunReport, StatusDocument, Tokens, VersionRange
+from diloco_protocol.spec.job import DiLoCoJob, spec_digest
 from diloco_protocol.vocabulary import JobPhase
-
-if TYPE_CHECKING:
-    from diloco_protocol.spec.job import DiLoCoJob
 
 # The syncer's last phase -> report.json's outcome, exit code.
 OUTCOMES: dict[str, tuple[str, int]] = {
@@ -63,7 +61,6 @@ def complete_report(result: RunResult, job: DiLoCoJob) -> RunReport:
 
 def _report_without_syncer(status: StatusDocument | None, job: DiLoCoJob) -> Report:
     """Where the syncer could not be asked: the figures of its last status, or null."""
-    from diloco_protocol.spec.job import spec_digest
 
     same = {"merges", "tokens", "goodput", "uptime", "eval_loss", "bytes_up", "bytes_down", "regions"}
     known: dict[str, Any] = dict.fromkeys(("merges", "bytes_up", "bytes_down"), 0)

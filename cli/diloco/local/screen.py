@@ -1,9 +1,8 @@
 """What a person sees of a run: a live picture on a terminal, plain lines elsewhere.
 
-Both show the same: loss per learner and of the merged model, tokens/s, the fragments'
-versions, who is in the quorum, and events (a kill, the loss noticed, the newcomer).
-The picture is made from the status document and the runner's own table of processes by
-plain functions; ``Live`` and ``Lines`` only decide when and where it goes.
+Both show the same: loss per learner and of the merged model, tokens/s, the fragments' versions, who is in the quorum,
+and events (a kill, the loss noticed, the newcomer). The picture is made from the status document and the runner's own
+table of processes by plain functions; ``Live`` and ``Lines`` only decide when and where it goes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The directory of one run: what lies where, who may use it, and for which job.
 
-One run at a time (``run.lock``, released by the kernel when the runner ends, however it
-ends), one job for its whole life (``job.json``): a second run goes on from the store, so
-what may not change after a job's start may not differ.
+One run at a time (``run.lock``, released by the kernel when the runner ends, however it ends), one job for its whole
+life (``job.json``): a second run goes on from the store, so what may not change after a job's start may not differ.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from typing import TYPE_CHECKING
 
 from diloco.console import CommandError
 from diloco_protocol.common.files import FileError, read_bounded, write_whole
+from diloco_protocol.documents import RunReport, read_document
 
 if TYPE_CHECKING:
-    from diloco_protocol.documents import RunReport
     from diloco_protocol.spec.job import DiLoCoJob
 
 MAX_REPORT_BYTES = 64 << 20
@@ -77,8 +76,6 @@ class Workdir:
 
 
 def _read_report(path: Path) -> RunReport | None:
-    from diloco_protocol.documents import RunReport, read_document
-
     try:
         return read_document(RunReport, read_bounded(path, MAX_REPORT_BYTES))
     except (OSError, ValueError):

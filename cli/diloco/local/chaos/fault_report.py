@@ -1,7 +1,7 @@
 """What each fault cost, read from the syncer's numbered events.
 
-A fault hits a process; what the report wants to know is how long the slot that this
-process held was away. From the events of that slot after the fault:
+A fault hits a process; what the report wants to know is how long the slot that this process held was away. From the
+events of that slot after the fault:
 
 * detected: the first sign that the syncer knew (``suspect``, ``lost``, ``process-ended``;
   ``draining``, ``drained``);
@@ -9,16 +9,13 @@ process held was away. From the events of that slot after the fault:
 * first step, recovered: the ``first-step`` and ``first-merge`` of that join or a
   later one.
 
-For a fault of the syncer, detected is when the runner saw its process end (or, while
-it lives on, the first sign of a lost learner); joined, first step and recovered are
-the first such events of any slot thereafter.
+For a fault of the syncer, detected is when the runner saw its process end (or, while it lives on, the first sign of a
+lost learner); joined, first step and recovered are the first such events of any slot thereafter.
 
-A pause or a cut may pass unnoticed, when it is shorter than the heartbeat's timeout;
-then nothing was lost and all four are None. So that it does not adopt a later fault's
-events, only signs that come before the next fault on the same slot count, and for pause
-and cut only those before the next fault of the syncer and before they end plus
-``NOTICE_SECONDS``. That a learner drained is a sign of ``term`` alone: all drain when the
-job ends. All times are wall-clock seconds.
+A pause or a cut may pass unnoticed, when it is shorter than the heartbeat's timeout; then nothing was lost and all four
+are None. So that it does not adopt a later fault's events, only signs that come before the next fault on the same slot
+count, and for pause and cut only those before the next fault of the syncer and before they end plus ``NOTICE_SECONDS``.
+That a learner drained is a sign of ``term`` alone: all drain when the job ends. All times are wall-clock seconds.
 """
 
 from __future__ import annotations
@@ -35,9 +32,8 @@ SIGNS = frozenset({EventKind.SUSPECT, EventKind.LOST, EventKind.PROCESS_ENDED})
 
 @dataclass(frozen=True, slots=True)
 class Injected:
-    """One fault that was carried out. ``at_seconds`` counts from the job's start;
-    ``slot`` is None for the syncer, and for a learner that held none; ``noticed`` is
-    when the runner saw the process end, None if it did not."""
+    """One fault that was carried out. ``at_seconds`` counts from the job's start; ``slot`` is None for the syncer, and
+    for a learner that held none; ``noticed`` is when the runner saw the process end, None if it did not."""
 
     time: float
     at_seconds: float

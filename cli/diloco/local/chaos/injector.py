@@ -1,8 +1,7 @@
 """Carry out the faults of a ``--chaos`` schedule on a run's processes, and list what was done.
 
-A fault whose target is not running when it is due (it is being restarted) waits until
-it is; what never came about is said at the end. A fault on ``learner`` takes one that
-holds a slot, as long as any does.
+A fault whose target is not running when it is due (it is being restarted) waits until it is; what never came about is
+said at the end. A fault on ``learner`` takes one that holds a slot, as long as any does.
 """
 
 from __future__ import annotations
