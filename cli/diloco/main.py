@@ -178,7 +178,7 @@ def status(
     context: Contexts = [],  # noqa: B006
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
-) -> int | None:
+) -> None:
     """Show how a job is doing, on this machine or in a cluster.
 
     Examples:
@@ -199,7 +199,8 @@ def status(
         from diloco.cluster.status import show_status
 
         with in_cluster(None if meant else what):
-            return show_status(there, what, everywhere, watch, as_json)
+            show_status(there, what, everywhere, watch, as_json)
+        return
     from diloco.local.status import as_json as json_of
     from diloco.local.status import read_status, show
 
@@ -210,7 +211,6 @@ def status(
         print(json.dumps(json_of(document), indent=1))
     else:
         show(document)
-    return None
 
 
 @app.command()

@@ -122,7 +122,7 @@ def events(
     context: Contexts = [],  # noqa: B006
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
-) -> int:
+) -> None:
     """What has happened to a job and its pods, in sentences, as long as the cluster remembers (an hour).
 
     Examples:
@@ -134,7 +134,7 @@ def events(
 
     from diloco.cluster.status import show_events
 
-    return show_events(where(context, namespace, kubeconfig), job, watch, as_json)
+    show_events(where(context, namespace, kubeconfig), job, watch, as_json)
 
 
 def logs(

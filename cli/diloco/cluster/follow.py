@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco.cluster.client import Cluster, ClusterError
+from diloco.cluster.client import Cluster, ClusterError, Object
 from diloco.cluster.fetch import Pages
-from diloco.cluster.render import Object, condition, condition_style, event_count, event_time, heard, holds, job_line
+from diloco.cluster.render import condition, condition_style, event_count, event_time, heard, holds, job_line
 from diloco.console import COMPLETE, FAILED
 from diloco_protocol.documents import StatusDocument
 from diloco_protocol.vocabulary import JOB_REFUSED_REASONS, ResourcePhase

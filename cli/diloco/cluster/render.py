@@ -17,11 +17,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from diloco.cluster.client import Object
 from diloco.local.screen import RunView, nats, number, picture, progress, progress_line, summary
 from diloco_protocol.documents import DocumentError, Report, StatusDocument, read_document
 from diloco_protocol.vocabulary import FAULT_CONDITIONS
-
-Object = dict[str, Any]
 
 EVENTS_SHOWN = 10
 UNSEEN = "no operator has looked at it yet"

@@ -24,14 +24,17 @@ from diloco_protocol.vocabulary import ResourcePhase
 # ------------------------------------------------------------------ status
 
 
-def show_status(where: Where, name: str | None, everywhere: bool, watch: bool, as_json: bool) -> int:
-    """``diloco status``: the exit code. Raises ClusterError."""
+def show_status(where: Where, name: str | None, everywhere: bool, watch: bool, as_json: bool) -> None:
+    """``diloco status``. Raises ClusterError."""
     clusters = where.open()
     if name is None:
-        return _list(clusters, everywhere, watch, as_json)
+        _list(clusters, everywhere, watch, as_json)
+        return
     if watch:
-        return _watch(clusters, name)
+        _watch(clusters, name)
+        return
     documents = []
+    console = Console(soft_wrap=True, highlight=False)
     with contextlib.ExitStack() as stack:
         for cluster in clusters:
             job = cluster.job(name)
@@ -42,9 +45,6 @@ def show_status(where: Where, name: str | None, everywhere: bool, watch: bool, a
             if as_json:
                 documents.append(status_document(job, page, events, cluster.context))
                 continue
-            from rich.console import Console
-
-            console = Console(soft_wrap=True, highlight=False)
             if len(clusters) > 1:
                 console.print(f"context {cluster.context}", style="dim")
             console.print(job_picture(job, page, events, time.time()))
@@ -52,7 +52,6 @@ def show_status(where: Where, name: str | None, everywhere: bool, watch: bool, a
                 console.print(f"(learner by learner: not to be had: {pages.problem})", style="dim")
     if as_json:
         print(json.dumps(documents[0] if len(documents) == 1 else documents, indent=1))
-    return 0
 
 
 def status_document(job: Object, page: StatusDocument | None, events: Sequence[Object], context: str) -> Object:
@@ -74,8 +73,7 @@ def status_document(job: Object, page: StatusDocument | None, events: Sequence[O
     return {**head, **shown, "resource": resource, "resource_events": told}
 
 
-def _list(clusters: Sequence[Cluster], everywhere: bool, watch: bool, as_json: bool) -> int:
-
+def _list(clusters: Sequence[Cluster], everywhere: bool, watch: bool, as_json: bool) -> None:
     console = Console(soft_wrap=True, highlight=False)
     while True:
         jobs: list[Object] = []
@@ -93,19 +91,18 @@ def _list(clusters: Sequence[Cluster], everywhere: bool, watch: bool, as_json: b
             several = contexts if len(clusters) > 1 else ()
             console.print(jobs_table(jobs, time.time(), several, everywhere))
         if not watch:
-            return 0
+            return
         time.sleep(POLL_SECONDS)
 
 
-def _watch(clusters: Sequence[Cluster], name: str) -> int:
+def _watch(clusters: Sequence[Cluster], name: str) -> None:
     """The picture, drawn again and again until the job ends; elsewhere than on a terminal, lines."""
-
     for cluster in clusters:
         cluster.job(name)  # that it is not there is said at once
     console = Console(highlight=False)
     if not console.is_terminal or console.is_dumb_terminal:
         follow(clusters, name, ended, None, lambda line: print(line, flush=True))
-        return 0
+        return
     views = [_Watched(cluster, Pages(cluster, name)) for cluster in clusters]
     try:
         with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
@@ -117,7 +114,6 @@ def _watch(clusters: Sequence[Cluster], name: str) -> int:
     finally:
         for view in views:
             view.pages.close()
-    return 0
 
 
 @dataclass(slots=True)
@@ -147,9 +143,8 @@ class _Watched:
 # ------------------------------------------------------------------ events
 
 
-def show_events(where: Where, name: str, watch: bool, as_json: bool) -> int:
-    """``diloco events NAME``: of the job and its objects, oldest first; the exit code. Raises ClusterError."""
-
+def show_events(where: Where, name: str, watch: bool, as_json: bool) -> None:
+    """``diloco events NAME``: of the job and its objects, oldest first. Raises ClusterError."""
     console = Console(soft_wrap=True, highlight=False)
     clusters = where.open()
     jobs = {cluster.context: cluster.job(name) for cluster in clusters}
@@ -182,5 +177,5 @@ def show_events(where: Where, name: str, watch: bool, as_json: bool) -> int:
         if not watch:
             if not new and not as_json:
                 console.print(f"nothing was told of {name} within the time that the cluster keeps events")
-            return 0
+            return
         time.sleep(POLL_SECONDS)
