@@ -15,7 +15,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from diloco.cluster.client import MANAGER, Cluster, ClusterError, Object, Where, nearest
-from diloco.cluster.follow import gone_within, invalid, no_operator, operator_hint, place, resumed, suspended, wait_for
+from diloco.cluster.follow import (
+    context_suffix,
+    gone_within,
+    invalid,
+    no_operator,
+    operator_hint,
+    resumed,
+    suspended,
+    wait_for,
+)
 from diloco.cluster.render import heard, region_names
 from diloco.console import INTERRUPTED, WRONG
 from diloco_protocol.spec.job import DiLoCoJob
@@ -37,7 +46,7 @@ def on_every_copy(clusters: Sequence[Cluster], act: Callable[[Cluster], str]) ->
             code = max(code, error.code)
             continue
         done.append(cluster)
-        print(said + place(cluster, clusters), flush=True)
+        print(said + context_suffix(cluster, clusters), flush=True)
     return code, done
 
 

@@ -195,7 +195,7 @@ def wait_for(
     time is over (its object as it was last): how it is, and what else may help. Raises ClusterError."""
     code = COMPLETE
     for cluster, outcome, job in follow(clusters, name, judge, timeout, lambda line: print(line, flush=True)):
-        whose = name + place(cluster, clusters)
+        whose = name + context_suffix(cluster, clusters)
         if outcome is None:
             how, *more = unfinished(cluster, job)
             for text in (f"{whose} {how}", *more):
@@ -207,7 +207,7 @@ def wait_for(
     return code
 
 
-def place(cluster: Cluster, clusters: Sequence[Cluster]) -> str:
+def context_suffix(cluster: Cluster, clusters: Sequence[Cluster]) -> str:
     """Behind a sentence: in which context it is so, where there are several."""
     return f" (context {cluster.context})" if len(clusters) > 1 else ""
 

@@ -30,7 +30,7 @@ from diloco.local.metrics_log import MetricsLog
 from diloco.local.outcome import OUTCOMES, RunOutcome, RunResult
 from diloco.local.screen import RunView, Screen
 from diloco.local.watch import StatusWatch
-from diloco.processes.launch import Child, ForkServerClient, Process, StartError, check_free, end_all, own_program
+from diloco.processes.launch import Child, ForkServerClient, Process, StartError, check_free, end_all, resolve_program
 from diloco.processes.supervisor import Abandon, Exit, Fail, Finished, Kind, Restart, Supervisor
 from diloco.processes.watchdog import Watchdog, peak_rss_bytes, progress
 from diloco.processes.workdir import Workdir
@@ -352,7 +352,7 @@ class Runner:
         self.view.notes.pop(worker.name, None)
         if command is None or worker.kind is Kind.EVALUATOR:
             return await self._forkserver.spawn(worker.name, env, log)
-        program = own_program(command)
+        program = resolve_program(command)
         return await Child.start(worker.name, program, {**self._env, **env}, log, cwd=self._job_directory, guard=True)
 
     async def _report_ended(self, worker: WorkerSpec, process_id: str, how: Exit) -> None:

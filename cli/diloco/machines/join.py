@@ -29,7 +29,7 @@ from pathlib import Path
 from types import FrameType
 
 from diloco.console import COMPLETE, FAILED, INTERRUPTED, WRONG, CommandError
-from diloco.processes.launch import guarded, own_program
+from diloco.processes.launch import guard_command, resolve_program
 from diloco.processes.supervisor import Kind
 from diloco.processes.workdir import Workdir, locked
 from diloco.processes.worker_specs import WorkerSpec, base_environment, threads_each, worker_environment
@@ -234,9 +234,9 @@ class _LearnerProcess:
 
     def _once(self) -> int:
         command = self._job.spec.learners.command
-        program = [sys.executable, "-m", "diloco_worker"] if command is None else own_program(command)
+        program = [sys.executable, "-m", "diloco_worker"] if command is None else resolve_program(command)
         self._process = subprocess.Popen(
-            guarded(program, guard=command is not None),
+            guard_command(program, guard=command is not None),
             env=self._env,
             stdin=subprocess.DEVNULL,
             process_group=0,

@@ -52,12 +52,12 @@ def check_free(address: str) -> None:
     socket.create_server((host.strip("[]"), int(port)), family=family).close()
 
 
-def own_program(command: Sequence[str]) -> list[str]:
+def resolve_program(command: Sequence[str]) -> list[str]:
     """A job's ``learners.command`` as it is started here: ``python`` is the interpreter that runs this."""
     return [sys.executable if command[0] == "python" else command[0], *command[1:]]
 
 
-def guarded(command: Sequence[str], guard: bool) -> list[str]:
+def guard_command(command: Sequence[str], guard: bool) -> list[str]:
     """The command, started so that it does not outlive this process. ``guard``: it may start processes of its own."""
     options = ["--guard"] if guard else []
     return [sys.executable, "-I", "-S", str(CHILD_GUARD), str(LIBRARY), *options, str(os.getpid()), *command]
@@ -101,7 +101,7 @@ class Child:
         try:
             with log.open("ab") as output:
                 process = await asyncio.create_subprocess_exec(
-                    *guarded(command, guard),
+                    *guard_command(command, guard),
                     env=dict(env),
                     cwd=cwd,
                     process_group=0,
