@@ -87,14 +87,16 @@ def names_are_kept(report: dict[str, Any]) -> None:
 
 
 def test_a_job_runs_to_its_end_and_what_it_leaves_is_whole(start: Callable[..., Run], tmp_path: Path) -> None:
-    run = start("--report", str(tmp_path / "copy.json"))
+    began = time.monotonic()
+    run = start("--report", str(tmp_path / "copy.json"), steps=120)
     assert run.ends() == 0, run.everything()
+    trained_seconds = time.monotonic() - began
     report = run.report()
     assert report == json.loads((tmp_path / "copy.json").read_text())
     names_are_kept(report)
     assert report["schema"] == 1 and report["outcome"] == "complete" and report["seed"] == 0
     # Steps take 10 ms: how many merges fit between them depends on how busy this machine is.
-    assert report["steps"] >= 60 and report["merges"] >= 8 and report["versions"]["min"] >= 1
+    assert report["steps"] >= 120 and report["merges"] >= 8 and report["versions"]["min"] >= 1
     assert report["final_loss"] < report["initial_loss"] - 0.5
     assert report["syncer"]["restarts"] == 0 and report["syncer"]["peak_rss_bytes"] > 10 << 20
     assert report["faults"] == [] and len(report["learners"]) == 2
@@ -126,16 +128,16 @@ def test_a_job_runs_to_its_end_and_what_it_leaves_is_whole(start: Callable[..., 
     assert sum(parameter.numel() for parameter in model.parameters()) > 10_000
 
     began = time.monotonic()
-    again = start()  # the job is complete: nothing is trained, that is said, and its report is kept
+    again = start(steps=120)  # the job is complete: nothing is trained, that is said, and its report is kept
     assert again.ends() == 0, again.everything()
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < max(30, trained_seconds), "longer than a busy machine took for all of it"
     assert "the job is complete already" in again.output and "learner-0 ended" not in again.output
     assert again.report() == report
 
-    more = start("--set", "training.stop.steps=90")
+    more = start("--set", "training.stop.steps=150")
     assert more.ends() == 0, more.everything()
     assert "going on from the checkpoint" in more.output
-    assert more.report()["steps"] >= 90
+    assert more.report()["steps"] >= 150
     check_ledger(more.report())
     # The first end's score is a point of the curve now, and the new end has its own.
     curve, further = report["eval_loss"], more.report()["eval_loss"]
