@@ -123,7 +123,7 @@ class StatusPort:
                 round_trip_seconds=figures.get("round_trip_seconds"),
             ),
             refused=None if refused is None else LearnerRefusal(reason=refused[0], message=refused[1]),
-            settings=None if connection.settings is None else connection.settings.document(),
+            settings=None if connection.settings is None else connection.settings.model_dump(mode="json"),
         )
 
     def _ready(self) -> tuple[int, bytes]:

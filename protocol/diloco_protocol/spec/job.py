@@ -13,11 +13,13 @@ import json
 import operator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationInfo, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
 from diloco_protocol.spec.base import NAME_PATTERN, NAMESPACE_PATTERN, Annotations, Labels, Spec
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.spec.rules import violations
+from diloco_protocol.spec.sync import SyncSpec
+from diloco_protocol.spec.training import StopSpec
 from diloco_protocol.vocabulary import API_VERSION
 
 IMMUTABLE = (("training", "model"), ("training", "data"), ("seed",), ("sync", "fragments"))
@@ -71,6 +73,22 @@ def json_digest(value: Any) -> str:
 def spec_digest(job: DiLoCoJob) -> str:
     """SHA-256 (hex) of the job's spec with all defaults filled in, independent of the order of keys."""
     return json_digest(job.spec.model_dump(mode="json"))
+
+
+class SyncerSettings(BaseModel):
+    """What a syncer tells each learner in its Welcome: the settings that take precedence over the learner's job file,
+    because a job may be changed while learners run. ``learners``: slots of the job."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    sync: SyncSpec
+    learners: int
+    stop: StopSpec
+
+    @classmethod
+    def of(cls, spec: JobSpec) -> SyncerSettings:
+        """The settings in a job file."""
+        return cls(sync=spec.sync, learners=spec.slots, stop=spec.training.stop)
 
 
 def immutable_digests(job: DiLoCoJob) -> dict[str, str]:

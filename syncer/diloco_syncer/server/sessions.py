@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import logging
 import time
 from collections import deque
@@ -23,7 +22,7 @@ from typing import Any
 import grpc
 
 from diloco_protocol.security.identity import covers, same_party
-from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.spec.job import DiLoCoJob, SyncerSettings
 from diloco_protocol.vocabulary import ConnectionRefusal, JobPhase, JoinRefusal
 from diloco_protocol.wire import convert, limits, sync_pb2
 from diloco_protocol.wire.limits import WireError
@@ -384,19 +383,14 @@ class Sessions:
                 connection.send(told)
 
     def _welcome(self, admit: ev.Admit, broadcasts: tuple[Broadcast, ...]) -> sync_pb2.Welcome:
-        core, spec = self._core, self._job.spec
-        settings = {
-            "sync": spec.sync.model_dump(mode="json", by_alias=True),
-            "learners": spec.slots,
-            "stop": spec.training.stop.model_dump(mode="json", by_alias=True),
-        }
+        core = self._core
         tokens = core.trained_tokens
         merged = admit.merged or (ev.MergedPush(),) * len(broadcasts)
         welcome = sync_pb2.Welcome(
             epoch=core.epoch,
             standby=admit.seat is None and not admit.observer,
             observer=admit.observer,
-            settings=json.dumps(settings),
+            settings=SyncerSettings.of(self._job.spec).model_dump_json(),
             phase=phase_to(admit.phase, self._durability.problem or admit.message),
             fragments=[
                 self._announcement(broadcast, push, tokens)

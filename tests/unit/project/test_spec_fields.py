@@ -7,10 +7,10 @@ import re
 import pytest
 
 from diloco_protocol.spec.base import Spec, unwrap
-from diloco_protocol.spec.job import IMMUTABLE, DiLoCoJob, immutable_digests
+from diloco_protocol.spec.job import IMMUTABLE, DiLoCoJob, SyncerSettings, immutable_digests
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_syncer.startup import _fixed_digests
-from diloco_worker.core.syncer_settings import SyncerSettings
+from diloco_worker.core.syncer_settings import apply_settings
 from repository import ROOT
 
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("| fields below `spec` |")[1].split("\n\n")[0]
@@ -65,7 +65,7 @@ def test_what_else_may_not_change_is_compared_with_the_store(deterministic: bool
 
 def test_what_the_welcome_brings_is_the_syncers_and_all_else_the_job_files() -> None:
     theirs = SyncerSettings.of(job().spec)
-    sync = {f"sync.{name}" for name in theirs.document()["sync"]}
+    sync = {f"sync.{name}" for name in theirs.model_dump(mode="json")["sync"]}
     assert named("`SyncerSettings`") == (sync | {"training.stop"}) - named("`IMMUTABLE`") - named("`_fixed_digests`")
     own = job(
         seed=7,
@@ -74,7 +74,7 @@ def test_what_the_welcome_brings_is_the_syncers_and_all_else_the_job_files() -> 
         syncer={"checkpoint": {"keep": 9}},
         failurePolicy={"maxReplacements": 3},
     ).spec
-    applied = theirs.applied(own)
+    applied = apply_settings(theirs, own)
     assert (applied.sync, applied.training.stop) == (theirs.sync, theirs.stop) and applied.sync != own.sync
     rest = {"sync": own.sync, "training": own.training}
     assert applied.model_copy(update=rest) == own

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from diloco_protocol.spec.job import SyncerSettings
 from diloco_protocol.vocabulary import JobPhase
-from diloco_worker.core.syncer_settings import SyncerSettings
 
 NOT_TRIED = "not tried yet"
 

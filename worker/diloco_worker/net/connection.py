@@ -24,13 +24,13 @@ from dataclasses import replace
 from typing import Any
 
 from diloco_protocol.arrays.layout import Layout
-from diloco_protocol.spec.job import immutable_digests
+from diloco_protocol.spec.job import SyncerSettings, immutable_digests
 from diloco_protocol.vocabulary import TrustFailure
 from diloco_protocol.wire import channels, convert, limits, sync_pb2
 from diloco_protocol.wire.records import Announcement, Lease, Pull, Seat, StepReport
 from diloco_protocol.wire.verify_server import ServerNotTrusted
 from diloco_worker.core.connection_status import ConnectionStatus
-from diloco_worker.core.syncer_settings import SyncerSettings
+from diloco_worker.core.syncer_settings import read_settings
 from diloco_worker.fragments import Floats, Vector
 from diloco_worker.net.authentication import WorkerCredentials
 from diloco_worker.net.bulk_channels import BulkChannels, ByteCounts, pause
@@ -321,7 +321,7 @@ class SyncerConnection:
 
     def _apply_settings(self, document: str) -> None:
         """Use the syncer's settings instead of the job file's."""
-        settings = SyncerSettings.read(document)
+        settings = read_settings(document)
         self.status = replace(self.status, settings=settings)
         if settings is None or settings == self._syncer_settings:
             return

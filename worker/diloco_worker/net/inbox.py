@@ -14,8 +14,8 @@ import threading
 import time
 from dataclasses import dataclass, replace
 
+from diloco_protocol.spec.job import SyncerSettings
 from diloco_protocol.wire.records import Announcement, Lease, Pull, Seat
-from diloco_worker.core.syncer_settings import SyncerSettings
 from diloco_worker.fragments import Vector
 
 

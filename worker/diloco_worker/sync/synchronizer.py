@@ -27,12 +27,13 @@ from dataclasses import replace
 import torch
 
 from diloco_protocol.arrays.layout import Layout
+from diloco_protocol.spec.job import SyncerSettings
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.vocabulary import ENDED_PHASES, STOPPED_PHASES, JobPhase
 from diloco_protocol.wire.records import Announcement, Lease, Pull, Seat, StepReport
 from diloco_worker import logs
 from diloco_worker.core.adoption import Adoption, AdoptionConfig, Kind
-from diloco_worker.core.syncer_settings import SyncerSettings
+from diloco_worker.core.syncer_settings import apply_settings
 from diloco_worker.data.prefetch import BatchPrefetcher
 from diloco_worker.fragments import ModelFragments, Vector
 from diloco_worker.net.client import SyncerClient
@@ -273,7 +274,7 @@ class Synchronizer:
         self._job_has_trained = welcome.trained
         settings = welcome.settings
         if settings is not None and settings != self._syncer_settings:  # the job was changed while this process ran
-            self.spec = settings.applied(self.spec)
+            self.spec = apply_settings(settings, self.spec)
             self._syncer_settings = settings
             self.adoption.config = AdoptionConfig.of(self.spec, len(self._layout))
         # What the session before may have lost, and nobody asks for again.

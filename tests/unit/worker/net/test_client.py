@@ -201,10 +201,10 @@ def test_the_jobs_merges_are_every_fragments_version_as_announced_last(
 
 def test_the_hubs_settings_are_shown_as_they_were_said(made: tuple[SyncerConnection, inbox.Inbox]) -> None:
     one, _ = made
-    own = one._syncer_settings.document()
+    own = one._syncer_settings.model_dump(mode="json")
     said = {**own, "sync": {**own["sync"], "every": 77}, "learners": 9}
     one._apply_settings(json.dumps(said))
-    assert one.status.settings is not None and one.status.settings.document() == said
+    assert one.status.settings is not None and one.status.settings.model_dump(mode="json") == said
     port = StatusPort(one._settings, "127.0.0.1:0")
     try:
         port.attach(lambda: dataclasses.replace(one.status, merges=12), dict)
