@@ -193,12 +193,12 @@ def synchronised(pipe: Connection, cores: set[int], job_file: str, address: str)
 def alone(pipe: Connection, cores: set[int], job_file: str, address: str) -> None:
     """The same loop without it: batches of the same data set, in order."""
     job, model, optimizer, dataset = begin(cores, job_file, address)
-    from diloco_worker.data.prefetch import stack
+    from torch.utils.data import default_collate
 
     turns = Turns(pipe, lambda: 0.0)
     size, at = job.spec.training.batch.sequences, 0
     while turns.next():
-        batch = stack([dataset[(at + i) % len(dataset)] for i in range(size)])
+        batch = default_collate([dataset[(at + i) % len(dataset)] for i in range(size)])
         at += size
         trained(job, model, optimizer, batch)
 

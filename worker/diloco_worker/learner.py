@@ -26,12 +26,13 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 import torch
+from torch.utils.data import default_collate
 
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.vocabulary import (
@@ -46,7 +47,7 @@ from diloco_protocol.wire import sync_pb2
 from diloco_protocol.wire.records import LeaseCursor
 from diloco_worker import device, exit_hooks, logs
 from diloco_worker.core.connection_status import ConnectionStatus
-from diloco_worker.data.prefetch import Batch, BatchPrefetcher, stack
+from diloco_worker.data.prefetch import Batch, BatchPrefetcher
 from diloco_worker.fragments import ModelFragments, build_layout
 from diloco_worker.metrics_file import MetricsFile
 from diloco_worker.net.client import SyncerClient
@@ -191,14 +192,14 @@ class Learner:
     # ------------------------------------------------------------------ the loop
 
     def batches(
-        self, dataset: Any, sequences: int | None = None, collate: Callable[[Sequence[Any]], Any] = stack
+        self, dataset: Any, sequences: int | None = None, collate: Callable[[list[Any]], Any] = default_collate
     ) -> Iterator[Any]:
         """Yield one batch per optimizer step, of the sequences that the syncer leases to this slot.
 
         ``dataset``: map-style (``__len__``, ``__getitem__``), the same in every learner. ``sequences`` of it make a
         batch (default: training.batch.sequences x accumulation; a loop that accumulates splits the batch).
-        ``collate`` gets the list of their items; the default stacks tensors, or dicts of tensors, along a new
-        first dimension. Batches are on the CPU.
+        ``collate`` gets the list of their items; the default, torch's, stacks tensors, or dicts of tensors, along a
+        new first dimension. Batches are on the CPU.
 
         The first batch comes when this process has connected and taken version 0, and training has started. The
         iterator ends when the job does, on SIGTERM, or when the slot's work is done. Raises WorkerError, and what

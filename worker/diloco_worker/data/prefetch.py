@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from torch.utils.data import default_collate
 
 from diloco_protocol.wire.records import Lease, LeaseCursor
 from diloco_worker.core.leases import Draw, Leases
@@ -24,18 +24,6 @@ from diloco_worker.settings import ConfigurationError
 _AHEAD = 3  # collated batches waiting
 _MOST_REQUESTS = 16  # leases asked for and not here yet
 _MOST_LEASES = 120  # held and asked for; limits.MAX_CURSORS bounds a report
-
-
-def stack(items: Sequence[Any]) -> Any:
-    """Stack tensors, or dicts, tuples and lists of tensors, along a new first dimension."""
-    first = items[0]
-    if isinstance(first, torch.Tensor):
-        return torch.stack(list(items))
-    if isinstance(first, dict):
-        return {key: stack([item[key] for item in items]) for key in first}
-    if isinstance(first, (tuple, list)):
-        return type(first)(stack(list(column)) for column in zip(*items, strict=True))
-    return torch.as_tensor(items)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +50,7 @@ class BatchPrefetcher:
         seed: int,
         request: Callable[[int], None],
         notify: Callable[[], None],
-        collate: Callable[[Sequence[Any]], Any] = stack,
+        collate: Callable[[list[Any]], Any] = default_collate,
         reserve: int = 0,
     ) -> None:
         if sequences < 1:

@@ -21,11 +21,11 @@ from types import FrameType
 
 import torch
 from torch import nn
+from torch.utils.data import default_collate
 
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.vocabulary import TRAINING_PHASES, JobPhase
 from diloco_worker import data, device
-from diloco_worker.data.prefetch import stack
 from diloco_worker.metrics_file import MetricsFile
 from diloco_worker.observer import Observer
 from diloco_worker.settings import ConfigurationError, WorkerError, WorkerSettings
@@ -174,7 +174,7 @@ def chosen(held_out: data.Dataset, spec: JobSpec) -> list[dict[str, torch.Tensor
     size = spec.training.batch.sequences
     count = min(len(held_out), spec.training.evaluation.batches * size)
     indices = [i * len(held_out) // count for i in range(count)]
-    return [stack([held_out[i] for i in indices[start : start + size]]) for start in range(0, count, size)]
+    return [default_collate([held_out[i] for i in indices[start : start + size]]) for start in range(0, count, size)]
 
 
 def mean_loss(
