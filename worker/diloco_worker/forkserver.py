@@ -45,21 +45,8 @@ from diloco_protocol.common.process import die_with_parent, set_parent_death_sig
 
 MAX_LINE_BYTES = 1 << 20  # of a request
 
-# Modules that a worker imports sooner or later; those that are not there are left to it.
-MODULES = (
-    "numpy",
-    "torch",
-    "torch.nn.functional",
-    "torch.optim",
-    "torch.utils.data",
-    "safetensors.torch",
-    "numba",
-    "grpc",
-    "xxhash",
-    "diloco_worker.__main__",
-    "diloco_worker.training.trainer",
-    "diloco_worker.training.evaluator",
-)
+# With these comes all that a worker imports sooner or later.
+MODULES = ("numba", "diloco_worker.__main__", "diloco_worker.training.trainer", "diloco_worker.training.evaluator")
 
 
 def die_while_loading() -> None:
@@ -104,8 +91,7 @@ class ForkServer:
     """The parent's side: one thread, a table of children, and a loop around ``select``."""
 
     def __init__(self, requests: int, events: int, target: Callable[[], int | None]) -> None:
-        """``requests`` and ``events`` are descriptors; ``target`` runs in each child and
-        returns its exit code."""
+        """``requests`` and ``events`` are descriptors; ``target`` runs in each child and returns its exit code."""
         self._requests = requests
         self._events = events
         self._target = target
@@ -211,7 +197,12 @@ class ForkServer:
             sys.argv = ["diloco_worker"]
             random.seed()  # the parent's state would give every child the same jitter
             _set_torch_threads()
-            code = _exit_code(self._target)
+            code = int(self._target() or 0)
+        except SystemExit as ending:  # as the interpreter takes it
+            if ending.code is None or isinstance(ending.code, int):
+                code = int(ending.code or 0)
+            else:
+                print(ending.code, file=sys.stderr)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -230,10 +221,7 @@ class ForkServer:
             if done:
                 del self._pids[name]
                 code = os.waitstatus_to_exitcode(status)
-                if code < 0:
-                    self._send_event(event="exited", id=name, signal=-code)
-                else:
-                    self._send_event(event="exited", id=name, code=code)
+                self._send_event(event="exited", id=name, **({"signal": -code} if code < 0 else {"code": code}))
 
     def _kill_all(self) -> None:
         for pid in self._pids.values():
@@ -254,20 +242,6 @@ def _set_torch_threads() -> None:
     torch, wanted = sys.modules.get("torch"), os.environ.get("OMP_NUM_THREADS", "")
     if torch is not None and wanted.isdigit() and int(wanted) > 0:
         torch.set_num_threads(int(wanted))
-
-
-def _exit_code(target: Callable[[], int | None]) -> int:
-    """Run ``target`` as the interpreter runs a program: SystemExit's code, 1 and a traceback for errors."""
-    try:
-        return int(target() or 0)
-    except SystemExit as ending:
-        if ending.code is None or isinstance(ending.code, int):
-            return int(ending.code or 0)
-        print(ending.code, file=sys.stderr)
-        return 1
-    except BaseException:
-        traceback.print_exc()
-        return 1
 
 
 def _worker() -> int | None:
