@@ -12,7 +12,6 @@ host, waits for them.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -185,27 +184,13 @@ class ModelFragments:
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._stream)
         there.record_stream(current)
-        _keep_until_done(host, self._stream)
-        return there
+        return there  # torch gives pinned memory to nobody else while a copy out of it is under way
 
     def pinned(self, array: Floats) -> Vector:
         """Make a vector that ``move`` can upload without copying it first; the background thread calls this."""
         if self._stream is None:
             return Vector.from_array(array)
         return Vector(torch.from_numpy(array).pin_memory())
-
-
-_uploading: list[tuple[torch.Tensor, torch.cuda.Event]] = []
-_uploading_lock = threading.Lock()
-
-
-def _keep_until_done(host: torch.Tensor, stream: torch.cuda.Stream) -> None:
-    """Keep a pinned buffer alive until the copy out of it is done."""
-    event = torch.cuda.Event()
-    event.record(stream)
-    with _uploading_lock:
-        _uploading[:] = [(h, e) for h, e in _uploading if not e.query()]
-        _uploading.append((host, event))
 
 
 def frozen_bytes(model: torch.nn.Module) -> bytes:

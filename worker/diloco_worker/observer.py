@@ -120,9 +120,7 @@ class Observer:
     @property
     def current(self) -> bool:
         """Whether everything that was announced is in the model."""
-        return all(
-            have is not None and have >= said for have, said in zip(self._versions, self._announced, strict=True)
-        )
+        return self._has(self._announced)
 
     def refresh(self) -> None:
         """Ask for the newest version of every fragment; ``refreshing`` until they are in the model."""
@@ -132,9 +130,10 @@ class Observer:
     @property
     def refreshing(self) -> bool:
         """Whether something of the last ``refresh`` is still on its way."""
-        return self._wanted is not None and any(
-            have is None or have < wanted for have, wanted in zip(self._versions, self._wanted, strict=True)
-        )
+        return self._wanted is not None and not self._has(self._wanted)
+
+    def _has(self, wanted: list[tuple[int, int]]) -> bool:
+        return all(have is not None and have >= want for have, want in zip(self._versions, wanted, strict=True))
 
     def current_versions(self) -> list[int]:
         """The version of each fragment in the model; -1: it did not come yet."""

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -67,8 +66,8 @@ class Leases:
     def __init__(self, seed: int, sequences: int) -> None:
         self.seed = seed
         self.sequences = sequences
-        self._held: OrderedDict[int, _OpenLease] = OrderedDict()
-        self._finished: OrderedDict[int, int] = OrderedDict()
+        self._held: dict[int, _OpenLease] = {}
+        self._finished: dict[int, int] = {}
 
     @property
     def remaining(self) -> int:
@@ -149,7 +148,7 @@ class Leases:
                 del self._held[lease]
                 self._finished[lease] = position
         while len(self._finished) > _KEPT_FINISHED:
-            self._finished.popitem(last=False)
+            del self._finished[next(iter(self._finished))]
 
     def cursors(self) -> tuple[LeaseCursor, ...]:
         """Every lease's cursor, finished ones first: the rows of a report."""
