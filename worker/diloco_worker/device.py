@@ -57,9 +57,8 @@ def to_device(batch: Mapping[str, torch.Tensor], where: torch.device) -> dict[st
 def configure(spec: JobSpec) -> None:
     """Set the process's threads and, in deterministic mode, torch's deterministic algorithms.
 
-    Threads: DILOCO_THREADS if set (the runner shares the machine's cores out), else what
-    OMP_NUM_THREADS or torch says, but no more than the container's quota has cores. Raises
-    JobError for a DILOCO_THREADS that is no number.
+    Threads: DILOCO_THREADS if set (the runner shares the machine's cores out), else what OMP_NUM_THREADS or torch
+    says, but no more than the container's quota has cores. Raises JobError for a DILOCO_THREADS that is no number.
     """
     given = os.environ.get("DILOCO_THREADS")
     if given:

@@ -1,9 +1,8 @@
 """A process's metrics file: one JSON object a line, for people and for the runner's journal.
 
-Metrics are worth less than the training that they tell of: where the file cannot be
-written, for instance because the disk is full, a warning says so once, lines are
-dropped, and after ``AGAIN_SECONDS`` it is tried again. A line is in the file whole or
-not at all, unless the process is killed in the middle of one.
+Metrics are worth less than the training that they tell of: where the file cannot be written, for instance because the
+disk is full, a warning says so once, lines are dropped, and after ``AGAIN_SECONDS`` it is tried again. A line is in
+the file whole or not at all, unless the process is killed in the middle of one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Data of the user's own: ``module:function(training.data, held_out)`` returns a map-style data set.
 
-The module is looked for in the job file's directory first, then wherever Python
-looks. What it returns needs ``len(data)`` and ``data[i]``; with the built-in trainer an
-item is a dict of tensors that the model takes.
+The module is looked for in the job file's directory first, then wherever Python looks. What it returns needs
+``len(data)`` and ``data[i]``; with the built-in trainer an item is a dict of tensors that the model takes.
 """
 
 from __future__ import annotations

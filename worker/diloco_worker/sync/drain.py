@@ -9,8 +9,7 @@ An offer takes the place of this learner's push that was accepted and is not bei
 under way already the syncer refuses the offer (``already-merged``). Then the broadcast of that merge is adopted,
 and what is above the new base (nothing, or the overlapped steps) is offered.
 
-What is neither acknowledged nor confirmed when patience ends is given up; the syncer counts it as dropped
-(``drain``).
+What is neither acknowledged nor confirmed when patience ends is given up; the syncer counts it as dropped (``drain``).
 """
 
 from __future__ import annotations

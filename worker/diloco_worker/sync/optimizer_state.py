@@ -68,8 +68,7 @@ def snapshot(
 ) -> Callable[[], bytes] | None:
     """Copy the state now, at a step boundary; the result serialises the copy, in any thread.
 
-    None: there is nothing to give (no step was made), or the state holds what is
-    neither a tensor nor a number.
+    None: there is nothing to give (no step was made), or the state holds what is neither a tensor nor a number.
     """
     tensors: dict[str, torch.Tensor] = {}
     numbers: dict[str, float | int | bool] = {}

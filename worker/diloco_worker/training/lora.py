@@ -1,9 +1,8 @@
 """Low-rank adapters: a linear layer W that trains only B·A of a small rank beside it.
 
-y = W·x + (alpha / rank) · B·(A·x), A [rank, in] and B [out, rank], from LoRA (arXiv
-2106.09685, section 4.1): A starts random, B at zero, so that the adapted model starts
-as the model it adapts. Everything but A and B is frozen: it travels in version 0
-only, and merges exchange the adapters alone.
+y = W·x + (alpha / rank) · B·(A·x), A [rank, in] and B [out, rank], from LoRA (arXiv 2106.09685, section 4.1): A starts
+random, B at zero, so that the adapted model starts as the model it adapts. Everything but A and B is frozen: it
+travels in version 0 only, and merges exchange the adapters alone.
 
 The layer keeps its parameters' names (``weight``, ``bias``) and adds ``lora_a`` and
 ``lora_b``, so that weights of the plain model load into it as they are.

@@ -1,12 +1,10 @@
 """The inner optimizer of the built-in trainer, and its learning rate.
 
-The learning rate is a function of the slot's step, never of a process's own count: a
-replacement goes on where its predecessor was, and a slot first taken late starts at the
-job's greatest step. Warm-up is linear; then it stays at the peak, or falls along
-half a cosine to FLOOR (2 %) of the peak at the job's last step. That last step is
-known if the job stops by steps. If it stops by tokens it is an estimate, each slot's
-fair share of them; a slot that trains more than its share, because others were away,
-goes on at the floor rather than at nothing.
+The learning rate is a function of the slot's step, never of a process's own count: a replacement goes on where its
+predecessor was, and a slot first taken late starts at the job's greatest step. Warm-up is linear; then it stays at the
+peak, or falls along half a cosine to FLOOR (2 %) of the peak at the job's last step. That last step is known if the
+job stops by steps. If it stops by tokens it is an estimate, each slot's fair share of them; a slot that trains more
+than its share, because others were away, goes on at the floor rather than at nothing.
 """
 
 from __future__ import annotations
@@ -37,8 +35,7 @@ def total_steps(stop: StopSpec, learners: int, tokens_per_step: int) -> int | No
 def learning_rate(optimizer: OptimizerSpec, step: int, total: int | None) -> float:
     """The rate for the slot's step ``step``, counted from 0: 0 steps are behind it.
 
-    The first step of a warm-up has lr / warmupSteps, not zero; the last step of
-    the decay still has something.
+    The first step of a warm-up has lr / warmupSteps, not zero; the last step of the decay still has something.
     """
     if step < optimizer.warmup_steps:
         return optimizer.lr * (step + 1) / optimizer.warmup_steps

@@ -1,10 +1,8 @@
 """The built-in trainer: an ordinary training loop around the public Learner, nothing more.
 
-A user's own loop can do all that is done here. The model and the data come from
-the job; each of the learner's batches is one optimizer step, cut into
-``training.batch.accumulation`` forward passes. Learning rate and dropout depend on
-(seed, slot, slot step) and not on the process, so that a replacement continues its
-predecessor's course.
+A user's own loop can do all that is done here. The model and the data come from the job; each of the learner's batches
+is one optimizer step, cut into ``training.batch.accumulation`` forward passes. Learning rate and dropout depend on
+(seed, slot, slot step) and not on the process, so that a replacement continues its predecessor's course.
 """
 
 from __future__ import annotations
