@@ -46,7 +46,6 @@ from diloco_protocol.vocabulary import (
 from diloco_protocol.wire import sync_pb2
 from diloco_protocol.wire.records import LeaseCursor
 from diloco_worker import device, exit_hooks, logs
-from diloco_worker.core.connection_status import ConnectionStatus
 from diloco_worker.data.prefetch import Batch, BatchPrefetcher
 from diloco_worker.fragments import ModelFragments, build_layout
 from diloco_worker.metrics_file import MetricsFile
@@ -84,16 +83,11 @@ class Learner:
         if spec.sync.deterministic:
             device.be_deterministic()
         self._settings = settings
-        self._model = model
-        self._optimizer = optimizer
         self.layout = build_layout(model, spec.sync.fragments, spec.sync.every, spec.sync.merge.mean_tensors)
         if self.layout.note:
             log.warning("%s", self.layout.note)
-        self._fragments = ModelFragments(model, self.layout)
-        self._inbox = Inbox()
-        self._client: SyncerClient | None = None
-        self._synchronizer: Synchronizer | None = None
         self._prefetcher: BatchPrefetcher | None = None
+        self._started = False
         self._terminated = False
         self._terminated_at = 0.0
         self._left = False
@@ -110,9 +104,24 @@ class Learner:
             spec.syncer.checkpoint.every_seconds,
             optimizer_state.max_state_bytes(model),
         )
+        self._inbox = Inbox()
+        fragments = ModelFragments(model, self.layout)
+        self._client = SyncerClient(settings, self.layout, self._inbox, fragments.pinned)
+        self._synchronizer = Synchronizer(
+            spec,
+            model,
+            optimizer,
+            self.layout,
+            self._client,
+            self._inbox,
+            fragments,
+            self._checkpoint,
+            self._metrics,
+            lambda: self._terminated,
+        )
         self._port: StatusPort | None = open_port(settings)
         if self._port is not None:
-            self._port.attach(self._connection_status, self._figures)
+            self._port.attach(lambda: self._client.connection, self._figures)
 
     @classmethod
     def from_environment(
@@ -138,39 +147,39 @@ class Learner:
     def job(self) -> DiLoCoJob:
         """The job. For ``sync`` and ``training.stop`` the syncer's settings take precedence over the job file's; when
         they change this is another object."""
-        if self._synchronizer is not None and self._synchronizer.spec is not self._job.spec:
+        if self._synchronizer.spec is not self._job.spec:
             self._job = self._job.model_copy(update={"spec": self._synchronizer.spec})
         return self._job
 
     @property
     def learners(self) -> int:
         """M: slots of the job, as the syncer has it."""
-        return self._synchronizer.learners if self._synchronizer else self._job.spec.slots
+        return self._synchronizer.learners
 
     @property
     def slot(self) -> int:
         """The number of the slot that this process holds; -1: none (yet)."""
-        return self._synchronizer.slot if self._synchronizer else -1
+        return self._synchronizer.slot
 
     @property
     def step(self) -> int:
         """The slot's step: how many inner steps were made in it, by all processes that held it. Schedules run on it."""
-        return self._synchronizer.adoption.now.step if self._synchronizer else 0
+        return self._synchronizer.adoption.now.step
 
     @property
     def tokens(self) -> int:
         """Tokens trained in the slot, by all processes that held it."""
-        return self._synchronizer.tokens if self._synchronizer else 0
+        return self._synchronizer.tokens
 
     @property
     def phase(self) -> str:
         """waiting, training, holding, draining, evaluating, complete, failed, suspended or deleted."""
-        return self._synchronizer.phase if self._synchronizer else JobPhase.WAITING
+        return self._synchronizer.phase
 
     @property
     def draining(self) -> bool:
         """Whether no further step is to be made."""
-        return self._terminated or (self._synchronizer is not None and self._synchronizer.must_stop)
+        return self._synchronizer.must_stop
 
     @property
     def exit_code(self) -> int:
@@ -187,7 +196,7 @@ class Learner:
     def rewarm_scale(self) -> float:
         """Factor in (0, 1] for the next step's learning rate: it rises to 1 again after the inner optimizer had to
         start fresh in the middle of a job."""
-        return self._synchronizer.rewarm.scale(self.step) if self._synchronizer else 1.0
+        return self._synchronizer.rewarm.scale(self.step)
 
     # ------------------------------------------------------------------ the loop
 
@@ -207,25 +216,26 @@ class Learner:
         """
         batch_spec = self.job.spec.training.batch
         count = sequences if sequences is not None else batch_spec.sequences * batch_spec.accumulation
-        client = self._make_client(len(dataset))
+        self._begin_loop()
         spec = self.job.spec
         # At most half of this slot's share of an epoch, so that leasing ahead starves nobody.
         reserve = min(spec.max_steps_alone * count, len(dataset) // (2 * spec.slots))
         prefetcher = BatchPrefetcher(
-            dataset, count, spec.seed, client.request_leases, self._inbox.notify, collate, reserve
+            dataset, count, spec.seed, self._client.request_leases, self._inbox.notify, collate, reserve
         )
         self._prefetcher = prefetcher
-        synchronizer = self._start(client, prefetcher)
+        self._synchronizer.lease_for(prefetcher)
+        self._client.start(len(dataset))
         try:
             while True:
                 entered = time.monotonic()
-                batch = self._next_batch(synchronizer, prefetcher)
+                batch = self._next_batch(prefetcher)
                 left = time.monotonic()
                 self._metrics.stalled_seconds += left - entered
                 if batch is None:
                     return
                 self._used.extend(batch.cursors)
-                self._used_tenure = synchronizer.tenure
+                self._used_tenure = self._synchronizer.tenure
                 self._compute_from = left
                 yield batch.data
         finally:
@@ -236,7 +246,9 @@ class Learner:
 
         Ends as ``batches`` does. Raises WorkerError.
         """
-        synchronizer = self._start(self._make_client(0), None)
+        self._begin_loop()
+        self._client.start()
+        synchronizer = self._synchronizer
         while True:
             entered = time.monotonic()
             synchronizer.await_ready()
@@ -258,7 +270,7 @@ class Learner:
         """
         entered = time.monotonic()
         synchronizer = self._synchronizer
-        if synchronizer is None or self._compute_from is None:
+        if self._compute_from is None:
             raise WorkerError(
                 "after_step was called before the first batch: iterate over learner.batches(dataset), "
                 "or over learner.steps() where the loop brings its own data"
@@ -276,11 +288,12 @@ class Learner:
         self._used.clear()
         if not synchronizer.ready:
             synchronizer.await_ready()
-        self._write_record(synchronizer, lr)
+        self._write_record(lr)
         self._compute_from = time.monotonic()
         self._metrics.stalled_seconds += self._compute_from - entered
 
-    def _next_batch(self, synchronizer: Synchronizer, prefetcher: BatchPrefetcher) -> Batch | None:
+    def _next_batch(self, prefetcher: BatchPrefetcher) -> Batch | None:
+        synchronizer = self._synchronizer
         while True:
             synchronizer.await_ready()
             if synchronizer.must_stop:
@@ -292,50 +305,27 @@ class Learner:
             if batch is None:
                 self._inbox.wait(0.1)
 
-    # ------------------------------------------------------------------ start
-
-    def _make_client(self, sequences: int) -> SyncerClient:
-        """``sequences``: how many the data set has; 0: nothing is leased."""
-        if self._synchronizer is not None:
+    def _begin_loop(self) -> None:
+        if self._started:
             raise WorkerError("a Learner runs one loop: make a new one for another")
-        return SyncerClient(self._settings, self.layout, self._inbox, sequences, self._fragments.pinned)
+        self._started = True
 
-    def _start(self, client: SyncerClient, prefetcher: BatchPrefetcher | None) -> Synchronizer:
-        self._client = client
-        self._synchronizer = Synchronizer(
-            self.job.spec,
-            self._model,
-            self._optimizer,
-            self.layout,
-            client,
-            self._inbox,
-            self._fragments,
-            self._checkpoint,
-            self._metrics,
-            prefetcher,
-            lambda: self._terminated,
-        )
-        client.start()
-        return self._synchronizer
-
-    def _connection_status(self) -> ConnectionStatus:
-        """For the status port, from its thread."""
-        return self._client.connection if self._client else ConnectionStatus()
+    # ------------------------------------------------------------------ figures
 
     def _figures(self) -> dict[str, float | None]:
         """For the status port, from its thread: nothing here waits, or asks a device."""
-        if self._synchronizer is None or self._client is None:
+        if not self._started:
             return {}
         return {**self._numbers(self._metrics.known_loss), **self._client.link}
 
     def _numbers(self, loss: float) -> dict[str, float]:
-        up, down = self._client.bytes_transferred if self._client else (0, 0)
+        up, down = self._client.bytes_transferred
         return {
             "step": self.step,
             "tokens": self.tokens,
             "loss": loss,
             "step_seconds": self._metrics.step_seconds,
-            "compute_seconds": self._synchronizer.adoption.now.seconds if self._synchronizer else 0.0,
+            "compute_seconds": self._synchronizer.adoption.now.seconds,
             "stalled_seconds": self._metrics.stalled_seconds,
             "bytes_up": up,
             "bytes_down": down,
@@ -356,8 +346,7 @@ class Learner:
                 self.leave()
                 self._idle()
         finally:
-            if self._client is not None:
-                self._client.stop()
+            self._client.stop()
             if self._port is not None:
                 self._port.close()
             self._record.flush()
@@ -381,7 +370,7 @@ class Learner:
 
         It takes a bounded time, after SIGTERM at most DILOCO_DRAIN_SECONDS."""
         synchronizer, client = self._synchronizer, self._client
-        if synchronizer is None or client is None or self._left:
+        if self._left:
             return
         self._left = True
         if not synchronizer.seated or synchronizer.phase in ENDED_PHASES:
@@ -408,12 +397,12 @@ class Learner:
 
         A learner's pod would be started again if its process ended by itself. But a job that goes on after its end
         (resumed, or its stop moved) needs a process that trains: then this one ends, and a new one takes its place."""
-        if not self._settings.idle_at_end or self._terminated or self._client is None:
+        if not self._settings.idle_at_end or self._terminated or not self._started:
             return
         self._client.stop()
         before = self._client.connection
         status = replace(before, slot=-1, standby=False)
-        self._client = SyncerClient(self._settings, self.layout, Inbox(), 0, idle=True, status=status)
+        self._client = SyncerClient(self._settings, self.layout, Inbox(), idle=True, status=status)
         self._client.start()
         if self._port is not None:
             self._port.set_idle(True)
@@ -431,9 +420,9 @@ class Learner:
 
     # ------------------------------------------------------------------ metrics file
 
-    def _write_record(self, synchronizer: Synchronizer, lr: float | None) -> None:
+    def _write_record(self, lr: float | None) -> None:
         """One line per step."""
-        loss = self._metrics.read_loss()
+        synchronizer, loss = self._synchronizer, self._metrics.read_loss()
         row = {
             "time": round(time.time(), 3),
             "slot": synchronizer.slot,

@@ -53,7 +53,7 @@ class Observer:
         self.layout = build_layout(model, spec.sync.fragments, spec.sync.every, spec.sync.merge.mean_tensors)
         self._fragments = ModelFragments(model, self.layout)
         self._inbox = Inbox()
-        self._client = SyncerClient(settings, self.layout, self._inbox, 0, self._fragments.pinned, eager=False)
+        self._client = SyncerClient(settings, self.layout, self._inbox, self._fragments.pinned, eager=False)
         self._port = open_port(settings)
         if self._port is not None:
             self._port.attach(lambda: self.connection, self._figures)

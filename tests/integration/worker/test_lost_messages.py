@@ -43,8 +43,8 @@ def events(service: Syncer) -> set[str]:
 def initialiser(service: Syncer, model: torch.nn.Module, waits: float = 0.0) -> Iterator[None]:
     """Has a slot, and uploads version 0 after ``waits`` seconds; nothing else."""
     layout = build_layout(model, 3, 4)
-    client = SyncerClient(WorkerSettings.from_environment(service.environ()), layout, inbox.Inbox(), 64)
-    client.start()
+    client = SyncerClient(WorkerSettings.from_environment(service.environ()), layout, inbox.Inbox())
+    client.start(64)
     try:
         until(lambda: "joined" in events(service), "a seat")
         time.sleep(waits)

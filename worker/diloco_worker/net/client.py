@@ -50,26 +50,25 @@ class SyncerClient:
         settings: WorkerSettings,
         layout: Layout,
         inbox: Inbox,
-        sequences: int,
         to_vector: Callable[[Floats], Vector] = Vector.from_array,
         eager: bool = True,
         idle: bool = False,
         status: ConnectionStatus | None = None,
     ) -> None:
-        """``sequences``: how many the data set has. ``to_vector`` makes a vector of decoded values,
-        float32[elements]. ``eager``: download every announced version; otherwise the first of each fragment, and
-        later ones when ``fetch_announced`` asks for them. ``idle``: take no slot and no broadcasts; only
-        ``connection`` is of use. ``status``: what ``connection`` says at first.
+        """``to_vector`` makes a vector of decoded values, float32[elements]. ``eager``: download every announced
+        version; otherwise the first of each fragment, and later ones when ``fetch_announced`` asks for them. ``idle``:
+        take no slot and no broadcasts; only ``connection`` is of use. ``status``: what ``connection`` says at first.
 
         Raises ConfigurationError for credentials that cannot be used, outside of pods.
         """
         self._executor = ThreadPoolExecutor(2, thread_name_prefix="diloco-codec")
         self._connection = SyncerConnection(
-            settings, layout, inbox, sequences, self._executor, to_vector, eager, idle, status or ConnectionStatus()
+            settings, layout, inbox, self._executor, to_vector, eager, idle, status or ConnectionStatus()
         )
         self._lease_numbers = itertools.count()
         self._loop = asyncio.new_event_loop()
         self._serving: asyncio.Task[None] | None = None
+        self._sequences = 0
         self._thread = threading.Thread(target=self._run, name="diloco-client", daemon=True)
         # Bounded by what a step boundary may leave: a push per fragment, a report, some requests.
         self._calls: SimpleQueue[tuple[Callable[..., object], tuple[Any, ...]] | None] = SimpleQueue()
@@ -92,8 +91,9 @@ class SyncerClient:
 
     # ------------------------------------------------------- called by the training thread
 
-    def start(self) -> None:
-        """Start connecting."""
+    def start(self, sequences: int = 0) -> None:
+        """Start connecting. ``sequences``: how many the data set has; 0: nothing is leased."""
+        self._sequences = sequences
         self._thread.start()
         self._waker.start()
 
@@ -196,6 +196,8 @@ class SyncerClient:
             self._thread.join(timeout)
             self._calls.put(None)
             self._waker.join(1.0)
+        elif self._thread.ident is None:  # it was never started
+            self._loop.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _call(self, function: Callable[..., object], *arguments: Any) -> None:
@@ -217,7 +219,7 @@ class SyncerClient:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
-            self._serving = self._loop.create_task(self._connection.serve())
+            self._serving = self._loop.create_task(self._connection.serve(self._sequences))
             self._loop.run_until_complete(self._serving)
         except asyncio.CancelledError:
             pass  # closed

@@ -70,7 +70,6 @@ class SyncerConnection:
         settings: WorkerSettings,
         layout: Layout,
         inbox: Inbox,
-        sequences: int,
         executor: Executor,
         to_vector: Callable[[Floats], Vector],
         eager: bool,
@@ -94,7 +93,7 @@ class SyncerConnection:
         self._heartbeat = sync.heartbeat.interval_seconds
         self._layout = layout
         self._inbox = inbox
-        self._sequences = sequences
+        self._sequences = 0
         self._executor = executor
         self._idle = idle
         self._digests = immutable_digests(settings.job)
@@ -128,8 +127,11 @@ class SyncerConnection:
             self._spawn(self._session.half_close)
             asyncio.get_running_loop().call_later(_CLOSE_SECONDS, serving.cancel)
 
-    async def serve(self) -> None:
-        """Connect, again and again, until ``close`` or until the drain is confirmed. Raises RefusedError."""
+    async def serve(self, sequences: int) -> None:
+        """Connect, again and again, until ``close`` or until the drain is confirmed. Raises RefusedError.
+
+        ``sequences``: how many the data set has; 0: nothing is leased."""
+        self._sequences = sequences
         attempt = 0
         logged = ""
         lost = time.monotonic()  # since when there is no session

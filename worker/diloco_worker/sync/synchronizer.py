@@ -80,11 +80,9 @@ class Synchronizer:
         fragments: ModelFragments,
         checkpoint: SlotCheckpoint,
         metrics: StepMetrics,
-        prefetcher: BatchPrefetcher | None,
         stopping: Callable[[], bool],
     ) -> None:
-        """``prefetcher`` None: the loop brings its own data and leases none. ``stopping()``: whether the process
-        was told to end."""
+        """``stopping()``: whether the process was told to end."""
         self.spec = spec  # with the syncer's settings, once they are known
         self.adoption = Adoption(AdoptionConfig.of(spec, len(layout)))
         self.rewarm = Rewarm(spec.training.optimizer.warmup_steps or spec.sync.every)
@@ -101,7 +99,7 @@ class Synchronizer:
         self._inbox = inbox
         self._fragments = fragments
         self._metrics = metrics
-        self._prefetcher = prefetcher
+        self._prefetcher: BatchPrefetcher | None = None
         self._stopping = stopping
         self._deterministic = DeterministicMode(self.adoption) if spec.sync.deterministic else None
         self._frozen = FrozenParameters(model, client)
@@ -116,6 +114,10 @@ class Synchronizer:
         self._pulls: dict[int, Pull] = {}  # per fragment, not answered yet
         self._optimizer_bytes = 0  # of the job checkpoint's optimizer state
         self._job_has_trained = False
+
+    def lease_for(self, prefetcher: BatchPrefetcher) -> None:
+        """Give the leases to ``prefetcher``. Without one the loop brings its own data and leases none."""
+        self._prefetcher = prefetcher
 
     # ------------------------------------------------------------------ state
 

@@ -60,7 +60,7 @@ def made(tmp_path: Path) -> Iterator[tuple[SyncerConnection, inbox.Inbox]]:
 def connection(settings: WorkerSettings, layout: Layout, box: inbox.Inbox) -> SyncerConnection:
     """Which downloads what it is asked to."""
     status = ConnectionStatus()
-    return SyncerConnection(settings, layout, box, 0, ThreadPoolExecutor(1), Vector.from_array, False, False, status)
+    return SyncerConnection(settings, layout, box, ThreadPoolExecutor(1), Vector.from_array, False, False, status)
 
 
 def begin_session(one: SyncerConnection) -> None:
@@ -283,7 +283,7 @@ def test_outside_of_pods_they_are_a_mistake_that_is_told_at_once(tmp_path: Path,
     folder = parties.learner()
     words = spoil(folder, parties, how)
     with pytest.raises(ConfigurationError, match=words):
-        SyncerClient(settings_with(tmp_path, folder, ""), build_layout(torch.nn.Linear(4, 2), 1), inbox.Inbox(), 0)
+        SyncerClient(settings_with(tmp_path, folder, ""), build_layout(torch.nn.Linear(4, 2), 1), inbox.Inbox())
 
 
 def test_breaking_off_ends_the_session() -> None:
