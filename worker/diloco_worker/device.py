@@ -57,16 +57,18 @@ def to_device(batch: Mapping[str, torch.Tensor], where: torch.device) -> dict[st
 def configure(spec: JobSpec) -> None:
     """Set the process's threads and, in deterministic mode, torch's deterministic algorithms.
 
-    Threads: DILOCO_THREADS if set (the runner shares the machine's cores out), else what OMP_NUM_THREADS or torch
-    says, but no more than the container's quota has cores. Raises JobError for a DILOCO_THREADS that is no number.
+    Threads: DILOCO_THREADS if set, else OMP_NUM_THREADS (the runner shares the machine's cores out; a forked process
+    says it again, because torch read it when it was loaded), else torch's choice, but no more than the container's
+    quota has cores. Raises JobError for a DILOCO_THREADS that is no number.
     """
     given = os.environ.get("DILOCO_THREADS")
-    if given:
-        if not given.isdecimal() or int(given) < 1:
-            raise job_error("DILOCO_THREADS", given, "must be a whole number from 1")
-        torch.set_num_threads(int(given))
-    elif "OMP_NUM_THREADS" not in os.environ:
+    if given and not (given.isdecimal() and int(given) > 0):
+        raise job_error("DILOCO_THREADS", given, "must be a whole number from 1")
+    given = given or os.environ.get("OMP_NUM_THREADS")
+    if given is None:
         torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
+    elif given.isdecimal() and int(given) > 0:  # OpenMP takes other forms too
+        torch.set_num_threads(int(given))
     if spec.sync.deterministic:
         be_deterministic()
     log.info("torch %s, %d thread(s)", torch.__version__, torch.get_num_threads())

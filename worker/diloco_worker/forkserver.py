@@ -196,7 +196,6 @@ class ForkServer:
             os.environ.update(env)
             sys.argv = ["diloco_worker"]
             random.seed()  # the parent's state would give every child the same jitter
-            _set_torch_threads()
             code = int(self._target() or 0)
         except SystemExit as ending:  # as the interpreter takes it
             if ending.code is None or isinstance(ending.code, int):
@@ -235,13 +234,6 @@ class ForkServer:
         data = json.dumps(event).encode() + b"\n"
         while data:
             data = data[os.write(self._events, data) :]
-
-
-def _set_torch_threads() -> None:
-    """OpenMP read its variables when the parent loaded it; say the child's number again."""
-    torch, wanted = sys.modules.get("torch"), os.environ.get("OMP_NUM_THREADS", "")
-    if torch is not None and wanted.isdigit() and int(wanted) > 0:
-        torch.set_num_threads(int(wanted))
 
 
 def _worker() -> int | None:
