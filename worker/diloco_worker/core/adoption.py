@@ -177,7 +177,6 @@ class FragmentState:
     """One fragment's counts. ``sequence`` is the newest used by this process, over all tenures."""
 
     base: Base | None = None
-    adopted: Point = field(default_factory=Point)
     marks: list[Mark] = field(default_factory=list)
     snapshots: dict[int, _Snapshot] = field(default_factory=dict)
     sequence: int = 0
@@ -201,13 +200,16 @@ class Adoption:
         self.now = Point()
         self.fragments = [FragmentState() for _ in range(config.fragments)]
         self._start_step = 0
+        self._adopted_step = 0  # when a broadcast was adopted last, of whichever fragment
+        self._without_base = config.fragments
 
     # -------------------------------------------------------------- tenure and steps
 
     def begin_tenure(self, slot_step: int) -> None:
         """Begin a tenure: there is no base and nothing is trained. Sequences go on rising."""
         self.now = Point(step=slot_step)
-        self._start_step = slot_step
+        self._start_step = self._adopted_step = slot_step
+        self._without_base = len(self.fragments)
         self.fragments = [FragmentState(sequence=old.sequence) for old in self.fragments]
 
     @property
@@ -218,7 +220,7 @@ class Adoption:
     @property
     def complete(self) -> bool:
         """Whether every fragment has a base."""
-        return all(state.base is not None for state in self.fragments)
+        return not self._without_base
 
     def on_step(self, tokens: int, compute_seconds: float) -> None:
         """Count one inner step, which was made on all fragments."""
@@ -245,7 +247,7 @@ class Adoption:
         It is the fragment adopted last that counts, not the one that has waited longest: rounds open at the learners'
         pace, so a learner that pauses while others of its fragments are merged would wait for itself.
         """
-        return min((self.now.step - state.adopted.step for state in self.fragments), default=0)
+        return self.now.step - self._adopted_step
 
     @property
     def paused(self) -> bool:
@@ -342,7 +344,9 @@ class Adoption:
         base = state.base
         if base is None:
             state.base = Base(broadcast.epoch, broadcast.version, broadcast.full)
-            state.marks, state.adopted = [Mark(broadcast.version, self.now)], self.now
+            state.marks = [Mark(broadcast.version, self.now)]
+            self._adopted_step = self.now.step
+            self._without_base -= 1
             return Decision(Kind.OVERWRITE, p)
         if broadcast.epoch < base.epoch:
             return Decision(Kind.IGNORE, p)
@@ -375,7 +379,7 @@ class Adoption:
             state.confirmed += merged.point.tokens - since[0].point.tokens
             since = _marks_from(since, merged.point)
         alive = [s for s in state.snapshots.values() if _open_after(s, merged, broadcast)]
-        state.base, state.adopted = Base(broadcast.epoch, broadcast.version, broadcast.full), now
+        state.base, self._adopted_step = Base(broadcast.epoch, broadcast.version, broadcast.full), now.step
         state.marks = since
         oldest = state.oldest_version(now)
         age = 0 if oldest is None else broadcast.version - oldest
