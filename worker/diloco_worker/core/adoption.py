@@ -1,43 +1,38 @@
-"""The adoption rule: what a learner does with its own work when a broadcast comes.
+"""The adoption rule: what a learner does with its own work when a broadcast comes (algorithm.md section 3).
 
 Theory of operation
 -------------------
 There are no tensors, threads, clocks or sockets here. This module counts and decides; ``fragments`` moves the
 numbers, ``net`` the bytes.
 
-A learner trains *above* a base: for each fragment p, θ_p = base_p + its own work. A *point* says how far it is:
-slot step, tokens and compute seconds trained in this tenure (a process's unbroken use of a slot). A fragment's work
-above its base is a list of *marks*. Each mark is a version and the point from which steps were made on that version;
-its work ends where the next mark begins, the last one's ends now. So a step costs the same however many fragments
-there are, and the fragment's work is always ``now - marks[0].point``, in integers.
+A learner trains *above* a base: for each fragment p, θ_p = base_p + its own work. A *point* says how far it is: slot
+step, tokens and compute seconds trained in this tenure (a process's unbroken use of a slot). A fragment's work above
+its base is a list of *marks*, each a version and the point from which steps were made on it. The fragment's work is
+``now - marks[0].point``, in integers, and counting a step costs the same however many fragments there are.
 
-A *snapshot* is θ_p at one point, taken for a push or an offer. It is kept until the push's fate is known, because a
-merge needs it: of the work above the base, the part up to the snapshot is in Θ' then, and the part since then is
-not. Sending changes no count. If very many snapshots are open, the values of the oldest are given up; if one of
-those turns out to be merged, the steps since then are dropped (overlap). Every live snapshot starts at
-``marks[0].point``.
+A *snapshot* is θ_p at one point, taken for a push or an offer. It is kept until the push's fate is known: if the push
+is merged, the work up to the snapshot is in Θ', and the work since then is not. Sending changes no count. If very many
+snapshots are open, the values of the oldest are given up; if one of those is merged after all, the steps since then
+are dropped (overlap).
 
 Example: the base is version 4 at step 10. A pull at step 18 takes a snapshot of 8 steps. Version 5 comes at step 20
 and says that this push was merged in it: 8 steps are confirmed, 2 stay above the new base, and with ``keep``
 θ ← Θ' + (θ - snapshot). Had version 5 not merged it: θ ← Θ' + (θ - base), and all 10 steps stay above the base.
 
 A broadcast (Θ', v') names this learner's newest push that was merged in any version up to v', and the version that
-merged it. The rule is (algorithm.md section 3, after Decoupled DiLoCo section 3 and Streaming DiLoCo, arXiv
-2501.18512):
+merged it. What happens to the counts (``Kind`` says what happens to θ):
 
-- A push was merged in a version above the base: the tokens up to its snapshot are *confirmed*. ``overwrite``:
-  θ ← Θ', the tokens since then are dropped (overlap). ``keep``: θ ← Θ' + (θ - snapshot). ``mix``:
-  θ ← (1-α)·Θ' + α·θ. In the latter two the marks since the snapshot go on, with the versions on which their steps
-  were made.
-- None was: θ ← Θ' + (θ - base), and no count changes. Snapshots whose fate is still open move along with the base,
-  so that θ - snapshot stays this learner's own work only.
-- In either case work older than ``max_versions`` can never be merged: θ ← Θ', its tokens are dropped (stale).
-- The job was rolled back since the base (``reset_at``; the broadcast of the roll-back may have been overtaken):
-  θ ← Θ', its tokens are dropped (rolled-back), and the inner optimizer starts afresh.
+- A push was merged in a version above the base: the tokens up to its snapshot are *confirmed*. With ``overwrite`` the
+  tokens since then are dropped (overlap); with ``keep`` and ``mix`` the marks since the snapshot go on.
+- None was: no count changes. Snapshots whose fate is still open move along with the base, so that θ - snapshot stays
+  this learner's own work only.
+- In either case, work older than ``max_versions`` can never be merged: its tokens are dropped (stale).
+- The job was rolled back since the base (``reset_at``; the roll-back's own broadcast may have been overtaken): the
+  tokens are dropped (rolled-back), and the inner optimizer starts afresh.
 
 Within an epoch a lower version is ignored, and the same version with other bytes stops the learner. A higher epoch
-wins whatever its version. With the same version and bytes the base only changes its label; with a lower version, or
-other bytes, the base is not in that history, and the work is rebased.
+wins whatever its version. With the same version and bytes the base only changes its label; else the base is not in
+that history, and the work is rebased.
 
 In integers and at any time, per fragment:
 trained = confirmed + pending (now - marks[0].point) + dropped.
@@ -140,12 +135,11 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to do with θ_p, and with what is kept beside it.
+    """What to do with θ_p, and with what is kept beside it. Snapshots are named by their push's sequence.
 
-    ``reference``: the snapshot (sequence) that KEEP subtracts. ``merged``: the
-    sequence whose merge this broadcast confirms, 0 for none; error feedback of
-    that push becomes the residual. ``forget``: snapshots (sequences) not needed
-    any more after the move. ``move``: snapshots that get Θ' - base added.
+    ``reference``: the snapshot that KEEP subtracts. ``merged``: the push whose merge this broadcast confirms, 0: none;
+    what error feedback kept of it becomes the residual. ``forget``: snapshots that are not needed after the move.
+    ``move``: snapshots to which Θ' - base is added.
     """
 
     kind: Kind
@@ -441,8 +435,8 @@ def _marks_from(marks: Sequence[Mark], point: Point) -> list[Mark]:
 
 
 def _with_mark(marks: Sequence[Mark], new: Mark) -> list[Mark]:
-    """Append; no mark is above the new one's version (a history may have been lost), and
-    adjacent marks without a step between them, or of one version, are one."""
+    """Append a mark. No mark keeps a version above the new one's (that history may have been lost). Adjacent marks of
+    one version, or without a step between them, become one."""
     kept: list[Mark] = []
     for mark in [*marks, new]:
         mark = Mark(min(mark.version, new.version), mark.point)
