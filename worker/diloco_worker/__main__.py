@@ -6,6 +6,7 @@ restart does not help, 4 refused for good by the syncer, 130 interrupted.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -51,8 +52,7 @@ def main() -> int:
 def _run(settings: WorkerSettings) -> int:
     from diloco_worker.status_page import open_port
 
-    port = open_port(settings)  # before data and model, which may take long
-    try:
+    with contextlib.closing(open_port(settings)):  # before data and model, which may take long
         if settings.role == "evaluator":
             from diloco_worker.training import evaluator
 
@@ -60,9 +60,6 @@ def _run(settings: WorkerSettings) -> int:
         from diloco_worker.training import trainer
 
         return trainer.train(settings.job)
-    finally:
-        if port is not None:
-            port.close()
 
 
 if __name__ == "__main__":

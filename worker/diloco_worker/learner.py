@@ -52,7 +52,7 @@ from diloco_worker.metrics_file import MetricsFile
 from diloco_worker.net.client import SyncerClient
 from diloco_worker.net.inbox import Inbox
 from diloco_worker.settings import ConfigurationError, WorkerError, WorkerSettings
-from diloco_worker.status_page import StatusPort, open_port
+from diloco_worker.status_page import open_port
 from diloco_worker.sync import optimizer_state
 from diloco_worker.sync.drain import offer_everything
 from diloco_worker.sync.slot_checkpoint import SlotCheckpoint
@@ -119,9 +119,8 @@ class Learner:
             self._metrics,
             lambda: self._terminated,
         )
-        self._port: StatusPort | None = open_port(settings)
-        if self._port is not None:
-            self._port.attach(lambda: self._client.connection, self._figures)
+        self._port = open_port(settings)
+        self._port.attach(lambda: self._client.connection, self._figures)
 
     @classmethod
     def from_environment(
@@ -347,8 +346,7 @@ class Learner:
                 self._idle()
         finally:
             self._client.stop()
-            if self._port is not None:
-                self._port.close()
+            self._port.close()
             self._record.flush()
             self._checkpoint.close()
             if self._previous_handler is not None:
@@ -404,8 +402,7 @@ class Learner:
         status = replace(before, slot=-1, standby=False)
         self._client = SyncerClient(self._settings, self.layout, Inbox(), idle=True, status=status)
         self._client.start()
-        if self._port is not None:
-            self._port.set_idle(True)
+        self._port.set_idle(True)
         logs.set_fields(slot=-1)
         log.info("the job is %s: idle until removed", before.phase)
         ended = before.phase in STOPPED_PHASES

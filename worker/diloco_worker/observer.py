@@ -55,8 +55,7 @@ class Observer:
         self._inbox = Inbox()
         self._client = SyncerClient(settings, self.layout, self._inbox, self._fragments.pinned, eager=False)
         self._port = open_port(settings)
-        if self._port is not None:
-            self._port.attach(lambda: self.connection, self._figures)
+        self._port.attach(lambda: self.connection, self._figures)
         self.score: dict[str, float] = {}  # tokens and loss of the last report, for the status port
         self._versions: list[tuple[int, int] | None] = [None] * len(self.layout)
         self._announced: list[tuple[int, int]] = [(0, 0)] * len(self.layout)
@@ -85,13 +84,11 @@ class Observer:
         if kind is None and self._client.connected:
             self._client.wait_sent(5.0)
         self._client.stop()
-        if self._port is not None:
-            self._port.close()
+        self._port.close()
 
     def set_idle(self, idle: bool) -> None:
         """Show on the status port whether the job is over and this process waits to be removed."""
-        if self._port is not None:
-            self._port.set_idle(idle)
+        self._port.set_idle(idle)
 
     def _figures(self) -> dict[str, float | None]:
         up, down = self._client.bytes_transferred

@@ -42,23 +42,21 @@ _METRICS = {
     "link_down": ("gauge", "link_down_bytes_per_second", "Downloads' speed while their bytes arrived"),
     "round_trip_seconds": ("gauge", "link_round_trip_seconds", "Shortest of the last echoes of reports"),
 }
-_open: dict[str, StatusPort] = {}
+_open: dict[str | None, StatusPort] = {}
 
 
-def open_port(settings: WorkerSettings) -> StatusPort | None:
-    """The process's status port; None: it is to have none. Raises ConfigurationError."""
-    address = settings.status
-    if address is None:
-        return None
-    if address not in _open:
-        _open[address] = StatusPort(settings, address)
-    return _open[address]
+def open_port(settings: WorkerSettings) -> StatusPort:
+    """The process's status port. Raises ConfigurationError."""
+    if settings.status not in _open:
+        _open[settings.status] = StatusPort(settings, settings.status)
+    return _open[settings.status]
 
 
 class StatusPort:
-    """Serves until ``close``. It shows what ``attach`` was given; nothing but the settings before."""
+    """Serves until ``close``, on no port where ``address`` is None. It shows what ``attach`` was given; nothing but the
+    settings before."""
 
-    def __init__(self, settings: WorkerSettings, address: str) -> None:
+    def __init__(self, settings: WorkerSettings, address: str | None) -> None:
         self._settings = settings
         self._address = address
         self._connection: Callable[[], ConnectionStatus] = ConnectionStatus
@@ -71,7 +69,7 @@ class StatusPort:
             "/metrics": text_page(lambda: (200, self._metrics()), METRICS_TYPE),
         }
         try:
-            self._pages = ThreadedPages(pages, address, "DILOCO_STATUS")
+            self._pages = ThreadedPages(pages, address, "DILOCO_STATUS") if address is not None else None
         except AddressError as error:
             raise ConfigurationError(str(error)) from error
 
@@ -84,13 +82,10 @@ class StatusPort:
         """Show whether the job is over and this process waits to be removed."""
         self._idle = idle
 
-    @property
-    def port(self) -> int:
-        return self._pages.port
-
     def close(self) -> None:
         _open.pop(self._address, None)
-        self._pages.stop()
+        if self._pages is not None:
+            self._pages.stop()
 
     def document(self) -> LearnerPage:
         """The page's content."""
