@@ -83,7 +83,7 @@ def configuration(spec: JobSpec, *, directory: Path | None = None) -> Any:
         if "vocab_size" not in own and (vocabulary := _vocabulary(spec)) is not None:
             own["vocab_size"] = vocabulary
         # What a byte model cannot have: transformers' defaults name tokens of other vocabularies.
-        config = _checked(given, lambda: AutoConfig.for_model(kind, **_within(kind, own)))
+        config = _checked(given, lambda: AutoConfig.for_model(kind, **_within(defaults, own)))
     else:
         where = local_directory(model_spec.from_, directory)
         try:
@@ -162,17 +162,12 @@ def _required(spec: JobSpec) -> ModelSpec:
 
 def _auto_class(config: Any) -> Any:
     """The transformers class for this configuration: a causal language model, else image classification."""
-    from transformers import (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
-        AutoModelForCausalLM,
-        AutoModelForImageClassification,
-    )
+    import transformers
 
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return AutoModelForCausalLM
-    if type(config) in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
-        return AutoModelForImageClassification
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return transformers.AutoModelForCausalLM
+    if type(config) in transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
+        return transformers.AutoModelForImageClassification
     raise job_error(
         f"{CONFIG}.model_type",
         config.model_type,
@@ -308,15 +303,12 @@ def _vocabulary(spec: JobSpec) -> int | None:
     return tokenizer(data.tokenizer).vocabulary
 
 
-def _within(kind: str, own: dict[str, Any]) -> dict[str, Any]:
+def _within(defaults: Any, own: dict[str, Any]) -> dict[str, Any]:
     """Special-token defaults that lie outside the vocabulary become None."""
-    from transformers import CONFIG_MAPPING
-
-    names = _field_names(CONFIG_MAPPING[kind]())
+    names = _field_names(defaults)
     if "vocab_size" not in names:
         own.pop("vocab_size", None)
         return own
-    defaults = CONFIG_MAPPING[kind]()
     size = own.get("vocab_size", defaults.vocab_size)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         default = getattr(defaults, name, None)
@@ -327,31 +319,19 @@ def _within(kind: str, own: dict[str, Any]) -> dict[str, Any]:
 
 def _check_fit(spec: JobSpec, config: Any) -> None:
     """The data's tokens and sequences must fit the model."""
-    problems = []
-    data = spec.training.data
-    if data is None or data.source == "python":
+    data, vocabulary = spec.training.data, _vocabulary(spec)
+    if data is None or vocabulary is None:
         return
-    if (vocabulary := _vocabulary(spec)) is not None:
-        size = getattr(config, "vocab_size", None)
-        if size is None:
-            problems.append(Problem("spec.training.data.source", data.source, f"a {config.model_type} takes no text"))
-        elif size < vocabulary:
-            problems.append(
-                Problem(
-                    f"{CONFIG}.vocab_size",
-                    size,
-                    f"is smaller than the tokenizer's vocabulary of {vocabulary}: leave it out, or raise it",
-                )
-            )
-    positions = getattr(config, "max_position_embeddings", None)
+    problems = []
+    size, positions = (getattr(config, name, None) for name in ("vocab_size", "max_position_embeddings"))
+    if size is None:
+        problems.append(Problem("spec.training.data.source", data.source, f"a {config.model_type} takes no text"))
+    elif size < vocabulary:
+        what = f"is smaller than the tokenizer's vocabulary of {vocabulary}: leave it out, or raise it"
+        problems.append(Problem(f"{CONFIG}.vocab_size", size, what))
     if isinstance(positions, int) and positions < data.sequence_length:
-        problems.append(
-            Problem(
-                f"{CONFIG}.max_position_embeddings",
-                positions,
-                f"is less than training.data.sequenceLength = {data.sequence_length}: raise it, or shorten that",
-            )
-        )
+        what = f"is less than training.data.sequenceLength = {data.sequence_length}: raise it, or shorten that"
+        problems.append(Problem(f"{CONFIG}.max_position_embeddings", positions, what))
     if problems:
         raise JobError(problems)
 
