@@ -13,7 +13,6 @@ host, waits for them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -93,15 +92,6 @@ def build_layout(
         raise ConfigurationError(str(error)) from error
 
 
-@dataclass(frozen=True, slots=True)
-class _View:
-    """One piece: a flat view of its parameter's memory, and where it lies in the vector."""
-
-    flat: torch.Tensor
-    start: int
-    stop: int
-
-
 class ModelFragments:
     """A model's fragments. Its parameters must keep their memory (no ``.to`` or re-assignment
     afterwards): the views are made once."""
@@ -109,21 +99,22 @@ class ModelFragments:
     def __init__(self, model: torch.nn.Module, layout: Layout) -> None:
         self.layout = layout
         parameters = model_tensors(model)
-        self._views: list[list[_View]] = []
+        # Per fragment, of each piece: a flat view of its parameter's memory, and where it lies in the vector.
+        self._views: list[list[tuple[torch.Tensor, slice]]] = []
         for pieces in layout.fragments:
             views = []
             for piece in pieces:
                 flat = parameters[piece.tensor].data.view(-1)[piece.start : piece.stop]
-                views.append(_View(flat, piece.offset, piece.offset + piece.stop - piece.start))
+                views.append((flat, slice(piece.offset, piece.offset + piece.stop - piece.start)))
             self._views.append(views)
-        devices = {view.flat.device for views in self._views for view in views}
+        devices = {flat.device for views in self._views for flat, _ in views}
         cuda = [device for device in devices if device.type == "cuda"]
         if cuda and len(devices) > 1:
             raise ConfigurationError(
                 f"the model's parameters lie on {', '.join(sorted(map(str, devices)))}: "
                 "one learner trains on one device"
             )
-        self._device = cuda[0] if cuda else None
+        self._device = cuda[0] if cuda else None  # None: the CPU
         self._stream = torch.cuda.Stream(self._device) if self._device is not None else None
 
     def __len__(self) -> int:
@@ -133,19 +124,16 @@ class ModelFragments:
     def snapshot(self, fragment: int) -> Vector:
         """A copy of the fragment as it is now, float32[elements]."""
         elements = self.layout.elements(fragment)
+        gathered = torch.empty(elements, dtype=torch.float32, device=self._device)
+        for flat, where in self._views[fragment]:
+            gathered[where].copy_(flat)
         if self._stream is None:
-            host = torch.empty(elements, dtype=torch.float32)
-            for view in self._views[fragment]:
-                host[view.start : view.stop].copy_(view.flat)
-            return Vector(host)
-        staged = torch.empty(elements, dtype=torch.float32, device=self._device)
-        for view in self._views[fragment]:
-            staged[view.start : view.stop].copy_(view.flat)
+            return Vector(gathered)
         host = torch.empty(elements, dtype=torch.float32, pin_memory=True)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            host.copy_(staged, non_blocking=True)
-            staged.record_stream(self._stream)
+            host.copy_(gathered, non_blocking=True)
+            gathered.record_stream(self._stream)
             event = torch.cuda.Event()
             event.record(self._stream)
         return Vector(host, event)
@@ -160,8 +148,8 @@ class ModelFragments:
             raise ValueError(f"{kind} needs the vector that is subtracted")
         target = self._on_device(new)
         minus = None if reference is None or kind in (Kind.OVERWRITE, Kind.MIX) else self._on_device(reference)
-        for view in self._views[fragment]:
-            theta, base = view.flat, target[view.start : view.stop]
+        for theta, where in self._views[fragment]:
+            base = target[where]
             if kind is Kind.OVERWRITE:
                 theta.copy_(base)
                 continue
@@ -170,7 +158,7 @@ class ModelFragments:
                 work.mul_(alpha).add_(base, alpha=1.0 - alpha)
             else:
                 assert minus is not None
-                work.sub_(minus[view.start : view.stop]).add_(base)
+                work.sub_(minus[where]).add_(base)
             if work is not theta:
                 theta.copy_(work)
 

@@ -15,7 +15,7 @@ class StepMetrics:
     def __init__(self) -> None:
         self.stalled_seconds = 0.0  # in which training waited for this library
         self._step_seconds: deque[float] = deque(maxlen=15)
-        self._loss = math.nan
+        self.known_loss = math.nan  # that was read last, nats per token; NaN: none
         self._copying: tuple[torch.Tensor, torch.cuda.Event] | None = None  # a loss on its way from a GPU
 
     def add_step(self, seconds: float) -> None:
@@ -44,17 +44,12 @@ class StepMetrics:
             event.record()
             self._copying = (host, event)
         else:
-            self._loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
+            self.known_loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
             self._copying = None
-
-    @property
-    def known_loss(self) -> float:
-        """The loss that was read last, nats per token; NaN: none."""
-        return self._loss
 
     def read_loss(self) -> float:
         """The newest loss that has arrived, nats per token; NaN: none. For the training thread."""
         if self._copying is not None and self._copying[1].query():
-            self._loss = float(self._copying[0])
+            self.known_loss = float(self._copying[0])
             self._copying = None
-        return self._loss
+        return self.known_loss
