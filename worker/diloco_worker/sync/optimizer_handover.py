@@ -63,6 +63,7 @@ class OptimizerHandover:
         self._job_has_one = False
         self._source = ""  # what is waited for: PEER, JOB, OWN, or nothing
         self._candidates: list[tuple[str, ReceivedState]] = []  # states that came, best first
+        self._ranked = False  # the candidates are, or were, those of the disks
         self._deadline = 0.0
 
     # ------------------------------------------------------------------ taking over
@@ -76,6 +77,7 @@ class OptimizerHandover:
         """Begin to wait, as a newcomer in a job that has trained. ``job_has_one``: its checkpoint holds a state."""
         self._candidates = []
         self._source = PEER
+        self._ranked = False
         self._job_has_one = job_has_one
         self.repeat_request()
 
@@ -98,7 +100,7 @@ class OptimizerHandover:
         elif item.data is not None:
             self._candidates = [(PEER, ReceivedState(item.data, item.versions))]
         else:
-            self._try_disks("no peer has one")
+            self._try_next("no peer has one")
 
     def apply_when_ready(self, held: Held) -> None:
         """At a step boundary: put the state in place if it is here and this learner's versions are high enough."""
@@ -107,7 +109,7 @@ class OptimizerHandover:
         late = time.monotonic() > self._deadline
         if not self._candidates:
             if late:
-                self._try_next("none came in time", chosen=False)
+                self._try_next("none came in time")
             return
         if not self._adoption.complete:
             return
@@ -127,23 +129,15 @@ class OptimizerHandover:
             why = "it was made on versions that this job has not"
         log.warning("the state of the %s is not used: %s", name, why)
         del self._candidates[0]
-        self._try_next(why, chosen=name != PEER)
+        self._try_next(why)
 
-    def _try_next(self, why: str, chosen: bool) -> None:
-        """Turn to the next source, for ``why``. ``chosen``: the stored states were ranked already."""
+    def _try_next(self, why: str) -> None:
+        """Turn to the next source, for ``why``."""
         if self._candidates:
             self._source = self._candidates[0][0]
-        elif chosen:
+        elif self._ranked or (self._source == PEER and self._optimizer.state):
             self._begin_fresh(why)
-        elif self._source == PEER:
-            self._try_disks(why)
-        else:
-            self._rank_stored(None, why)
-
-    def _try_disks(self, why: str) -> None:
-        if self._optimizer.state:
-            self._begin_fresh(why)
-        elif self._job_has_one:
+        elif self._source == PEER and self._job_has_one:
             self._source = JOB
             self.repeat_request()
         else:
@@ -164,7 +158,8 @@ class OptimizerHandover:
             found.append((own[1].age, OWN, ReceivedState(own[0], own[1].versions)))
         found.sort(key=lambda one: one[0], reverse=True)
         self._candidates = [(name, state) for _, name, state in found]
-        self._try_next(why, chosen=True)
+        self._ranked = True
+        self._try_next(why)
 
     def _begin_fresh(self, why: str) -> None:
         self._candidates = []
