@@ -1,9 +1,8 @@
 """What goes into a plan and what comes out of it: plain data between the I/O shell and the plan.
 
-The shell (informer, reconcile) watches the cluster and asks the job's syncer. Once a turn it
-freezes what it knows into an ``Observed``. ``planning.plan_job`` reads
-nothing else, decides, and returns a ``JobPlan``. The shell carries the plan out in the order of its
-fields, and keeps the ``PlanMemory`` for the next turn.
+The shell (informer, reconcile) watches the cluster and asks the job's syncer. Once a turn it freezes what it knows into
+an ``Observed``. ``planning.plan_job`` reads nothing else, decides, and returns a ``JobPlan``. The shell carries the
+plan out in the order of its fields, and keeps the ``PlanMemory`` for the next turn.
 
 All times are wall-clock unix seconds. API objects are the dicts that the API server sends
 (camelCase), never changed in place.
@@ -197,9 +196,8 @@ class CountedLoss:
 class PlanMemory:
     """What the plan remembers of one job from turn to turn.
 
-    It may be lost at any time, as when the operator restarts. So nothing in it decides over
-    work: it counts, and it says how long something has lasted. A *place* is a learner's pod
-    name, or ``syncer``.
+    It may be lost at any time, as when the operator restarts. So nothing in it decides over work: it counts, and it
+    says how long something has lasted. A *place* is a learner's pod name, or ``syncer``.
     """
 
     timers: Timers = field(default_factory=Timers)

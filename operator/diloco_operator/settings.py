@@ -1,8 +1,7 @@
 """The operator's flags and environment: the only definition; docs/operator.md is written from it.
 
-Every setting is a flag (``--http``) and a variable (``DILOCO_OPERATOR_HTTP``). Flags beat
-the environment, the environment beats the defaults. What is wrong is a ``SettingsError``
-that names the flag or variable and the cure.
+Every setting is a flag (``--http``) and a variable (``DILOCO_OPERATOR_HTTP``). Flags beat the environment, the
+environment beats the defaults. What is wrong is a ``SettingsError`` that names the flag or variable and the cure.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """``status`` of a DiLoCoJob: the models that the CRD's status schema is generated from.
 
-The plan writes it whole through these models, so nothing is written that the API server
-would prune. People and programs read it; what the plan itself reads back (``image``,
-``replacements``, ``startTime``) is marked as such.
+The plan writes it whole through these models, so nothing is written that the API server would prune. People and
+programs read it; what the plan itself reads back (``image``, ``replacements``, ``startTime``) is marked as such.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The JSON documents that programs show each other: the syncer's status and report, a learner's page.
 
-Each field is defined here once, with its unit and meaning. Programs write and read the documents through these
-models; the tables of docs/contracts.md are generated from them (tools/contracts.py), and tests compare them with
-what the programs really write. Units, where a description has none: seconds, bytes, nats per token. Null: not
-known.
+Each field is defined here once, with its unit and meaning. Programs write and read the documents through these models;
+the tables of docs/contracts.md are generated from them (tools/contracts.py), and tests compare them with what the
+programs really write. Units, where a description has none: seconds, bytes, nats per token. Null: not known.
 
 A reader leaves out fields that it does not know, for versions may differ. A document that lacks a field, or has
 another type in it, is not read at all: ``read_document`` says which field, and its reader goes on as if there

@@ -1,16 +1,14 @@
 """What must hold between the fields of a job, in the language of the API server (CEL).
 
-Theory of operation. ``diloco_protocol.spec.rules`` says the same in Python for the loader;
-here each rule has a home, the node of the schema that it hangs on, and reads nothing outside
-of it. Rules hang on ``spec`` and below wherever they can: the API server does not judge again
-what an update leaves as it was, so a job that an older set of rules let in can still have its
-status written. Only rules about the past and about metadata are at the root.
+Theory of operation. ``diloco_protocol.spec.rules`` says the same in Python for the loader; here each rule has a home,
+the node of the schema that it hangs on, and reads nothing outside of it. Rules hang on ``spec`` and below wherever they
+can: the API server does not judge again what an update leaves as it was, so a job that an older set of rules let in can
+still have its status written. Only rules about the past and about metadata are at the root.
 
-By the time a rule runs, the API server has checked types and bounds and has filled in every
-default, so only fields that may be null need ``has``; it is false for null. What a rule reads
-is bounded (``diloco_protocol.spec.base``), or the API server would refuse the whole definition for its cost. A
-preserved mapping (``model.config``) is invisible to the type checker; ``dyn`` lets a rule ask
-whether a key is there and whether it is equal to something, and nothing else.
+By the time a rule runs, the API server has checked types and bounds and has filled in every default, so only fields
+that may be null need ``has``; it is false for null. What a rule reads is bounded (``diloco_protocol.spec.base``), or
+the API server would refuse the whole definition for its cost. A preserved mapping (``model.config``) is invisible to
+the type checker; ``dyn`` lets a rule ask whether a key is there and whether it is equal to something, and nothing else.
 
 Two fields are left to the loader: ``training.model.config.model_type`` is to be text, and ``vocab_size`` a whole
 number, at least 256 with the tokenizer bytes. Rules see only whether a key of config is there and equal to something.

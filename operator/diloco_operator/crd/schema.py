@@ -1,14 +1,12 @@
 """The custom resource definition of DiLoCoJob; ``tools/crd.py`` writes it to files.
 
-Theory of operation. The schema is made from the models that the loader validates with
-(``diloco_protocol.spec.job``, ``status.py``), field by field: type, range, choices, pattern,
-lengths, whether null is allowed, default, description. What holds between fields is in
-``crd/rules.py``. So the API server refuses what ``diloco validate`` refuses, fills in the same
-defaults, and stores what the models read back to the same job.
+Theory of operation. The schema is made from the models that the loader validates with (``diloco_protocol.spec.job``,
+``status.py``), field by field: type, range, choices, pattern, lengths, whether null is allowed, default, description.
+What holds between fields is in ``crd/rules.py``. So the API server refuses what ``diloco validate`` refuses, fills in
+the same defaults, and stores what the models read back to the same job.
 
-Mappings that others define (pod templates, report) are kept as they are written. A model's
-configuration is a mapping of anything: unlike a wholly unknown object, it is compared key by
-key (``crd/rules.py`` says why that matters).
+Mappings that others define (pod templates, report) are kept as they are written. A model's configuration is a mapping
+of anything: unlike a wholly unknown object, it is compared key by key (``crd/rules.py`` says why that matters).
 """
 
 from __future__ import annotations

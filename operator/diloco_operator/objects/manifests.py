@@ -1,9 +1,8 @@
 """The manifests of a job's objects, for server-side apply: each names the fields that the operator owns.
 
-Three kinds of objects hold pods: the syncer's and the evaluator's Deployment, and the regions'
-StatefulSets. These are rendered anew only when the job's generation has changed. Until then the old
-rendering is applied again; the annotation ``names.RENDERED`` keeps it, and ``names.GENERATION`` says
-which generation it was rendered for.
+Three kinds of objects hold pods: the syncer's and the evaluator's Deployment, and the regions' StatefulSets. These are
+rendered anew only when the job's generation has changed. Until then the old rendering is applied again; the annotation
+``names.RENDERED`` keeps it, and ``names.GENERATION`` says which generation it was rendered for.
 
 Example: release 2 of the operator would give every pod another label. After the upgrade no pod
 restarts, for the old renderings are applied. The label comes with the next edit of the job.

@@ -1,11 +1,9 @@
 """The pod templates of syncer, learners and evaluator.
 
-A template holds what the job needs (names.py and docs/contracts.md have the contract), then
-the user's podTemplate is merged in (template_merge.py), then come the labels and the annotation
-that nobody may change. The evaluator runs where and as learners do, from
-``learners.podTemplate``: their image, pull secrets, volumes, environment, node selectors.
-It scores the merged model on processors, so it takes none of their resources and claims, and
-none of their probes.
+A template holds what the job needs (names.py and docs/contracts.md have the contract), then the user's podTemplate is
+merged in (template_merge.py), then come the labels and the annotation that nobody may change. The evaluator runs where
+and as learners do, from ``learners.podTemplate``: their image, pull secrets, volumes, environment, node selectors. It
+scores the merged model on processors, so it takes none of their resources and claims, and none of their probes.
 """
 
 from __future__ import annotations

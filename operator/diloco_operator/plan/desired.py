@@ -1,9 +1,8 @@
 """Which objects the job shall have now, and which of those that are there shall go.
 
-A job's objects come to be in this order: settings, claim, services and Secrets first; what holds
-pods when the cache shows settings and claim as this job's own. So a foreign object of one of those
-names stops the job before a pod could mount it. ``objects/manifests.py`` has the manifests, and
-says what "rendered for a generation" means.
+A job's objects come to be in this order: settings, claim, services and Secrets first; what holds pods when the cache
+shows settings and claim as this job's own. So a foreign object of one of those names stops the job before a pod could
+mount it. ``objects/manifests.py`` has the manifests, and says what "rendered for a generation" means.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What to do about one job now: everything observed goes in, everything to be done comes out.
 
-One turn is one call of ``plan_job``. It reads nothing but its arguments and does nothing itself. It
-decides by level, from what is there now: a turn that was missed, or an operator that was away, only
-delays what is done.
+One turn is one call of ``plan_job``. It reads nothing but its arguments and does nothing itself. It decides by level,
+from what is there now: a turn that was missed, or an operator that was away, only delays what is done.
 
 The steps of a turn, with their files:
 

@@ -5,9 +5,8 @@ A learner's status page has the last refusal as a word and a sentence (worker's
 ``WorkerExit.REFUSED``, and its last line says the same. A learner whose Secret cannot be used waits
 for a better one; a syncer ends with ``SyncerExit.CREDENTIALS``, and its kubelet starts it again.
 
-All of these are a person's mistakes, and heal when the Secret, or this cluster's copy of the job,
-is put right. So none of them fails the job or counts as a loss. Messages name the Secret, and
-never its content.
+All of these are a person's mistakes, and heal when the Secret, or this cluster's copy of the job, is put right. So none
+of them fails the job or counts as a loss. Messages name the Secret, and never its content.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ def current_refusal(page: LearnerPage) -> tuple[str, str] | None:
 
 
 def refusal_of_exit(end: ContainerExit) -> tuple[str, str] | None:
-    """Word and sentence of the refusal with which a learner has ended, from its last line; None: it ended
-    otherwise."""
+    """Word and sentence of the refusal with which a learner has ended, from its last line; None: it ended otherwise."""
     head, found, message = end.last_line.partition("): ")
     _, mark, word = head.rpartition("(")
     return (word, message) if end.code == WorkerExit.REFUSED and found and mark else None

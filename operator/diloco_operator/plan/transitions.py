@@ -1,9 +1,8 @@
 """One Event per transition: what has happened to a job, in sentences, in order.
 
-A transition is a difference between the job's status and the status that this turn plans. The
-status is written before Events are sent, so an operator that restarts finds no difference and
-sends nothing again. ``PlanMemory.reported`` has the state of which an Event was sent last, for the
-turns that still see an older status.
+A transition is a difference between the job's status and the status that this turn plans. The status is written before
+Events are sent, so an operator that restarts finds no difference and sends nothing again. ``PlanMemory.reported`` has
+the state of which an Event was sent last, for the turns that still see an older status.
 
 What has no place in the status becomes an Event where it is found: a pod that is gone or deleted
 (``pods/replacement.py``), restarted (``pods/rollout.py``), force-deleted (``pods/node_loss.py``).

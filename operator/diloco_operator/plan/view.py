@@ -153,9 +153,8 @@ class View:
 
     @property
     def merges(self) -> int | None:
-        """How many merges the job has had: the syncer's number, or in a cluster without the syncer the
-        greatest that a connected learner knows. It falls when the syncer's store was set back to an
-        older state. None: not known."""
+        """How many merges the job has had: the syncer's number, or in a cluster without the syncer the greatest that a
+        connected learner knows. It falls when the syncer's store was set back to an older state. None: not known."""
         if self.here.syncer:
             return None if self.document is None else self.document.merges
         heard = [page.merges for page in self.pages if page.connected and page.merges is not None]

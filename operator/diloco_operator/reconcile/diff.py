@@ -1,11 +1,10 @@
 """Whether a live object still is what was applied: then there is nothing to send.
 
-Theory of operation. A manifest that is applied carries an annotation with its own digest.
-If the live object has that digest, it was last applied by us from this very manifest, and
-no field that an earlier one had is left over. Then it is enough that every field of the
-manifest has its value in the live object; what else the live object has (defaults, status,
-fields of others) is not ours. So a restarted operator sends nothing for what is in order,
-and sees what somebody changed by hand in fields that are ours.
+Theory of operation. A manifest that is applied carries an annotation with its own digest. If the live object has that
+digest, it was last applied by us from this very manifest, and no field that an earlier one had is left over. Then it is
+enough that every field of the manifest has its value in the live object; what else the live object has (defaults,
+status, fields of others) is not ours. So a restarted operator sends nothing for what is in order, and sees what
+somebody changed by hand in fields that are ours.
 
 Lists whose items have a key (containers, ports, ...) are matched by it, as server-side
 apply merges them; other lists are taken whole. The API server writes quantities in another

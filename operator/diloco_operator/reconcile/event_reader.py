@@ -1,9 +1,8 @@
 """Kubernetes Events about a job's objects: why a pod does not start.
 
-They are not watched, for there may be very many; they are listed when a job has something
-that waits for longer than ``PATIENCE_SECONDS``, at most every ``AGAIN_SECONDS`` for a
-namespace, whose jobs share the answer. Where a namespace has more than one page of them,
-the first few objects that wait are asked about by name.
+They are not watched, for there may be very many; they are listed when a job has something that waits for longer than
+``PATIENCE_SECONDS``, at most every ``AGAIN_SECONDS`` for a namespace, whose jobs share the answer. Where a namespace
+has more than one page of them, the first few objects that wait are asked about by name.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Kubernetes Events about jobs: what ``kubectl describe dilocojob`` shows at its end.
 
-One that is said again within ``REPEAT_SECONDS`` raises the count of the first instead of
-being another. Events are worth less than what they tell of: one that cannot be written is
-logged once and given up.
+One that is said again within ``REPEAT_SECONDS`` raises the count of the first instead of being another. Events are
+worth less than what they tell of: one that cannot be written is logged once and given up.
 """
 
 from __future__ import annotations

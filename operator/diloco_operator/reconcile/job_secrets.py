@@ -1,11 +1,10 @@
 """A job's keys and certificates, all derived from the operator's root key and the job's UID.
 
-Theory of operation. A Secret is written once and never read, so what is in it must come out
-the same when it has to be made again, or at least fit: the control key, the join token and
-the private keys (P-256) are HMAC-SHA256 of the root key over a purpose and the UID. The
-authority's certificate has the same name and key each time, so a leaf of an earlier making
-is trusted by whoever has the authority of a later one; serials are random. Whoever holds a
-job's Secrets learns nothing of the root key or of other jobs.
+Theory of operation. A Secret is written once and never read, so what is in it must come out the same when it has to be
+made again, or at least fit: the control key, the join token and the private keys (P-256) are HMAC-SHA256 of the root
+key over a purpose and the UID. The authority's certificate has the same name and key each time, so a leaf of an earlier
+making is trusted by whoever has the authority of a later one; serials are random. Whoever holds a job's Secrets learns
+nothing of the root key or of other jobs.
 
 The syncer's certificate is good for a server only, a learner's for a client only.
 """

@@ -5,10 +5,9 @@ planned, and carries the plan out in its order. What the API server refuses beco
 plan takes it into account, and the status shows it. If these errors have changed, the next turn comes at once.
 If the API server does not answer, the turn ends with an error, and the work queue repeats it with backoff.
 
-What the plan counts is kept in the status. So a status that could not be written is remembered, and the next
-turn reads it as the job's. Events are remembered until they are sent, since the plan names each only once.
-Everything else may be lost at any time: a new operator begins with nothing, and sends nothing for an object
-that is in order.
+What the plan counts is kept in the status. So a status that could not be written is remembered, and the next turn reads
+it as the job's. Events are remembered until they are sent, since the plan names each only once. Everything else may be
+lost at any time: a new operator begins with nothing, and sends nothing for an object that is in order.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Finding the operator's root key, or making it, without the right to read Secrets.
 
-The Secret ``diloco-operator-key`` is mounted as an optional volume. If the file is there,
-that is the key. If not, the operator makes the Secret; if that succeeds, what it made is
-the key, and the file will say the same. If somebody made it meanwhile (another start of
-this operator), only the file can tell: the cluster brings it within two minutes.
+The Secret ``diloco-operator-key`` is mounted as an optional volume. If the file is there, that is the key. If not, the
+operator makes the Secret; if that succeeds, what it made is the key, and the file will say the same. If somebody made
+it meanwhile (another start of this operator), only the file can tell: the cluster brings it within two minutes.
 """
 
 from __future__ import annotations

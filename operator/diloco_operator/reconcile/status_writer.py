@@ -1,9 +1,8 @@
 """Writing a job's status: when it differs, with its version as condition, and not too often.
 
-Theory of operation. Only the operator writes status, so a version that is not the newest
-(somebody changed the spec meanwhile) is no reason to plan anew: the patch is made again
-for the object as it is. Progress moves all the time, and is written at most every
-``PROGRESS_SECONDS``, anything else at once.
+Theory of operation. Only the operator writes status, so a version that is not the newest (somebody changed the spec
+meanwhile) is no reason to plan anew: the patch is made again for the object as it is. Progress moves all the time, and
+is written at most every ``PROGRESS_SECONDS``, anything else at once.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 Theory of operation
 -------------------
-(arXiv 2604.21428, communication; the formats are ours.) The values are cut into
-blocks of 128. A block encoding is one bfloat16 scale per block, all scales first,
-little-endian, then the packed values, block after block:
+(arXiv 2604.21428, communication; the formats are ours.) The values are cut into blocks of 128. A block encoding is one
+bfloat16 scale per block, all scales first, little-endian, then the packed values, block after block:
 
 ======== ================= =============================================== =============
 encoding bytes             value                                           bits per value
@@ -16,19 +15,16 @@ int4     ceil(n/2) + 2·b   q·s, q in -7..7, s = max/7 cut to bfloat16      4.1
 int2     ceil(n/4) + 2·b   ±0.4528·s or ±1.510·s, s = the block's r.m.s.   2.125
 ======== ================= =============================================== =============
 
-for n values in b = ceil(n/128) blocks. int8 and int4 round to the nearest step, so
-a decoded value is within half a step s of the original. The levels of int2, and the
-threshold 0.9816·s between them, are Lloyd's and Max's for a Gaussian; its relative
-L2 error there is 0.34.
+for n values in b = ceil(n/128) blocks. int8 and int4 round to the nearest step, so a decoded value is within half a
+step s of the original. The levels of int2, and the threshold 0.9816·s between them, are Lloyd's and Max's for a
+Gaussian; its relative L2 error there is 0.34.
 
-Within a block of m values byte j of int4 holds values j (low bits) and j + h, with
-h = ceil(m/2); byte j of int2 holds j, j + h, j + 2h and j + 3h, with h = ceil(m/4),
-low bits first: neighbours in memory stay neighbours, and both directions are plain
-vector code. Bits without a value are zero. int2's bits are sign (2) and outer level (1).
+Within a block of m values byte j of int4 holds values j (low bits) and j + h, with h = ceil(m/2); byte j of int2 holds
+j, j + h, j + 2h and j + 3h, with h = ceil(m/4), low bits first: neighbours in memory stay neighbours, and both
+directions are plain vector code. Bits without a value are zero. int2's bits are sign (2) and outer level (1).
 
-A value that is not finite (or of 2^126 and more) makes its block's scale NaN, and
-the whole block decodes to NaN: nothing that is broken becomes a plausible number.
-The norm of what was decoded tells: it is not finite either.
+A value that is not finite (or of 2^126 and more) makes its block's scale NaN, and the whole block decodes to NaN:
+nothing that is broken becomes a plausible number. The norm of what was decoded tells: it is not finite either.
 
 Everything is float32 arithmetic with one rounding per operation, so that encoder
 and decoder give the same bytes on every machine and with any number of threads.

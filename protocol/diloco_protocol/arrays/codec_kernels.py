@@ -1,9 +1,8 @@
 """The codec's compiled loops, one pair per encoding; codec.py says what they write.
 
-Indices are uint64, because a signed index may mean "from the end", and the test for
-that keeps a loop from being vectorised. Within a block, values that share a byte lie a
-quarter or half a block apart, so that each loop reads and writes runs of neighbours.
-Only the bytes at the end of a last, short block that have fewer values take another loop.
+Indices are uint64, because a signed index may mean "from the end", and the test for that keeps a loop from being
+vectorised. Within a block, values that share a byte lie a quarter or half a block apart, so that each loop reads and
+writes runs of neighbours. Only the bytes at the end of a last, short block that have fewer values take another loop.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Compiled loops over arrays: what codec, merge and outer optimizers are made of.
 
-A ``Kernel`` is a plain function over numpy arrays and a declared signature. It is
-compiled at its first call (or by ``compile_all``), so that importing the protocol
-costs no compiler: the command line never needs one. Each has one signature and
-never compiles a second time for another kind of argument.
+A ``Kernel`` is a plain function over numpy arrays and a declared signature. It is compiled at its first call (or by
+``compile_all``), so that importing the protocol costs no compiler: the command line never needs one. Each has one
+signature and never compiles a second time for another kind of argument.
 
 Results do not depend on the machine or on the number of threads:
 
@@ -13,15 +12,13 @@ Results do not depend on the machine or on the number of threads:
   elements, each of fixed lanes, and the partial sums are added in order;
 * ``run`` cuts work into ranges of whole blocks, and no range reads what another writes.
 
-Numba's own thread pool is not used, for it may neither be entered from two
-threads nor survive a fork; kernels are serial, release the GIL and are spread over
-a small pool of our own, which a forked child makes anew.
+Numba's own thread pool is not used, for it may neither be entered from two threads nor survive a fork; kernels are
+serial, release the GIL and are spread over a small pool of our own, which a forked child makes anew.
 
-Compiled code is kept where NUMBA_CACHE_DIR says, else beside the source or in the
-user's cache folder; where none of them can be written, it is compiled in memory
-(about half a second per kernel and process). An image that compiles at build time
-sets NUMBA_CPU_NAME (x86-64-v3, say) and NUMBA_CPU_FEATURES to the same values at
-build and at run, for the cache is keyed by them.
+Compiled code is kept where NUMBA_CACHE_DIR says, else beside the source or in the user's cache folder; where none of
+them can be written, it is compiled in memory (about half a second per kernel and process). An image that compiles at
+build time sets NUMBA_CPU_NAME (x86-64-v3, say) and NUMBA_CPU_FEATURES to the same values at build and at run, for the
+cache is keyed by them.
 """
 
 from __future__ import annotations

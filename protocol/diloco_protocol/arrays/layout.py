@@ -2,23 +2,18 @@
 
 Theory of operation
 -------------------
-A model's trainable tensors are dealt into P *fragments* of nearly equal size
-(algorithm: Streaming DiLoCo, arXiv 2501.18512, section 2; the bound is ours).
-Every party derives the layout by itself and only compares digests, so the rule
-below uses integers alone: no float, no hash order, no locale, no case folding.
+A model's trainable tensors are dealt into P *fragments* of nearly equal size (algorithm: Streaming DiLoCo, arXiv
+2501.18512, section 2; the bound is ours). Every party derives the layout by itself and only compares digests, so the
+rule below uses integers alone: no float, no hash order, no locale, no case folding.
 
-Pieces wait in a queue, largest first, ties by tensor name. Each goes into the
-emptiest bin, ties by bin index. A piece that would lift its bin above 21/20 of
-the mean is cut at the first row boundary at which the bin holds at least the
-mean (at an element where one row exceeds 1/20 of the mean), and the rest goes
-back into the queue. A cut closes its bin, because the emptiest bin always holds
-less than the mean while elements are left; so there are at most P cuts, a bin
-holds at most one piece of a tensor, and the largest bin is at most 21/20 of the
-mean.
+Pieces wait in a queue, largest first, ties by tensor name. Each goes into the emptiest bin, ties by bin index. A piece
+that would lift its bin above 21/20 of the mean is cut at the first row boundary at which the bin holds at least the
+mean (at an element where one row exceeds 1/20 of the mean), and the rest goes back into the queue. A cut closes its
+bin, because the emptiest bin always holds less than the mean while elements are left; so there are at most P cuts, a
+bin holds at most one piece of a tensor, and the largest bin is at most 21/20 of the mean.
 
-One case needs more: 23 equal tensors in 24 bins are each within the bound, and
-the last bin would stay empty. Whenever that happens the deal is repeated with
-every bin's exact share (T·(b+1)//P - T·b//P elements) as its bound and cuts at
+One case needs more: 23 equal tensors in 24 bins are each within the bound, and the last bin would stay empty. Whenever
+that happens the deal is repeated with every bin's exact share (T·(b+1)//P - T·b//P elements) as its bound and cuts at
 elements; then every bin ends at its share.
 
 Below 40 elements per fragment the bound cannot be kept, and with more fragments
@@ -95,8 +90,7 @@ class Piece:
 class Layout:
     """The assignment of every element to one fragment. Make it with ``build`` or ``from_json``.
 
-    ``tensors`` are sorted by name. ``note`` is empty, or says what was lowered and
-    why; it is no part of the digest.
+    ``tensors`` are sorted by name. ``note`` is empty, or says what was lowered and why; it is no part of the digest.
     """
 
     tensors: tuple[Tensor, ...]
@@ -116,11 +110,9 @@ class Layout:
     ) -> Layout:
         """Deal ``tensors`` into ``fragments`` (P) bins; their order does not matter.
 
-        ``every`` is H, the inner steps between two merges of one fragment: P is
-        lowered to it. A tensor is merged by mean if its ``mean`` is set or one of
-        ``mean_patterns`` (shell patterns, case-sensitive) matches its name.
-        Raises LayoutError for duplicate names, impossible shapes or dtypes, or a
-        model without elements.
+        ``every`` is H, the inner steps between two merges of one fragment: P is lowered to it. A tensor is merged by
+        mean if its ``mean`` is set or one of ``mean_patterns`` (shell patterns, case-sensitive) matches its name.
+        Raises LayoutError for duplicate names, impossible shapes or dtypes, or a model without elements.
         """
         if type(fragments) is not int or fragments < 1:
             raise LayoutError(f"fragments: {fragments!r} is not a whole number of at least 1")
@@ -165,9 +157,8 @@ class Layout:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Layout:
-        """Read what ``to_json`` wrote. The text may come from the network: everything
-        is checked (types, bounds, every element in exactly one piece, the size bound),
-        and LayoutError says what is wrong."""
+        """Read what ``to_json`` wrote. The text may come from the network: everything is checked (types, bounds, every
+        element in exactly one piece, the size bound), and LayoutError says what is wrong."""
         if len(text) > MAX_JSON_BYTES:
             _refuse(f"{len(text)} bytes, and at most {MAX_JSON_BYTES} are read")
         try:

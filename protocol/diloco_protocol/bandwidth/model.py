@@ -1,10 +1,9 @@
 """How much bandwidth a job needs: the paper's closed formula, and a queued model of the star.
 
-Theory of operation. An inner step takes T seconds. Every s = H/P steps the exchange of one
-fragment begins at the end of a step; it is due τ steps later. The *utilisation* c that is asked
-for is computing over computing plus waiting, of a learner that waits for a late exchange. (A
-learner of this project does not wait: on a link too slow for c its merges become rarer, in the
-same proportion.) Both models say how many seconds one exchange may take. The bandwidth is the
+Theory of operation. An inner step takes T seconds. Every s = H/P steps the exchange of one fragment begins at the end
+of a step; it is due τ steps later. The *utilisation* c that is asked for is computing over computing plus waiting, of a
+learner that waits for a late exchange. (A learner of this project does not wait: on a link too slow for c its merges
+become rarer, in the same proportion.) Both models say how many seconds one exchange may take. The bandwidth is the
 exchange's bytes over these seconds.
 
 *Formula* (it fits the figures of arXiv 2604.21428; the simulator is that of Streaming DiLoCo,
@@ -13,12 +12,11 @@ all-reduce of data-parallel training has (1/c - 1/3)·T, and one of a fragment (
 formula counts one exchange at a time. Where τ > s several share the link, and it asks for too little.
 
 *Queue.* Each direction of a link is a queue, first come first served. A push goes up; after the
-round trips and the merge the broadcast comes down. The training goes on until an exchange is due.
-``utilisation`` goes through a run of whole turns, until its last exchange is over, and
-``queued_seconds`` seeks the longest exchange that keeps c. In the long run that is
-``Turn.steady``: no direction may be busy for longer than the s steps until the next push, and
-both together for no longer than the τ steps. All learners push at once, so the hub needs the sum
-of its links.
+round trips and the merge the broadcast comes down. The training goes on until an exchange is due. ``utilisation`` goes
+through a run of whole turns, until its last exchange is over, and ``queued_seconds`` seeks the longest exchange that
+keeps c. In the long run that is ``Turn.steady``: no direction may be busy for longer than the s steps until the next
+push, and both together for no longer than the τ steps. All learners push at once, so the hub needs the sum of its
+links.
 
 Rates are in bits per second, sizes in bytes. Nothing is measured here.
 """
@@ -39,9 +37,8 @@ _HALVINGS = 50
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """When exchanges happen: each of P ``fragments`` every H steps (``every``) of ``step_seconds``, due
-    ``overlap`` (τ) steps after it began. ``between_seconds`` of an exchange pass without using the link:
-    round trips, the merge."""
+    """When exchanges happen: each of P ``fragments`` every H steps (``every``) of ``step_seconds``, due ``overlap`` (τ)
+    steps after it began. ``between_seconds`` of an exchange pass without using the link: round trips, the merge."""
 
     fragments: int
     every: int

@@ -1,16 +1,13 @@
 """Whole files or none.
 
-Everything the project keeps on a disk goes through here: the bytes are written
-to a temporary file in the same directory, flushed to the device, and only then
-given their name, by ``rename`` (replacing) or ``link`` (exclusive). A reader
-therefore sees the old file, the new file or no file, never half of one, and
-after a power cut too, because the directory is flushed as well. A failed write
-removes its temporary file; what a killed process left behind has the suffix
-``.tmp`` and is removed by ``remove_leftovers``.
+Everything the project keeps on a disk goes through here: the bytes are written to a temporary file in the same
+directory, flushed to the device, and only then given their name, by ``rename`` (replacing) or ``link`` (exclusive). A
+reader therefore sees the old file, the new file or no file, never half of one, and after a power cut too, because the
+directory is flushed as well. A failed write removes its temporary file; what a killed process left behind has the
+suffix ``.tmp`` and is removed by ``remove_leftovers``.
 
-Errors name the path, what was to be written and what to do: a full disk is
-``DiskFull`` (with bytes needed and free), a file system that cannot do what is
-needed or may not be written is ``NotWritable``.
+Errors name the path, what was to be written and what to do: a full disk is ``DiskFull`` (with bytes needed and free), a
+file system that cannot do what is needed or may not be written is ``NotWritable``.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
 """A minimal HTTP/1.1 server for pages that are read and change nothing: status, metrics, probes, export.
 
-Theory of operation. One request per connection, GET only, of at most ``MAX_REQUEST``
-bytes and ``REQUEST_SECONDS``; at most ``MAX_CONNECTIONS`` at once, whoever comes beyond
-that is told to try again. A page is a function without arguments that gives status,
-content type and body; a body that is too large for one piece is a ``Stream``, whose
-chunks are made as the reader takes them. A reader that takes nothing for
-``STALL_SECONDS`` is hung up on.
+Theory of operation. One request per connection, GET only, of at most ``MAX_REQUEST`` bytes and ``REQUEST_SECONDS``; at
+most ``MAX_CONNECTIONS`` at once, whoever comes beyond that is told to try again. A page is a function without arguments
+that gives status, content type and body; a body that is too large for one piece is a ``Stream``, whose chunks are made
+as the reader takes them. A reader that takes nothing for ``STALL_SECONDS`` is hung up on.
 
-The syncer serves pages in its own event loop. ``ThreadedPages`` serves them in a thread
-of its own, for a program whose main thread trains; the page functions then run in that
-thread, and what they read must bear it.
+The syncer serves pages in its own event loop. ``ThreadedPages`` serves them in a thread of its own, for a program whose
+main thread trains; the page functions then run in that thread, and what they read must bear it.
 
 ``[::]`` listens on IPv6 and IPv4 alike, and where the machine has no IPv6 on IPv4 alone.
 """

@@ -1,9 +1,8 @@
 """Log lines for programs that run in pods: one JSON object a line, or text for people.
 
-A line has ``time`` (UTC), ``level``, ``slot`` (-1: none), the fields that the program gives
-(``job``, and for a worker ``region`` and ``ordinal``), and ``message``. A cluster that
-looks at a container that failed reads the end of its log alone; so the last line that a
-program of ours writes says what went wrong and the cure, a traceback comes in a line
+A line has ``time`` (UTC), ``level``, ``slot`` (-1: none), the fields that the program gives (``job``, and for a worker
+``region`` and ``ordinal``), and ``message``. A cluster that looks at a container that failed reads the end of its log
+alone; so the last line that a program of ours writes says what went wrong and the cure, a traceback comes in a line
 before it, and ``message`` is last in every line.
 
 Nothing here knows a secret, and what is logged must not hold one.

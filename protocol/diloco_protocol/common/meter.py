@@ -1,9 +1,8 @@
 """How fast a link is, by the transfers that happen anyway.
 
-Theory of operation. Bytes over the time in which at least one transfer was under way, so
-that several at once count as what they are, one link's work. Where the receiver measures, a
-transfer begins with its header and ends with its last byte: neither round trips nor
-anybody's computing count. It says how fast the link was for what it carried; a payload
+Theory of operation. Bytes over the time in which at least one transfer was under way, so that several at once count as
+what they are, one link's work. Where the receiver measures, a transfer begins with its header and ends with its last
+byte: neither round trips nor anybody's computing count. It says how fast the link was for what it carried; a payload
 that fits into one packet says little. Newer transfers weigh more.
 
 Plain code: the time (seconds, monotonic) comes in as an argument.

@@ -1,9 +1,8 @@
 """Makes certificates: an authority, and leaves that name a job and a role.
 
-Nothing here touches a file or a clock; times and keys are handed in. Keys are ECDSA on
-P-256: fast to verify, and understood everywhere. A syncer's certificate is good for a
-server only and a learner's for a client only (extended key usage), so that one can never
-stand in for the other, whatever names it carries.
+Nothing here touches a file or a clock; times and keys are handed in. Keys are ECDSA on P-256: fast to verify, and
+understood everywhere. A syncer's certificate is good for a server only and a learner's for a client only (extended key
+usage), so that one can never stand in for the other, whatever names it carries.
 """
 
 from __future__ import annotations

@@ -8,14 +8,12 @@ A certificate names a job and a role in URIs among its subject alternative names
     diloco://job/NAMESPACE/NAME/learner            a learner or evaluator, of any region
     diloco://job/NAMESPACE/NAME/learner/REGION     a learner of that region; or an evaluator
 
-NAMESPACE and NAME are the DiLoCoJob's. A certificate may carry several of them, of one
-role: a learner's for two regions, a syncer's for two jobs. URIs of other schemes say
-nothing here.
+NAMESPACE and NAME are the DiLoCoJob's. A certificate may carry several of them, of one role: a learner's for two
+regions, a syncer's for two jobs. URIs of other schemes say nothing here.
 
-Each side compares the other's names with its own, so nothing has to be configured: a
-syncer takes learners of the job (namespace and name) that its own certificate names, and
-a learner talks to the syncer of the job that its own names. What a certificate is good
-for otherwise (its authority, its time, server or client) is TLS's business.
+Each side compares the other's names with its own, so nothing has to be configured: a syncer takes learners of the job
+(namespace and name) that its own certificate names, and a learner talks to the syncer of the job that its own names.
+What a certificate is good for otherwise (its authority, its time, server or client) is TLS's business.
 
 A certificate without such a URI names nobody. Only a party whose own certificate names
 nobody accepts it (both then rely on the authority alone, as an authority for one job may):

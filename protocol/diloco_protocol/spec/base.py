@@ -1,8 +1,7 @@
 """What all parts of the job spec share: the strict base model and the field kinds.
 
-Every model is frozen, refuses unknown fields, and takes no value of another
-type ("3" is not 3), because the Kubernetes API server would not either. Text
-and lists are bounded, so that rules over them stay cheap in a custom resource
+Every model is frozen, refuses unknown fields, and takes no value of another type ("3" is not 3), because the Kubernetes
+API server would not either. Text and lists are bounded, so that rules over them stay cheap in a custom resource
 definition.
 """
 

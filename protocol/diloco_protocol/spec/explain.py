@@ -1,7 +1,6 @@
 """Words for fields and mistakes: what a field takes, and what is wrong with a value.
 
-One description serves the error messages and the field reference, so that they
-say the same.
+One description serves the error messages and the field reference, so that they say the same.
 """
 
 from __future__ import annotations

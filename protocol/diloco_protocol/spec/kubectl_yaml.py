@@ -1,17 +1,14 @@
 """YAML as kubectl reads it, bounded.
 
-kubectl turns a file into JSON through a fork of go-yaml v2 before anything
-looks at it, and that reading differs from PyYAML's: ``1e-3`` is a number,
-``yes`` and ``on`` are booleans, ``1:30`` and dates are text, ``1.0`` is as good
-as ``1`` where a whole number is wanted (JSON has one kind of number), keys are
-text. The same job file must mean the same to ``kubectl apply`` and to
-``diloco run``, so this module resolves scalars by those rules; the table in
+kubectl turns a file into JSON through a fork of go-yaml v2 before anything looks at it, and that reading differs from
+PyYAML's: ``1e-3`` is a number, ``yes`` and ``on`` are booleans, ``1:30`` and dates are text, ``1.0`` is as good as
+``1`` where a whole number is wanted (JSON has one kind of number), keys are text. The same job file must mean the same
+to ``kubectl apply`` and to ``diloco run``, so this module resolves scalars by those rules; the table in
 tests/unit/protocol/spec/test_load.py was recorded from kubectl 1.32.
 
-It reads libyaml's events and builds plain values from them (docs/decisions/017),
-with bounds on size, depth and the number of values, so that neither nesting nor
-aliases of aliases can exhaust memory. Duplicate keys,
-tags other than YAML's own, and several documents are refused.
+It reads libyaml's events and builds plain values from them (docs/decisions/017), with bounds on size, depth and the
+number of values, so that neither nesting nor aliases of aliases can exhaust memory. Duplicate keys, tags other than
+YAML's own, and several documents are refused.
 """
 
 from __future__ import annotations

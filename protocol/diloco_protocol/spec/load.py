@@ -1,10 +1,8 @@
 """Reading a job: a file, overrides, all problems at once; and the normal form.
 
-The order: the file's bytes (bounded), YAML as kubectl reads it (``kubectl_yaml``),
-overrides, the models' own checks, then the rules between fields. The rules also
-run when some field has been refused: that field is put back to its default,
-and what a rule says about it is left out. So one run shows every problem and
-no consequence of another.
+The order: the file's bytes (bounded), YAML as kubectl reads it (``kubectl_yaml``), overrides, the models' own checks,
+then the rules between fields. The rules also run when some field has been refused: that field is put back to its
+default, and what a rule says about it is left out. So one run shows every problem and no consequence of another.
 """
 
 from __future__ import annotations
@@ -85,9 +83,8 @@ def load_job(
 ) -> DiLoCoJob:
     """The job in the file at ``path``, with ``overrides`` (``path=value`` below spec, value in YAML) applied.
 
-    What the API server writes into an object (``status``, ``metadata.uid`` ...) is left out. ``notes``, if
-    given, is filled with what is taken and its author should know. Raises JobError with every problem that
-    can be found.
+    What the API server writes into an object (``status``, ``metadata.uid`` ...) is left out. ``notes``, if given, is
+    filled with what is taken and its author should know. Raises JobError with every problem that can be found.
     """
     return parse_job(_read(FilePath(path)), overrides, str(path), notes)
 

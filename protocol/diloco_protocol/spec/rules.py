@@ -1,8 +1,7 @@
 """What must hold between the fields of a job.
 
-Each rule is a function of the whole spec that yields violations. A violation
-names every field that the rule read, so that a loader which has already refused
-some of these fields can leave the violation out instead of reporting a
+Each rule is a function of the whole spec that yields violations. A violation names every field that the rule read, so
+that a loader which has already refused some of these fields can leave the violation out instead of reporting a
 consequence of the first mistake.
 """
 
@@ -51,9 +50,8 @@ def _value_at(spec: JobSpec, path: Path) -> Any:
 
 
 def _stop(spec: JobSpec) -> Iterator[Violation]:
-    """Exactly one of training.stop.steps, .tokens and .seconds is given. stop.seconds is not for a
-    deterministic job, nor for the built-in trainer's cosine schedule, which decays towards a known last
-    step."""
+    """Exactly one of training.stop.steps, .tokens and .seconds is given. stop.seconds is not for a deterministic job,
+    nor for the built-in trainer's cosine schedule, which decays towards a known last step."""
     stop, path = spec.training.stop, "training.stop"
     given = [name for name in ("steps", "tokens", "seconds") if getattr(stop, name) is not None]
     if len(given) != 1:
@@ -199,8 +197,7 @@ def _sync(spec: JobSpec) -> Iterator[Violation]:
 
 
 def _regions(spec: JobSpec) -> Iterator[Violation]:
-    """Regions have different names, none is called syncer or evaluator, and hold at most 4096 learners in
-    all."""
+    """Regions have different names, none is called syncer or evaluator, and hold at most 4096 learners in all."""
     first: dict[str, int] = {}
     for index, region in enumerate(spec.regions):
         path = f"regions.{index}.name"
@@ -218,9 +215,8 @@ def _regions(spec: JobSpec) -> Iterator[Violation]:
 
 
 def _clusters(spec: JobSpec) -> Iterator[Violation]:
-    """A cluster is named everywhere or nowhere. A job that spans clusters has an endpoint that is not
-    ClusterIP, its address, syncer.tls.secretName and learners.credentials.secretName, and TLS. Type
-    External has an address."""
+    """A cluster is named everywhere or nowhere. A job that spans clusters has an endpoint that is not ClusterIP, its
+    address, syncer.tls.secretName and learners.credentials.secretName, and TLS. Type External has an address."""
     places = [("syncer.cluster", spec.syncer.cluster)]
     places += [(f"regions.{i}.cluster", region.cluster) for i, region in enumerate(spec.regions)]
     paths = [path for path, _ in places]

@@ -1,14 +1,12 @@
 """Bulk transfers: pushes, broadcasts, version 0 and optimizer state, as raw bytes beside protobuf.
 
-A payload is split into **parts**: contiguous ranges of bytes, each sent by a call
-of its own, over one of several channels (one connection each, because one TCP
-stream does not fill a wide-area link). A part's header says how long the whole
-is, which range this is, and the xxh3-64 checksum of the range. The receiver knows
-the exact size before the first chunk (from layout and encoding, or from an
+A payload is split into **parts**: contiguous ranges of bytes, each sent by a call of its own, over one of several
+channels (one connection each, because one TCP stream does not fill a wide-area link). A part's header says how long the
+whole is, which range this is, and the xxh3-64 checksum of the range. The receiver knows the exact size before the first
+chunk (from layout and encoding, or from an
 announcement), allocates it once, and receives into it. Every upload call gets a
-reply: ``partial`` for a part that does not complete the payload, and the verdict
-for the one that does. A part that breaks breaks its payload; a retry sends the
-whole again under the same id.
+reply: ``partial`` for a part that does not complete the payload, and the verdict for the one that does. A part that
+breaks breaks its payload; a retry sends the whole again under the same id.
 """
 
 from __future__ import annotations
@@ -168,10 +166,9 @@ async def upload(
 ) -> sync_pb2.UploadReply:
     """Send ``payload`` (any contiguous buffer) in parts over the channels; returns the verdict.
 
-    ``header``'s format, total_bytes, offset, bytes and checksum are filled in here.
-    ``timeout`` (seconds, of each part; None: by its size) bounds the wait. ``meter`` hears of each
-    part that was taken, until its answer. Raises ``TransferError`` if a part did not come through. A
-    refusal is a reply, not an error.
+    ``header``'s format, total_bytes, offset, bytes and checksum are filled in here. ``timeout`` (seconds, of each part;
+    None: by its size) bounds the wait. ``meter`` hears of each part that was taken, until its answer. Raises
+    ``TransferError`` if a part did not come through. A refusal is a reply, not an error.
     """
     view = flat(payload)
     made = _many(channels)
@@ -246,12 +243,11 @@ async def download(
 ) -> tuple[sync_pb2.DownloadHeader, np.ndarray[Any, np.dtype[np.uint8]]]:
     """Fetch what ``request`` names in parts over the channels, checksums verified.
 
-    ``size``: the exact size in bytes where it is known (an announcement said it);
-    another size is a ``WireError``. Else the first reply says it, up to ``limit``.
-    ``into``: a writable buffer of that size to receive into. ``meter`` hears of each part, from its
-    header to its last byte. Returns the first part's header and uint8[total]; the array is empty when
-    ``header.found`` is false.
-    Raises ``TransferError`` if a part did not come through, ``WireError`` if it is wrong.
+    ``size``: the exact size in bytes where it is known (an announcement said it); another size is a ``WireError``. Else
+    the first reply says it, up to ``limit``. ``into``: a writable buffer of that size to receive into. ``meter`` hears
+    of each part, from its header to its last byte. Returns the first part's header and uint8[total]; the array is empty
+    when ``header.found`` is false. Raises ``TransferError`` if a part did not come through, ``WireError`` if it is
+    wrong.
     """
     made = _many(channels)
     meter = meter or Meter()

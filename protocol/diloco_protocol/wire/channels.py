@@ -1,10 +1,9 @@
 """Options of gRPC channels and servers.
 
-Keepalive: an idle connection is pinged every ``KEEPALIVE_SECONDS``: less than the
-shortest idle timeout of common load balancers (60 s), and not so often that a
-server or a firewall takes it for abuse; a dead peer is noticed ``KEEPALIVE_ANSWER_SECONDS``
-later. Proxies of the environment are never used: a learner's proxy settings are
-for the web, and gRPC through an HTTP proxy loses its long streams.
+Keepalive: an idle connection is pinged every ``KEEPALIVE_SECONDS``: less than the shortest idle timeout of common load
+balancers (60 s), and not so often that a server or a firewall takes it for abuse; a dead peer is noticed
+``KEEPALIVE_ANSWER_SECONDS`` later. Proxies of the environment are never used: a learner's proxy settings are for the
+web, and gRPC through an HTTP proxy loses its long streams.
 """
 
 from __future__ import annotations

@@ -1,18 +1,15 @@
 """Signed control calls: who may tell a syncer what to do.
 
-Control calls (``process-ended``, ``announce`` ...) go to a port of their own and
-are signed with a key that learners do not have: HMAC-SHA256 over the method, the
-body, the time and a nonce, each length-prefixed. A call is refused when its
-signature is wrong, its time is more than ``WINDOW_MS`` off, or its nonce was
-seen. Nonces are remembered for as long as their call could be replayed, at most
-``NonceCache.capacity`` of them; when that many fresh ones are held, calls are
+Control calls (``process-ended``, ``announce`` ...) go to a port of their own and are signed with a key that learners do
+not have: HMAC-SHA256 over the method, the body, the time and a nonce, each length-prefixed. A call is refused when its
+signature is wrong, its time is more than ``WINDOW_MS`` off, or its nonce was seen. Nonces are remembered for as long as
+their call could be replayed, at most ``NonceCache.capacity`` of them; when that many fresh ones are held, calls are
 refused rather than nonces forgotten.
 
-Replies are signed with the same key, over the call's nonce and all that they say. So
-the control port is plaintext even where everything else is TLS: who makes a call needs
-the key and nothing else (an operator may not read its users' certificates), nobody
-without it can make a call, alter one or answer in the syncer's place, and no secret is
-in any of them.
+Replies are signed with the same key, over the call's nonce and all that they say. So the control port is plaintext even
+where everything else is TLS: who makes a call needs the key and nothing else (an operator may not read its users'
+certificates), nobody without it can make a call, alter one or answer in the syncer's place, and no secret is in any of
+them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Signed calls to a syncer's control service: the one client of operator and local runner.
 
-Needs the service's address and the control key, nothing else (credentials.py). One
-channel is kept between calls; after a failure the next call makes a new one, so that the
-name is resolved anew. gRPC is loaded at the first call.
+Needs the service's address and the control key, nothing else (credentials.py). One channel is kept between calls; after
+a failure the next call makes a new one, so that the name is resolved anew. gRPC is loaded at the first call.
 """
 
 from __future__ import annotations

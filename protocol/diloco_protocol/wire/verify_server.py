@@ -2,13 +2,11 @@
 
 Theory of operation
 -------------------
-gRPC compares a server's certificate with one host name, and shows its caller neither the
-certificate nor TLS's alerts. So a party whose own certificate names its job first makes a
-TLS handshake of its own: chain, time, purpose and host name are checked as gRPC checks them,
-and then the URIs (``identity``). The certificate seen is *pinned*: the channels made
-afterwards believe no other, so nobody can be somebody else on the next connection. A
-syncer that has got a new certificate meanwhile is unreachable for such a channel; whoever
-made it connects anew and looks again.
+gRPC compares a server's certificate with one host name, and shows its caller neither the certificate nor TLS's alerts.
+So a party whose own certificate names its job first makes a TLS handshake of its own: chain, time, purpose and host
+name are checked as gRPC checks them, and then the URIs (``identity``). The certificate seen is *pinned*: the channels
+made afterwards believe no other, so nobody can be somebody else on the next connection. A syncer that has got a new
+certificate meanwhile is unreachable for such a channel; whoever made it connects anew and looks again.
 
 The handshake ends with the server's first bytes or its alert. So a refusal is told in
 words: ``certificate expired`` and the like, where gRPC says ``unavailable``.

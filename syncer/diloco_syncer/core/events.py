@@ -1,9 +1,8 @@
 """The syncer core's vocabulary: events go in, actions come out.
 
-Everything here is plain data. The shell (server, store, clock) turns what
-happens into an event, hands it to ``core.Core.handle(event, now)`` and carries out
-the actions that it returns, in order. ``now`` is a monotonic time in seconds;
-the core never asks for it. What both sides of the wire know is in ``diloco_protocol.wire.records``.
+Everything here is plain data. The shell (server, store, clock) turns what happens into an event, hands it to
+``core.Core.handle(event, now)`` and carries out the actions that it returns, in order. ``now`` is a monotonic time in
+seconds; the core never asks for it. What both sides of the wire know is in ``diloco_protocol.wire.records``.
 """
 
 from __future__ import annotations
@@ -274,9 +273,8 @@ class Responder:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Merge these into ``version`` = v_p + 1, make it durable, then say ``MergeDurable``.
-    Responders are in slot order. ``waited_seconds``: from opening to now;
-    ``quorum_seconds``: from opening to the quorum."""
+    """Merge these into ``version`` = v_p + 1, make it durable, then say ``MergeDurable``. Responders are in slot order.
+    ``waited_seconds``: from opening to now; ``quorum_seconds``: from opening to the quorum."""
 
     fragment: int
     version: int

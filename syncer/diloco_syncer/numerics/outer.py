@@ -2,10 +2,9 @@
 
 Theory of operation
 -------------------
-``step`` takes a fragment's global parameters Θ, its merged outer gradient Δ = base − θ
-(uphill, as a gradient is), and the optimizer's state for it. It changes Θ and returns the
-next state. The state is plain arrays and part of every merge record; from a copy of it the
-job goes on bit for bit. All arithmetic is float32, element by element, with one rounding
+``step`` takes a fragment's global parameters Θ, its merged outer gradient Δ = base − θ (uphill, as a gradient is), and
+the optimizer's state for it. It changes Θ and returns the next state. The state is plain arrays and part of every merge
+record; from a copy of it the job goes on bit for bit. All arithmetic is float32, element by element, with one rounding
 per operation: the result is the same on every machine and for any number of threads.
 
 * ``sgd``: Θ ← Θ − η·Δ.

@@ -1,9 +1,8 @@
 """Makes things durable, and waits while the store is full or away.
 
-Theory of operation. All writes go through one thread, one at a time and in order (a merge's record
-through the merges' thread). A write that fails is tried again with growing pauses. Meanwhile the core
-goes on hearing learners, pushes are taken, ``problem`` says what is wrong, and merges (or the action
-that needs the state) wait; nothing is lost by it.
+Theory of operation. All writes go through one thread, one at a time and in order (a merge's record through the merges'
+thread). A write that fails is tried again with growing pauses. Meanwhile the core goes on hearing learners, pushes are
+taken, ``problem`` says what is wrong, and merges (or the action that needs the state) wait; nothing is lost by it.
 
 A full disk is waited for without end. A store that fails otherwise for ``PATIENCE`` seconds ends the
 process (exit code 4); a higher epoch ends it at once (3). Example: while a volume is being extended,

@@ -9,10 +9,9 @@ own. Objects are put in one request, never in parts: an upload in parts that bre
 unseen and paid for. So an object has at most 5 GiB on S3.
 
 **Bounds.** A request that moves little may take ``QUICK_SECONDS``, another ``BULK_SECONDS``. A request that may
-safely be repeated is tried again for up to ``RETRY_SECONDS``. What then still fails is an ``OSError``, and the
-caller waits and tries again (``Durability.run_write``). An object that is being read may pause for
-``READ_SECONDS``. A put has no such bound: the client's bound would also run while the request's body is sent,
-during which nothing can come back.
+safely be repeated is tried again for up to ``RETRY_SECONDS``. What then still fails is an ``OSError``, and the caller
+waits and tries again (``Durability.run_write``). An object that is being read may pause for ``READ_SECONDS``. A put has
+no such bound: the client's bound would also run while the request's body is sent, during which nothing can come back.
 
 **Error texts** are put together here from the status, the service's error code and the kind of failure. The
 client's own text is never shown: it contains the service's answer, which to a wrong signature is the whole

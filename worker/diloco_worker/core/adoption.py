@@ -34,8 +34,7 @@ Within an epoch a lower version is ignored, and the same version with other byte
 wins whatever its version. With the same version and bytes the base only changes its label; else the base is not in
 that history, and the work is rebased.
 
-In integers and at any time, per fragment:
-trained = confirmed + pending (now - marks[0].point) + dropped.
+In integers and at any time, per fragment: trained = confirmed + pending (now - marks[0].point) + dropped.
 """
 
 from __future__ import annotations

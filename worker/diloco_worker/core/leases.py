@@ -7,9 +7,8 @@ section 8, Data). Within a block the order is a permutation that depends on the 
 alone. So another process can go on with a block from its cursor without having seen its first half. A *position*
 counts in that order.
 
-``Leases.draw`` hands out sequences in the order of the leases, ahead of the training. ``commit`` moves a lease's
-cursor when a step that used the sequences was made. What was drawn and never trained is trained by the lease's
-next holder.
+``Leases.draw`` hands out sequences in the order of the leases, ahead of the training. ``commit`` moves a lease's cursor
+when a step that used the sequences was made. What was drawn and never trained is trained by the lease's next holder.
 
 Example: a lease of positions 0 to 8, batches of 3. After two draws positions 0 to 5 are handed out; after one
 commit the cursor is 3. If the process dies now, the next holder begins at position 3.

@@ -1,8 +1,7 @@
 """The bulk connections of one session: whole payloads up and down, under this process's identity.
 
-An upload is tried again under the same id while the syncer is busy or parts break, so that it counts
-once. Encoding, decoding and checksums run in executor threads (``run``), where numba's kernels hold no
-interpreter lock.
+An upload is tried again under the same id while the syncer is busy or parts break, so that it counts once. Encoding,
+decoding and checksums run in executor threads (``run``), where numba's kernels hold no interpreter lock.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """LinksTooSlow and SpecDrift in the hub, of learners in all clusters.
 
 **LinksTooSlow.** The syncer judges each link whenever it is asked (``diloco_protocol.bandwidth``),
-and a link near its need is too slow at one time and not at another. So the condition becomes True
-when a link has been too slow for ``TOO_SLOW_SECONDS`` without a break. It becomes False when no
-link has been too slow for ``WELL_SECONDS``.
+and a link near its need is too slow at one time and not at another. So the condition becomes True when a link has been
+too slow for ``TOO_SLOW_SECONDS`` without a break. It becomes False when no link has been too slow for ``WELL_SECONDS``.
 
 Until then the message keeps what it says of a region, since fresh numbers would change it all the
 time; another region whose link is too slow is added. The message in the status is the memory of

@@ -1,13 +1,11 @@
 """HubReachable, SpecDrift and SettingsDiffer in a cluster without the syncer, by its learners.
 
-This operator has no credentials for the hub, and does not read the hub's copy of the job. What it
-knows are the status pages of the learners here, and the last line of those that were refused for
-good.
+This operator has no credentials for the hub, and does not read the hub's copy of the job. What it knows are the status
+pages of the learners here, and the last line of those that were refused for good.
 
-Each Welcome brings a learner the hub's settings, and its page shows them. Compared with this copy
-of the job they give the fields of SettingsDiffer. Such a difference is no fault: the hub's
-settings are in force here, too. What must not differ at all the syncer compares itself, by digests
-(SpecDrift).
+Each Welcome brings a learner the hub's settings, and its page shows them. Compared with this copy of the job they give
+the fields of SettingsDiffer. Such a difference is no fault: the hub's settings are in force here, too. What must not
+differ at all the syncer compares itself, by digests (SpecDrift).
 """
 
 from __future__ import annotations
@@ -31,8 +29,7 @@ DIFFERS_SECONDS = 60.0
 
 
 def decide_region_conditions(view: View, stage: tuple[str, str] | None, out: ConditionSet) -> None:
-    """Decide the three. ``stage``: why no learner shall be connected now, reason and message; None: learners
-    shall."""
+    """Decide the three. ``stage``: why no learner shall be connected now, reason and message; None: learners shall."""
     refused = _find_refusals(view)
     _decide_hub_reachable(view, stage, refused, out)
     drifted = sorted(message for word, message in refused if word == JoinRefusal.SPEC_DRIFT)

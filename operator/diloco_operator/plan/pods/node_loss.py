@@ -1,8 +1,7 @@
 """Pods on lost nodes: what status says of them, and when one is force-deleted.
 
-A node is lost when it is NotReady or its object is missing. A pod on it stays Terminating until
-the node's kubelet confirms that it has ended, which may be never. Until then the StatefulSet
-makes no successor.
+A node is lost when it is NotReady or its object is missing. A pod on it stays Terminating until the node's kubelet
+confirms that it has ended, which may be never. Until then the StatefulSet makes no successor.
 
 Under ``nodeLoss.policy: Wait`` status names the node and the cures. Under ``ForceDelete`` the pod
 object is deleted with grace 0 if all of this holds:

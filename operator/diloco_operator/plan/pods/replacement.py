@@ -4,21 +4,18 @@ Kubernetes' own controllers make new pods, and the syncer lets a newcomer join b
 operator adds four things, of which ``track_pods`` does each in every turn.
 
 **Fence.** A slot may be held by a process that no longer exists. The syncer is told so
-(``process-ended``) for as long as it lists the process. No guess is needed: a process id begins
-with its pod's UID. A container that runs again is not reported, since its new process takes the
-slot over when it joins.
+(``process-ended``) for as long as it lists the process. No guess is needed: a process id begins with its pod's UID. A
+container that runs again is not reported, since its new process takes the slot over when it joins.
 
 **Count.** A loss counts against ``failurePolicy.maxReplacements``: a pod that is gone, and each
-end of a container, as ``failurePolicy.rules`` say for its exit code. It does not count when the
-operator removed the pod, when the pod was preempted or evicted, or when it had never started.
-Nor does a learner that was refused for its credentials or its copy of the job, or a syncer whose
-credentials cannot be used: a person puts those right.
+end of a container, as ``failurePolicy.rules`` say for its exit code. It does not count when the operator removed the
+pod, when the pod was preempted or evicted, or when it had never started. Nor does a learner that was refused for its
+credentials or its copy of the job, or a syncer whose credentials cannot be used: a person puts those right.
 
 **Delete.** Two kinds of pods do not mend by themselves. One crashes again and again; a new pod
-may come to another node. The other is silent: it runs and says that it is ready, but the syncer,
-which answers, does not hear it. Both are deleted, with a backoff that grows to five minutes, and
-never two of a region at once. A pod that cannot start is left alone, for a new one could not
-start either; the status names the reason.
+may come to another node. The other is silent: it runs and says that it is ready, but the syncer, which answers, does
+not hear it. Both are deleted, with a backoff that grows to five minutes, and never two of a region at once. A pod that
+cannot start is left alone, for a new one could not start either; the status names the reason.
 
 **Follow.** The successor is followed until it is in the quorum or stands by, and that is an Event.
 

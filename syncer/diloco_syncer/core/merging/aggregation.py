@@ -124,8 +124,7 @@ class Aggregator:
                 self._start_merge(opened, now)
 
     def finish_rounds(self, now: float) -> tuple[bool, bool]:
-        """Start the last merges, when all have left. Returns whether one was started, and whether one is under
-        way."""
+        """Start the last merges, when all have left. Returns whether one was started, and whether one is under way."""
         rounds = self._state.rounds
         assert rounds
         started = False

@@ -15,10 +15,9 @@ far and the newest push that was merged. Learners keep it unread and give it bac
   knows is over, and ``close_superseded_tenures`` has closed it before any record was applied. Tokens of tenures
   that the state never saw count as trained as far as they are merged.
 
-In the second case ``dropped["died"]`` may go negative while records are applied: tokens that were written off,
-or never heard of, and then found merged are subtracted from it. ``count_unreported_tokens`` finally counts
-them as trained, so that trained = merged + pending + dropped holds to the token, and merged is exactly what is
-in the parameters.
+In the second case ``dropped["died"]`` may go negative while records are applied: tokens that were written off, or never
+heard of, and then found merged are subtracted from it. ``count_unreported_tokens`` finally counts them as trained, so
+that trained = merged + pending + dropped holds to the token, and merged is exactly what is in the parameters.
 
 Example. The state knows slot 1 with 300 trained tokens, 200 of them merged in fragment 0. The receipt of the
 recovered version says 500 merged, of the same tenure. The ledger then has merged 500 and trained 500; the
