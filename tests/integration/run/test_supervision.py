@@ -53,7 +53,7 @@ def test_a_syncer_that_hangs_is_killed_and_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(watchdog, "SILENT_SECONDS", 2.0)
-    sent = signalled(monkeypatch, signal.SIGSTOP, lambda r: int(r.view.status.get("merges") or 0) > 2)
+    sent = signalled(monkeypatch, signal.SIGSTOP, lambda r: r.view.status is not None and r.view.status.merges > 2)
     assert run.run(job(tmp_path, 150)) == 0
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert sent and report["outcome"] == "complete" and report["syncer"]["restarts"] == 1
