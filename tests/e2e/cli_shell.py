@@ -23,6 +23,12 @@ from .conftest import without_operator
 from .jobs import GROUP, small_job
 
 CRD = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/dilocojobs.diloco.io"
+REPORT = job_report(
+    outcome="complete",
+    merges=7,
+    tokens={"trained": 1234, "merged": 1, "pending": 1233, "dropped": 0},
+    ledger=[{"fragment": 0, "merged": 1, "pending": 1233, "dropped": 0, "reasons": {}}],
+)
 RUNNING: dict[str, Any] = {
     "observedGeneration": 1,
     "phase": "Running",
@@ -41,7 +47,7 @@ RUNNING: dict[str, Any] = {
             "lastTransitionTime": "2026-01-01T00:00:00Z",
         }
     ],
-    "report": kept_report(job_report(outcome="complete", merges=7)),
+    "report": kept_report(REPORT),
 }
 
 

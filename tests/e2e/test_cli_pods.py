@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import yaml
 
-from status_documents import job_report, slot_row, status_document
+from status_documents import slot_row, status_document
 
-from .cli_shell import Shell, a_condition, only_the_crd, write
+from .cli_shell import REPORT, Shell, a_condition, only_the_crd, write
 from .clusters import Cluster, LocalKube, localkube, run, until
 from .jobs import small_job
 
@@ -118,21 +118,18 @@ def pods(shell: Shell, model: Any, tmp_path_factory: pytest.TempPathFactory) -> 
         run(str(localkube()), "base-image", timeout=600)
         shell.cluster.load([IMAGE])
     job, _, file = model
-    tokens = {"trained": 1234, "merged": 1, "pending": 1233, "dropped": 0}
     page = status_document(
         job="tiny",
         phase="training",
         quorum={"active": 2, "required": 1},
         slots=[slot_row(region="local", ordinal=1, state="active", step=777)],
         step=777,
-        tokens=tokens,
+        tokens=REPORT.tokens,
         versions=[3, 2],
     )
-    ledger = [{"fragment": 0, "merged": 1, "pending": 1233, "dropped": 0, "reasons": {}}]
-    report = job_report(outcome="complete", merges=7, tokens=tokens, ledger=ledger)
     texts = {
         "status": page.model_dump_json(),
-        "report": report.model_dump_json(),
+        "report": REPORT.model_dump_json(),
         "job.json": job_to_json(job),
         "checksum": f"xxh3-64={xxhash.xxh3_64_intdigest(file):016x}",
     }
