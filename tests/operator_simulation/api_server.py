@@ -1,0 +1,241 @@
+"""One cluster's API server: objects with versions, watch events, and the verbs that the operator uses.
+
+As Kubernetes' own: a version that rises with every write; a write on an old version, or with another UID, is refused
+with 409; a pod that runs is deleted when its kubelet has ended it; an object with finalizers when they are gone;
+what an object owns goes after it. Objects are never changed in place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+from diloco_operator.job import rfc3339
+from diloco_operator.kube.errors import ApiError
+from diloco_operator.kube.kinds import EVENT, POD, SECRET, Kind
+from diloco_operator.model import Object
+from operator_simulation.virtual_time import WALL
+
+ObjectKey = tuple[str, str, str]
+"""Kind, namespace, name."""
+
+
+def wall() -> float:
+    return WALL + asyncio.get_running_loop().time()
+
+
+def copied(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+def merged(old: Any, patch: Any) -> Any:
+    """A JSON merge patch (RFC 7386)."""
+    if not isinstance(patch, dict):
+        return patch
+    found = dict(old) if isinstance(old, dict) else {}
+    for key, value in patch.items():
+        if value is None:
+            found.pop(key, None)
+        else:
+            found[key] = merged(found.get(key), value)
+    return found
+
+
+class ApiServer:
+    """The objects of one cluster. ``watchers`` hear of every change: kind, ADDED | MODIFIED | DELETED, object."""
+
+    def __init__(self, cluster: str) -> None:
+        self.cluster = cluster
+        self.objects: dict[ObjectKey, Object] = {}
+        self.version = 1000
+        self.watchers: list[Callable[[str, str, Object], None]] = []
+        self.warnings: list[Object] = []
+        self._uids = 0
+
+    # ------------------------------------------------------------------ reading
+
+    def find(self, kind: str, namespace: str, name: str) -> Object | None:
+        return self.objects.get((kind, namespace, name))
+
+    def all(self, kind: str) -> list[Object]:
+        return [obj for (of, _, _), obj in self.objects.items() if of == kind]
+
+    # ------------------------------------------------------------------ writing
+
+    def put(self, kind: str, obj: Object) -> Object:
+        """Store an object as it shall be now; the same as before is no write."""
+        meta = obj["metadata"]
+        key = (kind, meta.get("namespace", ""), meta["name"])
+        before = self.objects.get(key)
+        if before is not None and before == obj:
+            return before
+        self.version += 1
+        obj = {**obj, "metadata": {**meta, "resourceVersion": str(self.version)}}
+        self.objects[key] = obj
+        self._notify(kind, "MODIFIED" if before is not None else "ADDED", obj)
+        return obj
+
+    def remove(self, kind: str, namespace: str, name: str) -> None:
+        """The object is gone, and what it owns goes."""
+        obj = self.objects.pop((kind, namespace, name))
+        self.version += 1
+        self._notify(kind, "DELETED", {**obj, "metadata": {**obj["metadata"], "resourceVersion": str(self.version)}})
+        uid = obj["metadata"]["uid"]
+        for (of, space, called), child in list(self.objects.items()):
+            owners = child["metadata"].get("ownerReferences") or ()
+            if any(owner.get("uid") == uid for owner in owners):
+                self.delete(of, space, called, None, None)
+
+    def create(self, kind: str, manifest: Object) -> Object:
+        meta = manifest["metadata"]
+        if (kind, meta.get("namespace", ""), meta["name"]) in self.objects:
+            raise ApiError("create", kind, 409, f"{kind} {meta['name']} already exists")
+        self._uids += 1
+        digits = hashlib.sha256(f"{self.cluster} {self._uids}".encode()).hexdigest()
+        uid = f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:32]}"
+        made = copied(manifest)
+        made["metadata"] = {"generation": 1, **made["metadata"], "uid": uid, "creationTimestamp": rfc3339(wall())}
+        return self.put(kind, made)
+
+    def apply(self, kind: str, manifest: Object, dry_run: bool) -> Object:
+        """Server-side apply of an object of which the caller owns all but labels and annotations of others."""
+        meta = manifest["metadata"]
+        before = self.find(kind, meta["namespace"], meta["name"])
+        if before is None:
+            return manifest if dry_run else self.create(kind, {"kind": kind, **manifest})
+        new = {**before, **{key: value for key, value in copied(manifest).items() if key != "metadata"}}
+        kept = dict(before["metadata"])
+        for field in ("labels", "annotations"):
+            kept[field] = {**(kept.get(field) or {}), **(meta.get(field) or {})}
+        if "ownerReferences" in meta:
+            kept["ownerReferences"] = copied(meta["ownerReferences"])
+        if new.get("spec") != before.get("spec"):
+            kept["generation"] = kept["generation"] + 1
+        return before if dry_run else self.put(kind, {**new, "metadata": kept})
+
+    def patch(self, kind: str, namespace: str, name: str, patch: Object, sub: str) -> Object:
+        before = self.find(kind, namespace, name)
+        if before is None:
+            raise ApiError("patch", kind, 404, f"{kind} {name} not found")
+        meta = patch.get("metadata") or {}
+        for field in ("resourceVersion", "uid"):
+            if field in meta and meta[field] != before["metadata"][field]:
+                raise ApiError("patch", kind, 409, f"{kind} {name}: the object has been modified")
+        if sub == "status":
+            return self.put(kind, {**before, "status": merged(before.get("status") or {}, patch["status"])})
+        new = merged(before, {key: value for key, value in patch.items() if key != "status"})
+        new["metadata"]["resourceVersion"] = before["metadata"]["resourceVersion"]
+        if new.get("spec") != before.get("spec"):
+            new["metadata"]["generation"] = before["metadata"]["generation"] + 1
+        if new["metadata"].get("deletionTimestamp") and not new["metadata"].get("finalizers"):
+            self.remove(kind, namespace, name)
+            return new
+        return self.put(kind, new)
+
+    def delete(self, kind: str, namespace: str, name: str, uid: str | None, grace: int | None) -> Object | None:
+        """What remains of the object; None: it is gone."""
+        obj = self.find(kind, namespace, name)
+        if obj is None or (uid is not None and obj["metadata"]["uid"] != uid):
+            return None
+        ends = 0
+        if kind == POD.name and obj["spec"].get("nodeName") and grace != 0:
+            own = obj["spec"].get("terminationGracePeriodSeconds", 30)
+            ends = own if grace is None else grace
+        elif not obj["metadata"].get("finalizers"):
+            self.remove(kind, namespace, name)
+            return None
+        if "deletionTimestamp" in obj["metadata"]:
+            return obj
+        stamped = {**obj["metadata"], "deletionTimestamp": rfc3339(wall() + ends)}
+        return self.put(kind, {**obj, "metadata": stamped})
+
+    def warn(self, kind: str, obj: Object, reason: str, message: str) -> None:
+        """A Warning Event about an object."""
+        about = {"kind": kind, "name": obj["metadata"]["name"], "uid": obj["metadata"]["uid"]}
+        self.warnings = [w for w in self.warnings if w["involvedObject"] != about or w["reason"] != reason]
+        self.warnings.append(
+            {"involvedObject": about, "reason": reason, "message": message, "lastTimestamp": rfc3339(wall())}
+        )
+
+    def _notify(self, kind: str, what: str, obj: Object) -> None:
+        for watcher in list(self.watchers):
+            watcher(kind, what, obj)
+
+
+class SimulatedApi:
+    """The operator's ``Api``: requests that take time, may be lost, and whose answers may be.
+
+    ``reaches``: whether the operator's node reaches the API server now. ``acted``: told of every write before it is
+    carried out (verb, kind, name, body).
+    """
+
+    host = "https://simulated"
+
+    def __init__(
+        self,
+        server: ApiServer,
+        rng: random.Random,
+        reaches: Callable[[], bool],
+        acted: Callable[[str, str, str, Any], None],
+        timeout: float = 15.0,
+    ) -> None:
+        self.server = server
+        self.loss = 0.0  # of requests, and of answers
+        self.writes = 0
+        self._rng = rng
+        self._reaches = reaches
+        self._acted = acted
+        self._timeout = timeout
+
+    async def _ask(self, verb: str, kind: Kind, name: str, body: Any, do: Callable[[], Any]) -> Any:
+        await asyncio.sleep(self._rng.uniform(0.002, 0.05))
+        if not self._reaches() or self._rng.random() < self.loss / 2:
+            await asyncio.sleep(self._timeout)
+            raise ApiError(verb, kind.plural, 0, "the API server does not answer")
+        if verb != "get":
+            self.writes += 1
+            self._acted(verb, kind.name, name, body)
+        try:
+            found = copied(do())
+        except ApiError as error:
+            error.verb, error.resource = verb, kind.plural
+            raise
+        if self._rng.random() < self.loss / 2:
+            await asyncio.sleep(self._timeout)
+            raise ApiError(verb, kind.plural, 0, "the answer was lost")
+        return found
+
+    async def get(self, kind: Kind, namespace: str | None, name: str) -> Object | None:
+        server = self.server
+        return await self._ask("get", kind, name, None, lambda: server.find(kind.name, namespace or "", name))
+
+    async def list_warnings(self, namespace: str, selector: str = "", limit: int = 500) -> tuple[list[Object], bool]:
+        return await self._ask("get", EVENT, "", None, lambda: self.server.warnings), True
+
+    async def create(self, kind: Kind, namespace: str | None, manifest: Object) -> Object:
+        if kind is EVENT:
+            self._acted("create", kind.name, "", manifest)
+            return manifest
+        if kind is SECRET:  # its content is nobody's business here
+            manifest = {"kind": "Secret", "metadata": manifest["metadata"]}
+        name = manifest["metadata"]["name"]
+        return await self._ask("create", kind, name, manifest, lambda: self.server.create(kind.name, manifest))
+
+    async def apply(self, kind: Kind, manifest: Object, dry_run: bool = False) -> Object:
+        name, server = manifest["metadata"]["name"], self.server
+        verb = "get" if dry_run else "apply"
+        return await self._ask(verb, kind, name, manifest, lambda: server.apply(kind.name, manifest, dry_run))
+
+    async def merge_patch(self, kind: Kind, namespace: str, name: str, patch: Object, sub: str = "") -> Object:
+        if kind is EVENT:
+            return {}
+        server = self.server
+        return await self._ask("patch", kind, name, patch, lambda: server.patch(kind.name, namespace, name, patch, sub))
+
+    async def delete(self, kind: Kind, namespace: str, name: str, uid: str, grace: int | None = None) -> Object | None:
+        server, body = self.server, {"uid": uid, "grace": grace}
+        return await self._ask("delete", kind, name, body, lambda: server.delete(kind.name, namespace, name, uid, grace))

@@ -1,0 +1,251 @@
+"""The job's programs as data: one syncer with its store, and learners, wherever they run.
+
+A learner joins whatever syncer it reaches, trains on alone when it reaches none, and drains when it is told to end.
+A syncer counts those that it hears, loses a slot whose learner it has not heard for the heartbeat's time-out, gives
+it to the next that joins, and merges while K take part. What it knows is in its store, which outlives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco_protocol.vocabulary import ControlMethod
+from operator_simulation.kubernetes import Process, now
+
+HOLDING = ("active", "suspect", "draining")
+START_SECONDS, JOIN_SECONDS, DRAIN_SECONDS = 1.5, 1.0, 2.0
+HEARTBEAT_SECONDS = 10.0
+
+
+@dataclass
+class SlotData:
+    """One slot."""
+
+    region: str
+    ordinal: int
+    process: str = ""
+    state: str = "empty"
+    ready_at: float = 0.0
+    heard: float = 0.0
+    merged: int = 0
+
+
+@dataclass
+class Store:
+    """What of a job outlives its syncer."""
+
+    epoch: int = 0
+    merges: int = 0
+    tokens: int = 0
+    phase: str = "waiting"
+    message: str = ""
+    slots: dict[tuple[str, int], SlotData] = field(default_factory=dict)  # by place
+
+
+class Programs:
+    """All programs of one job in all clusters.
+
+    ``processes(role)``: those that run. ``reaches(a, b)``: whether two endpoints reach each other.
+    """
+
+    def __init__(self, processes: Callable[[str], list[Process]], reaches: Callable[[str, str], bool]) -> None:
+        self.store = Store()
+        self.syncer: Process | None = None  # the one that has the store
+        self.standbys: list[str] = []
+        self.silence: dict[str, float] = {}  # by region: since when nobody of it is heard
+        self.regions_lost: list[str] = []
+        self._processes = processes
+        self._reaches = reaches
+        self._target = ""
+        self._moves_at = 0.0
+
+    # ------------------------------------------------------------------ what a container does
+
+    def run_syncer(self, process: Process) -> None:
+        """Half a second of a syncer."""
+        if "--unknown-flag" in process.arguments:
+            process.ended, process.last_line = 2, "unrecognized arguments: --unknown-flag"
+            return
+        if self.syncer is not process:
+            if now() < process.started + START_SECONDS or process.told_to_end is not None:
+                return
+            if self.syncer is not None and self.syncer.alive and self.syncer.node is process.node:
+                return  # its volume is held
+            self._claim(process)
+        process.ready = True
+        self._members(process)
+        self._train(process)
+
+    def run_learner(self, process: Process) -> None:
+        """A learner does what the syncer's side of it shows."""
+
+    def run_evaluator(self, process: Process) -> None:
+        process.ready = True
+
+    # ------------------------------------------------------------------ the syncer
+
+    def _claim(self, process: Process) -> None:
+        self.syncer, store = process, self.store
+        spec = process.job["spec"]
+        store.epoch += 1
+        places = [(r["name"], i) for r in spec["regions"] for i in range(r["learners"])]
+        store.slots = {place: store.slots.get(place, SlotData(*place)) for place in places}
+        for slot in store.slots.values():
+            slot.state = "lost" if slot.process else "empty"
+        self.standbys, self.silence, self.regions_lost = [], {}, []
+        if store.phase not in ("complete", "failed"):
+            store.phase, store.message = "waiting", ""
+
+    def heard(self, learner: Process) -> bool:
+        """Whether the syncer hears the learner now."""
+        syncer = self.syncer
+        return (
+            syncer is not None
+            and syncer.works
+            and learner.works
+            and self._reaches(learner.node.endpoint, syncer.node.endpoint)
+        )
+
+    def _members(self, syncer: Process) -> None:
+        store = self.store
+        heard = {p.id: p for p in self._processes("learner") if self.heard(p)}
+        for slot in store.slots.values():
+            if slot.state not in HOLDING:
+                continue
+            if slot.process in heard:
+                slot.heard = now()
+                if heard[slot.process].told_to_end is not None:
+                    slot.state = "draining"
+            elif slot.state == "draining":
+                slot.state = "drained"
+            elif now() - slot.heard > HEARTBEAT_SECONDS:
+                slot.state = "lost"
+        self.standbys = [process for process in self.standbys if process in heard]
+        for process in sorted(heard.values(), key=lambda p: p.pod_name):
+            if process.told_to_end is None and now() >= process.started + JOIN_SECONDS:
+                self._seat(process, heard)
+        limit = syncer.job["spec"]["failurePolicy"]["regionLostSeconds"]
+        for region in {place[0] for place in store.slots}:
+            if any(p.region == region for p in heard.values()):
+                self.silence.pop(region, None)
+            elif any(slot.process for slot in store.slots.values() if slot.region == region):
+                self.silence.setdefault(region, now())
+        self.regions_lost = [region for region, since in self.silence.items() if now() - since > limit]
+
+    def _seat(self, process: Process, heard: dict[str, Process]) -> None:
+        process.ready = True
+        slots, place = self.store.slots, (process.region, process.ordinal)
+        if any(s.process == process.id and s.state in HOLDING for s in slots.values()):
+            return
+        own = [slots[place]] if place in slots and slots[place].process not in heard else []
+        free = [s for s in slots.values() if s.state not in HOLDING]
+        for slot in (*own, *free):
+            slot.process, slot.state, slot.heard = process.id, "active", now()
+            slot.ready_at = now() + JOIN_SECONDS
+            self.standbys = [other for other in self.standbys if other != process.id]
+            return
+        if process.id not in self.standbys:
+            self.standbys.append(process.id)
+
+    def in_quorum(self, slot: SlotData) -> bool:
+        return slot.state == "active" and now() >= slot.ready_at
+
+    def active(self) -> int:
+        """How many learners take part."""
+        if self.syncer is None or not self.syncer.works:
+            return 0
+        return sum(self.in_quorum(slot) for slot in self.store.slots.values())
+
+    def taking_part(self, process: Process) -> bool:
+        return any(s.process == process.id and self.in_quorum(s) for s in self.store.slots.values())
+
+    def _train(self, syncer: Process) -> None:
+        store, spec = self.store, syncer.job["spec"]
+        active, required = self.active(), spec["sync"]["quorum"]
+        if store.phase in ("waiting", "training", "holding"):
+            enough = active >= required
+            if store.phase != "waiting" or enough:
+                store.phase = "training" if enough else "holding"
+            if enough:
+                store.merges += 1
+                store.tokens += 100 * active
+                for slot in store.slots.values():
+                    slot.merged += self.in_quorum(slot)
+        elif store.phase == "draining" and now() >= self._moves_at:
+            store.phase = self._target
+
+    # ------------------------------------------------------------------ control calls and pages
+
+    def call(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
+        """A control call that has reached the syncer."""
+        store = self.store
+        if method == ControlMethod.STATUS:
+            return self.document()
+        if method == ControlMethod.REPORT:
+            return {"outcome": store.phase, "tokens": {"trained": store.tokens}, "learners": [1], "goodput": 0.9}
+        if method == ControlMethod.PROCESS_GONE:
+            for slot in store.slots.values():
+                same = (slot.region, slot.ordinal) == (body["region"], body["ordinal"])
+                if same and body["process"] in ("", slot.process) and slot.state in HOLDING:
+                    slot.state = "lost"
+        elif method == ControlMethod.ANNOUNCE and store.phase not in ("complete", "failed", "deleted", "suspended"):
+            if body["phase"] == "suspended":
+                if store.phase != "draining":
+                    store.phase, self._target, self._moves_at = "draining", "suspended", now() + DRAIN_SECONDS
+            else:
+                store.phase, store.message = body["phase"], body["message"]
+        return {}
+
+    def document(self) -> dict[str, Any]:
+        """The syncer's status."""
+        store, syncer = self.store, self.syncer
+        assert syncer is not None
+        return {
+            "job": "job",
+            "phase": store.phase,
+            "message": store.message,
+            "epoch": store.epoch,
+            "merges": store.merges,
+            "goodput": 0.9,
+            "quorum": {"active": self.active(), "required": syncer.job["spec"]["sync"]["quorum"]},
+            "eval_loss": [],
+            "standby": len(self.standbys),
+            "standbys": list(self.standbys),
+            "regions_lost": list(self.regions_lost),
+            "tokens": {"trained": store.tokens, "merged": store.tokens, "pending": 0, "dropped": 0},
+            "slots": [
+                {
+                    "slot": i,
+                    "region": slot.region,
+                    "ordinal": slot.ordinal,
+                    "process": slot.process,
+                    "state": slot.state,
+                    "ready": self.in_quorum(slot),
+                    "step": slot.merged,
+                    "loss": 2.0,
+                    "merged_pushes": slot.merged,
+                    "heard_seconds_ago": now() - slot.heard if slot.state in HOLDING else None,
+                }
+                for i, slot in enumerate(store.slots.values())
+            ],
+        }
+
+    def page(self, process: Process) -> dict[str, Any]:
+        """A learner's status page."""
+        slots = list(self.store.slots.values())
+        mine = next((i for i, s in enumerate(slots) if s.process == process.id and s.state in HOLDING), None)
+        heard = self.heard(process)
+        return {
+            "job": "job",
+            "role": "learner",
+            "process": process.id,
+            "phase": self.store.phase if process.ready else "waiting",
+            "connected": heard,
+            "joined": process.ready,
+            "standby": process.id in self.standbys,
+            "slot": mine if heard else None,
+            "merges": self.store.merges if heard else None,
+            "refused": None,
+        }

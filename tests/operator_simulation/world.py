@@ -1,0 +1,488 @@
+"""The world: clusters, the network between all that runs there, the job, operators, and what must always be true.
+
+``World.run`` lets time pass. Operators act through ``SimulatedApi`` and control calls; each act is judged when it is
+carried out (``_judge_write``, ``_judge_call``) by what is really so, not by what the operator has seen:
+
+- no learner is deleted that works, that the job wants, and whose template is the present one;
+- a rollout takes one learner of a region at a time, and none that the quorum needs;
+- no process is said to have ended that has not;
+- no object is touched that is not the job's.
+
+Faults are methods and attributes; each may be undone. ``heal`` undoes them all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from diloco_operator import names
+from diloco_operator.informer import job_events
+from diloco_operator.informer.cache import Cache
+from diloco_operator.informer.job_events import JobEvents
+from diloco_operator.kube.kinds import JOB, LABELLED, NODE, POD, Kind
+from diloco_operator.metrics import Metrics
+from diloco_operator.model import Key, Object
+from diloco_operator.plan.plan import plan
+from diloco_operator.reconcile import (
+    apply,
+    event_reader,
+    event_recorder,
+    reconciler,
+    status_writer,
+    syncer_poller,
+    workqueue,
+)
+from diloco_operator.reconcile.event_recorder import EventRecorder
+from diloco_operator.reconcile.job_secrets import RootKey
+from diloco_operator.reconcile.reconciler import Reconciler
+from diloco_operator.reconcile.syncer_poller import SyncerPoller
+from diloco_operator.reconcile.workqueue import WorkQueue
+from diloco_operator.settings import Settings
+from diloco_protocol.vocabulary import LABEL_JOB, LABEL_POD_INDEX, LABEL_REGION, LABEL_ROLE, ControlMethod
+from diloco_protocol.wire.control_client import ControlError
+from operator_simulation import virtual_time
+from operator_simulation.api_server import SimulatedApi, copied
+from operator_simulation.kubernetes import Kubernetes, Node, Process, now
+from operator_simulation.programs import Programs
+
+STEP = 0.5
+NAMESPACE = "ns"
+_NODE: contextvars.ContextVar[Node] = contextvars.ContextVar("node")
+"""The node of the operator that runs now."""
+
+
+class Violation(AssertionError):
+    """What must always be true was not."""
+
+
+class _Stream:
+    """What an operator hears of one kind: late, in order, and sometimes not at all."""
+
+    def __init__(self, operator: SimulatedOperator, kind: Kind) -> None:
+        self.kind = kind
+        self.heard_at = now()
+        self.stalled_until = 0.0
+        self.delay = operator.world.rng.uniform(0.01, 0.3)
+        self._operator = operator
+        self._events: asyncio.Queue[tuple[float, str, Object]] = asyncio.Queue()
+
+    def tell(self, what: str, obj: Object) -> None:
+        self._events.put_nowait((now() + self.delay, what, obj))
+
+    async def run(self) -> None:
+        server = self._operator.kubernetes.server
+        while not self._hears():
+            await asyncio.sleep(0.5)
+        while not self._events.empty():
+            self._events.get_nowait()
+        for obj in server.all(self.kind.name):
+            self._take("MODIFIED", obj)
+        while True:
+            try:
+                async with asyncio.timeout(30.0):
+                    due, what, obj = await self._events.get()
+            except TimeoutError:
+                if self._hears():
+                    self.heard_at = now()  # a bookmark
+                continue
+            await asyncio.sleep(due - now())
+            while not self._hears():
+                await asyncio.sleep(0.5)
+            self._take(what, obj)
+
+    def _hears(self) -> bool:
+        return now() >= self.stalled_until and self._operator.reaches_api()
+
+    def _take(self, what: str, obj: Object) -> None:
+        operator, meta = self._operator, obj["metadata"]
+        self.heard_at = now()
+        if self.kind is JOB:
+            operator.job_events.handle({"type": what, "object": copied(obj)})
+        elif self.kind is not NODE and LABEL_JOB not in (meta.get("labels") or {}):
+            return
+        elif what == "DELETED":
+            operator.wake(operator.cache.drop(self.kind, meta.get("namespace", ""), meta["name"], meta["uid"]))
+        else:
+            operator.wake(operator.cache.put(self.kind, copied(obj)))
+
+
+class _Keys:
+    key = RootKey(b"k" * 32)
+    problem = ""
+
+
+class _Permissions:
+    def apply_errors(self, namespace: str) -> tuple[()]:
+        return ()
+
+
+class SimulatedOperator:
+    """One operator: the product's parts, in one cluster, on one node."""
+
+    def __init__(self, world: World, kubernetes: Kubernetes, node: Node, **settings: Any) -> None:
+        self.world, self.kubernetes, self.node = world, kubernetes, node
+        self.settings = Settings(cluster=kubernetes.name, **settings)
+        self.name = f"operator@{node.endpoint}"
+        self.cache = Cache()
+        self.turns = 0
+        self.api: Any = SimulatedApi(
+            kubernetes.server, world.rng, self.reaches_api, lambda *act: world.judge_write(self, *act)
+        )
+        metrics = Metrics()
+        self.queue = WorkQueue(self._turn, 2, self._failed, clock=now)
+        self.poller = SyncerPoller(metrics, 4, 3.0, self.queue.add)
+        self.job_events = JobEvents(self.api, self.cache, self.wake)
+        self.streams = [_Stream(self, kind) for kind in (JOB, *LABELLED, NODE)]
+        permissions: Any = _Permissions()
+        keys: Any = _Keys()
+        self.reconciler = Reconciler(
+            self.settings,
+            self.api,
+            self.cache,
+            self.poller,
+            keys,
+            permissions,
+            EventRecorder(self.api, self.name),
+            metrics,
+            lambda: True,
+            self.job_events.confirm,
+            world.plan,
+        )
+        kubernetes.server.watchers.append(self._tell)
+        before = _NODE.set(node)
+        self._tasks = [asyncio.create_task(stream.run()) for stream in self.streams]
+        self._tasks += [asyncio.create_task(self._work()), asyncio.create_task(self.job_events.run())]
+        _NODE.reset(before)
+
+    def reaches_api(self) -> bool:
+        return self.node.up and self.world.reaches(self.node.endpoint, self.kubernetes.api)
+
+    def stall(self, kind: Kind, seconds: float) -> None:
+        """The stream of a kind brings nothing for so long, and then all of it."""
+        next(stream for stream in self.streams if stream.kind is kind).stalled_until = now() + seconds
+
+    async def stop(self) -> None:
+        """The process ends, wherever it is in what it does."""
+        self.kubernetes.server.watchers.remove(self._tell)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.poller.close()
+
+    def wake(self, keys: set[Key]) -> None:
+        for key in keys:
+            self.queue.add(key)
+
+    def _tell(self, kind: str, what: str, obj: Object) -> None:
+        for stream in self.streams:
+            if stream.kind.name == kind:
+                stream.tell(what, obj)
+
+    async def _work(self) -> None:
+        await asyncio.sleep(2.0)  # until all streams are in step
+        await self.queue.run()
+
+    async def _turn(self, key: Key) -> float | None:
+        self.turns += 1
+        return await self.reconciler.turn(key)
+
+    def _failed(self, key: Key, error: Exception) -> None:
+        if isinstance(error, AssertionError) or not hasattr(error, "status"):
+            self.world.violations.append(error)
+
+
+class World:
+    """``clusters``: their names; the first has the job's syncer, unless the job names none."""
+
+    def __init__(self, job: Object, clusters: tuple[str, ...] = ("hub",), nodes: int = 3, seed: int = 0) -> None:
+        self.rng = random.Random(seed)
+        self.plan: Any = plan
+        self.cuts: list[tuple[Callable[[str], bool], Callable[[str], bool]]] = []
+        self.clusters = {name: Kubernetes(name, nodes, self.rng, self.reaches) for name in clusters}
+        self.programs = Programs(self.processes, self.reaches)
+        self.operators: list[SimulatedOperator] = []
+        self.violations: list[BaseException] = []
+        self.log: list[str] = []
+        self.deletions: Counter[str] = Counter()
+        self.events: Counter[str] = Counter()
+        self.job_name = job["metadata"]["name"]
+        for kubernetes in self.clusters.values():
+            for role in ("syncer", "learner", "evaluator"):
+                kubernetes.programs[role] = getattr(self.programs, f"run_{role}")
+            kubernetes.server.create(JOB.name, {"kind": JOB.name, **copied(job)})
+
+    # ------------------------------------------------------------------ time
+
+    async def run(self, seconds: float) -> None:
+        """Let time pass."""
+        end = now() + seconds
+        while now() < end:
+            await asyncio.sleep(STEP)
+            for kubernetes in self.clusters.values():
+                kubernetes.tick()
+            if self.violations:
+                raise Violation(f"{self.violations[0]}\n{self.story()}") from self.violations[0]
+
+    async def until(self, holds: Callable[[World], bool], seconds: float = 300.0) -> None:
+        """Let time pass until it holds."""
+        end = now() + seconds
+        while not holds(self):
+            if now() >= end:
+                raise Violation(f"not so after {seconds:.0f} s\n{self.story()}")
+            await self.run(STEP)
+
+    def note(self, what: str) -> None:
+        """One line of the story."""
+        self.log.append(f"{now():8.1f} {what}")
+
+    def story(self) -> str:
+        """What has happened, for whoever reads a failure."""
+        lines = self.log[-80:]
+        for kubernetes in self.clusters.values():
+            lines.append(f"-- {kubernetes.name}: {self.status(kubernetes.name).get('conditions')}")
+            for pod in kubernetes.pods():
+                process = kubernetes.process_of(pod["metadata"]["uid"])
+                deleted = " terminating" if pod["metadata"].get("deletionTimestamp") else ""
+                node = pod["spec"].get("nodeName")
+                lines.append(f"{pod['metadata']['name']} on {node} {pod['status'].get('phase')}{deleted} {process}"[:200])
+        lines += [str(slot) for slot in self.programs.store.slots.values()]
+        return "\n".join(lines)
+
+    # ------------------------------------------------------------------ operators
+
+    def start_operator(self, cluster: str = "hub", node: str = "n0", **settings: Any) -> SimulatedOperator:
+        kubernetes = self.clusters[cluster]
+        made = SimulatedOperator(self, kubernetes, kubernetes.nodes[node], **settings)
+        self.operators.append(made)
+        self.note(f"{made.name} starts")
+        return made
+
+    async def restart_operator(self, operator: SimulatedOperator, **settings: Any) -> SimulatedOperator:
+        """Another process, which remembers nothing. ``settings``: of a new release, for one."""
+        await operator.stop()
+        self.operators.remove(operator)
+        kept = {"syncer_image": operator.settings.syncer_image, "worker_image": operator.settings.worker_image}
+        return self.start_operator(operator.kubernetes.name, operator.node.name, **(kept | settings))
+
+    async def stop(self) -> None:
+        for operator in self.operators:
+            await operator.stop()
+
+    # ------------------------------------------------------------------ the network
+
+    def reaches(self, a: str, b: str) -> bool:
+        return not any((one(a) and other(b)) or (one(b) and other(a)) for one, other in self.cuts)
+
+    @contextlib.contextmanager
+    def cut(self, one: Callable[[str], bool], other: Callable[[str], bool]) -> Iterator[None]:
+        """No bytes pass between the endpoints of two groups."""
+        both = (one, other)
+        self.cuts.append(both)
+        try:
+            yield
+        finally:
+            if both in self.cuts:
+                self.cuts.remove(both)
+
+    # ------------------------------------------------------------------ what tests ask
+
+    def processes(self, role: str) -> list[Process]:
+        return [process for kubernetes in self.clusters.values() for process in kubernetes.processes(role)]
+
+    def job(self, cluster: str = "hub") -> Object | None:
+        return self.clusters[cluster].server.find(JOB.name, NAMESPACE, self.job_name)
+
+    def status(self, cluster: str = "hub") -> Object:
+        return (self.job(cluster) or {}).get("status") or {}
+
+    def condition(self, kind: str, cluster: str = "hub") -> Object:
+        rows = self.status(cluster).get("conditions") or []
+        return next((row for row in rows if row["type"] == kind), {})
+
+    def wanted(self) -> int:
+        job = self.job()
+        return sum(region["learners"] for region in job["spec"]["regions"]) if job is not None else 0
+
+    def whole(self) -> bool:
+        """Whether every learner takes part, and every cluster's status says so."""
+        return self.programs.active() == self.wanted() and all(
+            self.status(name).get("phase") == "Running" and self.condition("Ready", name).get("status") == "True"
+            for name in self.clusters
+        )
+
+    # ------------------------------------------------------------------ what people do
+
+    def edit(self, **spec: Any) -> None:
+        """Fields of the spec, in every cluster's copy."""
+        for name, kubernetes in self.clusters.items():
+            job = self.job(name)
+            assert job is not None
+            kubernetes.server.patch(JOB.name, NAMESPACE, self.job_name, {"spec": spec}, "")
+        self.note(f"a person edits {spec}")
+
+    def delete_pods(self, pods: list[Object], grace: int | None = None) -> None:
+        for pod in pods:
+            meta = pod["metadata"]
+            self.note(f"a person deletes {meta['name']}")
+            server = next(k.server for k in self.clusters.values() if k.server.find("Pod", NAMESPACE, meta["name"]))
+            server.delete("Pod", NAMESPACE, meta["name"], meta["uid"], grace)
+
+    def pods(self, role: str, region: str | None = None) -> list[Object]:
+        return [
+            pod
+            for kubernetes in self.clusters.values()
+            for pod in kubernetes.pods()
+            if pod["metadata"]["labels"].get(LABEL_ROLE) == role
+            and region in (None, pod["metadata"]["labels"].get(LABEL_REGION))
+        ]
+
+    # ------------------------------------------------------------------ what must always be true
+
+    def judge_write(self, operator: SimulatedOperator, verb: str, kind: str, name: str, body: Any) -> None:
+        """An operator's write, just before it happens."""
+        if kind == "Event":
+            self.events[body["reason"]] += 1
+            self.note(f"{operator.name}: Event {body['reason']}: {body['message']}")
+            return
+        server = operator.kubernetes.server
+        obj = server.find(kind, NAMESPACE, name)
+        if verb in ("apply", "delete") and obj is not None and kind != JOB.name:
+            if obj["metadata"]["labels"].get(LABEL_JOB) != self.job_name:
+                self._violated(f"{operator.name}: {verb} of the foreign {kind} {name}")
+        if verb != "delete" or kind != POD.name or obj is None or obj["metadata"]["uid"] != body["uid"]:
+            return
+        if obj["metadata"].get("deletionTimestamp") and body["grace"] != 0:
+            return  # said again
+        self.note(f"{operator.name} deletes {name}{' by force' if body['grace'] == 0 else ''}")
+        self.deletions[name] += 1
+        self._judge_deletion(operator, obj, body["grace"] == 0)
+
+    def _judge_deletion(self, operator: SimulatedOperator, pod: Object, force: bool) -> None:
+        meta, kubernetes = pod["metadata"], operator.kubernetes
+        name, region = meta["name"], meta["labels"].get(LABEL_REGION)
+        process = kubernetes.process_of(meta["uid"])
+        if meta["labels"][LABEL_ROLE] != "learner" and not force:
+            self._violated(f"{operator.name}: {name} is not the operator's to delete")
+        job, holder = self.job(kubernetes.name), meta["ownerReferences"][0]
+        if job is None or job["metadata"].get("deletionTimestamp") or job["spec"].get("suspend"):
+            return
+        owner = kubernetes.server.find(holder["kind"], NAMESPACE, holder["name"])
+        wanted = next((r for r in job["spec"]["regions"] if r["name"] == region), {"learners": 0})
+        unwanted = int(meta["labels"].get(LABEL_POD_INDEX, -1)) >= wanted["learners"] + wanted.get("spares", 0)
+        if process is None or not process.works or owner is None or unwanted:
+            return
+        if force and not process.node.ready:
+            return  # it may run on; a volume that two may have is what the plan looks at
+        if meta["labels"][names.POD_REVISION] == kubernetes.revision(owner):
+            self._violated(f"{operator.name}: {name} works, and is deleted")
+        others = [
+            other
+            for other in self.pods("learner", region)
+            if other["metadata"].get("deletionTimestamp") and other["metadata"]["name"] != name
+        ]
+        if others and not force:
+            self._violated(f"{operator.name}: {name} is taken while {others[0]['metadata']['name']} leaves")
+        required = job["spec"]["sync"]["quorum"] if "sync" in job["spec"] else 1
+        left = self.programs.active() - self.programs.taking_part(process)
+        if left < required and self.wanted() > required:
+            self._violated(f"{operator.name}: {name} is taken, and {left} are left of {required}")
+
+    def judge_call(self, operator_node: Node, method: str, body: dict[str, Any]) -> None:
+        """A control call that reaches the syncer."""
+        if method == ControlMethod.STATUS:
+            return
+        self.note(f"operator@{operator_node.endpoint} calls {method} {body}")
+        if method == ControlMethod.PROCESS_GONE:
+            lives = [p for p in self.processes("learner") if p.id == body["process"] and p.alive]
+            # A container that was told to end, and of which the pod object is gone by force, may still drain.
+            if any(p.told_to_end is None and p.node.ready for p in lives):
+                self._violated(f"{lives[0].pod_name} lives, and is said to be gone: {body}")
+
+    def _violated(self, what: str) -> None:
+        self.note(f"VIOLATED: {what}")
+        self.violations.append(Violation(what))
+
+
+# ------------------------------------------------------------------ sockets of the poller
+
+
+def _control_client(world: World) -> Any:
+    class Client:
+        """A control call through the simulated network."""
+
+        def __init__(self, address: str, key: bytes) -> None:
+            self._uid = address.rpartition(":")[0].rpartition("/")[2]
+
+        async def call(self, method: str, body: Any = None, timeout: float = 3.0) -> dict[str, Any]:
+            await asyncio.sleep(world.rng.uniform(0.005, 0.05))
+            syncer = world.programs.syncer
+            caller = _NODE.get()
+            there = (
+                syncer is not None
+                and syncer.pod_uid == self._uid
+                and syncer.works
+                and caller.up
+                and world.reaches(caller.endpoint, syncer.node.endpoint)
+            )
+            if not there:
+                await asyncio.sleep(timeout)
+                raise ControlError("unreachable", "nobody answers")
+            world.judge_call(caller, method, body or {})
+            return copied(world.programs.call(method, body or {}))
+
+        async def close(self) -> None:
+            pass
+
+    return Client
+
+
+def _page_of(world: World) -> Any:
+    def page(ip: str, port: int, path: str, timeout: float) -> dict[str, Any]:
+        uid = ip.rpartition("/")[2]
+        for process in world.processes("learner"):
+            if process.pod_uid == uid:
+                return copied(world.programs.page(process))
+        raise OSError("nobody answers")
+
+    return page
+
+
+def simulate(make: Callable[[], World], scenario: Callable[[World], Any]) -> World:
+    """Run a scenario in a world, in simulated time, and return the world as it is then."""
+    clock = virtual_time.Clock()
+    modules = (
+        apply,
+        event_reader,
+        event_recorder,
+        job_events,
+        reconciler,
+        status_writer,
+        syncer_poller,
+        workqueue,
+    )
+
+    async def main() -> World:
+        world = make()
+        random.seed(world.rng.random())
+        with contextlib.ExitStack() as stack:
+            for module in modules:
+                stack.enter_context(mock.patch.object(module, "time", clock))
+            stack.enter_context(mock.patch.object(syncer_poller, "ControlClient", _control_client(world)))
+            stack.enter_context(mock.patch.object(syncer_poller, "_page", _page_of(world)))
+            try:
+                await scenario(world)
+            finally:
+                await world.stop()
+        return world
+
+    found: World = virtual_time.run(main())
+    return found
+
+

@@ -1,0 +1,78 @@
+"""The operator in simulated clusters: what must always be true, whatever fails (tests/operator_simulation)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diloco_operator.kube.kinds import POD
+from operator_simulation.world import World, simulate
+from operator_world import SPREAD, job_object
+
+
+def spread_job(**spec: Any) -> dict[str, Any]:
+    return job_object(**{**SPREAD, **spec})
+
+
+def test_a_job_starts_trains_and_comes_to_rest() -> None:
+    async def scenario(world: World) -> None:
+        operator = world.start_operator()
+        await world.until(World.whole, 120)
+        await world.run(120)
+        turns, writes = operator.turns, operator.api.writes
+        await world.run(600)
+        assert world.programs.store.merges > 500
+        assert not world.deletions
+        assert operator.turns - turns < 600 and operator.api.writes - writes <= 12
+        world.note(f"{operator.turns - turns} turns, {operator.api.writes - writes} writes")
+        print(world.story())
+
+    simulate(lambda: World(job_object()), scenario)
+
+
+def node_of_syncer(world: World) -> str:
+    assert world.programs.syncer is not None
+    return world.programs.syncer.node.endpoint
+
+
+def test_a_cut_around_the_syncers_node_deletes_nobody() -> None:
+    """H1: eight learners that the syncer does not hear for 90 s, while the API server hears everybody."""
+
+    async def scenario(world: World) -> None:
+        world.start_operator()
+        await world.until(World.whole, 120)
+        syncer = node_of_syncer(world)
+        operator = world.operators[0].node.endpoint
+        with world.cut(lambda e: e == syncer, lambda e: "/n" in e and e not in (syncer, operator)):
+            await world.run(90)
+        await world.until(World.whole, 120)
+        assert not world.deletions
+
+    simulate(lambda: World(job_object(count=8), nodes=4, seed=3), scenario)
+
+
+def test_a_frozen_view_of_pods_fences_nobody() -> None:
+    """H2: the watch of pods brings nothing for 90 s, and a learner is replaced meanwhile."""
+
+    async def scenario(world: World) -> None:
+        operator = world.start_operator()
+        await world.until(World.whole, 120)
+        operator.stall(POD, 90)
+        world.delete_pods(world.pods("learner")[:1])
+        await world.run(60)
+        assert world.programs.active() == 3
+        await world.until(World.whole, 120)
+
+    simulate(lambda: World(job_object(), seed=4), scenario)
+
+
+def test_sixty_pods_deleted_at_once_do_not_fail_a_job() -> None:
+    """H4."""
+
+    async def scenario(world: World) -> None:
+        world.start_operator()
+        await world.until(World.whole, 120)
+        world.delete_pods(world.pods("learner"))
+        await world.run(30)
+        await world.until(World.whole, 300)
+
+    simulate(lambda: World(job_object(count=60), nodes=6, seed=5), scenario)
