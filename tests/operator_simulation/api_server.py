@@ -238,4 +238,6 @@ class SimulatedApi:
 
     async def delete(self, kind: Kind, namespace: str, name: str, uid: str, grace: int | None = None) -> Object | None:
         server, body = self.server, {"uid": uid, "grace": grace}
-        return await self._ask("delete", kind, name, body, lambda: server.delete(kind.name, namespace, name, uid, grace))
+        return await self._ask(
+            "delete", kind, name, body, lambda: server.delete(kind.name, namespace, name, uid, grace)
+        )

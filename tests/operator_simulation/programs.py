@@ -21,7 +21,7 @@ HEARTBEAT_SECONDS = 10.0
 
 @dataclass
 class SlotData:
-    """One slot."""
+    """One slot; region and ordinal are those of the process that holds it, or held it last."""
 
     region: str
     ordinal: int
@@ -41,7 +41,7 @@ class Store:
     tokens: int = 0
     phase: str = "waiting"
     message: str = ""
-    slots: dict[tuple[str, int], SlotData] = field(default_factory=dict)  # by place
+    slots: list[SlotData] = field(default_factory=list)
 
 
 class Programs:
@@ -91,8 +91,9 @@ class Programs:
         spec = process.job["spec"]
         store.epoch += 1
         places = [(r["name"], i) for r in spec["regions"] for i in range(r["learners"])]
-        store.slots = {place: store.slots.get(place, SlotData(*place)) for place in places}
-        for slot in store.slots.values():
+        del store.slots[len(places) :]
+        store.slots += [SlotData(*place) for place in places[len(store.slots) :]]
+        for slot in store.slots:
             slot.state = "lost" if slot.process else "empty"
         self.standbys, self.silence, self.regions_lost = [], {}, []
         if store.phase not in ("complete", "failed"):
@@ -111,7 +112,7 @@ class Programs:
     def _members(self, syncer: Process) -> None:
         store = self.store
         heard = {p.id: p for p in self._processes("learner") if self.heard(p)}
-        for slot in store.slots.values():
+        for slot in store.slots:
             if slot.state not in HOLDING:
                 continue
             if slot.process in heard:
@@ -127,21 +128,22 @@ class Programs:
             if process.told_to_end is None and now() >= process.started + JOIN_SECONDS:
                 self._seat(process, heard)
         limit = syncer.job["spec"]["failurePolicy"]["regionLostSeconds"]
-        for region in {place[0] for place in store.slots}:
+        for region in {slot.region for slot in store.slots}:
             if any(p.region == region for p in heard.values()):
                 self.silence.pop(region, None)
-            elif any(slot.process for slot in store.slots.values() if slot.region == region):
+            elif any(slot.process for slot in store.slots if slot.region == region):
                 self.silence.setdefault(region, now())
         self.regions_lost = [region for region, since in self.silence.items() if now() - since > limit]
 
     def _seat(self, process: Process, heard: dict[str, Process]) -> None:
         process.ready = True
         slots, place = self.store.slots, (process.region, process.ordinal)
-        if any(s.process == process.id and s.state in HOLDING for s in slots.values()):
+        if any(s.process == process.id and s.state in HOLDING for s in slots):
             return
-        own = [slots[place]] if place in slots and slots[place].process not in heard else []
-        free = [s for s in slots.values() if s.state not in HOLDING]
+        own = [s for s in slots if (s.region, s.ordinal) == place and s.process not in heard]
+        free = [s for s in slots if s.state not in HOLDING]
         for slot in (*own, *free):
+            slot.region, slot.ordinal = place
             slot.process, slot.state, slot.heard = process.id, "active", now()
             slot.ready_at = now() + JOIN_SECONDS
             self.standbys = [other for other in self.standbys if other != process.id]
@@ -156,10 +158,10 @@ class Programs:
         """How many learners take part."""
         if self.syncer is None or not self.syncer.works:
             return 0
-        return sum(self.in_quorum(slot) for slot in self.store.slots.values())
+        return sum(self.in_quorum(slot) for slot in self.store.slots)
 
     def taking_part(self, process: Process) -> bool:
-        return any(s.process == process.id and self.in_quorum(s) for s in self.store.slots.values())
+        return any(s.process == process.id and self.in_quorum(s) for s in self.store.slots)
 
     def _train(self, syncer: Process) -> None:
         store, spec = self.store, syncer.job["spec"]
@@ -171,7 +173,7 @@ class Programs:
             if enough:
                 store.merges += 1
                 store.tokens += 100 * active
-                for slot in store.slots.values():
+                for slot in store.slots:
                     slot.merged += self.in_quorum(slot)
         elif store.phase == "draining" and now() >= self._moves_at:
             store.phase = self._target
@@ -186,7 +188,7 @@ class Programs:
         if method == ControlMethod.REPORT:
             return {"outcome": store.phase, "tokens": {"trained": store.tokens}, "learners": [1], "goodput": 0.9}
         if method == ControlMethod.PROCESS_GONE:
-            for slot in store.slots.values():
+            for slot in store.slots:
                 same = (slot.region, slot.ordinal) == (body["region"], body["ordinal"])
                 if same and body["process"] in ("", slot.process) and slot.state in HOLDING:
                     slot.state = "lost"
@@ -228,13 +230,13 @@ class Programs:
                     "merged_pushes": slot.merged,
                     "heard_seconds_ago": now() - slot.heard if slot.state in HOLDING else None,
                 }
-                for i, slot in enumerate(store.slots.values())
+                for i, slot in enumerate(store.slots)
             ],
         }
 
     def page(self, process: Process) -> dict[str, Any]:
         """A learner's status page."""
-        slots = list(self.store.slots.values())
+        slots = self.store.slots
         mine = next((i for i, s in enumerate(slots) if s.process == process.id and s.state in HOLDING), None)
         heard = self.heard(process)
         return {

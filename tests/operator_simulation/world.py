@@ -3,7 +3,8 @@
 ``World.run`` lets time pass. Operators act through ``SimulatedApi`` and control calls; each act is judged when it is
 carried out (``_judge_write``, ``_judge_call``) by what is really so, not by what the operator has seen:
 
-- no learner is deleted that works, that the job wants, and whose template is the present one;
+- no learner is deleted that works, that the job wants, and whose template is the present one; one that the syncer
+  does not hear, while it hears another of its region, may be, and one at a time;
 - a rollout takes one learner of a region at a time, and none that the quorum needs;
 - no process is said to have ended that has not;
 - no object is touched that is not the job's.
@@ -198,6 +199,14 @@ class SimulatedOperator:
             self.world.violations.append(error)
 
 
+def _named_secrets(job: Object) -> set[str]:
+    """Secrets that a person makes."""
+    spec = job["spec"]
+    tls = (spec.get("syncer") or {}).get("tls") or {}
+    credentials = (spec.get("learners") or {}).get("credentials") or {}
+    return {found["secretName"] for found in (tls, credentials) if found.get("secretName")}
+
+
 class World:
     """``clusters``: their names; the first has the job's syncer, unless the job names none."""
 
@@ -212,11 +221,14 @@ class World:
         self.log: list[str] = []
         self.deletions: Counter[str] = Counter()
         self.events: Counter[str] = Counter()
+        self.taken: set[str] = set()  # places whose silent learner an operator deleted
         self.job_name = job["metadata"]["name"]
         for kubernetes in self.clusters.values():
             for role in ("syncer", "learner", "evaluator"):
                 kubernetes.programs[role] = getattr(self.programs, f"run_{role}")
             kubernetes.server.create(JOB.name, {"kind": JOB.name, **copied(job)})
+            for name in _named_secrets(job):
+                kubernetes.server.create("Secret", {"metadata": {"name": name, "namespace": NAMESPACE}})
 
     # ------------------------------------------------------------------ time
 
@@ -238,6 +250,10 @@ class World:
                 raise Violation(f"not so after {seconds:.0f} s\n{self.story()}")
             await self.run(STEP)
 
+    async def sleep(self, seconds: float) -> None:
+        """Let a fault last while another task runs the world."""
+        await asyncio.sleep(seconds)
+
     def note(self, what: str) -> None:
         """One line of the story."""
         self.log.append(f"{now():8.1f} {what}")
@@ -251,7 +267,9 @@ class World:
                 process = kubernetes.process_of(pod["metadata"]["uid"])
                 deleted = " terminating" if pod["metadata"].get("deletionTimestamp") else ""
                 node = pod["spec"].get("nodeName")
-                lines.append(f"{pod['metadata']['name']} on {node} {pod['status'].get('phase')}{deleted} {process}"[:200])
+                lines.append(
+                    f"{pod['metadata']['name']} on {node} {pod['status'].get('phase')}{deleted} {process}"[:200]
+                )
         lines += [str(slot) for slot in self.programs.store.slots.values()]
         return "\n".join(lines)
 
@@ -381,7 +399,8 @@ class World:
         if force and not process.node.ready:
             return  # it may run on; a volume that two may have is what the plan looks at
         if meta["labels"][names.POD_REVISION] == kubernetes.revision(owner):
-            self._violated(f"{operator.name}: {name} works, and is deleted")
+            self._judge_silent(operator, process)
+            return
         others = [
             other
             for other in self.pods("learner", region)
@@ -394,16 +413,38 @@ class World:
         if left < required and self.wanted() > required:
             self._violated(f"{operator.name}: {name} is taken, and {left} are left of {required}")
 
+    def _judge_silent(self, operator: SimulatedOperator, process: Process) -> None:
+        """The deletion of a learner that works, and that the syncer may not hear."""
+        heard = [other for other in self.processes("learner") if self.programs.heard(other)]
+        regions = Counter(other.region for other in self.processes("learner"))
+        if process in heard:
+            self._violated(f"{operator.name}: {process.pod_name} works and is heard, and is deleted")
+        if not any(other.region == process.region or regions[process.region] == 1 for other in heard):
+            self._violated(f"{operator.name}: {process.pod_name} is deleted, and nobody of its region is heard")
+        missing = {
+            place
+            for place in self.taken
+            if not any(p.pod_name == place and self.programs.taking_part(p) for p in self.processes("learner"))
+        }
+        others = [place for place in missing if place.rpartition("-")[0] == process.pod_name.rpartition("-")[0]]
+        if others:
+            self._violated(f"{operator.name}: {process.pod_name} is deleted before {others} takes part again")
+        self.taken = missing | {process.pod_name}
+
     def judge_call(self, operator_node: Node, method: str, body: dict[str, Any]) -> None:
         """A control call that reaches the syncer."""
         if method == ControlMethod.STATUS:
             return
         self.note(f"operator@{operator_node.endpoint} calls {method} {body}")
         if method == ControlMethod.PROCESS_GONE:
-            lives = [p for p in self.processes("learner") if p.id == body["process"] and p.alive]
-            # A container that was told to end, and of which the pod object is gone by force, may still drain.
-            if any(p.told_to_end is None and p.node.ready for p in lives):
-                self._violated(f"{lives[0].pod_name} lives, and is said to be gone: {body}")
+            for process in self.processes("learner"):
+                if process.id == body["process"] and self._has_pod(process):
+                    self._violated(f"{process.pod_name} lives, and is said to be gone: {body}")
+
+    def _has_pod(self, process: Process) -> bool:
+        """Whether its pod is there; the container of one that was deleted by force lives a little longer."""
+        pod = self.clusters[process.node.cluster].server.find(POD.name, NAMESPACE, process.pod_name)
+        return pod is not None and pod["metadata"]["uid"] == process.pod_uid
 
     def _violated(self, what: str) -> None:
         self.note(f"VIOLATED: {what}")
@@ -457,16 +498,7 @@ def _page_of(world: World) -> Any:
 def simulate(make: Callable[[], World], scenario: Callable[[World], Any]) -> World:
     """Run a scenario in a world, in simulated time, and return the world as it is then."""
     clock = virtual_time.Clock()
-    modules = (
-        apply,
-        event_reader,
-        event_recorder,
-        job_events,
-        reconciler,
-        status_writer,
-        syncer_poller,
-        workqueue,
-    )
+    modules = (apply, event_reader, event_recorder, job_events, reconciler, status_writer, syncer_poller, workqueue)
 
     async def main() -> World:
         world = make()
@@ -484,5 +516,3 @@ def simulate(make: Callable[[], World], scenario: Callable[[World], Any]) -> Wor
 
     found: World = virtual_time.run(main())
     return found
-
-

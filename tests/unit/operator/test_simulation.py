@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 from typing import Any
 
+import pytest
+
 from diloco_operator.kube.kinds import POD
+from operator_simulation.faults import FAULTS
 from operator_simulation.world import World, simulate
 from operator_world import SPREAD, job_object
 
@@ -76,3 +81,34 @@ def test_sixty_pods_deleted_at_once_do_not_fail_a_job() -> None:
         await world.until(World.whole, 300)
 
     simulate(lambda: World(job_object(count=60), nodes=6, seed=5), scenario)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_faults_take_nothing_healthy_and_end_well(seed: int) -> None:
+    """Random faults, some at once; then all is well again, and stays so."""
+
+    async def scenario(world: World) -> None:
+        for cluster in world.clusters:
+            world.start_operator(cluster)
+        await world.until(World.whole, 240)
+        under_way: set[asyncio.Task[None]] = set()
+        for _ in range(12):
+            fault = world.rng.choice(list(FAULTS.values()))
+            under_way.add(asyncio.create_task(fault(world)))
+            await world.run(world.rng.choice([1.0, 10.0, 60.0]))
+        while any(not task.done() for task in under_way):
+            await world.run(5.0)
+        for task in under_way:
+            task.result()
+        world.note("no fault lasts any more")
+        await world.until(World.whole, 900)
+        await world.run(300)
+        assert world.whole(), world.story()
+
+    def make() -> World:
+        rng = random.Random(seed)
+        if rng.random() < 0.5:
+            return World(job_object(count=rng.randint(2, 5)), nodes=4, seed=seed)
+        return World(spread_job(), ("hub", "far"), nodes=3, seed=seed)
+
+    simulate(make, scenario)

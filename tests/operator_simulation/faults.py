@@ -1,0 +1,188 @@
+"""What fails in a random world: each fault begins, lasts, and ends; ``heal`` ends what still lasts.
+
+``FAULTS`` has them by name. A fault is a coroutine that is given the world and ends when the fault does. What a person
+does (an edit, a deletion) is among them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable
+
+from diloco_operator.kube.kinds import JOB, NODE, POD, STATEFUL_SET
+from operator_simulation.kubernetes import Node, Process, now
+from operator_simulation.world import World
+
+Fault = Callable[[World], Awaitable[None]]
+
+
+def _some_learner(world: World) -> Process | None:
+    learners = world.processes("learner")
+    return world.rng.choice(learners) if learners else None
+
+
+def _some_node(world: World) -> Node:
+    kubernetes = world.rng.choice(list(world.clusters.values()))
+    return world.rng.choice(list(kubernetes.nodes.values()))
+
+
+async def delete_a_pod(world: World) -> None:
+    pods = world.pods("learner") + world.pods("syncer")
+    if pods:
+        world.delete_pods([world.rng.choice(pods)], world.rng.choice([None, 0]))
+
+
+async def delete_a_regions_pods(world: World) -> None:
+    learner = _some_learner(world)
+    if learner is not None:
+        world.delete_pods(world.pods("learner", learner.region))
+
+
+async def crash_a_learner(world: World) -> None:
+    learner = _some_learner(world)
+    if learner is not None:
+        world.note(f"{learner.pod_name} crashes")
+        learner.ended, learner.last_line = 1, "the disk is on fire"
+
+
+async def crash_the_syncer(world: World) -> None:
+    if world.programs.syncer is not None and world.programs.syncer.alive:
+        world.note("the syncer crashes")
+        world.programs.syncer.ended = 1
+
+
+async def hang_a_learner(world: World) -> None:
+    """It runs and is heard no more, by its own fault: somebody has to replace it."""
+    learner, hub = _some_learner(world), next(iter(world.clusters))
+    # Elsewhere nobody but the learner itself can notice.
+    if learner is not None and learner.told_to_end is None and learner.node.cluster == hub:
+        world.note(f"{learner.pod_name} hangs")
+        learner.hung = True
+
+
+async def cut_the_syncers_node_off_from_others(world: World) -> None:
+    syncer = world.programs.syncer
+    if syncer is None:
+        return
+    mine, kept = syncer.node.endpoint, {operator.node.endpoint for operator in world.operators}
+    if world.rng.random() < 0.3:
+        kept = set()
+    world.note(f"{mine} is cut off from the other nodes")
+    with world.cut(lambda e: e == mine, lambda e: "/n" in e and e != mine and e not in kept):
+        await world.sleep(world.rng.uniform(5, 150))
+    world.note(f"{mine} is heard again")
+
+
+async def cut_two_clusters(world: World) -> None:
+    if len(world.clusters) < 2:
+        return
+    one, other = world.rng.sample(sorted(world.clusters), 2)
+    world.note(f"{one} and {other} are cut off from each other")
+    with world.cut(lambda e: e.startswith(f"{one}/"), lambda e: e.startswith(f"{other}/")):
+        await world.sleep(world.rng.uniform(5, 200))
+    world.note(f"{one} and {other} reach each other")
+
+
+async def cut_a_node_off(world: World) -> None:
+    """A node that nobody reaches, and that runs on."""
+    node = _some_node(world)
+    world.note(f"{node.endpoint} is cut off")
+    with world.cut(lambda e: e == node.endpoint, lambda e: e != node.endpoint):
+        await world.sleep(world.rng.uniform(10, 240))
+    world.note(f"{node.endpoint} is back")
+
+
+async def power_a_node_off(world: World) -> None:
+    node = _some_node(world)
+    kubernetes = world.clusters[node.cluster]
+    if not node.up:
+        return
+    world.note(f"{node.endpoint} loses power")
+    kubernetes.power_off(node)
+    await world.sleep(world.rng.uniform(10, 240))
+    world.note(f"{node.endpoint} has power")
+    kubernetes.power_on(node)
+
+
+async def stall_a_watch(world: World) -> None:
+    operator = world.rng.choice(world.operators)
+    kind = world.rng.choice([POD, POD, STATEFUL_SET, JOB, NODE])
+    seconds = world.rng.uniform(5, 120)
+    world.note(f"{operator.name} hears nothing of {kind.plural} for {seconds:.0f} s")
+    operator.stall(kind, seconds)
+
+
+async def lose_answers(world: World) -> None:
+    operator = world.rng.choice(world.operators)
+    operator.api.loss = 0.3
+    await world.sleep(world.rng.uniform(20, 90))
+    operator.api.loss = 0.0
+
+
+async def cut_an_api_server_off(world: World) -> None:
+    cluster = world.rng.choice(sorted(world.clusters))
+    world.note(f"nobody reaches the API server of {cluster}")
+    with world.cut(lambda e: e == f"{cluster}/api", lambda e: e != f"{cluster}/api"):
+        await world.sleep(world.rng.uniform(5, 60))
+    world.note(f"the API server of {cluster} answers")
+
+
+async def restart_an_operator(world: World) -> None:
+    operator = world.rng.choice(world.operators)
+    await world.restart_operator(operator)
+
+
+async def upgrade_an_operator(world: World) -> None:
+    operator = world.rng.choice(world.operators)
+    release = f"2.{int(now())}"
+    await world.restart_operator(operator, syncer_image=f"syncer:{release}", worker_image=f"worker:{release}")
+
+
+async def refuse_pods(world: World) -> None:
+    kubernetes = world.rng.choice(list(world.clusters.values()))
+    kubernetes.quota = max(1, len(kubernetes.pods()) - 1)
+    world.note(f"a quota of {kubernetes.quota} pods in {kubernetes.name}")
+    await world.sleep(world.rng.uniform(10, 90))
+    kubernetes.quota = None
+
+
+async def edit_a_setting(world: World) -> None:
+    world.edit(ttlSecondsAfterFinished=world.rng.randrange(100, 10_000))
+
+
+async def edit_a_template(world: World) -> None:
+    value = str(world.rng.randrange(10**6))
+    container = {"name": "learner", "env": [{"name": "TRIED", "value": value}]}
+    world.edit(learners={"podTemplate": {"spec": {"containers": [container]}}})
+
+
+async def suspend_and_resume(world: World) -> None:
+    world.edit(suspend=True)
+    with contextlib.suppress(Exception):
+        await world.sleep(world.rng.uniform(5, 90))
+    world.edit(suspend=False)
+
+
+FAULTS: dict[str, Fault] = {
+    fault.__name__: fault
+    for fault in (
+        delete_a_pod,
+        delete_a_regions_pods,
+        crash_a_learner,
+        crash_the_syncer,
+        hang_a_learner,
+        cut_the_syncers_node_off_from_others,
+        cut_two_clusters,
+        cut_a_node_off,
+        power_a_node_off,
+        stall_a_watch,
+        lose_answers,
+        cut_an_api_server_off,
+        restart_an_operator,
+        upgrade_an_operator,
+        refuse_pods,
+        edit_a_setting,
+        edit_a_template,
+        suspend_and_resume,
+    )
+}
