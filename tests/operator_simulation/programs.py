@@ -13,6 +13,7 @@ from typing import Any
 
 from diloco_protocol.vocabulary import ControlMethod
 from operator_simulation.kubernetes import Process, now
+from status_documents import job_report, learner_page, slot_row, status_document
 
 HOLDING = ("active", "suspect", "draining")
 START_SECONDS, JOIN_SECONDS, DRAIN_SECONDS = 1.5, 1.0, 2.0
@@ -186,8 +187,8 @@ class Programs:
         if method == ControlMethod.STATUS:
             return self.document()
         if method == ControlMethod.REPORT:
-            return {"outcome": store.phase, "tokens": {"trained": store.tokens}, "learners": [1], "goodput": 0.9}
-        if method == ControlMethod.PROCESS_GONE:
+            return job_report(outcome=store.phase, merges=store.merges).model_dump(mode="json", by_alias=True)
+        if method == ControlMethod.PROCESS_ENDED:
             for slot in store.slots:
                 same = (slot.region, slot.ordinal) == (body["region"], body["ordinal"])
                 if same and body["process"] in ("", slot.process) and slot.state in HOLDING:
@@ -204,50 +205,52 @@ class Programs:
         """The syncer's status."""
         store, syncer = self.store, self.syncer
         assert syncer is not None
-        return {
-            "job": "job",
-            "phase": store.phase,
-            "message": store.message,
-            "epoch": store.epoch,
-            "merges": store.merges,
-            "goodput": 0.9,
-            "quorum": {"active": self.active(), "required": syncer.job["spec"]["sync"]["quorum"]},
-            "eval_loss": [],
-            "standby": len(self.standbys),
-            "standbys": list(self.standbys),
-            "regions_lost": list(self.regions_lost),
-            "tokens": {"trained": store.tokens, "merged": store.tokens, "pending": 0, "dropped": 0},
-            "slots": [
-                {
-                    "slot": i,
-                    "region": slot.region,
-                    "ordinal": slot.ordinal,
-                    "process": slot.process,
-                    "state": slot.state,
-                    "ready": self.in_quorum(slot),
-                    "step": slot.merged,
-                    "loss": 2.0,
-                    "merged_pushes": slot.merged,
-                    "heard_seconds_ago": now() - slot.heard if slot.state in HOLDING else None,
-                }
-                for i, slot in enumerate(store.slots)
-            ],
-        }
+        rows = [
+            slot_row(
+                i,
+                region=slot.region,
+                ordinal=slot.ordinal,
+                process=slot.process,
+                state=slot.state,
+                ready=self.in_quorum(slot),
+                step=slot.merged,
+                loss=2.0,
+                merged_pushes=slot.merged,
+                heard_seconds_ago=now() - slot.heard if slot.state in HOLDING else None,
+            )
+            for i, slot in enumerate(store.slots)
+        ]
+        found = status_document(
+            job="job",
+            phase=store.phase,
+            message=store.message,
+            epoch=store.epoch,
+            merges=store.merges,
+            quorum={"active": self.active(), "required": syncer.job["spec"]["sync"]["quorum"]},
+            standby=len(self.standbys),
+            standbys=self.standbys,
+            regions_lost=self.regions_lost,
+            tokens={"trained": store.tokens, "merged": store.tokens, "pending": 0, "dropped": 0},
+            slots=rows,
+        )
+        return found.model_dump(mode="json")
 
-    def page(self, process: Process) -> dict[str, Any]:
+    def page(self, process: Process) -> bytes:
         """A learner's status page."""
         slots = self.store.slots
         mine = next((i for i, s in enumerate(slots) if s.process == process.id and s.state in HOLDING), None)
         heard = self.heard(process)
-        return {
-            "job": "job",
-            "role": "learner",
-            "process": process.id,
-            "phase": self.store.phase if process.ready else "waiting",
-            "connected": heard,
-            "joined": process.ready,
-            "standby": process.id in self.standbys,
-            "slot": mine if heard else None,
-            "merges": self.store.merges if heard else None,
-            "refused": None,
-        }
+        found = learner_page(
+            job="job",
+            region=process.region,
+            ordinal=process.ordinal,
+            process=process.id,
+            phase=self.store.phase if process.ready else "waiting",
+            connected=heard,
+            tried=True,
+            joined=process.ready,
+            standby=process.id in self.standbys,
+            slot=mine if heard else None,
+            merges=self.store.merges if heard else None,
+        )
+        return found.model_dump_json().encode()

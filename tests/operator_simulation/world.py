@@ -30,7 +30,7 @@ from diloco_operator.informer.job_events import JobEvents
 from diloco_operator.kube.kinds import JOB, LABELLED, NODE, POD, Kind
 from diloco_operator.metrics import Metrics
 from diloco_operator.model import Key, Object
-from diloco_operator.plan.plan import plan
+from diloco_operator.plan.planning import plan_job
 from diloco_operator.reconcile import (
     apply,
     event_reader,
@@ -212,7 +212,7 @@ class World:
 
     def __init__(self, job: Object, clusters: tuple[str, ...] = ("hub",), nodes: int = 3, seed: int = 0) -> None:
         self.rng = random.Random(seed)
-        self.plan: Any = plan
+        self.plan: Any = plan_job
         self.cuts: list[tuple[Callable[[str], bool], Callable[[str], bool]]] = []
         self.clusters = {name: Kubernetes(name, nodes, self.rng, self.reaches) for name in clusters}
         self.programs = Programs(self.processes, self.reaches)
@@ -270,7 +270,7 @@ class World:
                 lines.append(
                     f"{pod['metadata']['name']} on {node} {pod['status'].get('phase')}{deleted} {process}"[:200]
                 )
-        lines += [str(slot) for slot in self.programs.store.slots.values()]
+        lines += [str(slot) for slot in self.programs.store.slots]
         return "\n".join(lines)
 
     # ------------------------------------------------------------------ operators
@@ -436,7 +436,7 @@ class World:
         if method == ControlMethod.STATUS:
             return
         self.note(f"operator@{operator_node.endpoint} calls {method} {body}")
-        if method == ControlMethod.PROCESS_GONE:
+        if method == ControlMethod.PROCESS_ENDED:
             for process in self.processes("learner"):
                 if process.id == body["process"] and self._has_pod(process):
                     self._violated(f"{process.pod_name} lives, and is said to be gone: {body}")
@@ -485,11 +485,11 @@ def _control_client(world: World) -> Any:
 
 
 def _page_of(world: World) -> Any:
-    def page(ip: str, port: int, path: str, timeout: float) -> dict[str, Any]:
+    def page(ip: str, port: int, path: str, timeout: float) -> bytes:
         uid = ip.rpartition("/")[2]
         for process in world.processes("learner"):
             if process.pod_uid == uid:
-                return copied(world.programs.page(process))
+                return world.programs.page(process)
         raise OSError("nobody answers")
 
     return page
@@ -507,7 +507,7 @@ def simulate(make: Callable[[], World], scenario: Callable[[World], Any]) -> Wor
             for module in modules:
                 stack.enter_context(mock.patch.object(module, "time", clock))
             stack.enter_context(mock.patch.object(syncer_poller, "ControlClient", _control_client(world)))
-            stack.enter_context(mock.patch.object(syncer_poller, "_page", _page_of(world)))
+            stack.enter_context(mock.patch.object(syncer_poller, "_read_page", _page_of(world)))
             try:
                 await scenario(world)
             finally:

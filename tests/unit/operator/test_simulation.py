@@ -40,6 +40,7 @@ def node_of_syncer(world: World) -> str:
     return world.programs.syncer.node.endpoint
 
 
+@pytest.mark.xfail(strict=True, reason="a silent region is taken for silent learners (operator review, H1)")
 def test_a_cut_around_the_syncers_node_deletes_nobody() -> None:
     """H1: eight learners that the syncer does not hear for 90 s, while the API server hears everybody."""
 
@@ -56,6 +57,7 @@ def test_a_cut_around_the_syncers_node_deletes_nobody() -> None:
     simulate(lambda: World(job_object(count=8), nodes=4, seed=3), scenario)
 
 
+@pytest.mark.xfail(strict=True, reason="the cache is believed, however old (operator review, H2)")
 def test_a_frozen_view_of_pods_fences_nobody() -> None:
     """H2: the watch of pods brings nothing for 90 s, and a learner is replaced meanwhile."""
 
@@ -71,6 +73,7 @@ def test_a_frozen_view_of_pods_fences_nobody() -> None:
     simulate(lambda: World(job_object(), seed=4), scenario)
 
 
+@pytest.mark.xfail(strict=True, reason="maxReplacements counts correlated losses singly (operator review, H4)")
 def test_sixty_pods_deleted_at_once_do_not_fail_a_job() -> None:
     """H4."""
 
