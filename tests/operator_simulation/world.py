@@ -371,9 +371,9 @@ class World:
             return
         server = operator.kubernetes.server
         obj = server.find(kind, NAMESPACE, name)
-        if verb in ("apply", "delete") and obj is not None and kind != JOB.name:
-            if obj["metadata"]["labels"].get(LABEL_JOB) != self.job_name:
-                self._violated(f"{operator.name}: {verb} of the foreign {kind} {name}")
+        touched = verb in ("apply", "delete") and obj is not None and kind != JOB.name
+        if touched and obj["metadata"]["labels"].get(LABEL_JOB) != self.job_name:
+            self._violated(f"{operator.name}: {verb} of the foreign {kind} {name}")
         if verb != "delete" or kind != POD.name or obj is None or obj["metadata"]["uid"] != body["uid"]:
             return
         if obj["metadata"].get("deletionTimestamp") and body["grace"] != 0:

@@ -34,8 +34,6 @@ def test_a_job_starts_trains_and_comes_to_rest() -> None:
         assert world.programs.store.merges > 500
         assert not world.deletions
         assert operator.turns - turns < 600 and operator.api.writes - writes <= 12
-        world.note(f"{operator.turns - turns} turns, {operator.api.writes - writes} writes")
-        print(world.story())
 
     simulate(lambda: World(job_object()), scenario)
 
