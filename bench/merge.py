@@ -8,6 +8,7 @@ cache between the passes. Values are bytes of pushes merged per second.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,9 +43,13 @@ def measure(name: str, method: str, pieces: Sequence[Piece], threads: int, round
     weights = [(1 + m) / (LEARNERS * (LEARNERS + 1) / 2) for m in range(LEARNERS)]
     out, other = np.empty(elements, np.float32), torch.empty(elements)
     tensors = [torch.from_numpy(delta) for delta in deltas]
+
+    def squares() -> list[np.ndarray[Any, np.dtype[np.float64]]]:
+        return [piece_squares(pieces, delta, threads=threads) for delta in deltas]
+
     rows = common.compare(
-        name,
-        lambda: merge(pieces, deltas, weights, method, out, threads=threads),
+        f"{name}, norms taken too",
+        lambda: merge(pieces, deltas, weights, method, squares(), out, threads=threads),
         {
             "plain torch": lambda: torch_merge(pieces, tensors, weights, method, other),
             "reading the same bytes": common.reading(deltas, threads),
@@ -55,10 +60,10 @@ def measure(name: str, method: str, pieces: Sequence[Piece], threads: int, round
     )
     if method == "rda":
         # In the syncer the norms are taken when a push arrives, off the round's critical path.
-        squares = [piece_squares(pieces, delta) for delta in deltas]
+        known = squares()
         rows += common.compare(
             f"{name}, norms known",
-            lambda: merge(pieces, deltas, weights, method, squares, out, threads=threads),
+            lambda: merge(pieces, deltas, weights, method, known, out, threads=threads),
             {"reading the same bytes": common.reading(deltas, threads)},
             work=4e-9 * elements * LEARNERS,
             unit="GB/s",
