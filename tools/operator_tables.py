@@ -7,11 +7,9 @@ they are not current.
 
 from __future__ import annotations
 
-import argparse
-import re
 import sys
-from pathlib import Path
 
+import page_tables
 from prometheus_client.metrics import MetricWrapperBase
 
 from diloco_operator.kube.kinds import needs
@@ -68,34 +66,9 @@ def metric_rows(metrics: Metrics) -> list[tuple[str, str, tuple[str, ...], str]]
 TABLES = {"settings": settings_table, "permissions": permissions_table, "metrics": metrics_table}
 
 
-def filled(text: str) -> str:
-    """The page with the tables of today between its marks. Raises ValueError if it lacks one."""
-    for name, table in TABLES.items():
-        begin, end = f"<!-- {name}: generated -->", f"<!-- {name}: end -->"
-        pattern = re.compile(f"{begin}\n.*?{end}", re.S)
-        if not pattern.search(text):
-            raise ValueError(f"the page lacks the marks of {name}")
-        content = f"{begin}\n\n{table()}\n\n{end}"
-        text = pattern.sub(lambda _, content=content: content, text)  # type: ignore[misc]
-    return text
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Write or check the tables of a page; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="tools/operator_tables.py")
-    group = parser.add_mutually_exclusive_group(required=True)
-    group.add_argument("--write", type=Path, metavar="FILE", help="put the tables between the page's marks")
-    group.add_argument("--check", type=Path, metavar="FILE", help="exit 1 if they are not current")
-    chosen = parser.parse_args(arguments)
-    page: Path = chosen.write or chosen.check
-    before = page.read_text(encoding="utf-8")
-    after = filled(before)
-    if chosen.write:
-        page.write_text(after, encoding="utf-8")
-    elif after != before:
-        print(f"{page} is not current: run make docs")
-        return 1
-    return 0
+    return page_tables.main("tools/operator_tables.py", {name: table() for name, table in TABLES.items()}, arguments)
 
 
 if __name__ == "__main__":

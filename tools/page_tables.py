@@ -1,0 +1,43 @@
+"""Tables of a page of docs that are written from the code: between marks that bear their names.
+
+Run by ``contracts.py`` and ``operator_tables.py``: ``--write PAGE`` puts the tables between the page's marks,
+``--check PAGE`` exits 1 if they are not current.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+
+from diloco_protocol.common.files import write_whole
+
+
+def fill_page(text: str, tables: Mapping[str, str]) -> str:
+    """The page with these tables between its marks. Raises ValueError if it lacks a table's marks."""
+    for name, table in tables.items():
+        begin, end = f"<!-- {name}: generated -->", f"<!-- {name}: end -->"
+        head, found, rest = text.partition(begin)
+        _, ended, tail = rest.partition(end)
+        if not found or not ended:
+            raise ValueError(f"the page lacks the marks of {name}")
+        text = f"{head}{begin}\n\n{table}\n\n{end}{tail}"
+    return text
+
+
+def main(program: str, tables: Mapping[str, str], arguments: list[str] | None = None) -> int:
+    """Write or check the tables of a page; returns the exit code."""
+    parser = argparse.ArgumentParser(prog=program)
+    group = parser.add_mutually_exclusive_group(required=True)
+    group.add_argument("--write", type=Path, metavar="FILE", help="put the tables between the page's marks")
+    group.add_argument("--check", type=Path, metavar="FILE", help="exit 1 if they are not current")
+    chosen = parser.parse_args(arguments)
+    page: Path = chosen.write or chosen.check
+    before = page.read_text(encoding="utf-8")
+    after = fill_page(before, tables)
+    if chosen.write:
+        write_whole(page, after.encode("utf-8"))
+    elif after != before:
+        print(f"{page} is not current: run make docs")
+        return 1
+    return 0
