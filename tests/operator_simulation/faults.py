@@ -6,7 +6,6 @@ does (an edit, a deletion) is among them.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Awaitable, Callable
 
 from diloco_operator.kube.kinds import JOB, NODE, POD, STATEFUL_SET
@@ -158,8 +157,7 @@ async def edit_a_template(world: World) -> None:
 
 async def suspend_and_resume(world: World) -> None:
     world.edit(suspend=True)
-    with contextlib.suppress(Exception):
-        await world.sleep(world.rng.uniform(5, 90))
+    await world.sleep(world.rng.uniform(5, 90))
     world.edit(suspend=False)
 
 

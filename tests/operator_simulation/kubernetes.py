@@ -241,10 +241,12 @@ class Kubernetes:
         ready = [node.name for node in self.nodes.values() if node.ready]
         # The claim is ReadWriteOncePod: while one pod has it, no other is placed.
         held = role == "syncer" and any(
-            other is not pod and other["metadata"]["labels"].get(LABEL_ROLE) == "syncer"
-            and other["spec"].get("nodeName") and other["status"].get("phase") != "Failed"
+            other is not pod
+            and other["metadata"]["labels"].get(LABEL_ROLE) == "syncer"
+            and other["spec"].get("nodeName")
+            and other["status"].get("phase") != "Failed"
             for other in self.pods()
-        )  # fmt: skip
+        )
         if not ready or held:
             message = "0/3 nodes are available: 3 Insufficient cpu."
             if held:

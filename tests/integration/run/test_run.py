@@ -87,10 +87,8 @@ def names_are_kept(report: dict[str, Any]) -> None:
 
 
 def test_a_job_runs_to_its_end_and_what_it_leaves_is_whole(start: Callable[..., Run], tmp_path: Path) -> None:
-    began = time.monotonic()
     run = start("--report", str(tmp_path / "copy.json"), steps=120)
     assert run.ends() == 0, run.everything()
-    trained_seconds = time.monotonic() - began
     report = run.report()
     assert report == json.loads((tmp_path / "copy.json").read_text())
     names_are_kept(report)
@@ -130,7 +128,7 @@ def test_a_job_runs_to_its_end_and_what_it_leaves_is_whole(start: Callable[..., 
     began = time.monotonic()
     again = start(steps=120)  # the job is complete: nothing is trained, that is said, and its report is kept
     assert again.ends() == 0, again.everything()
-    assert time.monotonic() - began < max(30, trained_seconds), "longer than a busy machine took for all of it"
+    assert time.monotonic() - began < 30
     assert "the job is complete already" in again.output and "learner-0 ended" not in again.output
     assert again.report() == report
 
