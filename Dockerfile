@@ -77,7 +77,7 @@ COPY --from=syncer-install /install /usr/local
 ARG KERNEL_CPU=x86-64-v3
 ARG KERNEL_CPU_FEATURES=
 # numba keys its cache by source, CPU name and features, so the values are the same when the kernels
-# are compiled and when they are used. diloco_protocol/kernel_cache.py says what the class is for.
+# are compiled and when they are used. diloco_protocol/arrays/kernel_cache.py says what the class is for.
 ENV NUMBA_CACHE_DIR=/usr/local/share/diloco/kernels \
     NUMBA_CACHE_LOCATOR_CLASSES=diloco_protocol.arrays.kernel_cache.BuiltCacheLocator,InTreeCacheLocator,UserWideCacheLocator \
     NUMBA_CPU_NAME=${KERNEL_CPU} \

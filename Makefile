@@ -79,8 +79,8 @@ test-protocol test-syncer test-worker test-operator test-cli: $(STAMP) $(S3_SERV
 	$(PYTEST) $(AT_ONCE) -m "not slow" tests/unit/$(@:test-%=%) $(PYTEST_ARGS)
 
 .PHONY: test-slow
-test-slow: $(STAMP) $(S3_SERVICE)/.installed ## Run the slow tests, one after another
-	$(PYTEST) -m "slow and not e2e" $(PYTEST_ARGS)
+test-slow: $(STAMP) $(S3_SERVICE)/.installed ## Run the slow tests (10 minutes on two cores)
+	$(PYTEST) $(AT_ONCE) -m "slow and not e2e" tests/integration tests/unit $(PYTEST_ARGS)
 
 ##@ Images and clusters
 # The cluster for the next ones: localkube ($LOCALKUBE or on PATH), kind, or current (KUBECONFIG).

@@ -75,7 +75,7 @@ tolerations: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}
 
-{{/* The operator's rights where its jobs are; operator/diloco_operator/kinds.py says what each is for. */}}
+{{/* The operator's rights where its jobs are; operator/diloco_operator/kube/kinds.py says what each is for. */}}
 {{- define "diloco.rules" -}}
 - apiGroups: [diloco.io]
   resources: [dilocojobs]

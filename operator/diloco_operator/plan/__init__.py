@@ -1,6 +1,6 @@
 """The pure core of the operator: what is observed of one job goes in, what to do about it comes out.
 
-May import: objects, crd's models, job, names, status, model, and the protocol package. Must never be here:
+May import: objects, job, names, status_models, model, and the protocol package. Must never be here:
 requests, clocks, files, threads, kopf or the Kubernetes client. Time is ``Observed.now``.
 
 Begin with ``planning.py``. One word has one meaning: a pod is *gone* when its object is not there any more,

@@ -3,7 +3,7 @@
 Names in the store::
 
     job.json                        which job this is, and digests of what may not change
-    epochs/<n>                      one per syncer that ran (store.Epoch)
+    epochs/<n>                      one per syncer that ran (epochs.Epoch)
     initial/e<epoch>-a<attempt>-... version 0, staged: layout, one record per fragment, frozen blob
     initial.json                    created once, exclusively: version 0 is these objects
     records/f<p>-v<version>.rec     one merge (records.MergeRecord), created exclusively

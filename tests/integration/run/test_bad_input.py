@@ -84,6 +84,7 @@ def test_workdirs_that_cannot_be_written(tmp_path: Path, mount: Callable[[str], 
         assert str(workdir) in lines[0] and "--workdir" in lines[0], done
 
 
+@pytest.mark.slow
 def test_a_workdir_of_another_job(start: Callable[..., Run], tmp_path: Path) -> None:
     first = start(steps=100_000, learners=1)
     first.waits_for("first-merge")

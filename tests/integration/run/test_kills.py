@@ -45,7 +45,7 @@ FRAGMENTS = 12
 KILLS = 10
 PARTS = ("detected", "joined", "first_step", "recovered")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(400)]
 
 
 class Listener:

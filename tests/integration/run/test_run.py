@@ -144,6 +144,7 @@ def test_a_job_runs_to_its_end_and_what_it_leaves_is_whole(start: Callable[..., 
     assert len({tuple(row) for row in further}) == len(further)
 
 
+@pytest.mark.slow
 def test_faults_are_survived_and_accounted_for(start: Callable[..., Run]) -> None:
     chaos = (
         "step=20:kill:learner-1,step=60:term:learner-0,step=120:pause:learner-1:1s,"
@@ -199,6 +200,7 @@ def test_ctrl_c_drains_and_the_same_command_goes_on(start: Callable[..., Run]) -
     check_ledger(again.report())
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_stops_at_once(start: Callable[..., Run]) -> None:
     run = start(steps=100_000)
     run.waits_for("first-merge: slot 1")

@@ -72,17 +72,13 @@ def held_out_loss(run: Run, directory: Path) -> float:
     return evaluator.mean_loss(model, evaluator.chosen(held_out, job.spec), torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "trained", "down"),
     [
-        pytest.param("", [""], "float32", marks=pytest.mark.slow),
+        ("", [""], "float32"),
         (', freeze: ["*embed*", "*layers.0.*"]', ["layers.1.", "model.norm.weight", "lm_head"], "bfloat16"),
-        pytest.param(
-            ', lora: {rank: 4, alpha: 8, targets: ["*q_proj", "*v_proj"]}',
-            ["q_proj", "v_proj"],
-            "bfloat16",
-            marks=pytest.mark.slow,
-        ),
+        (', lora: {rank: 4, alpha: 8, targets: ["*q_proj", "*v_proj"]}', ["q_proj", "v_proj"], "bfloat16"),
     ],
     ids=["whole", "frozen", "lora"],
 )

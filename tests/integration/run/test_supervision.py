@@ -60,6 +60,7 @@ def test_a_syncer_that_hangs_is_killed_and_replaced(
     assert "has not answered for 2 s: it is killed" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_syncer_that_is_told_to_stop_while_the_job_ends_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -216,6 +216,16 @@ def test_files_that_pages_name_exist() -> None:
                 assert any(path.endswith(f"/{word}") for path in paths), f"{page.name} names {word}, which is not there"
 
 
+def test_files_that_comments_outside_python_name_exist() -> None:
+    packages = "|".join(["diloco", *(f"diloco_{name}" for name in ("protocol", "syncer", "worker", "operator"))])
+    named = 0
+    for place in (ROOT / "Dockerfile", ROOT / "Makefile", *(ROOT / "charts").rglob("templates/*.*")):
+        for word in re.findall(rf"\b(?:{packages})/[\w/]+\.py\b", place.read_text(encoding="utf-8")):
+            named += 1
+            assert list(ROOT.glob(f"*/{word}")), f"{place.name} names {word}, which is not there"
+    assert named >= 2
+
+
 def test_functions_that_pages_name_exist() -> None:
     defined = set()
     for folder in FOLDERS:

@@ -12,6 +12,9 @@ conditions, and says why in Ready.
 A new condition: decide it in one of these three files with ``ConditionSet.set``, in every turn; give it its place in
 ``condition_set.ORDER`` and its line above. If it tells of a fault when it is True, name it in
 ``FAULT_CONDITIONS`` (diloco_protocol/vocabulary.py), by which the command line chooses colours, and in
-``FAULT_OVER`` (``plan/transitions.py``), so that an Event is sent when it comes and when it goes. Describe it
-in docs/decisions/024 and in docs/operator.md or docs/regions.md. ``plan/job_status.py`` and the CRD need nothing.
+``FAULT_OVER`` (``plan/transitions.py``), so that an Event is sent when it comes and when it goes. One that is timed
+needs a ``Fact`` (``model.py``); one whose True is neither good nor bad, a place in ``_NEUTRAL`` (the command line's
+``cluster/render.py``). Describe it in docs/decisions/024 and in docs/operator.md or docs/regions.md.
+A test complains of a fault without ``FAULT_OVER``, and of an unexpected condition in a cluster without the syncer; none
+complains of missing pages. ``plan/job_status.py`` and the CRD need nothing.
 """

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from diloco_protocol.arrays import codec, kernels
+from diloco_protocol.spec.sync import CompressionSpec
 
 BLOCKED = ("int8", "int4", "int2")
 SIZES = (0, 1, 2, 3, 5, 31, 127, 128, 129, 130, 131, 255, 257, 1000, 4096, 4099)
@@ -141,6 +143,11 @@ def test_error_on_gaussian_blocks(encoding: str, bound: float, scale: float) -> 
         decoded = codec.decode(codec.encode(values, encoding), encoding, values.size)
         error = np.linalg.norm((decoded - values).astype(np.float64)) / np.linalg.norm(values.astype(np.float64))
         assert error <= bound
+
+
+def test_a_job_may_name_every_encoding_and_no_other() -> None:
+    allowed = CompressionSpec.model_fields["up"].annotation
+    assert get_args(allowed) == codec.ENCODINGS
 
 
 @pytest.mark.parametrize("encoding", codec.ENCODINGS)
