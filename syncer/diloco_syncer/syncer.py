@@ -14,7 +14,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import get_args
 
-from diloco_protocol.documents import Report
+from diloco_protocol.documents import MergeSeconds, Report
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, SyncerExit
 from diloco_syncer.core import events as ev
@@ -98,9 +98,8 @@ class Syncer:
         self.pushes = ReceivedPushes(
             core, model, self.durability, self._buffers, self._decode_thread, emit, self.driver.run_task, self._refused
         )
-        self.merger = Merger(
-            core, model, self.pushes, self.durability, emit, restored.number, runtime.get("seconds", {})
-        )
+        seconds = runtime.get("seconds") or dict.fromkeys(MergeSeconds.model_fields, 0.0)
+        self.merger = Merger(core, model, self.pushes, self.durability, emit, restored.number, seconds)
         self.initial_model = InitialModelUpload(name, core, model, self.durability, emit)
         versions = VersionUploads(
             name, core, model, self.durability, self._decode_thread, self.merger.next_number, emit

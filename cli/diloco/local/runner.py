@@ -25,7 +25,7 @@ from typing import Any
 
 from diloco.local.chaos.injector import Injector
 from diloco.local.chaos.proxy import Proxy
-from diloco.local.chaos.schedule import Fault
+from diloco.local.chaos.schedule import Fault, FaultSchedule
 from diloco.local.metrics_log import MetricsLog
 from diloco.local.outcome import OUTCOMES, RunOutcome, RunResult
 from diloco.local.screen import RunView, Screen
@@ -109,7 +109,9 @@ class Runner:
             workdir.store,
             lambda: self.injector.merged(),
         )
-        self.injector = Injector(self.watch, self.running, self.proxies, self._workers, schedule, job.spec.seed)
+        self.injector = Injector(
+            self.watch, self.running, self.proxies, self._workers, FaultSchedule(schedule), job.spec.seed
+        )
         self._watchdog = Watchdog()
         self._complete_already = False
         self._begun = time.monotonic()
@@ -162,7 +164,7 @@ class Runner:
         """Start everything, then follow the syncer's status until the end."""
         with contextlib.suppress(FileNotFoundError):
             self.workdir.address.unlink()  # an earlier run's
-        if self.injector.cuts:
+        if any(fault.action == "cut" for fault in self.injector.waiting):
             for worker in self._workers:
                 self.proxies[worker.name] = Proxy(self._sync_address)
                 await self.proxies[worker.name].start()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from diloco.local.chaos.fault_report import Event
@@ -30,37 +31,28 @@ EVENT_STYLES: dict[str, str] = {
 }
 
 
+@dataclass
 class StatusWatch:
     """``process_ids`` (worker → DILOCO_PROCESS of its newest process) is the runner's to fill;
     ``on_merge`` is called when there have been more merges."""
 
-    def __init__(
-        self,
-        syncer: SyncerClient,
-        view: RunView,
-        screen: Screen,
-        supervisor: Supervisor,
-        workers: Sequence[WorkerSpec],
-        store: Path,
-        on_merge: Callable[[], None],
-    ) -> None:
-        self.syncer = syncer
-        self.view = view
-        self.screen = screen
-        self.supervisor = supervisor
-        self.process_ids: dict[str, str] = {}
-        self.report: Report | None = None
-        self._workers = workers
-        self._store = store
-        self._on_merge = on_merge
-        self._events: dict[tuple[int, float, str, int], Event] = {}
-        self._begun = time.time()
-        self._merges = -1
-        self._seen_at = 0.0
-        self._told_resumed = False
-        self._problem = ""
-        self._unreadable = ""
-        self._told_starved: dict[int, float] = {}  # slot -> the event's time
+    syncer: SyncerClient
+    view: RunView
+    screen: Screen
+    supervisor: Supervisor
+    workers: Sequence[WorkerSpec]
+    store: Path
+    on_merge: Callable[[], None]
+    process_ids: dict[str, str] = field(default_factory=dict)
+    report: Report | None = None
+    _events: dict[tuple[int, float, str, int], Event] = field(default_factory=dict)
+    _begun: float = field(default_factory=time.time)
+    _merges: int = -1
+    _seen_at: float = 0.0
+    _told_resumed: bool = False
+    _problem: str = ""
+    _unreadable: str = ""
+    _told_starved: dict[int, float] = field(default_factory=dict)  # slot -> the event's time
 
     @property
     def phase(self) -> str:
@@ -92,7 +84,7 @@ class StatusWatch:
 
     def worker_of(self, slot: SlotRow) -> WorkerSpec | None:
         """The worker whose newest process holds this slot."""
-        for worker in self._workers:
+        for worker in self.workers:
             if worker.kind is Kind.LEARNER and self.process_ids.get(worker.name) == slot.process:
                 return worker
         return None
@@ -118,7 +110,7 @@ class StatusWatch:
         self._tell_problem(status.store_problem)
         self._follow_merges(status)
         self._follow_events(status)
-        places = {(m.region, m.ordinal): m.name for m in self._workers if m.kind is Kind.LEARNER}
+        places = {(m.region, m.ordinal): m.name for m in self.workers if m.kind is Kind.LEARNER}
         for slot in status.slots:
             if (worker := self.worker_of(slot)) is not None:  # a spare may sit in it
                 places[slot.region, slot.ordinal] = worker.name
@@ -138,7 +130,7 @@ class StatusWatch:
         if status.merges > self._merges >= 0:
             self.supervisor.merged()
             self.supervisor.healthy("syncer")
-            self._on_merge()
+            self.on_merge()
         self._merges = status.merges
         if status.eval_loss:
             self.supervisor.healthy("evaluator")
@@ -149,7 +141,7 @@ class StatusWatch:
         self._told_resumed = True
         if status.merges:
             self.screen.event(
-                f"going on from the checkpoint in {self._store}: step {status.step}, {status.merges:,} merges,"
+                f"going on from the checkpoint in {self.store}: step {status.step}, {status.merges:,} merges,"
                 f" {status.tokens.trained:,} tokens",
                 "bold",
             )

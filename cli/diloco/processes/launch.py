@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -127,24 +128,22 @@ class Child:
                 self._process.send_signal(number)
 
 
+@dataclass
 class Forked:
-    """A worker that the forkserver forked."""
+    """A worker that the forkserver forked. ``identity``: the forkserver's word for it."""
 
-    def __init__(
-        self, name: str, forkserver: ForkServerClient, identity: str, pid: int, ended: asyncio.Future[Exit]
-    ) -> None:
-        self.name = name
-        self.pid = pid
-        self._forkserver = forkserver
-        self._identity = identity
-        self._ended = ended
+    name: str
+    forkserver: ForkServerClient
+    identity: str
+    pid: int
+    ended: asyncio.Future[Exit]
 
     async def wait(self) -> Exit:
-        return await asyncio.shield(self._ended)
+        return await asyncio.shield(self.ended)
 
     def signal(self, number: int) -> None:
-        if not self._ended.done():
-            self._forkserver.signal(self._identity, number)
+        if not self.ended.done():
+            self.forkserver.signal(self.identity, number)
 
 
 class ForkServerClient:

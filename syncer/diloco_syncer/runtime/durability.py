@@ -18,7 +18,7 @@ import random
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from diloco_protocol.common.files import DiskFull
@@ -44,31 +44,23 @@ class Snapshot:
     versions: list[int]
 
 
+@dataclass
 class Durability:
     """The one way from the running syncer to its store.
 
     ``snapshot`` returns the state as it is now; ``on_problem`` is called when ``problem`` has changed.
     """
 
-    def __init__(
-        self,
-        checkpoints: Checkpoints,
-        tape: Tape,
-        snapshot: Callable[[], Snapshot],
-        on_problem: Callable[[str], None],
-        optimizer: str = "",
-        optimizer_bytes: int = 0,
-    ) -> None:
-        self.checkpoints = checkpoints  # its methods block: call them by ``run_write``
-        self._tape = tape
-        self._snapshot = snapshot
-        self._on_problem = on_problem
-        self.problem = ""  # what is wrong with the store, for people
-        self.optimizer = optimizer  # the name in the store of the inner optimizer state; empty: none
-        self.optimizer_bytes = optimizer_bytes
-        self._persisted = -1  # the newest generation whose state is durable
-        self._blobs: dict[str, Array] = {}
-        self._thread = ThreadPoolExecutor(1, "store")
+    checkpoints: Checkpoints  # its methods block: call them by ``run_write``
+    tape: Tape
+    snapshot: Callable[[], Snapshot]
+    on_problem: Callable[[str], None]
+    optimizer: str = ""  # the name in the store of the inner optimizer state; empty: none
+    optimizer_bytes: int = 0
+    problem: str = ""  # what is wrong with the store, for people
+    _persisted: int = -1  # the newest generation whose state is durable
+    _blobs: dict[str, Array] = field(default_factory=dict)
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "store"))
 
     async def run_write(self, work: Callable[..., T], *arguments: Any, pool: ThreadPoolExecutor | None = None) -> T:
         """Run ``work`` in the store's thread (or in ``pool``) until the store takes it; returns its result.
@@ -101,7 +93,7 @@ class Durability:
     def _set_problem(self, problem: str) -> None:
         if problem != self.problem:
             self.problem = problem
-            self._on_problem(problem)
+            self.on_problem(problem)
 
     # ------------------------------------------------------------- state and checkpoints
 
@@ -109,16 +101,16 @@ class Durability:
         """Make the state durable, as it was after ``generation`` events or later."""
         if generation <= self._persisted:
             return  # a later state is durable already
-        now = self._snapshot()
+        now = self.snapshot()
         await self.run_write(self.checkpoints.write_state, now.document, now.versions)
         self._persisted = now.generation
 
     async def checkpoint(self) -> None:
         """Make a whole checkpoint now: tape, state and manifest; remove what no restart needs any more."""
-        now = self._snapshot()
+        now = self.snapshot()
 
         def write() -> None:
-            self._tape.flush()
+            self.tape.flush()
             self.checkpoints.write_manifest(now.document, now.versions, self.optimizer)
             self.checkpoints.collect(self.optimizer)
 
@@ -126,10 +118,10 @@ class Durability:
 
     async def write_state_and_collect(self) -> None:
         """Make the state durable, so that the records before it may go; after many merges."""
-        now = self._snapshot()
+        now = self.snapshot()
 
         def write() -> None:
-            self._tape.flush()
+            self.tape.flush()
             self.checkpoints.write_state(now.document, now.versions)
             self.checkpoints.collect(self.optimizer)
 
@@ -159,7 +151,7 @@ class Durability:
     async def write_merge_record(self, record: MergeRecord, pool: ThreadPoolExecutor | None = None) -> None:
         """Make a version durable (in ``pool``'s thread), and append its line to the tape."""
         await self.run_write(self.checkpoints.write_record, record, pool=pool)
-        await self.run_write(self._tape.append, record)
+        await self.run_write(self.tape.append, record)
 
     async def read_blob(self, name: str) -> Array:
         """The bytes of a stored blob, uint8; verified when they are first asked for."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 from diloco_protocol.vocabulary import JobPhase
 from diloco_protocol.wire import convert
@@ -23,34 +24,26 @@ MAX_QUEUED = 4096
 STATE_EVERY = 16  # merges, or as many as there are fragments
 
 
+@dataclass
 class Merger:
-    """Makes the next version of a fragment from pushes that are here. ``number``, ``seconds``: of the job so far."""
+    """Makes the next version of a fragment from pushes that are here. ``number``: of the job's newest record;
+    ``seconds``: what its merges took, summed."""
 
-    def __init__(
-        self,
-        core: Core,
-        model: GlobalModel,
-        pushes: ReceivedPushes,
-        durability: Durability,
-        emit: Callable[[ev.Event], None],
-        number: int,
-        seconds: Mapping[str, float],
-    ) -> None:
-        self._core = core
-        self._model = model
-        self._pushes = pushes
-        self._durability = durability
-        self._emit = emit
-        self._number = number
-        self.seconds = {"merge": 0.0, "quorum": 0.0, "waited": 0.0} | dict(seconds)  # summed over merges
-        self._queue: asyncio.Queue[ev.Merge] = asyncio.Queue(MAX_QUEUED)
-        self._merges_since_state = 0
-        self._thread = ThreadPoolExecutor(1, "merge")
+    core: Core
+    model: GlobalModel
+    pushes: ReceivedPushes
+    durability: Durability
+    emit: Callable[[ev.Event], None]
+    number: int
+    seconds: dict[str, float]
+    _queue: asyncio.Queue[ev.Merge] = field(default_factory=lambda: asyncio.Queue(MAX_QUEUED))
+    _merges_since_state: int = 0
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "merge"))
 
     def next_number(self) -> int:
         """Take the number of the job's next record."""
-        self._number += 1
-        return self._number
+        self.number += 1
+        return self.number
 
     def queue_merge(self, action: ev.Merge) -> None:
         """Carry out a merge after those that are queued."""
@@ -62,29 +55,29 @@ class Merger:
             await self._merge(await self._queue.get())
 
     async def _merge(self, action: ev.Merge) -> None:
-        deltas, squares = zip(*(self._pushes.gradient(r.handle) for r in action.responders), strict=True)
+        deltas, squares = zip(*(self.pushes.gradient(r.handle) for r in action.responders), strict=True)
         loop = asyncio.get_running_loop()
         began = time.monotonic()
         try:
             record, broadcast = await loop.run_in_executor(
-                self._thread, self._model.merge, action, deltas, squares, self._core.epoch, self._number + 1
+                self._thread, self.model.merge, action, deltas, squares, self.core.epoch, self.number + 1
             )
         except Diverged as error:
-            self._emit(ev.EndRequested(JobPhase.FAILED, str(error)))
+            self.emit(ev.EndRequested(JobPhase.FAILED, str(error)))
             return
-        await self._durability.write_merge_record(record, self._thread)
-        self._number += 1
+        await self.durability.write_merge_record(record, self._thread)
+        self.number += 1
         took = time.monotonic() - began
         spent = {"merge": took, "quorum": action.quorum_seconds, "waited": action.waited_seconds}
         self.seconds = {name: self.seconds[name] + seconds for name, seconds in spent.items()}
         norms = tuple(r.norm for r in record.responders)
-        receipt = convert.receipt_bytes(self._core.receipt(action.fragment))  # of the version that it follows
-        self._model.publish(record, broadcast, time.monotonic(), receipt)  # and at once:
-        self._emit(ev.MergeDurable(action.fragment, action.version, took, norms))
+        receipt = convert.receipt_bytes(self.core.receipt(action.fragment))  # of the version that it follows
+        self.model.publish(record, broadcast, time.monotonic(), receipt)  # and at once:
+        self.emit(ev.MergeDurable(action.fragment, action.version, took, norms))
         self._merges_since_state += 1
-        if self._merges_since_state >= max(STATE_EVERY, len(self._model.newest)):
+        if self._merges_since_state >= max(STATE_EVERY, len(self.model.newest)):
             self._merges_since_state = 0
-            await self._durability.write_state_and_collect()
+            await self.durability.write_state_and_collect()
 
     async def close(self) -> None:
         """End the thread, after the merge that is running."""

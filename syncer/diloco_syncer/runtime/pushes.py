@@ -13,9 +13,9 @@ import asyncio
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -53,31 +53,21 @@ class Payload:
     spooled: asyncio.Future[None] | None = None
 
 
+@dataclass
 class ReceivedPushes:
     """The bytes behind the core's handles. ``refused``: refused uploads by reason, counted on here."""
 
-    def __init__(
-        self,
-        core: Core,
-        model: GlobalModel,
-        durability: Durability,
-        buffers: BufferPool,
-        decode_thread: Executor,
-        emit: Callable[[ev.Event], None],
-        run_task: Callable[[Coroutine[Any, Any, None]], None],
-        refused: Counter[str],
-    ) -> None:
-        self._core = core
-        self._model = model
-        self._durability = durability
-        self._buffers = buffers
-        self._decode_thread = decode_thread
-        self._emit = emit
-        self._run_task = run_task
-        self._refused = refused
-        self._numbers = itertools.count(1)
-        self._held: dict[int, Payload] = {}
-        self._unspooled: dict[int, Payload] = {}  # by handle: offers neither refused nor durable yet
+    core: Core
+    model: GlobalModel
+    durability: Durability
+    buffers: BufferPool
+    decode_thread: Executor
+    emit: Callable[[ev.Event], None]
+    run_task: Callable[[Coroutine[Any, Any, None]], None]
+    refused: Counter[str]
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    _held: dict[int, Payload] = field(default_factory=dict)
+    _unspooled: dict[int, Payload] = field(default_factory=dict)  # by handle: offers neither refused nor durable yet
 
     def __len__(self) -> int:
         return len(self._held)
@@ -85,26 +75,26 @@ class ReceivedPushes:
     async def receive(self, upload: sync_pb2.UploadHeader, connection: int, read: ReadPayload) -> bytes | None:
         """Receive a part of a push or offer; the core judges it by its header, and again when all of it is here."""
         push = convert.push_header(upload)
-        if self._core.is_recovering:
+        if self.core.is_recovering:
             raise TooManyUploads
-        refusal = self._core.check_push(push, upload.process)
+        refusal = self.core.check_push(push, upload.process)
         if refusal is not None:
             if refusal[0] is PushRefusal.REPEATED:
                 await self.wait_offer_spooled(push.id)
             raise UploadRefused(*refusal)
-        assert self._model.layout is not None
-        elements = self._model.layout.elements(push.fragment)
+        assert self.model.layout is not None
+        elements = self.model.layout.elements(push.fragment)
         size = codec.encoded_bytes(push.encoding, elements)
         if upload.total_bytes != size:
             words = f"{upload.total_bytes} bytes: {elements} elements as {push.encoding} are {size}"
             raise UploadRefused(PushRefusal.WRONG_SIZE, words)
-        whole = await read(("push", push.id, upload.process), lambda: self._buffers.allocate(size))
+        whole = await read(("push", push.id, upload.process), lambda: self.buffers.allocate(size))
         return None if whole is None else await self._judge_push(push, whole)
 
     async def _judge_push(self, header: PushHeader, encoded: Array) -> bytes:
         """Decode a push, whose bytes are all here, and ask the core; returns the reply."""
         loop = asyncio.get_running_loop()
-        delta, squares = await loop.run_in_executor(self._decode_thread, self._decode, header, encoded)
+        delta, squares = await loop.run_in_executor(self.decode_thread, self._decode, header, encoded)
         norm = math.sqrt(math.fsum(squares))
         handle = next(self._numbers)
         verdict: asyncio.Future[bytes] = loop.create_future()
@@ -115,18 +105,18 @@ class ReceivedPushes:
             # when the bytes are durable, however long the verdict waits behind other actions.
             payload.spooled = loop.create_future()
             self._unspooled[handle] = payload
-        self._emit(ev.PushReceived(header, norm, math.isfinite(norm), handle))
+        self.emit(ev.PushReceived(header, norm, math.isfinite(norm), handle))
         return await verdict
 
     def _decode(self, header: PushHeader, encoded: Array) -> tuple[Floats, Float64s]:
         """Values float32[elements], which may share ``encoded``'s memory, and ``piece_squares`` of them."""
-        layout = self._model.layout
+        layout = self.model.layout
         assert layout is not None
         elements = layout.elements(header.fragment)
         if header.encoding == "float32" and encoded.size == 4 * elements:
             values: Floats = encoded.view(np.float32)
         else:
-            out = self._buffers.allocate(4 * elements).view(np.float32)
+            out = self.buffers.allocate(4 * elements).view(np.float32)
             values = codec.decode(encoded, header.encoding, elements, out)
         return values, piece_squares(layout.fragments[header.fragment], values)
 
@@ -148,16 +138,16 @@ class ReceivedPushes:
         payload = self._held[verdict.handle]
         if verdict.reason is not None:
             del self._held[verdict.handle]
-            self._refused[verdict.reason.value] += 1
+            self.refused[verdict.reason.value] += 1
             self._mark_spooled(verdict.handle)
             refusal = upload_reply(False, verdict.reason.value, verdict.message)
             if verdict.reason is PushRefusal.REPEATED:
                 # The first copy is accepted, but perhaps not durable yet: say so only when it is.
-                self._run_task(self._reply_when_spooled(payload, refusal))
+                self.run_task(self._reply_when_spooled(payload, refusal))
             else:
                 self._send_reply(payload, refusal)
         elif verdict.offer and payload.encoded is not None:
-            self._run_task(self._spool(verdict.handle, payload, payload.encoded))
+            self.run_task(self._spool(verdict.handle, payload, payload.encoded))
         else:
             self._mark_spooled(verdict.handle)
             self._send_reply(payload, upload_reply(True))
@@ -166,7 +156,7 @@ class ReceivedPushes:
         """Drop bytes that the core needs no more, an offer's in the store too."""
         payload = self._held.pop(action.handle, None)
         if payload is not None and not payload.header.round:
-            self._run_task(self._unspool(payload))
+            self.run_task(self._unspool(payload))
 
     def _send_reply(self, payload: Payload, answer: bytes) -> None:
         if payload.verdict is not None and not payload.verdict.done():
@@ -180,7 +170,7 @@ class ReceivedPushes:
 
     async def _spool(self, handle: int, payload: Payload, encoded: Array) -> None:
         offer = SpooledOffer(payload.header, encoded, payload.norm)
-        await self._durability.run_write(self._durability.checkpoints.spool_offer, offer)
+        await self.durability.run_write(self.durability.checkpoints.spool_offer, offer)
         payload.encoded = None
         self._mark_spooled(handle)
         self._send_reply(payload, upload_reply(True))
@@ -188,7 +178,7 @@ class ReceivedPushes:
     async def _unspool(self, payload: Payload) -> None:
         """Remove an offer's spooled bytes, after any newer offer that replaces them is durable."""
         await self.wait_spooled()
-        await self._durability.run_write(self._durability.checkpoints.remove_offer, payload.header)
+        await self.durability.run_write(self.durability.checkpoints.remove_offer, payload.header)
 
     def _mark_spooled(self, handle: int) -> None:
         payload = self._unspooled.pop(handle, None)

@@ -16,7 +16,8 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -88,28 +89,19 @@ class Connection:
         self.wake.set()
 
 
+@dataclass
 class Sessions:
     """All sessions of a syncer."""
 
-    def __init__(
-        self,
-        job: DiLoCoJob,
-        core: Core,
-        durability: Durability,
-        authorizer: CallAuthorizer,
-        relay: OptimizerRelay,
-        traffic: Traffic,
-        emit: Callable[[ev.Event], None],
-    ) -> None:
-        self._job = job
-        self._core = core
-        self._durability = durability
-        self._authorizer = authorizer
-        self._relay = relay
-        self._traffic = traffic
-        self._emit = emit
-        self._numbers = itertools.count(1)
-        self._connections: dict[int, Connection] = {}
+    job: DiLoCoJob
+    core: Core
+    durability: Durability
+    authorizer: CallAuthorizer
+    relay: OptimizerRelay
+    traffic: Traffic
+    emit: Callable[[ev.Event], None]
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    _connections: dict[int, Connection] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -127,28 +119,28 @@ class Sessions:
         """The place and the slot to which transfers of a connection's process are counted."""
         if connection is None:
             return NOBODY, None
-        slot = self._core.slot_by_connection(connection.number)
+        slot = self.core.slot_by_connection(connection.number)
         return connection.place, None if slot is None else slot.index
 
     def check_process(self, process: str, peer: Peer, context: Any) -> str:
         """Check that a call's peer may act for a process; returns why not: it is another certificate's."""
-        connection = self.find_process(process) if self._authorizer.secure else None
+        connection = self.find_process(process) if self.authorizer.secure else None
         if connection is None:
             return ""
         if same_party(connection.peer.names, peer.names):
-            self._authorizer.assign_place(context, connection.place)
+            self.authorizer.assign_place(context, connection.place)
             return ""
         message = "a process with another certificate has this id"
-        self._authorizer.record_refusal(peer, ConnectionRefusal.WRONG_PROCESS, message)
+        self.authorizer.record_refusal(peer, ConnectionRefusal.WRONG_PROCESS, message)
         return message
 
     # ------------------------------------------------------------- the service
 
     async def serve(self, stream: AsyncIterator[bytes], context: Any) -> None:
         """One call of Sync.Session."""
-        peer = await self._authorizer.authorize(context, stream)
+        peer = await self.authorizer.authorize(context, stream)
         await self._check_limits(stream, peer, context)
-        if self.count >= 4 * len(self._core.slots) + SPARE_SESSIONS:
+        if self.count >= 4 * len(self.core.slots) + SPARE_SESSIONS:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many sessions: try again later")
         connection = Connection(next(self._numbers), peer)
         try:
@@ -157,7 +149,7 @@ class Sessions:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no Join within {limits.JOIN_SECONDS:.0f} s")
         except WireError as error:
             other = isinstance(error, messages.OtherJob)
-            self._authorizer.record_refusal(
+            self.authorizer.record_refusal(
                 peer, ConnectionRefusal.WRONG_JOB if other else ConnectionRefusal.BAD_JOIN, str(error)
             )
             await context.write(refusal(JoinRefusal.BAD_JOIN, str(error), True).SerializeToString())
@@ -165,24 +157,24 @@ class Sessions:
         if not await self._check_join(join, attempt, peer, context):
             return
         connection.process = join.process
-        connection.place = self._traffic.place_of(join.region, join.evaluator)
-        self._authorizer.assign_place(context, connection.place)
+        connection.place = self.traffic.place_of(join.region, join.evaluator)
+        self.authorizer.assign_place(context, connection.place)
         self._connections[connection.number] = connection
         log.info("session %d: %s %s-%d joins", connection.number, join.process, join.region, join.ordinal)
-        self._authorizer.limits.session_opened(peer)
+        self.authorizer.limits.session_opened(peer)
         try:
-            self._emit(join)
+            self.emit(join)
             await self._pump(stream, context, connection)
         finally:
-            self._authorizer.limits.session_closed(peer)
+            self.authorizer.limits.session_closed(peer)
 
     async def _check_limits(self, stream: AsyncIterator[bytes], peer: Peer, context: Any) -> None:
-        if not self._authorizer.secure:
+        if not self.authorizer.secure:
             return
-        over = self._authorizer.limits.admit_join(peer, time.monotonic())
+        over = self.authorizer.limits.admit_join(peer, time.monotonic())
         if over is not None:
             what = "sessions" if over == ConnectionRefusal.TOO_MANY_SESSIONS else "joins in a minute"
-            await self._authorizer.refuse(
+            await self.authorizer.refuse(
                 context,
                 peer,
                 over,
@@ -199,10 +191,10 @@ class Sessions:
             said = ConnectionRefusal.WRONG_REGION, f"region {join.region!r} is not of this certificate", True
         elif newest is not None and not same_party(newest.peer.names, peer.names):
             said = ConnectionRefusal.WRONG_PROCESS, "a process with another certificate has this id", False
-        elif not self._authorizer.limits.is_new_attempt(join.process, attempt):
+        elif not self.authorizer.limits.is_new_attempt(join.process, attempt):
             said = ConnectionRefusal.REPLAYED, "this Join was said before: join anew", False
         if said is not None:
-            self._authorizer.record_refusal(peer, said[0], said[1])
+            self.authorizer.record_refusal(peer, said[0], said[1])
             await context.write(refusal(*said).SerializeToString())
         return said is None
 
@@ -215,7 +207,7 @@ class Sessions:
         if first.WhichOneof("kind") != "join":
             raise WireError("the first message must be Join")
         limits.check_format(first.join.format)
-        join = messages.join_from(first.join, connection.number, self._job.metadata.name)
+        join = messages.join_from(first.join, connection.number, self.job.metadata.name)
         return join, messages.attempt_from(first.join)
 
     async def _pump(self, stream: AsyncIterator[bytes], context: Any, connection: Connection) -> None:
@@ -232,7 +224,7 @@ class Sessions:
                 task.cancel()
             results = await asyncio.gather(reading, writing, return_exceptions=True)
             self._connections.pop(connection.number, None)
-            self._emit(ev.ConnectionLost(connection.number))
+            self.emit(ev.ConnectionLost(connection.number))
         for result in results:
             if isinstance(result, Exception):
                 log.info("session %d ended: %s", connection.number, result)
@@ -268,7 +260,7 @@ class Sessions:
                 if report.echo:
                     connection.send(sync_pb2.SyncerMessage(echo=sync_pb2.Echo(number=report.echo)))
                 connection.link.apply_report(report)
-                self._emit(ev.Reported(number, report))
+                self.emit(ev.Reported(number, report))
                 self._request_leases(connection)
                 return
             case "lease_request":
@@ -291,7 +283,7 @@ class Sessions:
                 raise WireError("Join is said once, first")
             case _:
                 raise WireError("a message of an unknown kind: run the same release on both sides")
-        self._emit(event)
+        self.emit(event)
 
     def _request_leases(self, connection: Connection) -> None:
         """Request the leases that the learner wants, as far as its slot may hold more.
@@ -299,12 +291,12 @@ class Sessions:
         The bound keeps Welcome (which names all leases of a slot) and reports (which name all cursors)
         small. The other requests wait until cursors have moved.
         """
-        core = self._core
+        core = self.core
         while connection.leases_wanted:
             if core.leased_blocks(connection.number) >= MAX_LEASES:
                 return
             connection.leases_wanted -= 1
-            self._emit(ev.LeaseRequested(connection.number))
+            self.emit(ev.LeaseRequested(connection.number))
 
     # ------------------------------------------------------------- actions
 
@@ -328,14 +320,14 @@ class Sessions:
         """A version as one learner is told of it, whose newest merged push is ``merged``."""
         told = Announcement(
             broadcast.fragment,
-            self._core.epoch,
+            self.core.epoch,
             broadcast.version,
             broadcast.full_payload,
             merged.sequence,
             merged.version,
             delta=broadcast.delta_payload,
             job_tokens=job_tokens,
-            settled=self._core.newest_settled_epoch,
+            settled=self.core.newest_settled_epoch,
         )
         return convert.to_wire(told)
 
@@ -344,7 +336,7 @@ class Sessions:
         connection = self._connections.get(action.connection)
         if connection is not None:
             if not connection.welcomed:
-                self._authorizer.record_refusal(connection.peer, action.reason, action.message)
+                self.authorizer.record_refusal(connection.peer, action.reason, action.message)
             connection.refuse(action.reason, action.message, action.fatal)
 
     def request_initial_model(self, action: ev.RequestInitialModel) -> None:
@@ -361,7 +353,7 @@ class Sessions:
             case ev.GrantLease():
                 told = sync_pb2.SyncerMessage(lease=convert.to_wire(action.lease))
             case ev.Pull():
-                pull = Pull(action.round, action.fragment, self._core.epoch, action.version)
+                pull = Pull(action.round, action.fragment, self.core.epoch, action.version)
                 told = sync_pb2.SyncerMessage(pull=convert.to_wire(pull))
             case ev.RequestVersion():
                 request = sync_pb2.BaseRequest(fragment=action.fragment, epoch=action.epoch, version=action.version)
@@ -369,7 +361,7 @@ class Sessions:
             case ev.OfferPeerState():
                 told = sync_pb2.SyncerMessage(peer_state_ready=sync_pb2.PeerStateReady(transfer=action.transfer))
             case ev.RequestPeerState():
-                self._relay.expect_upload(action.transfer, action.connection, action.checkpoint)
+                self.relay.expect_upload(action.transfer, action.connection, action.checkpoint)
                 told = sync_pb2.SyncerMessage(peer_state_request=sync_pb2.PeerStateRequest(transfer=action.transfer))
         connection = self._connections.get(action.connection)
         if connection is not None:
@@ -383,22 +375,22 @@ class Sessions:
                 connection.send(told)
 
     def _welcome(self, admit: ev.Admit, broadcasts: tuple[Broadcast, ...]) -> sync_pb2.Welcome:
-        core = self._core
+        core = self.core
         tokens = core.trained_tokens
         merged = admit.merged or (ev.MergedPush(),) * len(broadcasts)
         welcome = sync_pb2.Welcome(
             epoch=core.epoch,
             standby=admit.seat is None and not admit.observer,
             observer=admit.observer,
-            settings=SyncerSettings.of(self._job.spec).model_dump_json(),
-            phase=phase_to(admit.phase, self._durability.problem or admit.message),
+            settings=SyncerSettings.of(self.job.spec).model_dump_json(),
+            phase=phase_to(admit.phase, self.durability.problem or admit.message),
             fragments=[
                 self._announcement(broadcast, push, tokens)
                 for broadcast, push in zip(broadcasts, merged, strict=True)
                 if broadcast.fragment not in admit.withheld
             ],
             initialise=admit.initialise,
-            optimizer_bytes=self._durability.optimizer_bytes,
+            optimizer_bytes=self.durability.optimizer_bytes,
         )
         if admit.seat is not None:
             welcome.seat.CopyFrom(convert.to_wire(admit.seat))

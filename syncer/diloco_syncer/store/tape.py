@@ -2,7 +2,7 @@
 
 Each line says when which fragment reached which version out of which pushes (slot, incarnation, sequence, base version,
 age, tokens, steps, weight, norm), how long the round waited and the merge took, the SHA-256 of the result, and in
-``previous`` the SHA-256 of the line before: changing or leaving out a line breaks the chain at the next (``verify``).
+``previous`` the SHA-256 of the line before: changing or leaving out a line breaks the chain at the next.
 Where a store has lost versions, a line ``discarded`` says from which version the fragment goes on, and a line
 ``recovered-from-learner`` that a later version came from a learner.
 
@@ -82,7 +82,7 @@ def _encode(line: dict[str, Any], previous: str) -> bytes:
     return json.dumps({**line, "previous": previous}, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
-def _digest(raw: bytes) -> str:
+def line_digest(raw: bytes) -> str:
     return hashlib.sha256(raw).hexdigest()
 
 
@@ -99,8 +99,8 @@ class Tape:
         self.repaired_bytes = 0
         if self._path is not None:
             self._repair(self._path)
-        for raw in _raw_lines(store):
-            line = _decode(raw, self.lines + 1)
+        for raw in raw_lines(store):
+            line = decode_line(raw, self.lines + 1)
             self._count(line, raw)
 
     def _repair(self, path: Path) -> None:
@@ -124,7 +124,7 @@ class Tape:
                 os.fsync(file.fileno())
 
     def _count(self, line: dict[str, Any], raw: bytes) -> None:
-        self.previous = _digest(raw)
+        self.previous = line_digest(raw)
         self.lines += 1
         self.newest[line["fragment"]] = line["version"]
 
@@ -197,7 +197,8 @@ class Tape:
                 os.fsync(file.fileno())
 
 
-def _raw_lines(store: Store) -> Iterator[bytes]:
+def raw_lines(store: Store) -> Iterator[bytes]:
+    """The tape's lines in order, as they are in the store."""
     if isinstance(store, DirectoryStore):
         path = store.root / FILE
         if path.exists():
@@ -209,7 +210,8 @@ def _raw_lines(store: Store) -> Iterator[bytes]:
         yield from store.read(name, 1 << 32).splitlines(keepends=True)
 
 
-def _decode(raw: bytes, number: int) -> dict[str, Any]:
+def decode_line(raw: bytes, number: int) -> dict[str, Any]:
+    """Line ``number`` (from 1) of a tape. Raises ``TapeError``, ``FormatRefused``."""
     try:
         line = json.loads(raw)
         check_format(line["format"], f"tape line {number}")
@@ -218,37 +220,3 @@ def _decode(raw: bytes, number: int) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         raise TapeError(f"tape line {number} is not understood: {error}") from error
     return dict(line)
-
-
-def read(store: Store) -> Iterator[dict[str, Any]]:
-    """The tape's lines in order. Raises ``TapeError``, ``FormatRefused``."""
-    for number, raw in enumerate(_raw_lines(store), 1):
-        yield _decode(raw, number)
-
-
-def verify(store: Store) -> int:
-    """Check the chain of digests and that every fragment's versions rise, by one if merged; returns the lines.
-
-    Raises ``TapeError`` naming the first line that is wrong.
-    """
-    previous, count = "", 0
-    newest: dict[int, int] = {}
-    for raw in _raw_lines(store):
-        count += 1
-        if not raw.endswith(b"\n"):
-            raise TapeError(f"tape line {count} is torn")
-        line = _decode(raw, count)
-        if line.get("previous") != previous:
-            raise TapeError(f"tape line {count} does not follow line {count - 1}: a line was changed or left out")
-        fragment, version = line["fragment"], line["version"]
-        if line["kind"] == "merge" and version != newest.get(fragment, 0) + 1:
-            before = newest.get(fragment, 0)
-            raise TapeError(f"tape line {count}: fragment {fragment} goes from version {before} to {version}")
-        if line["kind"] == RECOVERED and version <= newest.get(fragment, 0):
-            raise TapeError(
-                f"tape line {count}: fragment {fragment} is recovered at version {version}, "
-                f"and had {newest.get(fragment, 0)}"
-            )
-        newest[fragment] = version
-        previous = _digest(raw)
-    return count

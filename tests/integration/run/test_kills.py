@@ -20,7 +20,7 @@ from runs import Run, check_ledger
 
 from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.wire import bulk, channels, limits, services, sync_pb2
-from diloco_syncer.store import records, tape
+from diloco_syncer.store import records
 from diloco_syncer.store.directory import DirectoryStore
 from diloco_syncer.store.documents import read_document
 
@@ -214,8 +214,8 @@ def test_syncers_killed_lose_no_acknowledged_merge(
     # Whatever anybody was told of is in the store: the same version, made once, the same bytes.
     assert listener.epochs and {1, 4} <= set(listener.epochs) and len(listener.heard) > 50
     store = DirectoryStore(run.workdir / "store")
-    assert tape.verify(store) == report["merges"]
-    lines = {(line["fragment"], line["version"]): line for line in tape.read(store)}
+    assert tape_reader.verify(store) == report["merges"]
+    lines = {(line["fragment"], line["version"]): line for line in tape_reader.read(store)}
     checksums: dict[tuple[int, int], int] = {}
     for news in listener.heard:
         key = (news.fragment, news.version)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from syncer_client import LAYOUT, Client, SyncerProcess, first_values, raw_job, turn, until
 
+import tape_reader
 from diloco_protocol.wire import sync_pb2
-from diloco_syncer.store import tape
 from diloco_syncer.store.open import open_store
 from diloco_syncer.store.records import MAX_FILE, MergeRecord, record_name
 from s3_service import SECRET, TOKEN, Relay, S3Service, environment, given
@@ -98,8 +98,8 @@ async def test_a_killed_syncer_has_a_successor_and_no_merge_is_lost(tmp_path: Pa
         one.stop()
         two.stop()
     store = open_store(WHERE)
-    assert tape.verify(store) == 10
-    assert [(line["fragment"], line["version"]) for line in tape.read(store)] == [
+    assert tape_reader.verify(store) == 10
+    assert [(line["fragment"], line["version"]) for line in tape_reader.read(store)] == [
         (fragment, version) for version in range(1, 6) for fragment in range(2)
     ]
     for fragment in range(len(LAYOUT)):
@@ -139,7 +139,7 @@ async def test_the_older_of_two_syncers_gives_way(tmp_path: Path, relay: Relay) 
         one.stop()
         two.stop()
     store = open_store(WHERE)
-    assert tape.verify(store) == 4
+    assert tape_reader.verify(store) == 4
     assert len(store.list("epochs")) == 2
     well_behaved(one, two)
 
@@ -202,7 +202,7 @@ async def test_merges_wait_while_the_bucket_is_away_and_go_on(tmp_path: Path, re
     finally:
         await client.close()
         syncer.stop()
-    assert tape.verify(open_store(WHERE)) == 6
+    assert tape_reader.verify(open_store(WHERE)) == 6
     well_behaved(syncer)
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from syncer_client import LAYOUT, Client, SyncerProcess, first_values, raw_job, turn, until
 
+import tape_reader
 from diloco_protocol.wire import bulk, sync_pb2
-from diloco_syncer.store import tape
 from diloco_syncer.store.directory import DirectoryStore
 from diloco_syncer.store.records import MergeRecord, record_name
 
@@ -96,7 +96,7 @@ async def test_a_full_disk_makes_merges_wait_and_loses_nothing(tmp_path: Path, s
     finally:
         await client.close()
         syncer.stop()
-    assert tape.verify(DirectoryStore(syncer.store)) == 4
+    assert tape_reader.verify(DirectoryStore(syncer.store)) == 4
     assert "Traceback" not in syncer.text()
 
 

@@ -14,10 +14,10 @@ import pytest
 from grpc import aio
 from syncer_client import LAYOUT, TOKENS, Client, SyncerProcess, first_values, raw_job, send_call, turn, until
 
+import tape_reader
 from diloco_protocol.vocabulary import TransferRefusal
 from diloco_protocol.wire import bulk, limits, services, sync_pb2
 from diloco_protocol.wire.control_auth import sign_call
-from diloco_syncer.store import tape
 from diloco_syncer.store.directory import DirectoryStore
 from diloco_syncer.store.epochs import Epoch
 
@@ -111,7 +111,7 @@ async def test_a_round_from_join_to_merge(syncer: SyncerProcess) -> None:
     assert 'diloco_slot_tokens{job="raw",region="local",slot="0"} 300.0' in metrics
     assert syncer.get("/healthz") == b"ok\n"
     assert syncer.terminate() == 0
-    assert tape.verify(DirectoryStore(syncer.store)) == 2
+    assert tape_reader.verify(DirectoryStore(syncer.store)) == 2
 
 
 async def test_pushes_that_are_refused_lose_nothing(syncer: SyncerProcess) -> None:
@@ -316,7 +316,7 @@ async def test_killed_and_restarted_nothing_acknowledged_is_lost(syncer: SyncerP
 
     bases, process = await before()
     records = sorted(path.name for path in (syncer.store / "records").iterdir())
-    with open(syncer.store / tape.FILE, "r+b") as file:  # a line torn in two, as by a power cut
+    with open(syncer.store / "tape.jsonl", "r+b") as file:  # a line torn in two, as by a power cut
         file.truncate(file.seek(0, 2) - 20)
     (syncer.store / "records" / ".half.rec.0123456789ab.tmp").write_bytes(b"half")
     syncer.start()
@@ -344,7 +344,7 @@ async def test_killed_and_restarted_nothing_acknowledged_is_lost(syncer: SyncerP
 
     await after()
     assert syncer.terminate() == 0
-    assert tape.verify(DirectoryStore(syncer.store)) == 8
+    assert tape_reader.verify(DirectoryStore(syncer.store)) == 8
     assert not list((syncer.store / "offers").iterdir())
 
 

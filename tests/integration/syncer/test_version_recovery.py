@@ -16,8 +16,8 @@ import pytest
 import torch
 from learner_process import Rows, Syncer, make_job, one_step, small_model, until
 
+import tape_reader
 from diloco_protocol.arrays import codec
-from diloco_syncer.store import tape
 from diloco_syncer.store.directory import DirectoryStore
 from diloco_syncer.store.records import MergeRecord, record_name, theta_digest
 from diloco_worker import Learner
@@ -150,7 +150,7 @@ def test_records_states_and_perhaps_epochs_are_gone(service: Syncer, epochs_too:
         assert row["follows"] < row["version"]
         assert row["result"] == broadcast_of(newest, row["fragment"], row["version"], service)
     assert any(row["kind"] == "discarded" for row in told) != epochs_too
-    assert tape.verify(DirectoryStore(service.folder / "store")) == len(told)
+    assert tape_reader.verify(DirectoryStore(service.folder / "store")) == len(told)
     log = (service.folder / "syncer.log").read_text(encoding="utf-8")
     assert "beginning again from the store" in log and "Traceback" not in log
     assert report["merges"] >= before + 6
@@ -201,7 +201,7 @@ def test_an_emptied_store_is_rebuilt_from_the_learner(service: Syncer) -> None:
         # The newest may have been on its way to the learner when the syncer was killed.
         assert row["version"] >= versions[fragment] - 1 and row["follows"] == 0
         assert row["result"] == broadcast_of(emptied, fragment, row["version"], service)
-    assert tape.verify(DirectoryStore(service.folder / "store")) == len(told)
+    assert tape_reader.verify(DirectoryStore(service.folder / "store")) == len(told)
     log = (service.folder / "syncer.log").read_text(encoding="utf-8")
     assert "the store has lost data (it is empty, and local-0 holds merged versions)" in log and "Traceback" not in log
     assert "an empty store is rebuilt from what learners hold" in log

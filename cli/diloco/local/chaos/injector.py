@@ -10,7 +10,7 @@ import asyncio
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from diloco.local.chaos.fault_report import Injected
 from diloco.local.chaos.proxy import Proxy
@@ -23,39 +23,30 @@ from diloco_protocol.documents import SlotRow
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "pause": signal.SIGSTOP}
 
 
+@dataclass
 class Injector:
     """Carries out faults: call ``step`` at each poll, ``merged`` and ``ended`` when that happens.
 
-    ``done`` lists the faults that were carried out.
+    ``running``, ``proxies``: by a process's name, as they are at the moment. ``done`` lists the faults that were
+    carried out.
     """
 
-    def __init__(
-        self,
-        watch: StatusWatch,
-        running: Mapping[str, Process],
-        proxies: Mapping[str, Proxy],
-        workers: Sequence[WorkerSpec],
-        schedule: Sequence[Fault],
-        seed: int,
-    ) -> None:
-        """``running``, ``proxies``: by a process's name, as they are at the moment."""
-        self._watch = watch
-        self._running = running
-        self._proxies = proxies
-        self._workers = workers
-        self._schedule = FaultSchedule(schedule)
-        self._seed = seed
-        self._first_merge: float | None = None
-        self._held: list[tuple[int, Fault]] = []  # due, their target is not running
-        self._paused: dict[str, float] = {}  # process -> until (monotonic)
-        self._open: dict[str, int] = {}  # process -> its newest fault in `done`
-        self.cuts = any(fault.action == "cut" for fault in schedule)
-        self.done: list[Injected] = []
+    watch: StatusWatch
+    running: Mapping[str, Process]
+    proxies: Mapping[str, Proxy]
+    workers: Sequence[WorkerSpec]
+    schedule: FaultSchedule
+    seed: int
+    done: list[Injected] = field(default_factory=list)
+    _first_merge: float | None = None
+    _held: list[tuple[int, Fault]] = field(default_factory=list)  # due, their target is not running
+    _paused: dict[str, float] = field(default_factory=dict)  # process -> until (monotonic)
+    _open: dict[str, int] = field(default_factory=dict)  # process -> its newest fault in `done`
 
     @property
     def waiting(self) -> tuple[Fault, ...]:
         """Faults that are still to come."""
-        return (*(fault for _, fault in self._held), *self._schedule.waiting)
+        return (*(fault for _, fault in self._held), *self.schedule.waiting)
 
     def paused(self, name: str) -> bool:
         """Whether this process is stopped on purpose."""
@@ -75,34 +66,34 @@ class Injector:
     def step(self) -> None:
         """Carry out what is due now."""
         since = None if self._first_merge is None else time.monotonic() - self._first_merge
-        status = self._watch.view.status
+        status = self.watch.view.status
         greatest = 0 if status is None else status.step
-        due = self._held + self._schedule.due(since, greatest)
+        due = self._held + self.schedule.due(since, greatest)
         self._held = [(index, fault) for index, fault in due if not self._inject(index, fault)]
 
     def _inject(self, index: int, fault: Fault) -> bool:
         """False: the target is not there at the moment."""
         if fault.syncer:
-            if "syncer" not in self._running:
+            if "syncer" not in self.running:
                 return False
             self._hit(fault, "syncer", None)
             return True
-        by_index = {m.learner: m for m in self._workers if m.learner is not None and m.name in self._running}
-        seated = [i for i, worker in by_index.items() if self._watch.slot_of(worker.name) is not None]
+        by_index = {m.learner: m for m in self.workers if m.learner is not None and m.name in self.running}
+        seated = [i for i, worker in by_index.items() if self.watch.slot_of(worker.name) is not None]
         candidates = seated if fault.learner is None and seated else list(by_index)
-        chosen = choose(fault, index, candidates, self._seed)
+        chosen = choose(fault, index, candidates, self.seed)
         if chosen is None:
             return False
         name = by_index[chosen].name
-        self._hit(fault, name, self._watch.slot_of(name))
+        self._hit(fault, name, self.watch.slot_of(name))
         return True
 
     def _hit(self, fault: Fault, name: str, slot: SlotRow | None) -> None:
-        process, lasting = self._running[name], f" for {fault.duration:g} s" if fault.duration else ""
-        self._watch.screen.event(f"chaos: {fault.action} {name}{lasting}", "bold red")
+        process, lasting = self.running[name], f" for {fault.duration:g} s" if fault.duration else ""
+        self.watch.screen.event(f"chaos: {fault.action} {name}{lasting}", "bold red")
         injected = Injected(
             time.time(),
-            self._watch.elapsed,
+            self.watch.elapsed,
             fault.action,
             name,
             None if slot is None else slot.slot,
@@ -110,7 +101,7 @@ class Injector:
             fault.duration,
         )
         if fault.action == "cut":
-            for proxy in self._proxies.values() if name == "syncer" else [self._proxies[name]]:
+            for proxy in self.proxies.values() if name == "syncer" else [self.proxies[name]]:
                 proxy.cut(fault.duration)
         else:
             process.signal(SIGNALS[fault.action])

@@ -17,8 +17,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import tape_reader
 from diloco_protocol.common.files import NotWritable
-from diloco_syncer.store import bucket, tape
+from diloco_syncer.store import bucket
 from diloco_syncer.store.base import ObjectExists
 from diloco_syncer.store.bucket import BucketStore
 from diloco_syncer.store.open import open_store
@@ -170,7 +171,7 @@ def test_a_tape_whose_answer_is_lost_goes_on(relay: Relay, cut: bool) -> None:
         written.flush()
     written.append(record(3))
     written.flush()
-    assert tape.verify(store) == 3 == Tape(store).lines
+    assert tape_reader.verify(store) == 3 == Tape(store).lines
     assert len(store.list("tape")) == 3
     # What another one wrote is not taken for our own.
     ours = Tape(store)

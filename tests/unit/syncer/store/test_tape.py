@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import tape_reader
 from diloco_protocol.wire.records import FragmentReport, PushHeader, StepReport
 from diloco_syncer.store import tape as tapes
 from diloco_syncer.store.base import Store
@@ -45,8 +46,8 @@ def filled(store: Store, versions: int = 3) -> Tape:
 
 def test_lines(store: Store) -> None:
     tape = filled(store)
-    assert tapes.verify(store) == 6 == tape.lines
-    lines = list(tapes.read(store))
+    assert tape_reader.verify(store) == 6 == tape.lines
+    lines = list(tape_reader.read(store))
     assert [(line["fragment"], line["version"]) for line in lines] == [(f, v) for v in (1, 2, 3) for f in (0, 1)]
     assert lines[0]["previous"] == "" and lines[0]["result"] == theta_digest(np.full(3, 1, np.float32))
     assert lines[0]["responders"] == [
@@ -74,7 +75,7 @@ def test_it_goes_on_after_a_restart(store: Store) -> None:
     assert again.newest == {0: 2, 1: 2}
     again.append(record(0, 3))
     again.flush()
-    assert tapes.verify(store) == 5
+    assert tape_reader.verify(store) == 5
 
 
 def test_a_torn_last_line_is_cut_off_and_written_again(tmp_path: Path) -> None:
@@ -86,7 +87,7 @@ def test_a_torn_last_line_is_cut_off_and_written_again(tmp_path: Path) -> None:
     for length in (last + 1, last + 40, len(whole) - 1):
         path.write_bytes(whole[:length])
         with pytest.raises(TapeError, match="line 6 is torn"):
-            tapes.verify(store)
+            tape_reader.verify(store)
         tape = Tape(store)
         assert (tape.lines, tape.repaired_bytes) == (5, length - last)
         found = [record(f, v) for f in range(2) for v in (2, 3)]
@@ -112,7 +113,7 @@ def test_changes_are_found(tmp_path: Path) -> None:
     ):
         path.write_bytes(b"".join(wrong))
         with pytest.raises(Exception, match=message) as caught:
-            tapes.verify(store)
+            tape_reader.verify(store)
         assert type(caught.value).__name__ in ("TapeError", "FormatRefused")
 
 
@@ -121,14 +122,14 @@ def test_a_version_from_a_learner_may_jump_and_only_up(store: Store) -> None:
     tape.append(replace(record(0, 7), responders=(), recovered=Recovered(3, 1, ())))
     tape.append(record(0, 8))
     tape.flush()
-    lines = list(tapes.read(store))
-    assert tapes.verify(store) == len(lines)
+    lines = list(tape_reader.read(store))
+    assert tape_reader.verify(store) == len(lines)
     assert (lines[-2]["kind"], lines[-2]["follows"], lines[-2]["held_epoch"]) == (tapes.RECOVERED, 3, 1)
     assert Tape(store).newest == {0: 8, 1: 3}
     tape.append(replace(record(1, 2), recovered=Recovered(1, 1, ())))
     tape.flush()
     with pytest.raises(TapeError, match="fragment 1 is recovered at version 2, and had 3"):
-        tapes.verify(store)
+        tape_reader.verify(store)
 
 
 def test_a_jump_in_versions_is_found_unless_it_is_told(store: Store) -> None:
@@ -136,12 +137,12 @@ def test_a_jump_in_versions_is_found_unless_it_is_told(store: Store) -> None:
     tape.discard(0, 2, 2, "damaged", 1.5e9)
     tape.append(record(0, 3))
     tape.flush()
-    assert tapes.verify(store) == 8
+    assert tape_reader.verify(store) == 8
     tape.append(record(1, 5))
     tape.flush()
     with pytest.raises(TapeError, match="line 9: fragment 1 goes from version 3 to 5"):
-        tapes.verify(store)
-    assert json.loads(json.dumps(list(tapes.read(store))[6]))["reason"] == "damaged"
+        tape_reader.verify(store)
+    assert json.loads(json.dumps(list(tape_reader.read(store))[6]))["reason"] == "damaged"
 
 
 def test_a_put_whose_answer_was_lost_is_known_again(bucket: Store) -> None:
@@ -153,7 +154,7 @@ def test_a_put_whose_answer_was_lost_is_known_again(bucket: Store) -> None:
     tape.append(record(0, 1))
     tape.append(record(1, 1))  # it came between the put and its repetition
     tape.flush()
-    assert tapes.verify(store) == 2 == Tape(store).lines
+    assert tape_reader.verify(store) == 2 == Tape(store).lines
     late = Tape(store)
     for one, fragment in ((tape, 0), (late, 1)):
         one.append(record(fragment, 2))
