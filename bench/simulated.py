@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from diloco_protocol.spec.job import DiLoCoJob, immutable_digests
-from diloco_protocol.wire.records import Announcement, Payload, PushHeader, Seat, StepReport
+from diloco_protocol.wire.records import Announcement, Held, Payload, PushHeader, Seat, StepReport
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
@@ -51,10 +51,10 @@ class Learner:
     def __post_init__(self) -> None:
         self.process = self.pod.replace("-", "") + secrets.token_hex(4)
 
-    def held(self) -> tuple[tuple[int, int], ...]:
-        """(epoch, version) of what it holds of each fragment; empty: nothing."""
+    def held(self) -> tuple[Held, ...]:
+        """What it holds of each fragment; empty: nothing."""
         bases = [state.base for state in self.adoption.fragments]
-        return tuple((b.epoch, b.version) for b in bases if b) if all(bases) else ()
+        return tuple(Held(b.epoch, b.version) for b in bases if b) if all(bases) else ()
 
     def report(self, step_seconds: float) -> StepReport:
         loss = 9.0 / (1 + self.adoption.now.step) ** 0.1
@@ -215,7 +215,7 @@ class Syncer:
         region: str,
         ordinal: int,
         process: str,
-        held: tuple[tuple[int, int], ...] = (),
+        held: tuple[Held, ...] = (),
         before: int = 0,
         evaluator: bool = False,
     ) -> int:

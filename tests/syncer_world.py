@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 
 from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, PushRefusal
-from diloco_protocol.wire.records import Announcement, Payload, PushHeader, Receipt, Seat, StepReport
+from diloco_protocol.wire.records import Announcement, Held, Payload, PushHeader, Receipt, Seat, StepReport
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
@@ -495,20 +495,16 @@ class World:
                 0,
                 self.held_by(learner),
                 previous_incarnation=learner.seat.incarnation if learner.seat else 0,
-                settled=self.settled_by(learner),
                 tenure=learner.tenure,
                 slot=learner.tenure_slot,
             )
         )
 
-    def held_by(self, learner: Learner) -> tuple[tuple[int, int], ...]:
+    def held_by(self, learner: Learner) -> tuple[Held, ...]:
         fragments = range(self.setup.fragments)
         if any(p not in learner.holdings for p in fragments):
             return ()
-        return tuple(learner.holdings[p][:2] for p in fragments)
-
-    def settled_by(self, learner: Learner) -> tuple[int, ...]:
-        return tuple(learner.holdings[p][4] for p, _ in enumerate(self.held_by(learner)))
+        return tuple(Held(*learner.holdings[p][:2], learner.holdings[p][4]) for p in fragments)
 
     def give_base(self, ask: ev.RequestVersion) -> None:
         """A learner was asked for what it holds; the runtime makes it durable."""

@@ -33,6 +33,8 @@ MESSAGES: dict[type, type[Message]] = {
     records.PushPlan: sync_pb2.Push,
     records.PushHeader: sync_pb2.Push,
     records.Pull: sync_pb2.Pull,
+    records.Held: sync_pb2.Held,
+    records.Join: sync_pb2.Join,
     records.Lease: sync_pb2.Lease,
     records.Seat: sync_pb2.Seat,
     records.Payload: sync_pb2.Payload,
@@ -112,7 +114,7 @@ class _Shape:
         for index, check in self.inward:
             absent = index in self.optional and not message.HasField(self.names[index])
             values[index] = None if absent else check(values[index], self.names[index])
-        return self.kind(*values, **more)
+        return self.kind(**dict(zip(self.names, values, strict=True)), **more)
 
     def write(self, record: Any) -> dict[str, Any]:
         fields = dict(zip(self.names, self.values(record)))  # noqa: B905 (it takes half as long again)

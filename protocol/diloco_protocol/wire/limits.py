@@ -83,11 +83,11 @@ def check_loss(value: float, field: str) -> float:
     return value if math.isfinite(value) else math.nan
 
 
-def check_digests(value: Mapping[str, str], field: str) -> Mapping[str, str]:
+def check_digests(value: Mapping[str, str], field: str) -> dict[str, str]:
     """Digests by name: at most 64, of short texts."""
     if len(value) > 64 or any(len(text) > 256 for item in value.items() for text in item):
         raise WireError(f"{field}: at most 64 entries, whose names and values have at most 256 characters")
-    return value
+    return dict(value)
 
 
 def check_length(most: int) -> Callable[[S, str], S]:

@@ -140,6 +140,43 @@ class Pull:
 # ------------------------------------------------------------------ seats and data
 
 
+class Held(NamedTuple):
+    """The newest version of a fragment that a process has. ``settled``: what its announcement said of the lineage."""
+
+    epoch: Count
+    version: Count
+    settled: Count = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A process opens a session. ``connection`` (the syncer's number for it) and ``evaluator`` are of the syncer.
+
+    ``held``: per fragment; empty: nothing. ``tenure``: the incarnation under which its newest tenure began, in ``slot``;
+    0: it had none. ``previous_incarnation`` 0: this program holds no slot's work, whatever its process id. ``idle``: a
+    learner that is done; it takes no slot and only hears the phase. ``pod``: UID of its pod; empty: it runs in none.
+    """
+
+    connection: int
+    process: Annotated[str, limits.check_pattern(r"[0-9a-f]{1,64}", "1 to 64 hex digits")]
+    region: Annotated[
+        str,
+        limits.cut_text(limits.MAX_NAME_CHARS),
+        limits.check_pattern(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", "a region's name"),
+    ]
+    ordinal: int
+    evaluator: bool
+    layout_digest: Annotated[str, limits.check_pattern(r"[0-9a-f]{0,128}", "hex digits")]
+    digests: Annotated[dict[str, str], limits.check_digests]
+    sequences: Count
+    held: Annotated[tuple[Held, ...], limits.check_length(limits.MAX_FRAGMENTS)]
+    previous_incarnation: Count = 0
+    idle: bool = False
+    pod: Annotated[str, limits.check_pattern(r"[0-9a-f]{0,64}", "at most 64 hex digits")] = ""
+    tenure: Count = 0
+    slot: int = -1
+
+
 @dataclass(frozen=True, slots=True)
 class Lease:
     """Positions ``start`` to ``end`` of ``block``, in the block's own order. Block b holds the sequences from

@@ -11,29 +11,9 @@ from dataclasses import dataclass, field
 
 from diloco_protocol.vocabulary import EventKind, JobPhase, PushRefusal
 from diloco_protocol.wire.records import Evaluation, Lease, PushHeader, Seat, StepReport
+from diloco_protocol.wire.records import Join as Join
 
 # ------------------------------------------------------------------ events
-
-
-@dataclass(frozen=True, slots=True)
-class Join:
-    """A process opened a session. ``connection`` is the shell's number for it."""
-
-    connection: int
-    process: str
-    region: str
-    ordinal: int
-    evaluator: bool
-    layout_digest: str
-    digests: dict[str, str]
-    sequences: int
-    held: tuple[tuple[int, int], ...]  # (epoch, version) per fragment; empty: nothing
-    previous_incarnation: int = 0  # 0: this program holds no slot's work, whatever its process id
-    idle: bool = False  # a learner that is done: it takes no slot and only hears the phase
-    pod: str = ""  # UID of its pod (hex); empty: it runs in none
-    tenure: int = 0  # the incarnation under which its newest tenure began; 0: it had none
-    settled: tuple[int, ...] = ()  # per fragment, what the announcement of ``held`` said (lineage.py)
-    slot: int = -1  # in which its newest tenure ran; -1: it had none
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from diloco_protocol.vocabulary import TransferRefusal
-from diloco_protocol.wire import limits, sync_pb2
+from diloco_protocol.wire import convert, limits, sync_pb2
 from diloco_protocol.wire.limits import WireError
+from diloco_protocol.wire.records import Held
 from diloco_syncer.core import events as ev
 from diloco_syncer.messages import upload_reply
 from diloco_syncer.runtime.durability import Durability
@@ -36,7 +37,7 @@ class Relayed:
     """One learner's optimizer state in a temporary file, and the versions it held at the snapshot."""
 
     data: Array
-    versions: tuple[tuple[int, int], ...]
+    versions: tuple[Held, ...]
 
 
 class OptimizerRelay:
@@ -68,6 +69,7 @@ class OptimizerRelay:
             raise UploadRefused(TransferRefusal.TOO_LARGE, f"{size} bytes of optimizer state; at most {largest}")
         if len(header.peer_state.versions) > limits.MAX_FRAGMENTS:
             raise WireError("versions: more than there can be fragments")
+        held = tuple(convert.from_wire(Held, version) for version in header.peer_state.versions)
         try:
             whole = await read(("peer", transfer), lambda: self._allocate(size))
         except OSError as error:
@@ -76,9 +78,7 @@ class OptimizerRelay:
         if whole is None:
             return None
         self._expected.pop(transfer, None)
-        self._arrived[transfer] = Relayed(
-            whole, tuple((held.epoch, held.version) for held in header.peer_state.versions)
-        )
+        self._arrived[transfer] = Relayed(whole, held)
         while len(self._arrived) > MAX_RELAYED:
             self._arrived.popitem(last=False)
         if checkpoint:

@@ -16,7 +16,6 @@ from diloco_protocol.wire import bulk as wire_bulk
 from diloco_protocol.wire import convert, limits, sync_pb2
 from diloco_protocol.wire.limits import WireError
 from diloco_syncer.core.core import Core
-from diloco_syncer.messages import held_to
 from diloco_syncer.runtime.durability import Durability
 from diloco_syncer.runtime.global_model import GlobalModel
 from diloco_syncer.runtime.optimizer_relay import OptimizerRelay
@@ -57,7 +56,7 @@ class Downloads:
                     yield part
                 return
             parts = wire_bulk.send_part(
-                data, request.offset, request.bytes, versions=held_to(versions), receipt=receipt
+                data, request.offset, request.bytes, versions=map(convert.to_wire, versions), receipt=receipt
             )
             sent, whole = 0, wire_bulk.flat(data).nbytes
             wanted = min(request.bytes or limits.MAX_PART_BYTES, whole - request.offset)

@@ -28,7 +28,6 @@ from diloco_protocol.vocabulary import ConnectionRefusal, JobPhase, JoinRefusal
 from diloco_protocol.wire import convert, limits, sync_pb2
 from diloco_protocol.wire.limits import WireError
 from diloco_protocol.wire.records import Announcement, Evaluation, Pull, StepReport
-from diloco_syncer import messages
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.core import Core
 from diloco_syncer.messages import phase_to, refusal
@@ -49,6 +48,10 @@ PLAIN = Peer()
 
 
 Addressed = ev.RequestPeerState | ev.OfferPeerState | ev.Promote | ev.Pull | ev.GrantLease | ev.RequestVersion
+
+
+class OtherJob(WireError):
+    """A Join, well-formed or not, for another job."""
 
 
 class Connection:
@@ -148,7 +151,7 @@ class Sessions:
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no Join within {limits.JOIN_SECONDS:.0f} s")
         except WireError as error:
-            other = isinstance(error, messages.OtherJob)
+            other = isinstance(error, OtherJob)
             self.authorizer.record_refusal(
                 peer, ConnectionRefusal.WRONG_JOB if other else ConnectionRefusal.BAD_JOIN, str(error)
             )
@@ -207,8 +210,16 @@ class Sessions:
         if first.WhichOneof("kind") != "join":
             raise WireError("the first message must be Join")
         limits.check_format(first.join.format)
-        join = messages.join_from(first.join, connection.number, self.job.metadata.name)
-        return join, messages.attempt_from(first.join)
+        said, job = first.join, self.job.metadata.name
+        if said.job != job:
+            raise OtherJob(f"job {said.job[:80]!r}: this syncer serves {job!r}")
+        if said.role not in (sync_pb2.ROLE_LEARNER, sync_pb2.ROLE_EVALUATOR):
+            raise WireError("role: expected learner or evaluator")
+        evaluator = said.role == sync_pb2.ROLE_EVALUATOR
+        join = convert.from_wire(ev.Join, said, connection=connection.number, evaluator=evaluator)
+        if odd := next((held for held in join.held if held.settled > held.epoch), None):
+            raise WireError(f"held: epoch {odd.settled} cannot have settled before epoch {odd.epoch}")
+        return join, limits.check_count(said.attempt, "attempt")
 
     async def _pump(self, stream: AsyncIterator[bytes], context: Any, connection: Connection) -> None:
         reading = asyncio.create_task(self._read(stream, connection))

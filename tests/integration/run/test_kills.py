@@ -18,6 +18,7 @@ import grpc
 import pytest
 from runs import Run, check_ledger
 
+import tape_reader
 from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.wire import bulk, channels, limits, services, sync_pb2
 from diloco_syncer.store import records

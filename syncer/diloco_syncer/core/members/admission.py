@@ -130,7 +130,7 @@ class Admission:
         """Answer a process that holds an epoch which this syncer cannot have announced; False: it does not."""
         state = self._state
         above = self._recovery.unknown_epoch(join)
-        if not above or not (state.initialised or any(version for _, version in join.held)):
+        if not above or not (state.initialised or any(held.version for held in join.held)):
             return False
         # Persist first: if another syncer has the store, this one must stop, and not judge anybody.
         self._actions.add(ev.Persist())

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diloco_protocol.vocabulary import EventKind, JobPhase
-from diloco_protocol.wire.records import Receipt
+from diloco_protocol.wire.records import Held, Receipt
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.actions import Actions
 from diloco_syncer.core.recovery.receipts import validate_receipt
@@ -39,16 +39,6 @@ SLOWEST = 64 << 10  # elements a second
 EPOCHS_ABOVE = 1000  # as far as a store's epochs are believed to have gone back
 STAND_IN = 0  # the epoch of a version 0 that stands in for a later version: no epoch makes a version in it
 FIRST_EPOCH = 1  # the epoch of a version 0 that a learner gave back: not later than any that a learner holds
-
-
-@dataclass(frozen=True, slots=True)
-class HeldVersion:
-    """A version that a learner holds; ``settled``: the newest epoch that had settled when it was announced.
-    Ordered by version."""
-
-    version: int
-    epoch: int
-    settled: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +62,7 @@ class VersionRecovery:
         self._rebuilding = False
         self._rebuild_until: float | None = None  # how long a rebuild waits for more learners
         self._made: list[int] = []  # per fragment, the epoch of its newest version
-        self._held: dict[int, dict[int, HeldVersion]] = {}  # connection -> fragment -> what extends the lineage
+        self._held: dict[int, dict[int, Held]] = {}  # connection -> fragment -> what extends the lineage
         self._origins: dict[int, list[int]] = {}  # connection -> fragment -> epoch of its bases as version 0
         self._requests: dict[int, VersionRequest] = {}  # by fragment
         self._retry_at: dict[tuple[int, int], float] = {}  # (connection, fragment) that failed, in a rebuild
@@ -142,8 +132,8 @@ class VersionRecovery:
     def _register_for_rebuild(self, join: ev.Join) -> None:
         """Nothing is in the store, and a learner holds merged versions."""
         self._rebuilding = True
-        self._state.lineage.learn_settled(max(join.settled, default=0), emptied=True)
-        self._origins[join.connection] = [STAND_IN if version else FIRST_EPOCH for _, version in join.held]
+        self._state.lineage.learn_settled(max((held.settled for held in join.held), default=0), emptied=True)
+        self._origins[join.connection] = [STAND_IN if held.version else FIRST_EPOCH for held in join.held]
         self._announce_loss(f"it is empty, and {join.region}-{join.ordinal} holds merged versions")
 
     def restart_with_stand_ins(self) -> None:
@@ -155,7 +145,7 @@ class VersionRecovery:
 
     def unknown_epoch(self, join: ev.Join) -> int:
         """The newest epoch that a learner holds, if this syncer cannot have announced it; else 0."""
-        newest = max((epoch for epoch, _ in join.held), default=0)
+        newest = max((held.epoch for held in join.held), default=0)
         return newest if newest >= self._state.epoch and join.process not in self._welcomed else 0
 
     def register_holder(self, join: ev.Join) -> frozenset[int]:
@@ -166,21 +156,21 @@ class VersionRecovery:
         if not self.can_recover:
             return frozenset()
         if not state.initialised:
-            if any(version for _, version in join.held):
+            if any(held.version for held in join.held):
                 self._register_for_rebuild(join)
             return frozenset()
         stand_ins = frozenset(p for p, epoch in enumerate(self._made) if epoch == STAND_IN)
         self._withheld |= stand_ins
-        if {len(join.held), len(join.settled)} != {len(state.versions)}:
+        if len(join.held) != len(state.versions):
             return stand_ins
-        if state.lineage.learn_settled(max(join.settled), emptied=self._rebuilding):
+        if state.lineage.learn_settled(max(held.settled for held in join.held), emptied=self._rebuilding):
             self._drop_other_lineages()
         if self.is_other_lineage(join):
             return stand_ins
         newer = {
-            fragment: HeldVersion(version, epoch, settled)
-            for fragment, ((epoch, version), settled) in enumerate(zip(join.held, join.settled, strict=True))
-            if version > state.versions[fragment] and not self._went_on_without(fragment, version, epoch)
+            fragment: held
+            for fragment, held in enumerate(join.held)
+            if held.version > state.versions[fragment] and not self._went_on_without(fragment, held)
         }
         if newer:
             self._held[join.connection] = {p: held for p, held in newer.items() if self._extends(p, held)}
@@ -190,16 +180,16 @@ class VersionRecovery:
 
     def is_other_lineage(self, join: ev.Join) -> bool:
         """Whether a learner's work is of another lineage than the store's."""
-        return any(map(self._state.lineage.is_unknown, join.settled))
+        return any(self._state.lineage.is_unknown(held.settled) for held in join.held)
 
-    def _went_on_without(self, fragment: int, version: int, epoch: int) -> bool:
+    def _went_on_without(self, fragment: int, held: Held) -> bool:
         """Whether the store knows that it went on without this version. Where it does not know, a learner that
         holds the version is told nothing older: others may hold versions above it, and need its work."""
         lineage = self._state.lineage.epochs
-        later = (versions for e, versions in self._state.epochs if e > epoch and e in lineage)
-        return any(versions[fragment] < version for versions in later)
+        later = (versions for epoch, versions in self._state.epochs if epoch > held.epoch and epoch in lineage)
+        return any(versions[fragment] < held.version for versions in later)
 
-    def _extends(self, fragment: int, held: HeldVersion) -> bool:
+    def _extends(self, fragment: int, held: Held) -> bool:
         """Whether a held version continues this store's lineage: not older than the store's newest, made before
         this epoch, and its learner knew of every epoch that has settled since."""
         settled = self._state.lineage.newest_settled

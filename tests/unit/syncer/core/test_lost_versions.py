@@ -10,7 +10,7 @@ import pytest
 
 from diloco_protocol.vocabulary import JobPhase
 from diloco_protocol.wire import convert, limits
-from diloco_protocol.wire.records import FragmentReport, PushHeader, Receipt, SlotReceipt, StepReport
+from diloco_protocol.wire.records import FragmentReport, Held, PushHeader, Receipt, SlotReceipt, StepReport
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
@@ -38,8 +38,10 @@ def report(*fragments: FragmentReport) -> StepReport:
 
 def a_join(connection: int, ordinal: int, **changes: Any) -> ev.Join:
     base = ev.Join(connection, f"p{ordinal}", "r", ordinal, False, "L", {}, 0, (), previous_incarnation=1)
-    join = replace(base, **changes)
-    return replace(join, settled=changes.get("settled", (1,) * len(join.held)))
+    held = changes.pop("held", ())
+    settled = changes.pop("settled", (1,) * len(held))
+    rows = tuple(Held(*version, known) for version, known in zip(held, settled, strict=True))
+    return replace(base, held=rows, **changes)
 
 
 class Life:

@@ -23,7 +23,7 @@ import pytest
 
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.vocabulary import JobPhase
-from diloco_protocol.wire.records import FragmentReport, PushHeader, StepReport
+from diloco_protocol.wire.records import FragmentReport, Held, PushHeader, StepReport
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
@@ -125,7 +125,7 @@ class Story:
     def make_Join(
         self, connection: int, process: str, ordinal: int, held: list[list[int]] | None = None, **other: Any
     ) -> ev.Event:
-        versions = tuple((epoch, version) for epoch, version in held or ())
+        versions = tuple(Held(epoch, version) for epoch, version in held or ())
         return ev.Join(connection, process, "r", ordinal, False, LAYOUT, {}, 0, versions, **other)
 
     def make_InitialModelStored(self) -> ev.Event:
