@@ -80,9 +80,8 @@ def run(
 ) -> int:
     """Run a job on this machine, every learner a process, until it is done.
 
-    The same command on the same workdir goes on from the checkpoint there. Ctrl-C drains: learners offer
-    their work, the syncer makes a checkpoint; a second Ctrl-C stops at once. Logs, metrics and report.json
-    are in the workdir.
+    The same command on the same workdir goes on from the checkpoint there. Ctrl-C drains: learners offer their work,
+    the syncer makes a checkpoint; a second Ctrl-C stops at once. Logs, metrics and report.json are in the workdir.
 
     Examples:
 

@@ -122,8 +122,7 @@ def issue(
 ) -> None:
     """Make keys and certificates for the syncer and for learners, in folders ready to be used.
 
-    Nothing that is there is overwritten. The first issue for a job makes its join token, and all parties get
-    the same.
+    Nothing that is there is overwritten. The first issue for a job makes its join token, and all parties get the same.
 
     Examples:
 

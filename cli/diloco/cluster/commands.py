@@ -253,8 +253,7 @@ def delete(
 ) -> int:
     """Delete a job: its learners are told first, and everything but its volume goes.
 
-    What it learned stays on the volume unless the job says storage.onDelete: Delete; how to remove it is
-    said.
+    What it learned stays on the volume unless the job says storage.onDelete: Delete; how to remove it is said.
 
     Examples:
 

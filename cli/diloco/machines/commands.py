@@ -123,10 +123,9 @@ def join(
 ) -> int:
     """Train on this machine for a job that is served elsewhere, until the job is done or you say stop.
 
-    It dials out only: no port has to be open here. It takes a free slot, or stands by until there is one.
-    Ctrl-C or SIGTERM: it offers its work and leaves, and nothing is lost. Without JOB.yaml the syncer says which
-    model and which data are used, so trust it with what you may read here; code is only run from a job file
-    of yours.
+    It dials out only: no port has to be open here. It takes a free slot, or stands by until there is one. Ctrl-C or
+    SIGTERM: it offers its work and leaves, and nothing is lost. Without JOB.yaml the syncer says which model and which
+    data are used, so trust it with what you may read here; code is only run from a job file of yours.
 
     Exit codes: 0 the job is done, or it left in good order; 1 refused or failed; 2 wrong arguments or job.
 

@@ -3,22 +3,16 @@
 The runner reports every end of a process and is told what to do: start it again at
 a given time, stop trying, or nothing because the end was as it should be. The rules:
 
-* A process that was in a merge since it started is healthy; its replacement comes at
-  once. One that ends again and again without getting that far comes back after
-  0.5 s, 1 s, 2 s, ... up to 30 s, each with jitter of ± 50 %, so that processes which
-  broke together do not come back together.
-* More than ``failurePolicy.maxReplacements`` replacements of learners and syncer without any
-  merge in between, and the job has failed: something is wrong that another start
-  will not cure. Every merge sets the count back to zero.
-* Some exit codes say that a start is in vain (docs/contracts.md): 2, the configuration is
-  wrong; 4, the syncer refused the learner for good (one that was in a merge
-  has lost its place to another, and may come back to stand by); for the syncer 3, a
-  higher epoch has the store, 4, the store cannot be written, and 5, its credentials
-  cannot be used.
-  ``failurePolicy.rules`` come before this for learners: replace and count, replace and
-  do not count, or fail.
-* The evaluator never makes the job fail: after ``EVALUATOR_RESTARTS`` vain starts the
-  job goes on without it.
+* A process that was in a merge since it started is healthy; its replacement comes at once. One that ends again and
+  again without getting that far comes back after 0.5 s, 1 s, 2 s, ... up to 30 s, each with jitter of ± 50 %, so that
+  processes which broke together do not come back together.
+* More than ``failurePolicy.maxReplacements`` replacements of learners and syncer without any merge in between, and the
+  job has failed: something is wrong that another start will not cure. Every merge sets the count back to zero.
+* Some exit codes say that a start is in vain (docs/contracts.md): 2, the configuration is wrong; 4, the syncer refused
+  the learner for good (one that was in a merge has lost its place to another, and may come back to stand by); for the
+  syncer 3, a higher epoch has the store, 4, the store cannot be written, and 5, its credentials cannot be used.
+  ``failurePolicy.rules`` come before this for learners: replace and count, replace and do not count, or fail.
+* The evaluator never makes the job fail: after ``EVALUATOR_RESTARTS`` vain starts the job goes on without it.
 
 Time and randomness come in as arguments; nothing here sleeps or looks at a clock.
 """

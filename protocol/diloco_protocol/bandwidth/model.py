@@ -11,12 +11,11 @@ exchange's bytes over these seconds.
 all-reduce of data-parallel training has (1/c - 1/3)·T, and one of a fragment (τ/c - 1/3)·T. The
 formula counts one exchange at a time. Where τ > s several share the link, and it asks for too little.
 
-*Queue.* Each direction of a link is a queue, first come first served. A push goes up; after the
-round trips and the merge the broadcast comes down. The training goes on until an exchange is due. ``utilisation`` goes
-through a run of whole turns, until its last exchange is over, and ``queued_seconds`` seeks the longest exchange that
-keeps c. In the long run that is ``Turn.steady``: no direction may be busy for longer than the s steps until the next
-push, and both together for no longer than the τ steps. All learners push at once, so the hub needs the sum of its
-links.
+*Queue.* Each direction of a link is a queue, first come first served. A push goes up; after the round trips and the
+merge the broadcast comes down. The training goes on until an exchange is due. ``utilisation`` goes through a run of
+whole turns, until its last exchange is over, and ``queued_seconds`` seeks the longest exchange that keeps c. In the
+long run that is ``Turn.steady``: no direction may be busy for longer than the s steps until the next push, and both
+together for no longer than the τ steps. All learners push at once, so the hub needs the sum of its links.
 
 Rates are in bits per second, sizes in bytes. Nothing is measured here.
 """

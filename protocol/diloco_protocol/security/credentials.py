@@ -2,15 +2,13 @@
 
 A party is given a directory (in a cluster: a mounted secret) with
 
-- ``tls.crt``, ``tls.key``, ``ca.crt``: its certificate chain, key, and the
-  authority that both sides trust. TLS is mutual: the syncer refuses a client
-  without a certificate of that authority;
+- ``tls.crt``, ``tls.key``, ``ca.crt``: its certificate chain, key, and the authority that both sides trust. TLS is
+  mutual: the syncer refuses a client without a certificate of that authority;
 - ``join-token`` (optional): a shared word that a learner sends as call metadata
   and the syncer compares in constant time;
-- ``server-name`` (optional): the name in the syncer's certificate, where it is
-  not ``diloco-syncer``. The certificate is checked against this name and not
-  against the address, because the address of a syncer behind a load balancer or
-  a node port is not known when the certificate is made.
+- ``server-name`` (optional): the name in the syncer's certificate, where it is not ``diloco-syncer``. The certificate
+  is checked against this name and not against the address, because the address of a syncer behind a load balancer or a
+  node port is not known when the certificate is made.
 
 Without a directory everything is plaintext: that is for one machine. A directory
 in which a TLS file is missing is an error, never a silent fall back to plaintext.

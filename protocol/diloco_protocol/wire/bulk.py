@@ -3,10 +3,9 @@
 A payload is split into **parts**: contiguous ranges of bytes, each sent by a call of its own, over one of several
 channels (one connection each, because one TCP stream does not fill a wide-area link). A part's header says how long the
 whole is, which range this is, and the xxh3-64 checksum of the range. The receiver knows the exact size before the first
-chunk (from layout and encoding, or from an
-announcement), allocates it once, and receives into it. Every upload call gets a
-reply: ``partial`` for a part that does not complete the payload, and the verdict for the one that does. A part that
-breaks breaks its payload; a retry sends the whole again under the same id.
+chunk (from layout and encoding, or from an announcement), allocates it once, and receives into it. Every upload call
+gets a reply: ``partial`` for a part that does not complete the payload, and the verdict for the one that does. A part
+that breaks breaks its payload; a retry sends the whole again under the same id.
 """
 
 from __future__ import annotations

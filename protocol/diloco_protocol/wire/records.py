@@ -18,6 +18,13 @@ from diloco_protocol.wire import limits
 Count = Annotated[int, limits.check_count]
 Seconds = Annotated[float, limits.check_seconds]
 Loss = Annotated[float, limits.check_loss]  # not a number: none
+Hex = Annotated[str, limits.check_pattern(r"[0-9a-f]{0,128}", "at most 128 hex digits")]
+ProcessId = Annotated[str, limits.check_pattern(r"[0-9a-f]{1,64}", "1 to 64 hex digits")]
+RegionName = Annotated[
+    str,
+    limits.cut_text(limits.MAX_NAME_CHARS),
+    limits.check_pattern(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", "a region's name"),
+]
 
 
 # ------------------------------------------------------------------ reports
@@ -150,29 +157,25 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A process opens a session. ``connection`` (the syncer's number for it) and ``evaluator`` are of the syncer.
+    """A process opens a session. ``connection`` and ``evaluator`` are what the syncer calls it.
 
-    ``held``: per fragment; empty: nothing. ``tenure``: the incarnation under which its newest tenure began, in ``slot``;
-    0: it had none. ``previous_incarnation`` 0: this program holds no slot's work, whatever its process id. ``idle``: a
-    learner that is done; it takes no slot and only hears the phase. ``pod``: UID of its pod; empty: it runs in none.
+    ``held``: per fragment; empty: nothing. ``tenure``: the incarnation under which its newest tenure began, in the slot
+    ``slot``; 0: it had none. ``previous_incarnation`` 0: this program holds no slot's work, whatever its process id.
+    ``idle``: a learner that is done; it takes no slot and only hears the phase. ``pod``: UID of its pod; empty: none.
     """
 
     connection: int
-    process: Annotated[str, limits.check_pattern(r"[0-9a-f]{1,64}", "1 to 64 hex digits")]
-    region: Annotated[
-        str,
-        limits.cut_text(limits.MAX_NAME_CHARS),
-        limits.check_pattern(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", "a region's name"),
-    ]
+    process: ProcessId
+    region: RegionName
     ordinal: int
     evaluator: bool
-    layout_digest: Annotated[str, limits.check_pattern(r"[0-9a-f]{0,128}", "hex digits")]
+    layout_digest: Hex
     digests: Annotated[dict[str, str], limits.check_digests]
     sequences: Count
     held: Annotated[tuple[Held, ...], limits.check_length(limits.MAX_FRAGMENTS)]
     previous_incarnation: Count = 0
     idle: bool = False
-    pod: Annotated[str, limits.check_pattern(r"[0-9a-f]{0,64}", "at most 64 hex digits")] = ""
+    pod: Hex = ""
     tenure: Count = 0
     slot: int = -1
 

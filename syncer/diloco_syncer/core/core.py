@@ -30,13 +30,6 @@ The parts
 ``phases``     start, hold, drain, end
 ``documents``  the status document and the report
 ``deterministic``  all that differs in deterministic mode
-
-Where to add
-------------
-An outer optimizer: a subclass of ``Outer`` in ``numerics/outer.py``, in its ``REGISTRY``, and its name in the spec
-(``diloco_protocol/spec/sync.py``); the core does not know optimizers. An event: a dataclass in ``events.py``, in
-``Event``, and a case in ``handle``. An action: a dataclass in ``events.py``, in ``Action``, added by the part that
-decides it, and a handler where the shell carries actions out. mypy finds what was forgotten.
 """
 
 from __future__ import annotations

@@ -205,7 +205,6 @@ class Refuse:
 class Promote:
     connection: int
     seat: Seat
-    merged: tuple[MergedPush, ...]
 
 
 @dataclass(frozen=True, slots=True)

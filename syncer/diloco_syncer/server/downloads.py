@@ -15,6 +15,7 @@ from diloco_protocol.vocabulary import PushRefusal
 from diloco_protocol.wire import bulk as wire_bulk
 from diloco_protocol.wire import convert, limits, sync_pb2
 from diloco_protocol.wire.limits import WireError
+from diloco_protocol.wire.records import Held
 from diloco_syncer.core.core import Core
 from diloco_syncer.runtime.durability import Durability
 from diloco_syncer.runtime.global_model import GlobalModel
@@ -88,7 +89,7 @@ class Downloads:
             return convert.receipt_bytes(self.core.receipt(found.fragment))
         return found.receipt
 
-    async def _find(self, request: sync_pb2.DownloadRequest) -> tuple[Array | None, tuple[tuple[int, int], ...], str]:
+    async def _find(self, request: sync_pb2.DownloadRequest) -> tuple[Array | None, tuple[Held, ...], str]:
         """The bytes that are requested (None: not to be had), the versions they go with, and the word why not."""
         kinds = sync_pb2.DownloadRequest
         if request.what == kinds.JOB and not request.job:  # the caller may not know the job's name

@@ -3,11 +3,9 @@
 A fault hits a process; what the report wants to know is how long the slot that this process held was away. From the
 events of that slot after the fault:
 
-* detected: the first sign that the syncer knew (``suspect``, ``lost``, ``process-ended``;
-  ``draining``, ``drained``);
+* detected: the first sign that the syncer knew (``suspect``, ``lost``, ``process-ended``; ``draining``, ``drained``);
 * joined: the first ``joined`` or ``taken`` under a higher incarnation after that;
-* first step, recovered: the ``first-step`` and ``first-merge`` of that join or a
-  later one.
+* first step, recovered: the ``first-step`` and ``first-merge`` of that join or a later one.
 
 For a fault of the syncer, detected is when the runner saw its process end (or, while it lives on, the first sign of a
 lost learner); joined, first step and recovered are the first such events of any slot thereafter.

@@ -4,11 +4,9 @@ A schedule is a list of faults, separated by commas; each is ``TIME:ACTION:TARGE
 
 * TIME is a duration since the job's first merge (``20s``, ``1.5m``) or a step
   (``step=150``: when the job's greatest slot step gets there).
-* ACTION is ``kill`` (SIGKILL), ``term`` (SIGTERM: the learner drains), ``pause``
-  (SIGSTOP, and SIGCONT after DURATION) or ``cut`` (its connections are dropped and
-  refused for DURATION).
-* TARGET is ``learner-2`` (that process), ``learner`` (any running one, chosen by the
-  run's seed) or ``syncer``.
+* ACTION is ``kill`` (SIGKILL), ``term`` (SIGTERM: the learner drains), ``pause`` (SIGSTOP, and SIGCONT after DURATION)
+  or ``cut`` (its connections are dropped and refused for DURATION).
+* TARGET is ``learner-2`` (that process), ``learner`` (any running one, chosen by the run's seed) or ``syncer``.
 
 Everything here is plain code: the runner asks which faults are due, chooses the process, and carries the fault out.
 Commas, colons and equals signs inside parentheses belong to the item, so that a later TIME such as a random process can

@@ -246,10 +246,10 @@ class Admission:
         tokens = state.ledger.trained(slot.index) if state.ledger else 0
         seat = Seat(slot.index, incarnation, continuing, slot.step, tokens, leases)
         self._actions.add(ev.Persist())
-        merged = tuple(slot.merged.get(p, MergedPush()) for p in range(len(state.versions)))
         if promote:
-            self._actions.add(ev.Promote(join.connection, seat, merged))
+            self._actions.add(ev.Promote(join.connection, seat))
         else:
+            merged = tuple(slot.merged.get(p, MergedPush()) for p in range(len(state.versions)))
             self._admit(join, seat, merged, withheld)
         verb = "came back to" if continuing else "took"
         self._actions.record_event(
@@ -311,9 +311,7 @@ class Admission:
         members = self._state.members
         members.standby.pop(connection, None)
         members.evaluators.discard(connection)
-        self.initial_model.mark_failed(connection)
-        self._donors.forget_connection(connection)
-        self._recovery.forget_connection(connection)
+        self._forget_connection(connection)
         slot = members.by_connection(connection)
         if slot is None:
             return
@@ -321,6 +319,11 @@ class Admission:
         if slot.occupied:
             slot.state = SlotState.SUSPECT
             self._actions.record_event(EventKind.SUSPECT, slot, f"slot {slot.index}: connection lost")
+
+    def _forget_connection(self, connection: int) -> None:
+        self._donors.forget_connection(connection)
+        self._recovery.forget_connection(connection)
+        self.initial_model.mark_failed(connection)
 
     def process_ended(self, event: ev.ProcessEnded) -> None:
         """A process is known to have ended. One that neither has a slot nor stands by changes nothing."""
@@ -344,9 +347,7 @@ class Admission:
         slot.state = SlotState.LOST
         if slot.connection is not None:
             self._actions.add(ev.Refuse(slot.connection, JoinRefusal.LOST, "not heard in time: join again", False))
-            self._donors.forget_connection(slot.connection)
-            self._recovery.forget_connection(slot.connection)
-            self.initial_model.mark_failed(slot.connection)
+            self._forget_connection(slot.connection)
             slot.connection = None
         self._actions.add(ev.Persist())
         self._actions.record_event(kind, slot, message)

@@ -14,10 +14,12 @@ from diloco_syncer.core import events as ev
 from diloco_syncer.core.actions import Actions
 from diloco_syncer.core.state import JobState
 
+CHECKPOINT = -1  # in the place of a newcomer's connection: the state is for the job's checkpoint
+
 
 @dataclass(slots=True)
 class DonorRequest:
-    """A newcomer's request; ``transfer`` 0: no donor is asked at the moment."""
+    """A newcomer's request, or the checkpoint's; ``transfer`` 0: no donor is asked at the moment."""
 
     connection: int
     transfer: int = 0
@@ -34,12 +36,11 @@ class StateDonors:
         self._actions = actions
         self._requests: dict[int, DonorRequest] = {}  # by the newcomer's connection
         self._next_transfer = 1
-        self._checkpoint: DonorRequest | None = None  # for the job's checkpoint; nobody's connection
 
     @property
     def checkpoint_pending(self) -> bool:
         """Whether a state for the job's checkpoint is still awaited."""
-        return self._checkpoint is not None
+        return CHECKPOINT in self._requests
 
     def request(self, connection: int) -> None:
         """A newcomer requests a state."""
@@ -51,58 +52,49 @@ class StateDonors:
         for request in self._requests.values():
             if request.donor == connection:
                 request.transfer = 0
-        if self._checkpoint is not None and self._checkpoint.donor == connection:
-            self._checkpoint = None
 
     def received(self, transfer: int) -> None:
         """A donor's upload is complete."""
-        if self._checkpoint is not None and transfer == self._checkpoint.transfer:
-            self._checkpoint = None
-            return
         for request in list(self._requests.values()):
             if transfer and request.transfer == transfer:
-                del self._requests[request.connection]
-                self._actions.add(ev.OfferPeerState(request.connection, transfer))
-                return
+                self._answer(request.connection, transfer)
 
     def failed(self, transfer: int) -> None:
         """The donor has no state, or its upload broke: the next one is asked."""
-        if self._checkpoint is not None and transfer == self._checkpoint.transfer:
-            self._checkpoint = None
         for request in self._requests.values():
             if request.transfer == transfer:
                 request.transfer = 0
 
     def request_for_checkpoint(self, now: float) -> None:
-        """Ask one healthy learner for the state that the job's checkpoint keeps."""
+        """Ask one healthy learner for the state that the job's checkpoint keeps: one, once."""
         donor = self._healthiest(set())
-        if donor is None:
-            return
-        deadline = now + self._state.config.checkpoint_seconds
-        self._checkpoint = DonorRequest(-1, self._new_transfer(), donor, deadline)
-        self._actions.add(ev.RequestPeerState(donor, self._checkpoint.transfer, checkpoint=True))
+        if donor is not None:
+            self._requests[CHECKPOINT] = DonorRequest(CHECKPOINT)
+            self._ask(self._requests[CHECKPOINT], donor, now + self._state.config.checkpoint_seconds)
 
     def advance(self, now: float) -> None:
         """Ask the next donor wherever none is asked or the one that was has let its time pass."""
-        if self._checkpoint is not None and now >= self._checkpoint.deadline:
-            self._checkpoint = None
         for request in list(self._requests.values()):
             if request.transfer and now < request.deadline:
                 continue
             donor = None if self._state.is_ending else self._healthiest(request.tried | set(self._requests))
             if donor is None:
-                del self._requests[request.connection]
-                self._actions.add(ev.OfferPeerState(request.connection, 0))
-                continue
-            request.tried.add(donor)
-            request.transfer = self._new_transfer()
-            request.donor = donor
-            request.deadline = now + self._state.config.peer_seconds
-            self._actions.add(ev.RequestPeerState(donor, request.transfer))
+                self._answer(request.connection, 0)
+            else:
+                self._ask(request, donor, now + self._state.config.peer_seconds)
 
-    def _new_transfer(self) -> int:
+    def _ask(self, request: DonorRequest, donor: int, deadline: float) -> None:
+        request.tried.add(donor)
+        request.transfer, request.donor, request.deadline = self._next_transfer, donor, deadline
         self._next_transfer += 1
-        return self._next_transfer - 1
+        checkpoint = request.connection == CHECKPOINT
+        self._actions.add(ev.RequestPeerState(donor, request.transfer, checkpoint))
+
+    def _answer(self, connection: int, transfer: int) -> None:
+        """The request is over: its newcomer is told what to download, 0: nothing."""
+        del self._requests[connection]
+        if connection != CHECKPOINT:
+            self._actions.add(ev.OfferPeerState(connection, transfer))
 
     def _healthiest(self, excluded: set[int]) -> int | None:
         """The connection of the active learner with the most steps in its tenure."""

@@ -39,8 +39,6 @@ _UNSAVED = ("fragments", "loss", "paused", "link", "echo")  # of a report; the l
 _SAVED = tuple(name for name in StepReport.__dataclass_fields__ if name not in _UNSAVED)
 _counts = attrgetter(*FragmentReport.__dataclass_fields__)
 
-LEARNER_REASONS = ("overlap", "stale", "rolled-back")
-REASONS = (*LEARNER_REASONS, "died", "drain")
 _BOOK_FIGURES = ("first_incarnation", "trained", "trained_steps", "compute_seconds", "stalled_seconds")
 _CELL_FIGURES = ("merged", "tenure_merged", "compute_seconds")
 

@@ -16,9 +16,8 @@ learner has the grace window to push, too.
 K-th fastest learner has made H/P steps since the last opening of any round. The longest due opens first; ties by
 index. K is never lowered.
 
-*Waiting.* A round waits for pushes of K different slots, however long. From then
-on it waits for the other pulled learners, but at most the grace window. Offers
-(pushes of learners that left) count in the next round of their fragment.
+*Waiting.* A round waits for pushes of K different slots, however long. From then on it waits for the other pulled
+learners, but at most the grace window. Offers (pushes of learners that left) count in the next round of their fragment.
 
 *Merging.* From then on the round is merging, until the shell says that the record is durable. No push may
 join it any more.

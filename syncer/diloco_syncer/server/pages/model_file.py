@@ -28,21 +28,9 @@ MAX_HEADER = 100 << 20  # as safetensors itself has it
 
 # How safetensors names element types, and how numpy reads them. bfloat16, which numpy
 # lacks, is the upper half of a float32.
-_DTYPES: dict[str, Any] = {
-    "F64": "<f8",
-    "F32": "<f4",
-    "F16": "<f2",
-    "BF16": "<u2",
-    "I64": "<i8",
-    "I32": "<i4",
-    "I16": "<i2",
-    "I8": "<i1",
-    "U64": "<u8",
-    "U32": "<u4",
-    "U16": "<u2",
-    "U8": "<u1",
-    "BOOL": "<u1",
-}
+_WIDTHS = {"F": (2, 4, 8), "I": (1, 2, 4, 8), "U": (1, 2, 4, 8)}
+_DTYPES: dict[str, Any] = {f"{kind}{8 * n}": f"<{kind.lower()}{n}" for kind, widths in _WIDTHS.items() for n in widths}
+_DTYPES |= {"BF16": "<u2", "BOOL": "<u1"}
 
 
 class NotSafetensors(ValueError):

@@ -13,9 +13,14 @@ from hypothesis import strategies as st
 from diloco_protocol.wire import convert, limits, records, sync_pb2
 from diloco_protocol.wire.records import FragmentReport, Lease, LeaseCursor, Link, PushHeader, SlotReceipt, StepReport
 
-BESIDE = {PushHeader: {"slot", "incarnation"}}  # of the UploadHeader around the message
-LATER = {records.PushPlan: {"encoding", "layout_digest", "report"}}  # that the sender adds
+# Of the UploadHeader around the message; of the session.
+BESIDE = {PushHeader: {"slot", "incarnation"}, records.Join: {"connection", "evaluator"}}
+# That the sender adds; of a Join also what is read before there is a record.
+LATER = {records.PushPlan: {"encoding", "layout_digest", "report"}, records.Join: {"format", "job", "role", "attempt"}}
 FLOATS = st.floats(0, 1e9)
+VALID = {records.Join: {"process": "ab", "region": "r"}}  # fields that may not be empty
+HEX = st.text("0123456789abcdef", min_size=1, max_size=64)
+TEXTS = {records.Hex: HEX, records.ProcessId: HEX, records.RegionName: st.text("abz09", min_size=1, max_size=20)}
 
 
 def of_field(hint: Any) -> st.SearchStrategy[Any]:
@@ -23,8 +28,12 @@ def of_field(hint: Any) -> st.SearchStrategy[Any]:
         return st.integers(0, limits.MAX_COUNT)
     if hint == records.Loss:
         return st.floats(allow_infinity=False, allow_nan=False) | st.just(math.nan)
+    if hint in TEXTS:
+        return TEXTS[hint]
     if get_origin(hint) is Annotated:
         hint = get_args(hint)[0]
+    if get_origin(hint) is dict:
+        return st.dictionaries(st.text(max_size=20), st.text(max_size=20), max_size=3)
     simple = {bool: st.booleans(), int: st.integers(0, (1 << 32) - 1), float: FLOATS, str: st.text(max_size=20)}
     if hint in simple:
         return simple[hint]
@@ -60,7 +69,7 @@ def test_a_counter_out_of_range_is_refused_by_its_name(kind: type) -> None:
     for name, hint in hints.items():
         if hint != records.Count or name in BESIDE.get(kind, set()):
             continue
-        message = convert.MESSAGES[kind](**{name: limits.MAX_COUNT + 1})
+        message = convert.MESSAGES[kind](**VALID.get(kind, {}), **{name: limits.MAX_COUNT + 1})
         with pytest.raises(limits.WireError, match=f"^{name} is {limits.MAX_COUNT + 1}: out of range"):
             convert.from_wire(kind, message)
 
