@@ -41,9 +41,8 @@ from diloco_protocol.spec.load import parse_job
 from diloco_protocol.vocabulary import TransferRefusal
 from diloco_protocol.wire import bulk, convert, limits, services, sync_pb2
 from diloco_protocol.wire import channels as wire_channels
-from diloco_syncer.messages import upload_reply
 from diloco_syncer.runtime.buffer_pool import BufferPool
-from diloco_syncer.runtime.multipart import MultipartUploads
+from diloco_syncer.runtime.multipart import MultipartUploads, upload_reply
 
 LEARNERS = 4
 FRAGMENTS = 4

@@ -194,7 +194,6 @@ def _ratio(over: float, under: float) -> float | None:
 
 
 def text(found: dict[str, Any]) -> str:
-    """The plan in a few lines."""
     formula, queued = found["formula"], found["queued"]
     learners, spares = found["learners"], found["spares"]
     count = f"{found['parameters']:,}".replace(",", " ")

@@ -295,7 +295,6 @@ app.add_typer(certs)
 
 
 def main() -> None:
-    """The program's entry."""
     app()
 
 

@@ -87,7 +87,6 @@ def summary_text(job: DiLoCoJob, warnings: Sequence[Problem] = (), source: str =
 
 
 def warnings_text(warnings: Iterable[Problem]) -> list[str]:
-    """Warnings, for people."""
     return [f"warning:\n{_problem_text(warning)}" for warning in warnings]
 
 

@@ -106,7 +106,6 @@ class SlotRow(Document):
 
     @property
     def held(self) -> bool:
-        """Whether a process holds the slot."""
         return self.state in HELD_STATES
 
     @property
@@ -166,8 +165,6 @@ class EventRow(Document):
 
 
 class StatusDocument(Document):
-    """The syncer's status."""
-
     job: str = Field(description="name of the job")
     phase: JobPhase = Field(description="the job's phase")
     message: str = Field(description="why, or what is wrong with the store")

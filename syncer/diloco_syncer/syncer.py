@@ -50,7 +50,6 @@ SPOOL_SECONDS = 5.0  # how long the end waits for offers to become durable
 
 
 def learners_by_region(job: DiLoCoJob) -> dict[str, int]:
-    """Learners and spares by region."""
     return {region.name: region.learners + region.spares for region in job.spec.regions}
 
 

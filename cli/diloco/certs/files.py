@@ -51,7 +51,6 @@ _MAX = 256 << 10
 
 
 def utc_now() -> datetime.datetime:
-    """The wall clock."""
     return datetime.datetime.now(datetime.UTC)
 
 

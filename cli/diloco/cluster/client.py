@@ -98,7 +98,6 @@ class Cluster:
 
     @property
     def flags(self) -> str:
-        """The options that lead to this namespace of it."""
         return f"{self.reach} -n {self.namespace}"
 
     # ------------------------------------------------------------------ paths

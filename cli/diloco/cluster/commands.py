@@ -131,7 +131,6 @@ def events(
 
         diloco events tiny-gpt --watch --context my-cluster
     """
-
     from diloco.cluster.status import show_events
 
     show_events(where(context, namespace, kubeconfig), job, watch, as_json)
@@ -169,7 +168,6 @@ def logs(
 
         diloco logs tiny-gpt syncer --since 10m --raw
     """
-
     from diloco.cluster.logs import LogOptions, show_logs
 
     there = where(context, namespace, kubeconfig)
@@ -191,7 +189,6 @@ def scale(
 
         diloco scale tiny-gpt east=8 west=4 --context hub --context west
     """
-
     from diloco.cluster import change
 
     return change.scale(where(context, namespace, kubeconfig), job, regions)
@@ -213,7 +210,6 @@ def suspend(
 
         diloco suspend tiny-gpt --wait --timeout 5m --context hub --context far
     """
-
     from diloco.cluster import change
 
     return change.suspend(where(context, namespace, kubeconfig), job, True, wait, timeout)
@@ -233,7 +229,6 @@ def resume(
 
         diloco resume tiny-gpt --wait
     """
-
     from diloco.cluster import change
 
     return change.suspend(where(context, namespace, kubeconfig), job, False, wait, timeout)
@@ -261,13 +256,11 @@ def delete(
 
         diloco delete tiny-gpt --no-wait --context hub --context far
     """
-
     from diloco.cluster import change
 
     return change.delete(where(context, namespace, kubeconfig), job, wait, timeout or DELETE_SECONDS)
 
 
 def add_to(app: typer.Typer) -> None:
-    """Make these commands the program's."""
     for run in (apply, events, logs, scale, suspend, resume, delete):
         app.command(rich_help_panel="In clusters")(command(in_cluster()(run)))

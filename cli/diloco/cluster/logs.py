@@ -51,8 +51,6 @@ class LogOptions:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One pod's main container."""
-
     pod: str
     uid: str
     container: str
@@ -157,7 +155,6 @@ def rendered(line: str) -> tuple[str, str]:
 
 
 def lines(response: Any) -> Iterator[str]:
-    """The lines of a stream as they come."""
     rest = b""
     for chunk in response.stream(64 << 10):
         *whole, rest = (rest + chunk).split(b"\n")

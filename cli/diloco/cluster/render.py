@@ -163,7 +163,6 @@ def event_count(event: Object) -> int:
 
 
 def event_line(event: Object, job: str, now: float) -> Text:
-    """One event as a sentence."""
     about = event.get("involvedObject") or {}
     whom = "" if about.get("kind") == "DiLoCoJob" else f"{short(about, job)}: "
     times = f" ({event_count(event)} times)" if event_count(event) > 1 else ""
@@ -236,7 +235,6 @@ def jobs_table(jobs: Sequence[Object], now: float, contexts: Sequence[str] = (),
 
 
 def regions_table(job: Object, now: float) -> Table:
-    """A line for each region."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for title in ("region", "cluster", "learners", "ready", "in quorum", "state", ""):
         table.add_column(title, justify="right" if title in ("learners", "ready", "in quorum") else "left")

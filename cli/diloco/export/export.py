@@ -35,7 +35,6 @@ class ExportFailed(CommandError):
 
 def export_run(workdir: Workdir, out: Path) -> None:
     """Write the run's merged model to ``out``. Raises ExportFailed."""
-
     try:
         job = read_job(workdir.job)
         if not (workdir.store / "initial.json").is_file():
@@ -51,7 +50,6 @@ def export_run(workdir: Workdir, out: Path) -> None:
 
 def export_url(url: str, out: Path, progress: Callable[[int, int], None]) -> None:
     """The same from a syncer's export listener (remote_model.py). Raises ExportFailed."""
-
     try:
         job, tensors, versions = fetch_model(url, progress)
     except RemoteModelError as error:
@@ -80,7 +78,6 @@ def read_model(store: Store, job: str) -> tuple[dict[str, NDArray[Any]], list[in
 
     Raises ExportFailed, and what the store raises for damaged objects.
     """
-
     for last in [False] * (TRIES - 1) + [True]:
         reader = StoreReader(store, job)
         try:
@@ -105,7 +102,6 @@ def read_model(store: Store, job: str) -> tuple[dict[str, NDArray[Any]], list[in
 
 def assemble(layout: Layout, fragments: Sequence[NDArray[np.float32]]) -> dict[str, NDArray[Any]]:
     """Tensors by name from the fragments' flat vectors. Raises ExportFailed if a size is off."""
-
     shapes = {tensor.name: tensor.shape for tensor in layout.tensors}
     flat = {tensor.name: np.empty(tensor.elements, np.float32) for tensor in layout.tensors}
     for index, (pieces, theta) in enumerate(zip(layout.fragments, fragments, strict=True)):
@@ -117,7 +113,6 @@ def assemble(layout: Layout, fragments: Sequence[NDArray[np.float32]]) -> dict[s
 
 
 def _frozen(data: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
-
     try:
         entries, begin = frozen_entries(data)
     except NotSafetensors as error:

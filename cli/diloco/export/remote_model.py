@@ -60,7 +60,6 @@ def fetch_model(
 def _fetch(
     url: str, progress: Callable[[int, int], None]
 ) -> tuple[DiLoCoJob, dict[str, NDArray[np.float32]], list[int]]:
-
     answer = _get(url, "/job.json")
     try:
         job = job_from_json(answer.read(MAX_JOB_BYTES).decode())
@@ -108,7 +107,6 @@ def _model(
     answer: http.client.HTTPResponse, where: str, progress: Callable[[int, int], None]
 ) -> tuple[dict[str, NDArray[np.float32]], dict[str, str]]:
     """Tensors and metadata of a safetensors file that is being received."""
-
     total = int(answer.headers.get("Content-Length") or -1)
     wanted = (answer.headers.get(CHECKSUM) or "").removeprefix("xxh3-64=")
     if total < 8 or not wanted:

@@ -61,7 +61,6 @@ def complete_report(result: RunResult, job: DiLoCoJob) -> RunReport:
 
 def _report_without_syncer(status: StatusDocument | None, job: DiLoCoJob) -> Report:
     """Where the syncer could not be asked: the figures of its last status, or null."""
-
     same = {"merges", "tokens", "goodput", "uptime", "eval_loss", "bytes_up", "bytes_down", "regions"}
     known: dict[str, Any] = dict.fromkeys(("merges", "bytes_up", "bytes_down"), 0)
     known["tokens"] = Tokens(trained=0, merged=0, pending=0, dropped=0)

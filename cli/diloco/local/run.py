@@ -44,7 +44,6 @@ class RunOptions:
 
 def run(options: RunOptions) -> int:
     """Run the job; returns the exit code. Raises CommandError."""
-
     job = read_job_file(options.job, [*options.overrides, *([] if options.seed is None else [f"seed={options.seed}"])])
     try:
         schedule = chaos.parse(options.chaos)
@@ -95,7 +94,6 @@ def _check_report_path(options: RunOptions) -> None:
 
 def check_listen(address: str, option: str = "--http") -> None:
     """Raise CommandError unless this machine can listen on ``address`` (host:port, port 0: any)."""
-
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
         raise CommandError(f"{option} {address}: write host:port, such as 127.0.0.1:8080")
@@ -114,7 +112,6 @@ def check_listen(address: str, option: str = "--http") -> None:
 def _run_job(
     job: DiLoCoJob, workdir: Workdir, options: RunOptions, schedule: Sequence[chaos.Fault], again: bool
 ) -> RunResult:
-
     try:
         make_key(workdir.control_key)
     except (CredentialsError, OSError) as error:
@@ -142,7 +139,6 @@ def _run_job(
 
 
 def _tell(result: RunResult, report: RunReport, workdir: Workdir) -> None:
-
     ended = result.ended
     console = Console(soft_wrap=True)
     if not console.is_terminal:

@@ -287,7 +287,6 @@ class Runner:
             self._sync_port = str(address["sync"])  # other machines know it: it does not move
 
     async def _keep_worker(self, worker: WorkerSpec) -> None:
-        """Keep one worker running."""
         while not self._stopping:
             how: Exit
             try:

@@ -109,7 +109,6 @@ def version_strip(versions: list[int], width: int = 64) -> str:
 
 
 def progress_line(view: RunView) -> str:
-    """The run on one line."""
     status = view.status
     if status is None:
         return "starting"
@@ -231,7 +230,6 @@ def summary(report: Report, outcome: str = "") -> Table:
 
 
 def carried_text(region: RegionRow) -> str:
-    """What a region's link carried."""
     text = f"{number(region.bytes_up)} bytes up, {number(region.bytes_down)} down"
     if region.wire_bytes_up is None:
         return text
@@ -316,5 +314,4 @@ class Live:
 
 
 def make_screen(console: Console) -> Screen:
-    """The picture on a terminal, lines elsewhere."""
     return Live(console) if console.is_terminal and not console.is_dumb_terminal else Lines(console.file)

@@ -79,7 +79,6 @@ def _from_address(address: str) -> StatusDocument:
 
 
 def as_json(document: StatusDocument | RunReport) -> dict[str, Any]:
-    """What ``diloco status --json`` prints."""
     content = document.model_dump(mode="json")
     if isinstance(document, StatusDocument):
         return {"running": True, **content}
@@ -87,7 +86,6 @@ def as_json(document: StatusDocument | RunReport) -> dict[str, Any]:
 
 
 def show(document: StatusDocument | RunReport) -> None:
-    """Print it for people."""
     from rich.console import Console
 
     from diloco.local.screen import RunView, picture, summary

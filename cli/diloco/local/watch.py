@@ -84,10 +84,8 @@ class StatusWatch:
 
     def worker_of(self, slot: SlotRow) -> WorkerSpec | None:
         """The worker whose newest process holds this slot."""
-        for worker in self.workers:
-            if worker.kind is Kind.LEARNER and self.process_ids.get(worker.name) == slot.process:
-                return worker
-        return None
+        learners = (worker for worker in self.workers if worker.kind is Kind.LEARNER)
+        return next((one for one in learners if self.process_ids.get(one.name) == slot.process), None)
 
     def slot_of(self, name: str) -> SlotRow | None:
         """The slot that this worker's newest process holds."""

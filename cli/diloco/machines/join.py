@@ -69,7 +69,6 @@ class JoinOptions:
 
 def join(options: JoinOptions) -> int:
     """Run this machine's learner until it leaves or the job ends; returns the exit code. Raises CommandError."""
-
     _check(options)
     try:
         credentials = Credentials.from_directory(options.credentials)
@@ -107,7 +106,6 @@ def _check(options: JoinOptions) -> None:
 
 async def fetch_job(address: str, credentials: Credentials) -> DiLoCoJob:
     """The job that the syncer at ``address`` serves. Raises CommandError."""
-
     request = sync_pb2.DownloadRequest(what=sync_pb2.DownloadRequest.JOB)
     try:
         believed = await verify_syncer(credentials, address, credentials.names())
@@ -167,7 +165,6 @@ def _region(job: DiLoCoJob, given: str | None, named: list[str]) -> str:
 
 def _ordinal(workdir: Workdir) -> int:
     """This directory's, drawn once."""
-
     path = workdir.path / "place.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))["ordinal"]

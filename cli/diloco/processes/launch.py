@@ -35,8 +35,6 @@ class StartError(Exception):
 
 
 class Process(Protocol):
-    """One started process."""
-
     name: str
     pid: int
 

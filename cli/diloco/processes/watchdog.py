@@ -26,13 +26,11 @@ class Watchdog:
     figure: int = -1
 
     def on_started(self, now: float) -> None:
-        """A new process."""
         self.begun = self.heard = now
         self.answers = False
         self.figure = -1
 
     def on_answered(self, now: float) -> None:
-        """It said its status."""
         self.heard = now
         self.answers = True
 

@@ -77,7 +77,6 @@ def worker_specs(job: DiLoCoJob) -> list[WorkerSpec]:
 
 
 def threads_each(cores: int, learners: int) -> int:
-    """Compute threads of each worker process."""
     return max(1, cores // max(1, learners))
 
 

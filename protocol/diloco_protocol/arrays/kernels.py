@@ -205,7 +205,6 @@ def ordered_sum(sums: Float64s) -> float:
 
 
 def blocks_of(elements: int) -> int:
-    """Number of blocks in an array."""
     return -(-elements // BLOCK)
 
 

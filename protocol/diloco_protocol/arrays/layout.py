@@ -142,7 +142,6 @@ class Layout:
         return len(self.fragments)
 
     def elements(self, fragment: int) -> int:
-        """Elements of one fragment."""
         return self._sizes[fragment]
 
     @property

@@ -53,8 +53,6 @@ class AddressError(Exception):
 
 
 def json_page(document: Callable[[], BaseModel]) -> Page:
-    """A page that shows a JSON document."""
-
     def page() -> Answer:
         return 200, "application/json", document().model_dump_json().encode() + b"\n"
 
@@ -108,8 +106,6 @@ def listen_on(address: str, name: str) -> socket.socket:
 
 
 class HttpServer:
-    """Serves ``pages`` by path."""
-
     def __init__(self, pages: Mapping[str, Page]) -> None:
         self._pages = pages
         self._server: asyncio.Server | None = None

@@ -36,8 +36,6 @@ class Issued:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What stands in a certificate."""
-
     names: Names
     hosts: tuple[str, ...]  # DNS names and addresses
     not_after: datetime.datetime

@@ -188,5 +188,4 @@ def explain(model: type[Spec], error: Any) -> str:
 
 
 def _flow(value: Any) -> str:
-    """A small value in YAML's flow style."""
     return yaml.safe_dump([value], default_flow_style=True, sort_keys=False, width=1000).strip()[1:-1]

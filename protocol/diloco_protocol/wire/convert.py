@@ -81,7 +81,6 @@ def receipt_bytes(rows: records.Receipt) -> bytes:
 
 
 def parse_receipt(data: bytes) -> records.Receipt:
-    """The receipt that a learner gave back, checked."""
     receipt = parse(sync_pb2.Receipt, data, limits.MAX_RECEIPT_BYTES)
     return tuple(from_wire(records.SlotReceipt, row) for row in receipt.slots)
 

@@ -20,7 +20,6 @@ class Actions:
         self._collected: list[Action] = []
 
     def add(self, *actions: Action) -> None:
-        """Append to what is to be carried out."""
         self._collected += actions
 
     def record_event(self, kind: EventKind, slot: Slot | None, message: str, **details: object) -> None:

@@ -87,12 +87,10 @@ class Core:
 
     @property
     def phase(self) -> JobPhase:
-        """The job's phase."""
         return self._state.phase
 
     @property
     def phase_message(self) -> str:
-        """Why the job is in its phase, for people."""
         return self._state.phase_message
 
     @property
@@ -102,7 +100,6 @@ class Core:
 
     @property
     def initialised(self) -> bool:
-        """Whether version 0 is durable."""
         return self._state.initialised
 
     @property
@@ -126,7 +123,6 @@ class Core:
 
     @property
     def open_rounds(self) -> Mapping[int, Round]:
-        """The open rounds by fragment. To be read only."""
         return self._state.rounds.open if self._state.rounds else {}
 
     @property
@@ -136,12 +132,10 @@ class Core:
 
     @property
     def merges(self) -> int:
-        """Durable merges of all fragments."""
         return self._state.merges
 
     @property
     def trained_tokens(self) -> int:
-        """Tokens that all slots reported as trained."""
         return self._state.ledger.total_trained() if self._state.ledger else 0
 
     @property
@@ -185,11 +179,9 @@ class Core:
     # ---------------------------------------------------------------- documents
 
     def status(self, now: float, shell: ShellFigures) -> StatusDocument:
-        """The status document."""
         return documents.status_document(self._state, now, shell)
 
     def report(self, now: float, shell: ShellFigures, spec_digest: str, peak_rss_bytes: int) -> Report:
-        """report.json as it stands."""
         return documents.report(self._state, now, shell, spec_digest, peak_rss_bytes)
 
     def state(self, now: float, wall: float = 0.0) -> dict[str, Any]:

@@ -139,5 +139,4 @@ class DeterministicMode(Mode):
 
 
 def make_mode(job: DiLoCoJob) -> Mode:
-    """The mode of a job."""
     return DeterministicMode(job.spec.slots) if job.spec.sync.deterministic else Mode()

@@ -103,7 +103,6 @@ def _token_totals(state: JobState) -> Tokens:
 
 
 def status_document(state: JobState, now: float, shell: ShellFigures) -> StatusDocument:
-    """The status document (docs/contracts.md)."""
     slots = [_slot_row(state, slot, now, shell) for slot in state.members.slots]
     return StatusDocument(
         job=shell.job,

@@ -18,6 +18,7 @@ have work for is merged once more.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from diloco_protocol.vocabulary import ENDED_PHASES, EventKind, JobPhase, SlotState
@@ -31,23 +32,20 @@ from diloco_syncer.core.state import JobState
 _ENOUGH = "the learners that a merge needs are there"
 
 
+@dataclass
 class Phases:
     """The phase, and when it is left. Times are monotonic seconds."""
 
-    def __init__(
-        self, state: JobState, actions: Actions, aggregator: Aggregator, donors: StateDonors, recovery: VersionRecovery
-    ) -> None:
-        self._state = state
-        self._actions = actions
-        self._aggregator = aggregator
-        self._donors = donors
-        self._recovery = recovery
-        self._config = state.config
-        self._target = JobPhase.COMPLETE  # the phase that follows the drain
-        self._target_message = ""
-        self._entered_at = 0.0  # when the phase began
-        self._progress_at = 0.0  # when the drain last made progress
-        self._requested: tuple[JobPhase, str] | None = None
+    state: JobState
+    actions: Actions
+    aggregator: Aggregator
+    donors: StateDonors
+    recovery: VersionRecovery
+    _target: JobPhase = JobPhase.COMPLETE  # the phase that follows the drain
+    _target_message: str = ""
+    _entered_at: float = 0.0  # when the phase began
+    _progress_at: float = 0.0  # when the drain last made progress
+    _requested: tuple[JobPhase, str] | None = None
 
     def request_end(self, phase: JobPhase, message: str) -> None:
         """An end is requested; the first request wins, but failing or deleting goes before suspending."""
@@ -65,7 +63,7 @@ class Phases:
 
     def _advance_once(self, now: float) -> bool:
         """Make one transition; False: none is due."""
-        state = self._state
+        state = self.state
         if state.phase in ENDED_PHASES:
             return False
         if self._requested is not None:
@@ -85,21 +83,21 @@ class Phases:
         return handlers[state.phase](now)
 
     def _set(self, name: JobPhase, message: str, now: float) -> bool:
-        self._state.phase = name
-        self._state.phase_message = message
+        self.state.phase = name
+        self.state.phase_message = message
         self._entered_at = self._progress_at = now
-        self._actions.add(ev.Persist(), ev.SetPhase(name, message))
-        self._actions.record_event(EventKind.PHASE, None, f"{name.value}: {message}")
+        self.actions.add(ev.Persist(), ev.SetPhase(name, message))
+        self.actions.record_event(EventKind.PHASE, None, f"{name.value}: {message}")
         return True
 
     # ------------------------------------------------------------- phases
 
     def _leave_waiting(self, now: float) -> bool:
-        state = self._state
+        state = self.state
         if state.initialised and self._stop_reached(now):
             return self._drain(JobPhase.COMPLETE, "the stop is reached", now)
         ready = sum(s.occupied and s.ready for s in state.members.slots)
-        if not state.initialised or ready < self._config.rules.quorum or self._recovery.is_pending:
+        if not state.initialised or ready < self.state.config.rules.quorum or self.recovery.is_pending:
             return False
         state.lineage.mark_settled(state.epoch)
         return self._set(JobPhase.TRAINING, _ENOUGH, now)
@@ -110,73 +108,73 @@ class Phases:
         if self._record_lost_regions(now):
             return True
         lost = self._missed_regions()
-        if lost and self._config.on_region_lost == "Fail":
+        if lost and self.state.config.on_region_lost == "Fail":
             return self._end(JobPhase.FAILED, f"{lost}, and failurePolicy.onRegionLost is Fail", now)
-        quorum = self._config.rules.quorum
+        quorum = self.state.config.rules.quorum
         # A suspect slot is not given up yet, and a draining one still takes part by its offers.
-        active = sum(s.occupied for s in self._state.members.slots)
+        active = sum(s.occupied for s in self.state.members.slots)
         message = f"{active} of {quorum} learners that a merge needs are active" if active < quorum else ""
         if lost:
             message = f"{lost}, and failurePolicy.onRegionLost is Hold"
-        if message and self._state.phase is JobPhase.TRAINING:
-            self._state.clock.begin_hold(now)
+        if message and self.state.phase is JobPhase.TRAINING:
+            self.state.clock.begin_hold(now)
             self._set(JobPhase.HOLDING, message, now)
-            self._actions.record_event(EventKind.HOLD, None, message)
+            self.actions.record_event(EventKind.HOLD, None, message)
             return True
-        if not message and self._state.phase is JobPhase.HOLDING:
-            self._state.clock.end_hold(now)
+        if not message and self.state.phase is JobPhase.HOLDING:
+            self.state.clock.end_hold(now)
             self._set(JobPhase.TRAINING, _ENOUGH, now)
-            self._actions.record_event(EventKind.RESUME, None, _ENOUGH)
+            self.actions.record_event(EventKind.RESUME, None, _ENOUGH)
             return True
         return False
 
     def _record_lost_regions(self, now: float) -> bool:
         """Record which regions are lost since the last call, and which are back."""
-        members, patience = self._state.members, self._config.region_lost_seconds
+        members, patience = self.state.members, self.state.config.region_lost_seconds
         members.update_lost_regions(now, patience)
-        lost, back = members.record_absences(now, self._state.clock.elapsed(now))
+        lost, back = members.record_absences(now, self.state.clock.elapsed(now))
         if not lost and not back:
             return False
-        self._actions.add(ev.Persist())
+        self.actions.add(ev.Persist())
         for region in lost:
             message = f"nobody of region {region} was heard for {patience:g} s"
-            self._actions.record_event(EventKind.REGION_LOST, None, message)
+            self.actions.record_event(EventKind.REGION_LOST, None, message)
         for region in back:
-            self._actions.record_event(EventKind.REGION_BACK, None, f"region {region} is heard again")
+            self.actions.record_event(EventKind.REGION_BACK, None, f"region {region} is heard again")
         return True
 
     def _missed_regions(self) -> str:
         """What is said of lost regions; empty: none is lost, or the job goes on without them."""
-        lost = ", ".join(self._state.members.lost_regions)
-        if not lost or self._config.on_region_lost == "Continue":
+        lost = ", ".join(self.state.members.lost_regions)
+        if not lost or self.state.config.on_region_lost == "Continue":
             return ""
-        return f"nobody of region {lost} was heard for {self._config.region_lost_seconds:g} s"
+        return f"nobody of region {lost} was heard for {self.state.config.region_lost_seconds:g} s"
 
     def _leave_draining(self, now: float) -> bool:
-        staying = [s for s in self._state.members.slots if s.occupied]
-        if staying and now - self._progress_at < self._config.drain_seconds:
+        staying = [s for s in self.state.members.slots if s.occupied]
+        if staying and now - self._progress_at < self.state.config.drain_seconds:
             return False
         for slot in staying:
             slot.state = SlotState.LOST
-            self._actions.record_event(EventKind.LOST, slot, "did not drain in time")
+            self.actions.record_event(EventKind.LOST, slot, "did not drain in time")
         if staying:
             return True
         # A rebuild may be suspended, and goes on after a resume; it never ends in a complete job.
-        suspending = self._recovery.is_rebuilding and self._target is JobPhase.SUSPENDED
-        if self._recovery.is_pending and not suspending:
+        suspending = self.recovery.is_rebuilding and self._target is JobPhase.SUSPENDED
+        if self.recovery.is_pending and not suspending:
             return False
-        begun, merging = self._aggregator.finish_rounds(now)
+        begun, merging = self.aggregator.finish_rounds(now)
         if begun:
             return True
-        if merging or self._donors.checkpoint_pending:
+        if merging or self.donors.checkpoint_pending:
             return False
-        self._state.clock.end(now)
-        if self._target is JobPhase.COMPLETE and self._config.evaluated:
+        self.state.clock.end(now)
+        if self._target is JobPhase.COMPLETE and self.state.config.evaluated:
             return self._set(JobPhase.EVALUATING, "the merged model is evaluated", now)
         return self._end(self._target, self._target_message, now)
 
     def _leave_evaluating(self, now: float) -> bool:
-        config, state = self._config, self._state
+        config, state = self.state.config, self.state
         patience = config.evaluation_seconds if state.members.evaluators else config.evaluator_seconds
         scored = state.scores.final is not None
         if not scored and now - self._entered_at < patience:
@@ -190,25 +188,24 @@ class Phases:
         self._target = target
         self._target_message = message
         if target is JobPhase.SUSPENDED:
-            self._donors.request_for_checkpoint(now)
+            self.donors.request_for_checkpoint(now)
         return self._set(JobPhase.DRAINING, message, now)
 
     def _end(self, name: JobPhase, message: str, now: float) -> bool:
-        self._state.clock.end(now)
+        self.state.clock.end(now)
         return self._set(name, message, now)
 
     def _stop_reached(self, now: float) -> bool:
-        state = self._state
+        state = self.state
         if state.ledger is None:
             return False
-        kind, limit = self._config.stop
+        kind, limit = self.state.config.stop
         elapsed = state.clock.elapsed(now)
-        return self._config.mode.is_stop_reached(kind, limit, state.members.slots, state.ledger, elapsed)
+        return self.state.config.mode.is_stop_reached(kind, limit, state.members.slots, state.ledger, elapsed)
 
     # ------------------------------------------------------------- durable
 
     def to_json(self) -> dict[str, Any]:
-        """Its part of the durable document."""
         return {"target": self._target.value, "target_message": self._target_message}
 
     def load(self, row: dict[str, Any]) -> None:
@@ -217,7 +214,7 @@ class Phases:
         and a stop that is reached is seen again."""
         self._target = JobPhase(row["target"])
         self._target_message = row["target_message"]
-        state = self._state
+        state = self.state
         again = state.phase in (JobPhase.SUSPENDED, JobPhase.FAILED, JobPhase.DELETED, JobPhase.DRAINING)
         ended = state.phase in (JobPhase.COMPLETE, JobPhase.EVALUATING)
         if again or (ended and not self._stop_reached(0.0)):
@@ -228,6 +225,6 @@ class Phases:
 
     def restart(self, now: float) -> None:
         """The syncer began anew: learners have to come back before the job goes on."""
-        if self._state.phase in (JobPhase.TRAINING, JobPhase.HOLDING):
-            self._state.phase = JobPhase.WAITING
+        if self.state.phase in (JobPhase.TRAINING, JobPhase.HOLDING):
+            self.state.phase = JobPhase.WAITING
         self._entered_at = self._progress_at = now

@@ -31,11 +31,9 @@ class Scores:
             self.final = score.loss
 
     def to_json(self) -> dict[str, Any]:
-        """Its part of the durable document."""
         return {"rows": self.rows, "newest_merges": self._newest_merges, "initial": self.initial, "final": self.final}
 
     def load(self, row: dict[str, Any]) -> None:
-        """Go on from a saved document."""
         self.rows = [(tokens, loss) for tokens, loss in row["rows"]]
         self._newest_merges = row["newest_merges"]
         self.initial = row["initial"]

@@ -52,7 +52,6 @@ class JobState:
 
     @property
     def initialised(self) -> bool:
-        """Whether version 0 is durable."""
         return self.rounds is not None
 
     @property
@@ -61,7 +60,6 @@ class JobState:
         return self.phase in (JobPhase.DRAINING, JobPhase.EVALUATING)
 
     def slot(self, index: int) -> Slot | None:
-        """The slot with this index; None: there is none."""
         return self.members.slots[index] if 0 <= index < len(self.members.slots) else None
 
     def make_books(self, layout_digest: str, fragment_elements: tuple[int, ...]) -> None:
@@ -115,7 +113,6 @@ class JobState:
         }
 
     def load(self, state: dict[str, Any], now: float, wall: float) -> None:
-        """Go on from a document that ``to_json`` made."""
         self.members.load(state["members"], now)
         if state["rounds"] is not None:
             self.make_books(state["layout_digest"], tuple(state["fragment_elements"]))

@@ -80,7 +80,6 @@ class Driver:
     # ------------------------------------------------------------- handlers
 
     def on(self, kind: type[A], handler: Callable[[A], Awaitable[None] | None]) -> None:
-        """Carry out actions of this kind by ``handler(action)``."""
         self._handlers[kind] = lambda action: partial(handler, action)
 
     def on_with(

@@ -25,10 +25,9 @@ from diloco_protocol.vocabulary import JobPhase, TransferRefusal
 from diloco_protocol.wire import limits, sync_pb2
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.core import Core
-from diloco_syncer.messages import upload_reply
 from diloco_syncer.runtime.durability import Durability
 from diloco_syncer.runtime.global_model import GlobalModel, first_records
-from diloco_syncer.runtime.multipart import ReadPayload, UploadRefused
+from diloco_syncer.runtime.multipart import ReadPayload, UploadRefused, upload_reply
 from diloco_syncer.store import records
 from diloco_syncer.store.records import Array, Floats, MergeRecord
 

@@ -46,11 +46,9 @@ class Merger:
         return self.number
 
     def queue_merge(self, action: ev.Merge) -> None:
-        """Carry out a merge after those that are queued."""
         self._queue.put_nowait(action)
 
     async def run(self) -> None:
-        """Carry out the queued merges, for ever."""
         while True:
             await self._merge(await self._queue.get())
 

@@ -28,6 +28,12 @@ ReadPayload = Callable[[Hashable, Callable[[], Array]], Awaitable[Array | None]]
 Returns the whole payload (uint8), or None while parts are missing."""
 
 
+def upload_reply(accepted: bool, reason: str = "", message: str = "") -> bytes:
+    """An upload's answer, serialised."""
+    reply = sync_pb2.UploadReply(accepted=accepted, reason=reason, message=message[: limits.MAX_TEXT])
+    return reply.SerializeToString()
+
+
 class UploadRefused(Exception):
     """An upload is refused: ``reason`` is a fixed word, the message is for people."""
 

@@ -21,10 +21,9 @@ from diloco_protocol.wire import convert, limits, sync_pb2
 from diloco_protocol.wire.limits import WireError
 from diloco_protocol.wire.records import Held
 from diloco_syncer.core import events as ev
-from diloco_syncer.messages import upload_reply
 from diloco_syncer.runtime.durability import Durability
 from diloco_syncer.runtime.global_model import GlobalModel
-from diloco_syncer.runtime.multipart import ReadPayload, UploadRefused
+from diloco_syncer.runtime.multipart import ReadPayload, UploadRefused, upload_reply
 from diloco_syncer.store.records import Array
 
 MAX_RELAYED = 4
@@ -102,10 +101,8 @@ class OptimizerRelay:
             os.unlink(name)
 
     def find_arrived(self, transfer: int) -> Relayed | None:
-        """A transfer that has arrived and is still kept."""
         return self._arrived.get(transfer)
 
     def close(self) -> None:
-        """Drop all transfers."""
         self._arrived.clear()
         self._directory.cleanup()

@@ -27,12 +27,11 @@ from diloco_protocol.wire import convert, sync_pb2
 from diloco_protocol.wire.records import PushHeader
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.core import Core
-from diloco_syncer.messages import upload_reply
 from diloco_syncer.numerics.merge import piece_squares
 from diloco_syncer.runtime.buffer_pool import BufferPool
 from diloco_syncer.runtime.durability import Durability
 from diloco_syncer.runtime.global_model import GlobalModel
-from diloco_syncer.runtime.multipart import ReadPayload, TooManyUploads, UploadRefused
+from diloco_syncer.runtime.multipart import ReadPayload, TooManyUploads, UploadRefused, upload_reply
 from diloco_syncer.store.checkpoint import SpooledOffer
 from diloco_syncer.store.records import Array, Floats
 

@@ -27,10 +27,9 @@ from diloco_protocol.wire.limits import WireError
 from diloco_protocol.wire.records import Receipt
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.core import Core
-from diloco_syncer.messages import upload_reply
 from diloco_syncer.runtime.durability import Durability
 from diloco_syncer.runtime.global_model import GlobalModel
-from diloco_syncer.runtime.multipart import ReadPayload, UploadRefused
+from diloco_syncer.runtime.multipart import ReadPayload, UploadRefused, upload_reply
 from diloco_syncer.store.records import Array, Floats, MergeRecord, Recovered, theta_digest
 
 log = logging.getLogger(__name__)

@@ -59,7 +59,6 @@ class Control:
         return grpc.method_handlers_generic_handler("diloco.v1.Control", {"Call": method})
 
     async def call(self, raw: bytes, context: Any) -> bytes:
-        """Answer one signed call."""
         try:
             call = convert.parse(sync_pb2.SignedCall, raw)
             verify_call(self.key, call, self.nonces)
@@ -105,8 +104,6 @@ class Control:
 
 
 def status_handler(authorizer: CallAuthorizer, status: Callable[[], StatusDocument]) -> Any:
-    """The Status service for a grpc.aio server."""
-
     async def get(raw: bytes, context: Any) -> bytes:
         await authorizer.authorize(context)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import grpc
 import numpy as np
 
 from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.spec.load import job_to_json
 from diloco_protocol.vocabulary import PushRefusal
 from diloco_protocol.wire import bulk as wire_bulk
 from diloco_protocol.wire import convert, limits, sync_pb2
@@ -21,12 +23,24 @@ from diloco_syncer.runtime.durability import Durability
 from diloco_syncer.runtime.global_model import GlobalModel
 from diloco_syncer.runtime.optimizer_relay import OptimizerRelay
 from diloco_syncer.runtime.traffic import Traffic
-from diloco_syncer.server.pages.job_page import job_for_learners
 from diloco_syncer.server.sessions import Sessions
 from diloco_syncer.server.tls.access import CallAuthorizer
 from diloco_syncer.store.records import Array
 
 FRAGMENTS = (sync_pb2.DownloadRequest.FULL, sync_pb2.DownloadRequest.DELTA)
+
+
+def job_for_learners(job: DiLoCoJob) -> bytes:
+    """The normal form, JSON in UTF-8, of the job of those that join with credentials and without a job file.
+
+    It lacks what only pods need: pod templates and annotations may hold what is not for learners elsewhere.
+    """
+    document = json.loads(job_to_json(job))
+    document["metadata"]["annotations"] = {}
+    spec = document["spec"]
+    for part in (spec["syncer"], spec["learners"], *spec["regions"]):
+        part["podTemplate"] = {}
+    return json.dumps(document, ensure_ascii=False).encode()
 
 
 @dataclass

@@ -30,7 +30,6 @@ from diloco_protocol.wire.limits import WireError
 from diloco_protocol.wire.records import Announcement, Evaluation, Pull, StepReport
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.core import Core
-from diloco_syncer.messages import phase_to, refusal
 from diloco_syncer.runtime.durability import Durability
 from diloco_syncer.runtime.global_model import Broadcast
 from diloco_syncer.runtime.optimizer_relay import OptimizerRelay
@@ -45,9 +44,18 @@ MAX_QUEUED = 4 * limits.MAX_FRAGMENTS
 MAX_LEASES = limits.MAX_CURSORS  # that one slot may hold
 SPARE_SESSIONS = 64  # beyond four per slot
 PLAIN = Peer()
-
+_PHASES: dict[JobPhase, Any] = {name: sync_pb2.PhaseName.Value(f"PHASE_{name.name}") for name in JobPhase}
 
 Addressed = ev.RequestPeerState | ev.OfferPeerState | ev.Promote | ev.Pull | ev.GrantLease | ev.RequestVersion
+
+
+def phase_to(phase: JobPhase, message: str) -> sync_pb2.Phase:
+    return sync_pb2.Phase(name=_PHASES[phase], message=message[: limits.MAX_TEXT])
+
+
+def refusal(reason: str, message: str, fatal: bool) -> sync_pb2.SyncerMessage:
+    said = sync_pb2.Refusal(reason=reason, message=message[: limits.MAX_TEXT], fatal=fatal)
+    return sync_pb2.SyncerMessage(refusal=said)
 
 
 class OtherJob(WireError):
@@ -82,7 +90,6 @@ class Connection:
         self.wake.set()
 
     def refuse(self, reason: str, message: str, fatal: bool) -> None:
-        """Send a refusal, and end the stream with it."""
         self.send(refusal(reason, message, fatal))
         self.end()
 
@@ -111,7 +118,6 @@ class Sessions:
         return len(self._connections)
 
     def find_connection(self, number: int | None) -> Connection | None:
-        """The connection with this number, if it is open."""
         return None if number is None else self._connections.get(number)
 
     def find_process(self, process: str) -> Connection | None:
@@ -140,7 +146,6 @@ class Sessions:
     # ------------------------------------------------------------- the service
 
     async def serve(self, stream: AsyncIterator[bytes], context: Any) -> None:
-        """One call of Sync.Session."""
         peer = await self.authorizer.authorize(context, stream)
         await self._check_limits(stream, peer, context)
         if self.count >= 4 * len(self.core.slots) + SPARE_SESSIONS:
@@ -313,8 +318,7 @@ class Sessions:
 
     def admit(self, action: ev.Admit, broadcasts: tuple[Broadcast, ...]) -> None:
         """Answer a Join with Welcome. ``broadcasts``: the versions in force when the core decided."""
-        connection = self._connections.get(action.connection)
-        if connection is not None:
+        if (connection := self.find_connection(action.connection)) is not None:
             connection.send(sync_pb2.SyncerMessage(welcome=self._welcome(action, broadcasts)))
             connection.welcomed = True
 
@@ -344,42 +348,37 @@ class Sessions:
 
     def refuse(self, action: ev.Refuse) -> None:
         """Answer a Join with Refusal, or end a session with one."""
-        connection = self._connections.get(action.connection)
-        if connection is not None:
+        if (connection := self.find_connection(action.connection)) is not None:
             if not connection.welcomed:
                 self.authorizer.record_refusal(connection.peer, action.reason, action.message)
             connection.refuse(action.reason, action.message, action.fatal)
 
     def request_initial_model(self, action: ev.RequestInitialModel) -> None:
         """End the session of a learner that shall upload version 0: only a Welcome can ask for it."""
-        connection = self._connections.get(action.connection)
-        if connection is not None:
-            connection.refuse(JoinRefusal.INITIALISE, "join again to upload version 0", False)
+        self.refuse(ev.Refuse(action.connection, JoinRefusal.INITIALISE, "join again to upload version 0", False))
 
     def send_action(self, action: Addressed) -> None:
         """Send an action that is one message for one learner."""
+        told: dict[str, Any]
         match action:
             case ev.Promote():
-                told = sync_pb2.SyncerMessage(promotion=sync_pb2.Promotion(seat=convert.to_wire(action.seat)))
+                told = {"promotion": sync_pb2.Promotion(seat=convert.to_wire(action.seat))}
             case ev.GrantLease():
-                told = sync_pb2.SyncerMessage(lease=convert.to_wire(action.lease))
+                told = {"lease": convert.to_wire(action.lease)}
             case ev.Pull():
-                pull = Pull(action.round, action.fragment, self.core.epoch, action.version)
-                told = sync_pb2.SyncerMessage(pull=convert.to_wire(pull))
+                told = {"pull": convert.to_wire(Pull(action.round, action.fragment, self.core.epoch, action.version))}
             case ev.RequestVersion():
-                request = sync_pb2.BaseRequest(fragment=action.fragment, epoch=action.epoch, version=action.version)
-                told = sync_pb2.SyncerMessage(base_request=request)
+                version = {"fragment": action.fragment, "epoch": action.epoch, "version": action.version}
+                told = {"base_request": version}
             case ev.OfferPeerState():
-                told = sync_pb2.SyncerMessage(peer_state_ready=sync_pb2.PeerStateReady(transfer=action.transfer))
+                told = {"peer_state_ready": {"transfer": action.transfer}}
             case ev.RequestPeerState():
                 self.relay.expect_upload(action.transfer, action.connection, action.checkpoint)
-                told = sync_pb2.SyncerMessage(peer_state_request=sync_pb2.PeerStateRequest(transfer=action.transfer))
-        connection = self._connections.get(action.connection)
-        if connection is not None:
-            connection.send(told)
+                told = {"peer_state_request": {"transfer": action.transfer}}
+        if (connection := self.find_connection(action.connection)) is not None:
+            connection.send(sync_pb2.SyncerMessage(**told))
 
     def send_phase(self, phase: JobPhase, message: str) -> None:
-        """Tell every connection the phase."""
         told = sync_pb2.SyncerMessage(phase=phase_to(phase, message))
         for connection in self._connections.values():
             if connection.welcomed:
@@ -408,6 +407,5 @@ class Sessions:
         return welcome
 
     def end_all(self) -> None:
-        """End every session when what is queued is sent."""
         for connection in self._connections.values():
             connection.end()

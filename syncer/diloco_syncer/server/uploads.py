@@ -22,8 +22,7 @@ from diloco_protocol.vocabulary import ConnectionRefusal, PushRefusal, TransferR
 from diloco_protocol.wire import bulk as wire_bulk
 from diloco_protocol.wire import convert, limits, sync_pb2
 from diloco_protocol.wire.limits import WireError
-from diloco_syncer.messages import upload_reply
-from diloco_syncer.runtime.multipart import MultipartUploads, ReadPayload, TooManyUploads, UploadRefused
+from diloco_syncer.runtime.multipart import MultipartUploads, ReadPayload, TooManyUploads, UploadRefused, upload_reply
 from diloco_syncer.runtime.traffic import Traffic
 from diloco_syncer.server.sessions import Sessions
 from diloco_syncer.server.tls.access import CallAuthorizer

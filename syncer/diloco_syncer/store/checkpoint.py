@@ -243,7 +243,6 @@ class Checkpoints:
         return records.unpack(memoryview(mapped), "blob", name)[1]["blob"]  # type: ignore[arg-type]
 
     def write_report(self, text: bytes) -> None:
-        """Make report.json, the report of the job's end, durable."""
         self.store.replace(REPORT, text)
 
     def read_report(self, outcome: str) -> Report | None:

@@ -220,7 +220,6 @@ class MergeRecord:
         return body
 
     def pack(self) -> list[Buffer]:
-        """The record's file."""
         self.digest = self.digest or theta_digest(self.theta)
         arrays: dict[str, Array] = {"theta": self.theta}
         if self.feedback is not None:

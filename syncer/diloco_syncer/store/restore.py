@@ -77,7 +77,6 @@ class StoreReader:
         return records.unpack(self.store.read(name, records.MAX_FILE), "blob", name)[1]["blob"]
 
     def name_of(self, fragment: int, version: int) -> str:
-        """The object that holds a fragment's version."""
         if version == 0 and self.initial is not None:
             return str(self.initial["fragments"][fragment])
         return record_name(fragment, version)

@@ -18,7 +18,7 @@ from diloco.processes.workdir import Workdir
 from diloco.processes.worker_specs import ServeOptions, served_worker_specs
 from diloco_protocol.spec.job import DiLoCoJob, immutable_digests
 from diloco_protocol.spec.load import job_from_json, load_job, parse_job
-from diloco_syncer.server.pages.job_page import job_for_learners
+from diloco_syncer.server.downloads import job_for_learners
 from repository import ROOT
 
 GPT = ROOT / "examples" / "tiny-gpt.yaml"

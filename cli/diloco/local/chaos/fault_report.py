@@ -107,11 +107,7 @@ def _slot(fault: Injected, until: float, after: Sequence[Event]) -> Times:
     if sign is None and (join is None or join.time > until):
         return None, None, None, None
     detected = sign.time if sign is not None else join.time if join is not None else None
-    if join is None:
-        return detected, None, None, None
-    since = [event for event in newer if event.time >= join.time and event.incarnation >= join.incarnation]
-    step, merge = _first(since, EventKind.FIRST_STEP), _first(since, EventKind.FIRST_MERGE)
-    return detected, join.time, step.time if step else None, merge.time if merge else None
+    return _recovery(detected, join, [e for e in newer if join is not None and e.incarnation >= join.incarnation])
 
 
 def _syncer(fault: Injected, until: float, after: Sequence[Event]) -> Times:
@@ -120,9 +116,13 @@ def _syncer(fault: Injected, until: float, after: Sequence[Event]) -> Times:
     if detected is None:
         return None, None, None, None
     since = [event for event in after if event.time >= detected]
-    join = _first(since, EventKind.JOINED)
+    return _recovery(detected, _first(since, EventKind.JOINED), since)
+
+
+def _recovery(detected: float | None, join: Event | None, events: Iterable[Event]) -> Times:
+    """When it was noticed, and after it who joined, made a step and was merged."""
     if join is None:
         return detected, None, None, None
-    since = [event for event in since if event.time >= join.time]
+    since = [event for event in events if event.time >= join.time]
     step, merge = _first(since, EventKind.FIRST_STEP), _first(since, EventKind.FIRST_MERGE)
     return detected, join.time, step.time if step else None, merge.time if merge else None

@@ -45,7 +45,6 @@ class Injector:
 
     @property
     def waiting(self) -> tuple[Fault, ...]:
-        """Faults that are still to come."""
         return (*(fault for _, fault in self._held), *self.schedule.waiting)
 
     def paused(self, name: str) -> bool:
@@ -64,7 +63,6 @@ class Injector:
             self.done[index] = replace(self.done[index], noticed=at)
 
     def step(self) -> None:
-        """Carry out what is due now."""
         since = None if self._first_merge is None else time.monotonic() - self._first_merge
         status = self.watch.view.status
         greatest = 0 if status is None else status.step

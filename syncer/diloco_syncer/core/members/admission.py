@@ -16,6 +16,7 @@ slot (drained, or its place is over) has its tenure closed, and its leases go to
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from diloco_protocol.vocabulary import ENDED_PHASES, EventKind, JobPhase, JoinRefusal, SlotState
 from diloco_protocol.wire.records import PushHeader, Seat
@@ -34,30 +35,25 @@ FURTHEST = 1 << 32  # incarnations that a lost state may have given
 Objection = tuple[str, str, tuple[str, ...]]  # reason, words, and the fields in which the jobs differ
 
 
+@dataclass
 class Admission:
     """Arrivals and losses. ``accepted_headers``: the pushes that are accepted and not merged."""
 
-    def __init__(
-        self,
-        state: JobState,
-        actions: Actions,
-        donors: StateDonors,
-        recovery: VersionRecovery,
-        accepted_headers: Callable[[], list[PushHeader]],
-    ) -> None:
-        self._state = state
-        self._actions = actions
-        self._donors = donors
-        self._recovery = recovery
-        self._accepted_headers = accepted_headers
-        self._mode = state.config.mode
-        self.initial_model = InitialModelRequest(state, actions, recovery)
+    state: JobState
+    actions: Actions
+    donors: StateDonors
+    recovery: VersionRecovery
+    accepted_headers: Callable[[], list[PushHeader]]
+
+    def __post_init__(self) -> None:
+        self._mode = self.state.config.mode
+        self.initial_model = InitialModelRequest(self.state, self.actions, self.recovery)
 
     # ---------------------------------------------------------------- joins
 
     def join(self, join: ev.Join, now: float) -> None:
         """A process wants to take part: refuse it, give it a slot, or let it stand by."""
-        state = self._state
+        state = self.state
         if join.idle:
             self._admit(join, None)
             return
@@ -67,7 +63,7 @@ class Admission:
             return
         if self._answer_unknown_epoch(join, now):
             return
-        withheld = self._recovery.register_holder(join)
+        withheld = self.recovery.register_holder(join)
         self._reserve_incarnations(join)
         if join.evaluator:
             state.members.evaluators.add(join.connection)
@@ -95,11 +91,11 @@ class Admission:
         else:
             state.members.standby[join.connection] = join
             self._admit(join, None, withheld=withheld)
-            self._actions.record_event(EventKind.SPARE, None, f"{join.region}-{join.ordinal} stands by")
+            self.actions.record_event(EventKind.SPARE, None, f"{join.region}-{join.ordinal} stands by")
 
     def _objection(self, join: ev.Join) -> Objection | None:
         """Why this process is refused for good; None: nothing speaks against it."""
-        state = self._state
+        state = self.state
         # Differing fields come first, for a model or fragments that differ make another layout too.
         differing = tuple(sorted(k for k, v in join.digests.items() if state.config.digests.get(k, v) != v))
         if differing:
@@ -128,22 +124,22 @@ class Admission:
 
     def _answer_unknown_epoch(self, join: ev.Join, now: float) -> bool:
         """Answer a process that holds an epoch which this syncer cannot have announced; False: it does not."""
-        state = self._state
-        above = self._recovery.unknown_epoch(join)
+        state = self.state
+        above = self.recovery.unknown_epoch(join)
         if not above or not (state.initialised or any(held.version for held in join.held)):
             return False
         # Persist first: if another syncer has the store, this one must stop, and not judge anybody.
-        self._actions.add(ev.Persist())
-        if self._recovery.can_recover and above - state.epoch <= EPOCHS_ABOVE:
+        self.actions.add(ev.Persist())
+        if self.recovery.can_recover and above - state.epoch <= EPOCHS_ABOVE:
             why = f"{join.region}-{join.ordinal} has heard of epoch {above}"
-            self._actions.add(ev.RestartFromStore(why, above))
+            self.actions.add(ev.RestartFromStore(why, above))
             return True
         if not state.initialised:
             words = (
                 f"the syncer's store is empty and you hold versions of epoch {above}: give it its store back "
                 "(or a copy of it); to begin the job anew, restart its learners"
             )
-            self._actions.add(ev.Refuse(join.connection, JoinRefusal.EMPTY_STORE, words, False))
+            self.actions.add(ev.Refuse(join.connection, JoinRefusal.EMPTY_STORE, words, False))
             return True
         words = (
             f"it holds versions of epoch {above}, and the job went on from an older copy of its store in "
@@ -154,41 +150,41 @@ class Admission:
 
     def _reserve_incarnations(self, join: ev.Join) -> None:
         """Never give an incarnation again that a state which was lost has given to this process."""
-        members = self._state.members
+        members = self.state.members
         given = max(join.previous_incarnation, join.tenure)
         if given < members.next_incarnation + FURTHEST:
             members.next_incarnation = max(members.next_incarnation, given + 1)
 
     def _make_leases(self, sequences: int) -> None:
-        config = self._state.config
-        self._state.leases = LeaseBook(config.seed, sequences, len(config.places))
-        if self._recovery.is_rebuilding:
-            self._state.leases.skip_numbers()
+        config = self.state.config
+        self.state.leases = LeaseBook(config.seed, sequences, len(config.places))
+        if self.recovery.is_rebuilding:
+            self.state.leases.skip_numbers()
 
     def _is_same_tenure(self, slot: Slot, join: ev.Join) -> bool:
         """Whether the open tenure of the process's slot is the one that the process counts in. It is not if a state
         that was lost had begun another for it, if a syncer ended before it could say that it had, or if what the
         process was told belongs to another lineage."""
-        if self._recovery.is_other_lineage(join):
+        if self.recovery.is_other_lineage(join):
             return False
-        ledger = self._state.ledger
+        ledger = self.state.ledger
         return ledger is None or join.tenure in (0, ledger.books[slot.index].first_incarnation)
 
     def _slot_of_unknown_tenure(self, join: ev.Join) -> Slot | None:
         """In a rebuild: the slot that the process says it has, though the store has never heard of it. Receipts
         count by slot, so its tenure can go on in that very slot only; None: it begins a new tenure elsewhere."""
-        unknown = self._recovery.is_rebuilding and join.tenure and join.held
-        if not unknown or self._recovery.is_other_lineage(join):
+        unknown = self.recovery.is_rebuilding and join.tenure and join.held
+        if not unknown or self.recovery.is_other_lineage(join):
             return None
-        slot = self._state.slot(join.slot)
+        slot = self.state.slot(join.slot)
         return slot if slot is not None and not slot.incarnation and not slot.retired else None
 
     # ---------------------------------------------------------------- answers
 
     def _refuse(self, join: ev.Join, now: float, reason: str, message: str, fields: tuple[str, ...] = ()) -> None:
         if reason != JoinRefusal.SUPERSEDED:  # a superseded process is refused, and not its place
-            self._state.refusals.add(join, reason, message, fields, now)
-        self._actions.add(ev.Refuse(join.connection, reason, message, True))
+            self.state.refusals.add(join, reason, message, fields, now)
+        self.actions.add(ev.Refuse(join.connection, reason, message, True))
 
     def _admit(
         self,
@@ -197,15 +193,15 @@ class Admission:
         merged: tuple[MergedPush, ...] = (),
         withheld: frozenset[int] = frozenset(),
     ) -> None:
-        self._state.refusals.remove(join)
-        self._actions.add(
+        self.state.refusals.remove(join)
+        self.actions.add(
             ev.Admit(
                 connection=join.connection,
                 observer=join.evaluator,
                 seat=seat,
                 initialise=self.initial_model.connection == join.connection,
-                phase=self._state.phase,
-                message=self._state.phase_message,
+                phase=self.state.phase,
+                message=self.state.phase_message,
                 merged=merged,
                 withheld=withheld,
             )
@@ -223,13 +219,13 @@ class Admission:
     ) -> None:
         """Give the slot to the process, and fence the one that had it. ``continuing``: its tenure goes on; else the
         slot's tenure is closed and a new one begins. ``promote``: it stood by, and has had its Welcome."""
-        state = self._state
+        state = self.state
         old = slot.connection
         if old is not None and old != join.connection:
             # The same program may begin anew: its broken session must not end it.
             another = not (join.previous_incarnation and join.process == slot.process)
             words = f"slot {slot.index} was taken by a newer process"
-            self._actions.add(ev.Refuse(old, JoinRefusal.SUPERSEDED, words, another))
+            self.actions.add(ev.Refuse(old, JoinRefusal.SUPERSEDED, words, another))
             slot.connection = None
         if not continuing and slot.incarnation:
             self._close_tenure(slot, "died")
@@ -245,14 +241,14 @@ class Admission:
         leases = state.leases.leases_of(slot.index) if state.leases else ()
         tokens = state.ledger.trained(slot.index) if state.ledger else 0
         seat = Seat(slot.index, incarnation, continuing, slot.step, tokens, leases)
-        self._actions.add(ev.Persist())
+        self.actions.add(ev.Persist())
         if promote:
-            self._actions.add(ev.Promote(join.connection, seat))
+            self.actions.add(ev.Promote(join.connection, seat))
         else:
             merged = tuple(slot.merged.get(p, MergedPush()) for p in range(len(state.versions)))
             self._admit(join, seat, merged, withheld)
         verb = "came back to" if continuing else "took"
-        self._actions.record_event(
+        self.actions.record_event(
             EventKind.JOINED,
             slot,
             f"{join.region}-{join.ordinal} {verb} slot {slot.index} at step {slot.step}",
@@ -263,7 +259,7 @@ class Admission:
         )
 
     def _begin_tenure(self, slot: Slot, incarnation: int, first_taken: bool, now: float) -> None:
-        state = self._state
+        state = self.state
         slot.clear_tenure()
         # A slot first taken later starts where the job is.
         together = self._mode.begins_together and state.phase is JobPhase.WAITING
@@ -279,11 +275,11 @@ class Admission:
     def _end_predecessor(self, join: ev.Join) -> None:
         """Release the retired slot of the place's former process: a place runs one process, so that one is over,
         and nobody else will take the slot."""
-        for slot in self._state.members.slots:
+        for slot in self.state.members.slots:
             if slot.retired and slot.process and (slot.region, slot.ordinal) == (join.region, join.ordinal):
                 if slot.connection is not None:
                     words = f"{join.region}-{join.ordinal} belongs to a newer process"
-                    self._actions.add(ev.Refuse(slot.connection, JoinRefusal.SUPERSEDED, words, True))
+                    self.actions.add(ev.Refuse(slot.connection, JoinRefusal.SUPERSEDED, words, True))
                 self._release_slot(slot, "died")
 
     def _release_slot(self, slot: Slot, reason: str) -> None:
@@ -292,23 +288,23 @@ class Admission:
         slot.state = SlotState.DRAINED
         slot.connection = None
         slot.process = ""
-        if self._state.leases:
-            self._state.leases.return_leases(slot.index)
-        self._actions.add(ev.Persist())
+        if self.state.leases:
+            self.state.leases.return_leases(slot.index)
+        self.actions.add(ev.Persist())
 
     def _close_tenure(self, slot: Slot, reason: str) -> None:
         """Drop what is pending of the slot's tenure; pushes that were accepted still count."""
-        if self._state.ledger is None:
+        if self.state.ledger is None:
             return
-        dropped = self._state.ledger.close_tenure(slot.index, reason, self._accepted_headers())
+        dropped = self.state.ledger.close_tenure(slot.index, reason, self.accepted_headers())
         if dropped:
-            tokens = dropped // max(1, len(self._state.versions))
-            self._actions.record_event(EventKind.DROPPED, slot, f"{tokens} tokens dropped ({reason})")
+            tokens = dropped // max(1, len(self.state.versions))
+            self.actions.record_event(EventKind.DROPPED, slot, f"{tokens} tokens dropped ({reason})")
 
     def connection_lost(self, connection: int) -> None:
         """A session ended. A broken stream alone proves nothing: the slot is suspect, and the timeout, or a party
         that knows the process's end, decides."""
-        members = self._state.members
+        members = self.state.members
         members.standby.pop(connection, None)
         members.evaluators.discard(connection)
         self._forget_connection(connection)
@@ -318,21 +314,21 @@ class Admission:
         slot.connection = None
         if slot.occupied:
             slot.state = SlotState.SUSPECT
-            self._actions.record_event(EventKind.SUSPECT, slot, f"slot {slot.index}: connection lost")
+            self.actions.record_event(EventKind.SUSPECT, slot, f"slot {slot.index}: connection lost")
 
     def _forget_connection(self, connection: int) -> None:
-        self._donors.forget_connection(connection)
-        self._recovery.forget_connection(connection)
+        self.donors.forget_connection(connection)
+        self.recovery.forget_connection(connection)
         self.initial_model.mark_failed(connection)
 
     def process_ended(self, event: ev.ProcessEnded) -> None:
         """A process is known to have ended. One that neither has a slot nor stands by changes nothing."""
-        members = self._state.members
+        members = self.state.members
         for connection, join in list(members.standby.items()):
             if (join.process, join.region, join.ordinal) == (event.process, event.region, event.ordinal):
                 # It would be given a slot, and be lost again only after a heartbeat timeout.
                 del members.standby[connection]
-                self._actions.add(ev.Refuse(connection, JoinRefusal.LOST, f"process ended: {event.reason}", False))
+                self.actions.add(ev.Refuse(connection, JoinRefusal.LOST, f"process ended: {event.reason}", False))
         for slot in members.slots:
             if (slot.region, slot.ordinal) != (event.region, event.ordinal) or not slot.occupied:
                 continue
@@ -346,37 +342,37 @@ class Admission:
         """Rounds go on without the slot; its tenure stays open for its process to come back."""
         slot.state = SlotState.LOST
         if slot.connection is not None:
-            self._actions.add(ev.Refuse(slot.connection, JoinRefusal.LOST, "not heard in time: join again", False))
+            self.actions.add(ev.Refuse(slot.connection, JoinRefusal.LOST, "not heard in time: join again", False))
             self._forget_connection(slot.connection)
             slot.connection = None
-        self._actions.add(ev.Persist())
-        self._actions.record_event(kind, slot, message)
+        self.actions.add(ev.Persist())
+        self.actions.record_event(kind, slot, message)
 
     def drained(self, connection: int) -> None:
         """A learner has offered everything and leaves."""
-        slot = self._state.members.by_connection(connection)
+        slot = self.state.members.by_connection(connection)
         if slot is None or not slot.occupied:
             return
         self._release_slot(slot, "drain")
         message = f"slot {slot.index} left with its work offered, at step {slot.step}"
-        self._actions.record_event(EventKind.DRAINED, slot, message)
+        self.actions.record_event(EventKind.DRAINED, slot, message)
 
     # ---------------------------------------------------------------- what time brings
 
     def lose_silent_slots(self, now: float) -> None:
         """Give up slots of which nothing was heard for the heartbeat timeout."""
-        if self._state.phase in ENDED_PHASES:
+        if self.state.phase in ENDED_PHASES:
             return
-        for slot in self._state.members.slots:
+        for slot in self.state.members.slots:
             silent = now - slot.heard_at
-            if slot.occupied and silent > self._state.config.heartbeat_timeout:
+            if slot.occupied and silent > self.state.config.heartbeat_timeout:
                 self._lose_slot(slot, EventKind.LOST, f"slot {slot.index}: nothing heard for {silent:.1f} s")
 
     def seat_standbys(self, now: float) -> None:
         """Give free slots to processes that stand by, in the order in which they came."""
-        if self._state.phase in ENDED_PHASES or self._state.is_ending:
+        if self.state.phase in ENDED_PHASES or self.state.is_ending:
             return
-        members = self._state.members
+        members = self.state.members
         for connection, join in list(members.standby.items()):
             slot = members.free_slot_for(join)
             if slot is None:

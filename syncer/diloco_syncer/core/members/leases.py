@@ -107,7 +107,6 @@ class LeaseBook:
                 del self.open[lease]
 
     def count_of(self, slot: int) -> int:
-        """How many leases the slot holds."""
         return sum(held.slot == slot for held in self.open.values())
 
     def leases_of(self, slot: int) -> tuple[Lease, ...]:

@@ -89,16 +89,8 @@ class Slot:
 
 ABSENCES = 1000  # that a job remembers
 _DURABLE = (
-    "retired",
-    "region",
-    "ordinal",
-    "process",
-    "incarnation",
-    "incarnations",
-    "step",
-    "step_at_seat",
-    "tenure",
-    "merged_pushes",
+    *("retired", "region", "ordinal", "process", "incarnation", "incarnations"),
+    *("step", "step_at_seat", "tenure", "merged_pushes"),
 )
 
 

@@ -43,7 +43,6 @@ class StateDonors:
         return CHECKPOINT in self._requests
 
     def request(self, connection: int) -> None:
-        """A newcomer requests a state."""
         self._requests.setdefault(connection, DonorRequest(connection))
 
     def forget_connection(self, connection: int) -> None:
@@ -54,7 +53,6 @@ class StateDonors:
                 request.transfer = 0
 
     def received(self, transfer: int) -> None:
-        """A donor's upload is complete."""
         for request in list(self._requests.values()):
             if transfer and request.transfer == transfer:
                 self._answer(request.connection, transfer)

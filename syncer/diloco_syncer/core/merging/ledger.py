@@ -43,10 +43,6 @@ _BOOK_FIGURES = ("first_incarnation", "trained", "trained_steps", "compute_secon
 _CELL_FIGURES = ("merged", "tenure_merged", "compute_seconds")
 
 
-def _dropped_by_learner(counts: FragmentReport) -> int:
-    return counts.dropped_overlap + counts.dropped_stale + counts.dropped_rolled_back
-
-
 @dataclass(slots=True)
 class Cell:
     """One slot's row for one fragment: closed tenures, and the open one's merged."""
@@ -113,7 +109,6 @@ class Ledger:
         return True
 
     def count_merge(self, header: PushHeader) -> None:
-        """Count a push that is in a durable merge."""
         book = self.books[header.slot]
         cell = book.cells[header.fragment]
         cell.merged += header.tokens
@@ -293,7 +288,8 @@ class Ledger:
 
 def _age(report: StepReport) -> tuple[int, int, int]:
     """Sorts a tenure's reports by time: every part only ever rises."""
-    decided = sum(f.confirmed_tokens + _dropped_by_learner(f) for f in report.fragments)
+    dropped = sum(f.dropped_overlap + f.dropped_stale + f.dropped_rolled_back for f in report.fragments)
+    decided = dropped + sum(f.confirmed_tokens for f in report.fragments)
     bases = sum(f.epoch + f.base_version for f in report.fragments)
     return (report.trained_steps, decided, bases)
 
@@ -303,7 +299,6 @@ def _by_reason(counts: FragmentReport) -> dict[str, int]:
 
 
 def report_to_json(report: StepReport) -> dict[str, Any]:
-    """JSON form, of what a restart needs."""
     row: dict[str, Any] = {name: getattr(report, name) for name in _SAVED}
     return row | {"fragments": [_counts(fragment) for fragment in report.fragments]}
 

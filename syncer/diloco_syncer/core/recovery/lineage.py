@@ -32,7 +32,6 @@ class Lineage:
 
     @property
     def newest_settled(self) -> int:
-        """The newest settled epoch; 0: none."""
         return self.epochs[-1] if self.epochs else 0
 
     @property
@@ -64,11 +63,9 @@ class Lineage:
         return epoch > self._forgotten and epoch not in self.epochs
 
     def to_json(self) -> dict[str, Any]:
-        """Its part of the durable document."""
         return {"epochs": list(self.epochs), "forgotten": self._forgotten, "recovered_in": self._recovered_in}
 
     def load(self, row: dict[str, Any]) -> None:
-        """Go on from a saved document."""
         self.epochs = list(row["epochs"])
         self._forgotten = row["forgotten"]
         self._recovered_in = row["recovered_in"]

@@ -43,8 +43,6 @@ FIRST_EPOCH = 1  # the epoch of a version 0 that a learner gave back: not later 
 
 @dataclass(frozen=True, slots=True)
 class VersionRequest:
-    """A version that a learner was asked for."""
-
     connection: int
     fragment: int
     epoch: int

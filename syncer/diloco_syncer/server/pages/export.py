@@ -39,7 +39,6 @@ def check_loopback(address: str, name: str) -> None:
 
 
 def export_pages(job: DiLoCoJob, epoch: int, model: GlobalModel, durability: Durability) -> Mapping[str, Page]:
-    """The pages of the export listener, by path."""
     busy = False
 
     async def model_page() -> Answer:

@@ -60,11 +60,9 @@ class StatusPage:
     refused: Counter[str]
 
     def status(self) -> StatusDocument:
-        """The status document."""
         return self.core.status(self.clock(), self._figures())
 
     def report(self) -> Report:
-        """report.json as it stands."""
         return self.core.report(self.clock(), self._figures(), spec_digest(self.job), peak_rss_bytes())
 
     def _figures(self) -> ShellFigures:

@@ -281,7 +281,6 @@ class TlsConnection:
             self.close()
 
     def close(self) -> None:
-        """Drop both connections."""
         if self._closed:
             return
         self._closed = True
