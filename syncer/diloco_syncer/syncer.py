@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import get_args
 
@@ -23,7 +24,7 @@ from diloco_syncer.runtime.buffer_pool import BufferPool
 from diloco_syncer.runtime.driver import RESTART, Driver
 from diloco_syncer.runtime.durability import Durability, Snapshot
 from diloco_syncer.runtime.event_log import EventLog
-from diloco_syncer.runtime.global_model import Broadcast, GlobalModel
+from diloco_syncer.runtime.global_model import GlobalModel
 from diloco_syncer.runtime.initial_model import InitialModelUpload
 from diloco_syncer.runtime.merger import Merger
 from diloco_syncer.runtime.multipart import MultipartUploads
@@ -51,6 +52,13 @@ SPOOL_SECONDS = 5.0  # how long the end waits for offers to become durable
 
 def learners_by_region(job: DiLoCoJob) -> dict[str, int]:
     return {region.name: region.learners + region.spares for region in job.spec.regions}
+
+
+async def _repeat(seconds: float, work: Callable[[float], object]) -> None:
+    """Call ``work`` with time.monotonic() every so many seconds."""
+    while True:
+        await asyncio.sleep(seconds)
+        work(time.monotonic())
 
 
 class Syncer:
@@ -140,15 +148,12 @@ class Syncer:
         on(ev.RecordEvent, self.event_log.record)
         on(ev.RestartFromStore, self._restart)
         on(ev.SetPhase, self._set_phase)
-        on_with(ev.Admit, self._known_versions, sessions.admit)
-        on_with(ev.Announce, self._known_versions, sessions.announce)
+        on_with(ev.Admit, lambda: tuple(self.model.broadcasts), sessions.admit)
+        on_with(ev.Announce, lambda: tuple(self.model.broadcasts), sessions.announce)
         on(ev.Refuse, sessions.refuse)
         on(ev.RequestInitialModel, sessions.request_initial_model)
         for kind in get_args(Addressed):
             on(kind, sessions.send_action)
-
-    def _known_versions(self) -> tuple[Broadcast, ...]:
-        return tuple(self.model.broadcasts)
 
     # ------------------------------------------------------------- life
 
@@ -161,9 +166,10 @@ class Syncer:
         for work in (
             self.merger.run(),
             self.durability.checkpoint_every(seconds, lambda: core.phase in ENDED_PHASES),
-            self._sweep_uploads(),
             self.initial_model.watch_sender(),
-            self._drop_superseded(),
+            _repeat(SWEEP_SECONDS, self._multipart.sweep),
+            _repeat(SWEEP_SECONDS, self._buffers.sweep),
+            _repeat(DROP_SECONDS, self.model.drop_superseded),
         ):
             driver.run_task(work)
         if ended:
@@ -180,17 +186,6 @@ class Syncer:
         self._decode_thread.shutdown(True, cancel_futures=True)
         self.pushes.close()
         self.relay.close()
-
-    async def _sweep_uploads(self) -> None:
-        while True:
-            await asyncio.sleep(SWEEP_SECONDS)
-            self._multipart.sweep(time.monotonic())
-            self._buffers.sweep(time.monotonic())
-
-    async def _drop_superseded(self) -> None:
-        while True:
-            await asyncio.sleep(DROP_SECONDS)
-            self.model.drop_superseded(time.monotonic())
 
     def _restart(self, action: ev.RestartFromStore) -> None:
         self.min_epoch = action.above

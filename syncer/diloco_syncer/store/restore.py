@@ -54,13 +54,13 @@ class FoundState:
     problems: list[str] = field(default_factory=list)
 
 
+@dataclass
 class StoreReader:
     """Reads one job's store. All methods block."""
 
-    def __init__(self, store: Store, job: str) -> None:
-        self.store = store
-        self.job = job
-        self.initial: dict[str, Any] | None = None  # initial.json: version 0's objects
+    store: Store
+    job: str
+    initial: dict[str, Any] | None = None  # initial.json: version 0's objects
 
     def layout(self) -> Layout | None:
         """The layout of version 0; None: there is none yet. Raises ``StoreUnusable``."""

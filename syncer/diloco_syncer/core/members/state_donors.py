@@ -28,14 +28,14 @@ class DonorRequest:
     tried: set[int] = field(default_factory=set)
 
 
+@dataclass
 class StateDonors:
     """Open requests for an inner optimizer state."""
 
-    def __init__(self, state: JobState, actions: Actions) -> None:
-        self._state = state
-        self._actions = actions
-        self._requests: dict[int, DonorRequest] = {}  # by the newcomer's connection
-        self._next_transfer = 1
+    state: JobState
+    actions: Actions
+    _requests: dict[int, DonorRequest] = field(default_factory=dict)  # by the newcomer's connection
+    _next_transfer: int = 1
 
     @property
     def checkpoint_pending(self) -> bool:
@@ -68,37 +68,37 @@ class StateDonors:
         donor = self._healthiest(set())
         if donor is not None:
             self._requests[CHECKPOINT] = DonorRequest(CHECKPOINT)
-            self._ask(self._requests[CHECKPOINT], donor, now + self._state.config.checkpoint_seconds)
+            self._ask(self._requests[CHECKPOINT], donor, now + self.state.config.checkpoint_seconds)
 
     def advance(self, now: float) -> None:
         """Ask the next donor wherever none is asked or the one that was has let its time pass."""
         for request in list(self._requests.values()):
             if request.transfer and now < request.deadline:
                 continue
-            donor = None if self._state.is_ending else self._healthiest(request.tried | set(self._requests))
+            donor = None if self.state.is_ending else self._healthiest(request.tried | set(self._requests))
             if donor is None:
                 self._answer(request.connection, 0)
             else:
-                self._ask(request, donor, now + self._state.config.peer_seconds)
+                self._ask(request, donor, now + self.state.config.peer_seconds)
 
     def _ask(self, request: DonorRequest, donor: int, deadline: float) -> None:
         request.tried.add(donor)
         request.transfer, request.donor, request.deadline = self._next_transfer, donor, deadline
         self._next_transfer += 1
         checkpoint = request.connection == CHECKPOINT
-        self._actions.add(ev.RequestPeerState(donor, request.transfer, checkpoint))
+        self.actions.add(ev.RequestPeerState(donor, request.transfer, checkpoint))
 
     def _answer(self, connection: int, transfer: int) -> None:
         """The request is over: its newcomer is told what to download, 0: nothing."""
         del self._requests[connection]
         if connection != CHECKPOINT:
-            self._actions.add(ev.OfferPeerState(connection, transfer))
+            self.actions.add(ev.OfferPeerState(connection, transfer))
 
     def _healthiest(self, excluded: set[int]) -> int | None:
         """The connection of the active learner with the most steps in its tenure."""
         healthy = [
             (slot.step - slot.step_at_seat, -slot.index, slot.connection)
-            for slot in self._state.members.slots
+            for slot in self.state.members.slots
             if slot.state in (SlotState.ACTIVE, SlotState.DRAINING)
             and slot.ready
             and slot.advanced
