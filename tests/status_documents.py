@@ -43,6 +43,7 @@ def slot_row(slot: int = 0, **fields: Any) -> SlotRow:
             "steps": 0,
             "tokens": 0,
             "loss": None,
+            "diverged": False,
             "step_seconds": 0.0,
             "compute_seconds": 0.0,
             "stalled_seconds": 0.0,

@@ -123,6 +123,8 @@ class WorkerExit(IntEnum):
     FAILED = 1
     CONFIGURATION = 2  # the environment, the job file or the model is wrong: a restart does not help
     REFUSED = 4  # the syncer refused the process for good
+    DIVERGED = 5  # its parameters are not finite: a replacement begins from the merged model
+    STALLED = 6  # a step took longer than learners.stallSeconds: stack traces are in the log
 
 
 ENDS_FOR_RESUME = "the job goes on: this process ends, so that a new one can take part"

@@ -1,7 +1,6 @@
 """The worker program: ``python -m diloco_worker``, the built-in trainer or the evaluator by DILOCO_ROLE.
 
-Exit codes (docs/contracts.md): 0 the job ended or this process drained, 1 failed, 2 the configuration is wrong and a
-restart does not help, 4 refused for good by the syncer, 130 interrupted.
+Exit codes: ``vocabulary.WorkerExit`` (docs/contracts.md), and 130 interrupted.
 """
 
 from __future__ import annotations

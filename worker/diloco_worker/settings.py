@@ -1,7 +1,7 @@
 """The settings of a worker process: its environment, the job file, the syncer's address; and the errors it ends with.
 
 Nothing here loads torch. Every error names the variable (or the file's field) and the cure, and carries the exit
-code that the worker program ends with: 1 failed, 2 configuration wrong (a restart does not help), 4 refused for good.
+code that the worker program ends with: ``vocabulary.WorkerExit``.
 """
 
 from __future__ import annotations
@@ -34,6 +34,18 @@ class ConfigurationError(WorkerError):
     """The environment, the job file or the model is wrong; a restart does not help."""
 
     exit_code = WorkerExit.CONFIGURATION
+
+
+class DivergedError(WorkerError):
+    """The parameters are not finite: this process cannot be cured, and a replacement begins from the merged model."""
+
+    exit_code = WorkerExit.DIVERGED
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"training diverged: {what}; a replacement begins from the merged model. "
+            "If it happens again, lower training.optimizer.lr, set clipNorm, or look at the data of the last steps"
+        )
 
 
 class RefusedError(WorkerError):

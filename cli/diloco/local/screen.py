@@ -179,6 +179,8 @@ def _slots_table(view: RunView, slots: Sequence[SlotRow]) -> Table:
 
 def slot_note(slot: SlotRow) -> str:
     """What is the matter with a slot, in a word."""
+    if slot.diverged:
+        return "diverged"
     if slot.starved:
         return "starved"
     return "slow link" if slot.link is not None and slot.link.too_slow else ""

@@ -68,7 +68,7 @@ class StepReport:
 
     ``slot_step``: of the slot, over all processes; ``trained_*``: of the tenure. ``step_seconds``: moving
     median. ``paused``: alone beyond staleness.maxSteps. ``link`` and ``echo`` are of a session's reports only;
-    an ``echo`` above 0 asks for an answer.
+    an ``echo`` above 0 asks for an answer. ``diverged``: the last step's loss is NaN or infinite.
     """
 
     slot_step: Count = 0
@@ -83,6 +83,7 @@ class StepReport:
     paused: bool = False
     link: Link | None = None
     echo: int = 0
+    diverged: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,6 +85,7 @@ def _slot_row(state: JobState, slot: Slot, now: float, shell: ShellFigures) -> S
         steps=ledger.steps(slot.index) if ledger else 0,
         tokens=ledger.trained(slot.index) if ledger else 0,
         loss=slot.loss,
+        diverged=slot.diverged,
         step_seconds=slot.step_seconds,
         compute_seconds=ledger.compute_seconds(slot.index) if ledger else 0.0,
         stalled_seconds=ledger.stalled_seconds(slot.index) if ledger else 0.0,

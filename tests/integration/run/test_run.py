@@ -254,6 +254,38 @@ def test_learners_that_cannot_live_fail_the_job(start: Callable[..., Run]) -> No
     assert not psutil.pid_exists(run.process.pid)
 
 
+DIVERGING = """
+import torch
+import diloco_worker
+
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with diloco_worker.Learner.from_environment(model, optimizer) as learner:
+    for step in learner.steps():
+        with torch.no_grad():
+            model.weight[0, 0] = torch.nan
+        learner.after_step(tokens=1, loss=1.0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_job_that_always_diverges_fails_after_max_replacements(start: Callable[..., Run], tmp_path: Path) -> None:
+    (tmp_path / "diverging.py").write_text(DIVERGING)
+    change = "  learners: {command: [python, diverging.py]}\n"
+    settings = (
+        "training.evaluation=null",
+        "training.model=null",
+        "training.data=null",
+        "failurePolicy.maxReplacements=1",
+    )
+    run = start(*(word for one in settings for word in ("--set", one)), learners=1, change=change)
+    assert run.ends(150) == 1, run.everything()
+    assert "exit code 5" in run.output and "training diverged: fragment" in run.output, run.everything()
+    assert "failurePolicy.maxReplacements: 1" in run.output
+    assert run.report()["outcome"] == "failed" and run.report()["merges"] == 0
+
+
 def test_data_that_is_not_there_is_the_users_error(start: Callable[..., Run]) -> None:
     run = start("--set", "training.data.paths=[absent.txt]")
     assert run.ends(60) == 2, run.everything()

@@ -6,42 +6,14 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from learner_process import Rows, Syncer, make_job, one_step, small_model, until
 
 from diloco_worker import Learner, Observer
-
-
-@pytest.fixture
-def syncer(tmp_path: Path) -> Iterator[Callable[..., Syncer]]:
-    running: list[Syncer] = []
-
-    def start(
-        sync: dict[str, Any], stop: dict[str, Any], learners: int = 1, service: dict[str, Any] | None = None
-    ) -> Syncer:
-        made = Syncer(tmp_path, make_job(sync, stop, learners, service=service))
-        running.append(made)
-        made.start()
-        return made
-
-    yield start
-    for one in running:
-        one.stop()
-
-
-@pytest.fixture
-def torch_settings() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(threads)
-
 
 pytestmark = pytest.mark.usefixtures("torch_settings")
 

@@ -403,7 +403,8 @@ class SyncerConnection:
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("work for the syncer failed", exc_info=error)
+            if not isinstance(error, WorkerError):  # which says all in its message
+                log.error("work for the syncer failed", exc_info=error)
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:

@@ -43,7 +43,7 @@ from diloco_worker.net.error_feedback import ErrorFeedback
 from diloco_worker.net.fragment_cache import CachedVersion, FragmentCache
 from diloco_worker.net.inbox import Downloaded, FrozenDownloaded, Inbox, PushAnswered, StateDownloaded
 from diloco_worker.net.session import Outbox
-from diloco_worker.settings import ConfigurationError
+from diloco_worker.settings import ConfigurationError, DivergedError
 
 log = logging.getLogger(__name__)
 
@@ -414,9 +414,12 @@ class Transfers:
 
 
 def encode_push(push: Push, encoding: str, feedback: ErrorFeedback) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Δ = base - θ, with error feedback plus the residual, encoded: uint8."""
+    """Δ = base - θ, with error feedback plus the residual, encoded: uint8. Raises DivergedError for one that is not
+    finite: it would be refused, and no later broadcast would make the parameters finite again."""
     plan = push.plan
     delta: Floats = np.subtract(push.base.array, push.theta.array)
+    if not codec.norm_and_finite(delta)[1]:
+        raise DivergedError(f"fragment {plan.fragment} has values that are not finite at step {plan.last_step}")
     if not feedback.enabled:
         return codec.encode(delta, encoding)
     residual = feedback.residual(plan.fragment)

@@ -16,6 +16,7 @@ class StepMetrics:
         self.stalled_seconds = 0.0  # in which training waited for this library
         self._step_seconds: deque[float] = deque(maxlen=15)
         self.known_loss = math.nan  # that was read last, nats per token; NaN: none
+        self._has_loss = False
         self._copying: tuple[torch.Tensor, torch.cuda.Event] | None = None  # a loss on its way from a GPU
 
     def add_step(self, seconds: float) -> None:
@@ -33,6 +34,11 @@ class StepMetrics:
         """Of the last step; 0: there was none."""
         return self._step_seconds[-1] if self._step_seconds else 0.0
 
+    @property
+    def diverged(self) -> bool:
+        """Whether the newest loss that has arrived is NaN or infinite."""
+        return self._has_loss and not math.isfinite(self.known_loss)
+
     def put_loss(self, loss: torch.Tensor | float) -> None:
         """Take a step's loss, nats per token. A scalar tensor on a GPU is copied beside the training and read when
         it is there."""
@@ -45,11 +51,13 @@ class StepMetrics:
             self._copying = (host, event)
         else:
             self.known_loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
+            self._has_loss = True
             self._copying = None
 
     def read_loss(self) -> float:
         """The newest loss that has arrived, nats per token; NaN: none. For the training thread."""
         if self._copying is not None and self._copying[1].query():
             self.known_loss = float(self._copying[0])
+            self._has_loss = True
             self._copying = None
         return self.known_loss

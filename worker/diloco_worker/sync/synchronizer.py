@@ -29,7 +29,7 @@ import torch
 from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.spec.job import SyncerSettings
 from diloco_protocol.spec.job_spec import JobSpec
-from diloco_protocol.vocabulary import ENDED_PHASES, STOPPED_PHASES, JobPhase
+from diloco_protocol.vocabulary import ENDED_PHASES, STOPPED_PHASES, JobPhase, PushRefusal
 from diloco_protocol.wire.records import Announcement, Lease, Pull, Seat, StepReport
 from diloco_worker import logs
 from diloco_worker.core.adoption import Adoption, AdoptionConfig, Kind
@@ -53,7 +53,7 @@ from diloco_worker.net.inbox import (
     Welcomed,
 )
 from diloco_worker.net.transfers import Push
-from diloco_worker.settings import WorkerError
+from diloco_worker.settings import DivergedError, WorkerError
 from diloco_worker.sync.deterministic import DeterministicMode
 from diloco_worker.sync.frozen_parameters import FrozenParameters
 from diloco_worker.sync.optimizer_handover import OptimizerHandover
@@ -216,6 +216,7 @@ class Synchronizer:
             self.adoption.report(),
             stalled_seconds=self._metrics.stalled_seconds,
             loss=self._metrics.read_loss(),
+            diverged=self._metrics.diverged,
             step_seconds=self._metrics.step_seconds,
             cursors=self._prefetcher.cursors() if self._prefetcher is not None else (),
         )
@@ -315,6 +316,8 @@ class Synchronizer:
         log.info("slot %d, incarnation %d, from step %d", seat.slot, seat.incarnation, seat.slot_step)
 
     def _on_push_answer(self, answer: PushAnswered) -> None:
+        if answer.reason == PushRefusal.NOT_FINITE:  # finite values too large for the encoding become infinite
+            raise DivergedError(f"a push of fragment {answer.fragment} was refused: {answer.message}")
         self.push_answers[answer.fragment, answer.sequence] = answer
         while len(self.push_answers) > 4 * len(self._layout):
             del self.push_answers[next(iter(self.push_answers))]

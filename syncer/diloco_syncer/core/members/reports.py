@@ -26,7 +26,10 @@ def apply_report(state: JobState, actions: Actions, slot: Slot, report: StepRepo
     slot.step_at_seat = report.slot_step - report.trained_steps
     slot.step_seconds = report.step_seconds
     slot.paused = report.paused
-    if report.loss == report.loss:  # a loss that is not a number says nothing
+    slot.diverged = report.diverged
+    if report.diverged:
+        slot.loss = None
+    elif report.loss == report.loss:  # NaN: the process has none yet
         slot.loss = report.loss
     if state.leases:
         state.leases.advance_cursors(slot.index, report.cursors)

@@ -62,7 +62,8 @@ class Slot:
     step: int = 0
     step_at_seat: int = 0
     tenure: int = 0  # the incarnation under which its process's tenure began; 0: unknown
-    loss: float | None = None
+    loss: float | None = None  # of the last step; None: none yet, or it is not finite
+    diverged: bool = False  # it is not finite
     step_seconds: float = 0.0
     paused: bool = False
     merged_pushes: int = 0
@@ -81,7 +82,7 @@ class Slot:
         return self.state in HELD_STATES
 
     def clear_tenure(self) -> None:
-        self.ready = self.advanced = self.paused = self.starved = False
+        self.ready = self.advanced = self.paused = self.starved = self.diverged = False
         self.late_rounds = 0
         self.accepted_sequence.clear()
         self.merged.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from typing import TypeVar
 
@@ -104,6 +105,18 @@ def of(actions: list[ev.Action], kind: type[A]) -> list[A]:
 def reason(actions: list[ev.Action]) -> PushRefusal | None:
     (verdict,) = of(actions, ev.AnswerPush)
     return verdict.reason
+
+
+def test_a_loss_that_is_not_finite_is_shown_as_none_and_diverged() -> None:
+    """NaN alone says that the process has no loss yet; it does not replace the slot's last one."""
+    desk = Desk(config())
+    desk.begin(1)
+    rows = []
+    for step, loss, diverged in ((1, 2.5, False), (2, math.nan, False), (3, math.nan, True), (4, 1.5, False)):
+        desk.do(ev.Reported(1, replace(report(step), loss=loss, diverged=diverged)))
+        row = desk.core.status(0.0, SHELL).slots[0]
+        rows.append((row.loss, row.diverged))
+    assert rows == [(2.5, False), (2.5, False), (None, True), (1.5, False)]
 
 
 # ------------------------------------------------------------------ a round

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from diloco_worker.net.error_feedback import ErrorFeedback
 from diloco_worker.net.fragment_cache import CachedVersion, FragmentCache
 from diloco_worker.net.session import Outbox
 from diloco_worker.net.transfers import Push, TransferContext, Transfers, encode_push
-from diloco_worker.settings import ConfigurationError
+from diloco_worker.settings import ConfigurationError, DivergedError
 
 
 class Broken(BulkChannels):
@@ -61,6 +62,16 @@ def test_a_push_without_an_answer_has_an_open_fate() -> None:
     session = Session()
     asyncio.run(session.one._send_push(a_push()))
     assert session.box.take_all() == [inbox.PushAnswered(0, 1, None, "", "no answer came")]
+
+
+def test_a_push_that_is_not_finite_is_not_sent_and_says_that_training_diverged() -> None:
+    for odd in (np.nan, np.inf):
+        theta = np.zeros(10, np.float32)
+        theta[7] = odd
+        push = replace(a_push(), theta=Vector.from_array(theta))
+        for feedback in (False, True):
+            with pytest.raises(DivergedError, match=r"fragment 0 .* not finite at step 4.*lower"):
+                encode_push(push, "int4", ErrorFeedback(1, feedback))
 
 
 def test_version_0_is_tried_again_and_then_left_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
