@@ -35,7 +35,7 @@ from diloco_worker.fragments import Floats, Vector
 from diloco_worker.net.connection import SyncerConnection
 from diloco_worker.net.inbox import Inbox
 from diloco_worker.net.session import LEASE_KEY
-from diloco_worker.net.transfers import Push, Transfers
+from diloco_worker.net.transfers import Push, Transfers, decline_state
 from diloco_worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -151,8 +151,7 @@ class SyncerClient:
 
     def decline_state(self, transfer: int) -> None:
         """Answer that this learner has no inner optimizer state to give."""
-        message = sync_pb2.LearnerMessage(peer_state_unavailable=sync_pb2.PeerStateUnavailable(transfer=transfer))
-        self.send(f"no-state-{transfer}", message)
+        self.send(f"no-state-{transfer}", decline_state(transfer))
 
     @property
     def bytes_transferred(self) -> tuple[int, int]:

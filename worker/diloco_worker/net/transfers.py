@@ -402,15 +402,27 @@ class Transfers:
         return None
 
     async def send_state(self, transfer: int, encode: Callable[[], bytes], versions: Iterable[tuple[int, int]]) -> None:
-        """Upload this learner's inner optimizer state, made on ``versions`` ((epoch, version) per fragment)."""
+        """Upload this learner's inner optimizer state, made on ``versions`` ((epoch, version) per fragment). One that
+        ``encode`` cannot serialise is declined: it is no reason to end this learner."""
+        try:
+            data = await self._channels.run(encode)
+        except Exception as error:
+            log.warning("the optimizer's state is not given to a newcomer: it cannot be serialised: %s", error)
+            self._context.outbox.put(f"no-state-{transfer}", decline_state(transfer))
+            return
         held = [sync_pb2.Held(epoch=epoch, version=version) for epoch, version in versions]
         state = sync_pb2.PeerState(transfer=transfer, versions=held)
         try:
-            reply = await self._channels.upload(await self._channels.run(encode), peer_state=state)
+            reply = await self._channels.upload(data, peer_state=state)
             if not reply.accepted:
                 log.warning("the optimizer state was refused (%s): %s", reply.reason, reply.message)
         except bulk.TransferError as error:
             log.warning("the optimizer state did not come through: %s", error)
+
+
+def decline_state(transfer: int) -> sync_pb2.LearnerMessage:
+    """The answer that this learner has no inner optimizer state to give."""
+    return sync_pb2.LearnerMessage(peer_state_unavailable=sync_pb2.PeerStateUnavailable(transfer=transfer))
 
 
 def encode_push(push: Push, encoding: str, feedback: ErrorFeedback) -> np.ndarray[Any, np.dtype[np.uint8]]:

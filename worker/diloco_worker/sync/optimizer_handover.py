@@ -173,11 +173,15 @@ class OptimizerHandover:
     # ------------------------------------------------------------------ giving
 
     def send_state(self, transfer: int, held: Held) -> None:
-        """Answer the request for this learner's state, by a newcomer or for the job's checkpoint."""
+        """Answer the request for this learner's state, by a newcomer or for the job's checkpoint. Whatever goes wrong
+        (as no memory for the copy) costs the newcomer this state, and this learner nothing."""
         encode = None
         if self._adoption.trained_steps and self._adoption.complete:
             origin = self._checkpoint.origin(self._adoption.now.step, held)
-            encode = optimizer_state.snapshot(self._model, self._optimizer, origin)
+            try:
+                encode = optimizer_state.snapshot(self._model, self._optimizer, origin)
+            except Exception as error:
+                log.warning("the optimizer's state is not given to a newcomer: it cannot be copied: %s", error)
         if encode is None:
             self._client.decline_state(transfer)
         else:
@@ -191,8 +195,8 @@ class OptimizerHandover:
         origin = self._checkpoint.origin(self._adoption.now.step, held())
         try:
             encode = optimizer_state.snapshot(self._model, self._optimizer, origin)
-        except torch.cuda.OutOfMemoryError:
-            self._checkpoint.report_failure("the GPU has no memory for a copy of the optimizer's state")
+        except Exception as error:  # of whatever kind, as no memory for the copy: training is worth more
+            self._checkpoint.report_failure(f"the optimizer's state cannot be copied: {error}")
             return
         if encode is None:
             self._checkpoint.report_failure("the optimizer has no state, or one that cannot be written")

@@ -45,7 +45,8 @@ class Session:
         self.cache = FragmentCache(1)
         layout = build_layout(torch.nn.Linear(4, 2), 1)
         feedback = ErrorFeedback(1, False)
-        context = TransferContext(layout, self.box, Outbox(), self.cache, feedback, eager=False)
+        self.outbox = Outbox()
+        context = TransferContext(layout, self.box, self.outbox, self.cache, feedback, eager=False)
         self.one = Transfers(context, self.channels, "float32", lambda *work: None, self.end, pinned)
 
     def end(self, reason: str) -> None:
@@ -72,6 +73,19 @@ def test_a_push_that_is_not_finite_is_not_sent_and_says_that_training_diverged()
         for feedback in (False, True):
             with pytest.raises(DivergedError, match=r"fragment 0 .* not finite at step 4.*lower"):
                 encode_push(push, "int4", ErrorFeedback(1, feedback))
+
+
+def test_a_state_that_cannot_be_serialised_is_declined_and_hurts_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever serialising raises would otherwise end the learner that gives."""
+    session = Session()
+
+    def encode() -> bytes:
+        raise MemoryError("no memory for the bytes")
+
+    asyncio.run(session.one.send_state(7, encode, [(1, 3)]))
+    ((_, _), (key, message)) = session.outbox.begin_sending()
+    assert key == "no-state-7" and message.peer_state_unavailable.transfer == 7
+    assert "cannot be serialised: no memory for the bytes" in caplog.text
 
 
 def test_version_0_is_tried_again_and_then_left_to_another(monkeypatch: pytest.MonkeyPatch) -> None:

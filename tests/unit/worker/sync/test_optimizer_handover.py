@@ -14,7 +14,7 @@ import torch
 from diloco_protocol.wire.records import Announcement, Payload
 from diloco_worker.core.adoption import Adoption, AdoptionConfig
 from diloco_worker.net import inbox
-from diloco_worker.sync import optimizer_handover
+from diloco_worker.sync import optimizer_handover, optimizer_state
 from diloco_worker.sync.optimizer_handover import JOB, OWN, PEER, OptimizerHandover
 from diloco_worker.sync.optimizer_state import Origin, max_state_bytes, snapshot
 from diloco_worker.sync.slot_checkpoint import SlotCheckpoint
@@ -34,6 +34,12 @@ class Asked:
 
     def fetch_optimizer(self, limit: int) -> None:
         self.calls.append(JOB)
+
+    def decline_state(self, transfer: int) -> None:
+        self.calls.append(f"declined {transfer}")
+
+    def send_state(self, transfer: int, encode: Callable[[], bytes], versions: Versions) -> None:
+        self.calls.append(f"sent {transfer}")
 
 
 def state(rate: float, origin: Origin | None) -> bytes:
@@ -56,8 +62,9 @@ class Newcomer:
         self.adoption = Adoption(AdoptionConfig(2, 4, 1))
         for fragment in range(2):
             self.adoption.on_broadcast(Announcement(fragment, 1, 6, Payload("float32", 4, 4)))
+        self.limit = max_state_bytes(self.model)
         path = folder / "local-0.safetensors"
-        checkpoint = SlotCheckpoint(path, "a", "d", 60.0, max_state_bytes(self.model))
+        self.checkpoint = checkpoint = SlotCheckpoint(path, "a", "d", 60.0, self.limit)
         if own is not None:
             path.write_bytes(state(0.25, checkpoint.origin(9, own)))
         self.asked, self.fresh = Asked(), list[int]()
@@ -65,6 +72,11 @@ class Newcomer:
         self.handover = OptimizerHandover(
             self.model, self.optimizer, self.adoption, client, checkpoint, self.fresh.append
         )
+
+    def train_a_step(self) -> None:
+        self.model(torch.ones(1, 3)).sum().backward()
+        self.optimizer.step()
+        self.adoption.on_step(4, 0.1)
 
     @property
     def moment(self) -> float:
@@ -160,3 +172,78 @@ def test_no_peer_and_nothing_on_any_disk_is_a_fresh_start(newcomer: Callable[...
     one.handover.receive_state(inbox.StateDownloaded(True, None))
     assert not one.handover.is_waiting and one.fresh == [0]
     assert one.asked.calls == [PEER]
+
+
+def test_a_state_that_cannot_be_copied_is_declined_and_hurts_nobody(
+    newcomer: Callable[..., Newcomer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever copying raises would otherwise end the learner that gives, or that writes its own checkpoint."""
+    donor = newcomer()
+    donor.train_a_step()
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(optimizer_state, "snapshot", full)
+    donor.handover.send_state(7, HELD)
+    assert donor.asked.calls == ["declined 7"]
+    assert "not given to a newcomer: it cannot be copied: CUDA out of memory" in caplog.text
+    donor.checkpoint._next = 0.0  # one is due
+    donor.handover.write_checkpoint(lambda: HELD)
+    assert "own checkpoint was not written, training goes on: the optimizer's state cannot be copied" in caplog.text
+    monkeypatch.undo()
+    donor.handover.send_state(8, HELD)
+    assert donor.asked.calls == ["declined 7", "sent 8"]
+
+
+def test_a_learner_that_has_made_no_step_gives_no_state(newcomer: Callable[..., Newcomer]) -> None:
+    """What it has came from a peer or a disk, or is of a tenure before."""
+    one = newcomer()
+    one.train_a_step()
+    one.adoption.begin_tenure(0)
+    one.handover.send_state(3, HELD)
+    assert one.asked.calls == ["declined 3"]
+
+
+def test_an_answer_that_comes_after_the_choice_is_ignored(newcomer: Callable[..., Newcomer]) -> None:
+    one = newcomer(((1, 5), (1, 5)))
+    one.handover.request_state(True)
+    first = state(0.5, None)
+    one.handover.receive_state(inbox.StateDownloaded(True, first, ((1, 6), (1, 7))))
+    one.handover.receive_state(inbox.StateDownloaded(True, state(0.125, None), HELD))  # another peer's
+    one.handover.receive_state(inbox.StateDownloaded(False, state(0.125, None)))  # nobody asked for the job's
+    one.handover.apply_when_ready(((1, 6), (1, 7)))
+    assert one.moment == 0.5 and not one.handover.is_waiting
+    one.handover.receive_state(inbox.StateDownloaded(True, state(0.125, None), HELD))
+    assert one.moment == 0.5 and not one.handover.is_waiting
+
+
+def test_a_peers_state_whose_versions_never_come_is_given_up_at_the_deadline(
+    newcomer: Callable[..., Newcomer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The newcomer would otherwise never make a step."""
+    clock = [100.0]
+    monkeypatch.setattr(optimizer_handover.time, "monotonic", lambda: clock[0])
+    one = newcomer()
+    one.handover.request_state(False)
+    one.handover.receive_state(inbox.StateDownloaded(True, state(0.5, None), ((1, 6), (2, 0))))
+    seconds = max(optimizer_handover.WAIT_SECONDS, optimizer_handover.limits.transfer_seconds(one.limit) / 2)
+    for passed, waits in ((0.0, True), (seconds, True), (seconds + 0.01, False)):
+        clock[0] = 100.0 + passed
+        one.handover.apply_when_ready(HELD)
+        assert one.handover.is_waiting is waits, passed
+    assert one.fresh == [0] and not one.optimizer.state
+    assert "it was made on versions that this job has not" in caplog.text
+
+
+def test_a_process_that_lost_a_slot_keeps_its_own_state_rather_than_a_disks(
+    newcomer: Callable[..., Newcomer], caplog: pytest.LogCaptureFixture
+) -> None:
+    one = newcomer(((1, 5), (1, 5)))
+    one.train_a_step()
+    moment = one.moment
+    one.handover.request_state(True)
+    one.handover.receive_state(inbox.StateDownloaded(True, None))
+    assert one.asked.calls == [PEER], "the job's checkpoint is not asked for"
+    assert one.moment == moment and not one.handover.is_waiting and not one.fresh
+    assert "goes on with this process's own state" in caplog.text
