@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
 import urllib.request
@@ -33,7 +34,12 @@ SYNC = {
 
 
 def make_job(
-    sync: dict[str, Any], stop: dict[str, Any], learners: int = 1, seed: int = 3, service: dict[str, Any] | None = None
+    sync: dict[str, Any],
+    stop: dict[str, Any],
+    learners: int = 1,
+    seed: int = 3,
+    service: dict[str, Any] | None = None,
+    stall_seconds: float | None = 600.0,
 ) -> DiLoCoJob:
     return DiLoCoJob.model_validate(
         {
@@ -44,7 +50,7 @@ def make_job(
                 "seed": seed,
                 "sync": {**SYNC, **sync},
                 "syncer": service or {},
-                "learners": {"command": ["true"]},
+                "learners": {"command": ["true"], "stallSeconds": stall_seconds},
                 "regions": [{"name": "local", "learners": learners}],
                 "training": {"stop": stop, "batch": {"sequences": 4}, "evaluation": None},
             },
@@ -95,10 +101,10 @@ class Syncer:
         document: dict[str, Any] = json.loads((self.folder / "store" / "report.json").read_bytes())
         return document
 
-    def learner(self, ordinal: int, rows: int = 64) -> ForkedProcess:
+    def learner(self, ordinal: int, rows: int = 64, **environ: str) -> ForkedProcess:
         """A learner process (run_learner); its log goes to the syncer's."""
         arguments = [__file__, str(rows), str(self.metrics_file(ordinal))]
-        return fork(arguments, self.environ(ordinal=ordinal), self.folder / "syncer.log")
+        return fork(arguments, self.environ(ordinal=ordinal) | environ, self.folder / "syncer.log")
 
     def metrics_file(self, ordinal: int) -> Path:
         """What a learner process that ended well wrote: its metrics."""
@@ -130,13 +136,19 @@ def until(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> No
 class Rows:
     """Sequences of 8 numbers whose sum is to be learnt."""
 
-    def __init__(self, count: int = 64) -> None:
+    def __init__(self, count: int = 64, hangs_at: int | None = None) -> None:
+        """``hangs_at``: reading the item number so many (of this process) never returns."""
         self.rows = torch.randn(count, 8, generator=torch.Generator().manual_seed(5))
+        self.hangs_at = hangs_at
+        self.read = 0
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> torch.Tensor:
+        self.read += 1
+        while self.read == self.hangs_at:
+            time.sleep(0.1)
         return self.rows[index]
 
 
@@ -160,7 +172,9 @@ def run_learner(rows: int, metrics: Path) -> None:
     model = small_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     with Learner.from_environment(model, optimizer) as learner:
-        for batch in learner.batches(Rows(rows)):
+        for batch in learner.batches(Rows(rows, int(os.environ.get("HANGS_AT", "0")) or None)):
+            if learner.step == 0:
+                time.sleep(float(os.environ.get("FIRST_STEP", "0")))
             loss = one_step(model, optimizer, batch)
             learner.after_step(tokens=batch.numel(), loss=loss)
             time.sleep(0.002)  # as long as a step: what tests wait for needs the processors too

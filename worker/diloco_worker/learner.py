@@ -46,6 +46,7 @@ from diloco_protocol.vocabulary import (
 from diloco_protocol.wire import sync_pb2
 from diloco_protocol.wire.records import LeaseCursor
 from diloco_worker import device, exit_hooks, logs
+from diloco_worker.core.stall_rule import LifeSigns
 from diloco_worker.data.prefetch import Batch, BatchPrefetcher
 from diloco_worker.fragments import ModelFragments, build_layout
 from diloco_worker.metrics_file import MetricsFile
@@ -56,6 +57,7 @@ from diloco_worker.status_page import open_port
 from diloco_worker.sync import optimizer_state
 from diloco_worker.sync.drain import offer_everything
 from diloco_worker.sync.slot_checkpoint import SlotCheckpoint
+from diloco_worker.sync.stall_watchdog import StallWatchdog
 from diloco_worker.sync.step_metrics import StepMetrics
 from diloco_worker.sync.synchronizer import Synchronizer
 
@@ -120,7 +122,8 @@ class Learner:
             lambda: self._terminated,
         )
         self._port = open_port(settings)
-        self._port.attach(lambda: self._client.connection, self._figures)
+        self._watchdog = StallWatchdog(spec.learners.stall_seconds, self._life_signs)
+        self._port.attach(lambda: self._client.connection, self._figures, self._watchdog.problem)
 
     @classmethod
     def from_environment(
@@ -227,10 +230,9 @@ class Learner:
         self._client.start(len(dataset))
         try:
             while True:
-                entered = time.monotonic()
+                self._metrics.begin_wait()
                 batch = self._next_batch(prefetcher)
-                left = time.monotonic()
-                self._metrics.stalled_seconds += left - entered
+                left = self._metrics.end_wait()
                 if batch is None:
                     return
                 self._used.extend(batch.cursors)
@@ -238,6 +240,7 @@ class Learner:
                 self._compute_from = left
                 yield batch.data
         finally:
+            self._watchdog.stop()
             prefetcher.close()
 
     def steps(self) -> Iterator[int]:
@@ -248,16 +251,18 @@ class Learner:
         self._begin_loop()
         self._client.start()
         synchronizer = self._synchronizer
-        while True:
-            entered = time.monotonic()
-            synchronizer.await_ready()
-            left = time.monotonic()
-            self._metrics.stalled_seconds += left - entered
-            if synchronizer.must_stop:
-                return
-            self._used_tenure = synchronizer.tenure
-            self._compute_from = left
-            yield self.step
+        try:
+            while True:
+                self._metrics.begin_wait()
+                synchronizer.await_ready()
+                left = self._metrics.end_wait()
+                if synchronizer.must_stop:
+                    return
+                self._used_tenure = synchronizer.tenure
+                self._compute_from = left
+                yield self.step
+        finally:
+            self._watchdog.stop()
 
     def after_step(self, tokens: int, loss: torch.Tensor | float | None = None, lr: float | None = None) -> None:
         """Mark a step boundary; call it once after each optimizer step.
@@ -267,7 +272,7 @@ class Learner:
 
         Parameters may change here, and nowhere else. Raises WorkerError if the learner cannot go on.
         """
-        entered = time.monotonic()
+        entered = self._metrics.begin_wait()
         synchronizer = self._synchronizer
         if self._compute_from is None:
             raise WorkerError(
@@ -288,8 +293,7 @@ class Learner:
         if not synchronizer.ready:
             synchronizer.await_ready()
         self._write_record(lr)
-        self._compute_from = time.monotonic()
-        self._metrics.stalled_seconds += self._compute_from - entered
+        self._compute_from = self._metrics.end_wait()
 
     def _next_batch(self, prefetcher: BatchPrefetcher) -> Batch | None:
         synchronizer = self._synchronizer
@@ -303,11 +307,20 @@ class Learner:
                 return batch
             if batch is None:
                 self._inbox.wait(0.1)
+                if not prefetcher.is_loading:  # a data set that hangs gives no sign of life
+                    self._metrics.mark_alive()
 
     def _begin_loop(self) -> None:
         if self._started:
             raise WorkerError("a Learner runs one loop: make a new one for another")
         self._started = True
+        self._watchdog.start()
+
+    def _life_signs(self) -> LifeSigns:
+        """For the watchdog, from its thread."""
+        synchronizer, metrics = self._synchronizer, self._metrics
+        trains = synchronizer.seated and synchronizer.phase in (JobPhase.TRAINING, JobPhase.HOLDING)
+        return LifeSigns(trains, metrics.signs_of_life, metrics.steps, metrics.step_seconds)
 
     # ------------------------------------------------------------------ figures
 
@@ -340,6 +353,7 @@ class Learner:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._watchdog.stop()
         try:
             if kind is None:
                 self.leave()

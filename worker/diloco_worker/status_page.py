@@ -4,7 +4,8 @@
 serves it (diloco_protocol.common.http_server), whatever the training thread is doing. It shows the client's
 ``ConnectionStatus``, which is one value, and figures, which are plain numbers read as they are.
 
-    /healthz   200: the process lives
+    /livez     200: the process lives, whatever its training does
+    /healthz   200; 503 where training has made no step for half of learners.stallSeconds
     /readyz    200 once this process has joined, for its whole life; 503 before. A syncer that
                is away is no reason to call a learner unready: it trains on
     /status    JSON (docs/contracts.md)
@@ -61,9 +62,11 @@ class StatusPort:
         self._address = address
         self._connection: Callable[[], ConnectionStatus] = ConnectionStatus
         self._figures: Callable[[], Figures] = dict
+        self._problem: Callable[[], str] = str
         self._idle = False
         pages = {
-            "/healthz": text_page(lambda: (200, b"ok\n")),
+            "/livez": text_page(lambda: (200, b"ok\n")),
+            "/healthz": text_page(self._healthy),
             "/readyz": text_page(self._ready),
             "/status": json_page(self.document),
             "/metrics": text_page(lambda: (200, self._metrics()), METRICS_TYPE),
@@ -73,10 +76,17 @@ class StatusPort:
         except AddressError as error:
             raise ConfigurationError(str(error)) from error
 
-    def attach(self, connection: Callable[[], ConnectionStatus], figures: Callable[[], Figures]) -> None:
-        """Show from now on what these return; they are called in the port's own thread."""
+    def attach(
+        self,
+        connection: Callable[[], ConnectionStatus],
+        figures: Callable[[], Figures],
+        problem: Callable[[], str] = str,
+    ) -> None:
+        """Show from now on what these return; they are called in the port's own thread. ``problem()``: why the process
+        is not healthy; empty: it is."""
         self._connection = connection
         self._figures = figures
+        self._problem = problem
 
     def set_idle(self, idle: bool) -> None:
         """Show whether the job is over and this process waits to be removed."""
@@ -120,6 +130,10 @@ class StatusPort:
             refused=None if refused is None else LearnerRefusal(reason=refused[0], message=refused[1]),
             settings=None if connection.settings is None else connection.settings.model_dump(mode="json"),
         )
+
+    def _healthy(self) -> tuple[int, bytes]:
+        problem = self._problem()
+        return (503, f"{problem}\n".encode()) if problem else (200, b"ok\n")
 
     def _ready(self) -> tuple[int, bytes]:
         connection = self._connection()

@@ -227,7 +227,7 @@ def learner_inputs(spec: JobSpec) -> str:
         del training["stop"]
         # Which part of the data is held out is a learner's business, when it is scored is not.
         training["evaluation"] = training["evaluation"] and training["evaluation"]["fraction"]
-    return digest([training, spec.learners.command, *_layout(spec)])
+    return digest([training, spec.learners.command, spec.learners.stall_seconds, *_layout(spec)])
 
 
 def evaluator_inputs(spec: JobSpec) -> str:
@@ -275,9 +275,10 @@ def _worker(job: Job, role: str, image: str, pull: str, region: str | None = Non
         env[0]["value"] = f"{names.SETTINGS_PATH}/evaluator.json"
     container["env"] = env
     container["ports"] = [_port("status", WORKER_PORT)]
-    container["startupProbe"] = _probe("/healthz", "status", 2, START_SECONDS // 2)
+    # Not /healthz: a learner that stalls ends by itself, with its stack traces in the log.
+    container["startupProbe"] = _probe("/livez", "status", 2, START_SECONDS // 2)
     # Patient: a step that holds the interpreter for long is no reason to kill what trains.
-    container["livenessProbe"] = _probe("/healthz", "status", 20, 9, 10)
+    container["livenessProbe"] = _probe("/livez", "status", 20, 9, 10)
     container["readinessProbe"] = _probe("/readyz", "status", 2, 3, 5)
     return container
 

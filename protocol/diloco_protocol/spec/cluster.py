@@ -94,6 +94,12 @@ class LearnersSpec(Spec):
         description="Your own program instead of the built-in trainer. `diloco run` starts it in the "
         "directory of the job file, and takes `python` for the interpreter that it runs under itself.",
     )
+    stall_seconds: Seconds | None = Field(
+        600.0,
+        description="A learner that makes no step for so long, and for 20 of its steps, has stalled: it logs the stack "
+        "traces of all threads, ends with exit code 6 and is replaced. Six times as long before the first step, which "
+        "may compile; null: never.",
+    )
     pod_template: Free = Field({}, description="Merged into every learner's pod template.")
 
 

@@ -16,9 +16,13 @@ def syncer(tmp_path: Path) -> Iterator[Callable[..., Syncer]]:
     running: list[Syncer] = []
 
     def start(
-        sync: dict[str, Any], stop: dict[str, Any], learners: int = 1, service: dict[str, Any] | None = None
+        sync: dict[str, Any],
+        stop: dict[str, Any],
+        learners: int = 1,
+        service: dict[str, Any] | None = None,
+        stall_seconds: float | None = 600.0,
     ) -> Syncer:
-        made = Syncer(tmp_path, make_job(sync, stop, learners, service=service))
+        made = Syncer(tmp_path, make_job(sync, stop, learners, service=service, stall_seconds=stall_seconds))
         running.append(made)
         made.start()
         return made

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 
 import pytest
 import torch
-from learner_process import Rows, Syncer, one_step, small_model
+from learner_process import Rows, Syncer, one_step, small_model, until
 
 from diloco_protocol.vocabulary import WorkerExit
 from diloco_worker import Learner
@@ -42,3 +45,51 @@ def test_nan_ends_a_learner_by_name_and_its_replacement_trains_on(syncer: Callab
     model = train(service, None, lambda learner: learner.step % 20 == 0 and service.status()["merges"] > merges + 3)
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
     assert service.status()["refused"].get("not-finite", 0) == 0
+
+
+def page(address: str, path: str) -> int:
+    try:
+        with urllib.request.urlopen(f"http://{address}{path}", timeout=5) as reply:
+            return int(reply.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return 0
+
+
+def test_a_data_set_that_hangs_ends_its_learner_with_stack_traces(syncer: Callable[..., Syncer]) -> None:
+    """Its heartbeats go on, so nobody but the process itself can notice."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = f"127.0.0.1:{free.getsockname()[1]}"
+    service = syncer({}, {"steps": 1_000_000}, stall_seconds=3.0)
+    learner = service.learner(0, 40_000, HANGS_AT="400", DILOCO_STATUS=port)
+    seen: set[tuple[str, int]] = set()
+
+    def ended() -> bool:
+        seen.update((path, page(port, path)) for path in ("/healthz", "/livez"))
+        return learner.poll() is not None
+
+    try:
+        until(ended, "its end", 90)
+    finally:
+        learner.kill()
+    assert learner.wait(10) == WorkerExit.STALLED
+    assert ("/healthz", 503) in seen and ("/livez", 503) not in seen
+    slot = service.status()["slots"][0]
+    assert slot["stalled_seconds"] > 1.0, "the wait that had not ended is counted"
+    log = (service.folder / "syncer.log").read_text(encoding="utf-8")
+    assert "stalled: no step for 3 s (learners.stallSeconds)" in log
+    assert "in __getitem__" in log and "in batches" in log, "both threads that matter"
+    merges = service.status()["merges"]
+    train(service, None, lambda learner: learner.step % 20 == 0 and service.status()["merges"] > merges + 3)
+
+
+def test_a_slow_first_step_is_no_stall(syncer: Callable[..., Syncer]) -> None:
+    """Compiling may take minutes; a step like it later on is a stall."""
+    service = syncer({}, {"steps": 40}, stall_seconds=3.0)
+    learner = service.learner(0, FIRST_STEP="6")
+    try:
+        assert learner.wait(60) == 0
+    finally:
+        learner.kill()
+    assert service.last_report()["steps"] >= 40

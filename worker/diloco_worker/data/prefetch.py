@@ -72,6 +72,7 @@ class BatchPrefetcher:
         self._ready: deque[Batch] = deque()
         self._known = False  # how large a block is
         self._generation = 0
+        self.is_loading = False  # items are being read and collated
         self._closed = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="diloco-prefetch", daemon=True)
@@ -139,7 +140,9 @@ class BatchPrefetcher:
         try:
             while (drawn := self._next()) is not None:
                 draw, generation = drawn
+                self.is_loading = True
                 data = self._collate([self._dataset[index] for index in draw.sequences])
+                self.is_loading = False
                 with self._changed:
                     if generation == self._generation:
                         self._ready.append(Batch(data, draw.cursors))

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections import deque
 
 import torch
 
 
 class StepMetrics:
-    """Of one process. Any thread may read ``known_loss``, ``step_seconds`` and ``stalled_seconds``."""
+    """Of one process. Any thread may read the properties and ``known_loss``; the training thread calls the rest."""
 
     def __init__(self) -> None:
-        self.stalled_seconds = 0.0  # in which training waited for this library
+        self.signs_of_life = 0  # that the training thread has given; core.stall_rule counts on them
+        self.steps = 0  # that this process has made
+        # Seconds of waits that are over, and since when it waits now (None: it computes): one value, for other threads.
+        self._waits: tuple[float, float | None] = (0.0, None)
         self._step_seconds: deque[float] = deque(maxlen=15)
         self.known_loss = math.nan  # that was read last, nats per token; NaN: none
         self._has_loss = False
@@ -21,7 +25,33 @@ class StepMetrics:
 
     def add_step(self, seconds: float) -> None:
         """Count a step that took ``seconds`` of computation."""
+        self.steps += 1
         self._step_seconds.append(seconds)
+
+    def mark_alive(self) -> None:
+        """Give a sign of life: whatever the training thread waits for, it does not hang."""
+        self.signs_of_life += 1
+
+    def begin_wait(self) -> float:
+        """The training thread is inside this library from now on; returns the time, monotonic seconds."""
+        self.mark_alive()
+        now = time.monotonic()
+        self._waits = (self._waits[0], now)
+        return now
+
+    def end_wait(self) -> float:
+        """The training thread computes again; returns the time, monotonic seconds."""
+        self.mark_alive()
+        now = time.monotonic()
+        over, since = self._waits
+        self._waits = (over + (now - since if since is not None else 0.0), None)
+        return now
+
+    @property
+    def stalled_seconds(self) -> float:
+        """In which training waited for this library, the present wait included."""
+        over, since = self._waits
+        return over + (time.monotonic() - since if since is not None else 0.0)
 
     @property
     def step_seconds(self) -> float:

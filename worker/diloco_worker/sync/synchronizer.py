@@ -198,6 +198,7 @@ class Synchronizer:
         """Run boundaries until the next step may be made, or until ``must_stop``."""
         self.run_boundary()
         while not self.ready and not self.must_stop:
+            self._metrics.mark_alive()
             self._inbox.wait(_SLICE)
             self.run_boundary()
 

@@ -28,7 +28,7 @@ BASE: dict[str, Any] = {
                 "ports": [{"containerPort": 7710, "name": "status", "protocol": "TCP"}],
                 "resources": {"requests": {"cpu": "250m", "memory": "512Mi"}},
                 "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
-                "livenessProbe": {"httpGet": {"path": "/healthz", "port": "status"}, "periodSeconds": 20},
+                "livenessProbe": {"httpGet": {"path": "/livez", "port": "status"}, "periodSeconds": 20},
             }
         ],
         "volumes": [{"name": "work", "emptyDir": {}}, {"name": "tmp", "emptyDir": {}}],
