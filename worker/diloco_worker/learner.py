@@ -26,7 +26,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -56,6 +56,7 @@ from diloco_worker.settings import ConfigurationError, WorkerError, WorkerSettin
 from diloco_worker.status_page import open_port
 from diloco_worker.sync import optimizer_state
 from diloco_worker.sync.drain import offer_everything
+from diloco_worker.sync.inner_optimizers import InnerOptimizers
 from diloco_worker.sync.slot_checkpoint import SlotCheckpoint
 from diloco_worker.sync.stall_watchdog import StallWatchdog
 from diloco_worker.sync.step_metrics import StepMetrics
@@ -78,7 +79,12 @@ class Learner:
     ``layout``: how the model's parameters are cut into fragments.
     """
 
-    def __init__(self, settings: WorkerSettings, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        model: torch.nn.Module,
+        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    ) -> None:
         spec = settings.job.spec
         self._job = settings.job
         logs.set_fields(job=self._job.metadata.name)
@@ -112,7 +118,7 @@ class Learner:
         self._synchronizer = Synchronizer(
             spec,
             model,
-            optimizer,
+            InnerOptimizers(model, optimizers),
             self.layout,
             self._client,
             self._inbox,
@@ -127,13 +133,18 @@ class Learner:
 
     @classmethod
     def from_environment(
-        cls, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, environ: Mapping[str, str] | None = None
+        cls,
+        model: torch.nn.Module,
+        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        *,
+        environ: Mapping[str, str] | None = None,
     ) -> Self:
         """Build from the environment variables ``DILOCO_*`` (docs/contracts.md); opens no connection yet.
 
         ``model``: its trainable parameters are floating point, of any shape, contiguous, on the one device where
-        they will be trained, and keep their memory (no ``.to`` afterwards). ``optimizer``: the inner optimizer; its
-        state is handed over between learners where it is tensors and numbers.
+        they will be trained, and keep their memory (no ``.to`` afterwards). ``optimizers``: the inner optimizer, or
+        several, each for parameters of its own; their state is handed over between learners where it is tensors and
+        numbers. One that keeps a copy of the parameters (schedule-free, float32 masters) is refused.
 
         Raises ConfigurationError. If the program does not handle it, it ends with the error's exit code.
         """
@@ -141,7 +152,7 @@ class Learner:
         settings = WorkerSettings.from_environment(environ)
         if settings.role != "learner":
             raise ConfigurationError(f"DILOCO_ROLE is {settings.role!r}: a training loop needs the role learner")
-        return cls(settings, model, optimizer)
+        return cls(settings, model, optimizers)
 
     # ------------------------------------------------------------------ state
 

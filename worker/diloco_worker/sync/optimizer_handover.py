@@ -21,13 +21,12 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-import torch
-
 from diloco_protocol.wire import limits
 from diloco_worker.core.adoption import Adoption
 from diloco_worker.net.client import SyncerClient
 from diloco_worker.net.inbox import StateDownloaded
 from diloco_worker.sync import optimizer_state
+from diloco_worker.sync.inner_optimizers import InnerOptimizers
 from diloco_worker.sync.optimizer_state import ReceivedState, StateRefused
 from diloco_worker.sync.slot_checkpoint import SlotCheckpoint
 
@@ -46,20 +45,18 @@ class OptimizerHandover:
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        inner: InnerOptimizers,
         adoption: Adoption,
         client: SyncerClient,
         checkpoint: SlotCheckpoint,
         on_fresh: Callable[[int], None],
     ) -> None:
-        self._model = model
-        self._optimizer = optimizer
+        self._inner = inner
         self._adoption = adoption
         self._client = client
         self._checkpoint = checkpoint
         self._on_fresh = on_fresh
-        self._limit = optimizer_state.max_state_bytes(model)
+        self._limit = optimizer_state.max_state_bytes(inner.model)
         self._job_has_one = False
         self._source = ""  # what is waited for: PEER, JOB, OWN, or nothing
         self._candidates: list[tuple[str, ReceivedState]] = []  # states that came, best first
@@ -116,7 +113,7 @@ class OptimizerHandover:
         name, state = self._candidates[0]
         if state.usable(held):
             try:
-                optimizer_state.restore(state.data, self._model, self._optimizer)
+                optimizer_state.restore(state.data, self._inner)
                 log.info("the inner optimizer goes on from the state of the %s", name)
                 self._candidates = []
                 self._source = ""
@@ -135,7 +132,7 @@ class OptimizerHandover:
         """Turn to the next source, for ``why``."""
         if self._candidates:
             self._source = self._candidates[0][0]
-        elif self._ranked or (self._source == PEER and self._optimizer.state):
+        elif self._ranked or (self._source == PEER and self._inner.has_state):
             self._begin_fresh(why)
         elif self._source == PEER and self._job_has_one:
             self._source = JOB
@@ -164,7 +161,7 @@ class OptimizerHandover:
     def _begin_fresh(self, why: str) -> None:
         self._candidates = []
         self._source = ""
-        if self._optimizer.state:
+        if self._inner.has_state:
             log.info("the inner optimizer goes on with this process's own state: %s", why)
             return
         log.info("the inner optimizer begins fresh, with warm-up: %s", why)
@@ -179,7 +176,7 @@ class OptimizerHandover:
         if self._adoption.trained_steps and self._adoption.complete:
             origin = self._checkpoint.origin(self._adoption.now.step, held)
             try:
-                encode = optimizer_state.snapshot(self._model, self._optimizer, origin)
+                encode = optimizer_state.snapshot(self._inner, origin)
             except Exception as error:
                 log.warning("the optimizer's state is not given to a newcomer: it cannot be copied: %s", error)
         if encode is None:
@@ -194,7 +191,7 @@ class OptimizerHandover:
         started = time.monotonic()
         origin = self._checkpoint.origin(self._adoption.now.step, held())
         try:
-            encode = optimizer_state.snapshot(self._model, self._optimizer, origin)
+            encode = optimizer_state.snapshot(self._inner, origin)
         except Exception as error:  # of whatever kind, as no memory for the copy: training is worth more
             self._checkpoint.report_failure(f"the optimizer's state cannot be copied: {error}")
             return

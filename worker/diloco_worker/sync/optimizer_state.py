@@ -1,17 +1,22 @@
-"""The inner optimizer's state as bytes: for a newcomer, for the job's checkpoint, and for the slot's own.
+"""The inner optimizers' state as bytes: for a newcomer, for the job's checkpoint, and for the slot's own.
 
-The format is safetensors, never pickle: one tensor per parameter and key, named ``<parameter>|<key>``, and
-plain numbers in the header. ``restore`` checks the optimizer's class, every name, shape and dtype before it
-puts anything in place, so that a wrong or broken state is refused as a whole (algorithm.md section 8: a
-newcomer then starts fresh, with learning-rate warm-up).
+The format is safetensors, never pickle: one tensor per parameter and key, named ``<parameter>|<key>``, and plain
+numbers in the header, those of the groups (``InnerOptimizers.group_numbers``) too. ``restore`` checks the optimizers'
+classes, every name, shape and dtype before it puts anything in place, so that a wrong or broken state is refused as a
+whole (algorithm.md section 8: a newcomer then starts fresh, with learning-rate warm-up).
+
+A tensor of a parameter's state has the parameter's shape, or each of its dimensions is 1 or one of the parameter's (the
+factors of Adafactor, the matrices of Shampoo). Beside a quantised tensor of the parameter's size (of an 8-bit
+optimizer) there may be vectors: its scales and its code.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -19,22 +24,21 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from diloco_protocol.wire import limits
+from diloco_worker.sync.inner_optimizers import InnerOptimizers, Number
 
 _FORMAT = "1"
 _SEPARATOR = "|"
 _TENSORS_PER_PARAMETER = 4  # of its own shape; AdamW has two, AMSGrad three
 _HEADER_BYTES = 512  # per tensor, in the safetensors header
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8)
+_SMALL_BYTES = 4096  # per parameter: scalars, and the codes of a quantised state
+_QUANTISED = (torch.uint8, torch.int8)
+_LONGEST_CODE = 256  # values of a quantised state's code
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DTYPES = (*_FLOATS, *_QUANTISED, torch.int64, torch.int32, torch.bool)
 
 
 class StateRefused(Exception):
     """An optimizer state that does not fit this model and optimizer; one line says why."""
-
-
-def _names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.nn.Parameter]:
-    """The optimizer's parameters by their names in the model."""
-    ours = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return {name: p for name, p in model.named_parameters() if id(p) in ours}
 
 
 def max_state_bytes(model: torch.nn.Module) -> int:
@@ -42,7 +46,7 @@ def max_state_bytes(model: torch.nn.Module) -> int:
     total = 1 << 20
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            total += _TENSORS_PER_PARAMETER * (4 * parameter.numel() + _HEADER_BYTES + 2 * len(name)) + 64
+            total += _TENSORS_PER_PARAMETER * (4 * parameter.numel() + _HEADER_BYTES + 2 * len(name)) + _SMALL_BYTES
     return total
 
 
@@ -63,16 +67,14 @@ class Origin:
         return max(epochs), sum(versions), self.step
 
 
-def snapshot(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, origin: Origin | None = None
-) -> Callable[[], bytes] | None:
+def snapshot(inner: InnerOptimizers, origin: Origin | None = None) -> Callable[[], bytes] | None:
     """Copy the state now, at a step boundary; the result serialises the copy, in any thread.
 
     None: there is nothing to give (no step was made), or the state holds what is neither a tensor nor a number.
     """
     tensors: dict[str, torch.Tensor] = {}
-    numbers: dict[str, float | int | bool] = {}
-    for name, parameter in _names(model, optimizer).items():
+    numbers: dict[str, Number] = {f"{_SEPARATOR}{label}": value for label, value in inner.group_numbers().items()}
+    for name, (parameter, optimizer, _) in inner.parameters().items():
         for key, value in optimizer.state.get(parameter, {}).items():
             label = f"{name}{_SEPARATOR}{key}"
             if isinstance(value, torch.Tensor):
@@ -83,7 +85,7 @@ def snapshot(
                 return None
     if not tensors:
         return None
-    metadata = {"format": _FORMAT, "optimizer": type(optimizer).__name__, "numbers": json.dumps(numbers)}
+    metadata = {"format": _FORMAT, "optimizer": inner.name, "numbers": json.dumps(numbers)}
     if origin is not None:
         metadata["origin"] = json.dumps([origin.job, origin.layout, origin.step, origin.versions])
     copied = None
@@ -99,42 +101,71 @@ def snapshot(
     return encode
 
 
-def restore(data: bytes, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Replace the optimizer's state by what ``snapshot`` made. Raises StateRefused and
-    changes nothing if it does not fit."""
+def restore(data: bytes, inner: InnerOptimizers) -> None:
+    """Replace the optimizers' state by what ``snapshot`` made. Raises StateRefused and changes nothing if it does not
+    fit."""
     metadata = _metadata(data)
     if metadata.get("format") != _FORMAT:
         raise StateRefused(f"its format is {metadata.get('format')!r}, and this program reads {_FORMAT}")
-    if metadata.get("optimizer") != type(optimizer).__name__:
-        raise StateRefused(f"it is of {metadata.get('optimizer')!r}, and this learner runs {type(optimizer).__name__}")
+    if metadata.get("optimizer") != inner.name:
+        raise StateRefused(f"it is of {metadata.get('optimizer')!r}, and this learner runs {inner.name}")
     try:
         tensors = load_tensors(data)
         numbers = json.loads(metadata.get("numbers", "{}"))
     except (SafetensorError, ValueError) as error:
         raise StateRefused(f"it cannot be read: {error}") from error
-    if not isinstance(numbers, dict) or not all(isinstance(v, (bool, int, float)) for v in numbers.values()):
+    if not isinstance(numbers, dict) or not all(
+        isinstance(value, (bool, int, float)) and math.isfinite(value) for value in numbers.values()
+    ):
         raise StateRefused("its numbers are no numbers")
-    parameters = _names(model, optimizer)
-    state: dict[torch.nn.Parameter, dict[str, torch.Tensor | float | int | bool]] = {}
+    parameters = inner.parameters()
+    rows: dict[str, dict[str, torch.Tensor | Number]] = {}
+    groups: dict[str, Number] = {}
     for label, value in [*tensors.items(), *numbers.items()]:
         name, _, key = label.rpartition(_SEPARATOR)
-        parameter = parameters.get(name)
-        if parameter is None or not key.isidentifier():
-            raise StateRefused(f"it has {label!r}, which this model lacks")
-        if isinstance(value, torch.Tensor):
-            if value.dtype not in _DTYPES or (value.shape != parameter.shape and value.numel() != 1):
-                raise StateRefused(f"{label!r} is {tuple(value.shape)} {value.dtype}")
-            if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-                raise StateRefused(f"{label!r} has values that are not finite")
-            # Counters (step) stay on the CPU, as torch's own optimizers keep them.
-            value = value if value.numel() == 1 and parameter.numel() != 1 else value.to(parameter.device)
-        state.setdefault(parameter, {})[key] = value
-    missing = [name for name, parameter in parameters.items() if parameter not in state]
+        if not name and not isinstance(value, torch.Tensor) and inner.has_group_number(key):
+            groups[key] = value
+        elif name in parameters and key.isidentifier():
+            rows.setdefault(name, {})[key] = value
+        else:
+            raise StateRefused(f"it has {label!r}, which this learner lacks")
+    for name, row in rows.items():
+        _check_row(name, row, parameters[name][0])
+    missing = [name for name in parameters if name not in rows]
     if missing:
         raise StateRefused(f"it lacks {missing[0]!r} and {len(missing) - 1} more")
-    optimizer.state.clear()
-    for parameter, row in state.items():
-        optimizer.state[parameter] = row
+    inner.clear_state()
+    for name, row in rows.items():
+        parameter, optimizer, group = parameters[name]
+        optimizer.state[parameter] = {
+            key: value.to(_device(key, parameter, group)) if isinstance(value, torch.Tensor) else value
+            for key, value in row.items()
+        }
+    for label, value in groups.items():
+        inner.set_group_number(label, value)
+
+
+def _check_row(name: str, row: Mapping[str, torch.Tensor | Number], parameter: torch.nn.Parameter) -> None:
+    """Raises StateRefused unless all of it may be the state of this parameter."""
+    tensors = {key: value for key, value in row.items() if isinstance(value, torch.Tensor)}
+    sizes = {1, *parameter.shape}
+    quantised = any(t.dtype in _QUANTISED and t.numel() == parameter.numel() for t in tensors.values())
+    for key, value in tensors.items():
+        fits = value.shape == parameter.shape or (value.ndim <= max(1, parameter.ndim) and set(value.shape) <= sizes)
+        code = quantised and value.ndim == 1 and value.numel() <= max(_LONGEST_CODE, parameter.numel())
+        if value.dtype not in _DTYPES or not (fits or code):
+            label = f"{name}{_SEPARATOR}{key}"
+            raise StateRefused(f"{label!r} is {tuple(value.shape)} {value.dtype}, for {tuple(parameter.shape)}")
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            raise StateRefused(f"'{name}{_SEPARATOR}{key}' has values that are not finite")
+
+
+def _device(key: str, parameter: torch.nn.Parameter, group: Mapping[str, Any]) -> torch.device:
+    """Where a state's tensor belongs, as torch's own optimizers have it (torch.optim.Optimizer.load_state_dict): the
+    step counts on the CPU, unless kernels of the device read it (fused, capturable)."""
+    if key == "step" and not (group.get("fused") or group.get("capturable")):
+        return torch.device("cpu")
+    return parameter.device
 
 
 def origin_of(data: bytes) -> Origin | None:

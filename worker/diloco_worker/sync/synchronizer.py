@@ -56,6 +56,7 @@ from diloco_worker.net.transfers import Push
 from diloco_worker.settings import DivergedError, WorkerError
 from diloco_worker.sync.deterministic import DeterministicMode
 from diloco_worker.sync.frozen_parameters import FrozenParameters
+from diloco_worker.sync.inner_optimizers import InnerOptimizers
 from diloco_worker.sync.optimizer_handover import OptimizerHandover
 from diloco_worker.sync.optimizer_state import Rewarm
 from diloco_worker.sync.slot_checkpoint import SlotCheckpoint
@@ -73,7 +74,7 @@ class Synchronizer:
         self,
         spec: JobSpec,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        inner: InnerOptimizers,
         layout: Layout,
         client: SyncerClient,
         inbox: Inbox,
@@ -93,7 +94,7 @@ class Synchronizer:
         self.tenure = 0  # counts tenures; a batch drawn in an earlier one is not trained
         self.push_answers: dict[tuple[int, int], PushAnswered] = {}  # by fragment and sequence; for the drain
         self._syncer_settings = SyncerSettings.of(spec)
-        self._optimizer = optimizer
+        self._inner = inner
         self._layout = layout
         self._client = client
         self._inbox = inbox
@@ -103,7 +104,7 @@ class Synchronizer:
         self._stopping = stopping
         self._deterministic = DeterministicMode(self.adoption) if spec.sync.deterministic else None
         self._frozen = FrozenParameters(model, client)
-        self._handover = OptimizerHandover(model, optimizer, self.adoption, client, checkpoint, self.rewarm.begin)
+        self._handover = OptimizerHandover(inner, self.adoption, client, checkpoint, self.rewarm.begin)
         self._draining = False
         self._offered: dict[int, Push] = {}  # per fragment, the offer that was sent and not refused
         self._bases: list[Vector | None] = [None] * len(layout)
@@ -369,7 +370,7 @@ class Synchronizer:
         if self._deterministic is not None:
             self._deterministic.on_adopted(fragment)
         if decision.reset_optimizer:
-            self._optimizer.state.clear()
+            self._inner.clear_state()
             self.rewarm.begin(self.adoption.now.step)
         return True
 

@@ -15,6 +15,7 @@ from diloco_protocol.wire.records import Announcement, Payload
 from diloco_worker.core.adoption import Adoption, AdoptionConfig
 from diloco_worker.net import inbox
 from diloco_worker.sync import optimizer_handover, optimizer_state
+from diloco_worker.sync.inner_optimizers import InnerOptimizers
 from diloco_worker.sync.optimizer_handover import JOB, OWN, PEER, OptimizerHandover
 from diloco_worker.sync.optimizer_state import Origin, max_state_bytes, snapshot
 from diloco_worker.sync.slot_checkpoint import SlotCheckpoint
@@ -50,7 +51,7 @@ def state(rate: float, origin: Origin | None) -> bytes:
     optimizer.step()
     for row in optimizer.state.values():
         row["exp_avg"].fill_(rate)
-    encode = snapshot(model, optimizer, origin)
+    encode = snapshot(InnerOptimizers(model, optimizer), origin)
     assert encode is not None
     return encode()
 
@@ -70,7 +71,7 @@ class Newcomer:
         self.asked, self.fresh = Asked(), list[int]()
         client: Any = self.asked
         self.handover = OptimizerHandover(
-            self.model, self.optimizer, self.adoption, client, checkpoint, self.fresh.append
+            InnerOptimizers(self.model, self.optimizer), self.adoption, client, checkpoint, self.fresh.append
         )
 
     def train_a_step(self) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load, save
 
+from diloco_worker.settings import ConfigurationError
+from diloco_worker.sync.inner_optimizers import InnerOptimizers
 from diloco_worker.sync.optimizer_state import ReceivedState, Rewarm, StateRefused, max_state_bytes, restore, snapshot
 
 
@@ -25,11 +28,56 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, 
         optimizer.step()
 
 
+class EightBits(torch.optim.Optimizer):
+    """Momentum that is kept in 8 bits: per parameter its codes, a code book and a scale per block of 4, as those of
+    bitsandbytes are."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            row = self.state[p]
+            if not row:
+                row["state1"] = torch.full(p.shape, 128, dtype=torch.uint8)
+                row["qmap1"] = torch.linspace(-1, 1, 256)
+                row["absmax1"] = torch.zeros(-(-p.numel() // 4))
+            moment = row["qmap1"][row["state1"].long()].flatten() * row["absmax1"].repeat_interleave(4)[: p.numel()]
+            moment = 0.9 * moment + p.grad.flatten()
+            blocks = torch.nn.functional.pad(moment, (0, -p.numel() % 4)).view(-1, 4)
+            row["absmax1"] = blocks.abs().amax(1)
+            scaled = moment / row["absmax1"].repeat_interleave(4)[: p.numel()].clamp(min=1e-9)
+            row["state1"] = torch.bucketize(scaled, row["qmap1"]).clamp(max=255).to(torch.uint8).view(p.shape)
+            p.sub_(moment.view(p.shape), alpha=self.param_groups[0]["lr"])
+
+
+class Estimating(torch.optim.Optimizer):
+    """Sets its own step size in its group, as Prodigy and D-Adaptation do."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr, "d": 1e-3, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault("sum", torch.zeros_like(p)).add_(p.grad)
+                p.sub_(self.state[p]["sum"], alpha=group["lr"] * group["d"])
+            group["d"] *= 1.25
+            group["k"] += 1
+
+
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
     "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "8 bits": lambda p: EightBits(p, lr=0.01),
+    "estimating": lambda p: Estimating(p, lr=0.01),
 }
 
 
@@ -37,15 +85,16 @@ OPTIMIZERS = {
 def test_a_newcomer_goes_on_bit_for_bit(name: str) -> None:
     model = build()
     optimizer = OPTIMIZERS[name](model.parameters())
+    inner = InnerOptimizers(model, optimizer)
     train(model, optimizer, 5)
-    encode = snapshot(model, optimizer)
+    encode = snapshot(inner)
     assert encode is not None
     newcomer = copy.deepcopy(model)
     train(model, optimizer, 3, seed=1)  # the snapshot must not move along
     data = encode()
     assert len(data) <= max_state_bytes(model)
     fresh = OPTIMIZERS[name](newcomer.parameters())
-    restore(data, newcomer, fresh)
+    restore(data, InnerOptimizers(newcomer, fresh))
     train(newcomer, fresh, 3, seed=1)
     for own, theirs in zip(newcomer.parameters(), model.parameters(), strict=True):
         assert torch.equal(own, theirs)
@@ -53,12 +102,12 @@ def test_a_newcomer_goes_on_bit_for_bit(name: str) -> None:
 
 def test_there_is_nothing_to_give_before_the_first_step() -> None:
     model = build()
-    assert snapshot(model, torch.optim.AdamW(model.parameters())) is None
+    assert snapshot(InnerOptimizers(model, torch.optim.AdamW(model.parameters()))) is None
 
 
 def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
     train(model, optimizer, 2)
-    encode = snapshot(model, optimizer)
+    encode = snapshot(InnerOptimizers(model, optimizer))
     assert encode is not None
     return encode()
 
@@ -74,7 +123,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     broken = {
         "its format": save(tensors, {**metadata, "format": "9"}),
         "runs AdamW": save(tensors, {**metadata, "optimizer": "SGD"}),
-        "this model lacks": save({**tensors, "9.weight|exp_avg": tensors[key].clone()}, metadata),
+        "this learner lacks": save({**tensors, "9.weight|exp_avg": tensors[key].clone()}, metadata),
         r"is \(8, 5\)": save({**tensors, key: torch.zeros(8, 5)}, metadata),
         "not finite": save({**tensors, key: torch.full((8, 4), float("nan"))}, metadata),
         "it lacks": save({k: v for k, v in tensors.items() if not k.startswith("2.")}, metadata),
@@ -90,7 +139,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     before = copy.deepcopy(target.state_dict())
     for message, state in broken.items():
         with pytest.raises(StateRefused, match=message):
-            restore(state, other, target)
+            restore(state, InnerOptimizers(other, target))
     after = target.state_dict()
     for index, row in before["state"].items():
         for name, value in row.items():
@@ -105,7 +154,7 @@ def test_only_what_the_optimizer_trains_is_in_it() -> None:
     data = state_of(model, optimizer)
     assert {name.split("|")[0] for name in load(data)} == {"2.weight", "2.bias"}
     fresh = torch.optim.AdamW(model[2].parameters(), lr=0.01)
-    restore(data, model, fresh)
+    restore(data, InnerOptimizers(model, fresh))
     assert len(fresh.state) == 2
 
 
@@ -122,3 +171,93 @@ def test_a_fresh_optimizer_warms_up() -> None:
     assert rewarm.scale(100) == 1.0
     rewarm.begin(100)
     assert [rewarm.scale(step) for step in range(100, 106)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"capturable": True}, {"amsgrad": True}], ids=str)
+def test_a_state_lies_where_torchs_own_policy_puts_it(options: dict[str, bool]) -> None:
+    """The device `meta` stands for a GPU. Kernels that are fused or captured read the step counts there."""
+    model = build()
+    data = state_of(model, torch.optim.AdamW(model.parameters(), lr=0.01, amsgrad=bool(options.get("amsgrad"))))
+    there = build().to("meta")
+    optimizer = torch.optim.AdamW(there.parameters(), lr=0.01)
+    for group in optimizer.param_groups:  # the constructor asks whether kernels support the device
+        group.update(options)
+    restore(data, InnerOptimizers(there, optimizer))
+    rows = dict(optimizer.state)
+    assert len(rows) == 4
+    for index, (parameter, row) in enumerate(rows.items()):
+        groups = [{**optimizer.param_groups[0], "params": list(range(4))}]
+        for key, value in row.items():
+            policy = torch.optim.Optimizer._process_value_according_to_param_policy
+            assert value.device == policy(parameter, torch.zeros(()), index, groups, key).device, key
+
+
+def test_several_optimizers_are_handed_over_together() -> None:
+    def optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+        matrices = [p for p in model.parameters() if p.ndim == 2]
+        return [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW([model[0].bias, model[2].bias], lr=0.01)]
+
+    def run(model: torch.nn.Module, both: list[torch.optim.Optimizer], seed: int) -> None:
+        for batch in torch.randn(3, 16, 4, generator=torch.Generator().manual_seed(seed)):
+            model.zero_grad()
+            (model(batch).squeeze(1) - batch.sum(1)).square().mean().backward()
+            for one in both:
+                one.step()
+
+    model = build()
+    both = optimizers(model)
+    run(model, both, 0)
+    encode = snapshot(InnerOptimizers(model, both))
+    assert encode is not None
+    data, newcomer = encode(), copy.deepcopy(model)
+    fresh = optimizers(newcomer)
+    restore(data, InnerOptimizers(newcomer, fresh))
+    run(model, both, 1)
+    run(newcomer, fresh, 1)
+    for own, theirs in zip(newcomer.parameters(), model.parameters(), strict=True):
+        assert torch.equal(own, theirs)
+    with pytest.raises(StateRefused, match=r"it is of 'Muon\+AdamW', and this learner runs AdamW"):
+        restore(data, InnerOptimizers(newcomer, torch.optim.AdamW(newcomer.parameters())))
+    with pytest.raises(ConfigurationError, match="two optimizers train the same parameter"):
+        InnerOptimizers(model, [both[0], torch.optim.AdamW(model.parameters())])
+
+
+def test_only_group_entries_that_the_optimizer_changed_itself_travel() -> None:
+    """The learning rate, which the loop sets between steps, is the receiver's own."""
+    model = build()
+    optimizer = Estimating(model.parameters(), lr=0.01)
+    inner = InnerOptimizers(model, optimizer)
+    for step in range(3):
+        optimizer.param_groups[0]["lr"] = 0.01 / (step + 1)
+        train(model, optimizer, 1)
+    assert inner.group_numbers() == {"0.0.d": pytest.approx(1e-3 * 1.25**3), "0.0.k": 3}
+    encode = snapshot(inner)
+    assert encode is not None
+    fresh = Estimating(model.parameters(), lr=0.5)
+    receiver = InnerOptimizers(model, fresh)
+    restore(encode(), receiver)
+    group = fresh.param_groups[0]
+    assert (group["lr"], group["k"]) == (0.5, 3) and group["d"] == optimizer.param_groups[0]["d"]
+    assert receiver.group_numbers() == inner.group_numbers(), "and on to the next newcomer"
+
+
+class AdamWScheduleFree(torch.optim.AdamW):
+    """Named as the one of schedulefree, which moves a second sequence of its own."""
+
+
+class Masters(torch.optim.SGD):
+    """Keeps float32 masters in its state, as FusedAdam(master_weights=True) does."""
+
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p].setdefault("master_param", p.detach().clone())
+
+
+def test_optimizers_that_copy_the_parameters_are_refused_by_name() -> None:
+    model = build()
+    with pytest.raises(ConfigurationError, match=r"AdamWScheduleFree keeps a copy .* Use one that works on the param"):
+        InnerOptimizers(model, AdamWScheduleFree(model.parameters()))
+    masters = Masters(model.parameters(), lr=0.1)
+    InnerOptimizers(model, masters)
+    with pytest.raises(ConfigurationError, match=r"Masters keeps a copy .*its state has 'master_param'"):
+        train(model, masters, 1)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from diloco_protocol.common.files import TEMPORARY
+from diloco_worker.sync.inner_optimizers import InnerOptimizers
 from diloco_worker.sync.optimizer_state import Origin, max_state_bytes, origin_of, restore, snapshot
 from diloco_worker.sync.slot_checkpoint import SlotCheckpoint
 
@@ -33,7 +34,7 @@ def place(folder: Path, job: str = "a", layout: str = "d" * 64, limit: int | Non
 
 def written(checkpoint: SlotCheckpoint, step: int = 7) -> None:
     model, optimizer = trained()
-    encode = snapshot(model, optimizer, checkpoint.origin(step, VERSIONS))
+    encode = snapshot(InnerOptimizers(model, optimizer), checkpoint.origin(step, VERSIONS))
     assert encode is not None
     keep(checkpoint, encode)
 
@@ -59,7 +60,7 @@ def test_a_replacement_finds_what_its_predecessor_left(tmp_path: Path) -> None:
     assert found is not None and found[1] == Origin("a", "d" * 64, 8, VERSIONS)
     model, optimizer = trained()
     fresh = torch.optim.AdamW(model.parameters(), lr=0.1)
-    restore(found[0], model, fresh)
+    restore(found[0], InnerOptimizers(model, fresh))
     for parameter in model.parameters():
         for key, value in optimizer.state[parameter].items():
             assert torch.equal(fresh.state[parameter][key], value)
@@ -140,5 +141,5 @@ def test_the_newer_of_two_states() -> None:
     assert age(1, (1, 5)) < age(2, (1, 5)), "more steps"
     assert age(1) > (0, 0, 0)
     model, optimizer = trained()
-    encode = snapshot(model, optimizer)
+    encode = snapshot(InnerOptimizers(model, optimizer))
     assert encode is not None and origin_of(encode()) is None

@@ -1,0 +1,139 @@
+"""The inner optimizers of a learner, one or several (such as Muon for matrices and AdamW for the rest), taken together.
+
+What belongs to their state beside the tensors of each parameter are numbers in their groups that they change themselves
+(a step count, an estimated learning rate). Which those are is observed: an entry that has another value after
+``optimizer.step()`` than before it. What a loop sets between steps, such as the learning rate, is not among them.
+
+An optimizer that keeps a copy of the parameters, of which it makes them anew at each step, is refused by name: a merged
+version that is adopted would be undone by its next step.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from diloco_worker.settings import ConfigurationError
+
+Number = bool | int | float
+
+# Class names (of the optimizer or a base) that are known to make parameters of copies of their own.
+_COPYING = re.compile(
+    r"ScheduleFree|Lookahead|FP16_?Optimizer|BF16_?Optimizer|Float16Optimizer|MixedPrecisionOptimizer|MasterWeight"
+)
+_COPIES = frozenset({"master_param", "master_params", "master_weight", "fp32_param", "slow_param", "slow_buffer"})
+
+
+class InnerOptimizers:
+    """``optimizers`` train parameters of ``model``, each its own. Raises ConfigurationError for what cannot be."""
+
+    def __init__(
+        self, model: torch.nn.Module, optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+    ) -> None:
+        self.model = model
+        self.all = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+        self._changed: list[set[str]] = [set() for _ in self.all]  # group entries that each has changed itself
+        self._before: list[list[dict[str, Number]]] = [[] for _ in self.all]
+        seen: set[int] = set()
+        for index, optimizer in enumerate(self.all):
+            _refuse_copies(optimizer)
+            ours = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            if ours & seen:
+                raise ConfigurationError("two optimizers train the same parameter: give each parameter to one of them")
+            seen |= ours
+            optimizer.register_step_pre_hook(lambda *_, i=index: self._remember_groups(i))
+            optimizer.register_step_post_hook(lambda *_, i=index: self._compare_groups(i))
+
+    @property
+    def name(self) -> str:
+        """Their classes' names."""
+        return "+".join(type(optimizer).__name__ for optimizer in self.all)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether some step was made, or a state restored."""
+        return any(optimizer.state for optimizer in self.all)
+
+    def clear_state(self) -> None:
+        """Forget all state: the next step begins fresh."""
+        for optimizer in self.all:
+            optimizer.state.clear()
+
+    def parameters(self) -> dict[str, tuple[torch.nn.Parameter, torch.optim.Optimizer, dict[str, Any]]]:
+        """By the name in the model: the parameter, its optimizer and its group."""
+        named = {id(p): (name, p) for name, p in self.model.named_parameters()}
+        found = {}
+        for optimizer in self.all:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if id(parameter) in named:
+                        name, parameter = named[id(parameter)]
+                        found[name] = (parameter, optimizer, group)
+        return {name: found[name] for name, _ in named.values() if name in found}
+
+    # ------------------------------------------------------- group entries
+
+    def group_numbers(self) -> dict[str, Number]:
+        """The group entries that the optimizers changed themselves, as ``optimizer.group.key``."""
+        found = {}
+        for index, optimizer in enumerate(self.all):
+            for at, group in enumerate(optimizer.param_groups):
+                numbers = _numbers(group)
+                found.update({f"{index}.{at}.{key}": numbers[key] for key in self._changed[index] & numbers.keys()})
+        return found
+
+    def has_group_number(self, label: str) -> bool:
+        """Whether there is a number of that label."""
+        return self._group(label) is not None
+
+    def set_group_number(self, label: str, value: Number) -> None:
+        """Put a number of ``group_numbers`` in place; it belongs to the state from now on."""
+        found = self._group(label)
+        if found is not None:
+            index, group, key = found
+            group[key] = type(group[key])(value)
+            self._changed[index].add(key)
+
+    def _group(self, label: str) -> tuple[int, dict[str, Any], str] | None:
+        match = re.fullmatch(r"(\d{1,4})\.(\d{1,6})\.(\w{1,64})", label)
+        if match is None or int(match[1]) >= len(self.all):
+            return None
+        groups = self.all[int(match[1])].param_groups
+        if int(match[2]) >= len(groups) or match[3] not in _numbers(groups[int(match[2])]):
+            return None
+        return int(match[1]), groups[int(match[2])], match[3]
+
+    def _remember_groups(self, index: int) -> None:
+        self._before[index] = [_numbers(group) for group in self.all[index].param_groups]
+
+    def _compare_groups(self, index: int) -> None:
+        for before, group in zip(self._before[index], self.all[index].param_groups, strict=False):
+            now = _numbers(group)
+            self._changed[index].update(key for key, value in before.items() if now.get(key, value) != value)
+        for row in self.all[index].state.values():
+            if isinstance(row, dict) and (copies := _COPIES & row.keys()):
+                raise _copying(type(self.all[index]).__name__, f"its state has {min(copies)!r}")
+            break  # all rows have the same keys
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, Number]:
+    numbers = {key: value for key, value in group.items() if isinstance(value, (bool, int, float))}
+    return {key: value for key, value in numbers.items() if math.isfinite(value)}
+
+
+def _refuse_copies(optimizer: torch.optim.Optimizer) -> None:
+    for kind in type(optimizer).__mro__:
+        if _COPYING.search(kind.__name__):
+            raise _copying(type(optimizer).__name__, f"it is a {kind.__name__}")
+
+
+def _copying(name: str, why: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"the optimizer {name} keeps a copy of the parameters, of which its next step makes them anew ({why}): an "
+        "adopted version would be undone. Use one that works on the parameters themselves, such as AdamW, with a "
+        "learning-rate schedule of your own"
+    )
