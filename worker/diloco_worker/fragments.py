@@ -13,6 +13,7 @@ host, waits for them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from safetensors.torch import save as save_tensors
 
 from diloco_protocol.arrays.layout import Layout, LayoutError, Tensor
 from diloco_worker.core.adoption import Kind
+from diloco_worker.named_parameters import check_whole, named_parameters, unwrap
 from diloco_worker.settings import ConfigurationError
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
@@ -56,12 +58,12 @@ class Vector:
 
 def model_tensors(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """Trainable parameters by name; tied ones once, under the first of their names."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return {name: p for name, p in named_parameters(model).items() if p.requires_grad}
 
 
 def frozen_tensors(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """Parameters that are not trained, by name; tied ones once."""
-    return {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    return {name: p for name, p in named_parameters(model).items() if not p.requires_grad}
 
 
 def build_layout(
@@ -73,7 +75,8 @@ def build_layout(
     merged by mean. Raises ConfigurationError for what cannot be exchanged.
     """
     mean = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
-    output = getattr(model, "get_output_embeddings", None)
+    check_whole(model)
+    output = getattr(unwrap(model), "get_output_embeddings", None)
     if callable(output) and (head := output()) is not None:
         mean.add(id(getattr(head, "weight", None)))
     tensors = []
@@ -84,12 +87,25 @@ def build_layout(
                 "merged; freeze it (requires_grad_(False)) or convert it"
             )
         if not parameter.data.is_contiguous():
-            raise ConfigurationError(f"parameter {name} is not contiguous: assign parameter.data.contiguous() to it")
+            raise ConfigurationError(
+                f"parameter {name} is not contiguous: assign parameter.data.contiguous() to it, or where it is in "
+                "channels_last, model.to(memory_format=torch.contiguous_format); the inputs may stay in channels_last"
+            )
         tensors.append(Tensor(name, tuple(parameter.shape), _DTYPES[parameter.dtype], id(parameter) in mean))
     try:
         return Layout.build(tensors, fragments, every, mean_patterns)
     except LayoutError as error:
         raise ConfigurationError(str(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Home:
+    """Where a parameter lies: the attribute ``key`` of ``owner``, and its memory when it was first seen."""
+
+    name: str
+    owner: torch.nn.Module
+    key: str
+    data: torch.Tensor
 
 
 class ModelFragments:
@@ -101,12 +117,16 @@ class ModelFragments:
         parameters = model_tensors(model)
         # Per fragment, of each piece: a flat view of its parameter's memory, and where it lies in the vector.
         self._views: list[list[tuple[torch.Tensor, slice]]] = []
+        owners = {id(p): (module, key) for module in model.modules() for key, p in module._parameters.items()}
+        self._homes: list[list[_Home]] = []  # per fragment
         for pieces in layout.fragments:
             views = []
             for piece in pieces:
                 flat = parameters[piece.tensor].data.view(-1)[piece.start : piece.stop]
                 views.append((flat, slice(piece.offset, piece.offset + piece.stop - piece.start)))
             self._views.append(views)
+            names = dict.fromkeys(piece.tensor for piece in pieces)
+            self._homes.append([_Home(name, *owners[id(parameters[name])], parameters[name].data) for name in names])
         devices = {flat.device for views in self._views for flat, _ in views}
         cuda = [device for device in devices if device.type == "cuda"]
         if cuda and len(devices) > 1:
@@ -123,6 +143,7 @@ class ModelFragments:
     @torch.no_grad()
     def snapshot(self, fragment: int) -> Vector:
         """A copy of the fragment as it is now, float32[elements]."""
+        self._check_homes(fragment)
         elements = self.layout.elements(fragment)
         gathered = torch.empty(elements, dtype=torch.float32, device=self._device)
         for flat, where in self._views[fragment]:
@@ -146,6 +167,7 @@ class ModelFragments:
         """
         if kind in (Kind.KEEP, Kind.REBASE) and reference is None:
             raise ValueError(f"{kind} needs the vector that is subtracted")
+        self._check_homes(fragment)
         target = self._on_device(new)
         minus = None if reference is None or kind in (Kind.OVERWRITE, Kind.MIX) else self._on_device(reference)
         for theta, where in self._views[fragment]:
@@ -161,6 +183,16 @@ class ModelFragments:
                 work.sub_(minus[where]).add_(base)
             if work is not theta:
                 theta.copy_(work)
+
+    def _check_homes(self, fragment: int) -> None:
+        """Raise ConfigurationError if a parameter lies elsewhere now: what the views show would be dead memory."""
+        for home in self._homes[fragment]:
+            parameter = home.owner._parameters.get(home.key)
+            if parameter is None or parameter.data_ptr() != home.data.data_ptr() or parameter.dtype != home.data.dtype:
+                raise ConfigurationError(
+                    f"parameter {home.name} was moved or assigned anew after the Learner was made (as by "
+                    "model.to(...)): bring the model where and how it will be trained first, then make the Learner"
+                )
 
     def _on_device(self, vector: Vector) -> torch.Tensor:
         """The vector where the parameters are; on a GPU the current stream waits for it."""

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+import torch.distributed.fsdp
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from diloco_protocol.arrays.layout import Layout
 from diloco_worker.core.adoption import Kind
 from diloco_worker.fragments import ModelFragments, Vector, build_layout, frozen_bytes, load_frozen, model_tensors
+from diloco_worker.named_parameters import named_parameters
 from diloco_worker.settings import ConfigurationError
+
+
+class Group:
+    """A process group of four."""
+
+    def size(self) -> int:
+        return 4
 
 
 class Tied(torch.nn.Module):
@@ -149,6 +161,81 @@ def test_what_cannot_be_merged_is_refused_by_name() -> None:
         parameter.requires_grad_(False)
     with pytest.raises(ConfigurationError, match="no trainable elements"):
         build_layout(model, 2)
+
+
+def test_a_wrapped_model_is_the_same_model() -> None:
+    """The same names, so the same layout: it may join learners that do not wrap it."""
+    plain = Untied()
+    layout = build_layout(plain, 3, 4)
+    assert any(tensor.mean for tensor in layout.tensors if tensor.name == "head.weight"), "the output embedding"
+
+    def wrapped_inside() -> torch.nn.Module:
+        model = Untied()
+        model.base, model.norm = checkpoint_wrapper(model.base), torch.compile(model.norm)
+        return model
+
+    for model in (torch.compile(Untied()), torch.nn.DataParallel(torch.compile(Untied())), wrapped_inside()):
+        assert build_layout(model, 3, 4).digest == layout.digest
+        assert list(named_parameters(model)) == list(named_parameters(plain))
+        assert len(ModelFragments(model, layout)) == 3
+
+    class Own(torch.nn.Module):
+        """A child that happens to have a wrapper's name."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = torch.nn.Linear(2, 2)
+
+    assert list(named_parameters(Own())) == ["module.weight", "module.bias"]
+
+
+def test_parameters_that_moved_are_noticed() -> None:
+    """The views would show dead memory for ever, and nobody would learn of it."""
+
+    def to_another_dtype(model: torch.nn.Module) -> None:
+        model.to(torch.float64)
+
+    def own_tensor(model: torch.nn.Module) -> None:
+        model.norm.weight.data = model.norm.weight.data.clone()
+
+    def own_parameter(model: torch.nn.Module) -> None:
+        model.norm.weight = torch.nn.Parameter(torch.ones(8))
+
+    def removed(model: torch.nn.Module) -> None:
+        torch.nn.utils.parametrizations.weight_norm(model.norm)
+
+    for change in (to_another_dtype, own_tensor, own_parameter, removed):
+        model = Untied()
+        fragments = ModelFragments(model, build_layout(model, 1, 4))
+        base = fragments.snapshot(0)
+        change(model)
+        with pytest.raises(ConfigurationError, match=r"was moved or assigned anew after the Learner was made"):
+            fragments.snapshot(0)
+        with pytest.raises(ConfigurationError, match=r"was moved or assigned anew after the Learner was made"):
+            fragments.move(0, Kind.OVERWRITE, base)
+
+
+def test_a_part_of_a_model_is_refused_by_name(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        sharded = torch.distributed.fsdp.fully_shard(Untied(), mesh=mesh)
+        with pytest.raises(ConfigurationError, match=r"embedding\.weight is a DTensor, of which this process has one"):
+            build_layout(sharded, 1)
+        replicated = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+        assert len(build_layout(replicated, 1)) == 1, "of one replica it is nothing but a wrapper"
+        replicated.process_group = Group()
+        with pytest.raises(ConfigurationError, match=r"one of 4 replicas .* leave DistributedDataParallel out"):
+            build_layout(replicated, 1)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_channels_last_is_refused_with_the_cure() -> None:
+    model = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    with pytest.raises(ConfigurationError, match=r"weight is not contiguous.*torch\.contiguous_format"):
+        build_layout(model, 1)
+    assert len(build_layout(model.to(memory_format=torch.contiguous_format), 1)) == 1
 
 
 def test_frozen_parameters_travel_whole_or_not_at_all() -> None:

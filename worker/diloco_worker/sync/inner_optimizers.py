@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from diloco_worker.named_parameters import named_parameters
 from diloco_worker.settings import ConfigurationError
 
 Number = bool | int | float
@@ -65,7 +66,7 @@ class InnerOptimizers:
 
     def parameters(self) -> dict[str, tuple[torch.nn.Parameter, torch.optim.Optimizer, dict[str, Any]]]:
         """By the name in the model: the parameter, its optimizer and its group."""
-        named = {id(p): (name, p) for name, p in self.model.named_parameters()}
+        named = {id(p): (name, p) for name, p in named_parameters(self.model).items()}
         found = {}
         for optimizer in self.all:
             for group in optimizer.param_groups:

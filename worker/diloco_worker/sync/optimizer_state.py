@@ -24,6 +24,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from diloco_protocol.wire import limits
+from diloco_worker.named_parameters import named_parameters
 from diloco_worker.sync.inner_optimizers import InnerOptimizers, Number
 
 _FORMAT = "1"
@@ -44,7 +45,7 @@ class StateRefused(Exception):
 def max_state_bytes(model: torch.nn.Module) -> int:
     """Upper bound of this model's optimizer state, in bytes; a larger one is not downloaded."""
     total = 1 << 20
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_parameters(model).items():
         if parameter.requires_grad:
             total += _TENSORS_PER_PARAMETER * (4 * parameter.numel() + _HEADER_BYTES + 2 * len(name)) + _SMALL_BYTES
     return total
