@@ -4,6 +4,10 @@ A ``Vector`` is one fragment in host memory: float32, the pieces in the layout's
 only takes such vectors (``snapshot``) and moves the parameters to a new base (``move``); each is a copy of one
 fragment and nothing else. All arithmetic is float32, whatever the parameters' dtype.
 
+A parameter of less precision (bfloat16, float16) cannot hold a base exactly. What a move rounds off is kept beside
+it, float32, and belongs to every later snapshot and move, so that rounding never counts as work: a learner that
+learnt nothing pushes zeros. Without it, bfloat16 parameters pull a float32 base back to their own grid.
+
 On a GPU neither waits for the device. A snapshot is gathered by a kernel on the current stream, so it lies between
 two optimizer steps, and copied to pinned host memory on a side stream; the background thread, which reads the
 vector, waits for that copy's event. A move uploads its vectors on the side stream, and the current stream, not the
@@ -30,6 +34,7 @@ from diloco_worker.settings import ConfigurationError
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float64: "float64"}
+_ROUNDING = frozenset({torch.bfloat16, torch.float16})  # dtypes that cannot hold every float32
 
 
 class Vector:
@@ -110,23 +115,32 @@ class _Home:
 
 class ModelFragments:
     """A model's fragments. Its parameters must keep their memory (no ``.to`` or re-assignment
-    afterwards): the views are made once."""
+    afterwards): the views are made once.
 
-    def __init__(self, model: torch.nn.Module, layout: Layout) -> None:
+    ``keep_rounding``: keep what moves round off parameters of less than float32 precision (4 bytes of each of their
+    elements, where they lie); for who takes snapshots."""
+
+    def __init__(self, model: torch.nn.Module, layout: Layout, keep_rounding: bool = True) -> None:
         self.layout = layout
         parameters = model_tensors(model)
-        # Per fragment, of each piece: a flat view of its parameter's memory, and where it lies in the vector.
+        # Per fragment, of each piece: a flat view of its parameter's memory, and where it lies in the vector; and
+        # float32 of the view's shape, what the last move rounded off (None: it rounds nothing off).
         self._views: list[list[tuple[torch.Tensor, slice]]] = []
         owners = {id(p): (module, key) for module in model.modules() for key, p in module._parameters.items()}
         self._homes: list[list[_Home]] = []  # per fragment
+        self._rounded: list[list[torch.Tensor | None]] = []
         for pieces in layout.fragments:
-            views = []
+            views: list[tuple[torch.Tensor, slice]] = []
+            rounded: list[torch.Tensor | None] = []
             for piece in pieces:
                 flat = parameters[piece.tensor].data.view(-1)[piece.start : piece.stop]
                 views.append((flat, slice(piece.offset, piece.offset + piece.stop - piece.start)))
+                rounds = keep_rounding and flat.dtype in _ROUNDING
+                rounded.append(torch.zeros_like(flat, dtype=torch.float32) if rounds else None)
             self._views.append(views)
             names = dict.fromkeys(piece.tensor for piece in pieces)
             self._homes.append([_Home(name, *owners[id(parameters[name])], parameters[name].data) for name in names])
+            self._rounded.append(rounded)
         devices = {flat.device for views in self._views for flat, _ in views}
         cuda = [device for device in devices if device.type == "cuda"]
         if cuda and len(devices) > 1:
@@ -142,12 +156,14 @@ class ModelFragments:
 
     @torch.no_grad()
     def snapshot(self, fragment: int) -> Vector:
-        """A copy of the fragment as it is now, float32[elements]."""
+        """A copy of the fragment as it is now, float32[elements], with what earlier moves rounded off."""
         self._check_homes(fragment)
         elements = self.layout.elements(fragment)
         gathered = torch.empty(elements, dtype=torch.float32, device=self._device)
-        for flat, where in self._views[fragment]:
+        for (flat, where), rounded in zip(self._views[fragment], self._rounded[fragment], strict=True):
             gathered[where].copy_(flat)
+            if rounded is not None:
+                gathered[where].add_(rounded)
         if self._stream is None:
             return Vector(gathered)
         host = torch.empty(elements, dtype=torch.float32, pin_memory=True)
@@ -170,19 +186,23 @@ class ModelFragments:
         self._check_homes(fragment)
         target = self._on_device(new)
         minus = None if reference is None or kind in (Kind.OVERWRITE, Kind.MIX) else self._on_device(reference)
-        for theta, where in self._views[fragment]:
+        for (theta, where), rounded in zip(self._views[fragment], self._rounded[fragment], strict=True):
             base = target[where]
             if kind is Kind.OVERWRITE:
-                theta.copy_(base)
-                continue
-            work = theta if theta.dtype == torch.float32 else theta.float()
-            if kind is Kind.MIX:
-                work.mul_(alpha).add_(base, alpha=1.0 - alpha)
+                exact = base
             else:
-                assert minus is not None
-                work.sub_(minus[where]).add_(base)
-            if work is not theta:
-                theta.copy_(work)
+                exact = theta if theta.dtype == torch.float32 else theta.float()
+                if rounded is not None:
+                    exact.add_(rounded)
+                if kind is Kind.MIX:
+                    exact.mul_(alpha).add_(base, alpha=1.0 - alpha)
+                else:
+                    assert minus is not None
+                    exact.sub_(minus[where]).add_(base)
+            if exact is not theta:
+                theta.copy_(exact)
+            if rounded is not None:
+                torch.sub(exact, theta, out=rounded)
 
     def _check_homes(self, fragment: int) -> None:
         """Raise ConfigurationError if a parameter lies elsewhere now: what the views show would be dead memory."""

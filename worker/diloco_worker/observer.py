@@ -51,7 +51,7 @@ class Observer:
         spec = settings.job.spec
         self.job: DiLoCoJob = settings.job
         self.layout = build_layout(model, spec.sync.fragments, spec.sync.every, spec.sync.merge.mean_tensors)
-        self._fragments = ModelFragments(model, self.layout)
+        self._fragments = ModelFragments(model, self.layout, keep_rounding=False)
         self._inbox = Inbox()
         self._client = SyncerClient(settings, self.layout, self._inbox, self._fragments.pinned, eager=False)
         self._port = open_port(settings)

@@ -130,6 +130,54 @@ def test_moving_without_work_since_the_snapshot_gives_the_broadcasts_bytes() -> 
     np.testing.assert_array_equal(by_hand(model, layout, 0), new)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_never_counts_as_work(dtype: torch.dtype) -> None:
+    """Two learners share a base in float32; one has parameters of less precision and learns nothing, the other is
+    float32 and drifts by 2e-6 a round. The base follows half of the drift: the idle learner holds it back by nothing.
+    """
+    torch.manual_seed(0)
+    idle, drifting = Tied(), Tied()
+    drifting.load_state_dict(idle.state_dict())
+    idle.to(dtype)
+    layouts = [build_layout(model, 1) for model in (idle, drifting)]
+    learners = [ModelFragments(model, layout) for model, layout in zip((idle, drifting), layouts, strict=True)]
+    start = base = learners[1].snapshot(0).array
+    for learner in learners:
+        learner.move(0, Kind.OVERWRITE, Vector.from_array(base))
+    rounds, drift = 200, np.float32(2e-6)
+    for _ in range(rounds):
+        with torch.no_grad():
+            for parameter in model_tensors(drifting).values():
+                parameter.add_(float(drift))
+        snapshots = [learner.snapshot(0) for learner in learners]
+        np.testing.assert_array_equal(snapshots[0].array, base, err_msg="nothing learnt, nothing pushed")
+        new = base - np.mean([base - taken.array for taken in snapshots], axis=0, dtype=np.float32)
+        for learner, taken in zip(learners, snapshots, strict=True):
+            learner.move(0, Kind.KEEP, Vector.from_array(new), taken)
+        base = new
+    assert np.mean(base - start) == pytest.approx(rounds * drift / 2, rel=0.02)
+
+
+def test_what_training_does_to_bfloat16_parameters_is_pushed_whole() -> None:
+    """A step in bfloat16 between two moves is the difference of the snapshots, whatever the moves rounded off."""
+    torch.manual_seed(0)
+    model = Tied().to(torch.bfloat16)
+    layout = build_layout(model, 2)
+    fragments = ModelFragments(model, layout)
+    base = np.random.default_rng(3).normal(size=layout.elements(0)).astype(np.float32)
+    fragments.move(0, Kind.OVERWRITE, Vector.from_array(base))
+    stored = by_hand(model, layout, 0)
+    with torch.no_grad():
+        for parameter in model_tensors(model).values():
+            parameter.mul_(1.125)
+    worked = by_hand(model, layout, 0) - stored
+    taken = fragments.snapshot(0)
+    np.testing.assert_allclose(taken.array - base, worked, atol=2e-7)
+    new = (base + 1).astype(np.float32)
+    fragments.move(0, Kind.KEEP, Vector.from_array(new), Vector.from_array(base))
+    np.testing.assert_array_equal(fragments.snapshot(0).array, (taken.array - base) + new)
+
+
 def test_moves_leave_training_intact() -> None:
     """Parameters keep their identity, gradients and memory: the optimizer goes on with them."""
     model = Tied()
