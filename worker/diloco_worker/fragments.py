@@ -25,6 +25,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
+from torch.nn.modules.batchnorm import _NormBase
 
 from diloco_protocol.arrays.layout import Layout, LayoutError, Tensor
 from diloco_worker.core.adoption import Kind
@@ -69,6 +70,30 @@ def model_tensors(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 def frozen_tensors(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """Parameters that are not trained, by name; tied ones once."""
     return {name: p for name, p in named_parameters(model).items() if not p.requires_grad}
+
+
+def running_statistics(model: torch.nn.Module, updated_only: bool = False) -> list[str]:
+    """Names of the modules that keep running statistics (BatchNorm, InstanceNorm with track_running_stats).
+
+    ``updated_only``: leave out those in evaluation mode, whose statistics training does not touch.
+    """
+    return [
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if isinstance(module, _NormBase) and module.running_mean is not None and (module.training or not updated_only)
+    ]
+
+
+def refuse_running_statistics(model: torch.nn.Module) -> None:
+    """Raise ConfigurationError if training this model updates running statistics: buffers are not exchanged."""
+    names = running_statistics(model, updated_only=True)
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise ConfigurationError(
+            f"the model keeps running statistics in {', '.join(names[:3])}{more}: they are not merged, so the merged "
+            "model would be evaluated with those that it began with; use GroupNorm or LayerNorm, or "
+            "track_running_stats=False, or keep these modules in evaluation mode (module.eval()) all the time"
+        )
 
 
 def build_layout(

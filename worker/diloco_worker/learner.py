@@ -48,7 +48,7 @@ from diloco_protocol.wire.records import LeaseCursor
 from diloco_worker import device, exit_hooks, logs
 from diloco_worker.core.stall_rule import LifeSigns
 from diloco_worker.data.prefetch import Batch, BatchPrefetcher
-from diloco_worker.fragments import ModelFragments, build_layout
+from diloco_worker.fragments import ModelFragments, build_layout, refuse_running_statistics
 from diloco_worker.metrics_file import MetricsFile
 from diloco_worker.net.client import SyncerClient
 from diloco_worker.net.inbox import Inbox
@@ -91,11 +91,14 @@ class Learner:
         if spec.sync.deterministic:
             device.be_deterministic()
         self._settings = settings
+        refuse_running_statistics(model)
+        self._model = model
         self.layout = build_layout(model, spec.sync.fragments, spec.sync.every, spec.sync.merge.mean_tensors)
         if self.layout.note:
             log.warning("%s", self.layout.note)
         self._prefetcher: BatchPrefetcher | None = None
         self._started = False
+        self._stepped = False
         self._terminated = False
         self._terminated_at = 0.0
         self._left = False
@@ -285,6 +288,9 @@ class Learner:
         """
         entered = self._metrics.begin_wait()
         synchronizer = self._synchronizer
+        if not self._stepped:
+            refuse_running_statistics(self._model)  # modules may be in another mode than at the start
+            self._stepped = True
         if self._compute_from is None:
             raise WorkerError(
                 "after_step was called before the first batch: iterate over learner.batches(dataset), "

@@ -11,8 +11,11 @@ import torch.distributed.fsdp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from diloco_protocol.arrays.layout import Layout
+from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.spec.load import job_to_json
 from diloco_worker.core.adoption import Kind
 from diloco_worker.fragments import ModelFragments, Vector, build_layout, frozen_bytes, load_frozen, model_tensors
+from diloco_worker.learner import Learner
 from diloco_worker.named_parameters import named_parameters
 from diloco_worker.settings import ConfigurationError
 
@@ -306,3 +309,23 @@ def test_frozen_parameters_travel_whole_or_not_at_all() -> None:
     with pytest.raises(ConfigurationError, match="differ"):
         load_frozen(target, frozen_bytes(torch.nn.Linear(2, 2).requires_grad_(False)))
     assert frozen_bytes(torch.nn.Linear(2, 2)) == b""
+
+
+def test_a_model_whose_training_updates_running_statistics_is_refused(tmp_path: Path) -> None:
+    spec = {"learners": {"command": ["python", "loop.py"]}, "regions": [{"learners": 1}]}
+    job = DiLoCoJob.model_validate(
+        {"apiVersion": "diloco.io/v1alpha1", "kind": "DiLoCoJob", "metadata": {"name": "own-loop"}, "spec": spec}
+    )
+    (tmp_path / "job.json").write_text(job_to_json(job))
+    environ = {"DILOCO_JOB_FILE": str(tmp_path / "job.json"), "DILOCO_SYNCER": "127.0.0.1:1"}
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.Flatten())
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ConfigurationError, match=r"running statistics in 1: they are not merged.* GroupNorm"):
+        Learner.from_environment(model, optimizer, environ=environ)
+    model.eval()  # the statistics stay as they are: right, as long as the mode does
+    learner = Learner.from_environment(model, optimizer, environ=environ)
+    model.train()
+    with pytest.raises(ConfigurationError, match="running statistics in 1"):
+        learner.after_step(tokens=1)
+    model[1] = torch.nn.BatchNorm2d(8, track_running_stats=False)
+    Learner.from_environment(model, optimizer, environ=environ)

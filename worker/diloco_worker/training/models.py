@@ -26,7 +26,9 @@ from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.spec.load import JobError, Problem
 from diloco_protocol.spec.training import ModelSpec
 from diloco_worker.errors import job_error, one_line
+from diloco_worker.fragments import running_statistics
 from diloco_worker.training import lora
+from diloco_worker.training.pretrained import FIELD as FROM
 from diloco_worker.training.pretrained import local_directory
 
 CONFIG = "spec.training.model.config"
@@ -184,6 +186,7 @@ def _construct(spec: JobSpec, seed: int, directory: Path | None, pretrained: boo
             model = _from_weights(model_spec, model_spec.from_, config, directory)
         else:
             model = _from_config(model_spec, config)
+        _refuse_running_statistics(model_spec, config, model)
         adapters = model_spec.lora
         if adapters is not None and not lora.adapt(model, adapters.rank, adapters.alpha, list(adapters.targets)):
             raise job_error(
@@ -223,6 +226,18 @@ def _from_config(model_spec: ModelSpec, config: Any) -> nn.Module:
             raise job_error(f"{CONFIG}.{named}", given[named], "transformers knows no such one") from e
         raise job_error(CONFIG, given, f"no model can be built from it: {one_line(e)}") from e
     return model.train()
+
+
+def _refuse_running_statistics(model_spec: ModelSpec, config: Any, model: nn.Module) -> None:
+    names = running_statistics(model)
+    if names:
+        field, value = (CONFIG, config.model_type) if model_spec.from_ is None else (FROM, model_spec.from_)
+        raise job_error(
+            f"{field}.model_type" if field == CONFIG else field,
+            value,
+            f"keeps running statistics (in {shorten(names, 3)}), which are not merged, so evaluation and export would "
+            "have those that the model began with: choose one with layer or group norms, or bring your own loop",
+        )
 
 
 def _freeze(model: nn.Module, patterns: list[str]) -> None:
@@ -338,9 +353,7 @@ def _check_fit(spec: JobSpec, config: Any) -> None:
 
 def _bad_from(model_spec: ModelSpec, error: Exception) -> JobError:
     return job_error(
-        "spec.training.model.from",
-        model_spec.from_,
-        f"no model could be loaded: {one_line(error)}; it must hold config.json and safetensors",
+        FROM, model_spec.from_, f"no model could be loaded: {one_line(error)}; it must hold config.json and safetensors"
     )
 
 

@@ -238,3 +238,14 @@ class TestFrom:
 
     def test_weights_that_do_not_fit(self, saved: Path) -> None:
         assert "training.model.from" in problem({"hidden_size": 64}, from_=str(saved))
+
+
+RESNET: dict[str, Any] = {"model_type": "resnet", "num_channels": 1, "embedding_size": 8, "hidden_sizes": [8, 16]}
+
+
+def test_a_model_with_running_statistics_is_refused() -> None:
+    config = {**RESNET, "depths": [1, 1], "num_labels": 3}
+    with pytest.raises(JobError, match=r"model_type.*resnet.*keeps running statistics .*are not merged"):
+        models.build(spec(config, IMAGES), 0)
+    with pytest.raises(JobError, match="running statistics"):
+        models.outline(spec(config, IMAGES))
