@@ -9,6 +9,7 @@ transformers.
     diloco run examples/custom-loop.yaml
 """
 
+import math
 import sysconfig
 from pathlib import Path
 
@@ -66,6 +67,9 @@ def main() -> int:
     dataset = SourceCode()
     with Learner.from_environment(model, optimizer) as learner:
         for batch in learner.batches(dataset):
+            for group in optimizer.param_groups:  # half a cosine over the whole job, down to 2 %
+                group["lr"] = 2e-3 * (0.51 + 0.49 * math.cos(math.pi * learner.progress)) * learner.rewarm_scale()
+            torch.manual_seed(learner.seed)  # for dropout, if there were any: not every learner the same
             logits = model(batch[:, :-1])
             loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
             optimizer.zero_grad()

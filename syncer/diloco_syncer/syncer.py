@@ -98,7 +98,16 @@ class Syncer:
             checkpoints, tape, self._snapshot, self._on_store_problem, restored.optimizer, restored.optimizer_bytes
         )
         self.relay = OptimizerRelay(model, self.durability, emit)
-        self.sessions = Sessions(job, core, self.durability, self.authorizer, self.relay, self.traffic, emit)
+        self.sessions = Sessions(
+            job,
+            core,
+            self.durability,
+            self.authorizer,
+            self.relay,
+            self.traffic,
+            emit,
+            lambda: core.stop_progress(self.driver.clock()),
+        )
         self._decode_thread = ThreadPoolExecutor(1, "decode")
         self._buffers = BufferPool()
         self._multipart = MultipartUploads()

@@ -48,6 +48,7 @@ from diloco_protocol.wire.records import LeaseCursor
 from diloco_worker import device, exit_hooks, logs
 from diloco_worker.core.stall_rule import LifeSigns
 from diloco_worker.data.prefetch import Batch, BatchPrefetcher
+from diloco_worker.data.shuffle import step_seed
 from diloco_worker.fragments import ModelFragments, build_layout, refuse_running_statistics
 from diloco_worker.metrics_file import MetricsFile
 from diloco_worker.net.client import SyncerClient
@@ -179,8 +180,20 @@ class Learner:
 
     @property
     def step(self) -> int:
-        """The slot's step: how many inner steps were made in it, by all processes that held it. Schedules run on it."""
+        """The slot's step: how many inner steps were made in it, by all processes that held it. Warm-ups run on it."""
         return self._synchronizer.adoption.now.step
+
+    @property
+    def progress(self) -> float:
+        """How near the whole job is to its stop (training.stop), 0 to 1, as of the newest version heard of. Schedules
+        run on it: the slot's own count says nothing of when the job ends. Falls only if the stop is moved away."""
+        return self._synchronizer.progress
+
+    @property
+    def seed(self) -> int:
+        """A seed for the next step's randomness (dropout), below 2^63: another one for each slot and step of the job,
+        the same in a process that takes the slot over."""
+        return step_seed(self._job.spec.seed, self.slot, self.step)
 
     @property
     def tokens(self) -> int:

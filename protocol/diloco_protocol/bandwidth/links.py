@@ -64,7 +64,7 @@ def traffic(sizes: Sequence[int], up: str, down: str, learners: int) -> Traffic:
     receipt = learners * (slot.ByteSize() + 2)
     payload = Payload(down, _COUNT, 1 << 63)
     delta = payload if down.startswith("delta-") else None
-    told = Announcement(1, 1, _COUNT, payload, _COUNT, _COUNT, delta=delta, job_tokens=_COUNT, settled=1)
+    told = Announcement(1, 1, _COUNT, payload, _COUNT, _COUNT, delta=delta, job_tokens=_COUNT, settled=1, progress=1.0)
     download = sync_pb2.DownloadHeader(found=True, total_bytes=_COUNT, bytes=_COUNT, checksum=1 << 63)
     beside = sync_pb2.SyncerMessage(announcement=to_wire(told)).ByteSize() + download.ByteSize()
     beside += receipt if receipt <= limits.MAX_RECEIPT_BYTES else 0

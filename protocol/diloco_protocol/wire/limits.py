@@ -78,6 +78,13 @@ def check_seconds(value: float, field: str) -> float:
     return value
 
 
+def check_share(value: float, field: str) -> float:
+    """A share: a number from 0 to 1."""
+    if not 0 <= value <= 1:
+        raise WireError(f"{field} is {value}: it must be a number from 0 to 1")
+    return value
+
+
 def check_loss(value: float, field: str) -> float:
     """A loss. A diverged learner's is told as it is: not a number."""
     return value if math.isfinite(value) else math.nan

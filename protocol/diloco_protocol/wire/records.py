@@ -17,6 +17,7 @@ from diloco_protocol.wire import limits
 
 Count = Annotated[int, limits.check_count]
 Seconds = Annotated[float, limits.check_seconds]
+Share = Annotated[float, limits.check_share]
 Loss = Annotated[float, limits.check_loss]  # not a number: none
 Hex = Annotated[str, limits.check_pattern(r"[0-9a-f]{0,128}", "at most 128 hex digits")]
 ProcessId = Annotated[str, limits.check_pattern(r"[0-9a-f]{1,64}", "1 to 64 hex digits")]
@@ -226,7 +227,7 @@ class Announcement:
     ``merged_sequence``: this learner's newest push that was merged in any version up to this one, ``merged_version``
     the version that merged it; 0: none. ``reset``: the job was rolled back to it. ``delta``: the change from the
     version before, where updates are broadcast. ``job_tokens``: trained in the whole job at this merge. ``settled``:
-    the newest epoch of this history that trained.
+    the newest epoch of this history that trained. ``progress``: how much of the job's stop was reached by then.
     """
 
     fragment: int
@@ -239,6 +240,7 @@ class Announcement:
     delta: Payload | None = None
     job_tokens: Count = 0
     settled: Count = 0
+    progress: Share = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -329,7 +329,7 @@ class Payload(_message.Message):
     def __init__(self, encoding: _Optional[str] = ..., bytes: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class Announcement(_message.Message):
-    __slots__ = ("fragment", "epoch", "version", "reset", "merged_sequence", "merged_version", "full", "delta", "job_tokens", "settled")
+    __slots__ = ("fragment", "epoch", "version", "reset", "merged_sequence", "merged_version", "full", "delta", "job_tokens", "settled", "progress")
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -340,6 +340,7 @@ class Announcement(_message.Message):
     DELTA_FIELD_NUMBER: _ClassVar[int]
     JOB_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SETTLED_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     fragment: int
     epoch: int
     version: int
@@ -350,7 +351,8 @@ class Announcement(_message.Message):
     delta: Payload
     job_tokens: int
     settled: int
-    def __init__(self, fragment: _Optional[int] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., reset: _Optional[bool] = ..., merged_sequence: _Optional[int] = ..., merged_version: _Optional[int] = ..., full: _Optional[_Union[Payload, _Mapping]] = ..., delta: _Optional[_Union[Payload, _Mapping]] = ..., job_tokens: _Optional[int] = ..., settled: _Optional[int] = ...) -> None: ...
+    progress: float
+    def __init__(self, fragment: _Optional[int] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., reset: _Optional[bool] = ..., merged_sequence: _Optional[int] = ..., merged_version: _Optional[int] = ..., full: _Optional[_Union[Payload, _Mapping]] = ..., delta: _Optional[_Union[Payload, _Mapping]] = ..., job_tokens: _Optional[int] = ..., settled: _Optional[int] = ..., progress: _Optional[float] = ...) -> None: ...
 
 class Lease(_message.Message):
     __slots__ = ("lease", "data_epoch", "block", "start", "end", "block_size")

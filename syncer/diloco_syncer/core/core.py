@@ -153,6 +153,10 @@ class Core:
 
     # ---------------------------------------------------------------- recovery of lost versions
 
+    def stop_progress(self, now: float) -> float:
+        """How much of the job's stop is reached, 0 to 1."""
+        return self._phases.stop_progress(now)
+
     @property
     def newest_settled_epoch(self) -> int:
         """What announcements say of the store's lineage (recovery/lineage.py)."""

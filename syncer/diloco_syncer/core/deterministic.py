@@ -80,11 +80,16 @@ class Mode:
     def is_stop_reached(
         self, kind: StopKind, limit: float, slots: Sequence[Slot], ledger: Ledger, elapsed: float
     ) -> bool:
-        """Whether the job's stop is reached: tokens of all learners, the greatest slot step, or ``elapsed``
-        seconds since the first step."""
-        if kind == "steps":
-            return max(slot.step for slot in slots) >= limit
-        return (ledger.total_trained() if kind == "tokens" else elapsed) >= limit
+        """Whether the job's stop is reached."""
+        return reached_amount(kind, slots, ledger, elapsed) >= limit
+
+
+def reached_amount(kind: StopKind, slots: Sequence[Slot], ledger: Ledger, elapsed: float) -> float:
+    """What is compared with the stop's limit: the greatest slot step, tokens of all learners, or ``elapsed`` seconds
+    since the first step."""
+    if kind == "steps":
+        return max(slot.step for slot in slots)
+    return ledger.total_trained() if kind == "tokens" else elapsed
 
 
 class DeterministicMode(Mode):

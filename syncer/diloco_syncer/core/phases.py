@@ -24,6 +24,7 @@ from typing import Any
 from diloco_protocol.vocabulary import ENDED_PHASES, EventKind, JobPhase, SlotState
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.actions import Actions
+from diloco_syncer.core.deterministic import reached_amount
 from diloco_syncer.core.members.state_donors import StateDonors
 from diloco_syncer.core.merging.aggregation import Aggregator
 from diloco_syncer.core.recovery.lost_versions import VersionRecovery
@@ -194,6 +195,13 @@ class Phases:
     def _end(self, name: JobPhase, message: str, now: float) -> bool:
         self.state.clock.end(now)
         return self._set(name, message, now)
+
+    def stop_progress(self, now: float) -> float:
+        """How much of the job's stop is reached, 0 to 1."""
+        state, (kind, limit) = self._state, self._config.stop
+        if state.ledger is None:
+            return 0.0
+        return min(1.0, reached_amount(kind, state.members.slots, state.ledger, state.clock.elapsed(now)) / limit)
 
     def _stop_reached(self, now: float) -> bool:
         state = self.state

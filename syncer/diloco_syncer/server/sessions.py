@@ -110,6 +110,7 @@ class Sessions:
     relay: OptimizerRelay
     traffic: Traffic
     emit: Callable[[ev.Event], None]
+    stop_progress: Callable[[], float]  # how much of the job's stop is reached now, 0 to 1
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _connections: dict[int, Connection] = field(default_factory=dict)
 
@@ -343,6 +344,7 @@ class Sessions:
             delta=broadcast.delta_payload,
             job_tokens=job_tokens,
             settled=self.core.newest_settled_epoch,
+            progress=self.stop_progress(),
         )
         return convert.to_wire(told)
 

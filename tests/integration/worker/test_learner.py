@@ -93,6 +93,31 @@ def test_learners_race_and_every_token_is_in_its_column(syncer: Callable[..., Sy
     assert json.loads(lines[-1])["tokens"] == said[1]["tokens"]
 
 
+@pytest.mark.parametrize("stop", [{"tokens": 6400}, {"seconds": 3}])
+def test_progress_is_the_jobs_way_to_its_stop(syncer: Callable[..., Syncer], stop: dict[str, int]) -> None:
+    """One of two learners never comes: the other trains for both, and its progress reaches the end with the job."""
+    service = syncer({"quorum": 1}, stop, 2)
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    seen, seeds = [], set()
+    with Learner.from_environment(model, optimizer, environ=service.environ()) as learner:
+        for batch in learner.batches(Rows()):
+            seen.append((learner.progress, min(1.0, learner.tokens / 6400)))
+            seeds.add(learner.seed)
+            learner.after_step(tokens=batch.numel(), loss=one_step(model, optimizer, batch))
+            if "seconds" in stop:
+                time.sleep(0.005)
+    progress = [one for one, _ in seen]
+    assert progress == sorted(progress)
+    assert progress[0] < 0.2 and progress[-1] > 0.6
+    assert len(seeds) == len(seen)
+    if "tokens" in stop:
+        assert all(one >= own for one, own in seen)
+        assert progress[-1] > 0.9
+        middle = [one for one, own in seen if 0.45 < own < 0.55]
+        assert middle and all(0.4 < one < 0.6 for one in middle)
+
+
 def test_sigterm_drops_no_token(syncer: Callable[..., Syncer]) -> None:
     service = syncer({"every": 8, "overlap": 2}, {"steps": 100_000})
     model = small_model()

@@ -35,6 +35,14 @@ def mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
+def step_seed(seed: int, slot: int, step: int) -> int:
+    """A seed of its own for each (job seed, slot, step), below 2^63."""
+    value = 0
+    for part in (seed, slot, step):
+        value = mix(value + part + 0x9E3779B97F4A7C15)
+    return value >> 1
+
+
 class Permutation:
     """A permutation of 0..size-1 that depends on ``seed`` (0 <= seed < 2^64) alone."""
 

@@ -33,6 +33,7 @@ from diloco_protocol.vocabulary import ENDED_PHASES, STOPPED_PHASES, JobPhase, P
 from diloco_protocol.wire.records import Announcement, Lease, Pull, Seat, StepReport
 from diloco_worker import logs
 from diloco_worker.core.adoption import Adoption, AdoptionConfig, Kind
+from diloco_worker.core.progress import job_progress
 from diloco_worker.core.syncer_settings import apply_settings
 from diloco_worker.data.prefetch import BatchPrefetcher
 from diloco_worker.fragments import ModelFragments, Vector
@@ -115,6 +116,7 @@ class Synchronizer:
         self._pulls: dict[int, Pull] = {}  # per fragment, not answered yet
         self._optimizer_bytes = 0  # of the job checkpoint's optimizer state
         self._job_has_trained = False
+        self._progress_heard = 0.0  # of the job's stop, in the newest announcement
 
     def lease_for(self, prefetcher: BatchPrefetcher) -> None:
         """Give the leases to ``prefetcher``. Without one the loop brings its own data and leases none."""
@@ -156,6 +158,11 @@ class Synchronizer:
     def tokens(self) -> int:
         """The slot's trained tokens, over all its tenures."""
         return self.slot_tokens + self.adoption.now.tokens
+
+    @property
+    def progress(self) -> float:
+        """How near the job is to its stop, 0 to 1."""
+        return job_progress(self.spec, self.learners, self.adoption.now.step, self.tokens, self._progress_heard)
 
     @property
     def must_stop(self) -> bool:
@@ -236,6 +243,7 @@ class Synchronizer:
                 self._downloaded[fragment] = self._newest[fragment] = message
             case Announcement():
                 self._announced[message.fragment] = message
+                self._progress_heard = message.progress
             case Pull():
                 self._pulls[message.fragment] = message
             case PushAnswered():

@@ -1,10 +1,9 @@
 """The inner optimizer of the built-in trainer, and its learning rate.
 
-The learning rate is a function of the slot's step, never of a process's own count: a replacement goes on where its
-predecessor was, and a slot first taken late starts at the job's greatest step. Warm-up is linear; then it stays at the
-peak, or falls along half a cosine to FLOOR (2 %) of the peak at the job's last step. That last step is known if the
-job stops by steps. If it stops by tokens it is an estimate, each slot's fair share of them; a slot that trains more
-than its share, because others were away, goes on at the floor rather than at nothing.
+The learning rate never depends on a process's own count: a replacement goes on where its predecessor was. Warm-up is
+linear, over the slot's steps. Then the rate stays at the peak, or falls along half a cosine to FLOOR (2 %) of the peak
+at the job's stop. How far it has fallen is the whole job's progress (``Learner.progress``), not the slot's: a slot that
+is faster than others, or trains for absent ones, reaches the floor when the job ends and no sooner.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ FLOOR = 0.02
 
 
 def total_steps(stop: StopSpec, learners: int, tokens_per_step: int) -> int | None:
-    """The slot's last step, estimated from training.stop; None if it names none (seconds).
+    """The last step of a slot that trains its fair share of training.stop; None if that names none (seconds).
 
     ``learners``: of the job; ``tokens_per_step``: one learner's, all its accumulated batches together.
     """
@@ -32,9 +31,10 @@ def total_steps(stop: StopSpec, learners: int, tokens_per_step: int) -> int | No
     return None
 
 
-def learning_rate(optimizer: OptimizerSpec, step: int, total: int | None) -> float:
+def learning_rate(optimizer: OptimizerSpec, step: int, place: float, total: int | None) -> float:
     """The rate for the slot's step ``step``, counted from 0: 0 steps are behind it.
 
+    ``place``: how far the job is, in steps of ``total``, the steps that it would have if all learners made as many.
     The first step of a warm-up has lr / warmupSteps, not zero; the last step of the decay still has something.
     """
     if step < optimizer.warmup_steps:
@@ -42,7 +42,7 @@ def learning_rate(optimizer: OptimizerSpec, step: int, total: int | None) -> flo
     if optimizer.schedule == "constant" or total is None:
         return optimizer.lr
     span = max(1, total - optimizer.warmup_steps)
-    progress = min(1.0, (step - optimizer.warmup_steps) / span)
+    progress = min(1.0, max(0.0, (place - optimizer.warmup_steps) / span))
     return optimizer.lr * max(FLOOR, 0.5 * (1 + math.cos(math.pi * progress)))
 
 

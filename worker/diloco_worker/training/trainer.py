@@ -15,7 +15,7 @@ from torch import nn
 
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_worker import data, device
-from diloco_worker.data.shuffle import mix
+from diloco_worker.core.progress import schedule_step
 from diloco_worker.learner import Learner
 from diloco_worker.training import models
 from diloco_worker.training import optimizer as optimizers
@@ -55,10 +55,11 @@ def train(job: DiLoCoJob) -> int:
             if learner.job is not known:  # the stop may be moved while the job runs
                 known = learner.job
                 total = optimizers.total_steps(known.spec.training.stop, learner.learners, tokens)
-            rate = optimizers.learning_rate(spec.training.optimizer, learner.step, total)
+            place = schedule_step(known.spec, learner.step, learner.progress, total)
+            rate = optimizers.learning_rate(spec.training.optimizer, learner.step, place, total)
             rate *= learner.rewarm_scale()
             optimizers.set_learning_rate(optimizer, rate)
-            torch.manual_seed(dropout_seed(spec.seed, learner.slot, learner.step))
+            torch.manual_seed(learner.seed)
             nats = step(
                 model,
                 optimizer,
@@ -106,11 +107,3 @@ def parts(batch: Mapping[str, torch.Tensor], count: int) -> Iterator[dict[str, t
         start, end = rows * i // count, rows * (i + 1) // count
         if end > start:
             yield {name: tensor[start:end] for name, tensor in batch.items()}
-
-
-def dropout_seed(seed: int, slot: int, step: int) -> int:
-    """A seed of its own for each (job seed, slot, step), below 2^63."""
-    value = 0
-    for part in (seed, slot, step):
-        value = mix(value + part + 0x9E3779B97F4A7C15)
-    return value >> 1

@@ -14,6 +14,8 @@ from torch import nn
 from diloco_protocol.spec.cluster import RegionSpec
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.spec.training import DataSpec, ModelSpec, OptimizerSpec, StopSpec, TrainingSpec
+from diloco_worker.core.progress import job_progress, schedule_step
+from diloco_worker.data.shuffle import step_seed
 from diloco_worker.training import models, trainer
 from diloco_worker.training.optimizer import FLOOR, build_optimizer, clip, learning_rate, total_steps
 
@@ -41,11 +43,46 @@ def test_total_steps() -> None:
 
 def test_warm_up_then_cosine_to_the_last_step() -> None:
     spec = OptimizerSpec(lr=0.1, warmup_steps=10)
-    rates = [learning_rate(spec, step, 110) for step in range(110)]
+    rates = [learning_rate(spec, step, step, 110) for step in range(110)]
     assert rates[0] == pytest.approx(0.01) and rates[9] == pytest.approx(0.1)
     assert rates[10] == pytest.approx(0.1) and rates[60] == pytest.approx(0.05)
     assert 0 < rates[-1] <= FLOOR * 0.1 + 1e-12
-    assert learning_rate(spec, 10_000, 110) == pytest.approx(FLOOR * 0.1)
+    assert learning_rate(spec, 10_000, 10_000, 110) == pytest.approx(FLOOR * 0.1)
+
+
+@pytest.mark.parametrize("paces", [(3, 1), (1, 0), (2, 2, 1, 0)])
+@pytest.mark.parametrize("stop", [{"tokens": 120_000}, {"steps": 400}])
+def test_the_rate_follows_the_job_and_not_the_slots_share(paces: tuple[int, ...], stop: dict[str, int]) -> None:
+    """Learners of several paces, some of whom never come: at the job's end all are at the floor, and none before the
+    job is nearly there; whatever a slot's own steps are."""
+    spec, tokens = job(len(paces), **stop), 100
+    optimizer = OptimizerSpec(lr=1.0, warmup_steps=10)
+    total = total_steps(spec.training.stop, len(paces), tokens)
+    steps, last = [0] * len(paces), [0.0] * len(paces)
+    heard, rates = 0.0, []
+    while heard < 1:
+        for slot, pace in enumerate(paces):
+            for _ in range(pace):
+                progress = job_progress(spec, len(paces), steps[slot], steps[slot] * tokens, heard)
+                place = schedule_step(spec, steps[slot], progress, total)
+                last[slot] = learning_rate(optimizer, steps[slot], place, total)
+                rates.append((progress, last[slot]))
+                steps[slot] += 1
+        done = max(steps) if "steps" in stop else sum(steps) * tokens
+        heard = min(1.0, done / spec.training.stop.limit)
+    assert all(rate > FLOOR for progress, rate in rates if progress < 0.9)
+    assert all(rate < 0.05 for rate, pace in zip(last, paces, strict=True) if pace)
+
+
+def test_progress_of_a_deterministic_job_is_the_slots_own() -> None:
+    spec = job(tokens=1200)
+    exact = spec.model_copy(update={"sync": spec.sync.model_copy(update={"deterministic": True})})
+    assert job_progress(spec, 3, 4, 40, heard=0.75) == 0.75
+    assert job_progress(spec, 3, 4, 960, heard=0.75) == 0.8, "at least what the slot trained itself"
+    assert job_progress(exact, 3, 4, 40, heard=0.75) == 0.1
+    assert schedule_step(exact, 7, 0.1, 100) == 7
+    seconds = job(seconds=60.0)
+    assert job_progress(seconds, 3, 4, 40, heard=0.25) == 0.25
 
 
 @given(
@@ -56,7 +93,7 @@ def test_rate_is_positive_bounded_and_falls_after_the_warm_up(
     warmup: int, total: int | None, step: int, kind: str
 ) -> None:
     spec = OptimizerSpec(lr=0.3, warmup_steps=warmup, schedule=kind)
-    now, after = (learning_rate(spec, s, total) for s in (step, step + 1))
+    now, after = (learning_rate(spec, s, s, total) for s in (step, step + 1))
     assert 0 < now <= 0.3
     if step >= warmup:
         assert after <= now
@@ -129,7 +166,7 @@ def test_a_few_steps_learn_a_batch_by_heart() -> None:
 
 @given(st.tuples(*[st.integers(0, 2**32 - 1)] * 3), st.tuples(*[st.integers(0, 2**32 - 1)] * 3))
 @settings(max_examples=200, deadline=None)
-def test_dropout_seeds_differ(one: tuple[int, int, int], other: tuple[int, int, int]) -> None:
-    seed, same = trainer.dropout_seed(*one), trainer.dropout_seed(*one)
+def test_seeds_of_steps_differ(one: tuple[int, int, int], other: tuple[int, int, int]) -> None:
+    seed, same = step_seed(*one), step_seed(*one)
     assert seed == same and 0 <= seed < 2**63
-    assert (seed == trainer.dropout_seed(*other)) == (one == other)
+    assert (seed == step_seed(*other)) == (one == other)
