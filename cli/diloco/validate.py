@@ -71,7 +71,10 @@ def summary_text(job: DiLoCoJob, warnings: Sequence[Problem] = (), source: str =
     )
     evaluated = "no"
     if spec.evaluated and training.evaluation is not None:
-        evaluated = f"every {_count(training.evaluation.every_tokens)} tokens"
+        tokens = training.evaluation.every_tokens
+        evaluated = f"every {_count(tokens)} tokens" if tokens is not None else "50 times until the stop"
+        if spec.evaluator.command is not None:
+            evaluated = f"by a program of its own ({spec.evaluator.command[0]})"
     lines = [
         f"{source + ': ' if source else ''}a valid job",
         f"  name      {job.metadata.name}",

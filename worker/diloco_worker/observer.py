@@ -44,7 +44,8 @@ class Observer:
 
     Use it from one thread, as a context manager. The model's parameters change only inside ``wait_for_change`` and
     ``poll``. ``phase`` and ``message`` are the job's; ``job_tokens`` were trained in the whole job at the newest
-    merge in the model, ``announced_tokens`` at the newest merge announced.
+    merge in the model, ``announced_tokens`` at the newest merge announced. ``progress`` and ``announced_progress``: how
+    much of the job's stop was reached then, 0 to 1.
     """
 
     def __init__(self, settings: WorkerSettings, model: torch.nn.Module) -> None:
@@ -65,6 +66,8 @@ class Observer:
         self.message = ""
         self.job_tokens = 0  # trained in all, at the newest merge taken
         self.announced_tokens = 0  # the same, at the newest merge heard of
+        self.progress = 0.0  # of the job's stop, at the newest merge taken
+        self.announced_progress = 0.0  # the same, at the newest merge heard of
 
     @classmethod
     def from_environment(cls, model: torch.nn.Module, *, environ: Mapping[str, str] | None = None) -> Self:
@@ -151,6 +154,7 @@ class Observer:
                 case Announcement():
                     self._announced[message.fragment] = (message.epoch, message.version)
                     self.announced_tokens = max(self.announced_tokens, message.job_tokens)
+                    self.announced_progress = message.progress
                 case Welcomed():
                     if self.refreshing:  # the connection broke in the middle
                         self._client.fetch_announced()
@@ -197,6 +201,11 @@ class Observer:
         # The initial score is made once, so it is sent in every session; a later one is followed by others.
         self._client.send(key, sync_pb2.LearnerMessage(evaluation=convert.to_wire(evaluation)), lasting=initial)
 
+    def report_progress(self, share: float) -> None:
+        """Tell the syncer that ``share`` (0 to 1) of the final score is made: the job waits while it comes on."""
+        progress = sync_pb2.EvaluationProgress(share=min(1.0, max(0.0, share)))
+        self._client.send("evaluation-progress", sync_pb2.LearnerMessage(evaluation_progress=progress))
+
     def _adopt(self, downloaded: Downloaded) -> bool:
         broadcast = downloaded.announcement
         have = self._versions[broadcast.fragment]
@@ -205,5 +214,6 @@ class Observer:
         self._fragments.move(broadcast.fragment, Kind.OVERWRITE, downloaded.vector)
         self._versions[broadcast.fragment] = (broadcast.epoch, broadcast.version)
         self.job_tokens = max(self.job_tokens, broadcast.job_tokens)
+        self.progress = max(self.progress, broadcast.progress)
         self._frozen.request()
         return True

@@ -349,9 +349,10 @@ class Runner:
         if self._serving is not None and self._serving.evaluator_credentials is not None:
             env["DILOCO_CREDENTIALS"] = str(self._serving.evaluator_credentials)
         log = self.workdir.log(worker.name)
-        command = self.job.spec.learners.command
+        spec = self.job.spec
+        command = spec.evaluator.command if worker.kind is Kind.EVALUATOR else spec.learners.command
         self.view.notes.pop(worker.name, None)
-        if command is None or worker.kind is Kind.EVALUATOR:
+        if command is None:
             return await self._forkserver.spawn(worker.name, env, log)
         program = resolve_program(command)
         return await Child.start(worker.name, program, {**self._env, **env}, log, cwd=self._job_directory, guard=True)

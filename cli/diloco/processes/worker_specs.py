@@ -25,6 +25,7 @@ CLUSTER_ONLY = (
     "syncer.podTemplate",
     "learners.credentials.*",
     "learners.podTemplate",
+    "evaluator.podTemplate",
     "nodeLoss.*",
 )
 

@@ -3,7 +3,8 @@
 A template holds what the job needs (names.py and docs/contracts.md have the contract), then the user's podTemplate is
 merged in (template_merge.py), then come the labels and the annotation that nobody may change. The evaluator runs where
 and as learners do, from ``learners.podTemplate``: their image, pull secrets, volumes, environment, node selectors. It
-scores the merged model on processors, so it takes none of their resources and claims, and none of their probes.
+takes none of their resources and claims, and none of their probes; ``evaluator.podTemplate``, merged over that, asks
+for its own (a GPU).
 """
 
 from __future__ import annotations
@@ -63,11 +64,12 @@ class _Volume(NamedTuple):
 def template_refusals(spec: JobSpec) -> list[TemplateRefusal]:
     """Where the job's podTemplates contradict what makes the job work."""
     found = find_refusals(spec.syncer.pod_template, "spec.syncer.podTemplate", _syncer_protected())
-    shared = _learner_protected(spec)
+    shared = _worker_protected("learner", "is set by spec.learners.command: give your program there")
     found += find_refusals(spec.learners.pod_template, "spec.learners.podTemplate", shared)
     for index, region in enumerate(spec.regions):
         found += find_refusals(region.pod_template, f"spec.regions[{index}].podTemplate", shared)
-    return found
+    own = _worker_protected("evaluator", "is set by spec.evaluator.command: give your program there")
+    return found + find_refusals(spec.evaluator.pod_template, "spec.evaluator.podTemplate", own)
 
 
 def _syncer_protected() -> Protected:
@@ -81,15 +83,15 @@ def _syncer_protected() -> Protected:
     )
 
 
-def _learner_protected(spec: JobSpec) -> Protected:
+def _worker_protected(role: str, command: str) -> Protected:
     return Protected(
-        container="learner",
+        container=role,
         labels=_LABELS,
-        env={DRAIN, *(item["name"] for item in _worker_env("learner", "x", True))},
+        env={DRAIN, *(item["name"] for item in _worker_env(role, "x", True))},
         # The work directory's volume (`work`) may be another one: it is scratch.
         mounts=(names.SETTINGS_PATH, names.CREDENTIALS_PATH, names.DATA_PATH, "/tmp"),
         volumes=("settings", "credentials", "tmp"),
-        command="is set by spec.learners.command: give your program there",
+        command=command,
     )
 
 
@@ -150,8 +152,8 @@ def evaluator_template(job: Job, image: str, pull: str) -> Object:
     """The evaluator's pod template."""
     spec = job.spec
     container = _worker(job, "evaluator", image, pull)
-    patch = _for_evaluator(spec.learners.pod_template)
-    return _template(job, "evaluator", container, _worker_volumes(job), [patch], evaluator_inputs(spec))
+    patches = [_for_evaluator(spec.learners.pod_template), spec.evaluator.pod_template]
+    return _template(job, "evaluator", container, _worker_volumes(job), patches, evaluator_inputs(spec))
 
 
 def _template(
@@ -234,7 +236,7 @@ def evaluator_inputs(spec: JobSpec) -> str:
     """A digest of what the evaluator reads when it starts."""
     training = _dump(spec.training)
     del training["stop"]
-    return digest([training, *_layout(spec)])
+    return digest([training, spec.evaluator.command, *_layout(spec)])
 
 
 def _dump(part: Spec) -> Object:
@@ -268,10 +270,10 @@ def syncer_inputs(spec: JobSpec) -> str:
 
 def _worker(job: Job, role: str, image: str, pull: str, region: str | None = None) -> Object:
     secure = job.spec.syncer.tls.mode == "auto"
-    command = job.spec.learners.command if role == "learner" else None
+    command = job.spec.learners.command if role == "learner" else job.spec.evaluator.command
     container = _container(role, image, pull, command or ["python", "-m", "diloco_worker"])
     env = _worker_env(role, region, secure)
-    if role == "evaluator" and job.spec.training.device == "cuda":  # it has no GPU
+    if role == "evaluator" and job.spec.training.device == "cuda":  # it may have no GPU
         env[0]["value"] = f"{names.SETTINGS_PATH}/evaluator.json"
     container["env"] = env
     container["ports"] = [_port("status", WORKER_PORT)]

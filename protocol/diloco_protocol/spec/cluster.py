@@ -103,6 +103,21 @@ class LearnersSpec(Spec):
     pod_template: Free = Field({}, description="Merged into every learner's pod template.")
 
 
+class EvaluatorSpec(Spec):
+    """The process that scores the merged model."""
+
+    command: Annotated[list[Text], Field(min_length=1, max_length=256)] | None = Field(
+        None,
+        description="Your own program instead of the built-in evaluator: a loop around diloco_worker.Observer. "
+        "It is started as learners.command is, with DILOCO_ROLE=evaluator.",
+    )
+    pod_template: Free = Field(
+        {},
+        description="Merged over learners.podTemplate in the evaluator's pod, whose container is evaluator. "
+        "Learners' resources are not taken over: a GPU for the evaluator is asked for here.",
+    )
+
+
 class RegionSpec(Spec):
     """One place where learners run."""
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 from pydantic import Field
 
 from diloco_protocol.spec.base import Spec
-from diloco_protocol.spec.cluster import FailurePolicySpec, LearnersSpec, NodeLossSpec, RegionSpec, SyncerSpec
+from diloco_protocol.spec.cluster import (
+    EvaluatorSpec,
+    FailurePolicySpec,
+    LearnersSpec,
+    NodeLossSpec,
+    RegionSpec,
+    SyncerSpec,
+)
 from diloco_protocol.spec.sync import SyncSpec
 from diloco_protocol.spec.training import TrainingSpec
 
@@ -22,6 +29,9 @@ class JobSpec(Spec):
     sync: SyncSpec = Field(default_factory=SyncSpec, description="How learners exchange and merge.")
     syncer: SyncerSpec = Field(default_factory=SyncerSpec, description="The service that holds the parameters.")
     learners: LearnersSpec = Field(default_factory=LearnersSpec, description="What all learners share.")
+    evaluator: EvaluatorSpec = Field(
+        default_factory=EvaluatorSpec, description="The process that scores the merged model (training.evaluation)."
+    )
     regions: list[RegionSpec] = Field(
         ...,
         min_length=1,
@@ -51,6 +61,7 @@ class JobSpec(Spec):
 
     @property
     def evaluated(self) -> bool:
-        """Whether an evaluator runs: asked for, and there is a model and data to do it with."""
+        """Whether an evaluator runs: asked for, and there is a program of the user's, or model and data, to do it."""
         training = self.training
-        return training.evaluation is not None and training.model is not None and training.data is not None
+        able = self.evaluator.command is not None or (training.model is not None and training.data is not None)
+        return training.evaluation is not None and able

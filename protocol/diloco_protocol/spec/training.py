@@ -148,7 +148,9 @@ class EvaluationSpec(Spec):
     """Evaluation of the merged model on held-out data."""
 
     fraction: float = Field(0.01, ge=0, le=0.5, description="Share of the data held out of training; 0: no evaluation.")
-    every_tokens: int = Field(200_000, ge=1, le=2**53, description="Trained tokens (all learners) between evaluations.")
+    every_tokens: Annotated[int, Field(ge=1, le=2**53)] | None = Field(
+        None, description="Trained tokens (all learners) between evaluations; null: 1/50 of the way to the stop."
+    )
     batches: int = Field(8, ge=1, le=100_000, description="Batches per evaluation.")
 
 
@@ -171,5 +173,6 @@ class TrainingSpec(Spec):
     )
     evaluation: Annotated[EvaluationSpec | None, AfterValidator(_none_without_fraction)] = Field(
         default_factory=EvaluationSpec,
-        description="Evaluation of the merged model; needs model and data. null or fraction 0: none.",
+        description="Evaluation of the merged model; needs model and data, or evaluator.command. "
+        "null or fraction 0: none.",
     )

@@ -40,7 +40,7 @@ PHASE_SUSPENDED: PhaseName
 PHASE_DELETED: PhaseName
 
 class LearnerMessage(_message.Message):
-    __slots__ = ("join", "report", "lease_request", "evaluation", "drained", "peer_state_wanted", "peer_state_unavailable", "drain_request", "base_unavailable")
+    __slots__ = ("join", "report", "lease_request", "evaluation", "drained", "peer_state_wanted", "peer_state_unavailable", "drain_request", "base_unavailable", "evaluation_progress")
     JOIN_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     LEASE_REQUEST_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,7 @@ class LearnerMessage(_message.Message):
     PEER_STATE_UNAVAILABLE_FIELD_NUMBER: _ClassVar[int]
     DRAIN_REQUEST_FIELD_NUMBER: _ClassVar[int]
     BASE_UNAVAILABLE_FIELD_NUMBER: _ClassVar[int]
+    EVALUATION_PROGRESS_FIELD_NUMBER: _ClassVar[int]
     join: Join
     report: Report
     lease_request: LeaseRequest
@@ -59,7 +60,8 @@ class LearnerMessage(_message.Message):
     peer_state_unavailable: PeerStateUnavailable
     drain_request: DrainRequest
     base_unavailable: BaseUnavailable
-    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., lease_request: _Optional[_Union[LeaseRequest, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., peer_state_wanted: _Optional[_Union[PeerStateWanted, _Mapping]] = ..., peer_state_unavailable: _Optional[_Union[PeerStateUnavailable, _Mapping]] = ..., drain_request: _Optional[_Union[DrainRequest, _Mapping]] = ..., base_unavailable: _Optional[_Union[BaseUnavailable, _Mapping]] = ...) -> None: ...
+    evaluation_progress: EvaluationProgress
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., lease_request: _Optional[_Union[LeaseRequest, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., peer_state_wanted: _Optional[_Union[PeerStateWanted, _Mapping]] = ..., peer_state_unavailable: _Optional[_Union[PeerStateUnavailable, _Mapping]] = ..., drain_request: _Optional[_Union[DrainRequest, _Mapping]] = ..., base_unavailable: _Optional[_Union[BaseUnavailable, _Mapping]] = ..., evaluation_progress: _Optional[_Union[EvaluationProgress, _Mapping]] = ...) -> None: ...
 
 class Join(_message.Message):
     __slots__ = ("format", "job", "process", "role", "region", "ordinal", "layout_digest", "digests", "sequences", "held", "previous_incarnation", "slot", "idle", "tenure", "pod", "attempt")
@@ -195,6 +197,12 @@ class Evaluation(_message.Message):
     sum_versions: int
     final: bool
     def __init__(self, tokens: _Optional[int] = ..., loss: _Optional[float] = ..., sum_versions: _Optional[int] = ..., final: _Optional[bool] = ...) -> None: ...
+
+class EvaluationProgress(_message.Message):
+    __slots__ = ("share",)
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    share: float
+    def __init__(self, share: _Optional[float] = ...) -> None: ...
 
 class Drained(_message.Message):
     __slots__ = ()

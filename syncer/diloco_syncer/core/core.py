@@ -269,6 +269,9 @@ class Core:
             case ev.Evaluated():
                 if event.connection in self._state.members.evaluators:
                     self._state.scores.apply(event.evaluation, may_be_final=self._state.phase is JobPhase.EVALUATING)
+            case ev.EvaluationAdvanced():
+                if event.connection in self._state.members.evaluators:
+                    self._phases.record_score_progress(event.connection, event.share, now)
             case ev.EndRequested():
                 self._phases.request_end(event.phase, event.message)
             case ev.PeerStateRequested():

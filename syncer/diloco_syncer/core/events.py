@@ -101,6 +101,14 @@ class Evaluated:
 
 
 @dataclass(frozen=True, slots=True)
+class EvaluationAdvanced:
+    """The evaluator has made this share (0 to 1) of the final score; from anybody else it is ignored."""
+
+    connection: int
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
 class EndRequested:
     """Suspend, delete, fail or interrupt: drain first, then that phase."""
 
@@ -156,6 +164,7 @@ Event = (
     | Drained
     | ProcessEnded
     | Evaluated
+    | EvaluationAdvanced
     | EndRequested
     | PeerStateRequested
     | PeerStateReceived

@@ -30,6 +30,8 @@ from diloco_syncer.core.merging.aggregation import Aggregator
 from diloco_syncer.core.recovery.lost_versions import VersionRecovery
 from diloco_syncer.core.state import JobState
 
+_EVALUATING = "the merged model is evaluated"
+_LEAST_PROGRESS = 0.001  # of a score; less does not count as coming on
 _ENOUGH = "the learners that a merge needs are there"
 
 
@@ -46,6 +48,8 @@ class Phases:
     _target_message: str = ""
     _entered_at: float = 0.0  # when the phase began
     _progress_at: float = 0.0  # when the drain last made progress
+    _scored_by: int = 0  # the connection of the evaluator that last told of progress
+    _scored_share: float = 0.0  # and of how much
     _requested: tuple[JobPhase, str] | None = None
 
     def request_end(self, phase: JobPhase, message: str) -> None:
@@ -56,6 +60,16 @@ class Phases:
     def record_progress(self, now: float) -> None:
         """An offer came or a learner left: the drain's patience begins anew."""
         self._progress_at = now
+
+    def record_score_progress(self, connection: int, share: float, now: float) -> None:
+        """An evaluator came on with the final score: the wait for it begins anew, and the phase says how far it is."""
+        if self.state.phase is not JobPhase.EVALUATING:
+            return
+        if connection != self._scored_by or share >= self._scored_share + _LEAST_PROGRESS:
+            self._scored_by, self._scored_share, self._progress_at = connection, share, now
+            message = f"{_EVALUATING}: {share:.0%} of the final score"
+            self.state.phase_message = message
+            self.actions.add(ev.SetPhase(self.state.phase, message))
 
     def advance(self, now: float) -> None:
         """Make the transitions that are due. A transition may make the next one due."""
@@ -171,14 +185,17 @@ class Phases:
             return False
         self.state.clock.end(now)
         if self._target is JobPhase.COMPLETE and self.state.config.evaluated:
-            return self._set(JobPhase.EVALUATING, "the merged model is evaluated", now)
+            return self._set(JobPhase.EVALUATING, _EVALUATING, now)
         return self._end(self._target, self._target_message, now)
 
     def _leave_evaluating(self, now: float) -> bool:
         config, state = self.state.config, self.state
-        patience = config.evaluation_seconds if state.members.evaluators else config.evaluator_seconds
+        # One that scored before comes back: its pod is replaced, or its process started again.
+        expected = state.members.evaluators or state.scores.rows
+        patience = config.evaluation_seconds if expected else config.evaluator_seconds
         scored = state.scores.final is not None
-        if not scored and now - self._entered_at < patience:
+        waited, since_progress = now - self._entered_at, now - self._progress_at
+        if not scored and since_progress < patience and waited < config.most_evaluation_seconds:
             return False
         message = self._target_message if scored else "no final evaluation: no evaluator in time"
         return self._end(self._target, message, now)
@@ -198,7 +215,7 @@ class Phases:
 
     def stop_progress(self, now: float) -> float:
         """How much of the job's stop is reached, 0 to 1."""
-        state, (kind, limit) = self._state, self._config.stop
+        state, (kind, limit) = self.state, self.state.config.stop
         if state.ledger is None:
             return 0.0
         return min(1.0, reached_amount(kind, state.members.slots, state.ledger, state.clock.elapsed(now)) / limit)

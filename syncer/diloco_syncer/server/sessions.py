@@ -286,6 +286,9 @@ class Sessions:
                 return
             case "evaluation":
                 event = ev.Evaluated(number, convert.from_wire(Evaluation, message.evaluation))
+            case "evaluation_progress":
+                share = limits.check_share(message.evaluation_progress.share, "share")
+                event = ev.EvaluationAdvanced(number, share)
             case "drain_request":
                 event = ev.DrainRequested(number)
             case "drained":

@@ -1,9 +1,10 @@
 """The evaluator: the worker program without a slot, scoring the merged model on held-out data.
 
-The model is scored once at version 0, then whenever the job has trained ``training.evaluation.everyTokens`` more, and
-at the end, when the last merges are done; the broadcasts that make it current are downloaded when a score is due. A
-score that is due while another runs is made from the newest state afterwards, so a slow evaluator skips points rather
-than lag.
+The model is scored once at version 0, then whenever the job has trained ``training.evaluation.everyTokens`` more (by
+default whenever it is 1/50 nearer to its stop), and at the end, when the last merges are done; the broadcasts that make
+it current are downloaded when a score is due. A score that is due while another runs is made from the newest state
+afterwards, so a slow evaluator skips points rather than lag. Of the final score, for which the job waits, the syncer is
+told how far it is.
 
 A score is the mean cross-entropy in nats per prediction of ``batches`` x ``batch.sequences`` sequences, the same ones
 each time, spread evenly over the held-out part. Sums are kept in float64 and weighted by the number of predictions, so
@@ -35,24 +36,29 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
 AGAIN_SECONDS = 5.0
+SCORES = 50  # in a job, where training.evaluation.everyTokens is null
 
 
 @dataclass(slots=True)
 class EvaluationSchedule:
-    """When a score is due: at the first model seen, then every ``every_tokens`` tokens."""
+    """When a score is due: at the first model seen, then every ``every_tokens`` tokens; where that is None, at every
+    1/SCORES of the job's progress to its stop (0 to 1)."""
 
-    every_tokens: int
-    next_tokens: int = 0
+    every_tokens: int | None
+    next_turn: int = 0
 
-    def is_due(self, tokens: int) -> bool:
-        """Whether a model of that many tokens would be scored."""
-        return tokens >= self.next_tokens
+    def _turn(self, tokens: int, progress: float) -> int:
+        return tokens // self.every_tokens if self.every_tokens is not None else int(progress * SCORES)
 
-    def claim(self, tokens: int) -> bool:
-        """Whether to score a model of that many tokens now; counts it as scored."""
-        if not self.is_due(tokens):
+    def is_due(self, tokens: int, progress: float) -> bool:
+        """Whether a model of that many tokens and that progress would be scored."""
+        return self._turn(tokens, progress) >= self.next_turn
+
+    def claim(self, tokens: int, progress: float) -> bool:
+        """Whether to score such a model now; counts it as scored."""
+        if not self.is_due(tokens, progress):
             return False
-        self.next_tokens = (tokens // self.every_tokens + 1) * self.every_tokens
+        self.next_turn = self._turn(tokens, progress) + 1
         return True
 
 
@@ -118,9 +124,15 @@ class _Evaluator:
         observer.set_idle(False)
         return not self._terminated
 
-    def _loss(self) -> float:
+    def _loss(self, told: Callable[[float], None] = lambda share: None) -> float:
         """The model's score as it is. Raises _Stopped when the process is told to end meanwhile."""
-        return mean_loss(self._model, self._batches, self._dtype, lambda: self._terminated)
+
+        def on_batch(share: float) -> None:
+            if self._terminated:
+                raise _Stopped
+            told(share)
+
+        return mean_loss(self._model, self._batches, self._dtype, on_batch)
 
     def _terminate(self, signum: int, frame: FrameType | None) -> None:
         self._terminated = True
@@ -146,15 +158,17 @@ class _Evaluator:
                 elif time.monotonic() - told > AGAIN_SECONDS:  # a syncer that restarted has not heard it
                     observer.report(final, final=True)
                     told = time.monotonic()
-            elif self._due.claim(observer.job_tokens):
+            elif self._due.claim(observer.job_tokens, observer.progress):
                 self._score(observer, final=False)
-            elif observer.phase == JobPhase.EVALUATING or self._due.is_due(observer.announced_tokens):
+            elif observer.phase == JobPhase.EVALUATING or self._due.is_due(
+                observer.announced_tokens, observer.announced_progress
+            ):
                 observer.refresh()
 
     def _score(self, observer: Observer, final: bool) -> float:
         """Score the model as it is, and report it."""
         tokens, merges, started = observer.job_tokens, observer.sum_versions, time.monotonic()
-        loss = self._loss()
+        loss = self._loss(observer.report_progress) if final else self._loss()
         self._report(observer, loss, tokens, merges, final, time.monotonic() - started)
         return loss
 
@@ -181,19 +195,18 @@ def mean_loss(
     model: nn.Module,
     batches: list[dict[str, torch.Tensor]],
     dtype: torch.dtype,
-    stopped: Callable[[], bool] = lambda: False,
+    on_batch: Callable[[float], None] = lambda share: None,
 ) -> float:
     """Mean cross-entropy of all predictions in the batches, in nats; leaves the model in training mode.
 
-    Raises _Stopped between two batches once ``stopped`` says so."""
+    ``on_batch(share)`` is called before each batch with the share of them (0 to 1) that is done; it may raise."""
     where = next(model.parameters()).device
     total, predictions = 0.0, 0
     model.eval()
     try:
         with torch.no_grad(), device.autocast(where, dtype):
-            for batch in batches:
-                if stopped():
-                    raise _Stopped
+            for index, batch in enumerate(batches):
+                on_batch(index / len(batches))
                 loss = models.loss(model, device.to_device(batch, where))
                 total += float(loss.nats) * loss.predictions
                 predictions += loss.predictions

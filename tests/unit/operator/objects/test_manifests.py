@@ -245,6 +245,26 @@ def test_a_regions_template_goes_over_the_shared_one_and_the_evaluator_takes_no_
     assert {"name": "corpus", "mountPath": "/corpus"} in evaluator["containers"][0]["volumeMounts"]
 
 
+def test_the_evaluator_has_a_program_and_resources_of_its_own() -> None:
+    """learners.podTemplate gives it where to run, evaluator.podTemplate what it needs beside (a GPU)."""
+    gpu = {"limits": {"nvidia.com/gpu": 1}}
+    shared = {"spec": {"nodeSelector": {"pool": "gpu"}, "containers": [{"name": "learner", "image": "mine:1"}]}}
+    own = {"spec": {"containers": [{"name": "evaluator", "resources": gpu}]}}
+    given = job(
+        training=EVALUATED,
+        learners={"command": ["python", "loop.py"], "podTemplate": shared},
+        evaluator={"command": ["python", "score.py"], "podTemplate": own},
+    )
+    pod = everything(given)[names.evaluator_deployment("job")]["spec"]["template"]["spec"]
+    container = next(one for one in pod["containers"] if one["name"] == "evaluator")
+    assert container["command"] == ["python", "score.py"] and container["image"] == "mine:1"
+    assert container["resources"]["limits"] == gpu["limits"] and pod["nodeSelector"] == {"pool": "gpu"}
+    assert {"name": "DILOCO_ROLE", "value": "evaluator"} in container["env"]
+    wrong = {"spec": {"containers": [{"name": "evaluator", "command": ["x"]}]}}
+    (refusal,) = pods.template_refusals(job(evaluator={"podTemplate": wrong}).spec)
+    assert "spec.evaluator.podTemplate" in refusal.path and "spec.evaluator.command" in refusal.message
+
+
 def test_the_kueue_label_is_copied_to_the_stateful_sets() -> None:
     document = job_object(training=EVALUATED)
     document["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "gpus", "mine": "x"}

@@ -206,7 +206,7 @@ def test_every_field_that_the_operator_sets_in_a_main_container_is_protected() -
         ("learner", pods.learner_template(job, job.spec.regions[0], "i", "p")),
     ):
         container = template["spec"]["containers"][0]
-        protected = pods._syncer_protected() if role == "syncer" else pods._learner_protected(job.spec)
+        protected = pods._syncer_protected() if role == "syncer" else pods._worker_protected("learner", "")
         assert protected.container == container["name"] == role
         assert {e["name"] for e in container.get("env", [])} <= set(protected.env)
         assert {m["mountPath"] for m in container["volumeMounts"]} <= set(protected.mounts)

@@ -607,6 +607,45 @@ def test_stop_drains_merges_evaluates_and_completes() -> None:
     assert further.core.report(0.0, SHELL, "", 0).final_loss is None  # the next end is scored anew
 
 
+def evaluating() -> Desk:
+    """A job of one learner that waits for its final score; the evaluator has connection 8."""
+    desk = Desk(config(slots=1, stop=("tokens", 40), evaluated=True))
+    desk.begin(1)
+    desk.do(ev.Join(8, "e", "r", 0, True, "L", {}, 0, ()))
+    desk.report(1, 4)
+    assert reason(desk.push(0, 4, round=0)) is None
+    (merge,) = of(desk.do(ev.Drained(1)), ev.Merge)
+    desk.do(ev.MergeDurable(0, merge.version, 0.1, (1.0,)))
+    assert desk.core.phase is JobPhase.EVALUATING
+    return desk
+
+
+def test_the_final_score_is_waited_for_while_it_comes_on() -> None:
+    desk = evaluating()
+    patience = config().evaluation_seconds
+    for percent in range(10, 100, 10):  # in all nine times as long as it waits without progress
+        desk.later(0.9 * patience)
+        (told,) = of(desk.do(ev.EvaluationAdvanced(8, percent / 100)), ev.SetPhase)
+        assert told.message == f"the merged model is evaluated: {percent}% of the final score"
+    desk.do(ev.EvaluationAdvanced(7, 1.0))  # nobody's
+    desk.do(ev.EvaluationAdvanced(8, 0.9))  # no progress
+    desk.later(0.9 * patience)
+    assert desk.core.phase is JobPhase.EVALUATING
+    desk.later(0.2 * patience)
+    assert desk.core.phase is JobPhase.COMPLETE
+    assert desk.core.report(desk.now, SHELL, "", 0).final_loss is None
+
+
+def test_an_evaluator_that_scored_before_is_waited_for_when_it_is_away() -> None:
+    for scored in (False, True):
+        desk = evaluating()
+        if scored:
+            desk.do(ev.Evaluated(8, Evaluation(0, 5.5, 0, False)))
+        desk.do(ev.ConnectionLost(8))
+        desk.later(2 * config().evaluator_seconds)
+        assert (desk.core.phase is JobPhase.EVALUATING) == scored
+
+
 def test_one_row_per_version_that_was_scored() -> None:
     desk = Desk(config(slots=2, evaluated=True))
     evaluator = ev.Join(8, "e", "r", 0, True, "L", {}, 0, ())

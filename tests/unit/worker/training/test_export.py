@@ -152,4 +152,11 @@ def test_evaluation_does_not_depend_on_how_batches_are_cut() -> None:
 
 def test_evaluations_fall_due_by_tokens() -> None:
     due = evaluator.EvaluationSchedule(100)
-    assert [t for t in (0, 50, 99, 100, 150, 420, 450, 500) if due.claim(t)] == [0, 100, 420, 500]
+    assert [t for t in (0, 50, 99, 100, 150, 420, 450, 500) if due.claim(t, 0.0)] == [0, 100, 420, 500]
+
+
+def test_by_default_fifty_evaluations_fall_due_on_the_way_to_the_stop() -> None:
+    """Whatever the job's size, and by whichever of steps, tokens and seconds it stops."""
+    due = evaluator.EvaluationSchedule(EvaluationSpec().every_tokens)
+    scored = [i for i in range(10_001) if due.claim(10**9 * i, i / 10_000)]
+    assert len(scored) == 51 and scored[:3] == [0, 200, 400] and scored[-1] == 10_000
