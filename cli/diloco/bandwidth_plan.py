@@ -1,7 +1,8 @@
 """``diloco plan``: how much bandwidth a job needs, before anything is built or bought.
 
 The numbers come from ``diloco_protocol.bandwidth.links`` and ``bandwidth``; here they are put side by side. The model's
-size is that of the job's own model, whose shapes are built without values (and with torch), or what ``--params`` says.
+size is that of the job's own model, whose shapes are built without values (and with torch), or what ``--params`` says,
+or that of a model which was laid out already (``--layout``).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from diloco.console import CommandError
 from diloco.validate import problems_text, read_job_file
-from diloco_protocol.arrays.layout import ELEMENTS_PER_FRAGMENT
+from diloco_protocol.arrays.layout import ELEMENTS_PER_FRAGMENT, Layout
 from diloco_protocol.bandwidth import links
 from diloco_protocol.bandwidth import model as bandwidth
 from diloco_protocol.bandwidth.links import Need, Traffic
@@ -60,12 +61,18 @@ def parameters_from(text: str) -> int:
     return count
 
 
-def plan(path: Path, overrides: Iterable[str], parameters: str | None, conditions: Conditions) -> dict[str, Any]:
-    """The plan of the job in the file, as ``--json`` prints it. Raises CommandError."""
+def plan(
+    path: Path, overrides: Iterable[str], parameters: str | None, conditions: Conditions, layout: Layout | None = None
+) -> dict[str, Any]:
+    """The plan of the job in the file, as ``--json`` prints it. Raises CommandError.
+
+    ``layout``: of a model of the same tensors."""
     conditions.check()
+    if parameters is not None and layout is not None:
+        raise CommandError("--params and --layout both say how large the model is: leave one of them out")
     count = None if parameters is None else parameters_from(parameters)
     job = read_job_file(path, overrides)
-    sizes, note = _sizes(job, count, path.resolve().parent)
+    sizes, note = _sizes(job, count, path.resolve().parent) if layout is None else _sizes_of_layout(job, layout)
     return document(job, sizes, note, conditions)
 
 
@@ -79,7 +86,8 @@ def _sizes(job: DiLoCoJob, parameters: int | None, directory: Path) -> tuple[lis
     if job.spec.training.model is None:
         raise CommandError(
             "the job has no training.model (its learners run a program of their own), so its size is not "
-            "known: give --params, the number of trained parameters, such as --params 350M"
+            "known: give --params, the number of trained parameters, such as --params 350M, "
+            "or --layout, the directory of a run or an export of it"
         )
     from diloco_worker.fragments import build_layout
     from diloco_worker.settings import ConfigurationError
@@ -92,6 +100,13 @@ def _sizes(job: DiLoCoJob, parameters: int | None, directory: Path) -> tuple[lis
         raise CommandError(str(error)) from error
     except JobError as error:  # the model's own configuration
         raise CommandError(problems_text(error)) from error
+    return [layout.elements(p) for p in range(len(layout))], layout.note
+
+
+def _sizes_of_layout(job: DiLoCoJob, known: Layout) -> tuple[list[int], str]:
+    """The same of a model that was laid out before, with the job's own number of fragments."""
+    sync = job.spec.sync
+    layout = Layout.build(known.tensors, sync.fragments, sync.every, sync.merge.mean_tensors)
     return [layout.elements(p) for p in range(len(layout))], layout.note
 
 

@@ -129,6 +129,12 @@ def plan(
             metavar="N", help="Number of trained parameters, such as 5e9, 5B or 350M.  [default: the job's own model]"
         ),
     ] = None,
+    layout: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH", help="Directory of a run or an export, or a layout.json, of a model of the same tensors."
+        ),
+    ] = None,
     round_trip_seconds: Annotated[
         float, typer.Option(metavar="SECONDS", help="Of the way between learner and hub, as ping says it.")
     ] = 0.0,
@@ -149,12 +155,16 @@ def plan(
 
         diloco plan job.yaml --params 5e9 --step-seconds 1 --round-trip-seconds 0.1
 
+        diloco plan own-loop.yaml --layout runs/own-loop --step-seconds 0.5
+
         diloco plan job.yaml --params 5e9 --step-seconds 1 --set sync.compression.down=delta-int4 --json
     """
     from diloco.bandwidth_plan import Conditions, text
     from diloco.bandwidth_plan import plan as made
+    from diloco.export.export import read_layout
 
-    found = made(job, overrides, params, Conditions(step_seconds, round_trip_seconds, utilisation))
+    known = None if layout is None else read_layout(layout)
+    found = made(job, overrides, params, Conditions(step_seconds, round_trip_seconds, utilisation), known)
     print(json.dumps(found, indent=1) if as_json else text(found))
 
 
@@ -222,6 +232,8 @@ def export(
     kubeconfig: Kubeconfig = None,
 ) -> None:
     """Write the merged model to a directory that transformers loads; the job may still be going on.
+
+    A job without training.model gets its parameters by name (model.safetensors) and layout.json.
 
     From a cluster it comes through a port-forward to the syncer's pod, checked by length and checksum.
 

@@ -1,5 +1,8 @@
 """``diloco export``: the merged model of a run as a directory that transformers loads.
 
+A job without ``training.model`` has a model that only its own program knows: of such a one the parameters are written,
+with the layout (tensors.py).
+
 Reads the store beside whoever writes it, so a run may be going on: of every fragment it
 takes the newest durable version, as a restart of the syncer would, and changes nothing.
 """
@@ -14,10 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.console import CommandError
-from diloco.export.remote_model import RemoteModelError, fetch_model
+from diloco.export.remote_model import RemoteModelError, fetch_layout, fetch_model
+from diloco.export.tensors import write_tensors
 from diloco.processes.workdir import Workdir
-from diloco_protocol.arrays.layout import Layout
-from diloco_protocol.common.files import FileError
+from diloco_protocol.arrays.layout import MAX_JSON_BYTES, Layout, LayoutError
+from diloco_protocol.common.files import FileError, read_bounded
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import JobError, read_job
 from diloco_syncer.server.pages.model_file import NotSafetensors, as_float32, frozen_entries
@@ -40,40 +44,71 @@ def export_run(workdir: Workdir, out: Path) -> None:
         if not (workdir.store / "initial.json").is_file():
             raise ExportFailed(f"{workdir.path} holds no model yet: its run has not got to version 0")
         store = DirectoryStore(workdir.store)
-        tensors, versions = read_model(store, job.metadata.name)
+        layout, tensors, versions = read_model(store, job.metadata.name)
     except FileNotFoundError as error:
         raise ExportFailed(f"{workdir.path} is no run's directory: {error.filename} is missing") from error
     except (Damaged, FormatRefused, FileError, JobError, OSError) as error:
         raise ExportFailed(str(error)) from error
-    _write_model(job, tensors, versions, out, workdir.job_directory())
+    _write_model(job, layout, tensors, versions, out, workdir.job_directory())
 
 
 def export_url(url: str, out: Path, progress: Callable[[int, int], None]) -> None:
     """The same from a syncer's export listener (remote_model.py). Raises ExportFailed."""
     try:
         job, tensors, versions = fetch_model(url, progress)
+        layout = fetch_layout(url)
     except RemoteModelError as error:
         raise ExportFailed(str(error)) from error
-    _write_model(job, tensors, versions, out, None)
+    _write_model(job, layout, tensors, versions, out, None)
 
 
 def _write_model(
-    job: DiLoCoJob, tensors: Mapping[str, NDArray[Any]], versions: Sequence[int], out: Path, directory: Path | None
+    job: DiLoCoJob,
+    layout: Layout,
+    tensors: Mapping[str, NDArray[Any]],
+    versions: Sequence[int],
+    out: Path,
+    directory: Path | None,
 ) -> None:
-    """Write a directory that transformers loads, and say so. ``directory``: where the job's relative paths start."""
+    """Write the directory, and say so. ``directory``: where the job's relative paths start."""
+    at = f"fragments at versions {min(versions)} to {max(versions)}"
+    if job.spec.training.model is None:
+        try:
+            write_tensors(job.metadata.name, layout, tensors, versions, out)
+        except FileExistsError as error:
+            raise ExportFailed(f"{error.filename} {error.strerror}") from error
+        except OSError as error:
+            raise ExportFailed(f"{out} cannot be written: {error.strerror or error}") from error
+        print(f"{out}: the merged parameters (the job has no training.model), {at}")
+        return
     from diloco_worker.training.export import ExportError, export
 
-    if job.spec.training.model is None:
-        raise ExportFailed("the job has no spec.training.model: only its own program (learners.command) can build it")
     try:
         export(job, tensors, out, directory=directory)
     except (ExportError, JobError) as error:
         raise ExportFailed(str(error)) from error
-    print(f"{out}: the merged model, fragments at versions {min(versions)} to {max(versions)}")
+    print(f"{out}: the merged model, {at}")
 
 
-def read_model(store: Store, job: str) -> tuple[dict[str, NDArray[Any]], list[int]]:
-    """Every parameter of the merged model by name, float32, and the fragments' versions: those that
+def read_layout(path: Path) -> Layout:
+    """The layout in a layout.json, in the directory of an export, or in that of a run. Raises ExportFailed."""
+    file = path / "layout.json" if path.is_dir() else path
+    try:
+        if file.is_file() or not path.is_dir():
+            return Layout.from_json(read_bounded(file, MAX_JSON_BYTES))
+        workdir = Workdir(path)
+        layout = StoreReader(DirectoryStore(workdir.store), read_job(workdir.job).metadata.name).layout()
+    except (JobError, LayoutError, OSError, StoreUnusable) as error:
+        raise ExportFailed(
+            f"{path} holds no layout ({error}): give the directory of a run or of an export of one"
+        ) from error
+    if layout is None:
+        raise ExportFailed(f"{path} holds no model yet: its run has not got to version 0")
+    return layout
+
+
+def read_model(store: Store, job: str) -> tuple[Layout, dict[str, NDArray[Any]], list[int]]:
+    """The layout; every parameter of the merged model by name, float32; and the fragments' versions: those that
     a restart of the syncer would go on from.
 
     Raises ExportFailed, and what the store raises for damaged objects.
@@ -90,7 +125,7 @@ def read_model(store: Store, job: str) -> tuple[dict[str, NDArray[Any]], list[in
             tensors = assemble(layout, [chain.newest.theta for chain in chains])
             if reader.initial["frozen"]:
                 tensors |= _frozen(reader.blob(reader.initial["frozen"]))
-            return tensors, [chain.newest.version for chain in chains]
+            return layout, tensors, [chain.newest.version for chain in chains]
         except StoreUnusable as error:
             if last:
                 raise ExportFailed(str(error)) from error

@@ -18,6 +18,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from diloco_protocol.arrays.layout import MAX_JSON_BYTES, Layout, LayoutError
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import JobError, job_from_json
 from diloco_syncer.server.pages.export import CHECKSUM
@@ -50,6 +51,26 @@ def fetch_model(
     for attempt in range(TRIES):
         try:
             return _fetch(url, progress)
+        except _Again:
+            if attempt == TRIES - 1:
+                raise
+            time.sleep(0.5 * 2**attempt * random.uniform(0.5, 1.0))
+    raise AssertionError("unreachable")
+
+
+def fetch_layout(url: str) -> Layout:
+    """The layout of the model that the listener serves. Raises RemoteModelError."""
+    for attempt in range(TRIES):
+        try:
+            answer = _get(url, "/layout.json")
+            try:
+                return Layout.from_json(answer.read(MAX_JSON_BYTES))
+            except LayoutError as error:
+                raise RemoteModelError(f"{url}/layout.json is no layout: {error}") from error
+            except (OSError, http.client.HTTPException) as error:
+                raise _Again(f"{url}/layout.json broke off: {error}") from error
+            finally:
+                answer.close()
         except _Again:
             if attempt == TRIES - 1:
                 raise

@@ -16,6 +16,7 @@ import contextlib
 import errno
 import os
 import secrets
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -134,6 +135,31 @@ def create_whole(path: str | os.PathLike[str], *parts: Buffer, mode: int = 0o644
                 ) from error
             raise
         flush_to_device(path.parent)
+
+
+@contextlib.contextmanager
+def create_directory(path: Path) -> Iterator[Path]:
+    """Make a directory that is whole under its name or not there: fill what this yields, another one beside it, which
+    is synced and renamed at the end. Subdirectories are not synced.
+
+    Raises FileExistsError if ``path`` is there already and not an empty directory.
+    """
+    path = path.absolute()
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise FileExistsError(errno.EEXIST, "exists already: name a new directory, or remove it", str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}-{secrets.token_hex(6)}")
+    temporary.mkdir()
+    try:
+        yield temporary
+        for part in (*temporary.iterdir(), temporary):
+            flush_to_device(part)
+        if path.is_dir():
+            path.rmdir()
+        temporary.rename(path)
+        flush_to_device(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def read_bounded(path: str | os.PathLike[str], limit: int) -> bytes:

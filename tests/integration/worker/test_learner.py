@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from learner_process import Rows, Syncer, make_job, one_step, small_model, until
+from safetensors.torch import load_file
 
+from diloco.export.export import ExportFailed, export_run, read_layout
+from diloco.processes.workdir import Workdir
 from diloco_worker import Learner, Observer
 
 pytestmark = pytest.mark.usefixtures("torch_settings")
@@ -50,6 +53,17 @@ def test_one_learner_merged_at_every_step_is_plain_training(syncer: Callable[...
     assert report["outcome"] == "complete"
     assert report["merges"] == 25
     assert report["tokens"] == {"trained": 800, "merged": 800, "pending": 0, "dropped": 0}
+    # The job has no training.model: what is exported are the parameters by name, for the program that knows the model.
+    out = service.folder / "exported"
+    export_run(Workdir(service.folder), out)
+    loaded = small_model(99)
+    loaded.load_state_dict(load_file(out / "model.safetensors"))
+    for own, exported in zip(model.parameters(), loaded.parameters(), strict=True):
+        torch.testing.assert_close(own, exported, rtol=0, atol=0)
+    for told in (out, out / "layout.json", service.folder):
+        assert read_layout(told).digest == learner.layout.digest
+    with pytest.raises(ExportFailed, match="exists already"):
+        export_run(Workdir(service.folder), out)
 
 
 def test_learners_race_and_every_token_is_in_its_column(syncer: Callable[..., Syncer]) -> None:

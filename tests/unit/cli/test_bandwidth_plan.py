@@ -6,13 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from diloco.bandwidth_plan import parameters_from
 from diloco.console import CommandError
+from diloco.export.tensors import write_tensors
 from diloco.main import app
 from diloco_protocol.arrays import codec
+from diloco_protocol.arrays.layout import Layout, Tensor
 from diloco_protocol.bandwidth import model
 from diloco_protocol.spec.load import load_job
 from diloco_worker.fragments import build_layout
@@ -135,6 +138,23 @@ def test_a_program_of_ones_own_needs_the_number() -> None:
     code, output = diloco("plan", job, "--step-seconds", "1")
     assert code == 2 and "give --params" in output
     assert planned(job, "--step-seconds", "1", "--params", "350M")["parameters"] == 350_000_000
+
+
+def test_a_layout_tells_the_size_of_a_program_of_ones_own(tmp_path: Path) -> None:
+    job = EXAMPLES / "custom-loop.yaml"
+    tensors = {"body": np.zeros((3000, 10), np.float32), "head": np.zeros((500, 10), np.float32)}
+    layout = Layout.build([Tensor(name, values.shape, "float32") for name, values in tensors.items()], 2)
+    write_tensors("own", layout, tensors, [1, 1], tmp_path / "out")
+    found = planned(job, "--step-seconds", "1", "--layout", str(tmp_path / "out"))
+    assert found["parameters"] == 35_000 and found["fragments"] == 8, "the tensors are the layout's, P is the job's"
+    assert found == planned(job, "--step-seconds", "1", "--layout", str(tmp_path / "out" / "layout.json"))
+    for arguments, words in (
+        (["--layout", str(tmp_path / "none")], "holds no layout"),
+        (["--layout", str(tmp_path)], "give the directory of a run or of an export"),
+        (["--layout", str(tmp_path / "out"), "--params", "5B"], "leave one of them out"),
+    ):
+        code, output = diloco("plan", job, "--step-seconds", "1", *arguments)
+        assert code == 2 and words in " ".join(output.split()), output
 
 
 @pytest.mark.parametrize(

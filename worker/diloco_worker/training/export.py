@@ -10,8 +10,6 @@ A directory is whole under its name or not there: it is filled under another nam
 from __future__ import annotations
 
 import json
-import secrets
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,29 +38,17 @@ def export(
     ``directory`` is where relative paths of the job start. Raises ExportError, or JobError if the job's model cannot
     be built.
     """
-    out = out.absolute()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ExportError(f"{out} exists already: name a new directory, or remove it")
     from transformers.utils import logging as transformers_logging
 
     model = assemble(job, tensors, directory=directory)
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        temporary = out.with_name(f".{out.name}-{secrets.token_hex(6)}")
-        temporary.mkdir()
-        try:
+        with files.create_directory(out) as temporary:
             transformers_logging.disable_progress_bar()
             save: Any = model
             save.save_pretrained(temporary, max_shard_size="1000GB")
             _save_tokenizer(job, temporary)
-            for path in (*temporary.iterdir(), temporary):
-                files.flush_to_device(path)
-            if out.is_dir():
-                out.rmdir()
-            temporary.rename(out)
-            files.flush_to_device(out.parent)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+    except FileExistsError as e:
+        raise ExportError(f"{e.filename} {e.strerror}") from e
     except OSError as e:
         raise ExportError(f"{out} cannot be written: {e.strerror or e}") from e
 

@@ -1,6 +1,6 @@
 """The export listener: the merged model and its job, for callers on this machine's loopback.
 
-``GET /model.safetensors`` (model_file.py) and ``GET /job.json`` (normal form). It knows no
+``GET /model.safetensors`` (model_file.py), ``GET /layout.json`` and ``GET /job.json`` (normal form). It knows no
 credentials: it listens on a loopback address only, which in a cluster is reached by port-forward. So
 whoever may forward ports to this pod may download the model.
 
@@ -77,4 +77,9 @@ def export_pages(job: DiLoCoJob, epoch: int, model: GlobalModel, durability: Dur
     def job_page() -> Answer:
         return 200, "application/json", job_to_json(job).encode()
 
-    return {"/model.safetensors": model_page, "/job.json": job_page}
+    def layout_page() -> Answer:
+        if model.layout is None:
+            return 404, "text/plain", b"there is no model yet: the job has not got to version 0\n"
+        return 200, "application/json", model.layout.to_json().encode()
+
+    return {"/model.safetensors": model_page, "/layout.json": layout_page, "/job.json": job_page}

@@ -269,7 +269,7 @@ def test_an_export_is_what_a_restart_goes_on_from_and_changes_nothing(store: Sto
     before = {name: store.read(name, 1 << 20) for folder in folders for name in store.list(folder)}
     exported = StoreReader(store, "j").newest(LAYOUT)
     assert before == {name: store.read(name, 1 << 20) for folder in folders for name in store.list(folder)}
-    tensors, found = read_model(store, "j")
+    _, tensors, found = read_model(store, "j")
     restored = opened(store).load()
     assert found == [r.version for r in restored.newest] == [c.newest.version for c in exported.chains]
     for fragment, pieces in enumerate(LAYOUT.fragments):

@@ -1,0 +1,44 @@
+"""``diloco export`` of a job whose model only its own program knows: files, shards, what is in the way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from diloco.export.tensors import write_tensors
+from diloco_protocol.arrays.layout import Layout, Tensor
+
+TENSORS = {name: np.full((50, 2), value, np.float32) for value, name in enumerate(("a.weight", "b.weight", "c.bias"))}
+LAYOUT = Layout.build([Tensor(name, (50, 2), "bfloat16") for name in TENSORS], 2)
+
+
+def test_parameters_and_layout_are_written_whole(tmp_path: Path) -> None:
+    write_tensors("j", LAYOUT, TENSORS, [3, 4], tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["layout.json", "model.safetensors"]
+    loaded = load_file(tmp_path / "out" / "model.safetensors")
+    assert loaded.keys() == TENSORS.keys()
+    for name, values in TENSORS.items():
+        np.testing.assert_array_equal(loaded[name], values)
+    assert Layout.from_json((tmp_path / "out" / "layout.json").read_text()) == LAYOUT
+    with pytest.raises(FileExistsError, match="exists already: name a new directory"):
+        write_tensors("j", LAYOUT, TENSORS, [3, 4], tmp_path / "out")
+
+
+def test_a_large_model_is_written_in_shards_with_their_index(tmp_path: Path) -> None:
+    write_tensors("j", LAYOUT, TENSORS, [3, 4], tmp_path, shard_bytes=800)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 1200
+    assert sorted(set(index["weight_map"].values())) == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    for name, file in index["weight_map"].items():
+        np.testing.assert_array_equal(load_file(tmp_path / file)[name], TENSORS[name])
+
+
+def test_nothing_is_left_where_writing_fails(tmp_path: Path) -> None:
+    wrong = {**TENSORS, "d": np.array(["text"])}
+    with pytest.raises(ValueError, match="str"):
+        write_tensors("j", LAYOUT, wrong, [3, 4], tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
