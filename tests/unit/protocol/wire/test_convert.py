@@ -28,6 +28,8 @@ def of_field(hint: Any) -> st.SearchStrategy[Any]:
         return st.integers(0, limits.MAX_COUNT)
     if hint == records.Loss:
         return st.floats(allow_infinity=False, allow_nan=False) | st.just(math.nan)
+    if hint == records.Share:
+        return st.floats(0, 1)
     if hint in TEXTS:
         return TEXTS[hint]
     if get_origin(hint) is Annotated:
@@ -61,6 +63,13 @@ def test_to_the_wire_and_back_is_the_same(record: Any) -> None:
     raw = convert.parse(type(message), message.SerializeToString())
     beside = {name: getattr(record, name) for name in BESIDE.get(type(record), set())}
     assert convert.from_wire(type(record), raw, **beside) == record
+
+
+@pytest.mark.parametrize("progress", [-0.1, 1.5, math.nan, math.inf])
+def test_a_share_out_of_range_is_refused_by_its_name(progress: float) -> None:
+    message = sync_pb2.Announcement(progress=progress)
+    with pytest.raises(limits.WireError, match="^progress is .*: it must be a number from 0 to 1"):
+        convert.from_wire(records.Announcement, message)
 
 
 @pytest.mark.parametrize("kind", convert.MESSAGES)
