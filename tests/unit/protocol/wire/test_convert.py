@@ -68,7 +68,7 @@ def test_to_the_wire_and_back_is_the_same(record: Any) -> None:
 @pytest.mark.parametrize("progress", [-0.1, 1.5, math.nan, math.inf])
 def test_a_share_out_of_range_is_refused_by_its_name(progress: float) -> None:
     message = sync_pb2.Announcement(progress=progress)
-    with pytest.raises(limits.WireError, match="^progress is .*: it must be a number from 0 to 1"):
+    with pytest.raises(limits.WireError, match=r"^progress is .*: it must be a number from 0 to 1"):
         convert.from_wire(records.Announcement, message)
 
 
