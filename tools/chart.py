@@ -32,7 +32,7 @@ README = CHART / "README.md"
 INSTALL = ROOT / "manifests" / "install.yaml"
 NAMESPACE = "diloco-system"
 BEGIN, END = "<!-- values: begin (tools/chart.py) -->", "<!-- values: end -->"
-NOT_CORE = ("PodMonitor",)  # kinds that a bare cluster does not have
+NOT_CORE = ("PodMonitor", "PrometheusRule")  # kinds that a bare cluster does not have
 HEADER = """\
 # The operator without Helm: kubectl apply -f manifests/install.yaml
 # Made of charts/diloco with its defaults (`make manifests`); docs/operator.md says what to change.

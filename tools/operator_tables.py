@@ -12,7 +12,7 @@ import sys
 import page_tables
 from prometheus_client.metrics import MetricWrapperBase
 
-from diloco_operator.kube.kinds import needs
+from diloco_operator.kube.kinds import OWN_NEEDS, needs
 from diloco_operator.metrics import Metrics
 from diloco_operator.settings import fields, flag, shown_default, variable
 
@@ -35,8 +35,9 @@ def settings_table() -> str:
 def permissions_table() -> str:
     """Every rule that the operator's account needs."""
     rows = ["| API group | resource | verbs | for |", "|---|---|---|---|"]
-    for need in needs(nodes=True):
+    for need in (*needs(nodes=True), *OWN_NEEDS):
         also = "; not in namespaced mode" if need.optional else ""
+        also += "; in the operator's own namespace" if need in OWN_NEEDS else ""
         rows.append(
             f"| {f'`{need.group}`' if need.group else 'core'} | `{need.resource}` | {', '.join(need.verbs)} "
             f"| {_cell(need.why)}{also} |"

@@ -4,6 +4,10 @@ Theory of operation. kopf runs the operator: its startup handler starts the part
 permissions), its cleanup handler ends them, and its events of DiLoCoJobs wake their reconciles. kopf ends when its
 watch fails for good, for example because the CRD was deleted. Then the parts end too, and all of it begins again,
 after a backoff, once the API server has our kind. The pages for probes are served all the time.
+
+Several operators may run. All watch; one leads, by a Lease (``leadership``), and it alone turns jobs. When it cannot
+renew the Lease, its turns end. ``Api`` and ``SyncerPoller`` ask again before each write and call, so that a process
+that stood still writes nothing when it goes on.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import secrets
 import signal
 import socket
 import time
@@ -29,6 +34,7 @@ from diloco_operator.kube.api import Api
 from diloco_operator.kube.errors import ApiError
 from diloco_operator.kube.kinds import JOB, LABELLED
 from diloco_operator.kube.permissions import Permissions
+from diloco_operator.leadership.candidate import Candidate, LeaseStore
 from diloco_operator.logs import about
 from diloco_operator.metrics import PHASES, Metrics
 from diloco_operator.model import Key
@@ -46,6 +52,7 @@ log = logging.getLogger(__name__)
 STOP_SECONDS = 10.0
 LONGEST_BACKOFF = 30.0
 SIGNALS_SECONDS = 0.5
+LEADER_LOOK_SECONDS = 0.1
 _CRD_HINT = (
     f"the API server does not know DiLoCoJobs ({JOB.api_version}): install the CRD "
     "(`kubectl apply -f manifests/crd.yaml`, or the chart with crds.install=true); waiting for it"
@@ -72,12 +79,26 @@ class Operator:
         self.cache = cache = Cache()
         streams = (len(LABELLED) + 1) * max(1, len(settings.watch_namespaces))
         self.api = api = Api(
-            config, settings.api_threads, settings.api_timeout_seconds, metrics.request, self._recovered, streams
+            config,
+            settings.api_threads,
+            settings.api_timeout_seconds,
+            metrics.request,
+            self._recovered,
+            streams + 1,
+            lambda: self.candidate.seconds_for_a_write(),
+        )
+        self.candidate = Candidate(
+            LeaseStore(api.client, settings.namespace, settings.lease, api.observe),
+            f"{socket.gethostname()}_{secrets.token_hex(4)}",
         )
         self.keys = RootKeyFinder(api, Path(settings.key_file), settings.namespace)
         self.permissions = Permissions(api, settings)
         self.poller = SyncerPoller(
-            metrics, settings.syncer_calls, settings.syncer_timeout_seconds, lambda key: self.queue.add(key)
+            metrics,
+            settings.syncer_calls,
+            settings.syncer_timeout_seconds,
+            lambda key: self.queue.add(key),
+            self.candidate.leads,
         )
         self.job_events = JobEvents(api, cache, self._wake_all)
         told = self._from_thread(self._wake_all), self._from_thread(self._stream_changed)
@@ -96,7 +117,7 @@ class Operator:
             plan_job,
         )
         self.queue = WorkQueue(self.reconciler.turn, settings.workers, self._failed)
-        self.health = Health(api, self.informer, self.job_events, self.queue, self.keys, metrics)
+        self.health = Health(api, self.informer, self.job_events, self.queue, self.keys, metrics, self.candidate)
         metrics.before = self._gauges
         self._parts: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
@@ -188,6 +209,7 @@ class Operator:
                 group.create_task(self.job_events.run(), name="job events")
                 group.create_task(self.keys.run(), name="root key")
                 group.create_task(self.permissions.run(), name="permissions")
+                group.create_task(self.candidate.run(), name="candidate")
                 group.create_task(self._reconcile(), name="reconciles")
         except Exception as error:
             self._failure = error
@@ -199,13 +221,33 @@ class Operator:
         if self._parts is not None:
             self._parts.cancel()
             await asyncio.wait([self._parts], timeout=STOP_SECONDS)
+        await self.candidate.release(lambda: not self.api.writing)
 
     async def _reconcile(self) -> None:
         while not self.informer.in_step():
             await asyncio.sleep(0.1)
         counts = ", ".join(f"{n} {kind}s" for kind, n in sorted(self.cache.count().items()))
         log.info("all watches are in step: %s", counts or "nothing is there yet")
-        await self.queue.run()
+        term = 0
+        while True:
+            while not self.candidate.leads():
+                await asyncio.sleep(LEADER_LOOK_SECONDS)
+            if self.candidate.term != term:
+                term = self.candidate.term
+                self.reconciler.forget()
+            self._wake_all(set(self.cache.jobs()))
+            await self._turn_jobs_while_leading(term)
+
+    async def _turn_jobs_while_leading(self, term: int) -> None:
+        turns = asyncio.create_task(self.queue.run(), name="work queue")
+        try:
+            while self.candidate.leads() and self.candidate.term == term and not turns.done():
+                await asyncio.wait([turns], timeout=LEADER_LOOK_SECONDS)
+        finally:
+            turns.cancel()
+            await asyncio.wait([turns], timeout=STOP_SECONDS)
+        if not turns.cancelled():
+            turns.result()  # what it failed of
 
     # ------------------------------------------------------------------ between the parts
 
@@ -238,6 +280,7 @@ class Operator:
 
     def _gauges(self) -> None:
         metrics = self.metrics
+        metrics.leads.set(self.candidate.leads())
         metrics.queue_depth.set(self.queue.depth())
         metrics.queue_lag.set(self.queue.lag())
         phases = self.reconciler.phases()

@@ -2,7 +2,8 @@
 
 It is alive while turns end (a long queue that moves is work, which a restart would only add to) and no stream is
 silent though the API server answers. A missing API server, CRD or permission is nothing that a restart would cure,
-and so never fails liveness. It is ready when every stream is in step (or forbidden) and the root key is known.
+and so never fails liveness. It is ready when every stream is in step (or forbidden), the Lease was read and the root
+key is known; one that stands by is ready too.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from diloco_operator.informer.job_events import JobEvents
 from diloco_operator.informer.reflector import Informer, Reflector
 from diloco_operator.kube.api import Api
+from diloco_operator.leadership.candidate import Candidate
 from diloco_operator.metrics import Metrics
 from diloco_operator.reconcile.root_key import RootKeyFinder
 from diloco_operator.reconcile.workqueue import WorkQueue
@@ -36,6 +38,7 @@ class Health:
     queue: WorkQueue
     keys: RootKeyFinder
     metrics: Metrics
+    candidate: Candidate
     crd_missing: bool = True
 
     def __post_init__(self) -> None:
@@ -86,6 +89,8 @@ class Health:
         behind = [stream.where() for stream in self.informer.streams.values() if not stream.in_step]
         if behind:
             return f"reading for the first time: {', '.join(behind)}"
+        if not self.candidate.has_read:
+            return f"the Lease is not read yet {self.candidate.problem}".strip()
         return self.keys.problem if self.keys.key is None else ""
 
 

@@ -31,6 +31,7 @@ class Metrics:
             "Parts of a plan that could not be carried out, by reason: conflict, invalid, forbidden, quota, other.",
             "reason",
         )
+        self.leads = self._gauge("leader", "1: this operator leads, and acts; 0: it stands by.")
         self.queue_depth = self._gauge("queue_depth", "Jobs that are due and wait for a worker.")
         self.queue_lag = self._gauge(
             "queue_lag_seconds",

@@ -138,6 +138,13 @@ class Settings(PlanSettings):
     api_timeout_seconds: float = _setting(15.0, _number(1, 120), "SECONDS", "The longest that one of them may take.")
     syncer_calls: int = _setting(32, _whole(1, 512), "N", "Calls to syncers and learners side by side.")
     syncer_timeout_seconds: float = _setting(3.0, _number(0.5, 30), "SECONDS", "The longest that one of them may take.")
+    lease: str = _setting(
+        "diloco-operator",
+        _name,
+        "NAME",
+        "The Lease in the operator's own namespace by which several operators choose one that acts; the same for all "
+        "that look after the same jobs, and for no others.",
+    )
     http: str = _setting("[::]:7720", _address, "HOST:PORT", "Where `/healthz`, `/readyz` and `/metrics` are served.")
     key_file: str = _setting(
         "/etc/diloco/key/key",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 import json
 import os
 import threading
@@ -26,7 +27,7 @@ import yaml
 from diloco_operator import names
 from diloco_operator.app import Operator
 from diloco_operator.kube.client import configuration
-from diloco_operator.kube.kinds import needs
+from diloco_operator.kube.kinds import OWN_NEEDS, needs
 from diloco_operator.model import JobPlan, Object, Observed, PlanMemory, PlanSettings, Ref, SecretWanted
 from diloco_operator.settings import Settings
 from diloco_protocol.vocabulary import LABEL_JOB, LABEL_ROLE
@@ -40,6 +41,9 @@ from .clusters import Cluster, open_cluster, until
 CRD = ROOT / "manifests" / "crd.yaml"
 NS = "default"
 WRITES = frozenset({"create", "patch", "delete"})
+
+
+_LEASES = itertools.count(int(time.time()))
 
 
 class Wants:
@@ -66,7 +70,9 @@ class Running(AbstractContextManager["Running"]):
 
     def __init__(self, kubeconfig: Path, wants: Wants, key_file: Path, **settings: Any) -> None:
         self.wants = wants
-        self._settings = Settings(http="127.0.0.1:0", key_file=str(key_file), **{"resync_seconds": 5.0, **settings})
+        # A Lease of its own: several operators of a test are no replicas of each other.
+        usual = {"resync_seconds": 5.0, "namespace": NS, "lease": f"operator-{next(_LEASES)}"}
+        self._settings = Settings(http="127.0.0.1:0", key_file=str(key_file), **{**usual, **settings})
         self._kubeconfig = kubeconfig
         self._stop: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -132,14 +138,14 @@ class Running(AbstractContextManager["Running"]):
         return found
 
     def since(self, before: dict[tuple[str, str, str], int]) -> dict[tuple[str, str, str], int]:
-        """What was asked since, the streams' own and questions about permissions left out."""
+        """What was asked since, the streams' own, the Lease's and questions about permissions left out."""
         now = self.requests()
         return {
             key: now[key] - before.get(key, 0)
             for key in now
             if now[key] > before.get(key, 0)
             and key[0] != "watch"
-            and key[1] not in ("discovery", "selfsubjectaccessreviews", "apigroup", "version")
+            and key[1] not in ("discovery", "selfsubjectaccessreviews", "apigroup", "version", "leases")
         }
 
 
@@ -392,7 +398,7 @@ def account(kube: Cluster, folder: Path, leave_out: set[tuple[str, str]]) -> Pat
             "resources": [need.resource],
             "verbs": [verb for verb in need.verbs if (need.resource, verb) not in leave_out],
         }
-        for need in needs(nodes=True)
+        for need in (*needs(nodes=True), *OWN_NEEDS)
     ]
     rbac = "rbac.authorization.k8s.io"
     kube.apply(

@@ -49,11 +49,7 @@ app.kubernetes.io/part-of: diloco
 {{- end -}}
 
 {{- define "diloco.podSecurity" -}}
-runAsNonRoot: true
-runAsUser: 65532
-runAsGroup: 65532
-fsGroup: 65532
-seccompProfile: {type: RuntimeDefault}
+{{- toYaml .Values.podSecurityContext }}
 {{- end -}}
 
 {{- define "diloco.containerSecurity" -}}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -80,9 +81,14 @@ class Availability:
             log.info("the API server accepts the operator's token again")
 
 
+class NotLeading(ApiError):
+    """A write was not sent, for another operator may act."""
+
+
 class Api:
     """Requests to the API server.
 
+    ``seconds_for_a_write``: how long a write that begins now may take; 0: it may not be sent (``NotLeading``).
     ``threads``: requests side by side; ``streams``: connections for the informer beside them; ``timeout``: seconds
     for each request; ``recovered``: called when there is an answer again after a request that had none.
     """
@@ -95,7 +101,11 @@ class Api:
         observer: Observer | None = None,
         recovered: Callable[[], None] = lambda: None,
         streams: int = 0,
+        seconds_for_a_write: Callable[[], float] = lambda: math.inf,
     ) -> None:
+        self._seconds_for_a_write = seconds_for_a_write
+        self._lock = threading.Lock()
+        self._writing = 0
         self.client = Client(config, MANAGER, threads + streams)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="api")
         self._timeout = timeout
@@ -106,6 +116,11 @@ class Api:
     def host(self) -> str:
         """The API server's URL."""
         return self.client.host
+
+    @property
+    def writing(self) -> bool:
+        """Whether a write is under way: sent, and not yet answered."""
+        return self._writing > 0
 
     def close(self) -> None:
         """Let go of threads; requests under way are not waited for."""
@@ -138,7 +153,7 @@ class Api:
 
     async def create(self, kind: Kind, namespace: str | None, manifest: Object) -> Object:
         """POST. Raises ApiError (409: it exists)."""
-        return await self.ask("create", kind.plural, "POST", kind.path(namespace), body=manifest)
+        return await self.write("create", kind.plural, "POST", kind.path(namespace), body=manifest)
 
     async def apply(self, kind: Kind, manifest: Object, dry_run: bool = False) -> Object:
         """Server-side apply as our field manager, forced: conflicts are only over fields in ``manifest``.
@@ -147,7 +162,7 @@ class Api:
         query = {"fieldManager": MANAGER, "force": "true", "fieldValidation": "Strict"}
         query |= {"dryRun": "All"} if dry_run else {}
         path = kind.path(meta["namespace"], meta["name"])
-        return await self.ask("patch", kind.plural, "PATCH", path, query=query, body=manifest, content=APPLY_PATCH)
+        return await self.write("patch", kind.plural, "PATCH", path, query=query, body=manifest, content=APPLY_PATCH)
 
     async def merge_patch(self, kind: Kind, namespace: str, name: str, patch: Object, sub: str = "") -> Object:
         """A merge patch of the object or its subresource ``sub``; with a resourceVersion in its metadata
@@ -155,7 +170,7 @@ class Api:
         query = {"fieldManager": MANAGER}
         path = kind.path(namespace, name, sub)
         resource = f"{kind.plural}/{sub}" if sub else kind.plural
-        return await self.ask("patch", resource, "PATCH", path, query=query, body=patch, content=MERGE_PATCH)
+        return await self.write("patch", resource, "PATCH", path, query=query, body=patch, content=MERGE_PATCH)
 
     async def delete(self, kind: Kind, namespace: str, name: str, uid: str, grace: int | None = None) -> Object | None:
         """Delete the object with this UID. What remains of it while it ends; None: it is gone. ``grace``:
@@ -169,7 +184,7 @@ class Api:
         if grace is not None:
             body["gracePeriodSeconds"] = grace
         try:
-            answer = await self.ask("delete", kind.plural, "DELETE", kind.path(namespace, name), body=body)
+            answer = await self.write("delete", kind.plural, "DELETE", kind.path(namespace, name), body=body)
         except ApiError as error:
             if error.status in (404, 409):  # gone; or another of that name is there
                 return None
@@ -216,17 +231,38 @@ class Api:
 
     async def ask(self, verb: str, resource: str, method: str, path: str, **parts: Unpack[RequestParts]) -> Object:
         """One request; ``verb`` and ``resource`` are for metrics and errors. Raises ApiError."""
+        return await self._run(
+            verb, resource, lambda: self.client.request_with_status(method, path, seconds=self._timeout, **parts)
+        )
+
+    async def write(self, verb: str, resource: str, method: str, path: str, **parts: Unpack[RequestParts]) -> Object:
+        """One request that only the leader may send. Raises ApiError."""
+        return await self._run(verb, resource, lambda: self._write(verb, resource, method, path, parts))
+
+    def _write(self, verb: str, resource: str, method: str, path: str, parts: RequestParts) -> tuple[int, Object]:
+        with self._lock:
+            self._writing += 1
+        try:  # asked here, since it may have waited for this thread
+            seconds = min(self._timeout, self._seconds_for_a_write())
+            if seconds <= 0:
+                raise NotLeading(verb, resource, 0, "this operator does not lead, and writes nothing")
+            return self.client.request_with_status(method, path, seconds=seconds, **parts)
+        finally:
+            with self._lock:
+                self._writing -= 1
+
+    async def _run(self, verb: str, resource: str, request: Callable[[], tuple[int, Object]]) -> Object:
         loop = asyncio.get_running_loop()
         began = time.monotonic()
         try:
             # The request has its own timeout; this one also ends a wait for a thread that does not come.
             async with asyncio.timeout(4 * self._timeout):
-                status, answer = await loop.run_in_executor(
-                    self._pool, lambda: self.client.request_with_status(method, path, seconds=self._timeout, **parts)
-                )
+                status, answer = await loop.run_in_executor(self._pool, request)
         except TimeoutError as error:
             self.observe(verb, resource, 0, time.monotonic() - began)
             raise ApiError(verb, resource, 0, f"the API server at {self.host} does not answer in time") from error
+        except NotLeading:
+            raise
         except ApiError as error:
             self.observe(verb, resource, error.status, time.monotonic() - began)
             error.verb, error.resource = verb, resource

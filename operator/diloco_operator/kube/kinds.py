@@ -49,6 +49,7 @@ DISRUPTION_BUDGET = Kind("PodDisruptionBudget", "policy", "v1", "poddisruptionbu
 NETWORK_POLICY = Kind("NetworkPolicy", "networking.k8s.io", "v1", "networkpolicies")
 SECRET = Kind("Secret", "", "v1", "secrets")
 EVENT = Kind("Event", "", "v1", "events")
+LEASE = Kind("Lease", "coordination.k8s.io", "v1", "leases")
 ACCESS_REVIEW = Kind(
     "SelfSubjectAccessReview", "authorization.k8s.io", "v1", "selfsubjectaccessreviews", namespaced=False
 )
@@ -71,8 +72,16 @@ class Need(NamedTuple):
     optional: bool = False
 
 
+OWN_NEEDS = (
+    Need("", SECRET.plural, ("create",), "the root key"),
+    Need(LEASE.group, LEASE.plural, ("get", "create", "patch"), "which of several operators acts"),
+)
+"""What the operator must be allowed to do in its own namespace."""
+
+
 def needs(nodes: bool) -> tuple[Need, ...]:
-    """What the operator must be allowed to do; ``nodes``: whether it watches nodes (not namespaced)."""
+    """What the operator must be allowed to do where its jobs are; ``nodes``: whether it watches nodes (not
+    namespaced)."""
     applied = ("get", "list", "watch", "create", "patch", "delete")
     rules = [
         Need(

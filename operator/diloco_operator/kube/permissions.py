@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from diloco_operator.kube.api import Api
 from diloco_operator.kube.errors import ApiError
-from diloco_operator.kube.kinds import BY_NAME, JOB, Need, needs
+from diloco_operator.kube.kinds import BY_NAME, JOB, OWN_NEEDS, Need, needs
 from diloco_operator.model import ApplyError, Ref
 from diloco_operator.settings import Settings
 
@@ -43,6 +43,7 @@ class Permissions:
         self._api = api
         self._namespaces: tuple[str | None, ...] = settings.watch_namespaces or (None,)
         self._nodes = settings.watches_nodes
+        self._own_namespace = settings.namespace
         self.lacking: frozenset[MissingPermission] = frozenset()
         self._recheck = asyncio.Event()
 
@@ -58,6 +59,7 @@ class Permissions:
             for verb in need.verbs
             for namespace in self._namespaces
         }
+        every |= {MissingPermission(need, verb, self._own_namespace) for need in OWN_NEEDS for verb in need.verbs}
         wanted = every
         while True:
             self._recheck.clear()
@@ -97,7 +99,7 @@ class Permissions:
         """What is missing for jobs of a namespace, one for each resource."""
         verbs: dict[Need, list[str]] = {}
         for lack in self.lacking:
-            if lack.namespace in (None, namespace) and not lack.need.optional:
+            if lack.namespace in (None, namespace) and not lack.need.optional and lack.need not in OWN_NEEDS:
                 verbs.setdefault(lack.need, []).append(lack.verb)
         kinds = {kind.plural: kind.name for kind in BY_NAME.values()}
         return [

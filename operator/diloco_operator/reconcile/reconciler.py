@@ -105,6 +105,12 @@ class Reconciler:
         """How many jobs are in which phase."""
         return Counter(record.phase for record in self._records.values())
 
+    def forget(self) -> None:
+        """Another operator has led meanwhile: what is remembered of all jobs is not so any more."""
+        for key in self._records:
+            self.poller.forget(key)
+        self._records.clear()
+
     async def turn(self, key: Key) -> float | None:
         """Look at a job; seconds until the next look, None if there is no such job. Raises ApiError."""
         began = time.monotonic()

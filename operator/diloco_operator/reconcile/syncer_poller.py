@@ -89,9 +89,18 @@ class _Job:
 
 
 class SyncerPoller:
-    """Asks programs; ``answered(key)`` is told when there is something new."""
+    """Asks programs; ``answered(key)`` is told when there is something new. ``leads``: whether calls that change
+    something may be sent."""
 
-    def __init__(self, metrics: Metrics, calls: int, timeout: float, answered: Callable[[Key], None]) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        calls: int,
+        timeout: float,
+        answered: Callable[[Key], None],
+        leads: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._leads = leads
         self._metrics = metrics
         self._timeout = timeout
         self._answered = answered
@@ -159,6 +168,8 @@ class SyncerPoller:
         that nobody answers the rest is left for another turn."""
         done = 0
         for call in calls:
+            if not self._leads():
+                break
             try:
                 await self._control(syncer_ip, control_key, call.method, call.body)
             except ControlError as error:

@@ -114,6 +114,7 @@ class WorkQueue:
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
         finally:
+            self._running_since = None
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)

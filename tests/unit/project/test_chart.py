@@ -31,6 +31,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 def tool(name: str) -> ModuleType:
     """A program of tools/, as a module."""
+    if str(ROOT / "tools") not in sys.path:
+        sys.path.append(str(ROOT / "tools"))  # where it finds its neighbours
     spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -181,6 +183,13 @@ def test_the_dashboard_shows_metrics_that_there_are() -> None:
     shown = set(re.findall(r"\bdiloco_[a-z_]+\b", json.dumps(DASHBOARD)))
     assert len(shown) > 25
     assert not shown - metric_names()
+
+
+def test_alerts_ask_for_metrics_that_there_are() -> None:
+    rules = (CHART / "templates" / "prometheusrule.yaml").read_text()
+    asked = set(re.findall(r"\bdiloco_[a-z_]+\b", rules))
+    assert len(asked) > 10
+    assert not asked - metric_names()
 
 
 def test_the_dashboards_panels_stand_side_by_side() -> None:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from diloco_operator import names, settings, uninstall
-from diloco_operator.kube.kinds import needs
+from diloco_operator.kube.kinds import OWN_NEEDS, Need, needs
 from diloco_operator.objects import pods
 from diloco_operator.reconcile import root_key
 from diloco_protocol.vocabulary import HTTP_PORT, WORKER_PORT
@@ -63,7 +63,25 @@ def granted(roles: list[Object]) -> set[tuple[str, str, str]]:
 
 
 def needed(nodes: bool) -> set[tuple[str, str, str]]:
-    return {(need.group, need.resource, verb) for need in needs(nodes) for verb in need.verbs}
+    return rights(needs(nodes))
+
+
+def rights(rules: tuple[Need, ...]) -> set[tuple[str, str, str]]:
+    return {(need.group, need.resource, verb) for need in rules for verb in need.verbs}
+
+
+def bound_to_operator(objects: tuple[Object, ...], kind: str, namespace: str | None = None) -> list[Object]:
+    """Roles of a kind that the operator's account is bound to."""
+    names_ = {
+        one["roleRef"]["name"]
+        for one in of_kind(objects, f"{kind}Binding")
+        if one["metadata"].get("namespace") == namespace
+    }
+    return [
+        one
+        for one in of_kind(objects, kind)
+        if one["metadata"]["name"] in names_ and one["metadata"].get("namespace") == namespace
+    ]
 
 
 # ---------------------------------------------------------------- rights
@@ -71,8 +89,27 @@ def needed(nodes: bool) -> set[tuple[str, str, str]]:
 
 def test_the_operator_may_do_what_it_needs_and_nothing_else() -> None:
     objects = tuple(one for one in render() if not hooked(one))
-    assert not of_kind(objects, "Role")
-    assert granted(of_kind(objects, "ClusterRole")) == needed(nodes=True)
+    assert granted(bound_to_operator(objects, "ClusterRole")) == needed(nodes=True)
+    (own,) = of_kind(objects, "Role")
+    assert own["metadata"]["namespace"] == "diloco-system" and granted([own]) == rights(OWN_NEEDS)
+
+
+def test_users_rights_are_added_to_the_clusters_roles() -> None:
+    """admin and edit may have jobs, view may see them; nobody gets them where somebody else decides that."""
+    objects = tuple(one for one in render() if not hooked(one))
+    label = "rbac.authorization.k8s.io/aggregate-to-"
+    for role, may in (
+        ("view", {"get", "list", "watch"}),
+        ("edit", {"get", "list", "watch", "create", "update", "patch", "delete", "deletecollection"}),
+        ("admin", {"get", "list", "watch", "create", "update", "patch", "delete", "deletecollection"}),
+    ):
+        added = [
+            one for one in of_kind(objects, "ClusterRole") if one["metadata"]["labels"].get(label + role) == "true"
+        ]
+        assert {verb for _, resource, verb in granted(added) if resource == "dilocojobs"} == may, role
+        assert {resource for _, resource, _ in granted(added)} <= {"dilocojobs", "dilocojobs/status"}
+    for words in (("--set", "roles.aggregate=false"), ("--set", "watch.namespaces={a}")):
+        assert label not in json.dumps([one for one in render(*words)])
 
 
 def test_with_namespaces_there_are_roles_in_them_and_no_cluster_role() -> None:
@@ -85,13 +122,12 @@ def test_with_namespaces_there_are_roles_in_them_and_no_cluster_role() -> None:
         assert binding["subjects"][0]["namespace"] == "diloco-system"
         assert binding["roleRef"]["name"] == roles[0]["metadata"]["name"]
     own = [r for r in of_kind(objects, "Role") if r["metadata"]["namespace"] == "diloco-system"]
-    assert granted(own) == {("", "secrets", "create")}, "for the root key"
+    assert granted(own) == rights(OWN_NEEDS), "for the root key and the Lease"
 
 
 def test_an_operator_that_watches_its_own_namespace_has_one_role_there() -> None:
     objects = tuple(one for one in render("--set", "watch.namespaces={diloco-system}") if not hooked(one))
-    (role,) = of_kind(objects, "Role")
-    assert granted([role]) == needed(nodes=False)
+    assert granted(of_kind(objects, "Role")) == needed(nodes=False) | rights(OWN_NEEDS)
 
 
 @pytest.mark.parametrize("values", CI, ids=lambda path: path.stem)
@@ -105,7 +141,9 @@ def test_no_role_has_a_wildcard_or_reads_secrets(values: Path) -> None:
             if "secrets" in rule["resources"]:
                 assert rule["verbs"] == ["create"]
     bound = {(b["kind"], b["roleRef"]["name"]) for b in objects if b["kind"].endswith("RoleBinding")}
-    assert bound == {(f"{role['kind']}Binding", role["metadata"]["name"]) for role in roles}
+    for role in roles:
+        added = "aggregate-to-" in json.dumps(role["metadata"]["labels"])
+        assert ((f"{role['kind']}Binding", role["metadata"]["name"]) in bound) is not added
 
 
 def test_the_uninstall_hook_may_stop_the_operator_and_patch_jobs() -> None:
@@ -199,8 +237,33 @@ def test_the_pod_fits_the_program() -> None:
     (volume,) = [v for v in spec["volumes"] if v["name"] == "key"]
     assert volume["secret"]["secretName"] == root_key.NAME and volume["secret"]["optional"] is True
     (deployment,) = of_kind(render(), "Deployment")
-    assert deployment["spec"]["replicas"] == 1 and deployment["spec"]["strategy"] == {"type": "Recreate"}
+    assert deployment["spec"]["replicas"] == 1
+    assert deployment["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
     assert not of_kind(render(), "Secret")
+
+
+def test_a_standby_is_on_another_node_and_drains_leave_one() -> None:
+    assert "affinity" not in operator(render()) and not of_kind(render(), "PodDisruptionBudget")
+    objects = render("--set", "replicas=2")
+    (deployment,) = of_kind(objects, "Deployment")
+    assert deployment["spec"]["replicas"] == 2
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    (term,) = operator(objects)["affinity"]["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert term["podAffinityTerm"]["topologyKey"] == "kubernetes.io/hostname"
+    assert term["podAffinityTerm"]["labelSelector"]["matchLabels"].items() <= labels.items()
+    (budget,) = of_kind(objects, "PodDisruptionBudget")
+    assert budget["spec"]["maxUnavailable"] == 1
+    assert budget["spec"]["selector"]["matchLabels"].items() <= labels.items()
+
+
+def test_two_releases_have_a_lease_each() -> None:
+    leases = {environment(render(release=name))["DILOCO_OPERATOR_LEASE"] for name in ("diloco", "training")}
+    assert leases == {"diloco-operator", "training-diloco-operator"}
+
+
+def test_openshift_may_choose_the_users() -> None:
+    for _, spec in pod_specs(render("--values", str(CHART / "ci" / "openshift.yaml"))):
+        assert not {"runAsUser", "runAsGroup", "fsGroup"} & set(spec["securityContext"])
 
 
 # ---------------------------------------------------------------- hooks, CRD, names
@@ -276,7 +339,9 @@ def test_monitors_find_the_pods_and_ports_that_there_are() -> None:
         assert found["spec"]["selector"]["matchLabels"].items() <= job_labels.items()
         assert found["spec"]["selector"]["matchExpressions"][0]["key"] in job_labels
         (endpoint,) = found["spec"]["podMetricsEndpoints"]
-        assert endpoint["port"] in expected.values() and endpoint["honorLabels"] is True
+        assert endpoint["port"] in expected.values()
+        assert "honorLabels" not in endpoint, "a job's own image would write over another job's figures"
+        assert found["spec"]["jobLabel"] == "diloco.io/job"
         assert f'_port("{endpoint["port"]}", {constants[endpoint["port"]]})' in source, "pods.py names its ports"
 
 
@@ -307,7 +372,7 @@ def test_the_notes_name_what_there_is() -> None:
         ("watch.namespace=a", "namespace"),
         ("watch.namespaces={A_B}", "watch/namespaces"),
         ("watch.namespaces={a,a}", "watch/namespaces"),
-        ("replicas=2", "replicas"),
+        ("replicas=0", "replicas"),
         ("images.worker.image=x", "images/worker"),
         ("images.pullPolicy=Sometimes", "images/pullPolicy"),
         ("images.syncer.tag=not a tag", "images/syncer/tag"),
