@@ -37,14 +37,14 @@ from diloco_operator.kube.permissions import Permissions
 from diloco_operator.leadership.candidate import Candidate, LeaseStore
 from diloco_operator.logs import about
 from diloco_operator.metrics import PHASES, Metrics
-from diloco_operator.model import Key
+from diloco_operator.model import RELEASE, Key
 from diloco_operator.plan import planning
 from diloco_operator.reconcile.event_recorder import EventRecorder
 from diloco_operator.reconcile.reconciler import PlanFunction, Reconciler
 from diloco_operator.reconcile.root_key import RootKeyFinder
 from diloco_operator.reconcile.syncer_poller import SyncerPoller
 from diloco_operator.reconcile.workqueue import WorkQueue
-from diloco_operator.settings import RELEASE, Settings
+from diloco_operator.settings import Settings
 from diloco_protocol.common.http_server import AddressError
 
 log = logging.getLogger(__name__)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from importlib.metadata import version
 from typing import Any, Generic, Literal, NamedTuple
 
 from diloco_protocol.documents import D, LearnerPage, Report, StatusDocument
@@ -274,6 +275,9 @@ class JobPlan:
     poll_syncer: float = 10.0  # seconds between status calls to the syncer until then
 
 
+RELEASE = version("decoupled-diloco")
+
+
 @dataclass(frozen=True, slots=True)
 class PlanSettings:
     """What of the operator's settings a plan depends on (settings.py has them all)."""
@@ -284,3 +288,4 @@ class PlanSettings:
     worker_image: str
     image_pull_policy: str = "IfNotPresent"
     metrics_namespace: str | None = None  # whose pods may scrape; None: every namespace's
+    release: str = RELEASE  # the operator's own

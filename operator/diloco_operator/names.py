@@ -15,13 +15,12 @@ from diloco_protocol.vocabulary import API_VERSION, DOMAIN, JOB_KIND, LABEL_JOB,
 MANAGER = "diloco-operator"
 """Field manager of server-side apply, and the value of app.kubernetes.io/managed-by."""
 
-QUEUE = "kueue.x-k8s.io/queue-name"
-"""Label of Kueue's, copied from the job to its StatefulSets."""
-
 GENERATION = f"{DOMAIN}/generation"
 """Annotation of pod-carrying objects: the job's generation that they were rendered for."""
 RENDERED = f"{DOMAIN}/rendered"
 """Annotation of pod-carrying objects: their spec as it was rendered then, JSON without replicas."""
+ORIGIN = f"{DOMAIN}/rendered-by"
+"""Annotation of pod-carrying objects: which release rendered them, and digests of what they were rendered from."""
 INPUTS = f"{DOMAIN}/inputs"
 """Annotation of pod templates: a digest of what of the job the program reads when it starts."""
 

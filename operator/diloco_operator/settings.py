@@ -12,15 +12,13 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from typing import Any, cast
 
-from diloco_operator.model import PlanSettings
+from diloco_operator.model import RELEASE, PlanSettings
 from diloco_protocol.common.http_server import AddressError, split_address
 from diloco_protocol.common.logs import FORMATS, LEVELS
 
 PREFIX = "DILOCO_OPERATOR_"
-RELEASE = version("decoupled-diloco")
 # What a cluster puts into every pod's environment for a Service called diloco-operator.
 _SERVICE_LINKS = re.compile(PREFIX + r"(SERVICE_(HOST|PORT)|PORT)(_.*)?")
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
@@ -173,7 +171,7 @@ def variable(name: str) -> str:
 
 def fields() -> tuple[dataclasses.Field[Any], ...]:
     """The settings, each with ``takes``, ``text`` and ``shown`` in its metadata."""
-    return dataclasses.fields(Settings)
+    return tuple(field for field in dataclasses.fields(Settings) if "read" in field.metadata)
 
 
 def shown_default(setting: dataclasses.Field[Any]) -> str:

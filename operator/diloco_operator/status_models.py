@@ -1,7 +1,7 @@
 """``status`` of a DiLoCoJob: the models that the CRD's status schema is generated from.
 
 The plan writes it whole through these models, so nothing is written that the API server would prune. People and
-programs read it; what the plan itself reads back (``image``, ``replacements``, ``startTime``) is marked as such.
+programs read it; what the plan itself reads back (``release``, ``replacements``, ``startTime``) is marked as such.
 """
 
 from __future__ import annotations
@@ -71,11 +71,17 @@ class RegionStatus(Spec):
     image: str | None = Field(None, max_length=1024, description="Image of its learners.")
 
 
-class StartImages(Spec):
-    """The operator's default images when the job started; kept, so that its upgrade restarts nothing."""
+class JobRelease(Spec):
+    """The release of the operator whose pod templates and images the job has: that which started it, or to which
+    ``spec.release`` took it since. Kept, so that the operator's upgrade restarts nothing."""
 
-    syncer: str = Field(..., max_length=1024, description="Of the syncer.")
-    worker: str = Field(..., max_length=1024, description="Of learners and evaluator.")
+    operator: str = Field(..., max_length=128, description="The operator's version.")
+    asked: str | None = Field(None, max_length=63, description="spec.release that was carried out.")
+    syncer: str = Field(..., max_length=1024, description="Default image of the syncer.")
+    worker: str = Field(..., max_length=1024, description="Default image of learners and evaluator.")
+    newer: str | None = Field(
+        None, max_length=2200, description="What `diloco upgrade` would take the job to; none: nothing else."
+    )
 
 
 class Replacements(Spec):
@@ -99,6 +105,6 @@ class JobStatus(Spec):
     syncer: SyncerStatus | None = Field(None, description="The syncer as it answered last.")
     progress: Progress | None = Field(None, description="How far it is.")
     regions: list[RegionStatus] = Field([], max_length=64, description="Each region.")
-    image: StartImages | None = Field(None, description="Default images when the job started.")
+    release: JobRelease | None = Field(None, description="Whose pod templates and images the job has.")
     replacements: Replacements | None = Field(None, description="Learners that had to be replaced.")
     report: dict[str, Any] = Field({}, description="At the end: report.json's scalars and token totals.")

@@ -137,7 +137,7 @@ def all_manifests(job: Job, settings: PlanSettings = SETTINGS, live: Object | No
     for ref in manifests.pod_holders(job, here):
         spec = manifests.render_pod_holder(job, here, ref, images, settings)
         found.append(
-            manifests.pod_holder_manifest(job, ref, spec, job.generation, 2 if ref.kind == "StatefulSet" else 1)
+            manifests.pod_holder_manifest(job, ref, spec, job.generation, None, 2 if ref.kind == "StatefulSet" else 1)
         )
     return found
 

@@ -228,6 +228,24 @@ def suspend(where: Where, name: str, value: bool, wait: bool, timeout: float | N
         return INTERRUPTED
 
 
+# ------------------------------------------------------------------ upgrade
+
+
+def upgrade(where: Where, name: str, word: str) -> int:
+    """``diloco upgrade`` in every context; the exit code. ``word``: what ``spec.release`` becomes, in each copy the
+    same. Raises ClusterError."""
+
+    def act(cluster: Cluster) -> str:
+        release = ((cluster.job(name).get("status") or {}).get("release")) or {}
+        if release and not release.get("newer"):
+            return f"{name} has its operator's release already: {release['operator']}"
+        patched(cluster, name, lambda job: [{"op": "add", "path": "/spec/release", "value": word}])
+        target = release.get("newer") or "its operator's release"
+        return f"{name} is taken to {target}; its pods are replaced, learners one after another, the syncer last"
+
+    return on_every_copy(where.open(), act)[0]
+
+
 # ------------------------------------------------------------------ delete
 
 

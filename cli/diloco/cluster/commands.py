@@ -234,6 +234,32 @@ def resume(
     return change.suspend(where(context, namespace, kubeconfig), job, False, wait, timeout)
 
 
+def upgrade(
+    job: Job,
+    context: Contexts = [],  # noqa: B006
+    namespace: Namespace = None,
+    kubeconfig: Kubeconfig = None,
+) -> int:
+    """Take a job to the release that its operator has: its pod templates together with its images.
+
+    After `helm upgrade` a job keeps what it started with until you say so. Its pods are replaced, learners one after
+    another, the syncer last. The same by hand: another word in `spec.release`.
+
+    Examples:
+
+        diloco upgrade tiny-gpt
+
+        diloco upgrade tiny-gpt --context hub --context far
+    """
+
+    from datetime import UTC, datetime
+
+    from diloco.cluster import change
+
+    word = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return change.upgrade(where(context, namespace, kubeconfig), job, word)
+
+
 def delete(
     job: Job,
     wait: Annotated[
@@ -262,5 +288,5 @@ def delete(
 
 
 def add_to(app: typer.Typer) -> None:
-    for run in (apply, events, logs, scale, suspend, resume, delete):
+    for run in (apply, events, logs, scale, suspend, resume, upgrade, delete):
         app.command(rich_help_panel="In clusters")(command(in_cluster()(run)))

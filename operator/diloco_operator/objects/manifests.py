@@ -1,25 +1,28 @@
 """The manifests of a job's objects, for server-side apply: each names the fields that the operator owns.
 
 Three kinds of objects hold pods: the syncer's and the evaluator's Deployment, and the regions' StatefulSets. These are
-rendered anew only when the job's generation has changed. Until then the old rendering is applied again; the annotation
-``names.RENDERED`` keeps it, and ``names.GENERATION`` says which generation it was rendered for.
+rendered anew only when what they are made of has changed (``Origin``), or when ``spec.release`` has. Until then the old
+rendering is applied again; the annotation ``names.RENDERED`` keeps it, ``names.GENERATION`` says for which generation
+it holds, and ``names.ORIGIN`` what it was made of, and by which release.
 
-Example: release 2 of the operator would give every pod another label. After the upgrade no pod
-restarts, for the old renderings are applied. The label comes with the next edit of the job.
+Example: release 2 of the operator would give every pod another label, and the syncer another flag. After the upgrade no
+pod restarts, for the old renderings are applied, also after an edit of ``suspend``. Label, flag and the image that
+knows the flag come together, with ``diloco upgrade``.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from diloco_operator import names
 from diloco_operator.job import Job, Placement
 from diloco_operator.kube.kinds import BY_NAME
 from diloco_operator.model import Object, PlanSettings, Ref, SecretWanted
-from diloco_operator.names import GENERATION, RENDERED
+from diloco_operator.names import GENERATION, ORIGIN, RENDERED
 from diloco_operator.objects import pods
 from diloco_protocol.common.quantities import parse_quantity
 from diloco_protocol.spec.cluster import RegionSpec
@@ -38,10 +41,21 @@ from diloco_protocol.vocabulary import (
 
 @dataclass(frozen=True, slots=True)
 class DefaultImages:
-    """Default images of a job: the operator's when the job started."""
+    """Default images of a job: those of the release that it has."""
 
     syncer: str
     worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a rendering was made of. The digests are those of the release that computed them, so they are compared
+    only where the generation has changed."""
+
+    release: str  # of the operator that rendered it
+    asked: str | None  # spec.release then
+    template: str  # pods.template_inputs
+    program: str  # what the program reads when it starts, pods.*_inputs
 
 
 @dataclass(slots=True)
@@ -256,6 +270,24 @@ def render_pod_holder(job: Job, here: Placement, ref: Ref, images: DefaultImages
     }
 
 
+def origin_of(job: Job, here: Placement, ref: Ref, release: str) -> Origin:
+    """What ``render_pod_holder`` would make an object of now."""
+    spec = job.spec
+    if ref == names.syncer_deployment(job.name):
+        return Origin(release, spec.release, pods.template_inputs(spec, "syncer"), pods.syncer_inputs(spec))
+    if ref == names.evaluator_deployment(job.name):
+        return Origin(release, spec.release, pods.template_inputs(spec, "evaluator"), pods.evaluator_inputs(spec))
+    region = next(r for r in here.regions if names.stateful_set(job.name, r.name) == ref)
+    return Origin(release, spec.release, pods.template_inputs(spec, "learner", region), pods.learner_inputs(spec))
+
+
+def with_program_inputs(spec: Object, program: str) -> Object:
+    """A rendering whose pods start again, since what their program reads has changed; all else stays."""
+    found: Object = copy.deepcopy(spec)
+    found["template"]["metadata"]["annotations"][names.INPUTS] = program
+    return found
+
+
 def _deployment(job: Job, role: str, template: Object) -> Object:
     return {
         "strategy": {"type": "Recreate"},
@@ -276,8 +308,20 @@ def stored_rendering(live: Mapping[str, Any] | None) -> tuple[int, Object] | Non
     return (generation, rendered) if isinstance(rendered, dict) and "template" in rendered else None
 
 
-def pod_holder_manifest(job: Job, ref: Ref, spec: Object, generation: int, replicas: int) -> Object:
-    """The manifest of an object that holds pods. ``spec``: rendered for that generation of the job."""
+def stored_origin(live: Mapping[str, Any] | None) -> Origin | None:
+    """What the rendering of a live object was made of; None: the object does not say."""
+    annotations = ((live or {}).get("metadata") or {}).get("annotations") or {}
+    try:
+        return Origin(**json.loads(annotations[ORIGIN]))
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return None
+
+
+def pod_holder_manifest(
+    job: Job, ref: Ref, spec: Object, generation: int, origin: Origin | None, replicas: int
+) -> Object:
+    """The manifest of an object that holds pods. ``spec``: rendered from ``origin`` (None: not known), and right for
+    that generation of the job."""
     role, region = "learner", ref.name.removeprefix(f"{job.name}-")
     if ref.kind == "Deployment":
         role, region = region, ""
@@ -286,9 +330,8 @@ def pod_holder_manifest(job: Job, ref: Ref, spec: Object, generation: int, repli
         GENERATION: str(generation),
         RENDERED: json.dumps(spec, sort_keys=True, separators=(",", ":")),
     }
-    queue = job.labels.get(names.QUEUE)
-    if ref.kind == "StatefulSet" and queue is not None:
-        manifest["metadata"]["labels"][names.QUEUE] = queue
+    if origin is not None:
+        manifest["metadata"]["annotations"][ORIGIN] = json.dumps(asdict(origin), sort_keys=True)
     return manifest
 
 

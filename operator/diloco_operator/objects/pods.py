@@ -239,6 +239,19 @@ def evaluator_inputs(spec: JobSpec) -> str:
     return digest([training, spec.evaluator.command, *_layout(spec)])
 
 
+def template_inputs(spec: JobSpec, role: str, region: RegionSpec | None = None) -> str:
+    """A digest of what of the job the pod template of a role is made of; with ``syncer_inputs``, ``learner_inputs``
+    and ``evaluator_inputs`` all of it. ``region``: of learners."""
+    tls, storage, secret = spec.syncer.tls, spec.syncer.storage, spec.learners.credentials.secret_name
+    if role == "syncer":
+        shared = secret if tls.secret_name is not None else None
+        return digest([tls.mode, tls.secret_name, shared, storage.uri, storage.claim_name, spec.syncer.pod_template])
+    found = [tls.mode, secret, spec.learners.pod_template]
+    if region is None:
+        return digest([*found, spec.training.device == "cuda"])
+    return digest([*found, spec.learners.command, region.pod_template])
+
+
 def _dump(part: Spec) -> Object:
     return part.model_dump(mode="json", by_alias=True)
 

@@ -7,12 +7,12 @@ mount it. ``objects/manifests.py`` has the manifests, and says what "rendered fo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from diloco_operator import names
 from diloco_operator.model import AwaitedSuccessor, Delete, Object, Ref, SecretWanted
 from diloco_operator.objects import manifests
-from diloco_operator.objects.manifests import DefaultImages
+from diloco_operator.objects.manifests import DefaultImages, Origin
 from diloco_operator.plan.lifecycle import LifecycleDecision
 from diloco_operator.plan.pods.pod_status import newest_message
 from diloco_operator.plan.pods.rollout import syncer_change_waits
@@ -37,15 +37,52 @@ class DesiredObjects:
     syncer_waits: bool = False  # the syncer's changed Deployment waits for the rollout of learners
 
 
-def default_images(view: View) -> DefaultImages:
-    """The images that the job started with; of a job that has not started, the operator's."""
-    kept = view.job.status.get("image") or {}
-    return DefaultImages(
-        str(kept.get("syncer") or view.settings.syncer_image), str(kept.get("worker") or view.settings.worker_image)
-    )
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The release of the operator whose templates and images a job has. ``asked``: ``spec.release`` that it carried
+    out."""
+
+    operator: str
+    asked: str | None
+    images: DefaultImages
 
 
-def desired_objects(view: View, decision: LifecycleDecision, images: DefaultImages, refused: bool) -> DesiredObjects:
+def own_release(view: View) -> Release:
+    """What this operator would take the job to."""
+    images = DefaultImages(view.settings.syncer_image, view.settings.worker_image)
+    return Release(view.settings.release, view.job.spec.release, images)
+
+
+def job_release(view: View) -> Release:
+    """The release that the job has: that which started it, unless ``spec.release`` has changed since."""
+    kept, own = view.job.status.get("release") or {}, own_release(view)
+    if not kept or kept.get("asked") != own.asked:
+        return own
+    images = DefaultImages(str(kept.get("syncer") or own.images.syncer), str(kept.get("worker") or own.images.worker))
+    return Release(str(kept.get("operator") or own.operator), own.asked, images)
+
+
+def find_held_edit(view: View) -> str:
+    """Why an edit waits for an upgrade of the job; empty: it does not. It changes a pod template that another
+    release made: rendered now, it would have the new release's flags with the old release's image."""
+    release = job_release(view)
+    if release.operator == view.settings.release:
+        return ""
+    for ref in manifests.pod_holders(view.job, view.here):
+        before, origin = manifests.stored_rendering(view.live(ref)), manifests.stored_origin(view.live(ref))
+        if before is None or origin is None or before[0] == view.job.generation or origin.asked != release.asked:
+            continue
+        now = manifests.origin_of(view.job, view.here, ref, view.settings.release)
+        if origin.template != now.template and origin.release != view.settings.release:
+            return (
+                f"this edit changes the pods of {ref.kind} {ref.name}, which release {origin.release} of the operator "
+                f"made; it is {view.settings.release} now. `diloco upgrade {view.job.name}` takes the job there, edit "
+                "and all; until then everything goes on as it was."
+            )
+    return ""
+
+
+def desired_objects(view: View, decision: LifecycleDecision, refused: bool) -> DesiredObjects:
     """The objects of a job that is placed here. ``refused``: its spec is not taken, and it keeps what it had."""
     out = DesiredObjects()
     job, here, settings = view.job, view.here, view.settings
@@ -64,9 +101,9 @@ def desired_objects(view: View, decision: LifecycleDecision, images: DefaultImag
         if view.live(ref) is None and not _ready_for(view, ref):
             out.more = True
             continue
-        generation, spec = _rendering(view, decision, ref, images, ended or refused, out)
+        generation, spec, origin = _rendering(view, decision, ref, ended or refused, out)
         replicas = _replicas(decision, job.name, ref) if here.anything else view.replicas(ref) or 0
-        manifest = manifests.pod_holder_manifest(job, ref, spec, generation, replicas)
+        manifest = manifests.pod_holder_manifest(job, ref, spec, generation, origin, replicas)
         if _needs_nudge(view, ref):
             manifest["metadata"]["annotations"][NUDGED] = str(int(view.now // NUDGE_SECONDS))
         out.apply.append(manifest)
@@ -104,27 +141,45 @@ def _rendered(view: View) -> list[Ref]:
 
 
 def _rendering(
-    view: View, decision: LifecycleDecision, ref: Ref, images: DefaultImages, frozen: bool, out: DesiredObjects
-) -> tuple[int, Object]:
-    """The generation and the rendering to apply. Changes the view's memory."""
-    before = manifests.stored_rendering(view.live(ref))
-    if before is not None and (frozen or before[0] == view.job.generation):
-        return before
-    fresh = manifests.render_pod_holder(view.job, view.here, ref, images, view.settings)
+    view: View, decision: LifecycleDecision, ref: Ref, frozen: bool, out: DesiredObjects
+) -> tuple[int, Object, Origin | None]:
+    """The generation, the rendering and its origin to apply. Changes the view's memory."""
+    live, generation = view.live(ref), view.job.generation
+    before, origin = manifests.stored_rendering(live), manifests.stored_origin(live)
+    if before is not None and frozen:
+        return *before, origin
+    fresh, made_of = _render(view, ref, before, origin)
     if before is None or before[1] == fresh:
-        return view.job.generation, fresh
+        return generation, fresh, made_of
     is_syncer = ref == names.syncer_deployment(view.job.name)
     if is_syncer and decision.stage == "suspending" and decision.scale.syncer:
-        return before  # the syncer stops soon, and learners drain to it
+        return *before, origin  # the syncer stops soon, and learners drain to it
     if is_syncer and decision.training and syncer_change_waits(view, ref, fresh):
         out.syncer_waits = True
-        return before
+        return *before, origin
     if ref.kind == "Deployment" and view.replicas(ref):
         role = "syncer" if is_syncer else "evaluator"
         view.memory.own_deletions |= {pod.uid for pod in view.pods if pod.role == role}
         if is_syncer and decision.training:
             view.memory.successors.setdefault("syncer", AwaitedSuccessor(view.now, ""))
-    return view.job.generation, fresh
+    return generation, fresh, made_of
+
+
+def _render(view: View, ref: Ref, before: tuple[int, Object] | None, origin: Origin | None) -> tuple[Object, Origin]:
+    """The rendering that the job asks for now: the one before, where it was made of the same."""
+    release, own = job_release(view), own_release(view)
+    now = manifests.origin_of(view.job, view.here, ref, own.operator)
+    if before is not None and origin is not None and origin.asked == now.asked:
+        # What this release reads of the job may be more than what that read: digests are taken for what they are now.
+        same_job = before[0] == view.job.generation
+        kept = replace(now, release=origin.release)
+        if same_job or origin.template == now.template:
+            if same_job or origin.program == now.program:
+                return before[1], kept
+            return manifests.with_program_inputs(before[1], now.program), kept
+    # A template goes with the image of the release that made it.
+    images = release.images if release.operator == own.operator else own.images
+    return manifests.render_pod_holder(view.job, view.here, ref, images, view.settings), now
 
 
 def _replicas(decision: LifecycleDecision, job: str, ref: Ref) -> int:
@@ -174,6 +229,7 @@ def _prune(view: View, decision: LifecycleDecision, keep: set[Ref], out: Desired
         rendering = manifests.stored_rendering(live)
         if ref.kind == "StatefulSet" and left and rendering is not None:
             generation, spec = rendering
-            out.apply.append(manifests.pod_holder_manifest(view.job, ref, spec, generation, 0))
+            origin = manifests.stored_origin(live)
+            out.apply.append(manifests.pod_holder_manifest(view.job, ref, spec, generation, origin, 0))
         elif not left or ref.kind == "StatefulSet":
             out.deletes.append(Delete(ref, live["metadata"]["uid"], "the job does not ask for it any more"))

@@ -17,7 +17,7 @@ from diloco_operator.objects.manifests import sync_address
 from diloco_operator.plan.conditions.condition_set import ConditionSet
 from diloco_operator.plan.conditions.decide import TurnFindings
 from diloco_operator.plan.conditions.region_conditions import hub_has_drained
-from diloco_operator.plan.desired import default_images
+from diloco_operator.plan.desired import job_release, own_release
 from diloco_operator.plan.lifecycle import STAGE_WORDS
 from diloco_operator.plan.regions import image_of
 from diloco_operator.plan.view import ANSWER_PATIENCE, View
@@ -33,7 +33,6 @@ def build_status(
     pods, so the job has started."""
     job, before, document = view.job, view.job.status, view.document
     started = before.get("startTime") or (rfc3339(view.now) if with_pods else None)
-    images = default_images(view)
     ended = any(conditions.status_of(kind) == "True" for kind in ("Complete", "Failed"))
     completed = before.get("completionTime") or rfc3339(view.now)
     status: dict[str, Any] = {
@@ -45,7 +44,7 @@ def build_status(
         "syncer": _syncer_status(view),
         "progress": _progress(view) or _keep_part(Progress, before.get("progress")),
         "regions": found.regions.rows,
-        "image": {"syncer": images.syncer, "worker": images.worker} if started else before.get("image") or None,
+        "release": _release(view) if started else before.get("release") or None,
         "replacements": replacements if any(replacements.values()) else None,
         "report": _report(view) or before.get("report"),
     }
@@ -62,6 +61,14 @@ def build_status(
     given = {key: value for key, value in status.items() if value is not None}
     # Through the model: what it does not know, the API server would prune in silence.
     return JobStatus.model_validate(given).model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+def _release(view: View) -> Object:
+    """The release that the job has, and what else ``spec.release`` could take it to."""
+    release, own = job_release(view), own_release(view)
+    newer = f"{own.operator}: {own.images.syncer}, {own.images.worker}" if release != own else None
+    images = {"syncer": release.images.syncer, "worker": release.images.worker}
+    return {"operator": release.operator, "asked": release.asked, **images, "newer": newer}
 
 
 def _keep_part(model: type[Spec], value: Any) -> Object | None:

@@ -41,7 +41,7 @@ from diloco_operator.objects import pods
 from diloco_operator.plan import lifecycle
 from diloco_operator.plan.conditions.condition_set import ConditionSet
 from diloco_operator.plan.conditions.decide import TurnFindings, decide_conditions
-from diloco_operator.plan.desired import DesiredObjects, default_images, desired_objects
+from diloco_operator.plan.desired import DesiredObjects, desired_objects, find_held_edit
 from diloco_operator.plan.job_status import build_status
 from diloco_operator.plan.lifecycle import LifecycleDecision
 from diloco_operator.plan.pods import node_loss, replacement, rollout
@@ -209,14 +209,15 @@ def _refusal(view: View) -> tuple[str, str] | None:
     contradictions = pods.template_refusals(view.job.spec)
     if contradictions:
         return "PodTemplate", "; ".join(map(str, contradictions)) + "."
-    return None
+    held = find_held_edit(view)
+    return ("UpgradeNeeded", held[0].upper() + held[1:]) if held else None
 
 
 def _desired(view: View, found: TurnFindings) -> DesiredObjects:
     refused = found.refused is not None
     if found.decision.stage == "waiting" or (refused and not view.begun):
         return DesiredObjects()
-    return desired_objects(view, found.decision, default_images(view), refused)
+    return desired_objects(view, found.decision, refused)
 
 
 def _failure(

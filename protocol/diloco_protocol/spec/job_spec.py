@@ -21,6 +21,16 @@ class JobSpec(Spec):
     """What the job is."""
 
     suspend: bool = Field(False, description="Drain, checkpoint and stop until it is false again.")
+    release: str | None = Field(
+        None,
+        min_length=1,
+        max_length=63,
+        pattern=r"^[A-Za-z0-9]([-A-Za-z0-9._:+]*[A-Za-z0-9])?$",
+        examples=["2026-11-22T15:00:00Z"],
+        description="Any word. When it changes, the job gets the pod templates and images of the operator's release "
+        "as it is then, and its pods are replaced; `diloco upgrade` writes the time. Without a change it keeps those "
+        "with which it started.",
+    )
     seed: int = Field(0, ge=0, le=2**32 - 1, description="Of initial weights, data order and everything random.")
     ttl_seconds_after_finished: int | None = Field(
         None, ge=0, le=2**31 - 1, description="Delete the job so long after its end; null: keep it."

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from diloco_operator.metrics import Metrics
-from diloco_operator.settings import RELEASE
+from diloco_operator.model import RELEASE
 from diloco_protocol.documents import StatusDocument
 from diloco_syncer.server.pages.metrics import StatusCollector
 from diloco_worker import status_page

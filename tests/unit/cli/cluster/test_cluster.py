@@ -150,7 +150,8 @@ def diloco(*arguments: str | Path) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    "command", ["apply", "status", "logs", "scale", "suspend", "resume", "delete", "export", "events", "report"]
+    "command",
+    ["apply", "status", "logs", "scale", "suspend", "resume", "upgrade", "delete", "export", "events", "report"],
 )
 def test_help_has_examples_and_the_cluster_options(command: str) -> None:
     code, output = diloco(command, "--help")

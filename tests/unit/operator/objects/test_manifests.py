@@ -35,7 +35,7 @@ def everything(given: Job, settings: PlanSettings = SETTINGS) -> dict[Ref, dict[
     found += [claim] if claim is not None and here.syncer else []
     for ref in manifests.pod_holders(given, here):
         spec = manifests.render_pod_holder(given, here, ref, IMAGES, settings)
-        found.append(manifests.pod_holder_manifest(given, ref, spec, 1, 1))
+        found.append(manifests.pod_holder_manifest(given, ref, spec, 1, None, 1))
     return {Ref(m["kind"], m["metadata"]["name"]): m for m in found}
 
 
@@ -265,12 +265,53 @@ def test_the_evaluator_has_a_program_and_resources_of_its_own() -> None:
     assert "spec.evaluator.podTemplate" in refusal.path and "spec.evaluator.command" in refusal.message
 
 
-def test_the_kueue_label_is_copied_to_the_stateful_sets() -> None:
+def test_labels_of_the_job_are_not_its_objects() -> None:
+    """Kueue's label on a StatefulSet alone would have it gate pods that the plan then takes for lost."""
     document = job_object(training=EVALUATED)
     document["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "gpus", "mine": "x"}
-    for ref, manifest in everything(read_job(document)).items():
-        queue = manifest["metadata"]["labels"].get("kueue.x-k8s.io/queue-name")
-        assert (queue == "gpus") == (ref.kind == "StatefulSet")
+    for manifest in everything(read_job(document)).values():
+        assert not {"kueue.x-k8s.io/queue-name", "mine"} & set(manifest["metadata"]["labels"])
+
+
+TEMPLATE = {"spec": {"nodeSelector": {"pool": "b"}}}
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"sync": {"quorum": 2}},
+        {"seed": 7},
+        {"syncer": {"podTemplate": TEMPLATE}},
+        {"syncer": {"storage": {"uri": "s3://bucket/a"}}},
+        {"syncer": {"storage": {"claimName": "mine"}}},
+        {"syncer": {"tls": {"mode": "off"}}},
+        {"syncer": {"tls": {"secretName": "s"}}, "learners": {"credentials": {"secretName": "l"}}},
+        {"learners": {"podTemplate": TEMPLATE}},
+        {"learners": {"command": ["mine"]}},
+        {"learners": {"credentials": {"secretName": "l"}}},
+        {"regions": [{"name": "local", "learners": 3, "podTemplate": TEMPLATE}]},
+        {"regions": [{"name": "local", "learners": 4}]},
+        {"training": {**EVALUATED, "device": "cuda"}},
+        {"evaluator": {"command": ["mine"]}},
+        {"evaluator": {"podTemplate": TEMPLATE}},
+        {"ttlSecondsAfterFinished": 7, "suspend": True, "nodeLoss": {"policy": "ForceDelete"}},
+    ],
+    ids=str,
+)
+def test_an_origin_changes_where_and_only_where_a_template_does(spec: dict[str, Any]) -> None:
+    def made(given: Job) -> dict[Ref, tuple[Any, Any]]:
+        here = place_job(given.spec, None)
+        return {
+            ref: (
+                manifests.render_pod_holder(given, here, ref, IMAGES, SETTINGS),
+                manifests.origin_of(given, here, ref, "1"),
+            )
+            for ref in manifests.pod_holders(given, here)
+        }
+
+    before, after = made(job(training=EVALUATED)), made(job(**{"training": EVALUATED, **spec}))
+    for ref in before.keys() & after.keys():
+        assert (before[ref][0] == after[ref][0]) == (before[ref][1] == after[ref][1]), ref
 
 
 def test_stateful_sets() -> None:
@@ -496,7 +537,9 @@ def test_what_was_rendered_can_be_read_back() -> None:
     given = job()
     ref = names.stateful_set("job", "local")
     spec = manifests.render_pod_holder(given, place_job(given.spec, None), ref, IMAGES, SETTINGS)
-    manifest = manifests.pod_holder_manifest(given, ref, spec, 7, 3)
+    origin = manifests.origin_of(given, place_job(given.spec, None), ref, "1")
+    manifest = manifests.pod_holder_manifest(given, ref, spec, 7, origin, 3)
+    assert manifests.stored_origin(manifest) == origin and manifests.stored_origin({"metadata": {}}) is None
     assert manifests.stored_rendering(manifest) == (7, spec) and manifest["spec"]["replicas"] == 3
     assert "replicas" not in spec
     for broken in ("", "[]", "{", '{"a": 1}'):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from diloco_operator import names
-from diloco_operator.model import PlanSettings, ProgramAnswer
-from operator_world import World, idle, job_object, started, template
+from diloco_operator.model import PlanMemory, PlanSettings, ProgramAnswer
+from diloco_operator.objects import pods
+from operator_world import SETTINGS, World, idle, job_object, started, template
 
 # ------------------------------------------------------------------ start and steady state
 
@@ -16,7 +19,8 @@ from operator_world import World, idle, job_object, started, template
 def test_a_job_starts_and_then_nothing_is_done() -> None:
     world = started()
     assert [e.reason for _, e in world.events] == ["Started", "QuorumMet"]
-    assert world.status["startTime"] and world.status["image"] == {
+    assert world.status["startTime"] and world.status["release"] == {
+        "operator": SETTINGS.release,
         "syncer": "diloco-syncer:1",
         "worker": "diloco-worker:1",
     }
@@ -80,37 +84,145 @@ def test_a_spare_takes_over_and_the_successor_stands_by() -> None:
 def test_an_operator_that_starts_anew_changes_and_tells_nothing() -> None:
     world = started()
     world.run(20)
-    from diloco_operator.model import PlanMemory
-
     events, uids = len(world.events), set(world.pods)
     world.memory = PlanMemory()
     world.settings = PlanSettings(None, "diloco-system", "diloco-syncer:2", "diloco-worker:2")
     # Its first look is before the syncer has been asked.
     world.asked, before = ProgramAnswer(None, "this pod has not been asked yet"), world.status
     first = world.turn()
-    assert first.status == before and not first.events
+    assert first.status is not None and not first.events
+    assert first.status["release"].pop("newer") == f"{SETTINGS.release}: diloco-syncer:2, diloco-worker:2"
+    assert first.status == before
     idle(world)
     assert len(world.events) == events and set(world.pods) == uids
-    # Not even when the templates are rendered anew: the images are those that the job started with.
     world.edit(failurePolicy={"maxReplacements": 77})
     world.until(World.whole)
     idle(world)
-    assert set(world.pods) == uids and world.status["image"]["worker"] == "diloco-worker:1"
+    assert set(world.pods) == uids and world.status["release"]["worker"] == "diloco-worker:1"
 
 
-def test_another_rendering_by_a_new_operator_waits_for_a_new_generation(monkeypatch: Any) -> None:
-    from diloco_operator.objects import pods
+def upgrade_operator(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Release 2: its syncer gets another flag, every pod another toleration, and both other images."""
+    container = pods._container
 
-    world = started()
-    uids = set(world.pods)
+    def with_flag(name: str, image: str, pull: str, command: list[str]) -> dict[str, Any]:
+        return container(name, image, pull, [*command, "--new-flag"] if name == "syncer" else command)
+
+    monkeypatch.setattr(pods, "_container", with_flag)
     monkeypatch.setattr(pods, "TOLERATION_SECONDS", 25)
+    world.settings = replace(SETTINGS, syncer_image="diloco-syncer:2", worker_image="diloco-worker:2", release="2")
+    world.memory = PlanMemory()
+
+
+def templates(world: World) -> dict[str, Any]:
+    return {
+        ref.name: obj["spec"]["template"] for ref, obj in world.objects.items() if "template" in obj.get("spec", {})
+    }
+
+
+def is_mixed(template: dict[str, Any]) -> bool:
+    """Whether an image of one release has the template of another."""
+    text = json.dumps(template)
+    marks = {'"tolerationSeconds": 25': ":2", '"tolerationSeconds": 20': ":1"}
+    (image,) = (release for mark, release in marks.items() if mark in text)
+    own = [one["image"] for one in template["spec"]["containers"] if one["image"].startswith("diloco-")]
+    return any(not one.endswith(image) for one in own) or ("--new-flag" in text) != (
+        image == ":2" and template["spec"]["containers"][0]["name"] == "syncer"
+    )
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {"ttlSecondsAfterFinished": 1000},
+        {"failurePolicy": {"maxReplacements": 77}},
+        {"nodeLoss": {"policy": "ForceDelete"}},
+    ],
+    ids=lambda edit: next(iter(edit)),
+)
+def test_an_edit_after_an_upgrade_changes_no_template_and_no_image(
+    edit: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = started()
+    uids, before = set(world.pods), templates(world)
+    upgrade_operator(world, monkeypatch)
     world.run(60)
-    assert set(world.pods) == uids
-    kept = world.objects[names.stateful_set("job", "local")]["spec"]["template"]["spec"]["tolerations"]
-    assert kept[0]["tolerationSeconds"] == 20
-    world.edit(failurePolicy={"maxReplacements": 77})
+    world.edit(**edit)
+    world.run(120)
+    assert templates(world) == before and set(world.pods) == uids
+    assert world.status["release"]["newer"] == "2: diloco-syncer:2, diloco-worker:2"
+    idle(world)
+
+
+def test_what_a_program_reads_reaches_it_after_an_upgrade_with_its_old_template(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = started()
+    before = templates(world)
+    upgrade_operator(world, monkeypatch)
+    world.run(60)
+    world.edit(sync={"quorum": 2})
+    world.run(60)
+    world.until(World.whole)
+    after = templates(world)
+    changed = {name for name in after if after[name] != before[name]}
+    assert changed == {"job-syncer"} and not any(map(is_mixed, after.values()))
+    for one in (before["job-syncer"], after["job-syncer"]):
+        del one["metadata"]["annotations"][names.INPUTS]
+    assert after["job-syncer"] == before["job-syncer"]
+
+
+def test_an_edit_of_pods_after_an_upgrade_waits_for_the_users_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = started()
+    uids, before = set(world.pods), templates(world)
+    upgrade_operator(world, monkeypatch)
+    world.run(60)
+    own = {"spec": {"containers": [{"name": "learner", "env": [{"name": "MINE", "value": "1"}]}]}}
+    world.edit(learners={"podTemplate": own})
+    world.run(60)
+    ready = world.condition("Ready")
+    assert ready["reason"] == "UpgradeNeeded" and "diloco upgrade job" in ready["message"]
+    assert templates(world) == before and set(world.pods) == uids
+    world.edit(release="now")
     world.until(lambda w: not uids & set(w.pods))
     world.until(World.whole)
+    assert not any(map(is_mixed, templates(world).values())) and "MINE" in json.dumps(templates(world))
+    assert world.truth("Ready") == "True"
+
+
+def test_an_upgrade_moves_template_and_image_together_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = started()
+    uids = set(world.pods)
+    upgrade_operator(world, monkeypatch)
+    world.run(60)
+    world.edit(release="2026-11-22T15:00:00Z")
+    while uids & set(world.pods):
+        world.run(1)
+        assert not any(map(is_mixed, templates(world).values()))
+    world.until(World.whole)
+    assert world.status["release"] == {
+        "operator": "2",
+        "asked": "2026-11-22T15:00:00Z",
+        "syncer": "diloco-syncer:2",
+        "worker": "diloco-worker:2",
+    }
+    uids = set(world.pods)
+    world.edit(ttlSecondsAfterFinished=1000)
+    world.run(120)
+    assert set(world.pods) == uids
+    idle(world)
+
+
+def test_what_was_deleted_by_hand_after_an_upgrade_is_made_with_the_image_of_its_template(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = started()
+    upgrade_operator(world, monkeypatch)
+    world.run(60)
+    del world.objects[names.syncer_deployment("job")]
+    world.run(60)
+    assert not any(map(is_mixed, templates(world).values()))
+    assert world.objects[names.syncer_deployment("job")]
 
 
 # ------------------------------------------------------------------ suspend, resume, ends
@@ -121,12 +233,12 @@ def test_suspended_from_its_creation_nothing_is_started() -> None:
     world.run(60)
     assert not world.objects and not world.pods and not world.secrets
     assert world.status["phase"] == "Suspended" and world.truth("Suspended") == "True"
-    assert "startTime" not in world.status and "image" not in world.status
+    assert "startTime" not in world.status and "release" not in world.status
     # A job that was never started uses the defaults of the operator that starts it.
     world.settings = PlanSettings(None, "diloco-system", "diloco-syncer:9", "diloco-worker:9")
     world.edit(suspend=False)
     world.until(World.whole)
-    assert world.status["image"]["worker"] == "diloco-worker:9"
+    assert world.status["release"]["worker"] == "diloco-worker:9"
     assert world.truth("Suspended") == "False"
     assert [e.reason for _, e in world.events] == ["Suspended", "Started", "QuorumMet"]
 

@@ -209,7 +209,7 @@ def test_the_plan_raises_nothing_whatever_the_status_says() -> None:
     observed = world.observed()
     for status in (
         {},
-        {"conditions": None, "regions": None, "replacements": None, "image": None},
+        {"conditions": None, "regions": None, "replacements": None, "release": None},
         {"progress": {"tokens": "many", "pace": 3}, "syncer": {"mood": "good"}, "replacements": {"total": 2}},
         {"phase": "Sleeping", "conditions": [{}], "startTime": "2023-11-14T22:13:21Z"},
     ):
