@@ -25,7 +25,7 @@ class JobSpec(Spec):
         None,
         min_length=1,
         max_length=63,
-        pattern=r"^[A-Za-z0-9]([-A-Za-z0-9._:+]*[A-Za-z0-9])?$",
+        pattern=r"^[-A-Za-z0-9._:+]+$",
         examples=["2026-11-22T15:00:00Z"],
         description="Any word. When it changes, the job gets the pod templates and images of the operator's release "
         "as it is then, and its pods are replaced; `diloco upgrade` writes the time. Without a change it keeps those "
