@@ -248,7 +248,7 @@ def template_inputs(spec: JobSpec, role: str, region: RegionSpec | None = None) 
         return digest([tls.mode, tls.secret_name, shared, storage.uri, storage.claim_name, spec.syncer.pod_template])
     found = [tls.mode, secret, spec.learners.pod_template]
     if region is None:
-        return digest([*found, spec.training.device == "cuda"])
+        return digest([*found, spec.evaluator.command, spec.evaluator.pod_template, spec.training.device == "cuda"])
     return digest([*found, spec.learners.command, region.pod_template])
 
 
