@@ -49,9 +49,9 @@ def autocast(where: torch.device, dtype: torch.dtype) -> AbstractContextManager[
 
 def to_device(batch: Mapping[str, torch.Tensor], where: torch.device) -> dict[str, torch.Tensor]:
     """The batch on the device; on a GPU copied without waiting, from pinned memory."""
-    if where.type == "cpu":
-        return dict(batch)
-    return {name: tensor.pin_memory().to(where, non_blocking=True) for name, tensor in batch.items()}
+    if where.type == "cuda":
+        batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
+    return {name: tensor.to(where, non_blocking=True) for name, tensor in batch.items()}
 
 
 def configure(spec: JobSpec) -> None:

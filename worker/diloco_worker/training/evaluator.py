@@ -208,8 +208,9 @@ def mean_loss(
             for index, batch in enumerate(batches):
                 on_batch(index / len(batches))
                 loss = models.loss(model, device.to_device(batch, where))
-                total += float(loss.nats) * loss.predictions
-                predictions += loss.predictions
+                count = models.predictions(batch)
+                total += float(loss.nats) * count
+                predictions += count
     finally:
         model.train()
     if not predictions:

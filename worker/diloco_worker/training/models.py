@@ -110,12 +110,11 @@ def configuration(spec: JobSpec, *, directory: Path | None = None) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """``value``: what is differentiated, with a router's auxiliary loss. ``nats``: the mean cross-entropy of
-    ``predictions`` predictions, detached. Both scalars on the model's device."""
+    """``value``: what is differentiated, with a router's auxiliary loss. ``nats``: the mean cross-entropy of the
+    batch's predictions, detached. Both scalars on the model's device."""
 
     value: torch.Tensor
     nats: torch.Tensor
-    predictions: int
 
 
 def loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Loss:
@@ -126,12 +125,12 @@ def loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Loss:
     nats = value.detach()
     if auxiliary is not None and torch.is_tensor(auxiliary):
         nats = nats - getattr(model.config, "router_aux_loss_coef", 0.0) * auxiliary.detach()
-    return Loss(value, nats, predictions(batch))
+    return Loss(value, nats)
 
 
 def predictions(batch: Mapping[str, torch.Tensor]) -> int:
     """How many predictions a batch is scored on: every label but each sequence's first and those marked -100; of
-    images, every image."""
+    images, every image. ``batch`` is on the CPU, because the answer of a device would be waited for."""
     labels = batch["labels"]
     if "input_ids" in batch and labels.shape == batch["input_ids"].shape:
         labels = labels[..., 1:]

@@ -61,12 +61,7 @@ def train(job: DiLoCoJob) -> int:
             optimizers.set_learning_rate(optimizer, rate)
             torch.manual_seed(learner.seed)
             nats = step(
-                model,
-                optimizer,
-                device.to_device(batch, where),
-                spec.training.batch.accumulation,
-                spec.training.optimizer.clip_norm,
-                dtype,
+                model, optimizer, batch, spec.training.batch.accumulation, spec.training.optimizer.clip_norm, dtype
             )
             learner.after_step(tokens=tokens, loss=nats, lr=rate)
     return learner.exit_code
@@ -80,19 +75,19 @@ def step(
     clip_norm: float | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """One optimizer step on ``batch``, in ``accumulation`` forward passes.
+    """One optimizer step on ``batch`` (on the CPU), in ``accumulation`` forward passes.
 
-    Each prediction weighs the same, however many a pass has. Returns the mean
-    cross-entropy in nats per prediction, a detached scalar on the model's device.
+    Each prediction weighs the same, however many a pass has. They are counted on the CPU, so nothing here waits for
+    the device. Returns the mean cross-entropy in nats per prediction, a detached scalar on the model's device.
     """
-    where = batch["labels"].device
-    predictions = max(1, models.predictions(batch))
+    where = next(model.parameters()).device
+    counts = [models.predictions(part) for part in parts(batch, accumulation)]
     total = torch.zeros((), device=where)
     optimizer.zero_grad(set_to_none=True)
-    for part in parts(batch, accumulation):
+    for part, count in zip(parts(device.to_device(batch, where), accumulation), counts, strict=True):
         with device.autocast(where, dtype):
             loss = models.loss(model, part)
-        share = loss.predictions / predictions
+        share = count / max(1, sum(counts))
         (loss.value * share).backward()
         total += loss.nats.float() * share
     optimizers.clip((p for p in model.parameters() if p.requires_grad), clip_norm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,6 +144,27 @@ def test_accumulation_is_the_step_of_the_whole_batch(accumulation: int) -> None:
     torch.testing.assert_close(loss, other_loss)
     for name, p in one.items():
         torch.testing.assert_close(p, other[name], rtol=1e-4, atol=1e-6)
+
+
+class Scorer(nn.Module):
+    """A model of one matrix, with transformers' manner of being called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(256, 256))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
+        logits = self.weight[input_ids[:, :-1]].flatten(0, 1)
+        return SimpleNamespace(loss=nn.functional.cross_entropy(logits, labels[:, 1:].flatten()))
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_step_never_waits_for_the_device(accumulation: int) -> None:
+    """The device `meta` has no values, so whoever would wait for one of them fails."""
+    model = Scorer().to("meta")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = trainer.step(model, optimizer, batch(6), accumulation, 1.0, torch.float32)
+    assert loss.device.type == "meta" and loss.shape == ()
 
 
 def test_bfloat16_keeps_weights_and_loss_in_float32() -> None:
