@@ -10,7 +10,7 @@ learnt nothing pushes zeros. Without it, bfloat16 parameters pull a float32 base
 
 On a GPU neither waits for the device. A snapshot is gathered by a kernel on the current stream, so it lies between
 two optimizer steps, and copied to pinned host memory on a side stream; the background thread, which reads the
-vector, waits for that copy's event. A move uploads its vectors on the side stream, and the current stream, not the
+vector, waits for that copy's event. A move uploads its vectors on another side stream, and the current stream, not the
 host, waits for them.
 """
 
@@ -52,14 +52,33 @@ class Vector:
         """Wrap an array float32[n] without copying it."""
         return cls(torch.from_numpy(array))
 
+    def wait_on(self, stream: torch.cuda.Stream) -> None:
+        """Have ``stream``, not the host, wait for a copy under way."""
+        event = self._event
+        if event is not None:
+            stream.wait_event(event)
+
     @property
     def array(self) -> Floats:
         """float32[n], complete."""
-        if self._event is not None:
-            self._event.synchronize()
+        event = self._event  # read once: two threads may ask
+        if event is not None:
+            event.synchronize()
             self._event = None
         array: Floats = self.tensor.numpy()
         return array
+
+
+@dataclass(frozen=True, slots=True)
+class _Streams:
+    """The side streams of a GPU: ``up`` to it, ``down`` from it."""
+
+    up: torch.cuda.Stream
+    down: torch.cuda.Stream
+
+    @classmethod
+    def on(cls, device: torch.device) -> _Streams:
+        return cls(torch.cuda.Stream(device), torch.cuda.Stream(device))
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -174,7 +193,8 @@ class ModelFragments:
                 "one learner trains on one device"
             )
         self._device = cuda[0] if cuda else None  # None: the CPU
-        self._stream = torch.cuda.Stream(self._device) if self._device is not None else None
+        # One for each direction: an upload, which training waits for, does not queue behind a snapshot's download.
+        self._streams = _Streams.on(self._device) if self._device is not None else None
 
     def __len__(self) -> int:
         return len(self._views)
@@ -189,15 +209,16 @@ class ModelFragments:
             gathered[where].copy_(flat)
             if rounded is not None:
                 gathered[where].add_(rounded)
-        if self._stream is None:
+        if self._streams is None:
             return Vector(gathered)
         host = torch.empty(elements, dtype=torch.float32, pin_memory=True)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        down = self._streams.down
+        down.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(down):
             host.copy_(gathered, non_blocking=True)
-            gathered.record_stream(self._stream)
+            gathered.record_stream(down)
             event = torch.cuda.Event()
-            event.record(self._stream)
+            event.record(down)
         return Vector(host, event)
 
     @torch.no_grad()
@@ -241,19 +262,26 @@ class ModelFragments:
 
     def _on_device(self, vector: Vector) -> torch.Tensor:
         """The vector where the parameters are; on a GPU the current stream waits for it."""
-        if self._stream is None:
+        if self._streams is None:
             return vector.tensor
+        up = self._streams.up
         host = vector.tensor if vector.tensor.is_pinned() else vector.tensor.pin_memory()
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(up):
+            vector.wait_on(up)
             there = host.to(self._device, non_blocking=True)
         current = torch.cuda.current_stream(self._device)
-        current.wait_stream(self._stream)
+        current.wait_stream(up)
         there.record_stream(current)
         return there  # torch gives pinned memory to nobody else while a copy out of it is under way
 
+    def set_device(self) -> None:
+        """Make the parameters' device this thread's: its pinned memory would otherwise open a context on another."""
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
+
     def pinned(self, array: Floats) -> Vector:
         """Make a vector that ``move`` can upload without copying it first; the background thread calls this."""
-        if self._stream is None:
+        if self._streams is None:
             return Vector.from_array(array)
         return Vector(torch.from_numpy(array).pin_memory())
 

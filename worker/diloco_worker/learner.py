@@ -118,7 +118,7 @@ class Learner:
         )
         self._inbox = Inbox()
         fragments = ModelFragments(model, self.layout)
-        self._client = SyncerClient(settings, self.layout, self._inbox, fragments.pinned)
+        self._client = SyncerClient(settings, self.layout, self._inbox, fragments.pinned, fragments.set_device)
         self._synchronizer = Synchronizer(
             spec,
             model,

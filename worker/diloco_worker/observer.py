@@ -54,7 +54,10 @@ class Observer:
         self.layout = build_layout(model, spec.sync.fragments, spec.sync.every, spec.sync.merge.mean_tensors)
         self._fragments = ModelFragments(model, self.layout, keep_rounding=False)
         self._inbox = Inbox()
-        self._client = SyncerClient(settings, self.layout, self._inbox, self._fragments.pinned, eager=False)
+        fragments = self._fragments
+        self._client = SyncerClient(
+            settings, self.layout, self._inbox, fragments.pinned, fragments.set_device, eager=False
+        )
         self._port = open_port(settings)
         self._port.attach(lambda: self.connection, self._figures)
         self.score: dict[str, float] = {}  # tokens and loss of the last report, for the status port

@@ -289,6 +289,28 @@ def test_channels_last_is_refused_with_the_cure() -> None:
     assert len(build_layout(model.to(memory_format=torch.contiguous_format), 1)) == 1
 
 
+def test_two_threads_may_ask_for_a_vector_whose_copy_is_under_way() -> None:
+    """The copy's event is gone as soon as one of them has waited for it."""
+
+    class Copying:
+        def synchronize(self) -> None:
+            pass
+
+    class Asked(Vector):
+        """Another thread takes the event away between any two looks at it."""
+
+        def __init__(self) -> None:
+            super().__init__(torch.ones(3))
+            self.events: list[Copying | None] = [Copying(), None]
+
+        def __getattribute__(self, name: str) -> object:
+            if name == "_event" and "events" in self.__dict__:
+                return self.events.pop(0)
+            return super().__getattribute__(name)
+
+    assert Asked().array.tolist() == [1, 1, 1]
+
+
 def test_frozen_parameters_travel_whole_or_not_at_all() -> None:
     torch.manual_seed(1)
     source, target = Tied(), Tied()

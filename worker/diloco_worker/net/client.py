@@ -51,17 +51,20 @@ class SyncerClient:
         layout: Layout,
         inbox: Inbox,
         to_vector: Callable[[Floats], Vector] = Vector.from_array,
+        begin_thread: Callable[[], None] = lambda: None,
         eager: bool = True,
         idle: bool = False,
         status: ConnectionStatus | None = None,
     ) -> None:
-        """``to_vector`` makes a vector of decoded values, float32[elements]. ``eager``: download every announced
+        """``to_vector`` makes a vector of decoded values, float32[elements]. ``begin_thread`` is called in each thread
+        that handles vectors, when it begins. ``eager``: download every announced
         version; otherwise the first of each fragment, and later ones when ``fetch_announced`` asks for them. ``idle``:
         take no slot and no broadcasts; only ``connection`` is of use. ``status``: what ``connection`` says at first.
 
         Raises ConfigurationError for credentials that cannot be used, outside of pods.
         """
-        self._executor = ThreadPoolExecutor(2, thread_name_prefix="diloco-codec")
+        self._begin_thread = begin_thread
+        self._executor = ThreadPoolExecutor(2, thread_name_prefix="diloco-codec", initializer=begin_thread)
         self._connection = SyncerConnection(
             settings, layout, inbox, self._executor, to_vector, eager, idle, status or ConnectionStatus()
         )
@@ -218,6 +221,7 @@ class SyncerClient:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
+            self._begin_thread()
             self._serving = self._loop.create_task(self._connection.serve(self._sequences))
             self._loop.run_until_complete(self._serving)
         except asyncio.CancelledError:

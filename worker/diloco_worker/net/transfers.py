@@ -185,7 +185,7 @@ class Transfers:
                     continue
                 attempt = 0
                 self._cache.put(version)
-                vector = self._context.to_vector(version.values)
+                vector = await self._channels.run(self._context.to_vector, version.values)  # it may pin its memory
                 self._inbox.put(Downloaded(announcement, vector, self._cache.newest_reset(fragment)))
                 if self._announced[fragment] is announcement or not self._context.eager:
                     break

@@ -74,10 +74,11 @@ class StepMetrics:
         it is there."""
         if isinstance(loss, torch.Tensor) and loss.device.type == "cuda":
             self.read_loss()
-            host = torch.empty((), dtype=torch.float32, pin_memory=True)
-            host.copy_(loss.detach().reshape(()).float(), non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
+            with torch.cuda.device(loss.device):  # the current stream is that of the current device
+                host = torch.empty((), dtype=torch.float32, pin_memory=True)
+                host.copy_(loss.detach().reshape(()).float(), non_blocking=True)
+                event = torch.cuda.Event()
+                event.record()
             self._copying = (host, event)
         else:
             self.known_loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)

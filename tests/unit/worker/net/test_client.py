@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -299,3 +300,18 @@ def test_breaking_off_ends_the_session() -> None:
 
     with pytest.raises(SessionEnded, match="enough"):
         asyncio.run(run())
+
+
+def test_each_thread_that_handles_vectors_begins_as_it_is_told(tmp_path: Path) -> None:
+    """On a GPU that makes the learner's device the thread's; pinned memory would open a context on another one."""
+    begun: list[str] = []
+    client = SyncerClient(
+        settings_with(tmp_path, Parties(tmp_path / "pki", "job").learner(), ""),
+        build_layout(torch.nn.Linear(4, 2), 1),
+        inbox.Inbox(),
+        begin_thread=lambda: begun.append(threading.current_thread().name),
+    )
+    client.start()
+    client._executor.submit(lambda: None).result(10)
+    client.stop()
+    assert sorted(name.rstrip("_0") for name in begun) == ["diloco-client", "diloco-codec"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -38,7 +40,7 @@ class Broken(BulkChannels):
 class Session:
     """A session in which nothing comes through; ``reason``: why it was ended."""
 
-    def __init__(self, pinned: bool = False) -> None:
+    def __init__(self, pinned: bool = False, to_vector: Callable[[Any], Vector] = Vector.from_array) -> None:
         self.reason = ""
         self.box = inbox.Inbox()
         self.channels = Broken()
@@ -46,7 +48,7 @@ class Session:
         layout = build_layout(torch.nn.Linear(4, 2), 1)
         feedback = ErrorFeedback(1, False)
         self.outbox = Outbox()
-        context = TransferContext(layout, self.box, self.outbox, self.cache, feedback, eager=False)
+        context = TransferContext(layout, self.box, self.outbox, self.cache, feedback, to_vector, eager=False)
         self.one = Transfers(context, self.channels, "float32", lambda *work: None, self.end, pinned)
 
     def end(self, reason: str) -> None:
@@ -102,6 +104,25 @@ def test_version_0_with_infinities_is_fatal_and_said() -> None:
     start = [Vector.from_array(np.array([1, np.nan], np.float32))]
     with pytest.raises(ConfigurationError, match=r"not finite \(fragment 0\).*check how the model is built"):
         asyncio.run(Session().one.upload_initial(start, b""))
+
+
+def test_vectors_are_made_beside_the_event_loop() -> None:
+    """Pinning a fragment's memory takes as long as copying it, and heartbeats would wait."""
+    threads = []
+
+    def to_vector(values: Any) -> Vector:
+        threads.append(threading.current_thread())
+        return Vector.from_array(values)
+
+    session = Session(to_vector=to_vector)
+    values = np.arange(10, dtype=np.float32)
+    announcement = Announcement(0, 1, 3, Payload("float32", 40, 5))
+    session.cache.put(CachedVersion(announcement, values, b""))
+    session.one._announced[0] = announcement
+    asyncio.run(session.one._fetch_fragment(0))
+    (downloaded,) = session.box.take_all()
+    assert isinstance(downloaded, inbox.Downloaded) and downloaded.vector.array.tolist() == values.tolist()
+    assert threads and threads[0] is not threading.current_thread()
 
 
 def test_a_roll_back_that_was_overtaken_is_not_forgotten() -> None:
