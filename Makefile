@@ -82,6 +82,11 @@ test-protocol test-syncer test-worker test-operator test-cli: $(STAMP) $(S3_SERV
 test-slow: $(STAMP) $(S3_SERVICE)/.installed ## Run the slow tests (10 minutes on two cores)
 	$(PYTEST) $(AT_ONCE) -m "slow and not e2e" tests/integration tests/unit $(PYTEST_ARGS)
 
+.PHONY: gpu-check
+gpu-check: $(STAMP) ## Check the worker on a CUDA device (docs/gpu-checklist.md)
+	@$(BIN)/python -c "import sys, torch; torch.cuda.is_available() or sys.exit('gpu-check: torch finds no CUDA device here')"
+	$(PYTEST) -n 0 -m gpu tests/integration/worker/test_gpu.py $(PYTEST_ARGS)
+
 ##@ Images and clusters
 # The cluster for the next ones: localkube ($LOCALKUBE or on PATH), kind, or current (KUBECONFIG).
 CLUSTER ?=

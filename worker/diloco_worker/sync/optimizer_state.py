@@ -12,9 +12,10 @@ optimizer) there may be vectors: its scales and its code.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,17 +90,28 @@ def snapshot(inner: InnerOptimizers, origin: Origin | None = None) -> Callable[[
     metadata = {"format": _FORMAT, "optimizer": inner.name, "numbers": json.dumps(numbers)}
     if origin is not None:
         metadata["origin"] = json.dumps([origin.job, origin.layout, origin.step, origin.versions])
-    copied = None
-    if any(tensor.is_cuda for tensor in tensors.values()):
-        copied = torch.cuda.Event()
-        copied.record()
+    gpu = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
+    copied = torch.cuda.current_stream(gpu).record_event() if gpu is not None else None
 
     def encode() -> bytes:
-        if copied is not None:
-            copied.synchronize()  # the copies were queued on the training thread's stream
-        return bytes(save_tensors({label: tensor.cpu() for label, tensor in tensors.items()}, metadata))
+        with _beside_training(gpu, copied):
+            found = {label: tensor.cpu() for label, tensor in tensors.items()}
+        return bytes(save_tensors(found, metadata))
 
     return encode
+
+
+@contextlib.contextmanager
+def _beside_training(gpu: torch.device | None, copied: torch.cuda.Event | None) -> Iterator[None]:
+    """A context in which copies from ``gpu`` run on a stream of their own, after ``copied``, and not between training's
+    kernels: another thread's current stream is the same default stream as the training thread's."""
+    if gpu is None or copied is None:
+        yield
+        return
+    stream = torch.cuda.Stream(gpu)
+    stream.wait_event(copied)
+    with torch.cuda.stream(stream):
+        yield
 
 
 def restore(data: bytes, inner: InnerOptimizers) -> None:

@@ -369,6 +369,8 @@ class Synchronizer:
         base = self._bases[fragment]
         reference = self._snapshots[fragment, decision.reference] if decision.kind is Kind.KEEP else base
         self._fragments.move(fragment, decision.kind, new, reference, decision.alpha)
+        # Here, on the host, and not in another thread: only where a second push of the fragment is under way while the
+        # first one's merge is adopted, which is seldom, and the next adoption may need it at once.
         for sequence in decision.move:
             assert base is not None
             snapshot = self._snapshots[fragment, sequence].array
