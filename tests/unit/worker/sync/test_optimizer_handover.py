@@ -198,12 +198,16 @@ def test_a_state_that_cannot_be_copied_is_declined_and_hurts_nobody(
 
 
 def test_a_learner_that_has_made_no_step_gives_no_state(newcomer: Callable[..., Newcomer]) -> None:
-    """What it has came from a peer or a disk, or is of a tenure before."""
-    one = newcomer()
-    one.train_a_step()
-    one.adoption.begin_tenure(0)
+    """What it has came from a peer or a disk, and a newcomer had better have it from there."""
+    one = newcomer(((1, 5), (1, 5)))
+    one.handover.request_state(False)
+    one.handover.receive_state(inbox.StateDownloaded(True, None))
+    one.handover.apply_when_ready(HELD)
+    assert one.moment == 0.25 and one.adoption.complete
     one.handover.send_state(3, HELD)
-    assert one.asked.calls == ["declined 3"]
+    one.train_a_step()
+    one.handover.send_state(4, HELD)
+    assert one.asked.calls == [PEER, "declined 3", "sent 4"]
 
 
 def test_an_answer_that_comes_after_the_choice_is_ignored(newcomer: Callable[..., Newcomer]) -> None:

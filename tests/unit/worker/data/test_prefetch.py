@@ -1,0 +1,156 @@
+"""Batches ahead of the training: what a new tenure drops, what is asked for again, and how much is held."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from diloco_protocol.wire.records import Lease
+from diloco_worker.data import prefetch
+from diloco_worker.data.prefetch import BatchPrefetcher
+
+BLOCK = 4
+
+
+class Numbers:
+    """A data set of numbers; reading one waits while ``gate`` is closed."""
+
+    def __init__(self, count: int = 4000) -> None:
+        self.count = count
+        self.broken = -1
+        self.gate = threading.Event()
+        self.gate.set()
+        self.reading = threading.Event()
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        self.reading.set()
+        assert self.gate.wait(30)
+        if index == self.broken:
+            raise ValueError(f"item {index} cannot be read")
+        return index
+
+
+class Bench:
+    def __init__(self, reserve: int = 0) -> None:
+        self.data = Numbers()
+        self.requests: list[int] = []
+        self.feed = BatchPrefetcher(self.data, 2, 7, self.requests.append, lambda: None, list, reserve)
+
+    def lease(self, number: int) -> Lease:
+        return Lease(number, 0, number, 0, BLOCK, BLOCK)
+
+    def grant(self, *numbers: int) -> None:
+        for number in numbers:
+            self.feed.add_lease(self.lease(number))
+
+    def pop(self) -> list[int]:
+        found: list[list[int]] = []
+
+        def popped() -> bool:
+            batch = self.feed.pop_batch()
+            if batch is not None:
+                self.feed.commit(batch.cursors)
+                found.append(batch.data)
+            return bool(found)
+
+        until(popped)
+        return found[0]
+
+    def blocks_of(self, batch: list[int]) -> set[int]:
+        return {index // BLOCK for index in batch}
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def bench() -> Iterator[Callable[..., Bench]]:
+    made: list[Bench] = []
+
+    def make(reserve: int = 0) -> Bench:
+        made.append(Bench(reserve))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.data.gate.set()
+        one.feed.close()
+
+
+def test_a_new_tenure_drops_the_batches_that_are_ready(bench: Callable[..., Bench]) -> None:
+    """Their sequences belong to whoever holds those leases now."""
+    one = bench()
+    one.grant(0, 1)
+    assert one.blocks_of(one.pop()) == {0}
+    until(lambda: len(one.feed._ready) == 3)
+    one.feed.reconcile_leases([one.lease(9)], continuing=False)
+    assert one.blocks_of(one.pop()) == {9}
+
+
+def test_a_batch_that_was_being_read_for_the_former_tenure_is_not_trained(bench: Callable[..., Bench]) -> None:
+    one = bench()
+    one.data.gate.clear()
+    one.grant(0)
+    assert one.data.reading.wait(30) and one.feed.is_loading
+    one.feed.reconcile_leases([one.lease(9)], continuing=False)
+    one.data.gate.set()
+    assert one.blocks_of(one.pop()) == {9}
+
+
+def test_a_session_that_continues_keeps_the_batches(bench: Callable[..., Bench]) -> None:
+    one = bench()
+    one.grant(0, 1)
+    until(lambda: len(one.feed._ready) == 3)
+    one.feed.reconcile_leases([one.lease(0), one.lease(1)], continuing=True)
+    assert sorted(one.pop() + one.pop()) == [0, 1, 2, 3]
+
+
+def test_requests_that_a_broken_session_lost_are_made_again(bench: Callable[..., Bench]) -> None:
+    one = bench()
+    until(lambda: one.requests == [1])
+    one.feed.repeat_requests()
+    until(lambda: one.requests == [1, 1])
+
+
+def test_leases_that_are_held_and_asked_for_are_bounded(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A report names all of them, and is bounded. Before the first one came nobody knows how large a block is."""
+    monkeypatch.setattr(prefetch, "_MOST_LEASES", 20)
+    one = bench(reserve=100 * BLOCK)
+    until(lambda: one.requests == [1])
+    for granted in range(20):
+        until(lambda before=granted: sum(one.requests) > before)
+        assert sum(one.requests) - granted <= prefetch._MOST_REQUESTS
+        one.grant(granted)
+    one.feed.repeat_requests()
+    time.sleep(0.05)
+    assert sum(one.requests) == 20, "held and asked for"
+    for _ in range(BLOCK // 2):
+        one.pop()  # one lease is finished
+    until(lambda: sum(one.requests) == 21)
+
+
+def test_what_the_data_set_raises_reaches_the_training(bench: Callable[..., Bench]) -> None:
+    one = bench()
+    one.data.broken = 5
+
+    def raised() -> bool:
+        try:
+            one.feed.pop_batch()
+        except ValueError as error:
+            return "item 5" in str(error)
+        return False
+
+    one.grant(0, 1)
+    until(raised)
