@@ -32,13 +32,13 @@ def main() -> int:
             observer.wait_for_change(timeout=1.0)
             if not observer.complete or observer.refreshing:
                 continue  # the model is on its way
-            if observer.evaluating:
+            if not observer.current and (observer.phase == "evaluating" or observer.announced_progress >= due):
+                observer.refresh()  # download the newest version of each fragment
+            elif observer.evaluating:
                 observer.report(score(model, rows), final=True)
             elif observer.progress >= due:
                 observer.report(score(model, rows))
                 due = observer.progress + 0.1
-            elif not observer.current and observer.announced_progress >= due:
-                observer.refresh()  # download the newest version of each fragment
     return 0
 
 
