@@ -88,7 +88,7 @@ def restore(
     core = Core(CoreConfig.from_job(job), core_state, epoch.number, now, time.time())
     model = GlobalModel(job, options.threads)
     if restored.layout is not None:
-        model.begin(restored.layout, restored.newest, restored.frozen)
+        model.begin(restored.layout, restored.newest, restored.frozen, restored.frozen_digest)
         if model.outer_state_reset:
             optimizer = job.spec.sync.outer.optimizer
             core.record_event(EventKind.OUTER_RESTART, f"the outer optimizer is {optimizer} now: its state begins anew")

@@ -471,7 +471,7 @@ class Push(_message.Message):
     def __init__(self, fragment: _Optional[int] = ..., sequence: _Optional[int] = ..., round: _Optional[int] = ..., epoch: _Optional[int] = ..., base_version: _Optional[int] = ..., oldest_version: _Optional[int] = ..., first_step: _Optional[int] = ..., last_step: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., encoding: _Optional[str] = ..., layout_digest: _Optional[str] = ..., report: _Optional[_Union[Report, _Mapping]] = ...) -> None: ...
 
 class Initial(_message.Message):
-    __slots__ = ("part", "fragment")
+    __slots__ = ("part", "fragment", "digest")
     class Part(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         LAYOUT: _ClassVar[Initial.Part]
@@ -484,9 +484,11 @@ class Initial(_message.Message):
     DONE: Initial.Part
     PART_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     part: Initial.Part
     fragment: int
-    def __init__(self, part: _Optional[_Union[Initial.Part, str]] = ..., fragment: _Optional[int] = ...) -> None: ...
+    digest: str
+    def __init__(self, part: _Optional[_Union[Initial.Part, str]] = ..., fragment: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class PeerState(_message.Message):
     __slots__ = ("transfer", "versions")
@@ -556,6 +558,7 @@ class DownloadRequest(_message.Message):
         PEER_STATE: _ClassVar[DownloadRequest.What]
         OPTIMIZER: _ClassVar[DownloadRequest.What]
         LAYOUT: _ClassVar[DownloadRequest.What]
+        FROZEN_DIGEST: _ClassVar[DownloadRequest.What]
         JOB: _ClassVar[DownloadRequest.What]
     FULL: DownloadRequest.What
     DELTA: DownloadRequest.What
@@ -563,6 +566,7 @@ class DownloadRequest(_message.Message):
     PEER_STATE: DownloadRequest.What
     OPTIMIZER: DownloadRequest.What
     LAYOUT: DownloadRequest.What
+    FROZEN_DIGEST: DownloadRequest.What
     JOB: DownloadRequest.What
     FORMAT_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]

@@ -58,7 +58,8 @@ class GlobalModel:
 
     ``layout`` None: there is no version 0 yet. ``newest``: the record of each fragment's newest version.
     ``broadcasts``: what is sent of it. ``previous``: the broadcast before. ``superseded``: those before
-    that which are still being downloaded. ``frozen``: the name in the store of the frozen parameters.
+    that which are still being downloaded. ``frozen``: the name in the store of the frozen parameters,
+    ``frozen_digest`` their digest.
     ``outer_state_reset``: the records' outer state was another optimizer's, and begins anew.
     """
 
@@ -71,6 +72,7 @@ class GlobalModel:
         self._down = sync.compression.down
         self.layout: Layout | None = None
         self.frozen = ""
+        self.frozen_digest = ""
         self.outer_state_reset = False
         self.newest: list[MergeRecord] = []
         self.broadcasts: list[Broadcast] = []
@@ -78,7 +80,7 @@ class GlobalModel:
         self.superseded: list[list[Broadcast]] = []
         self.downloads = ActiveDownloads()
 
-    def begin(self, layout: Layout, newest: Sequence[MergeRecord], frozen: str = "") -> None:
+    def begin(self, layout: Layout, newest: Sequence[MergeRecord], frozen: str = "", frozen_digest: str = "") -> None:
         """Go on from these records, one for each fragment.
 
         Raises ``outer.OuterError`` if a record's outer state does not fit its fragment.
@@ -90,7 +92,7 @@ class GlobalModel:
         self.broadcasts = [self.encode(record, None) for record in records]
         self.previous = [None] * len(records)
         self.superseded = [[] for _ in records]
-        self.newest, self.layout, self.frozen = records, layout, frozen
+        self.newest, self.layout, self.frozen, self.frozen_digest = records, layout, frozen, frozen_digest
 
     @property
     def versions(self) -> list[int]:

@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 LAYOUT, FRAGMENT = sync_pb2.Initial.LAYOUT, sync_pb2.Initial.FRAGMENT
 FROZEN, DONE = sync_pb2.Initial.FROZEN, sync_pb2.Initial.DONE
 MAX_FROZEN = 1 << 38
+MAX_DIGEST = 128  # characters of the frozen parameters' digest
 PATIENCE = 2 * limits.STALL_SECONDS  # without any upload under way; a sender's pauses are shorter
 WATCH_SECONDS = 1.0
 
@@ -69,7 +70,7 @@ class InitialModelUpload:
         self._connection = connection
         self.attempt += 1
         self._layout: Layout | None = None
-        self._layout_name = self._frozen_name = ""
+        self._layout_name = self._frozen_name = self._frozen_digest = ""
         self._fragments: dict[int, Floats] = {}
         self._names: dict[int, str] = {}
 
@@ -83,6 +84,8 @@ class InitialModelUpload:
             whole = await read(("initial", header.process, part, fragment), lambda: np.empty(size, np.uint8))
             if whole is None:
                 return None
+            if part == FROZEN:
+                self._frozen_digest = header.initial.digest[:MAX_DIGEST]
             await self.store_part(connection, attempt, part, fragment, whole)
             return upload_reply(True)
         except InitialRefused as error:
@@ -206,8 +209,9 @@ class InitialModelUpload:
         names, frozen = [self._names[p] for p in range(len(layout))], self._frozen_name
         newest = self._records(self._fragments)
         commit = self._durability.checkpoints.commit_initial
-        await self._durability.run_write(commit, self._layout_name, names, frozen)
-        self._model.begin(layout, newest, frozen)
+        digest = self._frozen_digest if frozen else ""
+        await self._durability.run_write(commit, self._layout_name, names, frozen, digest)
+        self._model.begin(layout, newest, frozen, digest)
         self._fragments = {}
         self._emit(ev.InitialModelStored(layout.digest, tuple(layout.elements(p) for p in range(len(layout)))))
         log.info("version 0 is durable: %d parameters in %d fragments", layout.total_elements, len(layout))

@@ -120,6 +120,8 @@ class Downloads:
             return data, (), "no-delta"
         if request.what == kinds.LAYOUT and self.model.layout is not None:
             return np.frombuffer(self.model.layout.to_json().encode(), np.uint8), (), ""
+        if request.what == kinds.FROZEN_DIGEST and self.model.frozen_digest:
+            return np.frombuffer(self.model.frozen_digest.encode(), np.uint8), (), ""
         if request.what == kinds.PEER_STATE:
             relayed = self.relay.find_arrived(request.transfer)
             return (None, (), "unknown-transfer") if relayed is None else (relayed.data, relayed.versions, "")

@@ -83,6 +83,7 @@ class Restored:
     newer: list[MergeRecord] = field(default_factory=list)
     offers: list[SpooledOffer] = field(default_factory=list)
     frozen: str = ""
+    frozen_digest: str = ""
     optimizer: str = ""
     optimizer_bytes: int = 0
     number: int = 0  # merges of the job
@@ -138,10 +139,12 @@ class Checkpoints:
         self.store.replace(name, *data)
         return name
 
-    def commit_initial(self, layout: str, fragments: Sequence[str], frozen: str) -> None:
-        """Put the staged version 0 in force. Raises ``HigherEpoch`` if another syncer did."""
+    def commit_initial(self, layout: str, fragments: Sequence[str], frozen: str, frozen_digest: str = "") -> None:
+        """Put the staged version 0 in force; ``frozen_digest``: of the frozen parameters, by the learner. Raises
+        ``HigherEpoch`` if another syncer did."""
         self.epoch.check()
         body = {"job": self.job, "layout": layout, "fragments": list(fragments), "frozen": frozen}
+        body["frozen_digest"] = frozen_digest
         try:
             self.store.create("initial.json", *pack_document(body))
         except ObjectExists as error:
@@ -298,6 +301,7 @@ class Checkpoints:
         restored = Restored(layout=self.reader.layout())
         if self.reader.initial is not None:
             restored.frozen = self.reader.initial["frozen"]
+            restored.frozen_digest = self.reader.initial["frozen_digest"]
         found = self.reader.newest(restored.layout)
         restored.core, restored.problems = found.core, found.problems
         if found.name:

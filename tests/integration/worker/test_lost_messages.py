@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from diloco_worker.net.client import SyncerClient
 from diloco_worker.net.session import Session
 from diloco_worker.net.transfers import Transfers
 from diloco_worker.settings import WorkerSettings
+from diloco_worker.sync.frozen_parameters import frozen_digest
 
 SYNC: dict[str, Any] = {"heartbeat": {"intervalSeconds": 0.1, "timeoutSeconds": 0.6}}
 
@@ -49,7 +51,9 @@ def initialiser(service: Syncer, model: torch.nn.Module, waits: float = 0.0) -> 
         until(lambda: "joined" in events(service), "a seat")
         time.sleep(waits)
         fragments = ModelFragments(model, layout)
-        client.upload_initial([fragments.snapshot(p) for p in range(len(layout))], frozen_bytes(model))
+        client.upload_initial(
+            [fragments.snapshot(p) for p in range(len(layout))], frozen_bytes(model), frozen_digest(model)
+        )
         until(lambda: "initialised" in events(service), "version 0")
         yield
     finally:
@@ -130,9 +134,9 @@ def test_frozen_parameters_whose_download_broke_with_the_session_are_requested_a
         sessions.append(self)
         return await open_session(self, join)
 
-    async def lossy(self: Transfers, limit: int) -> None:
+    async def lossy(self: Transfers, limit: int, own_digest: Callable[[], str]) -> None:
         if broken:
-            return await fetch(self, limit)
+            return await fetch(self, limit, own_digest)
         broken.append(sessions[-1])
         sessions[-1].end("the network is gone")
         await asyncio.Event().wait()  # until it is cancelled with the session
@@ -155,3 +159,34 @@ def test_frozen_parameters_whose_download_broke_with_the_session_are_requested_a
     for name, parameter in given.named_parameters():
         if not parameter.requires_grad:
             assert torch.equal(model.get_parameter(name), parameter), name
+
+
+@pytest.mark.parametrize("role", ["learner", "evaluator"])
+def test_frozen_parameters_travel_only_to_whom_they_are_new(service: Syncer, role: str) -> None:
+    """A process that has loaded the same ones compares digests; one that has others downloads the job's."""
+    given = frozen_model(1)
+    with torch.no_grad():  # more than all else that comes down
+        given[0] = torch.nn.Linear(8, 16, bias=False).requires_grad_(False)
+        given.insert(0, torch.nn.Linear(8, 8))
+        given.append(torch.nn.Embedding(20_000, 8).requires_grad_(False))
+    with initialiser(service, given):
+        pass
+    down = {}
+    for same in (True, False):
+        model = copy.deepcopy(given)
+        if not same:
+            with torch.no_grad():
+                model[-1].weight[17, 3] += 1.0
+        if role == "evaluator":
+            with Observer.from_environment(model, environ=service.environ(role)) as observer:
+                observer.refresh()
+                until(lambda observer=observer: observer.poll() and observer.complete, "a whole model")
+                down[same] = observer._figures()["bytes_down"]
+        else:
+            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
+            with Learner.from_environment(model, optimizer, environ=service.environ()) as learner:
+                next(learner.batches(Rows()))  # which waits until the model is whole
+                down[same] = learner.metrics["bytes_down"]
+        assert torch.equal(model[-1].weight, given[-1].weight)
+    frozen = 20_000 * 8 * 4
+    assert down[True] < frozen / 10 and down[False] > frozen

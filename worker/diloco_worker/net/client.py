@@ -127,13 +127,15 @@ class SyncerClient:
         """Forget what error feedback keeps for pushes of the tenure before: they will not be merged."""
         self._call(self._connection.feedback.forget_open_pushes)
 
-    def upload_initial(self, vectors: Sequence[Vector], frozen: bytes) -> None:
-        """Upload version 0, float32[elements] per fragment, and the frozen parameters; broadcasts of it follow."""
-        self._call(self._connection.start_transfer, Transfers.upload_initial, vectors, frozen)
+    def upload_initial(self, vectors: Sequence[Vector], frozen: bytes, digest: str = "") -> None:
+        """Upload version 0, float32[elements] per fragment, and the frozen parameters with their digest; broadcasts of
+        it follow."""
+        self._call(self._connection.start_transfer, Transfers.upload_initial, vectors, frozen, digest)
 
-    def fetch_frozen(self, limit: int) -> None:
-        """Download the frozen parameters, at most ``limit`` bytes; ``FrozenDownloaded`` follows."""
-        self._call(self._connection.start_transfer, Transfers.fetch_frozen, limit)
+    def fetch_frozen(self, limit: int, own_digest: Callable[[], str]) -> None:
+        """Download the frozen parameters, at most ``limit`` bytes, if their digest is not ``own_digest()``;
+        ``FrozenDownloaded`` follows."""
+        self._call(self._connection.start_transfer, Transfers.fetch_frozen, limit, own_digest)
 
     def fetch_announced(self) -> None:
         """Without ``eager``: download the newest version of every fragment that is not here yet."""

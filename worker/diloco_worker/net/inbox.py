@@ -71,9 +71,11 @@ class InitialRequested:
 
 @dataclass(frozen=True, slots=True)
 class FrozenDownloaded:
-    """The job's frozen parameters, as safetensors; None: version 0 has none."""
+    """The job's frozen parameters, as safetensors; None: version 0 has none. ``same``: they are this model's own, so
+    none were downloaded."""
 
     data: bytes | None
+    same: bool = False
 
 
 @dataclass(frozen=True, slots=True)

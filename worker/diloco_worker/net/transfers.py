@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 
 _PUSHES_AT_ONCE = 2  # one is encoded while another is uploaded
 _MOST_QUEUED_PUSHES = 2 * limits.MAX_FRAGMENTS
+_MOST_DIGEST_BYTES = 1024
 _STATE_TRIES = 4
 _INITIAL_TRIES = 4  # of version 0 in one session, beside those of each part
 _INITIAL_PAUSE = 0.25
@@ -283,9 +284,9 @@ class Transfers:
         unavailable = sync_pb2.BaseUnavailable(fragment=fragment)
         self._context.outbox.put(f"no-base-{fragment}", sync_pb2.LearnerMessage(base_unavailable=unavailable))
 
-    async def upload_initial(self, vectors: Sequence[Vector], frozen: bytes) -> None:
-        """Upload version 0. After a few tries the session is ended, so that the syncer asks another learner, or
-        this one again. Raises ConfigurationError for a start that is not finite."""
+    async def upload_initial(self, vectors: Sequence[Vector], frozen: bytes, digest: str = "") -> None:
+        """Upload version 0; ``digest``: of the frozen parameters. After a few tries the session is ended, so that the
+        syncer asks another learner, or this one again. Raises ConfigurationError for a start that is not finite."""
         for fragment, vector in enumerate(vectors):
             if not (await self._channels.run(lambda v=vector: codec.norm_and_finite(v.array)))[1]:
                 raise ConfigurationError(
@@ -294,7 +295,7 @@ class Transfers:
                 )
         for attempt in range(_INITIAL_TRIES):
             try:
-                await self._upload_initial_parts(vectors, frozen)
+                await self._upload_initial_parts(vectors, frozen, digest)
                 return
             except bulk.TransferError as error:
                 log.warning("version 0 did not come through: %s", error)
@@ -303,13 +304,13 @@ class Transfers:
                 return  # it exists: only the last answer was lost
         self._end_session(f"version 0 did not come through in {_INITIAL_TRIES} tries")
 
-    async def _upload_initial_parts(self, vectors: Sequence[Vector], frozen: bytes) -> None:
+    async def _upload_initial_parts(self, vectors: Sequence[Vector], frozen: bytes, digest: str) -> None:
         """Raises bulk.TransferError if a part was refused or did not come through."""
         part = sync_pb2.Initial
         payloads: list[tuple[sync_pb2.Initial, Any]] = [
             (part(part=part.LAYOUT), self._layout.to_json().encode("ascii")),
             *((part(part=part.FRAGMENT, fragment=p), vector) for p, vector in enumerate(vectors)),
-            *([(part(part=part.FROZEN), frozen)] if frozen else []),
+            *([(part(part=part.FROZEN, digest=digest), frozen)] if frozen else []),
             (part(part=part.DONE), b""),
         ]
         for what, payload in payloads:
@@ -365,8 +366,13 @@ class Transfers:
 
     # ------------------------------------------------------- states
 
-    async def fetch_frozen(self, limit: int) -> None:
-        """Download the frozen parameters, at most ``limit`` bytes; ``FrozenDownloaded`` follows in the inbox."""
+    async def fetch_frozen(self, limit: int, own_digest: Callable[[], str]) -> None:
+        """Download the frozen parameters, at most ``limit`` bytes, if their digest is not ``own_digest()``, which is
+        called in another thread; ``FrozenDownloaded`` follows in the inbox."""
+        digest = await self._download_state(sync_pb2.DownloadRequest.FROZEN_DIGEST, _MOST_DIGEST_BYTES, 0)
+        if digest is not None and digest[1].decode("ascii", "replace") == await self._channels.run(own_digest):
+            self._inbox.put(FrozenDownloaded(None, same=True))
+            return
         found = await self._download_state(sync_pb2.DownloadRequest.FROZEN, limit, 0)
         self._inbox.put(FrozenDownloaded(found[1] if found else None))
 
@@ -384,7 +390,7 @@ class Transfers:
     async def _download_state(
         self, what: Any, limit: int, transfer: int
     ) -> tuple[sync_pb2.DownloadHeader, bytes] | None:
-        """Header and bytes of FROZEN, PEER_STATE or OPTIMIZER; None: there is none, or it did not arrive."""
+        """Header and bytes of FROZEN (or its digest), PEER_STATE or OPTIMIZER; None: none, or it did not arrive."""
         name = sync_pb2.DownloadRequest.What.Name(what)
         for attempt in range(_STATE_TRIES):
             try:

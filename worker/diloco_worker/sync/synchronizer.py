@@ -268,7 +268,7 @@ class Synchronizer:
             case InitialRequested():
                 # Bases where there are some: an emptied store is rebuilt without this learner's own work.
                 vectors = [base or self._fragments.snapshot(p) for p, base in enumerate(self._bases)]
-                self._client.upload_initial(vectors, self._frozen.serialize())
+                self._client.upload_initial(vectors, self._frozen.serialize(), self._frozen.digest())
             case FrozenDownloaded():
                 self._frozen.load(message)
             case StateRequested():
