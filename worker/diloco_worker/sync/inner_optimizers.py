@@ -26,6 +26,8 @@ Number = bool | int | float
 _COPYING = re.compile(
     r"ScheduleFree|Lookahead|FP16_?Optimizer|BF16_?Optimizer|Float16Optimizer|MixedPrecisionOptimizer|MasterWeight"
 )
+# How a step is computed, not what; torch.compile sets some of them for as long as it traces.
+_WAYS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _COPIES = frozenset({"master_param", "master_params", "master_weight", "fp32_param", "slow_param", "slow_buffer"})
 
 
@@ -123,7 +125,7 @@ class InnerOptimizers:
 
 def _numbers(group: dict[str, Any]) -> dict[str, Number]:
     numbers = {key: value for key, value in group.items() if isinstance(value, (bool, int, float))}
-    return {key: value for key, value in numbers.items() if math.isfinite(value)}
+    return {key: value for key, value in numbers.items() if key not in _WAYS and math.isfinite(value)}
 
 
 def _refuse_copies(optimizer: torch.optim.Optimizer) -> None:

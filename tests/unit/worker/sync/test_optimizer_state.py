@@ -56,7 +56,7 @@ class Estimating(torch.optim.Optimizer):
     """Sets its own step size in its group, as Prodigy and D-Adaptation do."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
-        super().__init__(parameters, {"lr": lr, "d": 1e-3, "k": 0})
+        super().__init__(parameters, {"lr": lr, "d": 1e-3, "k": 0, "capturable": False})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -66,6 +66,7 @@ class Estimating(torch.optim.Optimizer):
                 p.sub_(self.state[p]["sum"], alpha=group["lr"] * group["d"])
             group["d"] *= 1.25
             group["k"] += 1
+            group["capturable"] = not group["capturable"]  # as torch.compile does while it traces a step
 
 
 OPTIMIZERS = {
