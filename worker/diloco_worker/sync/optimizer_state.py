@@ -5,9 +5,9 @@ numbers in the header, those of the groups (``InnerOptimizers.group_numbers``) t
 classes, every name, shape and dtype before it puts anything in place, so that a wrong or broken state is refused as a
 whole (algorithm.md section 8: a newcomer then starts fresh, with learning-rate warm-up).
 
-A tensor of a parameter's state has the parameter's shape, or each of its dimensions is 1 or one of the parameter's (the
-factors of Adafactor, the matrices of Shampoo). Beside a quantised tensor of the parameter's size (of an 8-bit
-optimizer) there may be vectors: its scales and its code.
+A tensor of a parameter's state has the parameter's shape, some of its dimensions or 1 in their place (factors, as of
+Adafactor), or is a square of one of them (as of Shampoo). Beside a quantised tensor of the parameter's size, as of an
+8-bit optimizer, there may be vectors: its scales and its code.
 """
 
 from __future__ import annotations
@@ -161,16 +161,26 @@ def restore(data: bytes, inner: InnerOptimizers) -> None:
 def _check_row(name: str, row: Mapping[str, torch.Tensor | Number], parameter: torch.nn.Parameter) -> None:
     """Raises StateRefused unless all of it may be the state of this parameter."""
     tensors = {key: value for key, value in row.items() if isinstance(value, torch.Tensor)}
-    sizes = {1, *parameter.shape}
     quantised = any(t.dtype in _QUANTISED and t.numel() == parameter.numel() for t in tensors.values())
     for key, value in tensors.items():
-        fits = value.shape == parameter.shape or (value.ndim <= max(1, parameter.ndim) and set(value.shape) <= sizes)
+        fits = value.numel() == 1 or _fits(tuple(value.shape), tuple(parameter.shape))
         code = quantised and value.ndim == 1 and value.numel() <= max(_LONGEST_CODE, parameter.numel())
         if value.dtype not in _DTYPES or not (fits or code):
             label = f"{name}{_SEPARATOR}{key}"
             raise StateRefused(f"{label!r} is {tuple(value.shape)} {value.dtype}, for {tuple(parameter.shape)}")
         if value.is_floating_point() and not bool(torch.isfinite(value).all()):
             raise StateRefused(f"'{name}{_SEPARATOR}{key}' has values that are not finite")
+
+
+def _fits(shape: tuple[int, ...], dimensions: tuple[int, ...]) -> bool:
+    """Whether a tensor of ``shape`` may be of the state of a parameter with these dimensions."""
+    if len(shape) == len(dimensions) and all(
+        size in (1, dimension) for size, dimension in zip(shape, dimensions, strict=True)
+    ):
+        return True
+    left = iter(dimensions)
+    factor = all(size in left for size in shape)  # some of them, in their order
+    return factor or (len(shape) == 2 and len(set(shape)) == 1 and shape[0] in dimensions)
 
 
 def _device(key: str, parameter: torch.nn.Parameter, group: Mapping[str, Any]) -> torch.device:

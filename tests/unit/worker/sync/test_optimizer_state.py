@@ -101,6 +101,40 @@ def test_a_newcomer_goes_on_bit_for_bit(name: str) -> None:
         assert torch.equal(own, theirs)
 
 
+@pytest.mark.parametrize(
+    ("shape", "fits"),
+    [
+        ((), True),
+        ((1,), True),
+        ((6, 4, 3), True),
+        ((6, 4, 1), True),
+        ((1, 1, 3), True),
+        ((6, 4), True),
+        ((6, 3), True),
+        ((3,), True),
+        ((4, 4), True),
+        ((4, 6, 3), False),
+        ((3, 4), False),
+        ((5, 5), False),
+        ((5,), False),
+        ((6, 4, 3, 1), False),
+        ((7, 4, 3), False),
+    ],
+)
+def test_which_shapes_a_parameters_state_may_have(shape: tuple[int, ...], fits: bool) -> None:
+    """Its own, factors and squares; of the parameter (6, 4, 3)."""
+    model = torch.nn.ParameterDict({"p": torch.zeros(6, 4, 3)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    metadata = {"format": "1", "optimizer": "SGD"}
+    data = save({"p|any": torch.ones(shape)}, metadata)
+    if fits:
+        restore(data, InnerOptimizers(model, optimizer))
+        assert optimizer.state[model["p"]]["any"].shape == shape
+    else:
+        with pytest.raises(StateRefused, match=r"for \(6, 4, 3\)"):
+            restore(data, InnerOptimizers(model, optimizer))
+
+
 def test_there_is_nothing_to_give_before_the_first_step() -> None:
     model = build()
     assert snapshot(InnerOptimizers(model, torch.optim.AdamW(model.parameters()))) is None
@@ -126,6 +160,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
         "runs AdamW": save(tensors, {**metadata, "optimizer": "SGD"}),
         "this learner lacks": save({**tensors, "9.weight|exp_avg": tensors[key].clone()}, metadata),
         r"is \(8, 5\)": save({**tensors, key: torch.zeros(8, 5)}, metadata),
+        r"is \(4, 8\)": save({**tensors, key: tensors[key].T.contiguous()}, metadata),
         "not finite": save({**tensors, key: torch.full((8, 4), float("nan"))}, metadata),
         "it lacks": save({k: v for k, v in tensors.items() if not k.startswith("2.")}, metadata),
         "no numbers": save(tensors, {**metadata, "numbers": '{"0.weight|x": "y"}'}),
