@@ -206,6 +206,7 @@ class PlanMemory:
     # UIDs of pods that this operator has decided to remove: by a rollout, scaling or suspension, or as broken.
     own_deletions: set[str] = field(default_factory=set)
     backoffs: dict[str, Backoff] = field(default_factory=dict)  # by place
+    silent_places: set[str] = field(default_factory=set)  # whose silent pod was deleted, and nobody takes part since
     successors: dict[str, AwaitedSuccessor] = field(default_factory=dict)  # by place
     # Region and ordinal of learners that the rollout has restarted and that do not take part again yet.
     rollout_restarts: set[tuple[str, int]] = field(default_factory=set)

@@ -43,9 +43,8 @@ def node_of_syncer(world: World) -> str:
     return world.programs.syncer.node.endpoint
 
 
-@pytest.mark.xfail(strict=True, reason="a silent region is taken for silent learners (operator review, H1)")
 def test_a_cut_around_the_syncers_node_deletes_nobody() -> None:
-    """H1: eight learners that the syncer does not hear for 90 s, while the API server hears everybody."""
+    """Eight learners that the syncer does not hear for 90 s, while the API server hears everybody."""
 
     async def scenario(world: World) -> None:
         world.start_operator()

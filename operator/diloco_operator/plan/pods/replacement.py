@@ -14,8 +14,9 @@ credentials or its copy of the job, or a syncer whose credentials cannot be used
 
 **Delete.** Two kinds of pods do not mend by themselves. One crashes again and again; a new pod
 may come to another node. The other is silent: it runs and says that it is ready, but the syncer, which answers, does
-not hear it. Both are deleted, with a backoff that grows to five minutes, and never two of a region at once. A pod that
-cannot start is left alone, for a new one could not start either; the status names the reason.
+not hear it (``silence.py`` says when that is its own fault). Both are deleted, with a backoff that grows to five
+minutes, and never two of a region at once. A pod that cannot start is left alone, for a new one could not start
+either; the status names the reason.
 
 **Follow.** The successor is followed until it is in the quorum or stands by, and that is an Event.
 
@@ -33,15 +34,14 @@ from dataclasses import dataclass, field
 
 from diloco_operator.model import AwaitedSuccessor, Backoff, Call, Delete, EventWanted, Fact, PodSnapshot, Ref
 from diloco_operator.plan.pods.pod_status import ContainerExit, Pod
+from diloco_operator.plan.pods.silence import find_broken_by_silence, is_heard
 from diloco_operator.plan.refusals import UNFIT, is_curable
 from diloco_operator.plan.view import UID_DIGITS, View
-from diloco_protocol.vocabulary import TRAINING_PHASES, ControlMethod, SyncerExit, WorkerExit
+from diloco_protocol.vocabulary import ControlMethod, SyncerExit, WorkerExit
 
 CRASHES = 3
 """So often the kubelet alone starts a container again, before the pod is replaced."""
 FIRST_BACKOFF, LAST_BACKOFF = 20.0, 300.0
-LEARNER_SILENT_SECONDS = 30.0
-"""A learner is silent after this, or after twice the heartbeat's timeout if that is longer."""
 UNKNOWN_SECONDS = 5.0
 """A process whose pod was never seen counts as ended after so long: the cache may not have the pod yet."""
 SYNCER = "syncer"
@@ -81,8 +81,9 @@ def track_pods(view: View) -> PodChanges:
     _forget_places(view)
     if view.here.syncer:
         _fence(view, out)
+    silent = find_broken_by_silence(view)
     for region in view.here.regions:
-        _delete_broken(view, region.name, out)
+        _delete_broken(view, region.name, silent.get(region.name), out)
     return out
 
 
@@ -97,6 +98,7 @@ def reset(view: View) -> None:
     memory.snapshots.clear()
     memory.successors.clear()
     memory.backoffs.clear()
+    memory.silent_places.clear()
     memory.timers.stop(Fact.POD_SILENT, Fact.POD_NOT_JOINED, Fact.PROCESS_UNKNOWN)
     memory.own_deletions &= {pod.uid for pod in view.pods}
 
@@ -263,29 +265,40 @@ def _fence(view: View, out: PodChanges) -> None:
 # ------------------------------------------------------------------ delete
 
 
-def _delete_broken(view: View, region: str, out: PodChanges) -> None:
+def _delete_broken(view: View, region: str, silent: Pod | None, out: PodChanges) -> None:
     """Delete at most one crash-looping or silent pod of the region, and none while another is missing or
     leaving. A pod that is stuck, as on a lost node, is not waited for: it may be stuck for ever."""
     pods = [view.learners.get(view.place(region, i)) for i in range(view.wanted(region))]
-    for pod in (p for p in pods if p is not None and p.alive and p.uid in view.memory.own_deletions):
-        # An earlier turn deleted it, and it is there: the request was lost, or the cache is behind.
-        out.deletes.append(Delete(Ref("Pod", pod.name), pod.uid, "it was to be deleted before"))
-    silent = {pod.name for pod in pods if pod is not None and _is_silent(view, pod)}
+    _repeat_deletions(view, [pod for pod in pods if pod is not None], out)
     if any(pod is None or (view.leaving(pod) and not view.stuck(pod)) for pod in pods):
         return
-    for pod in sorted((p for p in pods if p is not None), key=lambda p: (p.name not in silent, p.name)):
+    for pod in sorted((p for p in pods if p is not None), key=lambda p: (p is not silent, p.name)):
         why = ""
         # A refused learner would be refused in a new pod too, and meanwhile its last line would be lost.
         loops = pod.ends >= CRASHES and not is_curable(pod.last_end)
-        if pod.name in silent:
+        if pod is silent:
             why = "it runs, and the syncer has not heard it"
         elif loops and pod.obstacle is not None and pod.obstacle.kind == "Crashing":
             why = f"it crashes again and again: {pod.obstacle.message}"
         if why and _pass_backoff(view, pod):
             view.memory.own_deletions.add(pod.uid)
+            if pod is silent:
+                view.memory.silent_places.add(pod.name)
             out.deletes.append(Delete(Ref("Pod", pod.name), pod.uid, why))
             out.events.append(EventWanted("Warning", "LearnerDeleted", f"Pod {pod.name} is replaced: {why}."))
             return
+
+
+def _repeat_deletions(view: View, pods: list[Pod], out: PodChanges) -> None:
+    """Delete again what an earlier turn deleted and what is there: the request was lost, or the cache is behind. What
+    was taken for its silence and is heard meanwhile stays."""
+    memory = view.memory
+    for pod in (pod for pod in pods if pod.alive and pod.uid in memory.own_deletions):
+        if pod.name in memory.silent_places and is_heard(view, pod):
+            memory.own_deletions.discard(pod.uid)
+            memory.silent_places.discard(pod.name)
+        else:
+            out.deletes.append(Delete(Ref("Pod", pod.name), pod.uid, "it was to be deleted before"))
 
 
 def _pass_backoff(view: View, pod: Pod) -> bool:
@@ -305,21 +318,6 @@ def _pass_backoff(view: View, pod: Pod) -> bool:
     return True
 
 
-def _is_silent(view: View, pod: Pod) -> bool:
-    """Whether a pod that is ready has long been neither heard in a slot nor standing by, while the syncer
-    answers. Timed per epoch, for a syncer that has just started has heard no learner yet."""
-    document, heartbeat = view.document, view.job.spec.sync.heartbeat.timeout_seconds
-    if document is None or not view.here.syncer:
-        return False
-    heard = view.standing_by(pod)
-    slot = view.slot_of(pod)
-    if slot is not None and slot.held:
-        heard = heard or slot.heard_seconds_ago is None or slot.heard_seconds_ago <= heartbeat
-    expected = pod.ready and pod.running and document.phase in TRAINING_PHASES
-    lasts = view.observe(Fact.POD_SILENT, pod.uid, epoch=view.epoch, holds=expected and not heard)
-    return lasts > max(2 * heartbeat, LEARNER_SILENT_SECONDS)
-
-
 # ------------------------------------------------------------------ memory
 
 
@@ -330,6 +328,7 @@ def _forget_places(view: View) -> None:
     for known in (memory.snapshots, memory.successors, memory.backoffs):
         for place in known.keys() - places:
             del known[place]
+    memory.silent_places &= places
     uids = {pod.uid for pod in view.pods}
     memory.own_deletions &= uids | {snapshot.uid for snapshot in memory.snapshots.values()}
     for fact in (Fact.POD_SILENT, Fact.POD_SLOW, Fact.POD_NOT_JOINED):

@@ -189,20 +189,6 @@ def test_a_syncer_that_crashes_is_counted_and_waited_for() -> None:
     assert world.told("SyncerCrashed") >= 1 and world.status["replacements"]["total"] >= 1
 
 
-def test_a_silent_learner_is_replaced() -> None:
-    world = started()
-    victim = world.named("job-local-2")
-    assert victim is not None
-    world.deaf = {victim.uid}
-    world.run(40)
-    assert not world.taken
-    world.until(lambda w: w.told("LearnerReplaced") == 1, 60)
-    assert [name for _, name in world.taken] == ["job-local-2"] and world.told("LearnerDeleted") == 1
-    assert not world.status.get("replacements")
-    world.until(World.whole)
-    idle(world)
-
-
 def test_a_learner_that_never_joins_is_told_and_left_alone() -> None:
     """As one that cannot reach the syncer: a new pod could not either."""
     world = started()
@@ -238,20 +224,6 @@ def test_a_pod_that_should_be_gone_is_named() -> None:
     world.until(World.whole)
     assert world.truth("Degraded") == "False"
     idle(world)
-
-
-def test_a_region_that_nobody_hears_is_not_deleted_empty() -> None:
-    """All are silent, as when a network is cut: one at a time, more and more slowly."""
-    world = started(3)
-    world.deaf = {p.uid for p in world.of("learner")}
-
-    def deafen(world: World) -> None:
-        world.deaf |= {p.uid for p in world.of("learner")}
-
-    for _ in range(1200):
-        world.run(0.5)
-        deafen(world)
-    assert 1 <= len(world.taken) <= 4
 
 
 def test_a_syncer_that_has_just_come_back_has_heard_nobody() -> None:
