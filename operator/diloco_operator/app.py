@@ -114,6 +114,7 @@ class Operator:
             metrics,
             self.informer.nodes_are_read,
             self.job_events.confirm,
+            self.informer.age,
             plan_job,
         )
         self.queue = WorkQueue(self.reconciler.turn, settings.workers, self._failed)

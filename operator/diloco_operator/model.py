@@ -84,6 +84,8 @@ class Observed:
     # By pod name: only where the syncer is elsewhere.
     learners: dict[str, ProgramAnswer[LearnerPage]] = field(default_factory=dict)
     report: Report | None = None  # report.json, once the syncer has said an end
+    # For so many seconds nothing was heard of pods, StatefulSets or nodes; infinite: they may not be watched.
+    view_age: float = 0.0
 
 
 class Fact(Enum):
@@ -246,6 +248,9 @@ class Call:
 
     method: ControlMethod
     body: dict[str, Any]
+    # Of a process that is said to have ended: its pod's name, and that pod's UID without dashes. The call is made only
+    # if the API server says so, too.
+    ended: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +277,7 @@ class JobPlan:
     # The plan does not repeat them, so the shell keeps them until they are sent.
     events: tuple[EventWanted, ...] = ()
     delete_job: bool = False  # its time to live is over
+    wants_fresh_view: bool = False  # a pod is not deleted, or a process not reported, before the view is fresh
     wake_in: float = 20.0  # seconds until the next reconcile if nothing else wakes it
     poll_syncer: float = 10.0  # seconds between status calls to the syncer until then
 

@@ -213,6 +213,18 @@ class SimulatedApi:
         server = self.server
         return await self._ask("get", kind, name, None, lambda: server.find(kind.name, namespace or "", name))
 
+    async def list_objects(
+        self, kind: Kind, namespace: str | None, *, labels: str = "", fields: str = ""
+    ) -> list[Object]:
+        label, _, value = labels.partition("=")
+
+        def found() -> list[Object]:
+            every = [obj["metadata"] | {"of": obj} for obj in self.server.all(kind.name)]
+            named = [meta for meta in every if fields in ("", f"metadata.name={meta['name']}")]
+            return [meta["of"] for meta in named if not label or meta.get("labels", {}).get(label) == value]
+
+        return await self._ask("get", kind, "", None, found)
+
     async def list_warnings(self, namespace: str, selector: str = "", limit: int = 500) -> tuple[list[Object], bool]:
         return await self._ask("get", EVENT, "", None, lambda: self.server.warnings), True
 

@@ -27,7 +27,7 @@ from diloco_operator import names
 from diloco_operator.informer import job_events
 from diloco_operator.informer.cache import Cache
 from diloco_operator.informer.job_events import JobEvents
-from diloco_operator.kube.kinds import JOB, LABELLED, NODE, POD, Kind
+from diloco_operator.kube.kinds import JOB, LABELLED, NODE, POD, STATEFUL_SET, Kind
 from diloco_operator.metrics import Metrics
 from diloco_operator.model import Key, Object
 from diloco_operator.plan.planning import plan_job
@@ -154,6 +154,7 @@ class SimulatedOperator:
             metrics,
             lambda: True,
             self.job_events.confirm,
+            self._view_age,
             world.plan,
         )
         kubernetes.server.watchers.append(self._tell)
@@ -164,6 +165,9 @@ class SimulatedOperator:
 
     def reaches_api(self) -> bool:
         return self.node.up and self.world.reaches(self.node.endpoint, self.kubernetes.api)
+
+    def _view_age(self, namespace: str, at: float) -> float:
+        return max(at - stream.heard_at for stream in self.streams if stream.kind in (POD, STATEFUL_SET, NODE))
 
     def stall(self, kind: Kind, seconds: float) -> None:
         """The stream of a kind brings nothing for so long, and then all of it."""

@@ -23,6 +23,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import random
 import threading
 import time
@@ -36,7 +37,7 @@ from diloco_operator.informer.cache import Cache
 from diloco_operator.kube.api import Api
 from diloco_operator.kube.client import MAX_REPLY_BYTES
 from diloco_operator.kube.errors import UNREADABLE, ApiError, refusal
-from diloco_operator.kube.kinds import LABELLED, NODE, Kind
+from diloco_operator.kube.kinds import LABELLED, NODE, POD, STATEFUL_SET, Kind
 from diloco_operator.metrics import Metrics
 from diloco_operator.model import Key, Object
 from diloco_operator.settings import Settings
@@ -306,6 +307,18 @@ class Informer:
         """Whether all nodes are in the cache."""
         stream = self.streams.get((NODE, None))
         return stream is not None and stream.denied is None and stream.synced
+
+    def age(self, namespace: str, now: float) -> float:
+        """For how many seconds nothing was heard of the pods and StatefulSets of a namespace, or of nodes, by the
+        stream that is silent longest; infinite where one has not begun, or is forbidden. ``now``: monotonic."""
+        streams = [
+            stream
+            for (kind, place), stream in self.streams.items()
+            if kind in (POD, STATEFUL_SET, NODE) and place in (None, namespace)
+        ]
+        if any(stream.denied is not None or stream.heard_at is None for stream in streams if stream.kind is not NODE):
+            return math.inf
+        return max((now - stream.heard_at for stream in streams if stream.heard_at is not None), default=math.inf)
 
     def dead(self, now: float) -> list[Reflector]:
         """Streams that are allowed and have heard nothing for ``DEAD_SECONDS``. Whether the API server is away

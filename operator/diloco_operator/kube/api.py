@@ -24,6 +24,7 @@ from diloco_operator.names import MANAGER
 
 log = logging.getLogger(__name__)
 
+PAGE = 250  # objects of one answer
 AWAY_SECONDS = 3.0  # without an answer until it is logged
 
 Observer = Callable[[str, str, int, float | None], None]
@@ -142,6 +143,21 @@ class Api:
             if error.status == 404:
                 return None
             raise
+
+    async def list_objects(
+        self, kind: Kind, namespace: str | None, *, labels: str = "", fields: str = ""
+    ) -> list[Object]:
+        """The objects that these selectors choose, as they are now. Raises ApiError."""
+        query = {"labelSelector": labels, "fieldSelector": fields, "limit": str(PAGE)}
+        found: list[Object] = []
+        while True:
+            answer = await self.ask("list", kind.plural, "GET", kind.path(namespace), query=query)
+            for item in answer.get("items") or ():
+                found.append({"apiVersion": kind.api_version, "kind": kind.name, **item})
+            token = (answer.get("metadata") or {}).get("continue")
+            if not token:
+                return found
+            query = {**query, "continue": str(token)}
 
     async def list_warnings(self, namespace: str, selector: str = "", limit: int = 500) -> tuple[list[Object], bool]:
         """Kubernetes Events of a namespace that are not Normal (``selector``: and that these fields select),

@@ -112,6 +112,7 @@ def _plan_readable(view: View) -> JobPlan:
         status=status,
         events=tuple(events),
         delete_job=ttl is not None and ttl <= 0,
+        wants_fresh_view=view.wants_fresh,
         wake_in=_wake_in(view, found, ttl, poll, desired),
         poll_syncer=poll,
     )
@@ -181,6 +182,7 @@ def _plan_deletion(observed: Observed, memory: PlanMemory, settings: PlanSetting
         deletes=tuple(deletes),
         status=status,
         events=tuple(event_log.events),
+        wants_fresh_view=view.wants_fresh,
         wake_in=BRIEFLY,
         poll_syncer=POLL_SOON,
     )

@@ -23,6 +23,8 @@ ANSWER_PATIENCE = 15.0
 """Seconds without an answer before status says that the syncer does not answer."""
 UID_DIGITS = 32
 """A process id begins with so many digits: its pod's UID without dashes."""
+FRESH_SECONDS = 15.0
+"""By an older view no pod is deleted, and no process said to have ended."""
 STUCK_SECONDS = 5.0
 """A pod that is still there so many seconds after its grace period is stuck."""
 
@@ -38,6 +40,7 @@ class View:
     here: Placement
     pods: tuple[Pod, ...] = field(init=False)
     unanswered_seconds: float = field(init=False)  # since the syncer last answered; 0: it answers
+    wants_fresh: bool = field(init=False, default=False)  # something waits for a fresh view
 
     def __post_init__(self) -> None:
         found = (pod_status.read_pod(pod, self.observed.cluster_events) for pod in self.observed.pods)
@@ -50,6 +53,12 @@ class View:
     @property
     def now(self) -> float:
         return self.observed.now
+
+    def may_act(self) -> bool:
+        """Whether the view is fresh enough to take something from a process by it. If not, a fresh one is asked for."""
+        fresh = self.observed.view_age <= FRESH_SECONDS
+        self.wants_fresh = self.wants_fresh or not fresh
+        return fresh
 
     # ------------------------------------------------------------- objects
 

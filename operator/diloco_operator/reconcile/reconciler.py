@@ -13,6 +13,7 @@ lost at any time: a new operator begins with nothing, and sends nothing for an o
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -42,6 +43,7 @@ from diloco_operator.model import (
 from diloco_operator.names import ref_of
 from diloco_operator.plan import planning
 from diloco_operator.reconcile.apply import Applier, ApplyMemory, apply_error_of
+from diloco_operator.reconcile.confirm import keep_confirmed, read_anew
 from diloco_operator.reconcile.event_reader import EventReader, find_waiting
 from diloco_operator.reconcile.event_recorder import EventRecorder
 from diloco_operator.reconcile.job_secrets import manifest as secret_manifest
@@ -73,6 +75,7 @@ class Record:
     made: dict[str, float] = field(default_factory=dict)  # Secret -> when it was made (monotonic)
     status: Written = field(default_factory=Written)
     events: list[EventWanted] = field(default_factory=list)
+    read_at: float = -math.inf  # when its pods, StatefulSets and nodes were read anew (monotonic)
     phase: str = ""
     replacements: int | None = None
 
@@ -82,6 +85,7 @@ class Reconciler:
     """Turns jobs.
 
     ``nodes_are_read``: whether nodes are in the cache, and all of them. ``confirm``: whether a job is still there.
+    ``view_age``: for how many seconds the streams of a namespace have brought nothing (namespace, monotonic now).
     """
 
     settings: Settings
@@ -94,6 +98,7 @@ class Reconciler:
     metrics: Metrics
     nodes_are_read: Callable[[], bool]
     confirm: Callable[[Key], Awaitable[bool]]
+    view_age: Callable[[str, float], float]
     plan_job: PlanFunction = planning.plan_job
 
     def __post_init__(self) -> None:
@@ -149,6 +154,7 @@ class Reconciler:
             syncer=asked,
             learners=learners,
             report=report,
+            view_age=self._view_age(key, record),
         )
         plan = self.plan_job(observed, record.memory, self.settings)
         missing = any(ref_of(manifest) not in seen.objects for manifest in plan.apply)
@@ -172,7 +178,25 @@ class Reconciler:
             self.metrics.apply_errors.labels(apply_error.reason).inc()
             log.warning("%s %s: %s", *apply_error.ref, apply_error.message, extra=about(key))
         record.apply_errors = apply_errors
-        return AT_ONCE_SECONDS if changed else min(plan.wake_in, self.settings.resync_seconds)
+        read = plan.wants_fresh_view and await self._read_anew(key, record, seen)
+        return AT_ONCE_SECONDS if changed or read else min(plan.wake_in, self.settings.resync_seconds)
+
+    def _view_age(self, key: Key, record: Record) -> float:
+        now = time.monotonic()
+        return min(self.view_age(key[0], now), now - record.read_at)
+
+    async def _read_anew(self, key: Key, record: Record, seen: Observed) -> bool:
+        """Bring the cache up to date, so that the next turn may act by it; whether that was allowed."""
+        began = time.monotonic()
+        try:
+            await read_anew(self.api, self.cache, key, seen)
+        except ApiError as error:
+            if error.unreachable:
+                raise
+            log.warning("nothing is deleted by a view that may be old: %s", error, extra=about(key))
+            return False
+        record.read_at = began
+        return True
 
     async def _still_there(self, key: Key, uid: str) -> bool:
         """Whether the job is there, so that objects may be made for it. kopf does not tell of every deletion."""
@@ -196,7 +220,8 @@ class Reconciler:
         apply_errors += applied.values()
         root = self.keys.key
         if target is not None and root is not None:
-            await self.poller.call(key, target[1], root.control_key(record.uid), plan.calls)
+            calls = await keep_confirmed(self.api, self.cache, key, seen, plan.calls)
+            await self.poller.call(key, target[1], root.control_key(record.uid), calls)
         for delete in plan.deletes:
             await self._trying(apply_errors, delete.ref, self._delete(key, delete))
         writing = write_status(self.api, self.cache, key, record.uid, record.status)

@@ -59,9 +59,8 @@ def test_a_cut_around_the_syncers_node_deletes_nobody() -> None:
     simulate(lambda: World(job_object(count=8), nodes=4, seed=3), scenario)
 
 
-@pytest.mark.xfail(strict=True, reason="the cache is believed, however old (operator review, H2)")
 def test_a_frozen_view_of_pods_fences_nobody() -> None:
-    """H2: the watch of pods brings nothing for 90 s, and a learner is replaced meanwhile."""
+    """The watch of pods brings nothing for 90 s, and a learner is replaced meanwhile."""
 
     async def scenario(world: World) -> None:
         operator = world.start_operator()

@@ -105,6 +105,8 @@ def _handle_pod(view: View, pod: Pod, out: NodeLosses) -> None:
             f"the rest waits; {cures}"
         )
         out.wake_in = min(out.wake_in, view.memory.force_deletions[0] + WINDOW_SECONDS - view.now)
+    elif not view.may_act():
+        out.reasons[pod.name] = said
     else:
         view.memory.force_deletions.append(view.now)
         view.memory.own_deletions.add(pod.uid)

@@ -134,6 +134,11 @@ class Pod:
         return self.uid.replace("-", "")
 
     @property
+    def main_ended(self) -> bool:
+        """Whether its main container has run, and does not run now."""
+        return self.over or (self.started and not self.running)
+
+    @property
     def alive(self) -> bool:
         """Whether the pod neither terminates nor has ended."""
         return not self.terminating and not self.over
@@ -181,6 +186,15 @@ def read_pod(obj: Object, cluster_events: Iterable[ClusterEvent]) -> Pod | None:
         obstacle=obstacle,
         spec=spec,
     )
+
+
+def process_has_ended(pod: Object | None, process: str) -> bool:
+    """Whether a process ended, by the object that now has its pod's name (None: there is none). ``process``: its pod's
+    UID without dashes."""
+    if pod is None or pod["metadata"]["uid"].replace("-", "") != process:
+        return True
+    found = read_pod(pod, ())
+    return found is not None and found.main_ended
 
 
 def _ordinal(name: str, labels: Mapping[str, str]) -> int:

@@ -249,15 +249,16 @@ def _fence(view: View, out: PodChanges) -> None:
             continue
         pod = by_process.get(head)
         if pod is not None:
-            dead = pod.over or (pod.started and not pod.running)
+            dead = pod.main_ended
             why = f"its container ended in pod {pod.name}"
         else:
             unknown.add(head)
             dead = head in gone_processes or view.observe(Fact.PROCESS_UNKNOWN, head) >= UNKNOWN_SECONDS
             why = "its pod is gone"
-        if dead:
+        if dead and view.may_act():
             body = {"region": slot.region, "ordinal": slot.ordinal, "process": slot.process, "reason": why}
-            out.calls.append(Call(ControlMethod.PROCESS_ENDED, body))
+            place = view.place(slot.region, slot.ordinal)
+            out.calls.append(Call(ControlMethod.PROCESS_ENDED, body, (place, head)))
     if view.document is not None:
         view.memory.timers.keep(Fact.PROCESS_UNKNOWN, unknown)
 
@@ -280,7 +281,7 @@ def _delete_broken(view: View, region: str, silent: Pod | None, out: PodChanges)
             why = "it runs, and the syncer has not heard it"
         elif loops and pod.obstacle is not None and pod.obstacle.kind == "Crashing":
             why = f"it crashes again and again: {pod.obstacle.message}"
-        if why and _pass_backoff(view, pod):
+        if why and view.may_act() and _pass_backoff(view, pod):
             view.memory.own_deletions.add(pod.uid)
             if pod is silent:
                 view.memory.silent_places.add(pod.name)
@@ -297,7 +298,7 @@ def _repeat_deletions(view: View, pods: list[Pod], out: PodChanges) -> None:
         if pod.name in memory.silent_places and is_heard(view, pod):
             memory.own_deletions.discard(pod.uid)
             memory.silent_places.discard(pod.name)
-        else:
+        elif view.may_act():
             out.deletes.append(Delete(Ref("Pod", pod.name), pod.uid, "it was to be deleted before"))
 
 

@@ -77,6 +77,9 @@ def advance_rollout(view: View) -> Rollout:
         if healthy and budget <= 0:
             out.regions[region.name] = f"{said}; {_explain_no_budget(view)}"
             continue
+        if not view.may_act():
+            out.regions[region.name] = said
+            continue
         budget -= 1 if healthy else 0
         holds = healthy and view.required >= view.job.spec.slots
         suffix = (
