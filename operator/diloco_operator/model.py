@@ -188,8 +188,16 @@ class AwaitedSuccessor:
 
 
 @dataclass(frozen=True, slots=True)
-class CountedLoss:
-    """The last loss that counted against failurePolicy.maxReplacements."""
+class PlaceFailures:
+    """How often the program of a place failed since the last merge, and when that was counted last."""
+
+    count: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class CountedFailure:
+    """The last failure that counted against failurePolicy.maxReplacements."""
 
     at: float
     cause: str
@@ -213,7 +221,8 @@ class PlanMemory:
     # Region and ordinal of learners that the rollout has restarted and that do not take part again yet.
     rollout_restarts: set[tuple[str, int]] = field(default_factory=set)
     force_deletions: list[float] = field(default_factory=list)  # when, for their budget
-    last_counted_loss: CountedLoss | None = None
+    failures: dict[str, PlaceFailures] = field(default_factory=dict)  # by place
+    last_counted_failure: CountedFailure | None = None
     # The state of each topic's subject of which an Event was sent last, so that none is sent twice.
     reported: dict[tuple[Topic, str], str] = field(default_factory=dict)
 

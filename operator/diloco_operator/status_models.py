@@ -88,7 +88,10 @@ class Replacements(Spec):
     """Learners and syncers that had to be replaced."""
 
     total: int = Field(0, description="Since the job began.")
-    since_merge: int = Field(0, description="Since the last merge; failurePolicy.maxReplacements is about it.")
+    since_merge: int = Field(
+        0, description="Failures since the last merge, of the place that had most; maxReplacements is about it."
+    )
+    place: str | None = Field(None, max_length=253, description="That place: a learner's pod, or syncer.")
     merges: int = Field(0, description="The job's merges when since_merge was last zero.")
 
 

@@ -54,7 +54,7 @@ async def hang_a_learner(world: World) -> None:
     """It runs and is heard no more, by its own fault: somebody has to replace it."""
     learner, hub = _some_learner(world), next(iter(world.clusters))
     # Elsewhere nobody but the learner itself can notice.
-    if learner is not None and learner.told_to_end is None and learner.node.cluster == hub:
+    if learner is not None and learner.ready and learner.told_to_end is None and learner.node.cluster == hub:
         world.note(f"{learner.pod_name} hangs")
         learner.hung = True
 
@@ -127,14 +127,32 @@ async def cut_an_api_server_off(world: World) -> None:
 
 
 async def restart_an_operator(world: World) -> None:
-    operator = world.rng.choice(world.operators)
-    await world.restart_operator(operator)
+    await world.restart_operator(world.rng.choice(world.operators))
 
 
 async def upgrade_an_operator(world: World) -> None:
     operator = world.rng.choice(world.operators)
     release = f"2.{int(now())}"
     await world.restart_operator(operator, syncer_image=f"syncer:{release}", worker_image=f"worker:{release}")
+
+
+async def start_another_operator_beside_one(world: World) -> None:
+    """Two that both reach everything, as while a Deployment's pod moves from a node that was thought lost."""
+    operator = world.rng.choice(world.operators)
+    other = world.start_operator(operator.kubernetes.name, world.rng.choice(list(operator.kubernetes.nodes)))
+    await world.sleep(world.rng.uniform(20, 90))
+    await world.stop_operator(other)
+
+
+async def cut_an_operator_off_and_start_another(world: World) -> None:
+    """The first reaches the pods and not the API server, and goes on by what it knew."""
+    operator = world.rng.choice(world.operators)
+    kubernetes, node = operator.kubernetes, operator.node
+    world.note(f"{operator.name} does not reach the API server, and has a successor")
+    with world.cut(lambda e: e == node.endpoint, lambda e: e == kubernetes.api):
+        world.start_operator(kubernetes.name, world.rng.choice([n for n in kubernetes.nodes if n != node.name]))
+        await world.sleep(world.rng.uniform(30, 150))
+        await world.stop_operator(operator)
 
 
 async def refuse_pods(world: World) -> None:
@@ -178,6 +196,8 @@ FAULTS: dict[str, Fault] = {
         cut_an_api_server_off,
         restart_an_operator,
         upgrade_an_operator,
+        start_another_operator_beside_one,
+        cut_an_operator_off_and_start_another,
         refuse_pods,
         edit_a_setting,
         edit_a_template,

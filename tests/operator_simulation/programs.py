@@ -97,7 +97,7 @@ class Programs:
         for slot in store.slots:
             slot.state = "lost" if slot.process else "empty"
         self.standbys, self.silence, self.regions_lost = [], {}, []
-        if store.phase not in ("complete", "failed"):
+        if store.phase != "complete":
             store.phase, store.message = "waiting", ""
 
     def heard(self, learner: Process) -> bool:

@@ -288,10 +288,16 @@ class World:
 
     async def restart_operator(self, operator: SimulatedOperator, **settings: Any) -> SimulatedOperator:
         """Another process, which remembers nothing. ``settings``: of a new release, for one."""
-        await operator.stop()
-        self.operators.remove(operator)
+        await self.stop_operator(operator)
         kept = {"syncer_image": operator.settings.syncer_image, "worker_image": operator.settings.worker_image}
         return self.start_operator(operator.kubernetes.name, operator.node.name, **(kept | settings))
+
+    async def stop_operator(self, operator: SimulatedOperator) -> None:
+        """The process ends."""
+        if operator in self.operators:
+            self.operators.remove(operator)
+            self.note(f"{operator.name} ends")
+            await operator.stop()
 
     async def stop(self) -> None:
         for operator in self.operators:

@@ -17,21 +17,24 @@ from typing import Any
 from diloco.cluster.client import MANAGER, Cluster, ClusterError, Object, Where, nearest
 from diloco.cluster.follow import (
     context_suffix,
+    follow,
     gone_within,
     invalid,
     no_operator,
     operator_hint,
     resumed,
     suspended,
+    taken_down,
     wait_for,
 )
-from diloco.cluster.render import heard, region_names
+from diloco.cluster.render import heard, holds, region_names
 from diloco.console import INTERRUPTED, WRONG
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import JobError, Problem, parse_job
 from diloco_protocol.vocabulary import FINALIZER
 
 TRIES = 8
+SEEN_SECONDS = 60.0  # for an operator to see a suspension
 Patch = list[dict[str, Any]]
 
 
@@ -218,7 +221,10 @@ def suspend(where: Where, name: str, value: bool, wait: bool, timeout: float | N
             *([no_operator(cluster, name)] if unseen else []),
         ]
 
-    code, clusters = on_every_copy(where.open(), act)
+    opened = where.open()
+    if not value:
+        _suspend_failed(opened, name)
+    code, clusters = on_every_copy(opened, act)
     if not wait or not clusters:
         return code
     try:
@@ -226,6 +232,26 @@ def suspend(where: Where, name: str, value: bool, wait: bool, timeout: float | N
     except KeyboardInterrupt:
         print(f"\nno longer waiting; it goes on: diloco status {name} {clusters[0].flags}")
         return INTERRUPTED
+
+
+def _suspend_failed(clusters: Sequence[Cluster], name: str) -> None:
+    """A job that has failed goes on after a suspension: suspend its copies, and wait until their operators know.
+
+    Raises ClusterError.
+    """
+    failed = []
+    for cluster in clusters:
+        with contextlib.suppress(ClusterError):  # said where it is resumed
+            if holds(cluster.job(name), "Failed"):
+                patched(cluster, name, lambda _: [{"op": "add", "path": "/spec/suspend", "value": True}])
+                failed.append(cluster)
+    found = follow(failed, name, taken_down, SEEN_SECONDS, lambda line: print(line, flush=True), quiet=True)
+    for cluster, outcome, _ in found:
+        if outcome is None:
+            raise ClusterError(
+                f"{name} has failed and is suspended now, and no operator has seen that in {SEEN_SECONDS:.0f} s"
+                f"{context_suffix(cluster, clusters)}: is it running? Then resume it again"
+            )
 
 
 # ------------------------------------------------------------------ upgrade

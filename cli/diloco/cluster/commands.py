@@ -223,7 +223,7 @@ def resume(
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
 ) -> int:
-    """Go on with a suspended job from its checkpoint.
+    """Go on with a suspended job, or one that has failed, from its checkpoint.
 
     Example:
 

@@ -112,6 +112,14 @@ def suspended(job: Object | None) -> Outcome | None:
     return ended(job)
 
 
+def taken_down(job: Object | None) -> Outcome | None:
+    """Suspended, or about to be, after it had failed."""
+    if job is None:
+        return FAILED, "was deleted"
+    reason = (condition(job, "Suspended") or {}).get("reason")
+    return (COMPLETE, "") if heard(job) and reason in ("Suspending", "Suspended") else None
+
+
 def resumed(job: Object | None) -> Outcome | None:
     """In training again."""
     if job is not None and heard(job) and (job.get("status") or {}).get("phase") == ResourcePhase.RUNNING:

@@ -6,8 +6,8 @@ a given time, stop trying, or nothing because the end was as it should be. The r
 * A process that was in a merge since it started is healthy; its replacement comes at once. One that ends again and
   again without getting that far comes back after 0.5 s, 1 s, 2 s, ... up to 30 s, each with jitter of ± 50 %, so that
   processes which broke together do not come back together.
-* More than ``failurePolicy.maxReplacements`` replacements of learners and syncer without any merge in between, and the
-  job has failed: something is wrong that another start will not cure. Every merge sets the count back to zero.
+* More than ``failurePolicy.maxReplacements`` replacements of one learner, or of the syncer, without any merge in between,
+  and the job has failed: something is wrong that another start will not cure. Every merge sets the counts back to zero.
 * Some exit codes say that a start is in vain (docs/contracts.md): 2, the configuration is wrong; 4, the syncer refused
   the learner for good (one that was in a merge has lost its place to another, and may come back to stand by); for the
   syncer 3, a higher epoch has the store, 4, the store cannot be written, and 5, its credentials cannot be used.
@@ -102,14 +102,14 @@ class Supervisor:
     max_replacements: int
     rng: random.Random
     rules: Sequence[tuple[frozenset[int], str]] = ()  # learners' exit codes -> Replace | Ignore | Fail
-    since_merge: int = 0
+    since_merge: dict[str, int] = field(default_factory=dict)  # failures of each process
     restarts: dict[str, int] = field(default_factory=dict)
     _vain: dict[str, int] = field(default_factory=dict)  # ends in a row without a merge in between
     _was_in: set[str] = field(default_factory=set)  # in a merge since their start
 
     def merged(self) -> None:
         """The job's number of merges has risen."""
-        self.since_merge = 0
+        self.since_merge.clear()
 
     def healthy(self, name: str) -> None:
         """This process was in a merge (the syncer: made one; the evaluator: evaluated)."""
@@ -140,14 +140,15 @@ class Supervisor:
             return self._restart(name, now)
         if why is not None and rule is None:
             return Fail(f"{name} ended with {how}: {why}", 2 if how.code in (2, 5) else 1)
-        if self.since_merge >= self.max_replacements:
+        failures = self.since_merge.get(name, 0)
+        if failures >= self.max_replacements:
             return Fail(
-                f"{name} ended with {how}, and {self.since_merge} replacements since the last merge"
+                f"{name} ended with {how}, and {failures} replacements of it since the last merge"
                 " did not help"
                 f" (failurePolicy.maxReplacements: {self.max_replacements})",
                 1,
             )
-        self.since_merge += 1
+        self.since_merge[name] = failures + 1
         return self._restart(name, now)
 
     def _restart(self, name: str, now: float) -> Restart:

@@ -27,7 +27,7 @@ from diloco_protocol.vocabulary import FINISHING_PHASES, JobPhase
 
 
 def build_status(
-    view: View, found: TurnFindings, conditions: ConditionSet, replacements: dict[str, int], with_pods: bool
+    view: View, found: TurnFindings, conditions: ConditionSet, replacements: Object, with_pods: bool
 ) -> Object:
     """The whole status, as the API server takes it. ``with_pods``: this turn applies something that holds
     pods, so the job has started."""
@@ -46,7 +46,7 @@ def build_status(
         "regions": found.regions.rows,
         "release": _release(view) if started else before.get("release") or None,
         "replacements": replacements if any(replacements.values()) else None,
-        "report": _report(view) or before.get("report"),
+        "report": (_report(view) or before.get("report")) if ended else None,
     }
     if view.here.syncer:
         if document is not None or not found.decision.training:

@@ -7,8 +7,9 @@
      start)       └──▶ failing ──▶ failed
 
 Every stage is read off what is there, at every turn anew, so a restart of the operator loses
-nothing. Complete and Failed stand in the job's own conditions and are final. Whether a suspension
-has got as far as removing pods is seen by the objects: they ask for no pods.
+nothing. Complete and Failed stand in the job's own conditions. Complete is final. A job that has
+failed goes on after it was suspended and resumed: that it was is in the reason of Suspended.
+Whether a suspension has got as far as removing pods is seen by the objects: they ask for no pods.
 
 A resume that comes while old pods are still there waits until they are gone. Their learners were
 told of a suspension, and idle until they are removed; they would never train again.
@@ -98,9 +99,18 @@ class LifecycleDecision:
 def outcome(view: View) -> Literal["complete", "failed", ""]:
     """How the job has ended, by its own conditions or its syncer's word; empty: it has not."""
     phase = view.job_phase if view.begun else ""
+    if _is_resumed(view, phase):
+        return ""
     if view.is_true("Failed") or (phase == JobPhase.FAILED and not view.is_true("Complete")):
         return "failed"
     return "complete" if view.is_true("Complete") or phase == JobPhase.COMPLETE else ""
+
+
+def _is_resumed(view: View, phase: str) -> bool:
+    """Whether the job had failed, was suspended then, and is not any more. The syncer of before says that it has
+    failed, until its pod is gone."""
+    asked = view.condition("Suspended").get("reason") in ("Suspending", "Suspended", "Restarting")
+    return asked and not view.job.spec.suspend and (view.is_true("Failed") or phase == JobPhase.FAILED)
 
 
 def decide(view: View, failure: str = "") -> LifecycleDecision:
@@ -191,6 +201,8 @@ def _running(view: View) -> LifecycleDecision:
     if view.begun:
         if view.job_phase == JobPhase.SUSPENDED and view.here.syncer:
             return LifecycleDecision("restarting", message="The suspension is finished first, then the job goes on.")
+        if _is_resumed(view, view.job_phase) and not (_asks_for_no_pods(view) and not _has_pods(view)):
+            return LifecycleDecision("restarting", message="The pods of the job that failed leave first.")
         if _asks_for_no_pods(view) and _has_pods(view):
             return LifecycleDecision("restarting", message="The pods from before the suspension leave first.")
     return LifecycleDecision("running", _full_scale(view))
@@ -215,6 +227,11 @@ def _asks_for_no_pods(view: View) -> bool:
         return view.replicas(names.syncer_deployment(view.job.name)) == 0
     asked = [view.replicas(names.stateful_set(view.job.name, r.name)) for r in view.here.regions]
     return 0 in asked and not any(asked)
+
+
+def waits_for_resume(view: View) -> bool:
+    """Whether a job that has failed is suspended, and nothing of it is left."""
+    return view.job.spec.suspend and _asks_for_no_pods(view) and not _has_pods(view)
 
 
 def _has_pods(view: View, role: str = "") -> bool:

@@ -23,15 +23,18 @@ this version does not do, or its podTemplates contradict what makes it work.
 
 from __future__ import annotations
 
+import math
+
 from diloco_operator import names
 from diloco_operator.job import Job, Placement, find_unsupported, place_job, read_job
 from diloco_operator.model import (
-    CountedLoss,
+    CountedFailure,
     Delete,
     Fact,
     JobPlan,
     Object,
     Observed,
+    PlaceFailures,
     PlanMemory,
     PlanSettings,
     Ref,
@@ -77,7 +80,7 @@ def _plan_readable(view: View) -> JobPlan:
         lifecycle.decide(view), RegionReport(), apply_errors=view.observed.apply_errors, refused=_refusal(view)
     )
     found.node_losses = node_loss.handle_lost_nodes(view)
-    replacements, changes = _replacements(view), replacement.PodChanges()
+    replacements, changes = _replacements(view, found.decision), replacement.PodChanges()
     if found.decision.training and view.begun:
         changes = replacement.track_pods(view)
         _count_losses(view, replacements, changes)
@@ -223,7 +226,7 @@ def _desired(view: View, found: TurnFindings) -> DesiredObjects:
 
 
 def _failure(
-    view: View, decision: LifecycleDecision, changes: replacement.PodChanges, replacements: dict[str, int]
+    view: View, decision: LifecycleDecision, changes: replacement.PodChanges, replacements: Object
 ) -> tuple[str, str] | None:
     """Reason and message of why the job fails now; None: it does not, or it has ended already."""
     if not decision.training or not view.begun:
@@ -231,43 +234,57 @@ def _failure(
     if changes.failure is not None:
         return changes.failure
     limit, since_merge = view.job.spec.failure_policy.max_replacements, replacements["sinceMerge"]
-    loss = view.memory.last_counted_loss
-    # The number of merges is seconds old: an answer from after the last loss may bring a merge.
-    if since_merge > limit and view.merges_known_at > (loss.at if loss is not None else 0.0):
-        cause = (loss.cause if loss is not None else "") or "not known any more"
+    last = view.memory.last_counted_failure
+    # The number of merges is seconds old: an answer from after the last failure may bring a merge.
+    if since_merge > limit and view.merges_known_at > (last.at if last is not None else 0.0):
+        cause = (last.cause if last is not None else "") or "not known any more"
         return (
             "TooManyReplacements",
-            f"{since_merge} replacements since the last merge did not help "
-            f"(failurePolicy.maxReplacements: {limit}). The last one: {cause}",
+            f"{replacements['place']} failed {since_merge} times since the last merge "
+            f"(failurePolicy.maxReplacements: {limit}). The last failure: {cause}",
         )
     return None
 
 
-def _replacements(view: View) -> dict[str, int]:
-    """``status.replacements``, with ``sinceMerge`` set to zero if there was a merge. A number of merges that
-    fell, because the syncer's store was set back, is the new base of the count. In a cluster without the
-    syncer it must last: the page of the one learner left may be older than that of one that is gone."""
-    before = view.job.status.get("replacements") or {}
-    found = {key: int(before.get(key) or 0) for key in ("total", "sinceMerge", "merges")}
+def _replacements(view: View, decision: LifecycleDecision) -> Object:
+    """``status.replacements``, with ``sinceMerge`` set to zero if there was a merge, or the job goes on after it had
+    failed. A number of merges that fell, because the syncer's store was set back, is the new base of the count. In a
+    cluster without the syncer it must last: the page of the one learner left may be older than that of one that is
+    gone. An operator that restarts knows the failures of the place that had most."""
+    before, memory = view.job.status.get("replacements") or {}, view.memory
+    found: Object = {key: int(before.get(key) or 0) for key in ("total", "sinceMerge", "merges")}
+    found["place"] = str(before["place"]) if before.get("place") else None
+    if found["place"] and found["place"] not in memory.failures:
+        memory.failures[found["place"]] = PlaceFailures(found["sinceMerge"], -math.inf)
     merges = view.merges
     fell = merges is not None and merges < found["merges"]
     lasts = view.observe(Fact.MERGES_FELL, holds=fell)
-    if merges is not None and merges > found["merges"] and found["sinceMerge"]:
-        found["sinceMerge"], found["merges"] = 0, merges
+    if decision.stage == "restarting" or (decision.training and view.is_true("Failed")):
+        found["sinceMerge"], found["place"] = 0, None
+    elif merges is not None and merges > found["merges"] and found["sinceMerge"]:
+        found["sinceMerge"], found["place"], found["merges"] = 0, None, merges
     elif merges is not None and fell and (view.here.syncer or lasts >= FALLEN_SECONDS):
         found["merges"] = merges
+    if not found["sinceMerge"]:
+        memory.failures.clear()
     return found
 
 
-def _count_losses(view: View, replacements: dict[str, int], changes: replacement.PodChanges) -> None:
-    if not changes.counted:
-        return
-    if not replacements["sinceMerge"]:
+def _count_losses(view: View, replacements: Object, changes: replacement.PodChanges) -> None:
+    """Count what was lost, and what failed: of each place alone, and at most once in the heartbeat's timeout."""
+    memory, timeout = view.memory, view.job.spec.sync.heartbeat.timeout_seconds
+    if changes.lost and not replacements["sinceMerge"]:
         known = int((view.job.status.get("progress") or {}).get("merges") or 0)
         replacements["merges"] = max(known, view.merges or 0)
-    replacements["total"] += changes.counted
-    replacements["sinceMerge"] += changes.counted
-    view.memory.last_counted_loss = CountedLoss(view.now, changes.cause)
+    replacements["total"] += changes.lost
+    for place, cause in changes.failed.items():
+        before = memory.failures.get(place)
+        if before is None or view.now - before.at > timeout:
+            memory.failures[place] = PlaceFailures((before.count if before is not None else 0) + 1, view.now)
+            memory.last_counted_failure = CountedFailure(view.now, cause)
+    if changes.failed:
+        worst = max(memory.failures, key=lambda place: memory.failures[place].count)
+        replacements["place"], replacements["sinceMerge"] = worst, memory.failures[worst].count
 
 
 def _merge_deletes(deletes: list[Delete]) -> list[Delete]:

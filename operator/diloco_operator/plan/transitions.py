@@ -55,7 +55,7 @@ class EventLog:
         self.events: list[EventWanted] = []
         self._reported = memory.reported
         # An operator that has just started: what the status says was reported by an earlier one.
-        self.is_new = not memory.reported and memory.last_counted_loss is None
+        self.is_new = not memory.reported and memory.last_counted_failure is None
 
     def transition(
         self,
@@ -260,6 +260,8 @@ def _report_end(
     reason, message = {
         "deleting": ("Deleting", "The job is deleted: learners are told, then its objects go."),
         "suspending": ("Suspending", now.get("Suspended", {}).get("message", "")),
-        "": ("Resumed", "The job goes on.") if old in ("Suspended", "suspending") and view.begun else ("", ""),
+        "": ("Resumed", "The job goes on.")
+        if old in ("Suspended", "suspending", "Failed") and view.begun
+        else ("", ""),
     }.get(new, (new, str(now.get(new, {}).get("message", ""))))
     event_log.transition(Topic.JOB_END, old, new, kind, reason, message)

@@ -143,7 +143,10 @@ class FailurePolicySpec(Spec):
     """How much failure is taken."""
 
     max_replacements: int = Field(
-        50, ge=0, le=1_000_000, description="Replacements since the last merge after which the job fails."
+        50,
+        ge=0,
+        le=1_000_000,
+        description="Failures of one learner, or of the syncer, since the last merge after which the job fails.",
     )
     region_lost_seconds: Seconds = Field(120.0, description="Silence of a whole region after which it counts as lost.")
     on_region_lost: Literal["Continue", "Hold", "Fail"] = Field(

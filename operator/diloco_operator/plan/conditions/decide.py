@@ -9,7 +9,7 @@ from diloco_operator import names
 from diloco_operator.job import rfc3339
 from diloco_operator.model import ApplyError, Fact
 from diloco_operator.objects.manifests import sync_address
-from diloco_operator.plan import refusals
+from diloco_operator.plan import lifecycle, refusals
 from diloco_operator.plan.conditions import hub_conditions, region_conditions
 from diloco_operator.plan.conditions.condition_set import ConditionSet
 from diloco_operator.plan.lifecycle import STAGE_WORDS, LifecycleDecision
@@ -286,6 +286,10 @@ def _decide_ends(view: View, found: TurnFindings, out: ConditionSet) -> None:
         out.set("Suspended", True, "Suspended", message or "Everything is saved; set suspend: false to go on.")
     elif stage in ("suspending", "restarting"):
         out.set("Suspended", False, stage.capitalize(), message)
+    elif stage in ("failing", "failed") and view.job.spec.suspend:
+        down = lifecycle.waits_for_resume(view)
+        said = "Set suspend: false to let the job that failed go on." if down else "Pods are taken down."
+        out.set("Suspended", down, "Suspended" if down else "Suspending", said)
     else:
         out.set("Suspended", False, "NotSuspended", "")
     if stage == "complete":
@@ -293,12 +297,14 @@ def _decide_ends(view: View, found: TurnFindings, out: ConditionSet) -> None:
             out.set("Complete", True, "StopReached", "The job has reached its stop.")
     else:
         out.set("Complete", False, "NotComplete", "")
+    cure = f" To let it go on: diloco resume {view.job.name}, or suspend: true and then false."
     if found.failure is not None:
-        out.set("Failed", True, *found.failure)
+        reason, message = found.failure
+        out.set("Failed", True, reason, f"{message.rstrip('.')}.{cure}")
     elif stage in ("failing", "failed"):
         if not view.is_true("Failed") or not out.keep("Failed"):
             message = (view.document and view.document.message) or "the syncer says so"
-            out.set("Failed", True, "SyncerFailed", f"The job has failed: {message}")
+            out.set("Failed", True, "SyncerFailed", f"The job has failed: {message.rstrip('.')}.{cure}")
     else:
         out.set("Failed", False, "NotFailed", "")
 

@@ -7,10 +7,12 @@ operator adds four things, of which ``track_pods`` does each in every turn.
 (``process-ended``) for as long as it lists the process. No guess is needed: a process id begins with its pod's UID. A
 container that runs again is not reported, since its new process takes the slot over when it joins.
 
-**Count.** A loss counts against ``failurePolicy.maxReplacements``: a pod that is gone, and each
-end of a container, as ``failurePolicy.rules`` say for its exit code. It does not count when the operator removed the
-pod, when the pod was preempted or evicted, or when it had never started. Nor does a learner that was refused for its
-credentials or its copy of the job, or a syncer whose credentials cannot be used: a person puts those right.
+**Count.** ``status.replacements.total`` counts every loss: a pod that is gone, and each end of a container. It leaves
+out what the operator removed, what was preempted or evicted, and what had never started. Nor does it count a learner
+that was refused for its credentials or its copy of the job, or a syncer whose credentials cannot be used: a person puts
+those right. Against ``failurePolicy.maxReplacements`` only failures count: a container that ended by itself, as
+``failurePolicy.rules`` say for its exit code. They count for each place alone, and at most once in the heartbeat's
+timeout: what fails everywhere at once is one failure of each. A pod that was deleted has not failed.
 
 **Delete.** Two kinds of pods do not mend by themselves. One crashes again and again; a new pod
 may come to another node. The other is silent: it runs and says that it is ready, but the syncer, which answers, does
@@ -21,7 +23,7 @@ either; the status names the reason.
 **Follow.** The successor is followed until it is in the quorum or stands by, and that is an Event.
 
 Example: ``kubectl delete pod job-local-1``. The next turn finds another UID at that place, sends
-``LearnerGone``, counts one loss, and calls ``process-ended`` while the syncer lists the old process.
+``LearnerGone``, counts one loss in the total, and calls ``process-ended`` while the syncer lists the old process.
 When the new pod is in the quorum, ``LearnerReplaced`` says after how many seconds.
 
 All of this compares pods with their snapshots in ``PlanMemory``. An operator that restarts has no
@@ -55,14 +57,9 @@ class PodChanges:
     deletes: list[Delete] = field(default_factory=list)
     events: list[EventWanted] = field(default_factory=list)
     gone: set[str] = field(default_factory=set)  # UIDs of pods
-    counted: int = 0  # losses that count against failurePolicy.maxReplacements
-    cause: str = ""  # of the last one that counted
+    lost: int = 0  # pods and containers that status counts
+    failed: dict[str, str] = field(default_factory=dict)  # place whose program failed -> how
     failure: tuple[str, str] | None = None  # reason and message of why the job fails
-
-    def count_loss(self, cause: str) -> None:
-        """Count one loss."""
-        self.counted += 1
-        self.cause = cause
 
 
 def track_pods(view: View) -> PodChanges:
@@ -179,7 +176,7 @@ def _handle_gone_pod(view: View, place: str, before: PodSnapshot, successor: Pod
     kind, subject = ("SyncerGone", "The syncer's pod") if place == SYNCER else ("LearnerGone", f"Pod {place}")
     there = "its successor is there" if successor is not None else "its successor is being made"
     if not excused:
-        out.count_loss(f"{subject} is gone: {why}")
+        out.lost += 1
     out.events.append(EventWanted("Warning", kind, f"{subject} is gone ({why}); {there}."))
 
 
@@ -206,8 +203,8 @@ def _handle_crash(view: View, pod: Pod, before: PodSnapshot, out: PodChanges) ->
     if action == "Fail":
         out.failure = ("ExitCode", f"{subject}: {end}. failurePolicy.rules says Fail for this exit code.")
     elif action != "Ignore":
-        for _ in range(pod.ends - before.ends):
-            out.count_loss(f"{subject}: {end}.")
+        out.lost += pod.ends - before.ends
+        out.failed[place] = f"{subject}: {end}."
     hopeless = pod.role == "learner" and end.code == WorkerExit.CONFIGURATION
     if hopeless and not action and not _others_take_part(view, pod):
         why = f"{subject} cannot work with this job, and another start does not help: {end}."
@@ -326,7 +323,7 @@ def _forget_places(view: View) -> None:
     """Forget places that the job does not have any more, and the timers of pods that are gone."""
     memory = view.memory
     places = {SYNCER, *learner_places(view)}
-    for known in (memory.snapshots, memory.successors, memory.backoffs):
+    for known in (memory.snapshots, memory.successors, memory.backoffs, memory.failures):
         for place in known.keys() - places:
             del known[place]
     memory.silent_places &= places

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from diloco.cluster.client import Cluster, ClusterError, open_cluster
+from diloco.cluster import change
+from diloco.cluster.client import Cluster, ClusterError, Where, open_cluster
 from diloco.cluster.follow import ended, follow, gone_within, seen
 from diloco.cluster.port_forward import forwarded
 
@@ -224,3 +225,27 @@ def test_a_job_that_is_gone_or_another_by_now(serve: Callable[[Answer], Cluster]
         judge = gone_within({"u"})
         ((_, outcome, _),) = follow([cluster], "tiny", judge, 60, lambda line: None, sleep=lambda s: None)
         assert outcome == (0, "is deleted")
+
+
+def test_a_job_that_failed_is_resumed_by_a_suspension_that_its_operator_has_seen(
+    serve: Callable[[Answer], Cluster], tmp_path: Path
+) -> None:
+    job = a_job("Failed", phase="Failed")
+    job["metadata"]["resourceVersion"] = "1"
+    patches, looks = [], 0
+
+    def answer(method: str, path: str) -> Reply:
+        nonlocal looks
+        if method == "PATCH":
+            job["spec"]["suspend"] = not patches
+            job["metadata"]["generation"] += 1
+            patches.append(job["spec"]["suspend"])
+        elif patches == [True] and (looks := looks + 1) == 3:  # the operator looks
+            row = {"type": "Suspended", "status": "False", "reason": "Suspending", "observedGeneration": 2}
+            job["status"] = {**job["status"], "observedGeneration": 2}
+            job["status"]["conditions"] = [*job["status"]["conditions"], row]
+        return 200, job
+
+    serve(answer)
+    assert change.suspend(Where(kubeconfig=tmp_path / "config"), "tiny", False, False, None) == 0
+    assert patches == [True, False] and looks >= 3 and job["spec"]["suspend"] is False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -60,21 +61,21 @@ def test_jitter_differs_between_runs_that_are_not_seeded_alike() -> None:
 
 
 @given(st.integers(0, 20), st.lists(st.sampled_from(["a", "b", "syncer", "merge"]), max_size=80))
-def test_the_limit_counts_replacements_since_the_last_merge(limit: int, story: list[str]) -> None:
-    supervisor, count = make(limit), 0
+def test_the_limit_counts_replacements_of_each_process_since_the_last_merge(limit: int, story: list[str]) -> None:
+    supervisor, counts = make(limit), Counter[str]()
     for who in story:
         if who == "merge":
             supervisor.merged()
-            count = 0
+            counts.clear()
             continue
         kind = Kind.SYNCER if who == "syncer" else Kind.LEARNER
         decision = supervisor.ended(who, kind, KILLED, 0.0, wanted=True)
-        if count >= limit:
+        if counts[who] >= limit:
             assert isinstance(decision, Fail) and decision.exit_code == 1
             assert "failurePolicy.maxReplacements" in decision.message
         else:
             assert isinstance(decision, Restart)
-            count += 1
+            counts[who] += 1
 
 
 def test_exits_that_another_start_does_not_cure() -> None:
@@ -107,7 +108,7 @@ def test_the_evaluator_never_fails_the_job() -> None:
     decision = supervisor.ended("evaluator", Kind.EVALUATOR, Exit(code=1), 0.0, wanted=True)
     assert isinstance(decision, Abandon) and "goes on without" in decision.message
     assert isinstance(make().ended("evaluator", Kind.EVALUATOR, Exit(code=2), 0.0, wanted=True), Abandon)
-    assert supervisor.since_merge == 0
+    assert not supervisor.since_merge
 
 
 def test_exits_read_well() -> None:
@@ -119,12 +120,12 @@ def test_rules_by_exit_code_come_first_for_learners() -> None:
     supervisor = Supervisor(1, random.Random(0), rules)
     for _ in range(5):
         assert isinstance(supervisor.ended("a", Kind.LEARNER, Exit(code=7), 0.0, wanted=True), Restart)
-    assert supervisor.since_merge == 0
+    assert not supervisor.since_merge
     assert isinstance(supervisor.ended("a", Kind.LEARNER, Exit(code=2), 0.0, wanted=True), Restart)
     failed = supervisor.ended("a", Kind.LEARNER, Exit(code=3), 0.0, wanted=True)
     assert isinstance(failed, Fail) and "failurePolicy.rules" in failed.message
     assert isinstance(supervisor.ended("a", Kind.LEARNER, Exit(code=4), 0.0, wanted=True), Restart)
-    assert supervisor.since_merge == 1
+    assert supervisor.since_merge == {"a": 1}
     assert isinstance(supervisor.ended("syncer", Kind.SYNCER, Exit(code=3), 0.0, wanted=True), Fail)
 
 

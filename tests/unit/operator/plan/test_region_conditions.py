@@ -63,9 +63,9 @@ def test_a_store_that_was_set_back_is_where_merges_are_counted_from() -> None:
     world.crashing = {}
     world.page["merges"] = 10
     world.run(30)
-    assert world.status["replacements"] == {"total": 1, "sinceMerge": 1, "merges": 1000}
+    assert world.status["replacements"] == {"total": 1, "sinceMerge": 1, "place": "job-away-1", "merges": 1000}
     world.run(60)
-    assert world.status["replacements"] == {"total": 1, "sinceMerge": 1, "merges": 10}
+    assert world.status["replacements"] == {"total": 1, "sinceMerge": 1, "place": "job-away-1", "merges": 10}
     world.page["merges"] = 11
     world.run(90)
     assert world.status["replacements"]["sinceMerge"] == 0
@@ -84,7 +84,12 @@ def test_an_older_page_is_no_merge() -> None:
         world.run(20)
         world.page["merges"] = 1000
         world.run(60)
-        assert world.status["replacements"] == {"total": losses, "sinceMerge": losses, "merges": 1000}
+        assert world.status["replacements"] == {
+            "total": losses,
+            "sinceMerge": losses,
+            "place": "job-away-1",
+            "merges": 1000,
+        }
 
 
 def test_only_who_is_connected_tells_of_merges() -> None:
