@@ -6,8 +6,9 @@ a given time, stop trying, or nothing because the end was as it should be. The r
 * A process that was in a merge since it started is healthy; its replacement comes at once. One that ends again and
   again without getting that far comes back after 0.5 s, 1 s, 2 s, ... up to 30 s, each with jitter of ± 50 %, so that
   processes which broke together do not come back together.
-* More than ``failurePolicy.maxReplacements`` replacements of one learner, or of the syncer, without any merge in between,
-  and the job has failed: something is wrong that another start will not cure. Every merge sets the counts back to zero.
+* More than ``failurePolicy.maxReplacements`` replacements of one learner, or of the syncer, without any merge in
+  between, and the job has failed: something is wrong that another start will not cure. Every merge sets the counts back
+  to zero.
 * Some exit codes say that a start is in vain (docs/contracts.md): 2, the configuration is wrong; 4, the syncer refused
   the learner for good (one that was in a merge has lost its place to another, and may come back to stand by); for the
   syncer 3, a higher epoch has the store, 4, the store cannot be written, and 5, its credentials cannot be used.

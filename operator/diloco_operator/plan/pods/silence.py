@@ -9,7 +9,8 @@ second it costs a learner that trains on and would come back with its work. What
 * Where several learners are not heard at once, the network is the likelier cause. None is taken until that has
   lasted ``failurePolicy.regionLostSeconds``, too.
 * Nobody is taken while a region counts down to lost.
-* After one was taken, no other of its region is until the successor takes part. All that are heard take part, too.
+* After one was taken, no other of its region is until the successor takes part. All that are heard take part, too. A pod
+  that is stuck, as on a lost node, is not waited for.
 
 Example: eight learners; the node that has the syncer is cut off from the other nodes, and the API server is not. Four
 learners are silent at once, and come back with the network. A single one whose main thread hangs is replaced after
@@ -47,7 +48,8 @@ def find_broken_by_silence(view: View) -> dict[str, Pod]:
         silent = [place for place in places if unheard.get(place, 0.0) > patience]
         if not silent or memory.silent_places.intersection(places):
             continue
-        there = [pod for place in places if place not in unheard and (pod := view.learners.get(place)) is not None]
+        others = [view.learners.get(place) for place in places if place not in unheard]
+        there = [other for other in others if other is not None and not view.stuck(other)]
         pod = view.learners[silent[0]]
         if all(view.taking_part(other) for other in there) and _others_are_heard(view, pod, there):
             found[region.name] = pod
