@@ -9,8 +9,8 @@ second it costs a learner that trains on and would come back with its work. What
 * Where several learners are not heard at once, the network is the likelier cause. None is taken until that has
   lasted ``failurePolicy.regionLostSeconds``, too.
 * Nobody is taken while a region counts down to lost.
-* After one was taken, no other of its region is until the successor takes part. All that are heard take part, too. A pod
-  that is stuck, as on a lost node, is not waited for.
+* After one was taken, no other of its region is until the successor takes part. All that are heard take part, too. A
+  pod that is stuck on a lost node is not waited for.
 
 Example: eight learners; the node that has the syncer is cut off from the other nodes, and the API server is not. Four
 learners are silent at once, and come back with the network. A single one whose main thread hangs is replaced after

@@ -76,7 +76,7 @@ def test_under_wait_the_node_and_the_cures_are_named() -> None:
 
 def test_one_that_is_stuck_does_not_keep_others_from_being_replaced() -> None:
     """Under Wait the region has a pod on its way out for as long as the node is lost."""
-    world = World(job_object(nodeLoss={"policy": "Wait", "afterSeconds": 10}), seed=3)
+    world = World(job_object(count=6, nodeLoss={"policy": "Wait", "afterSeconds": 10}), seed=3)
     world.until(World.whole, 120)
     victim = lost_learner(world)
     node = victim.obj["spec"]["nodeName"]
@@ -87,7 +87,7 @@ def test_one_that_is_stuck_does_not_keep_others_from_being_replaced() -> None:
     world.deaf = {silent.uid}
     world.run(120)
     assert [name for _, name in world.taken] == [silent.name] and victim.uid in world.pods
-    world.until(lambda w: w.status["learners"] == f"{w.active()}/3" and w.active() >= 1, 60)
+    world.until(lambda w: w.status["learners"] == f"{w.active()}/6" and w.active() >= 1, 60)
     world.back(node)
     world.until(World.whole)
 
