@@ -34,7 +34,7 @@ AT_ONCE := -n $(JOBS) --dist worksteal
 # Tests start hundreds of processes: they share compiled modules, also where the environment (many
 # containers' does) tells Python to keep none.
 export PYTHONDONTWRITEBYTECODE :=
-BENCHES := merge codec wire overlap encodings
+BENCHES := merge codec wire overlap encodings memory
 BENCH_ARGS ?=
 
 ##@ Begin here
