@@ -22,8 +22,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -298,26 +296,3 @@ def most_frozen_bytes(model: torch.nn.Module) -> int:
     """Upper bound of ``frozen_bytes`` of this model; more is not downloaded."""
     frozen = frozen_tensors(model)
     return sum(p.numel() * p.element_size() for p in frozen.values()) + (1 << 20) + 512 * len(frozen)
-
-
-@torch.no_grad()
-def load_frozen(model: torch.nn.Module, data: bytes) -> None:
-    """Put received frozen parameters in place. Raises ConfigurationError unless names, shapes
-    and dtypes are exactly the model's."""
-    frozen = frozen_tensors(model)
-    try:
-        tensors = load_tensors(data)
-    except SafetensorError as error:
-        raise ConfigurationError(f"the job's frozen parameters are not safetensors: {error}") from error
-    if set(tensors) != set(frozen):
-        odd = sorted(set(tensors) ^ set(frozen))
-        raise ConfigurationError(f"the job's frozen parameters are not this model's: {', '.join(odd[:5])} differ")
-    for name, parameter in frozen.items():
-        got = tensors[name]
-        if got.shape != parameter.shape or got.dtype != parameter.dtype:
-            raise ConfigurationError(
-                f"frozen parameter {name} is {tuple(got.shape)} {got.dtype} in the job and "
-                f"{tuple(parameter.shape)} {parameter.dtype} here"
-            )
-    for name, parameter in frozen.items():
-        parameter.data.copy_(tensors[name])

@@ -29,6 +29,14 @@ from diloco_protocol.wire.limits import WireError, transfer_seconds
 from diloco_protocol.wire.services import DOWNLOAD, UPLOAD
 
 Buffer = bytes | bytearray | memoryview
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Allocate = Callable[[int], Bytes]
+"""Makes a writable uint8 array of so many bytes. May raise OSError."""
+
+
+def allocate(total: int) -> Bytes:
+    """Memory."""
+    return np.empty(total, np.uint8)
 
 
 class ChecksumError(WireError):
@@ -235,30 +243,30 @@ async def download(
     *,
     size: int | None = None,
     limit: int = limits.MAX_FRAGMENT_BYTES,
-    into: Any = None,
+    allocate: Allocate = allocate,
     metadata: Sequence[tuple[str, str]] = (),
     timeout: float | None = None,
     meter: Meter | None = None,
-) -> tuple[sync_pb2.DownloadHeader, np.ndarray[Any, np.dtype[np.uint8]]]:
+) -> tuple[sync_pb2.DownloadHeader, Bytes]:
     """Fetch what ``request`` names in parts over the channels, checksums verified.
 
     ``size``: the exact size in bytes where it is known (an announcement said it); another size is a ``WireError``. Else
-    the first reply says it, up to ``limit``. ``into``: a writable buffer of that size to receive into. ``meter`` hears
+    the first reply says it, up to ``limit``. ``allocate`` makes the array to receive into. ``meter`` hears
     of each part, from its header to its last byte. Returns the first part's header and uint8[total]; the array is empty
     when ``header.found`` is false. Raises ``TransferError`` if a part did not come through, ``WireError`` if it is
     wrong.
     """
     made = _many(channels)
     meter = meter or Meter()
-    target: memoryview | None = None
+    received: Bytes = np.empty(0, np.uint8)
+    target: memoryview | None = None  # its bytes
     first: sync_pb2.DownloadHeader | None = None
 
-    def allocate(total: int) -> memoryview:
-        nonlocal target
+    def buffer(total: int) -> memoryview:
+        nonlocal received, target
         if target is None:
-            target = flat(np.empty(total, np.uint8) if into is None else into)
-            if target.nbytes != total:
-                raise WireError(f"{total} bytes do not fit a buffer of {target.nbytes}")
+            received = allocate(total)
+            target = flat(received)
         return target
 
     class NotFound(Exception):
@@ -291,14 +299,14 @@ async def download(
             if header.bytes != want:
                 raise WireError(f"a part of {header.bytes} bytes is offered, {want} were asked for")
             first = first or header
-            whole = allocate(header.total_bytes)
-            received: int | None = None
+            whole = buffer(header.total_bytes)
+            taken: int | None = None
             meter.begin(time.monotonic())
             try:
                 digest = await receive_into(stream, whole[offset : offset + want])
-                received = want
+                taken = want
             finally:
-                meter.end(time.monotonic(), received)
+                meter.end(time.monotonic(), taken)
             if digest != header.checksum:
                 raise ChecksumError("the checksum of a downloaded part is wrong")
         except aio.AioRpcError as error:
@@ -310,7 +318,7 @@ async def download(
         if size is not None:
             if size > limit:
                 raise WireError(f"{size} bytes were announced; at most {limit} are allowed here")
-            allocate(size)
+            buffer(size)
             await _run_parts(made, split(size, len(made)), one)
         else:
             await one(made[0], 0, 0)
@@ -322,9 +330,7 @@ async def download(
     except NotFound:
         pass  # the header says why
     assert first is not None
-    if not first.found or target is None:
-        return first, np.empty(0, np.uint8)
-    return first, np.frombuffer(target, np.uint8)
+    return first, received
 
 
 async def send_part(data: Any, offset: int, count: int, **fields: Any) -> AsyncIterator[bytes]:

@@ -213,8 +213,10 @@ class DrainRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class PeerStateWanted(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("patient",)
+    PATIENT_FIELD_NUMBER: _ClassVar[int]
+    patient: bool
+    def __init__(self, patient: _Optional[bool] = ...) -> None: ...
 
 class PeerStateUnavailable(_message.Message):
     __slots__ = ("transfer",)

@@ -275,7 +275,7 @@ class Core:
             case ev.EndRequested():
                 self._phases.request_end(event.phase, event.message)
             case ev.PeerStateRequested():
-                self._donors.request(event.connection)
+                self._donors.request(event, now)
             case ev.PeerStateReceived():
                 self._donors.received(event.transfer)
             case ev.PeerStateFailed():

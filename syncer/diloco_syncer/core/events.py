@@ -118,7 +118,10 @@ class EndRequested:
 
 @dataclass(frozen=True, slots=True)
 class PeerStateRequested:
+    """``patient``: those that are about to train are waited for, too."""
+
     connection: int
+    patient: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -294,7 +294,7 @@ class Sessions:
             case "drained":
                 event = ev.Drained(number)
             case "peer_state_wanted":
-                event = ev.PeerStateRequested(number)
+                event = ev.PeerStateRequested(number, message.peer_state_wanted.patient)
             case "peer_state_unavailable":
                 event = ev.PeerStateFailed(message.peer_state_unavailable.transfer)
             case "base_unavailable":

@@ -14,10 +14,11 @@ from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json
 from diloco_worker.core.adoption import Kind
-from diloco_worker.fragments import ModelFragments, Vector, build_layout, frozen_bytes, load_frozen, model_tensors
+from diloco_worker.fragments import ModelFragments, Vector, build_layout, frozen_bytes, model_tensors
 from diloco_worker.learner import Learner
 from diloco_worker.named_parameters import named_parameters
 from diloco_worker.settings import ConfigurationError
+from diloco_worker.sync.frozen_parameters import load_frozen
 
 
 class Group:
@@ -314,7 +315,7 @@ def test_two_threads_may_ask_for_a_vector_whose_copy_is_under_way() -> None:
 def test_frozen_parameters_travel_whole_or_not_at_all() -> None:
     torch.manual_seed(1)
     source, target = Tied(), Tied()
-    data = frozen_bytes(source)
+    data = bytearray(frozen_bytes(source))
     load_frozen(target, data)
     assert torch.equal(target.base.weight, source.base.weight)
     assert not torch.equal(target.positions.weight, source.positions.weight)
@@ -329,7 +330,7 @@ def test_frozen_parameters_travel_whole_or_not_at_all() -> None:
     with pytest.raises(ConfigurationError, match="not safetensors"):
         load_frozen(target, data[:20])
     with pytest.raises(ConfigurationError, match="differ"):
-        load_frozen(target, frozen_bytes(torch.nn.Linear(2, 2).requires_grad_(False)))
+        load_frozen(target, bytearray(frozen_bytes(torch.nn.Linear(2, 2).requires_grad_(False))))
     assert frozen_bytes(torch.nn.Linear(2, 2)) == b""
 
 

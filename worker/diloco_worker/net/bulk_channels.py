@@ -88,14 +88,26 @@ class BulkChannels:
         raise bulk.TransferError("the syncer was busy for too long", retry=True)
 
     async def download(
-        self, *, size: int | None = None, limit: int = limits.MAX_FRAGMENT_BYTES, **what: Any
+        self,
+        *,
+        size: int | None = None,
+        limit: int = limits.MAX_FRAGMENT_BYTES,
+        allocate: bulk.Allocate = bulk.allocate,
+        **what: Any,
     ) -> tuple[sync_pb2.DownloadHeader, Bytes] | None:
-        """Download what the request's fields ``what`` name: header and bytes, uint8; None: the syncer has no
-        such thing. ``size``: exactly so many bytes; otherwise at most ``limit``. Raises TransferError, and
-        WireError for another size."""
+        """Download what the request's fields ``what`` name: header and bytes, uint8; None: the syncer has none.
+
+        ``size``: exactly so many bytes; otherwise at most ``limit``. ``allocate`` makes the array. Raises TransferError
+        and, for another size, WireError."""
         request = sync_pb2.DownloadRequest(job=self._job, process=self._process, **what)
         header, data = await bulk.download(
-            self._channels, request, size=size, limit=limit, metadata=self._metadata, meter=self._down
+            self._channels,
+            request,
+            size=size,
+            limit=limit,
+            allocate=allocate,
+            metadata=self._metadata,
+            meter=self._down,
         )
         if not header.found:
             return None

@@ -27,6 +27,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
 
+from diloco_protocol.arrays.kernels import Bytes
 from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.wire import sync_pb2
 from diloco_protocol.wire.records import StepReport
@@ -145,12 +146,13 @@ class SyncerClient:
         """Download the job checkpoint's inner optimizer state, at most ``limit`` bytes; ``StateDownloaded`` follows."""
         self._call(self._connection.start_transfer, Transfers.fetch_state, sync_pb2.DownloadRequest.OPTIMIZER, limit, 0)
 
-    def request_peer_state(self, limit: int) -> None:
-        """Ask for a healthy peer's inner optimizer state, at most ``limit`` bytes; ``StateDownloaded`` follows."""
+    def request_peer_state(self, limit: int, patient: bool = False) -> None:
+        """Ask for a healthy peer's inner optimizer state, at most ``limit`` bytes; ``StateDownloaded`` follows.
+        ``patient``: also for that of one that is about to train."""
         self._connection.state_limit = limit
-        self.send("peer", sync_pb2.LearnerMessage(peer_state_wanted=sync_pb2.PeerStateWanted()))
+        self.send("peer", sync_pb2.LearnerMessage(peer_state_wanted=sync_pb2.PeerStateWanted(patient=patient)))
 
-    def send_state(self, transfer: int, encode: Callable[[], bytes], versions: Sequence[tuple[int, int]]) -> None:
+    def send_state(self, transfer: int, encode: Callable[[], Bytes], versions: Sequence[tuple[int, int]]) -> None:
         """Upload this learner's inner optimizer state; ``encode`` runs in another thread."""
         self._call(self._connection.start_transfer, Transfers.send_state, transfer, encode, versions)
 

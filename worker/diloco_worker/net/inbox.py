@@ -14,6 +14,7 @@ import threading
 import time
 from dataclasses import dataclass, replace
 
+from diloco_protocol.arrays.kernels import Bytes
 from diloco_protocol.spec.job import SyncerSettings
 from diloco_protocol.wire.records import Announcement, Lease, Pull, Seat
 from diloco_worker.fragments import Vector
@@ -74,7 +75,7 @@ class FrozenDownloaded:
     """The job's frozen parameters, as safetensors; None: version 0 has none. ``same``: they are this model's own, so
     none were downloaded."""
 
-    data: bytes | None
+    data: Bytes | None
     same: bool = False
 
 
@@ -91,7 +92,7 @@ class StateDownloaded:
     to be had. ``versions``: (epoch, version) per fragment when the peer took it."""
 
     peer: bool
-    data: bytes | None
+    data: Bytes | None
     versions: tuple[tuple[int, int], ...] = ()
 
 

@@ -43,6 +43,7 @@ from diloco_worker.net.error_feedback import ErrorFeedback
 from diloco_worker.net.fragment_cache import CachedVersion, FragmentCache
 from diloco_worker.net.inbox import Downloaded, FrozenDownloaded, Inbox, PushAnswered, StateDownloaded
 from diloco_worker.net.session import Outbox
+from diloco_worker.net.tensor_file import map_new_file
 from diloco_worker.settings import ConfigurationError, DivergedError
 
 log = logging.getLogger(__name__)
@@ -370,7 +371,9 @@ class Transfers:
         """Download the frozen parameters, at most ``limit`` bytes, if their digest is not ``own_digest()``, which is
         called in another thread; ``FrozenDownloaded`` follows in the inbox."""
         digest = await self._download_state(sync_pb2.DownloadRequest.FROZEN_DIGEST, _MOST_DIGEST_BYTES, 0)
-        if digest is not None and digest[1].decode("ascii", "replace") == await self._channels.run(own_digest):
+        if digest is not None and digest[1].tobytes().decode("ascii", "replace") == await self._channels.run(
+            own_digest
+        ):
             self._inbox.put(FrozenDownloaded(None, same=True))
             return
         found = await self._download_state(sync_pb2.DownloadRequest.FROZEN, limit, 0)
@@ -389,13 +392,13 @@ class Transfers:
 
     async def _download_state(
         self, what: Any, limit: int, transfer: int
-    ) -> tuple[sync_pb2.DownloadHeader, bytes] | None:
-        """Header and bytes of FROZEN (or its digest), PEER_STATE or OPTIMIZER; None: none, or it did not arrive."""
+    ) -> tuple[sync_pb2.DownloadHeader, Bytes] | None:
+        """Header and bytes (a mapped file) of FROZEN (or its digest), PEER_STATE or OPTIMIZER; None: none came."""
         name = sync_pb2.DownloadRequest.What.Name(what)
         for attempt in range(_STATE_TRIES):
             try:
-                found = await self._channels.download(limit=limit, what=what, transfer=transfer)
-            except limits.WireError as error:
+                return await self._channels.download(limit=limit, allocate=map_new_file, what=what, transfer=transfer)
+            except (limits.WireError, OSError) as error:
                 log.warning("%s was not taken: %s", name, error)
                 return None
             except bulk.TransferError as error:
@@ -403,11 +406,9 @@ class Transfers:
                 if not error.retry:
                     return None
                 await asyncio.sleep(pause(attempt))
-            else:
-                return None if found is None else (found[0], await self._channels.run(found[1].tobytes))
         return None
 
-    async def send_state(self, transfer: int, encode: Callable[[], bytes], versions: Iterable[tuple[int, int]]) -> None:
+    async def send_state(self, transfer: int, encode: Callable[[], Bytes], versions: Iterable[tuple[int, int]]) -> None:
         """Upload this learner's inner optimizer state, made on ``versions`` ((epoch, version) per fragment). One that
         ``encode`` cannot serialise is declined: it is no reason to end this learner."""
         try:

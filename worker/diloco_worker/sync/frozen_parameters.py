@@ -10,13 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from typing import Any
 
 import torch
 import xxhash
 
-from diloco_worker.fragments import frozen_bytes, frozen_tensors, load_frozen, most_frozen_bytes
+from diloco_worker.fragments import frozen_bytes, frozen_tensors, most_frozen_bytes
 from diloco_worker.net.client import SyncerClient
 from diloco_worker.net.inbox import FrozenDownloaded
+from diloco_worker.net.tensor_file import NotTensors, read_tensors
 from diloco_worker.settings import ConfigurationError
 
 log = logging.getLogger(__name__)
@@ -76,3 +78,26 @@ def frozen_digest(model: torch.nn.Module) -> str:
         values = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
         rows.append([name, str(parameter.dtype), list(parameter.shape), xxhash.xxh3_128_hexdigest(values.data)])
     return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
+
+
+@torch.no_grad()
+def load_frozen(model: torch.nn.Module, data: Any) -> None:
+    """Put received frozen parameters in place. Raises ConfigurationError unless names, shapes
+    and dtypes are exactly the model's."""
+    frozen = frozen_tensors(model)
+    try:
+        tensors = read_tensors(data)
+    except NotTensors as error:
+        raise ConfigurationError(f"the job's frozen parameters are not safetensors: {error}") from error
+    if set(tensors) != set(frozen):
+        odd = sorted(set(tensors) ^ set(frozen))
+        raise ConfigurationError(f"the job's frozen parameters are not this model's: {', '.join(odd[:5])} differ")
+    for name, parameter in frozen.items():
+        got = tensors[name]
+        if got.shape != parameter.shape or got.dtype != parameter.dtype:
+            raise ConfigurationError(
+                f"frozen parameter {name} is {tuple(got.shape)} {got.dtype} in the job and "
+                f"{tuple(parameter.shape)} {parameter.dtype} here"
+            )
+    for name, parameter in frozen.items():
+        parameter.data.copy_(tensors[name])

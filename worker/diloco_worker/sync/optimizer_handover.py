@@ -4,8 +4,9 @@ Theory of operation
 -------------------
 A newcomer tries the sources in this order (algorithm.md section 8). First a healthy peer's state, used as soon
 as this learner's versions are at least the peer's. If no peer has one: the newer of two on disks, the job
-checkpoint's and the slot's own (``slot_checkpoint``), and if that one does not fit, the other. If none is to be
-had the optimizer starts fresh, with learning-rate warm-up.
+checkpoint's and the slot's own (``slot_checkpoint``), and if that one does not fit, the other. If there is none, peers
+once more, for where all learners were lost at once another one may have found its own. If none is to be had the
+optimizer starts fresh, with learning-rate warm-up.
 
 *Newer* is by the versions on which a state was made (``optimizer_state.Origin``). The job checkpoint's was made
 when all learners left together. So right after a suspension it is the newer one, and after a later crash the
@@ -21,6 +22,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from diloco_protocol.arrays.kernels import Bytes
 from diloco_protocol.wire import limits
 from diloco_worker.core.adoption import Adoption
 from diloco_worker.net.client import SyncerClient
@@ -61,6 +63,8 @@ class OptimizerHandover:
         self._source = ""  # what is waited for: PEER, JOB, OWN, or nothing
         self._candidates: list[tuple[str, ReceivedState]] = []  # states that came, best first
         self._ranked = False  # the candidates are, or were, those of the disks
+        self._ask_again = False  # no peer had one
+        self._patient = False  # peers are asked for the second time
         self._deadline = 0.0
 
     # ------------------------------------------------------------------ taking over
@@ -74,7 +78,7 @@ class OptimizerHandover:
         """Begin to wait, as a newcomer in a job that has trained. ``job_has_one``: its checkpoint holds a state."""
         self._candidates = []
         self._source = PEER
-        self._ranked = False
+        self._ranked = self._ask_again = self._patient = False
         self._job_has_one = job_has_one
         self.repeat_request()
 
@@ -84,7 +88,7 @@ class OptimizerHandover:
             return
         self._deadline = time.monotonic() + max(WAIT_SECONDS, limits.transfer_seconds(self._limit) / 2)
         if self._source == PEER:
-            self._client.request_peer_state(self._limit)
+            self._client.request_peer_state(self._limit, self._patient)
         elif self._source == JOB:
             self._client.fetch_optimizer(self._limit)
 
@@ -97,6 +101,7 @@ class OptimizerHandover:
         elif item.data is not None:
             self._candidates = [(PEER, ReceivedState(item.data, item.versions))]
         else:
+            self._ask_again = not self._patient
             self._try_next("no peer has one")
 
     def apply_when_ready(self, held: Held) -> None:
@@ -132,6 +137,9 @@ class OptimizerHandover:
         """Turn to the next source, for ``why``."""
         if self._candidates:
             self._source = self._candidates[0][0]
+        elif self._ranked and self._ask_again and not self._inner.has_state:
+            self._source, self._patient, self._ask_again = PEER, True, False
+            self.repeat_request()
         elif self._ranked or (self._source == PEER and self._inner.has_state):
             self._begin_fresh(why)
         elif self._source == PEER and self._job_has_one:
@@ -140,7 +148,7 @@ class OptimizerHandover:
         else:
             self._rank_stored(None, why)
 
-    def _rank_stored(self, job: bytes | None, why: str) -> None:
+    def _rank_stored(self, job: Bytes | None, why: str) -> None:
         """Rank the job checkpoint's state (``job``, None: there is none) and the slot's own, the newer first. One that
         does not say on which versions it was made counts as the older."""
         found: list[tuple[tuple[int, int, int], str, ReceivedState]] = []
@@ -176,7 +184,7 @@ class OptimizerHandover:
         if self._adoption.trained_steps and self._adoption.complete:
             origin = self._checkpoint.origin(self._adoption.now.step, held)
             try:
-                encode = optimizer_state.snapshot(self._inner, origin)
+                encode = optimizer_state.snapshot(self._inner, origin, self._checkpoint.folder)
             except Exception as error:
                 log.warning("the optimizer's state is not given to a newcomer: it cannot be copied: %s", error)
         if encode is None:
@@ -191,7 +199,7 @@ class OptimizerHandover:
         started = time.monotonic()
         origin = self._checkpoint.origin(self._adoption.now.step, held())
         try:
-            encode = optimizer_state.snapshot(self._inner, origin)
+            encode = optimizer_state.snapshot(self._inner, origin, self._checkpoint.folder)
         except Exception as error:  # of whatever kind, as no memory for the copy: training is worth more
             self._checkpoint.report_failure(f"the optimizer's state cannot be copied: {error}")
             return

@@ -1,4 +1,4 @@
-"""The inner optimizers' state as bytes: for a newcomer, for the job's checkpoint, and for the slot's own.
+"""The inner optimizers' state as a file: for a newcomer, for the job's checkpoint, and for the slot's own.
 
 The format is safetensors, never pickle: one tensor per parameter and key, named ``<parameter>|<key>``, and plain
 numbers in the header, those of the groups (``InnerOptimizers.group_numbers``) too. ``restore`` checks the optimizers'
@@ -17,15 +17,15 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 
+from diloco_protocol.arrays.kernels import Bytes
 from diloco_protocol.wire import limits
 from diloco_worker.named_parameters import named_parameters
+from diloco_worker.net.tensor_file import NotTensors, read_header, read_tensors, write_tensors
 from diloco_worker.sync.inner_optimizers import InnerOptimizers, Number
 
 _FORMAT = "1"
@@ -69,10 +69,15 @@ class Origin:
         return max(epochs), sum(versions), self.step
 
 
-def snapshot(inner: InnerOptimizers, origin: Origin | None = None) -> Callable[[], bytes] | None:
-    """Copy the state now, at a step boundary; the result serialises the copy, in any thread.
+def snapshot(
+    inner: InnerOptimizers, origin: Origin | None = None, folder: Path | None = None
+) -> Callable[[], Bytes] | None:
+    """Copy the state now, at a step boundary; the result gives the copy as a mapped file in ``folder``, in any thread.
 
-    None: there is nothing to give (no step was made), or the state holds what is neither a tensor nor a number.
+    What lies in host memory is copied into the file at once, and takes no more memory; what lies on a GPU is copied
+    there, and fetched later, tensor by tensor. Raises OSError if there is no room for the file, and torch's error if
+    there is none on the GPU. None: there is nothing to give (no step was made), or the state holds what is neither a
+    tensor nor a number.
     """
     tensors: dict[str, torch.Tensor] = {}
     numbers: dict[str, Number] = {f"{_SEPARATOR}{label}": value for label, value in inner.group_numbers().items()}
@@ -80,7 +85,7 @@ def snapshot(inner: InnerOptimizers, origin: Origin | None = None) -> Callable[[
         for key, value in optimizer.state.get(parameter, {}).items():
             label = f"{name}{_SEPARATOR}{key}"
             if isinstance(value, torch.Tensor):
-                tensors[label] = value.detach().clone(memory_format=torch.contiguous_format)
+                tensors[label] = value.detach()
             elif isinstance(value, (bool, int, float)) and math.isfinite(value):
                 numbers[label] = value
             elif value is not None:
@@ -91,41 +96,44 @@ def snapshot(inner: InnerOptimizers, origin: Origin | None = None) -> Callable[[
     if origin is not None:
         metadata["origin"] = json.dumps([origin.job, origin.layout, origin.step, origin.versions])
     gpu = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
-    copied = torch.cuda.current_stream(gpu).record_event() if gpu is not None else None
+    if gpu is None:
+        made = write_tensors(tensors, metadata, folder)
+        return lambda: made
+    tensors = {label: tensor.clone(memory_format=torch.contiguous_format) for label, tensor in tensors.items()}
+    copied = torch.cuda.current_stream(gpu).record_event()
 
-    def encode() -> bytes:
+    def encode() -> Bytes:
         with _beside_training(gpu, copied):
-            found = {label: tensor.cpu() for label, tensor in tensors.items()}
-        return bytes(save_tensors(found, metadata))
+            return write_tensors(tensors, metadata, folder)
 
     return encode
 
 
 @contextlib.contextmanager
-def _beside_training(gpu: torch.device | None, copied: torch.cuda.Event | None) -> Iterator[None]:
+def _beside_training(gpu: torch.device, copied: torch.cuda.Event) -> Iterator[None]:
     """A context in which copies from ``gpu`` run on a stream of their own, after ``copied``, and not between training's
     kernels: another thread's current stream is the same default stream as the training thread's."""
-    if gpu is None or copied is None:
-        yield
-        return
     stream = torch.cuda.Stream(gpu)
     stream.wait_event(copied)
     with torch.cuda.stream(stream):
         yield
 
 
-def restore(data: bytes, inner: InnerOptimizers) -> None:
+def restore(data: Any, inner: InnerOptimizers) -> None:
     """Replace the optimizers' state by what ``snapshot`` made. Raises StateRefused and changes nothing if it does not
     fit."""
-    metadata = _metadata(data)
+    try:
+        metadata, _ = read_header(data)
+    except NotTensors as error:
+        raise StateRefused(str(error)) from error
     if metadata.get("format") != _FORMAT:
         raise StateRefused(f"its format is {metadata.get('format')!r}, and this program reads {_FORMAT}")
     if metadata.get("optimizer") != inner.name:
         raise StateRefused(f"it is of {metadata.get('optimizer')!r}, and this learner runs {inner.name}")
     try:
-        tensors = load_tensors(data)
+        tensors = read_tensors(data)
         numbers = json.loads(metadata.get("numbers", "{}"))
-    except (SafetensorError, ValueError) as error:
+    except ValueError as error:
         raise StateRefused(f"it cannot be read: {error}") from error
     if not isinstance(numbers, dict) or not all(
         isinstance(value, (bool, int, float)) and math.isfinite(value) for value in numbers.values()
@@ -151,7 +159,7 @@ def restore(data: bytes, inner: InnerOptimizers) -> None:
     for name, row in rows.items():
         parameter, optimizer, group = parameters[name]
         optimizer.state[parameter] = {
-            key: value.to(_device(key, parameter, group)) if isinstance(value, torch.Tensor) else value
+            key: value.to(_device(key, parameter, group), copy=True) if isinstance(value, torch.Tensor) else value
             for key, value in row.items()
         }
     for label, value in groups.items():
@@ -191,9 +199,12 @@ def _device(key: str, parameter: torch.nn.Parameter, group: Mapping[str, Any]) -
     return parameter.device
 
 
-def origin_of(data: bytes) -> Origin | None:
+def origin_of(data: Any) -> Origin | None:
     """Where a state was made; None: it does not say. Raises StateRefused for what is no state."""
-    text = _metadata(data).get("origin")
+    try:
+        text = read_header(data)[0].get("origin")
+    except NotTensors as error:
+        raise StateRefused(str(error)) from error
     if text is None:
         return None
     try:
@@ -206,28 +217,11 @@ def origin_of(data: bytes) -> Origin | None:
     raise StateRefused("its origin cannot be read")
 
 
-def _metadata(data: bytes) -> dict[str, str]:
-    """The safetensors header's metadata, parsed from the bytes themselves."""
-    if len(data) < 8:
-        raise StateRefused("it is too short")
-    size = int.from_bytes(data[:8], "little")
-    if size > min(len(data) - 8, 64 << 20):
-        raise StateRefused("its header is cut off")
-    try:
-        header = json.loads(data[8 : 8 + size])
-    except ValueError as error:
-        raise StateRefused("its header is not JSON") from error
-    metadata = header.get("__metadata__", {}) if isinstance(header, dict) else {}
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise StateRefused("its metadata are not text")
-    return metadata
-
-
 @dataclass(slots=True)
 class ReceivedState:
     """A peer's state that waits until this learner's versions are at least the peer's."""
 
-    data: bytes
+    data: Any  # a buffer: the bytes of what ``snapshot`` gave
     versions: tuple[tuple[int, int], ...]
 
     def usable(self, held: Sequence[tuple[int, int]]) -> bool:

@@ -26,6 +26,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
+
+from diloco_protocol.arrays.kernels import Bytes
 from diloco_protocol.common import files
 from diloco_worker.sync.optimizer_state import Origin, StateRefused, origin_of
 
@@ -62,7 +65,14 @@ class SlotCheckpoint:
             return False
         return self._writer is None or not self._writer.is_alive()
 
-    def start_write(self, encode: Callable[[], bytes], copy_seconds: float) -> None:
+    @property
+    def folder(self) -> Path | None:
+        """Where the file lies, made if it is not there; None: nowhere. Raises OSError."""
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+        return None if self._path is None else self._path.parent
+
+    def start_write(self, encode: Callable[[], Bytes], copy_seconds: float) -> None:
         """Write what ``encode`` returns, in another thread. ``copy_seconds``: how long the copy took."""
         assert self._path is not None
         self._next = time.monotonic() + self._every
@@ -83,12 +93,14 @@ class SlotCheckpoint:
         if self._writer is not None:
             self._writer.join(timeout)
 
-    def load(self) -> tuple[bytes, Origin] | None:
-        """The file's bytes and their origin; None, and a line in the log if it is there but of no use."""
+    def load(self) -> tuple[Bytes, Origin] | None:
+        """The file, mapped, and its origin; None, and a line in the log if it is there but of no use."""
         if self._path is None:
             return None
         try:
-            data = files.read_bounded(self._path, self._limit)
+            if (size := self._path.stat().st_size) > self._limit:
+                raise files.TooLarge(f"it has {size} bytes; at most {self._limit} are read")
+            data = np.memmap(self._path, np.uint8, "c") if size else np.empty(0, np.uint8)
             origin = origin_of(data)
         except FileNotFoundError:
             return None
@@ -100,7 +112,7 @@ class SlotCheckpoint:
             return None
         return data, origin
 
-    def _write(self, path: Path, encode: Callable[[], bytes], copy_seconds: float) -> None:
+    def _write(self, path: Path, encode: Callable[[], Bytes], copy_seconds: float) -> None:
         started = time.monotonic()
         try:
             data = encode()
@@ -111,7 +123,7 @@ class SlotCheckpoint:
             for left in path.parent.glob(f".{glob.escape(path.name)}.*{files.TEMPORARY}"):
                 with contextlib.suppress(FileNotFoundError):
                     left.unlink()  # of a predecessor that was killed while it wrote
-            files.write_whole(path, data)
+            files.write_whole(path, data.data)
         except Exception as error:  # of whatever kind: training is worth more
             self.report_failure(error)
             return

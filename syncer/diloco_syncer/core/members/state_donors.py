@@ -1,8 +1,10 @@
 """Whose inner optimizer state a newcomer gets (algorithm.md section 8).
 
 A newcomer requests a state once. The healthy learner with the most steps in its tenure is asked to upload its state;
-if that fails or takes too long, the next one is asked; if there is none left, the newcomer is told so and starts
-afresh. When all leave, the state of one learner goes into the job's checkpoint in the same way.
+if that fails or takes too long, the next one is asked; if there is none left, the newcomer is told so. Where all
+learners were lost at once, some find their own state on a disk, and are healthy after their first step. A newcomer that
+found none requests again, *patient*, and these are waited for. When all leave, the state of one learner goes into the
+job's checkpoint in the same way.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ class DonorRequest:
     """A newcomer's request, or the checkpoint's; ``transfer`` 0: no donor is asked at the moment."""
 
     connection: int
+    patience: float = 0.0  # until when those that are about to train are waited for
     transfer: int = 0
     donor: int = -1  # a connection
     deadline: float = 0.0
@@ -42,8 +45,9 @@ class StateDonors:
         """Whether a state for the job's checkpoint is still awaited."""
         return CHECKPOINT in self._requests
 
-    def request(self, connection: int) -> None:
-        self._requests.setdefault(connection, DonorRequest(connection))
+    def request(self, event: ev.PeerStateRequested, now: float) -> None:
+        patience = now + self.state.config.peer_seconds if event.patient else now
+        self._requests.setdefault(event.connection, DonorRequest(event.connection, patience))
 
     def forget_connection(self, connection: int) -> None:
         """The connection is closed: it needs no state, and will not upload one."""
@@ -72,11 +76,14 @@ class StateDonors:
 
     def advance(self, now: float) -> None:
         """Ask the next donor wherever none is asked or the one that was has let its time pass."""
+        somebody_begins = self._somebody_begins()
         for request in list(self._requests.values()):
             if request.transfer and now < request.deadline:
                 continue
             donor = None if self.state.is_ending else self._healthiest(request.tried | set(self._requests))
-            if donor is None:
+            if donor is None and now < request.patience and somebody_begins:
+                request.transfer = 0
+            elif donor is None:
                 self._answer(request.connection, 0)
             else:
                 self._ask(request, donor, now + self.state.config.peer_seconds)
@@ -93,6 +100,13 @@ class StateDonors:
         del self._requests[connection]
         if connection != CHECKPOINT:
             self.actions.add(ev.OfferPeerState(connection, transfer))
+
+    def _somebody_begins(self) -> bool:
+        """Whether a learner that asks for no state is about to make its first step."""
+        return any(
+            slot.occupied and slot.connection not in (None, *self._requests) and not slot.advanced
+            for slot in self.state.members.slots
+        )
 
     def _healthiest(self, excluded: set[int]) -> int | None:
         """The connection of the active learner with the most steps in its tenure."""

@@ -759,6 +759,33 @@ def test_the_longest_tenure_gives_its_state_and_the_next_is_asked_on_failure() -
     ]
 
 
+def test_a_patient_newcomer_gets_the_state_of_one_that_makes_its_first_step_after_a_common_end() -> None:
+    """All were lost; slot 1's learner found its state on its disk, slot 0's did not."""
+    desk = Desk(config())
+    desk.begin(2)
+    impatient, patient = ev.PeerStateRequested(1), ev.PeerStateRequested(1, patient=True)
+    assert of(desk.do(impatient), ev.OfferPeerState) == [ev.OfferPeerState(1, 0)]
+    assert not of(desk.do(patient), ev.OfferPeerState)
+    (ask,) = of(desk.report(2, 1), ev.RequestPeerState)
+    assert ask.connection == 2
+    # Nobody waits for one that waits itself, or for longer than for a transfer.
+    assert of(desk.do(ev.PeerStateReceived(ask.transfer)), ev.OfferPeerState) == [ev.OfferPeerState(1, ask.transfer)]
+    both = Desk(config())
+    both.begin(2)
+    both.do(patient)
+    answers = of(both.do(ev.PeerStateRequested(2, patient=True)), ev.OfferPeerState)
+    assert answers == [ev.OfferPeerState(1, 0), ev.OfferPeerState(2, 0)]
+    late = Desk(config())
+    late.begin(2)
+    late.do(patient)
+    answers = []
+    while not answers and late.now < 10 * late.core.config.peer_seconds:
+        late.report(1, 0)
+        late.report(2, 0)  # it never makes its first step
+        answers = of(late.later(1.0), ev.OfferPeerState)
+    assert answers == [ev.OfferPeerState(1, 0)] and late.now >= late.core.config.peer_seconds
+
+
 def test_without_a_healthy_peer_the_answer_is_none() -> None:
     desk = Desk(config())
     desk.begin(1)

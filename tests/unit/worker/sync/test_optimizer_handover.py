@@ -30,8 +30,8 @@ class Asked:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def request_peer_state(self, limit: int) -> None:
-        self.calls.append(PEER)
+    def request_peer_state(self, limit: int, patient: bool) -> None:
+        self.calls.append("patient" if patient else PEER)
 
     def fetch_optimizer(self, limit: int) -> None:
         self.calls.append(JOB)
@@ -170,9 +170,23 @@ def test_a_session_that_breaks_takes_the_request_with_it(newcomer: Callable[...,
 def test_no_peer_and_nothing_on_any_disk_is_a_fresh_start(newcomer: Callable[..., Newcomer]) -> None:
     one = newcomer()
     one.handover.request_state(False)
-    one.handover.receive_state(inbox.StateDownloaded(True, None))
+    for _ in range(2):
+        assert one.handover.is_waiting
+        one.handover.receive_state(inbox.StateDownloaded(True, None))
     assert not one.handover.is_waiting and one.fresh == [0]
-    assert one.asked.calls == [PEER]
+    assert one.asked.calls == [PEER, "patient"]
+
+
+def test_with_nothing_on_any_disk_a_peer_that_found_its_own_is_asked_for_it(newcomer: Callable[..., Newcomer]) -> None:
+    """All learners were lost at once, and this one's disk with it."""
+    one = newcomer()
+    one.handover.request_state(True)
+    one.handover.receive_state(inbox.StateDownloaded(True, None))
+    one.handover.receive_state(inbox.StateDownloaded(False, None))
+    assert one.asked.calls == [PEER, JOB, "patient"] and not one.fresh
+    one.handover.receive_state(inbox.StateDownloaded(True, state(0.5, None), HELD))
+    one.handover.apply_when_ready(HELD)
+    assert one.moment == 0.5 and not one.handover.is_waiting and not one.fresh
 
 
 def test_a_state_that_cannot_be_copied_is_declined_and_hurts_nobody(

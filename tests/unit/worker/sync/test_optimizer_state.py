@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load, save
 
+from diloco_protocol.arrays.kernels import Bytes
 from diloco_worker.settings import ConfigurationError
 from diloco_worker.sync.inner_optimizers import InnerOptimizers
 from diloco_worker.sync.optimizer_state import ReceivedState, Rewarm, StateRefused, max_state_bytes, restore, snapshot
@@ -126,7 +128,7 @@ def test_which_shapes_a_parameters_state_may_have(shape: tuple[int, ...], fits: 
     model = torch.nn.ParameterDict({"p": torch.zeros(6, 4, 3)})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     metadata = {"format": "1", "optimizer": "SGD"}
-    data = save({"p|any": torch.ones(shape)}, metadata)
+    data = bytearray(save({"p|any": torch.ones(shape)}, metadata))
     if fits:
         restore(data, InnerOptimizers(model, optimizer))
         assert optimizer.state[model["p"]]["any"].shape == shape
@@ -135,12 +137,34 @@ def test_which_shapes_a_parameters_state_may_have(shape: tuple[int, ...], fits: 
             restore(data, InnerOptimizers(model, optimizer))
 
 
+def test_giving_and_taking_a_state_takes_no_second_copy_in_memory(tmp_path: Path) -> None:
+    size = 64 << 20  # of two moments
+    model, newcomer = (
+        torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(1 << 20)) for _ in range(8)]) for _ in "ab"
+    )
+    optimizer, fresh = (torch.optim.AdamW(one.parameters(), foreach=False) for one in (model, newcomer))
+    for parameter in model:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    before = anonymous_bytes()
+    encode = snapshot(InnerOptimizers(model, optimizer), folder=tmp_path)
+    assert encode is not None
+    data = encode()
+    assert len(data) > size and anonymous_bytes() - before < size // 4
+    restore(data, InnerOptimizers(newcomer, fresh))
+    assert anonymous_bytes() - before < size + size // 4, "the newcomer's own moments"
+
+
+def anonymous_bytes() -> int:
+    return int(Path("/proc/self/status").read_text().partition("RssAnon:")[2].split()[0]) * 1024
+
+
 def test_there_is_nothing_to_give_before_the_first_step() -> None:
     model = build()
     assert snapshot(InnerOptimizers(model, torch.optim.AdamW(model.parameters()))) is None
 
 
-def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
+def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Bytes:
     train(model, optimizer, 2)
     encode = snapshot(InnerOptimizers(model, optimizer))
     assert encode is not None
@@ -150,7 +174,7 @@ def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
 def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    data = state_of(model, optimizer)
+    data = state_of(model, optimizer).tobytes()
     tensors = load(data)
     size = int.from_bytes(data[:8], "little")
     metadata = json.loads(data[8 : 8 + size])["__metadata__"]
@@ -175,7 +199,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     before = copy.deepcopy(target.state_dict())
     for message, state in broken.items():
         with pytest.raises(StateRefused, match=message):
-            restore(state, InnerOptimizers(other, target))
+            restore(bytearray(state), InnerOptimizers(other, target))
     after = target.state_dict()
     for index, row in before["state"].items():
         for name, value in row.items():
@@ -188,7 +212,7 @@ def test_only_what_the_optimizer_trains_is_in_it() -> None:
     model[0].requires_grad_(False)
     optimizer = torch.optim.AdamW(model[2].parameters(), lr=0.01)
     data = state_of(model, optimizer)
-    assert {name.split("|")[0] for name in load(data)} == {"2.weight", "2.bias"}
+    assert {name.split("|")[0] for name in load(data.tobytes())} == {"2.weight", "2.bias"}
     fresh = torch.optim.AdamW(model[2].parameters(), lr=0.01)
     restore(data, InnerOptimizers(model, fresh))
     assert len(fresh.state) == 2

@@ -7,9 +7,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from diloco_protocol.arrays.kernels import Bytes
 from diloco_protocol.common.files import TEMPORARY
 from diloco_worker.sync.inner_optimizers import InnerOptimizers
 from diloco_worker.sync.optimizer_state import Origin, max_state_bytes, origin_of, restore, snapshot
@@ -39,7 +41,7 @@ def written(checkpoint: SlotCheckpoint, step: int = 7) -> None:
     keep(checkpoint, encode)
 
 
-def keep(checkpoint: SlotCheckpoint, encode: Callable[[], bytes]) -> None:
+def keep(checkpoint: SlotCheckpoint, encode: Callable[[], Bytes]) -> None:
     end = time.monotonic() + 5
     while not checkpoint.due:
         assert time.monotonic() < end
@@ -99,7 +101,7 @@ def test_a_disk_that_takes_nothing_costs_the_file_only(tmp_path: Path, caplog: p
     checkpoint = place(tmp_path)
     for _ in range(5):
         written(checkpoint)
-    keep(checkpoint, lambda: bytes(10**6))  # more than would be read back
+    keep(checkpoint, lambda: np.zeros(10**6, np.uint8))  # more than would be read back
     assert len(caplog.records) == 1, "said once a minute"
     assert "training goes on" in caplog.text
     (tmp_path / "state").unlink()
@@ -111,9 +113,9 @@ def test_one_write_at_a_time_and_a_hundredth_of_the_time(tmp_path: Path) -> None
     checkpoint = place(tmp_path)
     hold = threading.Event()
 
-    def encode() -> bytes:
+    def encode() -> Bytes:
         assert hold.wait(5)
-        return b"x"
+        return np.ones(1, np.uint8)
 
     time.sleep(0.001)
     assert checkpoint.due
