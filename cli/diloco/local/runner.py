@@ -31,7 +31,7 @@ from diloco.local.outcome import OUTCOMES, RunOutcome, RunResult
 from diloco.local.screen import RunView, Screen
 from diloco.local.watch import StatusWatch
 from diloco.processes.launch import Child, ForkServerClient, Process, StartError, check_free, end_all, resolve_program
-from diloco.processes.supervisor import Abandon, Exit, Fail, Finished, Kind, Restart, Supervisor
+from diloco.processes.supervisor import Abandon, Exit, Fail, Finished, Kind, Restart, Supervisor, describe_end
 from diloco.processes.watchdog import Watchdog, peak_rss_bytes, progress
 from diloco.processes.workdir import Workdir
 from diloco.processes.worker_specs import (
@@ -314,7 +314,7 @@ class Runner:
         if isinstance(decision, Restart):
             delay = max(0.0, decision.at - time.monotonic())
             again = f"again in {delay:.1f} s" if delay > 0 else "again at once"
-            self.screen.event(f"{worker.name} ended ({how}), starting it {again}", "yellow")
+            self.screen.event(f"{worker.name} ended ({describe_end(worker.kind, how)}), starting it {again}", "yellow")
             self.view.notes[worker.name] = "starting"
             await asyncio.sleep(delay)
             return not self._stopping
@@ -323,7 +323,7 @@ class Runner:
         elif isinstance(decision, Fail):
             self._decide(RunOutcome("failed", decision.exit_code, decision.message, worker.name))
         elif isinstance(decision, Finished) and not self._stopping and (how.signal is not None or how.code):
-            self.screen.event(f"{worker.name} ended ({how})", "yellow")
+            self.screen.event(f"{worker.name} ended ({describe_end(worker.kind, how)})", "yellow")
         return False
 
     def _is_still_needed(self, worker: WorkerSpec, how: Exit) -> bool:
@@ -359,7 +359,12 @@ class Runner:
 
     async def _report_ended(self, worker: WorkerSpec, process_id: str, how: Exit) -> None:
         """Tell the syncer at once; it would find out by silence, but later."""
-        body = {"region": worker.region, "ordinal": worker.ordinal, "process": process_id, "reason": str(how)}
+        body = {
+            "region": worker.region,
+            "ordinal": worker.ordinal,
+            "process": process_id,
+            "reason": describe_end(worker.kind, how),
+        }
         for tries in range(ENDED_TRIES):
             try:
                 await self.syncer.call(ControlMethod.PROCESS_ENDED, body, seconds=2.0)

@@ -30,7 +30,7 @@ from types import FrameType
 
 from diloco.console import COMPLETE, FAILED, INTERRUPTED, WRONG, CommandError
 from diloco.processes.launch import guard_command, resolve_program
-from diloco.processes.supervisor import Kind
+from diloco.processes.supervisor import Exit, Kind, describe_end
 from diloco.processes.workdir import Workdir, locked
 from diloco.processes.worker_specs import WorkerSpec, base_environment, threads_each, worker_environment
 from diloco.validate import read_job_file
@@ -220,8 +220,8 @@ class _LearnerProcess:
                 print(f"error: the learner ended {vain} times in a row: see above", file=sys.stderr)
                 return FAILED
             pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** max(0, vain - 1)) * random.uniform(0.5, 1.0)
-            how = f"signal {-code}" if code < 0 else f"exit code {code}"
-            print(f"the learner ended ({how}): again in {pause:.1f} s", file=sys.stderr, flush=True)
+            end = describe_end(Kind.LEARNER, Exit(signal=-code) if code < 0 else Exit(code=code))
+            print(f"the learner ended ({end}): again in {pause:.1f} s", file=sys.stderr, flush=True)
             self._sleep(pause)
             if self._leaving():
                 return COMPLETE

@@ -36,6 +36,7 @@ WORKER_IN_VAIN: dict[int, str] = {
     WorkerExit.CONFIGURATION: "its configuration is wrong",
     WorkerExit.REFUSED: "the syncer refused it for good",
 }
+WORKER_FAULTS: dict[int, str] = {WorkerExit.DIVERGED: "training diverged", WorkerExit.STALLED: "training stalled"}
 SYNCER_IN_VAIN: dict[int, str] = {
     SyncerExit.CONFIGURATION: "the job or its arguments are wrong",
     SyncerExit.SUPERSEDED: "another syncer has taken over this job's store",
@@ -64,6 +65,12 @@ class Exit:
             return signal.Signals(self.signal).name
         except ValueError:
             return f"signal {self.signal}"
+
+
+def describe_end(kind: Kind, how: Exit) -> str:
+    """How a process of this kind ended, in words where its exit code has some."""
+    words = None if kind is Kind.SYNCER or how.code is None else WORKER_FAULTS.get(how.code)
+    return f"{how}: {words}" if words else str(how)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +128,7 @@ class Supervisor:
         """``name`` ended. ``wanted`` says whether the job still needs it."""
         if not wanted:
             return Finished()
+        end = describe_end(kind, how)
         in_vain = SYNCER_IN_VAIN if kind is Kind.SYNCER else WORKER_IN_VAIN
         why = in_vain.get(how.code) if how.code is not None else None
         if kind is Kind.LEARNER and how.code == WorkerExit.REFUSED and name in self._was_in:
@@ -129,14 +137,14 @@ class Supervisor:
         if kind is Kind.EVALUATOR:
             tries = self._vain.get(name, 0)
             if why is not None or tries >= EVALUATOR_RESTARTS:
-                reason = why or f"it ended {tries + 1} times in a row ({how})"
+                reason = why or f"it ended {tries + 1} times in a row ({end})"
                 return Abandon(f"{name} is given up: {reason}; the job goes on without evaluation")
             return self._restart(name, now)
         rule = None
         if kind is Kind.LEARNER and how.code is not None:
             rule = next((action for codes, action in self.rules if how.code in codes), None)
         if rule == "Fail":
-            return Fail(f"{name} ended with {how}, for which failurePolicy.rules says Fail", 1)
+            return Fail(f"{name} ended with {end}, for which failurePolicy.rules says Fail", 1)
         if rule == "Ignore":
             return self._restart(name, now)
         if why is not None and rule is None:
@@ -144,7 +152,7 @@ class Supervisor:
         failures = self.since_merge.get(name, 0)
         if failures >= self.max_replacements:
             return Fail(
-                f"{name} ended with {how}, and {failures} replacements of it since the last merge"
+                f"{name} ended with {end}, and {failures} replacements of it since the last merge"
                 " did not help"
                 f" (failurePolicy.maxReplacements: {self.max_replacements})",
                 1,

@@ -18,6 +18,7 @@ from diloco.processes.supervisor import (
     Kind,
     Restart,
     Supervisor,
+    describe_end,
 )
 
 KILLED = Exit(signal=9)
@@ -95,6 +96,17 @@ def test_exits_that_another_start_does_not_cure() -> None:
 def test_a_syncer_whose_credentials_cannot_be_used_is_a_mistake_as_a_wrong_file_is() -> None:
     decision = make().ended("syncer", Kind.SYNCER, Exit(code=5), 0.0, wanted=True)
     assert isinstance(decision, Fail) and decision.exit_code == 2 and "credentials" in decision.message
+
+
+def test_a_learner_that_diverged_or_stalled_is_replaced_and_said_to_have() -> None:
+    """The syncer's exit code 5 means another thing."""
+    for code, words in ((5, "training diverged"), (6, "training stalled")):
+        assert isinstance(make().ended("x", Kind.LEARNER, Exit(code=code), 0.0, wanted=True), Restart)
+        decision = make(0).ended("x", Kind.LEARNER, Exit(code=code), 0.0, wanted=True)
+        assert isinstance(decision, Fail) and f"x ended with exit code {code}: {words}, and 0" in decision.message
+        assert describe_end(Kind.LEARNER, Exit(code=code)) == f"exit code {code}: {words}"
+        assert describe_end(Kind.SYNCER, Exit(code=code)) == f"exit code {code}"
+    assert describe_end(Kind.LEARNER, Exit(signal=9)) == "SIGKILL"
 
 
 def test_an_end_that_was_wanted_needs_nothing() -> None:
