@@ -186,6 +186,7 @@ class World:
         self.node_since = dict.fromkeys(self.nodes, START)
         self.cluster_events: list[ClusterEvent] = []
         self.apply_errors: tuple[ApplyError, ...] = ()
+        self.kept_by_policy: set[Ref] = set()  # whose deletion is refused
         self.secrets: set[str] = set()
         self.syncer = SyncerSim()
         self.asked: ProgramAnswer[StatusDocument] | None = None
@@ -762,7 +763,7 @@ class World:
         self.next_turn = self.now
 
     def _apply(self, made: JobPlan) -> None:
-        apply_errors = []
+        apply_errors = [error for error in self.apply_errors if error.ref in self.kept_by_policy]
         for manifest in made.apply:
             ref = Ref(manifest["kind"], manifest["metadata"]["name"])
             if ref in self.foreign:
@@ -811,8 +812,15 @@ class World:
                 self._delete_pod(pod, delete.force)
             return
         live = self.objects.get(delete.ref)
-        if live is not None and live["metadata"]["uid"] == delete.uid:
-            self.remove_object(delete.ref)
+        if live is None or live["metadata"]["uid"] != delete.uid:
+            return
+        if delete.ref in self.kept_by_policy:
+            error = ApplyError(delete.ref, "forbidden", "admission denied the request: volumes are kept")
+            if error not in self.apply_errors:
+                self.next_turn = self.now
+            self.apply_errors = (*(e for e in self.apply_errors if e != error), error)
+            return
+        self.remove_object(delete.ref)
 
     def remove_object(self, ref: Ref) -> None:
         """An object goes, and what belongs to it."""

@@ -107,6 +107,7 @@ class Fact(Enum):
     POD_SLOW = auto()  # subject: a pod's UID; it does not start, or is stuck
     POD_NOT_JOINED = auto()  # subject: a pod's UID, in an epoch; it runs, and the syncer does not have it
     POD_SILENT = auto()  # subject: a pod's UID, in an epoch; it is ready, and the syncer does not hear it
+    VOLUME_STAYS = auto()  # the job is deleted, and its volume shall be, and is not
     PROCESS_UNKNOWN = auto()  # subject: how its id begins; it holds a slot, and its pod was never seen
 
 
@@ -157,6 +158,7 @@ class Topic(Enum):
     REGION_ROLLOUT = auto()  # subject: a region
     POD_OBSTACLE = auto()  # subject: a pod's UID
     POD_NODE_LOST = auto()  # subject: a pod's UID
+    VOLUME_STAYS = auto()
 
 
 @dataclass(slots=True)

@@ -34,7 +34,9 @@ class Condition(Spec):
     reason: str = Field(..., max_length=1024, description="One word in CamelCase, for programs.")
     message: str = Field("", max_length=32768, description="A sentence: what is so, and what to do.")
     observed_generation: int = Field(..., ge=0, description="Of the job that this is about.")
-    last_transition_time: str = Field(..., max_length=40, description="RFC 3339: since when.")
+    last_transition_time: str = Field(
+        ..., max_length=40, json_schema_extra={"format": "date-time"}, description="RFC 3339: since when."
+    )
 
 
 class SyncerStatus(Spec):

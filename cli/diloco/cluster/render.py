@@ -25,7 +25,7 @@ from diloco_protocol.vocabulary import FAULT_CONDITIONS
 EVENTS_SHOWN = 10
 UNSEEN = "no operator has looked at it yet"
 _ENDS = {"Complete": "green", "Failed": "bold red"}  # and the style of each
-_NEUTRAL = frozenset({"Suspended", "Complete"})  # false: nothing to tell
+_NEUTRAL = frozenset({"Suspended", "Complete", "Reconciling", "Stalled"})  # false: nothing to tell
 _PHASES = {"Complete": "green", "Failed": "red", "Invalid": "red", "Holding": "yellow", "Suspended": "yellow"}
 
 

@@ -159,6 +159,8 @@ def _namespace(name: str) -> Object:
 def _syncer_service(job: Job) -> Object:
     endpoint = job.spec.syncer.endpoint
     port: Object = {"name": "sync", "port": SYNC_PORT, "targetPort": "sync", "protocol": "TCP"}
+    # Said, so that a mesh need not guess it from the first bytes.
+    port["appProtocol"] = "kubernetes.io/h2c" if job.spec.syncer.tls.mode == "off" else "tls"
     if endpoint.node_port is not None:
         port["nodePort"] = endpoint.node_port
     spec = {
@@ -174,14 +176,19 @@ def _region_service(job: Job, region: RegionSpec) -> Object:
         "clusterIP": "None",
         "publishNotReadyAddresses": True,
         "selector": _learners(job, region.name),
-        "ports": [{"name": "status", "port": WORKER_PORT, "targetPort": "status", "protocol": "TCP"}],
+        "ports": [
+            {"name": "status", "port": WORKER_PORT, "targetPort": "status", "protocol": "TCP", "appProtocol": "http"}
+        ],
     }
     return _object(job, names.region_service(job.name, region.name), "learner", {"spec": spec}, region.name)
 
 
 def _budget(job: Job, region: RegionSpec) -> Object:
+    """As many learners as the job can be without (M - K) may be evicted at once, each region its
+    share by learners; one of a region at least."""
+    spare = job.spec.slots - job.spec.quorum
     spec = {
-        "maxUnavailable": 1,
+        "maxUnavailable": max(1, spare * region.learners // job.spec.slots),
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
         "selector": {"matchLabels": _learners(job, region.name)},
     }
@@ -214,6 +221,11 @@ def claim_manifest(job: Job, live: Mapping[str, Any] | None) -> Object | None:
         spec["storageClassName"] = storage_class
     manifest = _object(job, names.claim(job.name), "syncer", {"spec": spec})
     del manifest["metadata"]["ownerReferences"]
+    # By its labels Argo CD may take it for a part of an Application of the job's name that is not in git any more.
+    manifest["metadata"]["annotations"] = {
+        "argocd.argoproj.io/sync-options": "Prune=false",
+        "argocd.argoproj.io/compare-options": "IgnoreExtraneous",
+    }
     return manifest
 
 

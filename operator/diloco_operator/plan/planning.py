@@ -58,6 +58,8 @@ STEADY, SOON, BRIEFLY = 20.0, 2.0, 0.5
 POLL, POLL_SOON, POLL_LATER = 10.0, 1.0, 5.0
 """Seconds between calls to the syncer: nothing is going on; something is; it has been for ``LONG``."""
 LONG = 120.0
+LET_GO_SECONDS = 300.0
+"""A deleted job waits so long for its volume to be deleted, where that is refused; then it goes without."""
 FALLEN_SECONDS = 60.0
 """In a cluster without the syncer, a number of merges that stays smaller for so long means that the
 syncer's store was set back; for a shorter time it may come from an older status page."""
@@ -150,6 +152,9 @@ def _status_not_ready(job: Job, now: float, phase: str, reason: str, message: st
     """The job's status as it was, but for the phase and Ready."""
     conditions = ConditionSet(list(job.status.get("conditions") or []), job.generation, now)
     conditions.set("Ready", False, reason, message)
+    wrong = reason == "InvalidSpec"
+    conditions.set("Stalled", wrong, reason if wrong else "NotStalled", message if wrong else "")
+    conditions.set("Reconciling", not wrong, "AsWanted" if wrong else reason)
     conditions.keep_undecided()
     return {**job.status, "observedGeneration": job.generation, "phase": phase, "conditions": conditions.rows()}
 
@@ -169,13 +174,22 @@ def _plan_deletion(observed: Observed, memory: PlanMemory, settings: PlanSetting
     done = lifecycle.deletion_done(decision)
     ref = names.claim(job.name)
     claim = view.live(ref)
-    if done and claim is not None and _deletes_volume(job, here):
-        done = "deletionTimestamp" in claim["metadata"]
-        if not done:
+    event_log = EventLog(memory)
+    message, wake_in, poll = decision.message or "Its objects go.", BRIEFLY, POLL_SOON
+    if done and claim is not None and "deletionTimestamp" not in claim["metadata"] and _deletes_volume(job, here):
+        tried = view.observe(Fact.VOLUME_STAYS)
+        refused = "; ".join(error.message.rstrip(".") for error in observed.apply_errors if error.ref == ref)
+        done, wake_in, poll = tried >= LET_GO_SECONDS, min(STEADY, max(BRIEFLY, tried / 2)), STEADY
+        stays = f"PersistentVolumeClaim {ref.name} cannot be deleted: {refused or 'its deletion is not answered'}"
+        if refused:
+            message = f"{stays}. It is tried again; after {LET_GO_SECONDS / 60:.0f} minutes the job goes without it."
+        if done:
+            said = f"{stays}. The job goes, and the claim stays: delete it by hand."
+            event_log.transition(Topic.VOLUME_STAYS, "", "stays", "Warning", "VolumeStays", said)
+        else:
             why = "the job was deleted, and syncer.storage.onDelete is Delete"
             deletes.append(Delete(ref, claim["metadata"]["uid"], why))
-    status = _status_not_ready(job, observed.now, "Deleting", "Deleting", decision.message or "Its objects go.")
-    event_log = EventLog(memory)
+    status = _status_not_ready(job, observed.now, "Deleting", "Deleting", message)
     was = "deleting" if job.status.get("phase") == "Deleting" else ""
     message = "The job is deleted: its learners are told, then its objects go."
     event_log.transition(Topic.JOB_END, was, "deleting", "Normal", "Deleting", message)
@@ -186,8 +200,8 @@ def _plan_deletion(observed: Observed, memory: PlanMemory, settings: PlanSetting
         status=status,
         events=tuple(event_log.events),
         wants_fresh_view=view.wants_fresh,
-        wake_in=BRIEFLY,
-        poll_syncer=POLL_SOON,
+        wake_in=wake_in,
+        poll_syncer=poll,
     )
 
 

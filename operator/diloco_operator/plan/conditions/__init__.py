@@ -1,6 +1,7 @@
 """The conditions of a DiLoCoJob: which there are, and where each is decided.
 
-On every job: Ready, Suspended, Complete, Failed, Degraded, NameConflict (``decide.py``).
+On every job: Ready, Suspended, Complete, Failed, Degraded, NameConflict, and kstatus' Reconciling and Stalled
+(``decide.py``).
 In the hub: SyncerReady, QuorumMet, RegionLost (``decide.py``), LinksTooSlow (``hub_conditions.py``).
 In a cluster without the syncer: HubReachable, SettingsDiffer (``region_conditions.py``).
 On both sides: SpecDrift. In the hub it is about the learners that the syncer refused for it

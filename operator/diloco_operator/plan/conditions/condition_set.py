@@ -29,6 +29,8 @@ ORDER = (
     "Suspended",
     "Complete",
     "Failed",
+    "Reconciling",
+    "Stalled",
 )
 FIELDS = 10  # named in a message
 

@@ -18,7 +18,7 @@ from diloco_operator.plan.pods.pod_status import Pod, newest_message, shortened
 from diloco_operator.plan.pods.rollout import Rollout
 from diloco_operator.plan.regions import RegionReport, explain_not_made
 from diloco_operator.plan.view import ANSWER_PATIENCE, View
-from diloco_protocol.vocabulary import CONTROL_PORT, FINISHING_PHASES, JobPhase, SyncerExit
+from diloco_protocol.vocabulary import CONTROL_PORT, FINISHING_PHASES, JOB_REFUSED_REASONS, JobPhase, SyncerExit
 
 _APPLY_ERRORS = {
     "conflict": ("NameConflict", ""),
@@ -31,6 +31,9 @@ _APPLY_ERRORS = {
 # Without these nothing trains; the other kinds are good to have.
 _ESSENTIAL = frozenset({"ConfigMap", "Secret", "Service", "PersistentVolumeClaim", "Deployment", "StatefulSet"})
 
+
+# Refusals that may end without anybody changing the job.
+_TRIED_AGAIN = frozenset({"QuotaExceeded", "Forbidden", "ApplyFailed"})
 
 HANDOVER_SECONDS = 15.0
 """A successor may wait so long for the volume that the pod before it still has; two seconds are usual."""
@@ -67,6 +70,7 @@ def decide_conditions(view: View, found: TurnFindings) -> ConditionSet:
     _decide_degraded(view, found, out)
     _decide_ends(view, found, out)
     _decide_ready(view, found, out)
+    _decide_progress(view, found, out)
     return out
 
 
@@ -189,6 +193,9 @@ def _decide_quorum_met(view: View, found: TurnFindings, out: ConditionSet) -> No
     elif view.job_phase == JobPhase.WAITING:
         message = f"{_learners_are(active)} active; training begins, or goes on, with {required} (sync.quorum)."
         out.set("QuorumMet", False, "Gathering", message)
+    elif view.job_phase in FINISHING_PHASES:
+        message = f"The stop is reached; {_learners_are(active)} active, and they leave with their work offered."
+        out.set("QuorumMet", False, "Finishing", message)
     else:
         message = f"{_learners_are(active)} active, and a merge needs {required} (sync.quorum): nothing is merged."
         out.set("QuorumMet", False, "TooFew", message)
@@ -315,8 +322,9 @@ def _decide_ready(view: View, found: TurnFindings, out: ConditionSet) -> None:
         out.set("Ready", False, *found.refused)
         return
     if not decision.training:
-        reason, message = _stage_reason(found)
-        out.set("Ready", False, reason, decision.message or message)
+        words, as_wanted = STAGE_WORDS[decision.stage], decision.stage in ("waiting", "suspended", "complete")
+        reason = words.phase if as_wanted or decision.stage == "failed" else words.reason
+        out.set("Ready", as_wanted, reason, decision.message or words.message)
         return
     essential = [t for t in _sorted(found.apply_errors) if t.ref.kind in _ESSENTIAL]
     if essential:
@@ -325,7 +333,7 @@ def _decide_ready(view: View, found: TurnFindings, out: ConditionSet) -> None:
     wanted = ("SyncerReady", "QuorumMet") if view.here.syncer else ("HubReachable",)
     for kind in wanted:
         row = out.found.get(kind)
-        if row is not None and row["status"] != "True":
+        if row is not None and row["status"] != "True" and row["reason"] != "Finishing":
             reason = row["reason"] if kind != "SyncerReady" else f"Syncer{row['reason']}"
             out.set("Ready", False, str(reason), str(row["message"]))
             return
@@ -341,3 +349,16 @@ def _decide_ready(view: View, found: TurnFindings, out: ConditionSet) -> None:
         out.set("Ready", True, "Finishing", "Learners offer their last work, then the model is evaluated.")
     else:
         out.set("Ready", True, "Training", f"Learners train, and their work is merged.{rolling}{waits}")
+
+
+def _decide_progress(view: View, found: TurnFindings, out: ConditionSet) -> None:
+    """The two conditions of kstatus, from which Flux, `helm --wait` and others tell what is under way from what
+    waits for a person."""
+    ready, stage = out.found["Ready"], found.decision.stage
+    refused = ready["status"] == "False" and ready["reason"] in JOB_REFUSED_REASONS - _TRIED_AGAIN
+    stalled = refused or stage == "failed"
+    out.set("Stalled", stalled, ready["reason"] if stalled else "NotStalled", ready["message"] if stalled else "")
+    starts = found.decision.training and ready["status"] == "False" and view.job_phase in ("", JobPhase.WAITING)
+    rolls = bool(found.rollout.regions) or found.syncer_waits
+    moves = not stalled and (starts or rolls or stage in ("suspending", "restarting", "finishing", "failing"))
+    out.set("Reconciling", moves, str(ready["reason"]) if moves else "AsWanted", "")

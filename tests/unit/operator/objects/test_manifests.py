@@ -265,6 +265,36 @@ def test_the_evaluator_has_a_program_and_resources_of_its_own() -> None:
     assert "spec.evaluator.podTemplate" in refusal.path and "spec.evaluator.command" in refusal.message
 
 
+@pytest.mark.parametrize(
+    ("learners", "quorum", "budgets"),
+    [([3], 1, [2]), ([3], 3, [1]), ([64], 48, [16]), ([6, 2], 4, [3, 1]), ([4, 4], 8, [1, 1]), ([1, 7], 4, [1, 3])],
+)
+def test_as_many_learners_may_be_evicted_at_once_as_the_job_can_be_without(
+    learners: list[int], quorum: int, budgets: list[int]
+) -> None:
+    regions = [{"name": f"r{i}", "learners": count} for i, count in enumerate(learners)]
+    made = everything(job(regions=regions, sync={"quorum": quorum}))
+    found = [made[names.budget("job", region["name"])]["spec"]["maxUnavailable"] for region in regions]
+    assert found == budgets
+
+
+def test_argo_cd_does_not_prune_the_claim() -> None:
+    claim = everything(job())[names.claim("job")]["metadata"]
+    assert claim["annotations"] == {
+        "argocd.argoproj.io/sync-options": "Prune=false",
+        "argocd.argoproj.io/compare-options": "IgnoreExtraneous",
+    }
+
+
+@pytest.mark.parametrize(("mode", "protocol"), [("auto", "tls"), ("off", "kubernetes.io/h2c")])
+def test_services_say_what_is_spoken(mode: str, protocol: str) -> None:
+    made = everything(job(syncer={"tls": {"mode": mode}}))
+    (port,) = made[names.syncer_service("job")]["spec"]["ports"]
+    assert port["appProtocol"] == protocol
+    (port,) = made[names.region_service("job", "local")]["spec"]["ports"]
+    assert port["appProtocol"] == "http"
+
+
 def test_labels_of_the_job_are_not_its_objects() -> None:
     """Kueue's label on a StatefulSet alone would have it gate pods that the plan then takes for lost."""
     document = job_object(training=EVALUATED)
@@ -321,7 +351,7 @@ def test_stateful_sets() -> None:
     service = everything(job())[names.region_service("job", "local")]["spec"]
     assert service["clusterIP"] == "None" and service["publishNotReadyAddresses"] is True
     budget = everything(job())[names.budget("job", "local")]["spec"]
-    assert budget["maxUnavailable"] == 1 and budget["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+    assert budget["maxUnavailable"] == 2 and budget["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_conditions_say_of_which_generation_they_are_and_since_when() -> None:
     world.until(lambda w: w.truth("Suspended") == "True", 60)
     then = times()
     changed = {kind for kind in then if then[kind] != first[kind]}
-    assert changed == {"Ready", "QuorumMet", "SyncerReady", "Suspended"}
+    assert changed == {"Ready", "QuorumMet", "SyncerReady", "Suspended", "Reconciling"}
     assert all(then[kind] > first[kind] for kind in changed)
 
 
@@ -398,6 +398,75 @@ def test_deletion_waits_thirty_seconds_at_most() -> None:
     began = world.now
     world.until(lambda w: w.gone, 60)
     assert 29 <= world.now - began <= 33
+
+
+def test_a_volume_whose_deletion_is_refused_is_named_and_let_go() -> None:
+    world = started(syncer={"storage": {"onDelete": "Delete"}})
+    world.kept_by_policy = {names.claim("job")}
+    world.delete_job()
+    world.until(lambda w: "cannot be deleted" in w.condition("Ready")["message"], 60)
+    began, plans = world.now, len(world.plans)
+    assert names.claim("job").name in world.condition("Ready")["message"]
+    assert "volumes are kept" in world.condition("Ready")["message"]
+    world.until(lambda w: w.gone, 400)
+    assert 250 <= world.now - began <= 330 and len(world.plans) - plans < 50, "it asks less and less often"
+    (event,) = [event for _, event in world.events if event.reason == "VolumeStays"]
+    assert event.type == "Warning" and names.claim("job").name in event.message
+    assert names.claim("job") in world.objects
+
+
+def kstatus(world: World) -> str:
+    """What kstatus makes of a custom resource (cli-utils, pkg/kstatus/status/generic.go)."""
+    if world.status.get("observedGeneration") != world.job["metadata"]["generation"]:
+        return "InProgress"
+    if world.truth("Reconciling") == "True":
+        return "InProgress"
+    if world.truth("Stalled") == "True":
+        return "Failed"
+    return "Current" if world.truth("Ready") == "True" else "InProgress"
+
+
+def test_flux_and_helm_see_where_a_job_is() -> None:
+    world = World(job_object(suspend=True))
+    world.run(5)
+    assert kstatus(world) == "Current" and world.condition("Ready")["reason"] == "Suspended"
+    world.edit(suspend=False)
+    world.run(2)
+    assert kstatus(world) == "InProgress"
+    world.until(World.whole)
+    world.run(5)
+    assert kstatus(world) == "Current" and world.condition("Ready")["reason"] == "Training"
+    world.edit(suspend=True)
+    world.run(1)
+    assert kstatus(world) == "InProgress"
+    world.until(lambda w: w.truth("Suspended") == "True")
+    assert kstatus(world) == "Current"
+    world.edit(suspend=False)
+    world.until(World.whole)
+    world.edit(learners={"podTemplate": {"spec": {"containers": [{"name": "learner", "command": ["x"]}]}}})
+    world.run(5)
+    assert kstatus(world) == "Failed" and world.condition("Stalled")["reason"] == "PodTemplate"
+
+
+@pytest.mark.parametrize(("how", "seen"), [("complete", "Current"), ("failed", "Failed")])
+def test_an_end_is_seen_as_one(how: str, seen: str) -> None:
+    world = started()
+    world.syncer.phase = how
+    world.until(lambda w: w.truth("Complete" if how == "complete" else "Failed") == "True")
+    world.run(30)
+    assert kstatus(world) == seen and world.condition("Ready")["reason"] == how.capitalize()
+
+
+def test_no_quorum_is_lost_when_learners_leave_at_the_end() -> None:
+    world = started(sync={"quorum": 3})
+    world.syncer.phase, world.syncer.target, world.syncer.moves_at = "draining", "complete", world.now + 20
+    for pod in world.of("learner")[:2]:
+        for slot in world.syncer.slots:
+            if slot.process == pod.process:
+                slot.state = "draining"
+    world.run(10)
+    assert world.condition("QuorumMet")["reason"] in ("Finishing", "Met")
+    assert world.told("QuorumLost") == 0 and world.truth("Ready") == "True"
 
 
 def test_deletion_without_a_syncer_does_not_wait() -> None:
