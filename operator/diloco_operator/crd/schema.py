@@ -129,6 +129,8 @@ def model_schema(model: type[Spec]) -> Schema:
 def _field_schema(field: FieldInfo, list_key: str | None, free_keys: bool) -> Schema:
     found: Schema = {"description": field.description} if field.description else {}
     found |= value_schema(field.annotation, field.metadata)
+    if isinstance(field.json_schema_extra, dict):
+        found |= field.json_schema_extra
     if free_keys:
         found["additionalProperties"] = {"x-kubernetes-preserve-unknown-fields": True, "nullable": True}
         del found["x-kubernetes-preserve-unknown-fields"]

@@ -88,6 +88,7 @@ def test_no_field_is_kept_unseen_but_the_free_mappings() -> None:
     assert free == {
         ("spec", "syncer", "podTemplate"),
         ("spec", "learners", "podTemplate"),
+        ("spec", "evaluator", "podTemplate"),
         ("spec", "regions", "[]", "podTemplate"),
         ("status", "report"),
     }
