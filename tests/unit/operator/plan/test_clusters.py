@@ -16,7 +16,7 @@ def test_the_far_cluster_runs_its_learners_and_judges_what_it_can() -> None:
     world = Far(job_object(**SPREAD))
     world.until(lambda w: w.truth("Ready") == "True", 60)
     kinds = {c["type"] for c in world.status["conditions"]}
-    always = {"Ready", "NameConflict", "Degraded", "Suspended", "Complete", "Failed"}
+    always = {"Ready", "NameConflict", "Degraded", "Suspended", "Complete", "Failed", "Reconciling", "Stalled"}
     assert kinds == always | {"HubReachable", "SpecDrift", "SettingsDiffer"}
     assert world.status["learners"] == "2/2" and world.status["phase"] == "Running"
     assert [row["name"] for row in world.status["regions"]] == ["away"]
