@@ -66,7 +66,7 @@ class ProgramAnswer(Generic[D]):
     document: D | None
     error: str = ""  # empty, or why there is no document
     at: float = 0.0  # when it was answered (or tried)
-    failing_since: float | None = None  # since when every try failed; None: the last one did not
+    failing_since: float | None = None  # since when every try failed (monotonic); None: the last one did not
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,7 @@ class Observed:
     report: Report | None = None  # report.json, once the syncer has said an end
     # For so many seconds nothing was heard of pods, StatefulSets or nodes; infinite: they may not be watched.
     view_age: float = 0.0
+    monotonic: float | None = None  # seconds of a clock that nobody sets, for what is timed; None: ``now``
 
 
 class Fact(Enum):

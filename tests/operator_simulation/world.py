@@ -419,8 +419,8 @@ class World:
         if others and not force:
             self._violated(f"{operator.name}: {name} is taken while {others[0]['metadata']['name']} leaves")
         syncer = self.programs.syncer
-        if syncer is None or not syncer.works:
-            return  # it has just gone, and with it the quorum
+        if syncer is None or not syncer.works or syncer.node.cluster != kubernetes.name:
+            return  # it has just gone, and with it the quorum; or this operator, in another cluster, cannot know that
         required = job["spec"]["sync"]["quorum"] if "sync" in job["spec"] else 1
         left = self.programs.active() - self.programs.taking_part(process)
         if left < required and self.wanted() > required:

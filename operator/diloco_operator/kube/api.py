@@ -202,11 +202,15 @@ class Api:
         try:
             answer = await self.write("delete", kind.plural, "DELETE", kind.path(namespace, name), body=body)
         except ApiError as error:
-            if error.status in (404, 409):  # gone; or another of that name is there
-                return None
+            if error.status == 404 or (error.status == 409 and not await self._is_there(kind, namespace, name, uid)):
+                return None  # gone; or another of that name is there
             raise
         ends = (answer.get("metadata") or {}).get("deletionTimestamp") and answer.get("kind") == kind.name
         return answer if ends else None
+
+    async def _is_there(self, kind: Kind, namespace: str, name: str, uid: str) -> bool:
+        found = await self.get(kind, namespace, name)
+        return found is not None and found["metadata"]["uid"] == uid
 
     async def is_allowed(self, group: str, resource: str, verb: str, namespace: str | None) -> bool:
         """Whether this operator may do it (SelfSubjectAccessReview). Raises ApiError."""

@@ -48,11 +48,16 @@ class View:
         asked = self.observed.syncer
         self.unanswered_seconds = self.observe(Fact.SYNCER_NOT_ANSWERING, holds=self.document is None)
         if asked is not None and asked.failing_since is not None:
-            self.unanswered_seconds = max(self.unanswered_seconds, self.now - asked.failing_since)
+            self.unanswered_seconds = max(self.unanswered_seconds, self.clock - asked.failing_since)
 
     @property
     def now(self) -> float:
         return self.observed.now
+
+    @property
+    def clock(self) -> float:
+        """Seconds of a clock that no step of the wall's moves: what is timed is timed by it."""
+        return self.now if self.observed.monotonic is None else self.observed.monotonic
 
     def may_act(self) -> bool:
         """Whether the view is fresh enough to take something from a process by it. If not, a fresh one is asked for."""
@@ -239,4 +244,4 @@ class View:
 
     def observe(self, fact: Fact, subject: str = "", *, epoch: int | None = None, holds: bool = True) -> float:
         """For how many seconds a fact has held without a break; 0 where it does not hold now."""
-        return self.memory.timers.observe(Timer(fact, subject, epoch), self.now, holds)
+        return self.memory.timers.observe(Timer(fact, subject, epoch), self.clock, holds)

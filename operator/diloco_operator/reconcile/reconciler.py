@@ -155,6 +155,7 @@ class Reconciler:
             learners=learners,
             report=report,
             view_age=self._view_age(key, record),
+            monotonic=time.monotonic(),
         )
         plan = self.plan_job(observed, record.memory, self.settings)
         missing = any(ref_of(manifest) not in seen.objects for manifest in plan.apply)

@@ -233,7 +233,7 @@ class SyncerPoller:
         since: float | None = None
         if document is None:
             before = job.syncer.failing_since if job.syncer is not None else None
-            since = before if before is not None else now
+            since = before if before is not None else time.monotonic()
             if before is None:
                 log.info("the syncer does not answer: %s", error, extra=about(key))
         elif job.syncer is not None and job.syncer.failing_since is not None:
@@ -286,7 +286,7 @@ class SyncerPoller:
             before = job.learners.get(name)
             same = before is not None and before.pod == pod
             since = before.failing_since if before is not None and same else None
-            since = since if since is not None else now
+            since = since if since is not None else time.monotonic()
         job.learners[name] = _Kept(pod, ProgramAnswer(document, error, now, since))
 
 

@@ -44,7 +44,7 @@ def handle_lost_nodes(view: View) -> NodeLosses:
     """Find them among all pods of the job, whatever its stage. Changes the view's memory."""
     out = NodeLosses()
     memory = view.memory
-    memory.force_deletions = [t for t in memory.force_deletions if view.now - t < WINDOW_SECONDS]
+    memory.force_deletions = [t for t in memory.force_deletions if view.clock - t < WINDOW_SECONDS]
     for pod in view.pods:
         if pod.node and not pod.over:
             _handle_pod(view, pod, out)
@@ -104,11 +104,11 @@ def _handle_pod(view: View, pod: Pod, out: NodeLosses) -> None:
             f"{said}, and {BUDGET} pods were force-deleted within {WINDOW_SECONDS / 60:.0f} minutes: "
             f"the rest waits; {cures}"
         )
-        out.wake_in = min(out.wake_in, view.memory.force_deletions[0] + WINDOW_SECONDS - view.now)
+        out.wake_in = min(out.wake_in, view.memory.force_deletions[0] + WINDOW_SECONDS - view.clock)
     elif not view.may_act():
         out.reasons[pod.name] = said
     else:
-        view.memory.force_deletions.append(view.now)
+        view.memory.force_deletions.append(view.clock)
         view.memory.own_deletions.add(pod.uid)
         why = f"{said} (nodeLoss.policy ForceDelete)"
         out.deletes.append(Delete(Ref("Pod", pod.name), pod.uid, why, force=True))

@@ -304,15 +304,15 @@ def _pass_backoff(view: View, pod: Pod) -> bool:
     begins when a crash is seen. A silent pod has none at first, since its silence was waited for."""
     backoff = view.memory.backoffs.get(pod.name)
     if backoff is None and pod.obstacle is not None:
-        view.memory.backoffs[pod.name] = Backoff(0, view.now + FIRST_BACKOFF)
+        view.memory.backoffs[pod.name] = Backoff(0, view.clock + FIRST_BACKOFF)
         return False
     backoff = backoff or Backoff()
-    if view.now < backoff.not_before:
+    if view.clock < backoff.not_before:
         return False
     # Drawn from the UID, so that places that broke together do not come back together.
     spread = 0.9 + 0.2 * int(pod.process[:4] or "0", 16) / 0xFFFF
     delay = min(LAST_BACKOFF, FIRST_BACKOFF * 2 ** (backoff.deletions + 1)) * spread
-    view.memory.backoffs[pod.name] = Backoff(backoff.deletions + 1, view.now + delay)
+    view.memory.backoffs[pod.name] = Backoff(backoff.deletions + 1, view.clock + delay)
     return True
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+from diloco_operator.model import ApplyError, Delete, Observed
 from operator_world import START, World, idle, job_object, lost_learner, started, template
 
 
@@ -172,3 +175,29 @@ def test_settings_of_the_syncer_restart_no_learner() -> None:
     world.until(lambda w: w.syncer.epoch == 2)
     world.until(World.whole)
     assert {p.uid for p in world.of("learner")} == learners
+
+
+class Guarded(World):
+    """Something refuses that its pods are deleted, and says why."""
+
+    refused = True
+
+    def _delete(self, delete: Delete) -> None:
+        if not self.refused:
+            super()._delete(delete)
+
+    def observed(self) -> Observed:
+        tried = {delete.ref for plan in self.plans for delete in plan.deletes} if self.refused else set()
+        errors = tuple(ApplyError(ref, "forbidden", "the webhook says no") for ref in sorted(tried))
+        return dataclasses.replace(super().observed(), apply_errors=errors)
+
+
+def test_a_rollout_says_why_a_pod_cannot_be_deleted() -> None:
+    world = Guarded(job_object(count=3))
+    world.until(World.whole, 120)
+    world.edit(learners=template("diloco-worker:2"))
+    world.run(30)
+    assert "job-local-2 cannot be deleted: the webhook says no" in world.region()["cause"], world.story()
+    assert world.told("RollingOut") == 1
+    world.refused = False
+    world.until(lambda w: w.told("RolledOut") == 1, 120)

@@ -1,0 +1,126 @@
+"""What the applier sends, and what it leaves alone."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from diloco_operator.informer.cache import Cache
+from diloco_operator.kube.api import Api
+from diloco_operator.kube.errors import ApiError
+from diloco_operator.kube.kinds import POD, Kind
+from diloco_operator.model import Object, Ref
+from diloco_operator.names import is_ours, owner_reference, ref_of
+from diloco_operator.reconcile import apply
+from diloco_operator.reconcile.apply import Applier, ApplyMemory
+from diloco_protocol.vocabulary import LABEL_JOB
+
+KEY, UID = ("ns", "job"), "job-uid"
+
+
+def config(value: str, owner: str = UID, **data: str) -> Object:
+    meta: Object = {"name": "job-settings", "namespace": "ns", "labels": {LABEL_JOB: "job"}}
+    meta["ownerReferences"] = [owner_reference("job", owner)]
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": {"job.json": value, **data}}
+
+
+def live(obj: Object, version: int = 1) -> Object:
+    return {**obj, "metadata": {**obj["metadata"], "uid": "u", "resourceVersion": str(version)}}
+
+
+class ScriptedApi:
+    """Has at most one object, and makes of what is applied what ``make`` does."""
+
+    def __init__(self, there: Object | None = None) -> None:
+        self.there = there
+        self.sent: list[Object] = []
+        self.version = 1
+
+    async def get(self, kind: Kind, namespace: str | None, name: str) -> Object | None:
+        return self.there
+
+    def made(self, manifest: Object) -> Object:
+        return manifest
+
+    async def apply(self, kind: Kind, manifest: Object, dry_run: bool = False) -> Object:
+        self.sent.append(manifest)
+        self.version += 1
+        self.there = live(self.made(manifest), self.version)
+        return self.there
+
+
+class Stubborn(ScriptedApi):
+    """Another program puts one value back."""
+
+    def made(self, manifest: Object) -> Object:
+        return {**manifest, "data": {**manifest["data"], "job.json": "theirs"}}
+
+
+def applied(api: Any, wanted: Object, memory: ApplyMemory, seen: Object | None) -> dict[Ref, Any]:
+    there = {} if seen is None else {ref_of(wanted): seen}
+    return asyncio.run(Applier(api, Cache()).apply(KEY, UID, [wanted], there, memory))
+
+
+@pytest.mark.parametrize("seen", [True, False], ids=["the cache has it", "only the API server has it"])
+def test_an_object_that_is_not_the_jobs_is_not_sent(seen: bool) -> None:
+    theirs = live(config("x", owner="another"))
+    api = ScriptedApi(theirs)
+    errors = applied(api, config("mine"), ApplyMemory(), theirs if seen else None)
+    assert [error.reason for error in errors.values()] == ["conflict"] and not api.sent
+
+
+def test_an_object_that_does_not_become_what_was_wanted_is_sent_again_only_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    api, memory = Stubborn(), ApplyMemory()
+    applied(api, config("mine"), memory, None)
+    for _ in range(3):
+        applied(api, config("mine"), memory, api.there)
+    assert len(api.sent) == 1
+    monkeypatch.setattr(apply, "UNCHANGED_SECONDS", 0.0)
+    applied(api, config("mine"), memory, api.there)
+    assert len(api.sent) == 2
+
+
+def test_an_object_that_somebody_changed_since_is_sent_again_at_once() -> None:
+    api, memory = Stubborn(), ApplyMemory()
+    applied(api, config("mine"), memory, None)
+    assert api.there is not None
+    changed = live({**api.there, "data": {"job.json": "changed again"}}, 9)
+    applied(api, config("mine"), memory, changed)
+    assert len(api.sent) == 2
+
+
+def test_what_nobody_controls_is_the_jobs_only_if_it_is_a_claim_that_the_operator_made() -> None:
+    labels = {LABEL_JOB: "job", "app.kubernetes.io/managed-by": "diloco-operator"}
+    claim = Ref("PersistentVolumeClaim", "job-syncer")
+    assert is_ours(claim, {"metadata": {"labels": labels}}, "job", UID)
+    assert not is_ours(claim, {"metadata": {"labels": labels | {"app.kubernetes.io/managed-by": "a"}}}, "job", UID)
+    assert not is_ours(Ref("ConfigMap", "job-settings"), {"metadata": {"labels": labels}}, "job", UID)
+
+
+class AnsweringApi(Api):
+    """Refuses a deletion, and then has this pod or none."""
+
+    def __init__(self, status: int, uid: str | None) -> None:
+        self.status, self.uid = status, uid
+
+    async def write(self, verb: str, resource: str, method: str, path: str, **parts: Any) -> Object:
+        raise ApiError(verb, resource, self.status, "the object has been modified")
+
+    async def ask(self, verb: str, resource: str, method: str, path: str, **parts: Any) -> Object:
+        if self.uid is None:
+            raise ApiError(verb, resource, 404, "not found")
+        return {"metadata": {"name": "p", "uid": self.uid}}
+
+
+@pytest.mark.parametrize(("status", "uid"), [(404, "mine"), (409, None), (409, "another")])
+def test_an_object_that_is_not_there_any_more_is_deleted(status: int, uid: str | None) -> None:
+    assert asyncio.run(AnsweringApi(status, uid).delete(POD, "ns", "p", "mine")) is None
+
+
+def test_a_conflict_over_an_object_that_is_there_is_not_taken_for_its_deletion() -> None:
+    with pytest.raises(ApiError, match="modified"):
+        asyncio.run(AnsweringApi(409, "mine").delete(POD, "ns", "p", "mine"))
