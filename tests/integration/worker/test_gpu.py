@@ -21,6 +21,7 @@ from diloco_worker.fragments import ModelFragments, Vector, build_layout
 from diloco_worker.sync.inner_optimizers import InnerOptimizers
 from diloco_worker.sync.optimizer_handover import OptimizerHandover
 from diloco_worker.sync.optimizer_state import restore, snapshot
+from diloco_worker.sync.slot_checkpoint import SlotCheckpoint
 from diloco_worker.sync.step_metrics import StepMetrics
 from diloco_worker.training import trainer
 
@@ -178,7 +179,7 @@ def test_a_donor_without_memory_declines_and_trains_on(gpu: torch.device, caplog
     step()
     declined: list[int] = []
     client: Any = SimpleNamespace(decline_state=declined.append)
-    checkpoint: Any = SimpleNamespace(origin=lambda step, held: None)
+    checkpoint = SlotCheckpoint(None, "a", "d", 60.0, 1 << 30)
     adoption = Adoption(AdoptionConfig(0, 4, 1))
     adoption.on_step(1, 0.1)
     handover = OptimizerHandover(inner, adoption, client, checkpoint, lambda step: None)
