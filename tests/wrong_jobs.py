@@ -234,6 +234,14 @@ RULES: list[tuple[str, dict[str, Any], str, str]] = [
     ("function of text", {"training.data.function": "a:b"}, "training.data.function", "source is text"),
     ("name of text", {"training.data.name": "a"}, "training.data.name", "set source: datasets"),
     ("subset of text", {"training.data.subset": "a"}, "training.data.subset", "leave it out"),
+    ("revision of text", {"training.data.revision": "a"}, "training.data.revision", "leave it out"),
+    ("revision of nothing", {"training.model.revision": "a"}, "training.model.revision", "belongs to from"),
+    (
+        "frozen in bfloat16, computed in float32",
+        {"training.model.frozenDtype": "bfloat16", "training.precision": "float32"},
+        "training.model.frozenDtype",
+        "training.precision",
+    ),
     (
         "paths of python",
         {"training.data": {"source": "python", "function": "a:b", "paths": ["c"]}},

@@ -32,9 +32,10 @@ def device(spec: JobSpec) -> torch.device:
 
 
 def precision(spec: JobSpec, where: torch.device) -> torch.dtype:
-    """float32 or bfloat16, of training.precision; auto is bfloat16 on a GPU that has it in hardware."""
-    wanted = spec.training.precision
-    if wanted == "bfloat16":
+    """float32 or bfloat16, of training.precision; auto is bfloat16 on a GPU that has it in hardware, and wherever
+    frozen parameters are bfloat16."""
+    wanted, model = spec.training.precision, spec.training.model
+    if wanted == "bfloat16" or (model is not None and model.frozen_dtype == "bfloat16"):
         return torch.bfloat16
     has = where.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.bfloat16 if wanted == "auto" and has else torch.float32

@@ -108,6 +108,13 @@ BETWEEN_FIELDS: tuple[Rule, ...] = (
         ".config",
         _MISSING,
     ),
+    Rule(MODEL, "!has(self.revision) || has(self.from)", "belongs to from: give that, or leave it out", ".revision"),
+    Rule(
+        TRAINING,
+        "!has(self.model) || self.model.frozenDtype != 'bfloat16' || self.precision != 'float32'",
+        "bfloat16 needs arithmetic in bfloat16: set training.precision to auto or bfloat16, or this to float32",
+        ".model.frozenDtype",
+    ),
     Rule(
         MODEL,
         "!has(self.lora) || self.freeze.size() == 0",
@@ -126,6 +133,12 @@ BETWEEN_FIELDS: tuple[Rule, ...] = (
     *_source("datasets", "name", "!has(self.name)", "name: wikitext"),
     *_source("python", "function", "!has(self.__function__)", "function: my_data:load"),
     Rule(DATA, "!has(self.subset) || self.source == 'datasets'", "belongs to source datasets: leave it out", ".subset"),
+    Rule(
+        DATA,
+        "!has(self.revision) || self.source == 'datasets'",
+        "belongs to source datasets: leave it out",
+        ".revision",
+    ),
     # sync
     Rule(
         SYNC,

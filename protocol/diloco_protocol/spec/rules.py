@@ -78,7 +78,8 @@ def _stop(spec: JobSpec) -> Iterator[Violation]:
 def _model(spec: JobSpec) -> Iterator[Violation]:
     """training.model is given unless learners.command is; it has config, from, or both. config names its
     model_type unless from does. With the tokenizer bytes, config.vocab_size is at least 256 or left out.
-    freeze and lora are not given together."""
+    freeze and lora are not given together. revision belongs to from. frozenDtype bfloat16 is not for
+    precision float32."""
     training, path = spec.training, "training.model"
     model, builtin = training.model, spec.learners.command is None
     if model is None:
@@ -113,6 +114,14 @@ def _model(spec: JobSpec) -> Iterator[Violation]:
                     "training.data.tokenizer",
                     "training.data.source",
                 )
+    if model.revision is not None and model.from_ is None:
+        yield broken(f"{path}.revision", "belongs to from: give that, or leave it out", f"{path}.from")
+    if model.frozen_dtype == "bfloat16" and training.precision == "float32":
+        yield broken(
+            f"{path}.frozenDtype",
+            "bfloat16 needs arithmetic in bfloat16: set training.precision to auto or bfloat16, or this to float32",
+            "training.precision",
+        )
     if model.lora is not None and model.freeze:
         yield broken(
             f"{path}.freeze",
@@ -148,10 +157,13 @@ def _data(spec: JobSpec) -> Iterator[Violation]:
                 f"belongs to source {source}, and source is {data.source}: leave it out or set source: {source}",
                 f"{path}.source",
             )
-    if data.subset is not None and data.source != "datasets":
-        yield broken(
-            f"{path}.subset", f"belongs to source datasets, and source is {data.source}: leave it out", f"{path}.source"
-        )
+    for name in ("subset", "revision"):
+        if getattr(data, name) is not None and data.source != "datasets":
+            yield broken(
+                f"{path}.{name}",
+                f"belongs to source datasets, and source is {data.source}: leave it out",
+                f"{path}.source",
+            )
 
 
 def _sync(spec: JobSpec) -> Iterator[Violation]:

@@ -52,10 +52,21 @@ class ModelSpec(Spec):
         description="Weights to start from: a directory, a URI or a name on Hugging Face. "
         "Without config, the configuration comes from there too.",
     )
+    revision: Text | None = Field(
+        None,
+        description="Of from, where that is a name on Hugging Face: a commit, tag or branch; null: its main branch. "
+        "Only a commit is the same for everybody at any time.",
+    )
     freeze: list[Pattern] = Field(
         [],
         max_length=64,
-        description="Patterns (fnmatch) over parameter names: these are not trained, and travel once, with version 0.",
+        description="Patterns (fnmatch) over parameter names: these are not trained, and travel once, with version 0, "
+        "to whom has not loaded the same.",
+    )
+    frozen_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="Of frozen matrices (by freeze or lora), embeddings aside: bfloat16 halves their memory. "
+        "The arithmetic is in bfloat16 then, with precision auto too.",
     )
     lora: LoraSpec | None = Field(
         None, description="Train low-rank adapters and freeze everything else; null: train the model itself."
@@ -80,6 +91,11 @@ class DataSpec(Spec):
     )
     subset: Text | None = Field(
         None, description="Of source datasets: the data set's configuration, where it has several."
+    )
+    revision: Text | None = Field(
+        None,
+        description="Of source datasets, where name is one on Hugging Face: a commit, tag or branch; null: its main "
+        "branch. All learners must read the same rows: name a commit.",
     )
     split: Text = Field("train", description="Of source datasets: the split to train on.")
     text_field: Text = Field("text", description="Of source datasets: the column that holds the text.")

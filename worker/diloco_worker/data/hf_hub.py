@@ -90,7 +90,7 @@ def _table(data: DataSpec, directory: Path) -> Any:
             table = datasets.load_from_disk(str(local))
         else:
             where = str(local) if local.is_dir() else data.name
-            table = datasets.load_dataset(where, data.subset, split=data.split)
+            table = datasets.load_dataset(where, data.subset, split=data.split, revision=data.revision)
     except ValueError as e:
         field = "spec.training.data.split" if "split" in str(e).lower() else NAME
         raise job_error(field, data.split if field != NAME else data.name, one_line(e)) from e

@@ -43,13 +43,16 @@ _REFUSED = {
 
 
 def build(spec: JobSpec, seed: int, *, directory: Path | None = None) -> nn.Module:
-    """The model to train: on the CPU, float32, frozen where the job says so.
+    """The model to train: on the CPU, float32 (frozen matrices in training.model.frozenDtype), frozen where the job
+    says so.
 
     A function of the job and the seed alone: bit-identical in every process. ``directory`` is where a relative
     ``from`` starts. Raises JobError naming the field of ``training.model``.
     """
     model = _construct(spec, seed, directory, pretrained=True)
     _freeze(model, _required(spec).freeze)
+    if _required(spec).frozen_dtype == "bfloat16":
+        _convert_frozen(model, torch.bfloat16)
     if hasattr(model.config, "output_router_logits"):
         # A mixture of experts: the router's load-balancing loss is part of the training loss.
         model.config.output_router_logits = True
@@ -89,7 +92,7 @@ def configuration(spec: JobSpec, *, directory: Path | None = None) -> Any:
     else:
         where = local_directory(model_spec.from_, directory)
         try:
-            config = AutoConfig.from_pretrained(where, trust_remote_code=False)
+            config = AutoConfig.from_pretrained(where, revision=_revision(model_spec), trust_remote_code=False)
         except (OSError, ValueError) as e:
             raise _bad_from(model_spec, e) from e
         if given.get("model_type", config.model_type) != config.model_type:
@@ -204,6 +207,7 @@ def _from_weights(model_spec: ModelSpec, source: str, config: Any, directory: Pa
     try:
         model: nn.Module = auto.from_pretrained(
             local_directory(source, directory),
+            revision=_revision(model_spec),
             config=config,
             dtype=torch.float32,
             use_safetensors=True,
@@ -212,6 +216,10 @@ def _from_weights(model_spec: ModelSpec, source: str, config: Any, directory: Pa
     except (OSError, ValueError, RuntimeError) as e:
         raise _bad_from(model_spec, e) from e
     return model.train()
+
+
+def _revision(model_spec: ModelSpec) -> str:
+    return model_spec.revision or "main"
 
 
 def _from_config(model_spec: ModelSpec, config: Any) -> nn.Module:
@@ -253,6 +261,15 @@ def _freeze(model: nn.Module, patterns: list[str]) -> None:
             parameter.requires_grad_(False)
     if not any(p.requires_grad for p in model.parameters()):
         raise job_error("spec.training.model.freeze", list(patterns), "freezes every parameter: nothing is left")
+
+
+def _convert_frozen(model: nn.Module, dtype: torch.dtype) -> None:
+    """Bring frozen matrices to ``dtype``. Vectors (gains of norms, biases) and embeddings stay: they are small, or
+    what all layers add to, and autocast leaves them alone."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    for parameter in model.parameters():
+        if not parameter.requires_grad and parameter.ndim >= 2 and id(parameter) not in embeddings:
+            parameter.data = parameter.data.to(dtype)
 
 
 # ------------------------------------------------------------------ checks

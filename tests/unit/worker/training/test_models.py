@@ -11,7 +11,8 @@ import torch
 from diloco_protocol.spec.cluster import RegionSpec
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.spec.load import JobError
-from diloco_protocol.spec.training import DataSpec, EvaluationSpec, ModelSpec, TrainingSpec
+from diloco_protocol.spec.training import DataSpec, EvaluationSpec, LoraSpec, ModelSpec, TrainingSpec
+from diloco_worker import device
 from diloco_worker.training import models
 from diloco_worker.training.lora import LoraLinear, merge
 
@@ -249,3 +250,43 @@ def test_a_model_with_running_statistics_is_refused() -> None:
         models.build(spec(config, IMAGES), 0)
     with pytest.raises(JobError, match="running statistics"):
         models.outline(spec(config, IMAGES))
+
+
+@pytest.mark.parametrize("config", [LLAMA, MIXTRAL])
+def test_frozen_matrices_in_bfloat16_halve_their_memory_and_train_as_before(config: dict[str, Any]) -> None:
+    """Adapters stay float32 and get the gradients that they get beside a float32 base, to bfloat16's precision."""
+    grads = []
+    for dtype in ("float32", "bfloat16"):
+        job = spec(config, lora=LoraSpec(rank=2), frozen_dtype=dtype)
+        model = models.build(job, 0)
+        assert device.precision(job, torch.device("cpu")) == getattr(torch, dtype)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("lora_b"):
+                    parameter.fill_(0.01)
+        frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
+        halved = {n for n, p in frozen.items() if p.dtype == torch.bfloat16}
+        assert halved == (
+            {n for n, p in frozen.items() if p.ndim > 1 and "embed" not in n} if dtype != "float32" else set()
+        )
+        with device.autocast(torch.device("cpu"), torch.bfloat16):
+            models.loss(model, tokens()).value.backward()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        assert all(p.dtype == torch.float32 for p in trained)
+        grads.append(torch.cat([p.grad.ravel() for p in trained]))
+    torch.testing.assert_close(grads[0], grads[1], rtol=0.1, atol=0.05 * float(grads[0].abs().max()))
+
+
+def test_a_revision_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    asked = []
+
+    def refuse(name: str, **options: Any) -> None:
+        asked.append((name, options["revision"]))
+        raise OSError("no network")
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", refuse)
+    for revision in (None, "5f0b02c75b"):
+        assert "no network" in problem(from_="org/name", revision=revision)
+    assert asked == [("org/name", "main"), ("org/name", "5f0b02c75b")]
