@@ -276,6 +276,24 @@ RULES: list[tuple[str, dict[str, Any], str, str]] = [
     ("external", {"syncer.endpoint.type": "External"}, "syncer.endpoint.address", "is required"),
     ("half named", {"syncer.cluster": "a"}, "regions.0.cluster", "everywhere, or nowhere"),
     ("port of ClusterIP", {"syncer.endpoint.nodePort": 30000}, "syncer.endpoint.nodePort", "belongs to type NodePort"),
+    (
+        "class of a NodePort",
+        {"syncer.endpoint": {"type": "NodePort", "service": {"loadBalancerClass": "a"}}},
+        "syncer.endpoint.service.loadBalancerClass",
+        "belongs to type LoadBalancer",
+    ),
+    (
+        "ranges of a NodePort",
+        {"syncer.endpoint": {"type": "NodePort", "service": {"sourceRanges": ["10.0.0.0/8"]}}},
+        "syncer.endpoint.service.sourceRanges",
+        "belongs to type LoadBalancer",
+    ),
+    (
+        "traffic of ClusterIP",
+        {"syncer.endpoint.service": {"externalTrafficPolicy": "Local"}},
+        "syncer.endpoint.service.externalTrafficPolicy",
+        "belongs to types NodePort",
+    ),
     ("tls off and named", {"syncer.tls": {"mode": "off", "secretName": "a"}}, "syncer.tls.mode", "contradicts"),
     ("two stores", {"syncer.storage": {"claimName": "a", "uri": "s3://a"}}, "syncer.storage.uri", "contradicts"),
     (

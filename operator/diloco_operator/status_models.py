@@ -45,6 +45,7 @@ class SyncerStatus(Spec):
     epoch: int | None = Field(None, description="How many syncers this job's store has had.")
     step: int | None = Field(None, description="Greatest slot step.")
     address: str | None = Field(None, max_length=300, description="host:port that learners dial.")
+    external: str | None = Field(None, max_length=300, description="host:port of its load balancer, once it has one.")
     image: str | None = Field(None, max_length=1024, description="Image that it runs.")
 
 

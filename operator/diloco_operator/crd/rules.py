@@ -238,6 +238,24 @@ BETWEEN_FIELDS: tuple[Rule, ...] = (
         ".nodePort",
     ),
     Rule(
+        ENDPOINT,
+        "!has(self.service.loadBalancerClass) || self.type == 'LoadBalancer'",
+        "belongs to type LoadBalancer: leave it out",
+        ".service.loadBalancerClass",
+    ),
+    Rule(
+        ENDPOINT,
+        "size(self.service.sourceRanges) == 0 || self.type == 'LoadBalancer'",
+        "belongs to type LoadBalancer: leave it out",
+        ".service.sourceRanges",
+    ),
+    Rule(
+        ENDPOINT,
+        "self.service.externalTrafficPolicy == 'Cluster' || self.type in ['NodePort', 'LoadBalancer']",
+        "belongs to types NodePort and LoadBalancer: leave it out",
+        ".service.externalTrafficPolicy",
+    ),
+    Rule(
         TLS,
         "self.mode != 'off' || !has(self.secretName)",
         "off contradicts syncer.tls.secretName: leave one of them out",

@@ -180,6 +180,12 @@ def value_schema(annotation: Any, metadata: typing.Iterable[Any] = ()) -> Schema
         found = {"type": "array"} | _renamed(bounds, "Items") | {"items": value_schema(item)}
     elif origin is dict:
         found = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+        if typing.get_args(kind)[1] is str:
+            found = {
+                "type": "object",
+                "maxProperties": 64,
+                "additionalProperties": {"type": "string", "maxLength": 4096},
+            }
     else:
         inner, _ = nested_model(kind)
         if inner is None:

@@ -163,12 +163,33 @@ def _syncer_service(job: Job) -> Object:
     port["appProtocol"] = "kubernetes.io/h2c" if job.spec.syncer.tls.mode == "off" else "tls"
     if endpoint.node_port is not None:
         port["nodePort"] = endpoint.node_port
+    asked = endpoint.service
+    more = {
+        "loadBalancerClass": asked.load_balancer_class,
+        "loadBalancerSourceRanges": asked.source_ranges or None,
+        # Left out where they are Kubernetes' own defaults, which a cluster may have changed.
+        "externalTrafficPolicy": asked.external_traffic_policy if asked.external_traffic_policy != "Cluster" else None,
+        "ipFamilyPolicy": asked.ip_family_policy if asked.ip_family_policy != "SingleStack" else None,
+    }
     spec = {
         "type": "ClusterIP" if endpoint.type == "External" else endpoint.type,
         "selector": {LABEL_JOB: job.name, LABEL_ROLE: "syncer"},
         "ports": [port],
+        **{key: value for key, value in more.items() if value is not None},
     }
-    return _object(job, names.syncer_service(job.name), "syncer", {"spec": spec})
+    manifest = _object(job, names.syncer_service(job.name), "syncer", {"spec": spec})
+    if asked.annotations:
+        manifest["metadata"]["annotations"] = dict(asked.annotations)
+    return manifest
+
+
+def external_address(live: Mapping[str, Any] | None) -> str:
+    """host:port of the load balancer of the syncer's Service; empty: it has none yet."""
+    for found in (((live or {}).get("status") or {}).get("loadBalancer") or {}).get("ingress") or ():
+        host = str(found.get("hostname") or found.get("ip") or "")
+        if host:
+            return f"[{host}]:{SYNC_PORT}" if ":" in host else f"{host}:{SYNC_PORT}"
+    return ""
 
 
 def _region_service(job: Job, region: RegionSpec) -> Object:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from diloco_operator import names
 from diloco_operator.job import rfc3339
 from diloco_operator.model import Object
-from diloco_operator.objects.manifests import sync_address
+from diloco_operator.objects.manifests import external_address, sync_address
 from diloco_operator.plan.conditions.condition_set import ConditionSet
 from diloco_operator.plan.conditions.decide import TurnFindings
 from diloco_operator.plan.conditions.region_conditions import hub_has_drained
@@ -108,6 +108,7 @@ def _syncer_status(view: View) -> Object | None:
     document = view.document
     found: Object = dict(_keep_part(SyncerStatus, view.job.status.get("syncer")) or {})
     found["address"] = sync_address(view.job, view.here)
+    found["external"] = external_address(view.live(names.syncer_service(view.job.name))) or None
     image = image_of(view, names.syncer_deployment(view.job.name), "syncer")
     if image:
         found["image"] = image

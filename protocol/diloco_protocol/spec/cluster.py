@@ -19,6 +19,31 @@ def _positive_quantity(text: str) -> str:
 Quantity = Annotated[str, Field(max_length=32), AfterValidator(_positive_quantity)]
 
 
+class ServiceSpec(Spec):
+    """What clouds ask of a Service, as Kubernetes takes it."""
+
+    annotations: dict[str, str] = Field(
+        default_factory=dict,
+        examples=[{"service.beta.kubernetes.io/aws-load-balancer-scheme": "internal"}],
+        description="Of the syncer's Service: by them clouds choose an internal or an outer load balancer, and more.",
+    )
+    load_balancer_class: Annotated[str, Field(max_length=253)] | None = Field(
+        None, description="Of LoadBalancer: who makes it; null: the cloud's default. Fixed once there is a Service."
+    )
+    source_ranges: list[Annotated[str, Field(max_length=43)]] = Field(
+        default_factory=list,
+        max_length=64,
+        examples=[["10.0.0.0/8"]],
+        description="Of LoadBalancer: the only addresses (CIDR) that may connect; empty: all.",
+    )
+    external_traffic_policy: Literal["Cluster", "Local"] = Field(
+        "Cluster", description="Of NodePort and LoadBalancer: Local keeps learners' addresses."
+    )
+    ip_family_policy: Literal["SingleStack", "PreferDualStack", "RequireDualStack"] = Field(
+        "SingleStack", description="IPv4, IPv6, or both."
+    )
+
+
 class EndpointSpec(Spec):
     """Where learners reach the syncer."""
 
@@ -31,6 +56,7 @@ class EndpointSpec(Spec):
     node_port: Annotated[int, Field(ge=30000, le=32767)] | None = Field(
         None, description="Of NodePort: shard i listens on nodePort + i; null: Kubernetes chooses."
     )
+    service: ServiceSpec = Field(default_factory=ServiceSpec, description="What clouds ask of its Service.")
 
 
 class TlsSpec(Spec):

@@ -289,6 +289,20 @@ def _syncer(spec: JobSpec) -> Iterator[Violation]:
             f"belongs to type NodePort, and type is {endpoint.type}: leave it out",
             "syncer.endpoint.type",
         )
+    asked = endpoint.service
+    for field, given in (("loadBalancerClass", asked.load_balancer_class), ("sourceRanges", asked.source_ranges)):
+        if given and endpoint.type != "LoadBalancer":
+            yield broken(
+                f"syncer.endpoint.service.{field}",
+                f"belongs to type LoadBalancer, and type is {endpoint.type}: leave it out",
+                "syncer.endpoint.type",
+            )
+    if asked.external_traffic_policy != "Cluster" and endpoint.type not in ("NodePort", "LoadBalancer"):
+        yield broken(
+            "syncer.endpoint.service.externalTrafficPolicy",
+            f"belongs to types NodePort and LoadBalancer, and type is {endpoint.type}: leave it out",
+            "syncer.endpoint.type",
+        )
     if syncer.tls.mode == "off" and syncer.tls.secret_name is not None:
         yield broken(
             "syncer.tls.mode", "contradicts syncer.tls.secretName: leave one of them out", "syncer.tls.secretName"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from diloco_operator import names
 from diloco_operator.job import rfc3339
 from diloco_operator.model import ApplyError, Fact
-from diloco_operator.objects.manifests import sync_address
+from diloco_operator.objects.manifests import external_address, sync_address
 from diloco_operator.plan import lifecycle, refusals
 from diloco_operator.plan.conditions import hub_conditions, region_conditions
 from diloco_operator.plan.conditions.condition_set import ConditionSet
@@ -142,6 +142,9 @@ def _decide_answering(view: View, pod: Pod, out: ConditionSet) -> None:
     error = shortened(asked.error) if asked is not None else "it could not be asked"
     if document is not None and document.store_problem:
         out.set("SyncerReady", False, "StoreProblem", f"Its store: {document.store_problem}.")
+    elif document is not None and _awaits_address(view):
+        message = "It serves in its own cluster; its load balancer has no address yet, so that no other reaches it."
+        out.set("SyncerReady", len({region.cluster for region in view.job.spec.regions}) < 2, "AddressPending", message)
     elif document is not None:
         message = f"It serves at {sync_address(view.job, view.here)} in epoch {document.epoch}."
         out.set("SyncerReady", True, "Serving", message)
@@ -160,6 +163,11 @@ def _decide_answering(view: View, pod: Pod, out: ConditionSet) -> None:
             f"do, look for what keeps the operator from its port {CONTROL_PORT}: a NetworkPolicy, or a "
             "control key of another operator.",
         )
+
+
+def _awaits_address(view: View) -> bool:
+    asked = view.job.spec.syncer.endpoint.type == "LoadBalancer"
+    return asked and not external_address(view.live(names.syncer_service(view.job.name)))
 
 
 def _describe_claim(view: View, pod: Pod) -> str:

@@ -295,6 +295,25 @@ def test_services_say_what_is_spoken(mode: str, protocol: str) -> None:
     assert port["appProtocol"] == "http"
 
 
+def test_a_service_is_as_clouds_ask() -> None:
+    asked = {
+        "annotations": {"networking.gke.io/load-balancer-type": "Internal"},
+        "loadBalancerClass": "service.k8s.aws/nlb",
+        "sourceRanges": ["10.0.0.0/8"],
+        "externalTrafficPolicy": "Local",
+        "ipFamilyPolicy": "PreferDualStack",
+    }
+    given = job(syncer={"endpoint": {"type": "LoadBalancer", "service": asked}})
+    service = everything(given)[names.syncer_service("job")]
+    assert service["metadata"]["annotations"] == asked["annotations"]
+    assert service["spec"]["loadBalancerClass"] == "service.k8s.aws/nlb"
+    assert service["spec"]["loadBalancerSourceRanges"] == ["10.0.0.0/8"]
+    assert service["spec"]["externalTrafficPolicy"] == "Local"
+    assert service["spec"]["ipFamilyPolicy"] == "PreferDualStack"
+    plain = everything(job())[names.syncer_service("job")]
+    assert set(plain["spec"]) == {"type", "selector", "ports"} and "annotations" not in plain["metadata"]
+
+
 def test_labels_of_the_job_are_not_its_objects() -> None:
     """Kueue's label on a StatefulSet alone would have it gate pods that the plan then takes for lost."""
     document = job_object(training=EVALUATED)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from diloco_operator import names
 from diloco_operator.model import Object, Observed, PlanSettings
 from diloco_operator.plan.conditions.hub_conditions import RECENT_SECONDS, TOO_SLOW_SECONDS, WELL_SECONDS
 from diloco_protocol.documents import StatusDocument
@@ -338,3 +339,27 @@ def test_learners_that_have_not_joined_are_told_of_their_secret() -> None:
     cause = world.region("near")["cause"]
     assert "kubectl logs job-near-0" in cause and "Secret l does not fit" in cause
     assert world.truth("Failed") == "False" and not world.status.get("replacements")
+
+
+def test_a_load_balancer_without_an_address_is_told() -> None:
+    world = World(job_object(syncer={"endpoint": {"type": "LoadBalancer"}}))
+    world.until(lambda w: w.truth("QuorumMet") == "True", 60)
+    world.run(20)
+    ready = world.condition("SyncerReady")
+    assert ready["reason"] == "AddressPending" and ready["status"] == "True", "its own cluster's learners reach it"
+    assert "external" not in world.status["syncer"]
+    service = world.objects[names.syncer_service("job")]
+    service["status"] = {"loadBalancer": {"ingress": [{"hostname": "lb.example.com"}]}}
+    world.run(30)
+    assert world.condition("SyncerReady")["reason"] == "Serving"
+    assert world.status["syncer"]["external"] == "lb.example.com:7700"
+
+
+def test_clusters_that_cannot_reach_the_load_balancer_yet_are_waited_for() -> None:
+    spread = {
+        **SPREAD,
+        "syncer": {**SPREAD["syncer"], "endpoint": {"type": "LoadBalancer", "address": "a.example.com"}},
+    }
+    world = World(job_object(**spread), settings=PlanSettings("hub", "o", "s", "w"))
+    world.until(lambda w: w.condition("SyncerReady").get("reason") == "AddressPending", 60)
+    assert world.truth("SyncerReady") == "False" and world.condition("Ready")["reason"] == "SyncerAddressPending"
