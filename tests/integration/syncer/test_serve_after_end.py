@@ -16,7 +16,7 @@ import safetensors.numpy
 from syncer_client import LAYOUT, TOKENS, Client, SyncerProcess, raw_job, turn, until
 
 from diloco.export.export import assemble
-from diloco.export.remote_model import RemoteModelError, fetch_model
+from diloco.export.remote_model import RemoteModelError, fetch_layout, fetch_model
 from diloco_protocol.wire import sync_pb2
 from diloco_protocol.wire.control_client import ControlClient, ControlError
 
@@ -49,6 +49,9 @@ async def model(syncer: SyncerProcess) -> tuple[dict[str, np.ndarray], list[int]
     url = f"http://{syncer.addresses['export']}"
     job, tensors, versions = await asyncio.to_thread(fetch_model, url)
     assert job == syncer.job
+    layout = await asyncio.to_thread(fetch_layout, url)
+    assert {one.name: one.shape for one in layout.tensors}.items() <= {n: t.shape for n, t in tensors.items()}.items()
+    assert len(layout) == len(versions)
     return tensors, versions
 
 
