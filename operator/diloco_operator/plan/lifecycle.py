@@ -251,3 +251,10 @@ def seconds_to_live(view: View) -> float | None:
     """Seconds until ttlSecondsAfterFinished is over (0 or less: it is); None: the job is kept."""
     ttl, ended = view.job.spec.ttl_seconds_after_finished, seconds_of(view.job.status.get("completionTime"))
     return None if ttl is None or ended is None else ended + ttl - view.now
+
+
+def seconds_to_deadline(view: View) -> float | None:
+    """Seconds until activeDeadlineSeconds is over (0 or less: it is); None: there is none. The syncer's cluster judges,
+    and the others hear of it."""
+    limit, started = view.job.spec.active_deadline_seconds, seconds_of(view.job.status.get("startTime"))
+    return None if limit is None or started is None or not view.here.syncer else started + limit - view.now

@@ -247,6 +247,13 @@ def _failure(
         return None
     if changes.failure is not None:
         return changes.failure
+    left = lifecycle.seconds_to_deadline(view)
+    if left is not None and left <= 0:
+        return (
+            "DeadlineExceeded",
+            f"It has not ended within {view.job.spec.active_deadline_seconds} s of its start (activeDeadlineSeconds); "
+            "raise that before it goes on.",
+        )
     limit, since_merge = view.job.spec.failure_policy.max_replacements, replacements["sinceMerge"]
     last = view.memory.last_counted_failure
     # The number of merges is seconds old: an answer from after the last failure may bring a merge.
@@ -338,6 +345,8 @@ def _poll_interval(view: View, found: TurnFindings) -> float:
 def _wake_in(view: View, found: TurnFindings, ttl: float | None, poll: float, desired: DesiredObjects) -> float:
     """Seconds until the next turn, if nothing else wakes the job."""
     waits = [found.node_losses.wake_in, *([ttl] if ttl is not None else []), *([0.0] if desired.more else [])]
+    deadline = lifecycle.seconds_to_deadline(view) if found.decision.training else None
+    waits += [deadline] if deadline is not None else []
     patience = view.job.spec.failure_policy.region_lost_seconds
     waits += [left for since in found.regions.lost.values() if (left := since + patience - view.now) > 0]
     steady = STEADY if poll == POLL else SOON if poll == POLL_SOON else 2 * POLL_LATER

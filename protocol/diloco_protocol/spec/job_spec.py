@@ -35,6 +35,13 @@ class JobSpec(Spec):
     ttl_seconds_after_finished: int | None = Field(
         None, ge=0, le=2**31 - 1, description="Delete the job so long after its end; null: keep it."
     )
+    active_deadline_seconds: int | None = Field(
+        None,
+        ge=1,
+        le=2**31 - 1,
+        description="In clusters: the job fails so long after its start (status.startTime), suspensions included; "
+        "null: never.",
+    )
     training: TrainingSpec = Field(default_factory=TrainingSpec, description="What is trained, and until when.")
     sync: SyncSpec = Field(default_factory=SyncSpec, description="How learners exchange and merge.")
     syncer: SyncerSpec = Field(default_factory=SyncerSpec, description="The service that holds the parameters.")

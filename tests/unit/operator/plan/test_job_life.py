@@ -538,3 +538,20 @@ def test_evaluation_is_switched_off() -> None:
     world.edit(training={**world.job["spec"]["training"], "evaluation": None})
     world.until(lambda w: not w.of("evaluator") and names.evaluator_deployment("job") not in w.objects)
     world.until(World.whole)
+
+
+def test_a_job_fails_at_its_deadline() -> None:
+    world = started(activeDeadlineSeconds=600)
+    began = world.now
+    world.until(lambda w: w.truth("Failed") == "True", 700)
+    assert 540 <= world.now - began <= 602
+    failed = world.condition("Failed")
+    assert failed["reason"] == "DeadlineExceeded" and "activeDeadlineSeconds" in failed["message"]
+
+
+def test_a_deadline_that_is_raised_in_time_fails_nothing() -> None:
+    world = started(activeDeadlineSeconds=600)
+    world.run(300)
+    world.edit(activeDeadlineSeconds=6000)
+    world.run(600)
+    assert world.truth("Failed") == "False" and world.whole()
