@@ -57,6 +57,25 @@ def page(address: str, path: str) -> int:
         return 0
 
 
+def test_values_too_large_for_the_encoding_end_a_learner_too(syncer: Callable[..., Syncer]) -> None:
+    """Its parameters are finite, and every push of them is refused."""
+    service = syncer({"compression": {"up": "int4"}}, {"steps": 1_000_000})
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    with (
+        pytest.raises(DivergedError, match=r"training diverged: a push of fragment \d was refused: the outer gradient"),
+        Learner.from_environment(model, optimizer, environ=service.environ()) as learner,
+    ):
+        for batch in learner.batches(Rows(40_000)):
+            loss = one_step(model, optimizer, batch)
+            if learner.step == 20:
+                with torch.no_grad():
+                    model[0].weight[0, 0] = 2e38
+            learner.after_step(tokens=batch.numel(), loss=loss)
+            if learner.step > 2000:
+                break
+
+
 def test_a_data_set_that_hangs_ends_its_learner_with_stack_traces(syncer: Callable[..., Syncer]) -> None:
     """Its heartbeats go on, so nobody but the process itself can notice."""
     with socket.create_server(("127.0.0.1", 0)) as free:
