@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 from collections.abc import Mapping
@@ -15,6 +16,16 @@ from diloco_protocol.spec.job_spec import JobSpec
 from diloco_worker.errors import job_error
 
 log = logging.getLogger(__name__)
+
+
+def return_free_memory() -> None:
+    """Give the system back what the allocator keeps of freed memory; where it is not glibc's, nothing happens.
+
+    The allocator takes blocks of up to 32 MiB, such as the fragments of a model of 200 million parameters, from heaps
+    that it does not shrink by itself.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def device(spec: JobSpec) -> torch.device:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -37,6 +38,7 @@ from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.vocabulary import PushRefusal
 from diloco_protocol.wire import bulk, convert, limits, sync_pb2
 from diloco_protocol.wire.records import Announcement, Payload, PushPlan, StepReport
+from diloco_worker.device import return_free_memory
 from diloco_worker.fragments import Floats, Vector
 from diloco_worker.net.bulk_channels import BulkChannels, pause
 from diloco_worker.net.error_feedback import ErrorFeedback
@@ -51,6 +53,7 @@ log = logging.getLogger(__name__)
 _PUSHES_AT_ONCE = 2  # one is encoded while another is uploaded
 _MOST_QUEUED_PUSHES = 2 * limits.MAX_FRAGMENTS
 _MOST_DIGEST_BYTES = 1024
+RETURN_MEMORY_SECONDS = 15.0  # between two returns, of some 30 ms beside the training
 _STATE_TRIES = 4
 _INITIAL_TRIES = 4  # of version 0 in one session, beside those of each part
 _INITIAL_PAUSE = 0.25
@@ -122,6 +125,7 @@ class Transfers:
         self._fetching: set[int] = set()
         self._pushes: list[Push] = []
         self._pushing = 0
+        self._return_memory_at = time.monotonic() + RETURN_MEMORY_SECONDS
 
     def set_identity(self, slot: int, incarnation: int) -> None:
         """Upload in the name of this slot and incarnation from now on."""
@@ -189,6 +193,10 @@ class Transfers:
                 self._cache.put(version)
                 vector = await self._channels.run(self._context.to_vector, version.values)  # it may pin its memory
                 self._inbox.put(Downloaded(announcement, vector, self._cache.newest_reset(fragment)))
+                del version, vector
+                if time.monotonic() >= self._return_memory_at:
+                    self._return_memory_at = time.monotonic() + RETURN_MEMORY_SECONDS
+                    await self._channels.run(return_free_memory)
                 if self._announced[fragment] is announcement or not self._context.eager:
                     break
         finally:

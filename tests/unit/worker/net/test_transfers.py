@@ -173,3 +173,19 @@ def test_a_new_tenure_forgets_open_pushes_and_keeps_what_was_merged() -> None:
     assert residual is not None and feedback.open_pushes == 1
     feedback.forget_open_pushes()
     assert feedback.open_pushes == 0 and feedback.residual(0) is residual
+
+
+@pytest.mark.parametrize(("seconds", "times"), [(0.0, 2), (3600.0, 0)])
+def test_freed_memory_is_given_back_once_in_a_while(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, times: int
+) -> None:
+    returned: list[None] = []
+    monkeypatch.setattr(transfers, "return_free_memory", lambda: returned.append(None))
+    monkeypatch.setattr(transfers, "RETURN_MEMORY_SECONDS", seconds)
+    session = Session()
+    announcement = Announcement(0, 1, 1, Payload("float32", 40, 0))
+    session.cache.put(CachedVersion(announcement, np.zeros(10, np.float32), b""))
+    session.one._announced[0] = announcement
+    for _ in range(2):
+        asyncio.run(session.one._fetch_fragment(0))
+    assert len(returned) == times
