@@ -390,7 +390,7 @@ class World:
                 self.down_until = self.now + 0.1
                 self.end_life()
             case ev.Promote():
-                self.seated(self.connections[action.connection], action.seat, action.merged)
+                self.seated(self.connections[action.connection], action.seat, ())  # a Promotion tells of no merge
             case ev.RequestInitialModel():
                 learner = self.connections.pop(action.connection, None)
                 if learner is not None:
