@@ -80,10 +80,10 @@ def _trained(rank: int, folder: str, job_file: str, bfloat16: bool, steps: int) 
     import torch
     from torch import distributed
     from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import default_collate
 
     from diloco_protocol.spec.load import job_from_json
     from diloco_worker import data
-    from diloco_worker.data.prefetch import stack
     from diloco_worker.training import models, trainer
     from diloco_worker.training import optimizer as optimizers
 
@@ -108,7 +108,7 @@ def _trained(rank: int, folder: str, job_file: str, bfloat16: bool, steps: int) 
         if step == WARM_UP:
             before = received()
         at = (step * RANKS + rank) * size
-        batch = stack([dataset[(at + i) % len(dataset)] for i in range(size)])
+        batch = default_collate([dataset[(at + i) % len(dataset)] for i in range(size)])
         trainer.step(parallel, optimizer, batch, training.batch.accumulation, clip, torch.float32)
     moved = received() - before
     distributed.barrier()  # nobody leaves while another still needs him

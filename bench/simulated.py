@@ -280,7 +280,7 @@ class Syncer:
                         self.handle(ev.InitialModelStored(LAYOUT, (ELEMENTS,) * fragments))
             case ev.Promote():
                 if (learner := self._connections.get(action.connection)) is not None:
-                    self._seated(learner, action.seat, action.merged)
+                    self._seated(learner, action.seat, ())
             case ev.RequestInitialModel() | ev.Refuse():
                 if (learner := self._connections.pop(action.connection, None)) is not None:
                     learner.connection, learner.join_at = None, self.clock() + REJOIN_SECONDS

@@ -661,7 +661,7 @@ def test_a_wrong_status_is_refused(api: Api, started: tuple[str, str]) -> None:
 
 
 def test_get_shows_a_job_in_a_line(api: Api, bare_cluster: Cluster, started: tuple[str, str]) -> None:
-    from diloco_operator.status_models import JobStatus, Progress, StartImages, SyncerStatus
+    from diloco_operator.status_models import JobRelease, JobStatus, Progress, SyncerStatus
 
     fresh, running = started
     progress = Progress(tokens=1843200, step=612, merges=51, loss=1.64738291, goodput=0.93)
@@ -672,7 +672,7 @@ def test_get_shows_a_job_in_a_line(api: Api, bare_cluster: Cluster, started: tup
         progress=progress,
         start_time="2026-01-01T00:00:00Z",
         syncer=SyncerStatus(epoch=2, step=612),
-        image=StartImages(syncer="s", worker="w"),
+        release=JobRelease(operator="0.1.0", syncer="s", worker="w"),
     )
     document = status.model_dump(mode="json")
     answer = api.edit(running, {"status": document}, "status", dry=False)

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from diloco_operator import names
 from diloco_operator.job import Job, place_job, read_job
 from diloco_operator.model import Object, PlanSettings
 from diloco_operator.objects import manifests
@@ -206,7 +205,7 @@ def pods_of(found: list[Object]) -> list[Object]:
 @pytest.mark.parametrize("name", JOBS)
 def test_every_manifest_is_taken(bare_cluster: Cluster, restricted: str, name: str) -> None:
     document = job_object("j" * 30 if name == "long names" else "job", **JOBS[name])
-    document["metadata"]["labels"] = {names.QUEUE: "gpus"}
+    document["metadata"]["labels"] = {"team": "pre-training"}
     job = read_job(document)
     assert job.document is not None, job.problems
     clusters = ["hub", "far"] if name == "several clusters" else ["hub"]
