@@ -7,6 +7,7 @@ sys.modules says what came along.
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -75,3 +76,44 @@ def test_the_linters_contracts_are_kept() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def names_of(module: str) -> set[str] | None:
+    """What a module of ours holds at its top: names that it defines or imports, and its sub-modules. None: there is
+    no such module."""
+    path = Path(*module.split("."))
+    for folder in ("protocol", "syncer", "worker", "operator", "cli"):
+        for file in (ROOT / folder / path.with_suffix(".py"), ROOT / folder / path / "__init__.py"):
+            if file.exists():
+                found = {each.stem for each in file.parent.iterdir()} if file.name == "__init__.py" else set()
+                for node in ast.parse(file.read_text(encoding="utf-8")).body:
+                    match node:
+                        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                            found.add(node.name)
+                        case ast.Import() | ast.ImportFrom():
+                            found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+                        case _:
+                            found |= {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+                return found
+    return None
+
+
+def test_what_tests_benches_and_tools_import_is_there() -> None:
+    """Most of them import when they run, and run seldom: those that need a cluster or half an hour."""
+    imports = [
+        (path, node.module, alias.name)
+        for folder in ("tests", "bench", "tools", "examples", ".ci")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0].partition("_")[0] == "diloco"
+        for alias in node.names
+    ]
+    assert len(imports) > 500
+    generated = ("sync_pb2",)
+    held = {module: names_of(module) for _, module, _ in imports}
+    absent = [
+        f"{path.relative_to(ROOT)}: {module}.{name}"
+        for path, module, name in imports
+        if not module.endswith(generated) and name not in (held[module] or set())
+    ]
+    assert not absent, absent
