@@ -86,14 +86,20 @@ def names_of(module: str) -> set[str] | None:
         for file in (ROOT / folder / path.with_suffix(".py"), ROOT / folder / path / "__init__.py"):
             if file.exists():
                 found = {each.stem for each in file.parent.iterdir()} if file.name == "__init__.py" else set()
-                for node in ast.parse(file.read_text(encoding="utf-8")).body:
-                    match node:
-                        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                            found.add(node.name)
-                        case ast.Import() | ast.ImportFrom():
-                            found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-                        case _:
-                            found |= {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+                for top in ast.parse(file.read_text(encoding="utf-8")).body:
+                    within = (
+                        [top]
+                        if isinstance(top, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+                        else ast.walk(top)
+                    )
+                    for node in within:
+                        match node:
+                            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                                found.add(node.name)
+                            case ast.alias():
+                                found.add((node.asname or node.name).partition(".")[0])
+                            case ast.Name(ctx=ast.Store()):
+                                found.add(node.id)
                 return found
     return None
 
