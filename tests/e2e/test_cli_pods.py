@@ -94,17 +94,20 @@ def a_pod(name: str, role: str, code: str, region: str = "", **env: str) -> dict
 
 
 @pytest.fixture(scope="module")
-def model() -> tuple[Any, dict[str, Any], bytes]:
-    """A small job, its parameters, and the file that a syncer serves of them."""
+def model() -> tuple[Any, dict[str, Any], bytes, str]:
+    """A small job, its parameters, and the file and the layout that a syncer serves of them."""
     import safetensors.numpy
 
     from diloco_protocol.spec.load import parse_job
+    from diloco_worker.fragments import build_layout
     from diloco_worker.training.models import build
 
     job = parse_job(json.dumps(small_job("tiny")))
-    tensors = {name: tensor.detach().numpy() for name, tensor in build(job.spec, 0).named_parameters()}
+    built = build(job.spec, 0)
+    tensors = {name: tensor.detach().numpy() for name, tensor in built.named_parameters()}
+    layout = build_layout(built, job.spec.sync.fragments)
     metadata = {"job": "tiny", "versions": "[3, 2, 2, 2]"}
-    return job, tensors, safetensors.numpy.save(tensors, metadata)
+    return job, tensors, safetensors.numpy.save(tensors, metadata), layout.to_json()
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +120,7 @@ def pods(shell: Shell, model: Any, tmp_path_factory: pytest.TempPathFactory) -> 
     if isinstance(shell.cluster, LocalKube):
         run(str(localkube()), "base-image", timeout=600)
         shell.cluster.load([IMAGE])
-    job, _, file = model
+    job, _, file, layout = model
     page = status_document(
         job="tiny",
         phase="training",
@@ -131,6 +134,7 @@ def pods(shell: Shell, model: Any, tmp_path_factory: pytest.TempPathFactory) -> 
         "status": page.model_dump_json(),
         "report": REPORT.model_dump_json(),
         "job.json": job_to_json(job),
+        "layout.json": layout,
         "checksum": f"xxh3-64={xxhash.xxh3_64_intdigest(file):016x}",
     }
     pages = {
@@ -243,7 +247,7 @@ def test_export(pods: Shell, model: Any, tmp_path: Path) -> None:
     import numpy as np
     import safetensors.numpy
 
-    _, tensors, _ = model
+    _, tensors, _, _ = model
     out = tmp_path / "model"
     assert "fragments at versions 2 to 3" in pods("export", "tiny", out, timeout=120)
     written = safetensors.numpy.load_file(out / "model.safetensors")
