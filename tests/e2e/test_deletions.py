@@ -97,7 +97,7 @@ def delete_and_follow(job: Job, victim: str, forced: bool) -> Timeline:
 @pytest.mark.parametrize(
     "count",
     [
-        pytest.param(3, marks=[pytest.mark.ci, pytest.mark.timeout(600)]),
+        pytest.param(2, marks=[pytest.mark.ci, pytest.mark.timeout(600)]),
         pytest.param(10, marks=pytest.mark.timeout(1500)),
     ],
 )
