@@ -211,10 +211,9 @@ def test_an_emptied_store_is_rebuilt_from_the_learner(service: Syncer) -> None:
 def test_an_emptied_store_is_rebuilt_from_two_learners(service: Syncer) -> None:
     """Each goes on in its slot and its tenure, and their tokens are all accounted for."""
     learners = [service.learner(ordinal, 40_000) for ordinal in (0, 1)]
-    # Four of three fragments: one was pushed twice, so its learner holds the version that merged the first.
-    each = [{"merged_pushes": 0}]
     try:
-        until(lambda: all(row["merged_pushes"] >= 4 for row in status(service).get("slots", each)), "merges of both")
+        # Early: one of them may hold no merged version yet.
+        until(lambda: status(service).get("merges", 0) >= 6, "some merges")
         was = service.status()
         service.kill()
         (service.folder / "store").rename(service.folder / "emptied")

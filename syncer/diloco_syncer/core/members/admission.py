@@ -126,7 +126,7 @@ class Admission:
         """Answer a process that holds an epoch which this syncer cannot have announced; False: it does not."""
         state = self.state
         above = self.recovery.unknown_epoch(join)
-        if not above or not (state.initialised or any(held.version for held in join.held)):
+        if not above or not (state.initialised or self.recovery.is_of_lost_model(join)):
             return False
         # Persist first: if another syncer has the store, this one must stop, and not judge anybody.
         self.actions.add(ev.Persist())

@@ -30,7 +30,7 @@ class InitialModelRequest:
 
     def offer(self, slot: Slot, now: float) -> None:
         """A process was seated: it uploads version 0 if that is missing, unless a better one is expected back."""
-        if self._state.initialised or not self._may_upload(slot):
+        if self._state.initialised or not self._may_upload(slot, now):
             return
         uploader = self.connection
         if self._recovery.is_rebuilding and uploader is not None and not self._recovery.origins(uploader):
@@ -68,7 +68,9 @@ class InitialModelRequest:
         if self._invited[0]:
             self._failures[self._invited[0]] += 1  # it did not come back
             self._invited = ("", 0.0)
-        connected = [slot for slot in state.members.slots if slot.connection is not None and self._may_upload(slot)]
+        connected = [
+            slot for slot in state.members.slots if slot.connection is not None and self._may_upload(slot, now)
+        ]
         if not connected:
             return
         slot = min(connected, key=lambda slot: self._failures[slot.process])
@@ -76,9 +78,9 @@ class InitialModelRequest:
         self._invited = (slot.process, now + state.config.heartbeat_timeout)
         self._actions.add(ev.RequestInitialModel(slot.connection))
 
-    def _may_upload(self, slot: Slot) -> bool:
+    def _may_upload(self, slot: Slot, now: float) -> bool:
         if self._recovery.is_rebuilding:
-            return slot.connection is not None and bool(self._recovery.origins(slot.connection))
+            return slot.connection is not None and self._recovery.may_give_version_0(slot.connection, now)
         return self._state.config.mode.builds_version_0(slot)
 
     def _expected_process(self, now: float) -> str:

@@ -18,7 +18,9 @@ Where the store's epochs went back too, learners hold epochs that this syncer ha
 above them, so that one (epoch, version) never has two meanings.
 
 A *rebuild* is the same for a store that came back empty. Version 0 then has stand-ins (``STAND_IN``), from which
-the job never goes on: it waits for learners that hold the fragments.
+the job never goes on: it waits for learners that hold the fragments. A learner that holds nothing but version 0 may
+be the first one back, before those that hold more: it gives version 0 back only when all are there, or none came for
+``rebuild_seconds``.
 """
 
 from __future__ import annotations
@@ -127,12 +129,26 @@ class VersionRecovery:
         ``STAND_IN`` or ``FIRST_EPOCH``; empty: the job is new, and they are its version 0."""
         return tuple(self._origins.get(connection, ()))
 
+    def is_of_lost_model(self, join: ev.Join) -> bool:
+        """Whether a process tells an empty store of a model that was in it. An evaluator's version 0 proves nothing
+        that could be given back."""
+        return bool(join.held) and (not join.evaluator or any(held.version for held in join.held))
+
+    def may_give_version_0(self, connection: int, now: float) -> bool:
+        """Whether this connection may upload version 0 of a store that came back empty."""
+        origins = self._origins.get(connection, [])
+        if STAND_IN in origins:
+            return True
+        others = any(STAND_IN in each for each in self._origins.values())
+        return bool(origins) and not others and self._all_present(now)
+
     def _register_for_rebuild(self, join: ev.Join) -> None:
-        """Nothing is in the store, and a learner holds merged versions."""
+        """Nothing is in the store, and a learner holds versions."""
         self._rebuilding = True
         self._state.lineage.learn_settled(max((held.settled for held in join.held), default=0), emptied=True)
         self._origins[join.connection] = [STAND_IN if held.version else FIRST_EPOCH for held in join.held]
-        self._announce_loss(f"it is empty, and {join.region}-{join.ordinal} holds merged versions")
+        what = "merged versions" if any(held.version for held in join.held) else "version 0"
+        self._announce_loss(f"it is empty, and {join.region}-{join.ordinal} holds {what}")
 
     def restart_with_stand_ins(self) -> None:
         """Version 0's place is taken: the versions that it stands in for are requested after a restart."""
@@ -154,7 +170,7 @@ class VersionRecovery:
         if not self.can_recover:
             return frozenset()
         if not state.initialised:
-            if any(held.version for held in join.held):
+            if self.is_of_lost_model(join):
                 self._register_for_rebuild(join)
             return frozenset()
         stand_ins = frozenset(p for p, epoch in enumerate(self._made) if epoch == STAND_IN)

@@ -347,10 +347,39 @@ def test_a_rebuild_never_goes_on_from_what_stands_in_for_a_version() -> None:
     assert again == ask, "the only one that has it is asked once more"
 
 
-def test_an_empty_store_without_a_merge_begins_anew() -> None:
+VERSION_0 = ((1, 0), (1, 0))
+
+
+def test_an_empty_store_without_a_merge_has_its_version_0_back() -> None:
+    """Given back by a learner that holds it, as it was: under one (epoch, version) there are never two models."""
+    (above,) = of(Life(None, 1).join(12, 1, held=VERSION_0), ev.RestartFromStore)
+    assert above.above == 1
+    life = Life(None, 2)
+    assert not rejoin(life, 12, 1, VERSION_0).initialise, "the other learner may hold more"
+    assert "holds version 0" in life.core.phase_message
+    assert rejoin(life, 11, 0, VERSION_0).initialise, "nobody holds more"
+    assert life.core.version_0_origins(11) == (1, 1)
+
+
+def test_an_empty_store_waits_a_while_for_who_holds_more_than_version_0() -> None:
+    life = Life(None, 2)
+    assert not rejoin(life, 12, 1, VERSION_0).initialise
+    life.later(CONFIG.heartbeat_timeout - 1)
+    assert not of(life.log, ev.RequestInitialModel)
+    assert rejoin(life, 11, 0).initialise, "it holds a merged version"
+    life = Life(None, 2)
+    rejoin(life, 12, 1, VERSION_0)
+    for _ in range(int(CONFIG.rebuild_seconds / (CONFIG.heartbeat_timeout - 1)) + 1):
+        life.later(CONFIG.heartbeat_timeout - 1)
+        life.do(ev.Reported(12, report(counts(1, 0, 70), counts(1, 0, 70))))
+    (asked,) = of(life.log, ev.RequestInitialModel)
+    assert asked.connection == 12, "nobody else came"
+
+
+def test_an_evaluator_of_an_empty_store_holds_nobody_up() -> None:
     life = Life(None, 1)
-    assert of(life.join(12, 1, held=((1, 0), (1, 0))), ev.Admit)[0].initialise, "version 0 is made again"
-    assert life.core.version_0_origins(12) == () and not life.core.is_recovering
+    assert not of(life.join(15, 0, held=VERSION_0, evaluator=True), ev.RestartFromStore)
+    assert of(life.join(12, 1), ev.Admit)[0].initialise
 
 
 def test_an_empty_store_does_not_believe_every_epoch() -> None:
