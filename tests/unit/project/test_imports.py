@@ -104,17 +104,17 @@ def names_of(module: str) -> set[str] | None:
     return None
 
 
-def test_what_tests_benches_and_tools_import_is_there() -> None:
-    """Most of them import when they run, and run seldom: those that need a cluster or half an hour."""
+def test_what_is_run_seldom_imports_what_is_there() -> None:
+    """Tests that need a cluster, benches, tools: they import when they run, which may be long after a change."""
     imports = [
         (path, node.module, alias.name)
-        for folder in ("tests", "bench", "tools", "examples", ".ci")
+        for folder in ("tests/e2e", "bench", "tools", "examples", ".ci")
         for path in sorted((ROOT / folder).rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0].partition("_")[0] == "diloco"
         for alias in node.names
     ]
-    assert len(imports) > 500
+    assert len(imports) > 150
     generated = ("sync_pb2",)
     held = {module: names_of(module) for _, module, _ in imports}
     absent = [
