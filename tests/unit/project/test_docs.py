@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from diloco import main
+from diloco_operator.plan.conditions import condition_set
 from diloco_protocol import vocabulary
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.layout import Layout, Tensor
@@ -229,6 +230,11 @@ def test_every_promise_of_reliability_has_its_tests() -> None:
             assert re.search(rf"^ *(?:async )?def {name}\(", source, re.M), f"{name}, of {promise!r}, is not there"
             named += 1
         assert named, f"{promise!r} has no test"
+
+
+def test_every_condition_is_explained() -> None:
+    section = (DOCS / "operator.md").read_text(encoding="utf-8").partition("## Conditions")[2].partition("\n## ")[0]
+    assert tuple(re.findall(r"^\| `(\w+)`", section, re.M)) == condition_set.ORDER
 
 
 def test_files_that_comments_outside_python_name_exist() -> None:

@@ -16,6 +16,6 @@ A new condition: decide it in one of these three files with ``ConditionSet.set``
 ``FAULT_OVER`` (``plan/transitions.py``), so that an Event is sent when it comes and when it goes. One that is timed
 needs a ``Fact`` (``model.py``); one whose True is neither good nor bad, a place in ``_NEUTRAL`` (the command line's
 ``cluster/render.py``). Describe it in docs/decisions/024 and in docs/operator.md or docs/regions.md.
-A test complains of a fault without ``FAULT_OVER``, and of an unexpected condition in a cluster without the syncer; none
-complains of missing pages. ``plan/job_status.py`` and the CRD need nothing.
+Tests complain of one of ``ORDER`` that docs/operator.md does not have, of a fault without ``FAULT_OVER``, and of an
+unexpected condition in a cluster without the syncer. ``plan/job_status.py`` and the CRD need nothing.
 """
