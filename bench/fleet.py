@@ -127,19 +127,18 @@ def admit_operator(api: Api, folder: Path, kubeconfig: str) -> str:
     api.apply(f"/api/v1/namespaces/{NAMESPACE}", _named("v1", "Namespace", NAMESPACE))
     account = _named("v1", "ServiceAccount", ACCOUNT, NAMESPACE)
     api.apply(f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/{ACCOUNT}", account)
-    rules = [
-        {"apiGroups": [need.group], "resources": [need.resource], "verbs": list(need.verbs)}
-        for need in kinds.needs(nodes=True)
-    ]
     access = "rbac.authorization.k8s.io"
-    role = _named(f"{access}/v1", "ClusterRole", NAMESPACE) | {"rules": rules}
     subject = {"kind": "ServiceAccount", "name": ACCOUNT, "namespace": NAMESPACE}
-    binding = _named(f"{access}/v1", "ClusterRoleBinding", NAMESPACE) | {
-        "roleRef": {"apiGroup": access, "kind": "ClusterRole", "name": NAMESPACE},
-        "subjects": [subject],
-    }
-    api.apply(f"/apis/{access}/v1/clusterroles/{NAMESPACE}", role)
-    api.apply(f"/apis/{access}/v1/clusterrolebindings/{NAMESPACE}", binding)
+    for prefix, namespace, needs in (("Cluster", "", kinds.needs(nodes=True)), ("", NAMESPACE, kinds.OWN_NEEDS)):
+        rules = [{"apiGroups": [need.group], "resources": [need.resource], "verbs": list(need.verbs)} for need in needs]
+        role = _named(f"{access}/v1", f"{prefix}Role", NAMESPACE, namespace) | {"rules": rules}
+        binding = _named(f"{access}/v1", f"{prefix}RoleBinding", NAMESPACE, namespace) | {
+            "roleRef": {"apiGroup": access, "kind": f"{prefix}Role", "name": NAMESPACE},
+            "subjects": [subject],
+        }
+        path = f"/apis/{access}/v1" + (f"/namespaces/{namespace}" if namespace else "")
+        api.apply(f"{path}/{prefix.lower()}roles/{NAMESPACE}", role)
+        api.apply(f"{path}/{prefix.lower()}rolebindings/{NAMESPACE}", binding)
     flows = "flowcontrol.apiserver.k8s.io"
     everything = {"verbs": ["*"], "apiGroups": ["*"], "resources": ["*"], "clusterScope": True}
     who = {"kind": "ServiceAccount", "serviceAccount": {"name": ACCOUNT, "namespace": NAMESPACE}}
