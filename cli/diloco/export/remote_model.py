@@ -12,7 +12,7 @@ import random
 import time
 import urllib.parse
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -23,6 +23,8 @@ from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import JobError, job_from_json
 from diloco_syncer.server.pages.export import CHECKSUM
 from diloco_syncer.server.pages.model_file import MAX_HEADER, NotSafetensors, read_header
+
+T = TypeVar("T")
 
 CONNECT_SECONDS = 10.0
 FIRST_BYTE_SECONDS = 300.0  # the syncer reads its whole model once for the checksum, before it answers
@@ -48,34 +50,33 @@ def fetch_model(
 
     Breaks are tried again. Raises RemoteModelError.
     """
-    for attempt in range(TRIES):
-        try:
-            return _fetch(url, progress)
-        except _Again:
-            if attempt == TRIES - 1:
-                raise
-            time.sleep(0.5 * 2**attempt * random.uniform(0.5, 1.0))
-    raise AssertionError("unreachable")
+    return _try_again(lambda: _fetch(url, progress))
 
 
 def fetch_layout(url: str) -> Layout:
-    """The layout of the model that the listener serves. Raises RemoteModelError."""
-    for attempt in range(TRIES):
+    """The layout of the model that the listener serves. Breaks are tried again. Raises RemoteModelError."""
+    return _try_again(lambda: _fetch_layout(url))
+
+
+def _try_again(fetch: Callable[[], T]) -> T:
+    for attempt in range(TRIES - 1):
         try:
-            answer = _get(url, "/layout.json")
-            try:
-                return Layout.from_json(answer.read(MAX_JSON_BYTES))
-            except LayoutError as error:
-                raise RemoteModelError(f"{url}/layout.json is no layout: {error}") from error
-            except (OSError, http.client.HTTPException) as error:
-                raise _Again(f"{url}/layout.json broke off: {error}") from error
-            finally:
-                answer.close()
+            return fetch()
         except _Again:
-            if attempt == TRIES - 1:
-                raise
             time.sleep(0.5 * 2**attempt * random.uniform(0.5, 1.0))
-    raise AssertionError("unreachable")
+    return fetch()
+
+
+def _fetch_layout(url: str) -> Layout:
+    answer = _get(url, "/layout.json")
+    try:
+        return Layout.from_json(answer.read(MAX_JSON_BYTES))
+    except LayoutError as error:
+        raise RemoteModelError(f"{url}/layout.json is no layout: {error}") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise _Again(f"{url}/layout.json broke off: {error}") from error
+    finally:
+        answer.close()
 
 
 def _fetch(

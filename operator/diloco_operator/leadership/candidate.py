@@ -20,14 +20,7 @@ from typing import Any
 from diloco_operator.kube.client import MERGE_PATCH, Client
 from diloco_operator.kube.errors import ApiError
 from diloco_operator.kube.kinds import LEASE
-from diloco_operator.leadership.election import (
-    LEASE_SECONDS,
-    RETRY_SECONDS,
-    Election,
-    LeaseRecord,
-    LeaseWrite,
-    read_clock,
-)
+from diloco_operator.leadership.election import LEASE_SECONDS, RETRY_SECONDS, Election, LeaseRecord, LeaseWrite
 from diloco_operator.model import Object
 from diloco_operator.names import MANAGER
 
@@ -38,6 +31,11 @@ RELEASE_SECONDS = 3.0
 
 Observer = Callable[[str, str, int, float], None]
 """Called after every request: verb, resource, HTTP status (0: no answer), seconds."""
+
+
+def read_clock() -> float:
+    """Seconds that no setting of the clock changes, and that count on while the machine is suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 class LeaseStore:
@@ -91,7 +89,7 @@ class LeaseStore:
 
 
 class Candidate:
-    """Takes part in the election until cancelled. ``clock``: seconds, as ``election.read_clock``."""
+    """Takes part in the election until cancelled. ``clock``: seconds, as ``read_clock``."""
 
     def __init__(self, store: LeaseStore, identity: str, clock: Callable[[], float] = read_clock) -> None:
         self._store = store

@@ -12,12 +12,11 @@ write may take. The times that stand in the Lease are for people.
 Example: a renewal is sent at 0, stored at 4 and received by the candidate at 6. The leader acts until 10, its last
 write has ended at 15, and the candidate takes over at 21 at the earliest.
 
-The clock must count on while the process or its machine stands still (``read_clock``).
+The clock must count on while the process or its machine stands still (``candidate.read_clock``).
 """
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 LEASE_SECONDS = 15.0
@@ -52,7 +51,7 @@ class LeaseWrite:
 class Election:
     """One candidate. ``identity`` is nobody else's, not even an earlier process's of the same name.
 
-    All times are seconds of one clock.
+    All times are seconds of one clock. ``may_act`` and ``seconds_for_a_write`` may be called from any thread.
     """
 
     def __init__(self, identity: str) -> None:
@@ -70,13 +69,14 @@ class Election:
 
     def may_act(self, now: float) -> bool:
         """Whether this candidate leads."""
-        return self._sent_at is not None and now < self._sent_at + ACT_SECONDS
+        return self.seconds_for_a_write(now) > 0
 
     def seconds_for_a_write(self, now: float) -> float:
         """How long a write that begins now may take; 0: it may not begin."""
-        if self._sent_at is None or not self.may_act(now):
+        sent_at = self._sent_at  # once: another thread may end the leadership meanwhile
+        if sent_at is None or now >= sent_at + ACT_SECONDS:
             return 0.0
-        return self._sent_at + LEASE_SECONDS - now
+        return sent_at + LEASE_SECONDS - now
 
     def receive(self, record: LeaseRecord | None, now: float) -> None:
         """The Lease was read (None: there is none), and the answer came at ``now``."""
@@ -116,8 +116,3 @@ class Election:
         if record is None or not led or record.holder != self.identity:
             return None
         return LeaseWrite(FREE, record.version, record.term, record.acquired)
-
-
-def read_clock() -> float:
-    """Seconds that no setting of the clock changes, and that count on while the machine is suspended."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()

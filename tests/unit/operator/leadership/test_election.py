@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from diloco_operator.leadership import election
+from diloco_operator.leadership.candidate import read_clock
 from diloco_operator.leadership.election import (
     ACT_SECONDS,
     LEASE_SECONDS,
@@ -261,6 +261,25 @@ def test_an_answer_that_was_lost_is_found_again() -> None:
 
 def test_the_clock_is_not_the_wall(monkeypatch: pytest.MonkeyPatch) -> None:
     """Setting the clock of a machine changes nothing."""
-    before = election.read_clock()
+    before = read_clock()
     monkeypatch.setattr(time, "time", lambda: 4e9)
-    assert 0 <= election.read_clock() - before < 60
+    assert 0 <= read_clock() - before < 60
+
+
+def test_a_leadership_that_ends_while_another_thread_asks_is_no_error() -> None:
+    """A writer's thread asks; the loop's thread hears in the same moment that another holds the Lease."""
+    candidate = Election("a")
+    candidate.confirm_write(LeaseRecord("a", "1", 1), 0.0)
+
+    class Moment(float):
+        """A time at whose first comparison the leadership ends."""
+
+        def __ge__(self, other: float) -> bool:
+            candidate.receive(LeaseRecord("b", "2", 2), 5.0)
+            return float(self) >= other
+
+        def __lt__(self, other: float) -> bool:
+            return not self >= other
+
+    assert candidate.seconds_for_a_write(Moment(5.0)) == 10.0
+    assert candidate.seconds_for_a_write(5.0) == 0.0 and not candidate.may_act(5.0)
