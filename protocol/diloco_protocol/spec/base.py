@@ -21,6 +21,11 @@ NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 
 ADDRESS_PATTERN = r"^([A-Za-z0-9]([-.A-Za-z0-9]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?$"
 """host or host:port; an IPv6 host in brackets."""
+CIDR_PATTERN = (
+    r"^((25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])(\.(25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])){3}/(3[0-2]|[12]?[0-9])"
+    r"|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*/(12[0-8]|1[01][0-9]|[1-9]?[0-9]))$"
+)
+"""An IPv4 or IPv6 address and the length of its prefix, as the API server takes it of a Service."""
 
 
 Path = tuple[str | int, ...]

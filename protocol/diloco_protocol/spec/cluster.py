@@ -7,7 +7,17 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from diloco_protocol.common.quantities import parse_quantity
-from diloco_protocol.spec.base import ADDRESS_PATTERN, NAME_PATTERN, BucketUri, Free, Name, Seconds, Spec, Text
+from diloco_protocol.spec.base import (
+    ADDRESS_PATTERN,
+    CIDR_PATTERN,
+    NAME_PATTERN,
+    BucketUri,
+    Free,
+    Name,
+    Seconds,
+    Spec,
+    Text,
+)
 
 
 def _positive_quantity(text: str) -> str:
@@ -30,7 +40,7 @@ class ServiceSpec(Spec):
     load_balancer_class: Annotated[str, Field(max_length=253)] | None = Field(
         None, description="Of LoadBalancer: who makes it; null: the cloud's default. Fixed once there is a Service."
     )
-    source_ranges: list[Annotated[str, Field(max_length=43)]] = Field(
+    source_ranges: list[Annotated[str, Field(max_length=43, pattern=CIDR_PATTERN)]] = Field(
         default_factory=list,
         max_length=64,
         examples=[["10.0.0.0/8"]],

@@ -15,6 +15,7 @@ from pydantic import Field, TypeAdapter
 from diloco_protocol.spec.base import (
     ADDRESS_PATTERN,
     BUCKET_PATTERN,
+    CIDR_PATTERN,
     FUNCTION_PATTERN,
     NAME_PATTERN,
     NAMESPACE_PATTERN,
@@ -33,6 +34,7 @@ _PATTERNS = {
     FUNCTION_PATTERN: "module:function",
     BUCKET_PATTERN: "a bucket by its URI (s3://, gs:// or az://)",
     ADDRESS_PATTERN: "host or host:port (an IPv6 host in brackets)",
+    CIDR_PATTERN: "an address and the length of its prefix, such as 10.0.0.0/8",
 }
 
 

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import ast
 import copy
+import ipaddress
 import json
+import re
 import sys
 import typing
 from pathlib import Path
@@ -19,7 +21,7 @@ from pydantic import ValidationError
 
 from diloco_protocol.common.quantities import parse_quantity
 from diloco_protocol.spec import rules
-from diloco_protocol.spec.base import Spec, fields_by_alias, nested_model, unwrap
+from diloco_protocol.spec.base import CIDR_PATTERN, Spec, fields_by_alias, nested_model, unwrap
 from diloco_protocol.spec.cluster import RegionSpec
 from diloco_protocol.spec.explain import words
 from diloco_protocol.spec.job import DiLoCoJob, immutable_digests, spec_digest
@@ -455,3 +457,13 @@ def test_a_stop_has_one_kind_and_its_limit(kind: str, limit: float) -> None:
     stop = StopSpec.model_validate({kind: limit})
     assert (stop.kind, stop.limit) == (kind, limit)
     assert set(stop.model_dump()) == {"steps", "tokens", "seconds"}  # the normal form stays as it is
+
+
+@pytest.mark.parametrize("ranges", ["10.0.0.0/8", "0.0.0.0/0", "192.168.1.255/32", "::/0", "fd00::/8", "::1/128"])
+def test_ranges_of_addresses(ranges: str) -> None:
+    assert re.fullmatch(CIDR_PATTERN, ranges) and ipaddress.ip_network(ranges, strict=False)
+
+
+@pytest.mark.parametrize("ranges", ["10.0.0.0/33", "10.0.0.256/8", "10.0.0.0", "fd00::/129", "office", "10.0.0/8", ""])
+def test_what_is_no_range_of_addresses(ranges: str) -> None:
+    assert not re.fullmatch(CIDR_PATTERN, ranges)
