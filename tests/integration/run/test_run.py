@@ -132,10 +132,12 @@ def test_a_job_runs_to_its_end_and_what_it_leaves_is_whole(start: Callable[..., 
     assert "the job is complete already" in again.output and "learner-0 ended" not in again.output
     assert again.report() == report
 
-    more = start("--set", "training.stop.steps=150")
+    # More than were made: on a busy machine learners make many steps of 10 ms until they hear of the end.
+    further_steps = report["steps"] + 30
+    more = start("--set", f"training.stop.steps={further_steps}")
     assert more.ends() == 0, more.everything()
     assert "going on from the checkpoint" in more.output
-    assert more.report()["steps"] >= 150
+    assert more.report()["steps"] >= further_steps
     check_ledger(more.report())
     # The first end's score is a point of the curve now, and the new end has its own.
     curve, further = report["eval_loss"], more.report()["eval_loss"]
