@@ -307,4 +307,6 @@ class PlanSettings:
     worker_image: str
     image_pull_policy: str = "IfNotPresent"
     metrics_namespace: str | None = None  # whose pods may scrape; None: every namespace's
+    pull_secrets: tuple[str, ...] = ()  # of jobs' pods, in the job's namespace
+    priority_class: str | None = None  # of jobs' pods that name none
     release: str = RELEASE  # the operator's own

@@ -65,11 +65,21 @@ _name = _checked(
     "a name of small letters, digits and dashes, at most 63 characters",
 )
 _image = _checked(str, lambda text: re.fullmatch(r"\S{1,1024}", text), "an image's name, such as diloco-worker:0.1.0")
+_OBJECT = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
+_object_name = _checked(
+    str,
+    lambda text: re.fullmatch(_OBJECT, text) and len(text) <= 253,
+    "an object's name: small letters, digits, dashes and dots, at most 253 characters",
+)
 _path = _checked(str, lambda text: text.startswith("/"), "an absolute path")
 
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(_name(part) for part in re.split(r"[,\s]+", text.strip()) if part))
+
+
+def _object_names(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(_object_name(part) for part in re.split(r"[,\s]+", text.strip()) if part))
 
 
 def _address(text: str) -> str:
@@ -117,6 +127,21 @@ class Settings(PlanSettings):
         _name,
         "NAME",
         "The namespace whose pods may scrape jobs' metrics (NetworkPolicy); none: every namespace's.",
+        "none",
+    )
+    pull_secrets: tuple[str, ...] = _setting(
+        (),
+        _object_names,
+        "A,B",
+        "Secrets of a registry's credentials, in each job's namespace, for the pods of all jobs; a job's podTemplates "
+        "add to them.",
+        "none",
+    )
+    priority_class: str | None = _setting(
+        None,
+        _object_name,
+        "NAME",
+        "PriorityClass of the pods of jobs whose podTemplates name none; none: the cluster's default.",
         "none",
     )
     watch_namespaces: tuple[str, ...] = _setting(

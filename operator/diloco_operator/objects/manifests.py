@@ -287,11 +287,10 @@ def pod_holders(job: Job, here: Placement) -> list[Ref]:
 
 def render_pod_holder(job: Job, here: Placement, ref: Ref, images: DefaultImages, settings: PlanSettings) -> Object:
     """The spec of an object that holds pods, rendered from the job as it is now, without replicas."""
-    pull = settings.image_pull_policy
     if ref == names.syncer_deployment(job.name):
-        return _deployment(job, "syncer", pods.syncer_template(job, images.syncer, pull))
+        return _deployment(job, "syncer", pods.syncer_template(job, images.syncer, settings))
     if ref == names.evaluator_deployment(job.name):
-        return _deployment(job, "evaluator", pods.evaluator_template(job, images.worker, pull))
+        return _deployment(job, "evaluator", pods.evaluator_template(job, images.worker, settings))
     region = next(r for r in here.regions if names.stateful_set(job.name, r.name) == ref)
     return {
         "serviceName": names.region_service(job.name, region.name).name,
@@ -299,7 +298,7 @@ def render_pod_holder(job: Job, here: Placement, ref: Ref, images: DefaultImages
         "updateStrategy": {"type": "OnDelete"},
         "revisionHistoryLimit": 2,
         "selector": {"matchLabels": _learners(job, region.name)},
-        "template": pods.learner_template(job, region, images.worker, pull),
+        "template": pods.learner_template(job, region, images.worker, settings),
     }
 
 

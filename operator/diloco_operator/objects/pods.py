@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from diloco_operator import names
 from diloco_operator.job import Job, digest
-from diloco_operator.model import Object
+from diloco_operator.model import Object, PlanSettings
 from diloco_operator.objects.template_merge import Protected, TemplateRefusal, find_refusals, merge_template
 from diloco_protocol.spec.base import Spec
 from diloco_protocol.spec.cluster import RegionSpec
@@ -98,7 +98,7 @@ def _worker_protected(role: str, command: str) -> Protected:
 # ------------------------------------------------------------------ templates
 
 
-def syncer_template(job: Job, image: str, pull: str) -> Object:
+def syncer_template(job: Job, image: str, settings: PlanSettings) -> Object:
     """The syncer's pod template."""
     spec = job.spec
     secret = names.secret_name(job.name, "syncer", job.uid)
@@ -122,21 +122,22 @@ def syncer_template(job: Job, image: str, pull: str) -> Object:
     if spec.syncer.tls.mode == "auto":
         command += ["--credentials", names.CREDENTIALS_PATH]
         volumes.append(_Volume(_syncer_credentials(job), names.CREDENTIALS_PATH, read_only=True))
-    container = _container("syncer", image, pull, command)
+    container = _container("syncer", image, settings.image_pull_policy, command)
     container["env"] = [_POD]
     container["ports"] = [_port("sync", SYNC_PORT), _port("control", CONTROL_PORT), _port("http", HTTP_PORT)]
     # Not the sync port: it is bound before the store is read, and a kubelet has no certificate to show there.
     container["startupProbe"] = _probe("/readyz", "http", 2, START_SECONDS // 2)
     container["livenessProbe"] = _probe("/healthz", "http", 10, 6)
     container["readinessProbe"] = _probe("/readyz", "http", 2, 3)
-    return _template(job, "syncer", container, volumes, [spec.syncer.pod_template], syncer_inputs(spec))
+    patches = [_defaults(settings), spec.syncer.pod_template]
+    return _template(job, "syncer", container, volumes, patches, syncer_inputs(spec))
 
 
-def learner_template(job: Job, region: RegionSpec, image: str, pull: str) -> Object:
+def learner_template(job: Job, region: RegionSpec, image: str, settings: PlanSettings) -> Object:
     """The pod template of a region's learners."""
     spec, volumes = job.spec, _worker_volumes(job)
-    container = _worker(job, "learner", image, pull, region.name)
-    patches = [spec.learners.pod_template, region.pod_template]
+    container = _worker(job, "learner", image, settings.image_pull_policy, region.name)
+    patches = [_defaults(settings), spec.learners.pod_template, region.pod_template]
     template = _template(job, "learner", container, volumes, patches, learner_inputs(spec), region.name)
     # The drain is bounded by the pod's grace period, the user's or ours. A learner that is killed while it still
     # offers its work has not reported which of its tokens are dropped.
@@ -148,11 +149,11 @@ def learner_template(job: Job, region: RegionSpec, image: str, pull: str) -> Obj
     return template
 
 
-def evaluator_template(job: Job, image: str, pull: str) -> Object:
+def evaluator_template(job: Job, image: str, settings: PlanSettings) -> Object:
     """The evaluator's pod template."""
     spec = job.spec
-    container = _worker(job, "evaluator", image, pull)
-    patches = [_for_evaluator(spec.learners.pod_template), spec.evaluator.pod_template]
+    container = _worker(job, "evaluator", image, settings.image_pull_policy)
+    patches = [_defaults(settings), _for_evaluator(spec.learners.pod_template), spec.evaluator.pod_template]
     return _template(job, "evaluator", container, _worker_volumes(job), patches, evaluator_inputs(spec))
 
 
@@ -199,6 +200,16 @@ def _template(
     metadata["labels"] = {**(metadata.get("labels") or {}), **names.labels(job.name, role, region)}
     metadata["annotations"] = {**(metadata.get("annotations") or {}), names.INPUTS: inputs}
     return base
+
+
+def _defaults(settings: PlanSettings) -> Object:
+    """The patch, before the job's own, by which the operator's settings hold for the pods of all jobs."""
+    spec: Object = {}
+    if settings.pull_secrets:
+        spec["imagePullSecrets"] = [{"name": name} for name in settings.pull_secrets]
+    if settings.priority_class is not None:
+        spec["priorityClassName"] = settings.priority_class
+    return {"spec": spec}
 
 
 def _for_evaluator(template: Object) -> Object:

@@ -208,6 +208,7 @@ def test_every_value_reaches_the_operator() -> None:
     assert made.image_pull_policy == "Always" and made.resync_seconds == 12.5
     assert (made.log_level, made.log_format) == ("DEBUG", "text")
     assert made.metrics_namespace == "kube-public" and made.workers == 16
+    assert (made.pull_secrets, made.priority_class) == (("team.registry", "mirror"), "training")
     namespaced = settings.load([], environment(render("--values", str(CHART / "ci" / "namespaced.yaml"))))
     assert namespaced.watch_namespaces == ("default", "kube-public")
 
@@ -390,6 +391,9 @@ def test_the_notes_name_what_there_is() -> None:
         ("extraEnv[0].value=x", "extraEnv/0"),
         ("tolerations[0].tolerationSeconds=soon", "tolerations/0/tolerationSeconds"),
         ("imagePullSecrets={registry}", "imagePullSecrets/0"),
+        ("jobs.imagePullSecrets={registry}", "jobs/imagePullSecrets/0"),
+        ("jobs.imagePullSecrets[0].name=a_b", "jobs/imagePullSecrets/0/name"),
+        ("jobs.priorityClassName=High", "jobs/priorityClassName"),
     ],
 )
 def test_wrong_values_are_refused_by_name(setting: str, field: str) -> None:

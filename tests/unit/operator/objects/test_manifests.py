@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -660,3 +661,25 @@ def test_a_wrong_spec_is_told_whole() -> None:
     said = "\n".join(found.problems)
     assert "everyy" in said and "learners" in said
     assert read_job({"metadata": {"name": "x", "uid": "u"}}).problems
+
+
+# ---------------------------------------------------------------- what the operator's settings say of all jobs' pods
+
+
+def test_pull_secrets_and_priority_class_of_the_operator_hold_for_all_pods_of_jobs() -> None:
+    settings = replace(SETTINGS, pull_secrets=("registry", "mirror"), priority_class="training")
+    own = {"spec": {"imagePullSecrets": [{"name": "team"}], "priorityClassName": "urgent"}}
+    made = everything(job(training=EVALUATED, learners={"podTemplate": own}), settings)
+    found = {ref.kind + "/" + ref.name: m["spec"]["template"]["spec"] for ref, m in made.items() if "Set" in ref.kind}
+    found |= {ref.name: m["spec"]["template"]["spec"] for ref, m in made.items() if ref.kind == "Deployment"}
+    assert set(found) == {"StatefulSet/job-local", "job-syncer", "job-evaluator"}
+    for name, spec in found.items():
+        secrets = [secret["name"] for secret in spec["imagePullSecrets"]]
+        assert secrets[:2] == ["registry", "mirror"], "a private registry needs no podTemplate"
+        asked = name != "job-syncer"  # the evaluator runs as learners do
+        assert secrets[2:] == (["team"] if asked else []), "a job's own are added"
+        assert spec["priorityClassName"] == ("urgent" if asked else "training"), "a job's own counts"
+    plain = json.dumps(
+        [manifest["spec"].get("template") for manifest in everything(job()).values() if "spec" in manifest]
+    )
+    assert "imagePullSecrets" not in plain and "priorityClassName" not in plain

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from diloco_operator.job import read_job
+from diloco_operator.model import PlanSettings
 from diloco_operator.objects import pods
 from diloco_operator.objects.template_merge import Protected, find_refusals, merge_template
 
@@ -201,9 +202,10 @@ def test_every_field_that_the_operator_sets_in_a_main_container_is_protected() -
     from operator_world import job_object
 
     job = read_job(job_object(training={"evaluation": {"fraction": 0.1}}))
+    settings = PlanSettings(None, "diloco-system", "i", "i")
     for role, template in (
-        ("syncer", pods.syncer_template(job, "i", "p")),
-        ("learner", pods.learner_template(job, job.spec.regions[0], "i", "p")),
+        ("syncer", pods.syncer_template(job, "i", settings)),
+        ("learner", pods.learner_template(job, job.spec.regions[0], "i", settings)),
     ):
         container = template["spec"]["containers"][0]
         protected = pods._syncer_protected() if role == "syncer" else pods._worker_protected("learner", "")
