@@ -39,6 +39,7 @@ import parallel
 import programs
 from diloco_protocol.bandwidth import links
 from diloco_protocol.bandwidth import model as bandwidth
+from diloco_protocol.resources import even_sizes
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import load_job
 from relay import Carried, Relay
@@ -244,7 +245,7 @@ def computed(parameters: int, width: int) -> float:
 def need(up: str, down: str) -> Need:
     """At the paper's point."""
     turn = bandwidth.Turn(24, 24, 2, STEP_SECONDS)
-    carried = links.traffic(links.even_sizes(PARAMETERS, turn.fragments), up, down, DATACENTRES)
+    carried = links.traffic(even_sizes(PARAMETERS, turn.fragments), up, down, DATACENTRES)
     return Need(
         links.need_by_formula(carried, turn).same,
         links.need_by_queue(carried, turn).same,

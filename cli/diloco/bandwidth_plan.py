@@ -1,14 +1,15 @@
-"""``diloco plan``: how much bandwidth a job needs, before anything is built or bought.
+"""``diloco plan``: how much bandwidth, memory and disk a job needs, before anything is built or bought.
 
-The numbers come from ``diloco_protocol.bandwidth.links`` and ``bandwidth``; here they are put side by side. The model's
-size is that of the job's own model, whose shapes are built without values (and with torch), or what ``--params`` says,
-or that of a model which was laid out already (``--layout``).
+The numbers come from ``diloco_protocol.bandwidth`` and ``diloco_protocol.resources``; here they are put side by side.
+The model's size is that of the job's own model, whose shapes are built without values (and with torch), or what
+``--params`` says, or that of a model which was laid out already (``--layout``).
 """
 
 from __future__ import annotations
 
 import math
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from diloco_protocol.bandwidth import model as bandwidth
 from diloco_protocol.bandwidth.links import Need, Traffic
 from diloco_protocol.bandwidth.model import Turn
 from diloco_protocol.common.format_units import bits_text, seconds_text, size_text
+from diloco_protocol.resources import even_sizes, find_shortages, needs
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import JobError
 
@@ -82,7 +84,7 @@ def _sizes(job: DiLoCoJob, parameters: int | None, directory: Path) -> tuple[lis
     if parameters is not None:
         fragments = max(1, min(sync.fragments, parameters // ELEMENTS_PER_FRAGMENT))
         note = "" if fragments == sync.fragments else f"fragments lowered from {sync.fragments} to {fragments}"
-        return links.even_sizes(parameters, fragments), note
+        return even_sizes(parameters, fragments), note
     if job.spec.training.model is None:
         raise CommandError(
             "the job has no training.model (its learners run a program of their own), so its size is not "
@@ -127,6 +129,7 @@ def document(job: DiLoCoJob, sizes: Sequence[int], note: str, conditions: Condit
         "data_parallel_bytes": 2 * 2 * sum(sizes) * bandwidth.all_reduce_factor(learners),
     }
     both = per_step["up_bytes"] + per_step["down_bytes"]
+    needed = needs(spec, sizes)
     return {
         "job": job.metadata.name,
         "parameters": sum(sizes),
@@ -162,6 +165,12 @@ def document(job: DiLoCoJob, sizes: Sequence[int], note: str, conditions: Condit
             for region in spec.regions
         ],
         "join": _join(sizes, queued),
+        "resources": {
+            "syncer_memory_bytes": needed.syncer_memory,
+            "syncer_volume_bytes": needed.syncer_volume,
+            "learner_memory_bytes": needed.learner_memory,
+            "too_small": [{"field": one.path, "message": one.message} for one in find_shortages(spec, sizes)],
+        },
     }
 
 
@@ -251,6 +260,7 @@ def text(found: dict[str, Any]) -> str:
         f"  {name:<{width}} {'' if one == -1 else _bits(one):>16} {_bits(other):>16}" for name, one, other in rows
     ]
     parallel, ratio, step = found["data_parallel"]["bits_per_second"], found["ratio"], found["per_step"]
+    resources = found["resources"]
     lines += [
         f"  {'data-parallel, each way':<{width}} {bits_text(parallel):>16} {bits_text(parallel):>16}",
         f"  {'  times as much':<{width}} {_times(ratio['formula']):>16} {_times(ratio['queued']):>16}",
@@ -261,6 +271,10 @@ def text(found: dict[str, Any]) -> str:
         f"A newcomer first downloads up to {size_text(3 * found['join']['model_bytes'])} (model and "
         "optimizer state)"
         + (f": {seconds_text(found['join']['seconds'])} at that rate" if found["join"]["seconds"] else ""),
+        f"Memory: the syncer up to {size_text(resources['syncer_memory_bytes'])}, each learner at least "
+        f"{size_text(resources['learner_memory_bytes'])} on the host; the syncer's volume up to "
+        f"{size_text(resources['syncer_volume_bytes'])}",
+        *(textwrap.fill(f"warning: {one['field']} {one['message']}", 100) for one in resources["too_small"]),
         "Size links by the queue; framing of TCP/IP and TLS is in. Below it nothing stops: merges become rarer.",
     ]
     if queued["link"]["up"] is None:

@@ -160,6 +160,7 @@ class Topic(Enum):
     POD_OBSTACLE = auto()  # subject: a pod's UID
     POD_NODE_LOST = auto()  # subject: a pod's UID
     VOLUME_STAYS = auto()
+    RESOURCES = auto()  # the job asks for less than its model needs
 
 
 @dataclass(slots=True)

@@ -178,6 +178,7 @@ class StatusDocument(Document):
     standbys: list[str] = Field(description="their process ids")
     evaluators: Count = Field(description="evaluators that are connected")
     versions: list[int] = Field(description="newest version of each fragment; empty: version 0 does not exist yet")
+    parameters: Count = Field(0, description="trained parameters of the model; 0: version 0 does not exist yet")
     rounds: list[RoundRow] = Field(description="open rounds")
     slots: list[SlotRow] = Field(description="all slots")
     tokens: Tokens = Field(description="what became of the tokens")

@@ -17,6 +17,7 @@ from diloco_operator import names
 from diloco_operator.job import Job, digest
 from diloco_operator.model import Object, PlanSettings
 from diloco_operator.objects.template_merge import Protected, TemplateRefusal, find_refusals, merge_template
+from diloco_protocol.resources import SYNCER_REQUEST
 from diloco_protocol.spec.base import Spec
 from diloco_protocol.spec.cluster import RegionSpec
 from diloco_protocol.spec.job_spec import JobSpec
@@ -38,7 +39,7 @@ _SECURITY: Object = {
     "readOnlyRootFilesystem": True,
 }
 _REQUESTS = {
-    "syncer": {"cpu": "250m", "memory": "256Mi"},
+    "syncer": {"cpu": "250m", "memory": SYNCER_REQUEST},
     "learner": {"cpu": "250m", "memory": "512Mi"},
     "evaluator": {"cpu": "100m", "memory": "512Mi"},
 }

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 from diloco_operator.job import digest
 from diloco_operator.model import EventWanted, Object, PlanMemory, Topic
 from diloco_operator.plan.conditions.condition_set import ConditionSet
-from diloco_operator.plan.conditions.decide import TurnFindings
+from diloco_operator.plan.conditions.decide import TurnFindings, explain_small_resources
 from diloco_operator.plan.conditions.region_conditions import DRAINED
 from diloco_operator.plan.pods.pod_status import ObstacleKind
 from diloco_operator.plan.regions import ROLLING
@@ -102,6 +102,11 @@ def transition_events(view: View, found: TurnFindings, conditions: ConditionSet,
         elif kind in conditions.found:
             _report_fault(event_log, kind, before.get(kind, {}), conditions.found[kind])
     _report_apply_failed(event_log, before.get("Degraded", {}), conditions.found["Degraded"], conditions.found["Ready"])
+    if found.decision.training and view.document is not None:
+        small = explain_small_resources(view)
+        was = "yes" if small and small in str(before.get("Degraded", {}).get("message", "")) else ""
+        state = "yes" if small else ""
+        event_log.transition(Topic.RESOURCES, was, state, "Warning", "ResourcesTooSmall" if small else "", small)
     if found.decision.training and view.begun:
         _report_syncer_fault(event_log, before, conditions.found)
         _report_quorum(event_log, before, conditions.found)

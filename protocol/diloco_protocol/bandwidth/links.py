@@ -52,11 +52,6 @@ def payload_bytes(encoding: str, elements: int) -> int:
     return codec.encoded_bytes(encoding.removeprefix("delta-"), elements)
 
 
-def even_sizes(parameters: int, fragments: int) -> list[int]:
-    """Elements of each fragment where only the number of parameters is known."""
-    return [parameters * (i + 1) // fragments - parameters * i // fragments for i in range(fragments)]
-
-
 def traffic(sizes: Sequence[int], up: str, down: str, learners: int) -> Traffic:
     """What merges carry of fragments of ``sizes`` elements, pushed as ``up`` and broadcast as ``down``."""
     header = _upload_header(up, len(sizes))

@@ -118,6 +118,7 @@ def status_document(state: JobState, now: float, shell: ShellFigures) -> StatusD
         standbys=[join.process for join in state.members.standby.values()],
         evaluators=len(state.members.evaluators),
         versions=list(state.versions),
+        parameters=sum(state.fragment_elements),
         rounds=[
             RoundRow(
                 fragment=opened.fragment,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from diloco_protocol.resources import STATE_EVERY
 from diloco_protocol.vocabulary import JobPhase
 from diloco_protocol.wire import convert
 from diloco_syncer.core import events as ev
@@ -21,7 +22,6 @@ from diloco_syncer.runtime.global_model import Diverged, GlobalModel
 from diloco_syncer.runtime.pushes import ReceivedPushes
 
 MAX_QUEUED = 4096
-STATE_EVERY = 16  # merges, or as many as there are fragments
 
 
 @dataclass

@@ -35,6 +35,7 @@ from diloco_protocol import documents
 from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.common.files import Buffer
 from diloco_protocol.documents import Report
+from diloco_protocol.resources import STATES_KEPT
 from diloco_protocol.wire.records import PushHeader
 from diloco_syncer.core.merging.ledger import header_from_json, header_to_json
 from diloco_syncer.store import records
@@ -44,7 +45,6 @@ from diloco_syncer.store.epochs import Epoch
 from diloco_syncer.store.records import Array, Damaged, MergeRecord, parse_record_name, record_name
 from diloco_syncer.store.restore import StoreReader, StoreUnusable
 
-STATES_KEPT = 2
 REPORT = "report.json"
 MAX_REPORT = 64 << 20
 

@@ -93,6 +93,14 @@ def test_regions_and_spares_share_their_links() -> None:
     assert "region eu-1, down (4)" in text and "hub, out (8 learners, 1 spare)" in text
 
 
+def test_memory_and_volume_are_said_and_fields_that_ask_for_less() -> None:
+    found = planned(GPT, *PAPER)["resources"]
+    assert found["syncer_volume_bytes"] > 6 * 12 * 5e9 and found["syncer_memory_bytes"] > 12 * 5e9
+    assert "syncer.storage.size" in [row["field"] for row in found["too_small"]]
+    assert "warning: syncer.storage.size is 10Gi" in diloco("plan", GPT, *PAPER)[1]
+    assert not planned(GPT, "--step-seconds", "0.1")["resources"]["too_small"]
+
+
 def test_for_people() -> None:
     code, text = diloco("plan", GPT, *PAPER)
     assert code == 0

@@ -18,6 +18,8 @@ from diloco_operator.plan.pods.pod_status import Pod, newest_message, shortened
 from diloco_operator.plan.pods.rollout import Rollout
 from diloco_operator.plan.regions import RegionReport, explain_not_made
 from diloco_operator.plan.view import ANSWER_PATIENCE, View
+from diloco_protocol.common.quantities import parse_quantity
+from diloco_protocol.resources import even_sizes, find_shortages
 from diloco_protocol.vocabulary import CONTROL_PORT, FINISHING_PHASES, JOB_REFUSED_REASONS, JobPhase, SyncerExit
 
 _APPLY_ERRORS = {
@@ -141,7 +143,7 @@ def _decide_answering(view: View, pod: Pod, out: ConditionSet) -> None:
     asked, document = view.observed.syncer, view.document
     error = shortened(asked.error) if asked is not None else "it could not be asked"
     if document is not None and document.store_problem:
-        out.set("SyncerReady", False, "StoreProblem", f"Its store: {document.store_problem}.")
+        out.set("SyncerReady", False, "StoreProblem", f"Its store: {document.store_problem}.{_volume_cure(view)}")
     elif document is not None and _awaits_address(view):
         message = "It serves in its own cluster; its load balancer has no address yet, so that no other reaches it."
         out.set("SyncerReady", len({region.cluster for region in view.job.spec.regions}) < 2, "AddressPending", message)
@@ -168,6 +170,13 @@ def _decide_answering(view: View, pod: Pod, out: ConditionSet) -> None:
 def _awaits_address(view: View) -> bool:
     asked = view.job.spec.syncer.endpoint.type == "LoadBalancer"
     return asked and not external_address(view.live(names.syncer_service(view.job.name)))
+
+
+def _volume_cure(view: View) -> str:
+    storage = view.job.spec.syncer.storage
+    if storage.uri is not None or storage.claim_name is not None:
+        return ""
+    return " A larger syncer.storage.size makes its volume grow, where its storage class can."
 
 
 def _describe_claim(view: View, pod: Pod) -> str:
@@ -263,7 +272,23 @@ def _decide_degraded(view: View, found: TurnFindings, out: ConditionSet) -> None
     if fixed:
         said.append(fixed)
         reason = reason or "VolumeFixed"
+    small = explain_small_resources(view) if found.decision.training else ""
+    if small:
+        said.append(small)
+        reason = reason or "ResourcesTooSmall"
     out.set_fault("Degraded", reason, " ".join(said), over="AsWanted")
+
+
+def explain_small_resources(view: View) -> str:
+    """Which fields of the job ask for less memory or disk than its model needs; empty: none, or its size is not known
+    yet."""
+    if view.document is None or not view.document.parameters or not view.document.versions:
+        return ""
+    sizes = even_sizes(view.document.parameters, len(view.document.versions))
+    claim = view.live(names.claim(view.job.name))
+    asked = (((claim or {}).get("spec") or {}).get("resources") or {}).get("requests") or {}
+    volume = parse_quantity(str(asked["storage"])) if "storage" in asked else None
+    return " ".join(f"{one.path} {one.message}." for one in find_shortages(view.job.spec, sizes, volume))
 
 
 def _explain_evaluator(view: View, found: TurnFindings) -> str:

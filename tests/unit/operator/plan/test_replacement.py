@@ -167,6 +167,7 @@ def test_a_store_that_cannot_be_written_is_told() -> None:
     world.run(30)
     ready = world.condition("SyncerReady")
     assert ready["reason"] == "StoreProblem" and "no space left" in ready["message"]
+    assert "syncer.storage.size" in ready["message"], "the field that makes room"
     assert world.truth("Ready") == "False" and world.told("SyncerStoreProblem") == 1
     world.document = document  # type: ignore[method-assign]
     world.until(World.whole, 60)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from diloco_operator import names
-from diloco_operator.model import ClusterEvent, Ref
+from diloco_operator.model import ClusterEvent, PlanMemory, Ref
 from diloco_operator.plan.planning import plan_job
 from diloco_protocol.vocabulary import LABEL_JOB
 from operator_world import SETTINGS, World, job_object, started
@@ -215,3 +215,21 @@ def test_the_plan_raises_nothing_whatever_the_status_says() -> None:
     ):
         observed.job["status"] = status
         plan_job(observed, world.memory, SETTINGS)
+
+
+def test_a_job_that_asks_for_less_than_its_model_needs_is_told_once() -> None:
+    world = started()
+    document = world.document
+    large = {"parameters": 10**9, "versions": [0] * 24}
+    world.document = lambda: document().model_copy(update=large)  # type: ignore[method-assign]
+    world.run(60)
+    degraded = world.condition("Degraded")
+    assert degraded["status"] == "True" and degraded["reason"] == "ResourcesTooSmall"
+    assert "syncer.storage.size is 10Gi" in degraded["message"] and "requests.memory is 256Mi" in degraded["message"]
+    assert world.told("ResourcesTooSmall") == 1 and world.truth("Ready") == "True", "training goes on"
+    world.memory = PlanMemory()  # the operator restarts
+    world.run(60)
+    assert world.told("ResourcesTooSmall") == 1
+    resources = {"containers": [{"name": "syncer", "resources": {"requests": {"memory": "20Gi"}}}]}
+    world.edit(syncer={"storage": {"size": "100Gi"}, "podTemplate": {"spec": resources}})
+    world.until(lambda w: w.truth("Degraded") == "False", 120)

@@ -13,6 +13,7 @@ from diloco_protocol.bandwidth.links import Measured
 from diloco_protocol.bandwidth.model import Turn
 from diloco_protocol.common import format_units
 from diloco_protocol.common.meter import Meter
+from diloco_protocol.resources import even_sizes
 from diloco_protocol.spec.sync import SyncSpec
 
 PAPERS = Turn(fragments=24, every=24, overlap=2, step_seconds=1.0)
@@ -54,7 +55,7 @@ def test_the_ratios_of_bytes() -> None:
     all_reduce = 2 * 2 * model.all_reduce_factor(8)  # bytes per parameter and step, both ways
     assert all_reduce / ((0.5 + 2) / 24) == pytest.approx(67.2)
     assert all_reduce / ((0.5 + 0.5) / 24) == pytest.approx(168)
-    sizes = links.even_sizes(5_000_000_000, 24)
+    sizes = even_sizes(5_000_000_000, 24)
     for down, ratio in (("bfloat16", 66.78), ("delta-int4", 162.9)):
         carried = links.traffic(sizes, "int4", down, 8)
         per_step = (carried.up_per_turn + carried.down_per_turn) / 24
@@ -125,7 +126,7 @@ def test_no_job_takes_long_to_plan() -> None:
 
 
 def test_round_trips_take_from_the_window_until_nothing_is_left() -> None:
-    sizes = links.even_sizes(10**9, 24)
+    sizes = even_sizes(10**9, 24)
     carried, sync = links.traffic(sizes, "int4", "bfloat16", 4), SyncSpec()
     near = links.need_by_queue(carried, links.turn(sync, 24, 1.0, 0.0))
     far = links.need_by_queue(carried, links.turn(sync, 24, 1.0, 0.4))
@@ -136,7 +137,7 @@ def test_round_trips_take_from_the_window_until_nothing_is_left() -> None:
 
 
 def test_needs_of_both_directions_go_with_their_bytes() -> None:
-    carried = links.traffic(links.even_sizes(5 * 10**9, 24), "int4", "bfloat16", 8)
+    carried = links.traffic(even_sizes(5 * 10**9, 24), "int4", "bfloat16", 8)
     for need in (links.need_by_formula(carried, PAPERS), links.need_by_queue(carried, PAPERS)):
         assert need.down / need.up == pytest.approx(carried.down / carried.up, rel=1e-3)
         assert 0.499 * (need.up + need.down) <= need.same <= need.up + need.down
@@ -151,7 +152,7 @@ def test_traffic_counts_what_the_codec_makes() -> None:
             assert payload < carried.up < payload + 700
             assert carried.up_per_turn == 2 * carried.up - payload + codec.encoded_bytes(up, 1000)
             assert codec.encoded_bytes(down.removeprefix("delta-"), 1003) < carried.down
-    assert links.even_sizes(10, 4) == [2, 3, 2, 3] and sum(links.even_sizes(5_000_000_001, 24)) == 5_000_000_001
+    assert even_sizes(10, 4) == [2, 3, 2, 3] and sum(even_sizes(5_000_000_001, 24)) == 5_000_000_001
 
 
 # ------------------------------------------------------------------ measured links
@@ -183,7 +184,7 @@ def test_a_broken_transfer_says_nothing_and_old_ones_fade() -> None:
 
 def verdict(rate: float, round_trip: float = 0.02, step: float = 1.0) -> links.Verdict:
     """Of a symmetric link of so many times the bytes per second that the job needs down."""
-    carried = links.traffic(links.even_sizes(10**8, 24), "int4", "bfloat16", 4)
+    carried = links.traffic(even_sizes(10**8, 24), "int4", "bfloat16", 4)
     needed = links.judge(carried, SyncSpec(), 24, step, Measured()).down
     assert needed is not None
     return links.judge(carried, SyncSpec(), 24, step, Measured(rate * needed, rate * needed, round_trip))
@@ -195,7 +196,7 @@ def test_a_link_is_slow_below_what_the_job_needs() -> None:
     assert slow.too_slow and "about 48% of their pace" in slow.message
     assert "measured up" in slow.message and "needs up" in slow.message and "sync.compression" in slow.message
     # The same link is fast enough where steps take longer, and too slow where they are shorter.
-    carried = links.traffic(links.even_sizes(10**8, 24), "int4", "bfloat16", 4)
+    carried = links.traffic(even_sizes(10**8, 24), "int4", "bfloat16", 4)
     measured = Measured(10e6, 10e6, 0.0)
     judged = {step: links.judge(carried, SyncSpec(), 24, step, measured).too_slow for step in (0.1, 0.5, 2.0, 10.0)}
     assert judged == {0.1: True, 0.5: True, 2.0: False, 10.0: False}
@@ -204,7 +205,7 @@ def test_a_link_is_slow_below_what_the_job_needs() -> None:
 def test_an_exchange_longer_than_its_overlap_comes_late() -> None:
     """Each way has room in the two steps until the next; both together have not."""
     sync = SyncSpec(fragments=12, every=24)
-    carried = links.traffic(links.even_sizes(10**8, 12), "int4", "bfloat16", 4)
+    carried = links.traffic(even_sizes(10**8, 12), "int4", "bfloat16", 4)
     late = links.judge(carried, sync, 12, 1.0, Measured(carried.up / 0.5, carried.down / 1.9))
     assert late.too_slow and "longer than the 2 steps that it overlaps: merges come late" in late.message
     assert not links.judge(carried, sync, 12, 1.0, Measured(carried.up / 0.5, carried.down / 1.5)).too_slow
@@ -212,7 +213,7 @@ def test_an_exchange_longer_than_its_overlap_comes_late() -> None:
 
 def test_a_busy_machine_is_not_called_a_slow_link() -> None:
     """Steps of 10 ms on a loaded machine: an exchange of 40 ms waits for processors."""
-    carried = links.traffic(links.even_sizes(200_000, 4), "int4", "bfloat16", 2)
+    carried = links.traffic(even_sizes(200_000, 4), "int4", "bfloat16", 2)
     sync = SyncSpec(fragments=4, every=4)
     assert not links.judge(carried, sync, 4, 0.01, Measured(carried.up / 0.01, carried.down / 0.03)).too_slow
     assert links.judge(carried, sync, 4, 0.01, Measured(carried.up / 0.02, carried.down / 0.06)).too_slow
@@ -223,7 +224,7 @@ def test_a_far_link_is_not_called_slow() -> None:
 
 
 def test_nothing_is_judged_before_anything_is_known() -> None:
-    carried = links.traffic(links.even_sizes(10**8, 24), "int4", "bfloat16", 4)
+    carried = links.traffic(even_sizes(10**8, 24), "int4", "bfloat16", 4)
     assert links.judge(carried, SyncSpec(), 24, 0.0, Measured(1.0, 1.0)) == links.Verdict()
     unmeasured = links.judge(carried, SyncSpec(), 24, 1.0, Measured())
     assert not unmeasured.too_slow and unmeasured.up is not None

@@ -1,0 +1,183 @@
+"""Memory and disk that a job's programs need, from its settings and the size of its model.
+
+Pure arithmetic, in bytes. ``diloco plan`` shows it before a job is started, and the operator compares it with what the
+job asks for once the syncer knows the layout. The syncer's figures are upper bounds of what its code does (the volume's
+is held against the store itself in tests/unit/syncer/store/test_volume.py); a learner's is a lower bound, for what its
+own program takes beside the model is not known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from diloco_protocol.common.quantities import parse_quantity
+from diloco_protocol.spec.job_spec import JobSpec
+from diloco_protocol.spec.sync import SyncSpec
+
+STATES_KEPT = 2
+"""The syncer's store keeps the records after the older of so many states."""
+STATE_EVERY = 16
+"""Merges between two states, or as many as there are fragments if those are more."""
+BASE_BYTES = 192 << 20
+"""Of a syncer without a model: the interpreter, compiled kernels, gRPC."""
+ROOM = 2
+"""A request may be so many times too small before it is told: a node has some room."""
+SYNCER_REQUEST = "256Mi"
+"""The syncer's request for memory where the job says nothing."""
+_ENCODED = {"float32": 4.0, "bfloat16": 2.0, "int8": 8.125 / 8, "int4": 4.125 / 8, "int2": 2.125 / 8}
+"""Bytes of a value (arrays/codec.py, which loads numpy)."""
+_BLOCKS = 256
+"""Bytes by which blocks that are not full may lift a payload."""
+_OUTER_VECTORS = {"sgd": 0, "nesterov": 1, "adamw": 2, "cosine-gated": 2}
+_PATHS = "spec.containers[{}].resources"
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Bytes. ``learner``: of host memory, at the least, of what the library and an optimizer with two moments keep."""
+
+    syncer_memory: int
+    syncer_volume: int
+    learner_memory: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """A field of the job that asks for less than is needed, and what to do."""
+
+    path: str
+    message: str
+
+
+def needs(spec: JobSpec, sizes: Sequence[int]) -> Needs:
+    """What a job needs whose fragments have ``sizes`` elements."""
+    return Needs(_syncer_memory(spec, sizes), _syncer_volume(spec, sizes), _learner_memory(spec, sizes))
+
+
+def even_sizes(parameters: int, fragments: int) -> list[int]:
+    """Elements of each fragment where only the number of parameters is known."""
+    return [parameters * (i + 1) // fragments - parameters * i // fragments for i in range(fragments)]
+
+
+def payload_bytes(encoding: str, elements: int) -> int:
+    """Bytes of a fragment in an encoding of the job file, ``delta-int4`` among them; a few more than it has."""
+    return math.ceil(_ENCODED[encoding.removeprefix("delta-")] * elements) + _BLOCKS
+
+
+def record_floats(sync: SyncSpec) -> int:
+    """float32 values that a version's record has for each parameter: the parameter, the outer optimizer's state, and
+    what a delta dropped."""
+    return 1 + _OUTER_VECTORS[sync.outer.optimizer] + sync.compression.down.startswith("delta-")
+
+
+def versions_kept(spec: JobSpec, fragments: int) -> int:
+    """Versions of one fragment that the store holds at most: those of the checkpoints, those between the states that
+    are kept, those made since, and the one being written."""
+    between = math.ceil(max(STATE_EVERY, fragments) / fragments)
+    return spec.syncer.checkpoint.keep + STATES_KEPT * between + 1
+
+
+def _syncer_volume(spec: JobSpec, sizes: Sequence[int]) -> int:
+    parameters, sync = sum(sizes), spec.sync
+    records = versions_kept(spec, len(sizes)) * 4 * record_floats(sync) * parameters
+    offers = spec.slots * sum(payload_bytes(sync.compression.up, size) for size in sizes)
+    inner_states = 2 * 8 * parameters  # two moments, of the last suspension and of the one under way
+    return records + offers + inner_states
+
+
+def _syncer_memory(spec: JobSpec, sizes: Sequence[int]) -> int:
+    sync, parameters, largest = spec.sync, sum(sizes), max(sizes)
+    delta = sync.compression.down.startswith("delta-")
+    whole = sum(payload_bytes("float32" if delta else sync.compression.down, size) for size in sizes)
+    updates = sum(payload_bytes(sync.compression.down, size) for size in sizes) if delta else 0
+    rounds = max(1, math.ceil(sync.overlap * len(sizes) / sync.every))
+    push = 4 * largest + payload_bytes(sync.compression.up, largest)
+    merge = 4 * largest * (2 * record_floats(sync) + 2)
+    return (
+        BASE_BYTES + 4 * record_floats(sync) * parameters + 2 * (whole + updates) + rounds * spec.slots * push + merge
+    )
+
+
+def _learner_memory(spec: JobSpec, sizes: Sequence[int]) -> int:
+    """What the library keeps (docs/results.md); on the CPU also parameters, gradients and two moments."""
+    library = 8 + 4 * spec.sync.compression.error_feedback
+    loop = 16 if spec.training.device == "cpu" else 0
+    return (library + loop) * sum(sizes)
+
+
+# ------------------------------------------------------------------ compared with what the job asks for
+
+
+def find_shortages(spec: JobSpec, sizes: Sequence[int], volume: int | None = None) -> list[Shortage]:
+    """Where the job asks for less than it needs. ``volume``: bytes of the syncer's volume that is there, if that is
+    known; else that of the job counts."""
+    needed = needs(spec, sizes)
+    return [*_syncer_shortages(spec, needed, volume), *_learner_shortages(spec, needed)]
+
+
+def _syncer_shortages(spec: JobSpec, needed: Needs, volume: int | None) -> Iterator[Shortage]:
+    storage, path = spec.syncer.storage, "syncer.podTemplate." + _PATHS.format("syncer")
+    limit, request = _memory([spec.syncer.pod_template], "syncer")
+    syncer = f"the syncer needs up to {_size(needed.syncer_memory)} for this model"
+    if limit is not None and _bytes(limit) < needed.syncer_memory:
+        yield Shortage(f"{path}.limits.memory", f"is {limit}, and {syncer}: raise it, or the syncer is killed at it")
+    request = request or limit or SYNCER_REQUEST
+    if ROOM * _bytes(request) < needed.syncer_memory:
+        cure = "ask for that much, or a full node evicts it first"
+        yield Shortage(f"{path}.requests.memory", f"is {request}, and {syncer}: {cure}")
+    if storage.uri is None and storage.claim_name is None:
+        size = parse_quantity(storage.size) if volume is None else volume
+        if size < needed.syncer_volume:
+            asked = storage.size if volume is None else _size(volume)
+            state = f"the state of this model grows to {_size(needed.syncer_volume)}"
+            yield Shortage("syncer.storage.size", f"is {asked}, and {state}: raise it; merges wait while it is full")
+
+
+def _learner_shortages(spec: JobSpec, needed: Needs) -> Iterator[Shortage]:
+    for index, region in enumerate(spec.regions):
+        limit, _ = _memory([spec.learners.pod_template, region.pod_template], "learner")
+        if limit is None or _bytes(limit) >= needed.learner_memory:
+            continue
+        own = _memory([region.pod_template], "learner")[0] is not None
+        path = f"regions[{index}].podTemplate." if own else "learners.podTemplate."
+        yield Shortage(
+            path + _PATHS.format("learner") + ".limits.memory",
+            f"is {limit}, and a learner (region {region.name}) needs at least {_size(needed.learner_memory)} for this "
+            "model: raise it, or it is killed at it",
+        )
+
+
+def _memory(templates: Sequence[Mapping[str, Any]], container: str) -> tuple[str | None, str | None]:
+    """Limit and request for memory of a container, as the last of the podTemplates that says so has it."""
+    found: dict[str, str | None] = {"limits": None, "requests": None}
+    for template in templates:
+        pod = template.get("spec")
+        containers = pod.get("containers") if isinstance(pod, Mapping) else None
+        for one in containers if isinstance(containers, list) else []:
+            if not isinstance(one, Mapping) or one.get("name") != container:
+                continue
+            asked = one.get("resources")
+            for kind in found:
+                amounts = asked.get(kind) if isinstance(asked, Mapping) else None
+                memory = str(amounts.get("memory")) if isinstance(amounts, Mapping) else ""
+                found[kind] = memory if _bytes(memory) else found[kind]
+    return found["limits"], found["requests"]
+
+
+def _bytes(quantity: str) -> int:
+    """0: it is no quantity, which the API server says."""
+    try:
+        return parse_quantity(quantity)
+    except ValueError:
+        return 0
+
+
+def _size(count: int) -> str:
+    """As quantities of Kubernetes have it, rounded up, such as 12Gi."""
+    for factor, unit in ((1 << 40, "Ti"), (1 << 30, "Gi"), (1 << 20, "Mi")):
+        if count >= 10 * factor:
+            return f"{math.ceil(count / factor)}{unit}"
+    return f"{math.ceil(count / (1 << 20))}Mi"

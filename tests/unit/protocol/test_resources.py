@@ -1,0 +1,79 @@
+"""What a job's programs need: the formulas, and the fields that ask for less."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from diloco_protocol.arrays import codec
+from diloco_protocol.resources import even_sizes, find_shortages, needs, payload_bytes, record_floats, versions_kept
+from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.spec.job_spec import JobSpec
+
+BILLION = even_sizes(10**9, 24)
+
+
+def spec(**fields: Any) -> JobSpec:
+    head = {"apiVersion": "diloco.io/v1alpha1", "kind": "DiLoCoJob", "metadata": {"name": "job"}}
+    body = {"training": {"stop": {"steps": 9}}, "regions": [{"learners": 8}]} | fields
+    body["learners"] = {"command": ["true"]} | body.get("learners", {})
+    return DiLoCoJob.model_validate({**head, "spec": body}).spec
+
+
+def pod(container: str, **resources: Any) -> dict[str, Any]:
+    return {"podTemplate": {"spec": {"containers": [{"name": container, "resources": resources}]}}}
+
+
+@pytest.mark.parametrize("encoding", codec.ENCODINGS)
+@pytest.mark.parametrize("elements", [1, 127, 128, 129, 1_000_003])
+def test_payloads_are_as_large_as_the_codec_makes_them(encoding: str, elements: int) -> None:
+    exact = codec.encoded_bytes(encoding, elements)
+    assert exact <= payload_bytes(encoding, elements) <= exact + 260
+
+
+def test_a_billion_parameters() -> None:
+    given = spec()
+    assert record_floats(given.sync) == 2 and versions_kept(given, 24) == 6, "Θ and nesterov's buffer, six versions"
+    found = needs(given, BILLION)
+    assert 48e9 < found.syncer_volume < 70e9 and 12e9 < found.syncer_memory < 18e9 and found.learner_memory == 8e9
+    more = needs(spec(sync={"outer": {"optimizer": "adamw"}, "compression": {"down": "delta-int4"}}), BILLION)
+    assert more.syncer_volume - found.syncer_volume == 6 * 8 * 10**9 and more.syncer_memory > found.syncer_memory
+    assert versions_kept(given, 1) > versions_kept(given, 24), "states are not made at every merge"
+
+
+def test_the_fields_that_ask_for_less_are_named() -> None:
+    regions = [{"name": "eu", "learners": 4}, {"name": "us", "learners": 4, **pod("learner", limits={"memory": "2Gi"})}]
+    given = spec(
+        regions=regions,
+        syncer=pod("syncer", limits={"memory": "4Gi"}, requests={"memory": "1Gi"}),
+        learners=pod("learner", limits={"memory": "64Gi"}),
+    )
+    found = {one.path: one.message for one in find_shortages(given, BILLION)}
+    assert list(found) == [
+        "syncer.podTemplate.spec.containers[syncer].resources.limits.memory",
+        "syncer.podTemplate.spec.containers[syncer].resources.requests.memory",
+        "syncer.storage.size",
+        "regions[1].podTemplate.spec.containers[learner].resources.limits.memory",
+    ]
+    assert "is 4Gi" in next(iter(found.values())) and "is 10Gi" in found["syncer.storage.size"]
+    assert "region us" in list(found.values())[-1]
+
+
+def test_what_is_enough_is_not_named() -> None:
+    assert not find_shortages(spec(), even_sizes(10**6, 24)), "the defaults are for small models"
+    assert [one.path for one in find_shortages(spec(), BILLION)] == [
+        "syncer.podTemplate.spec.containers[syncer].resources.requests.memory",
+        "syncer.storage.size",
+    ]
+    enough = pod("syncer", requests={"memory": "20Gi"})
+    assert not find_shortages(spec(syncer={**enough, "storage": {"size": "100Gi"}}), BILLION)
+    assert not find_shortages(spec(syncer={**enough, "storage": {"uri": "s3://bucket/job"}}), BILLION)
+    assert not find_shortages(spec(syncer=enough), BILLION, volume=200 << 30), "the volume that is there is larger"
+
+
+def test_wrong_podtemplates_are_left_to_who_checks_them() -> None:
+    for wrong in ({"spec": []}, {"spec": {"containers": 3}}, {"spec": {"containers": [7, {"name": "syncer"}]}}):
+        find_shortages(spec(syncer={"podTemplate": wrong}), BILLION)
+    odd = pod("syncer", limits={"memory": "much"}, requests=None)
+    assert len(find_shortages(spec(syncer=odd), BILLION)) == 2
