@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -23,4 +23,6 @@ __all__ = ["pytest_make_collect_report", "pytest_runtest_makereport", "pytest_ru
 # new ones: make test PYTEST_ARGS=--hypothesis-profile=fresh
 settings.register_profile("fixed", derandomize=True)
 settings.register_profile("fresh")
+# That a mutant is caught is enough (tools/mutants.py): no smallest example is looked for.
+settings.register_profile("unshrunk", derandomize=True, phases=(Phase.explicit, Phase.generate))
 settings.load_profile("fixed")

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-import math
+from fractions import Fraction
+from typing import NamedTuple, TypeVar
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_protocol.wire.records import PushHeader, StepReport
 from diloco_syncer.core.deterministic import DeterministicMode, Mode
-from diloco_syncer.core.merging.rounds import Accepted, MovingAverage, Progress, RoundBook, RoundRules, grace_seconds
+from diloco_syncer.core.merging.rounds import (
+    Accepted,
+    MovingAverage,
+    Progress,
+    Round,
+    RoundBook,
+    RoundRules,
+    grace_seconds,
+)
 
+T = TypeVar("T")
 REPORT = StepReport(100, 100, 100, ())
 
 
@@ -97,35 +107,125 @@ def test_a_slot_left_out_of_a_merge_does_not_open_the_next_round() -> None:
     assert book.next_due([at(0, 5, [1]), at(1, 7, [1])]) == 0
 
 
-@pytest.mark.parametrize(("overlap", "fragments", "every", "limit"), [(2, 24, 24, 2), (0, 4, 8, 1), (5, 4, 10, 2)])
-def test_open_rounds_are_bounded(overlap: int, fragments: int, every: int, limit: int) -> None:
-    book = RoundBook(fragments, rules(overlap=overlap, every=every), Mode())
-    assert book.open_limit == limit == max(1, math.ceil(overlap * fragments / every))
-
-
-@given(
-    steps=st.lists(st.integers(0, 40), min_size=1, max_size=5),
-    quorum=st.integers(1, 5),
-    fragments=st.integers(1, 6),
-    every=st.integers(6, 12),
+@pytest.mark.parametrize(
+    ("overlap", "fragments", "every", "limit"),
+    [(2, 24, 24, 2), (0, 4, 8, 1), (5, 4, 10, 2), (3, 4, 8, 2), (1, 3, 7, 1), (5, 3, 7, 3)],
 )
-def test_opening_rule_against_a_plain_reading(steps: list[int], quorum: int, fragments: int, every: int) -> None:
-    """K learners with H steps (first turn: (p+1)·H/P), the K-th fastest H/P since the last opening,
-    the longest due first, ties by index."""
-    book = RoundBook(fragments, rules(every=every, quorum=quorum), Mode())
-    learners = [at(i, step, book.versions) for i, step in enumerate(steps)]
-    for i in range(len(steps)):
-        book.begin_progress(i, 0)
-    got = book.next_due(learners)
+def test_open_rounds_are_bounded(overlap: int, fragments: int, every: int, limit: int) -> None:
+    """The limit is τ·P/H, rounded up and at least 1, and no more are opened whatever is due."""
+    book = RoundBook(fragments, rules(overlap=overlap, every=every), Mode())
+    assert book.open_limit == limit
+    for step in range(every, 5 * every):
+        if (due := book.next_due([at(0, step, book.versions)])) is not None:
+            book.open_round(due, 0.0, [at(0, step, book.versions)])
+    assert len(book.open) == min(limit, fragments)
+
+
+class Turn(NamedTuple):
+    """A state of the rounds in the middle of a job; per fragment, or per learner."""
+
+    every: int
+    overlap: int
+    quorum: int
+    versions: list[int]
+    open: list[int]  # fragments
+    steps: list[int]  # slot steps
+    openings: list[int]  # slot steps at the last opening of any round
+    marks: list[list[int]]  # per fragment and learner
+    current: list[list[bool]]  # whether the learner's base is the fragment's version
+
+
+@st.composite
+def turns(draw: st.DrawFn) -> Turn:
+    """Few steps around one period, so that learners are often at a bound, and often equal."""
+    fragments, learners = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    every = draw(st.integers(2, 8))
+
+    def each(count: int, values: st.SearchStrategy[T]) -> list[T]:
+        return draw(st.lists(values, min_size=count, max_size=count))
+
+    return Turn(
+        every,
+        draw(st.integers(0, 2 * every)),
+        draw(st.integers(1, learners + 1)),
+        each(fragments, st.integers(0, 1)),
+        draw(st.lists(st.integers(0, fragments - 1), max_size=2, unique=True)),
+        each(learners, st.integers(every, 2 * every)),
+        each(learners, st.integers(0, every)),
+        [each(learners, st.integers(0, every)) for _ in range(fragments)],
+        [each(learners, st.sampled_from([True, True, True, False])) for _ in range(fragments)],
+    )
+
+
+@given(turns())
+@settings(max_examples=200)
+def test_opening_rule_against_a_plain_reading(turn: Turn) -> None:
+    """K learners with H steps since their marks (first turn: (p+1)·H/P), all on the current base; the K-th fastest
+    H/P since the last opening; fewer than the limit open, and not this one; the longest due first, ties by index."""
+    fragments = len(turn.versions)
+    book = RoundBook(fragments, rules(every=turn.every, overlap=turn.overlap, quorum=turn.quorum), Mode())
+    book.versions = list(turn.versions)
+    book.marks = [dict(enumerate(marks)) for marks in turn.marks]
+    book.steps_at_last_opening = dict(enumerate(turn.openings))
+    book.open = {fragment: Round(fragment, fragment, turn.versions[fragment], 0.0) for fragment in turn.open}
+    learners = []
+    for slot, step in enumerate(turn.steps):
+        bases = [turn.versions[p] if turn.current[p][slot] else turn.versions[p] + 1 for p in range(fragments)]
+        learners.append(at(slot, step, bases))
+
+    def over(fragment: int) -> list[Fraction]:
+        """By how many steps each learner is over what the fragment's round needs."""
+        turns = Fraction(fragment + 1, fragments) if turn.versions[fragment] == 0 else Fraction(1)
+        steps = zip(turn.steps, turn.marks[fragment], turn.current[fragment], strict=True)
+        return [step - mark - turns * turn.every for step, mark, current in steps if current]
+
+    def of_quorum(values: list[Fraction]) -> Fraction | None:
+        """The most that K of them have."""
+        return max((v for v in values if sum(other >= v for other in values) >= turn.quorum), default=None)
+
     expected = None
-    if len(steps) >= quorum and sorted(steps)[-quorum] * fragments >= every:
-        due = [
-            (sorted(steps)[-quorum] - (p + 1) * every / fragments, -p)
-            for p in range(fragments)
-            if sum(step * fragments >= (p + 1) * every for step in steps) >= quorum
-        ]
-        expected = -max(due)[1] if due else None
-    assert got == expected
+    openings = zip(turn.steps, turn.openings, strict=True)
+    spread = [step - opening - Fraction(turn.every, fragments) for step, opening in openings]
+    may_open = of_quorum(spread)
+    if may_open is not None and may_open >= 0 and len(turn.open) < max(1, -(-turn.overlap * fragments // turn.every)):
+        for fragment in range(fragments):
+            due = of_quorum(over(fragment))
+            longest = None if expected is None else of_quorum(over(expected))
+            if fragment not in turn.open and due is not None and due >= 0 and (longest is None or due > longest):
+                expected = fragment
+    assert book.next_due(learners) == expected
+
+
+def test_the_kth_fastest_decides_in_later_turns_too() -> None:
+    book = RoundBook(1, rules(every=10, quorum=2), Mode())
+    book.versions = [1]
+    book.marks = [{0: 10, 1: 10, 2: 10}]
+    assert book.next_due([at(0, 40, [1]), at(1, 19, [1]), at(2, 12, [1])]) is None
+    assert book.next_due([at(0, 40, [1]), at(1, 20, [1]), at(2, 12, [1])]) == 0
+
+
+def test_a_newcomers_steps_count_from_where_it_began() -> None:
+    """Slot 0 is new at step 50; of the others only slot 1 has made steps since the last opening."""
+    book = RoundBook(2, rules(every=4, quorum=2, overlap=8), Mode())
+    book.begin_progress(1, 0)
+    book.begin_progress(2, 0)
+    book.open_round(0, 0.0, [at(2, 10, [0, 0])])
+    book.begin_progress(0, 50)
+    others = [at(1, 10, [0, 0]), at(2, 10, [0, 0])]
+    assert book.next_due([at(0, 50, [0, 0]), *others]) is None
+    assert book.next_due([at(0, 52, [0, 0]), *others]) == 1
+
+
+def test_a_merge_does_not_move_the_mark_of_a_newcomer_back() -> None:
+    book = RoundBook(1, rules(every=4), Mode())
+    book.begin_progress(0, 0)
+    opened = book.open_round(0, 0.0, [at(0, 4, [0])])
+    book.accept(opened, push(0, 0, opened.id, 1, 4), 0.0)
+    book.begin_merge(opened, 0.1)
+    book.begin_progress(0, 10)  # a new process has the slot, which it begins at a later step
+    book.complete_merge(0, 1, 0.0)
+    assert book.next_due([at(0, 13, [1])]) is None
+    assert book.next_due([at(0, 14, [1])]) == 0
 
 
 def test_quorum_counts_slots_not_pushes() -> None:
@@ -146,6 +246,8 @@ def test_a_newer_push_with_the_same_steps_takes_the_place() -> None:
     replaced = book.accept(opened, push(0, last=6, sequence=2), 1.5)
     assert [p.header.last_step for p in replaced] == [4]
     assert [p.header.last_step for p in opened.pushes] == [6]
+    (old,) = book.accept(opened, push(0, first=6, last=9, sequence=3), 2.0)
+    assert old.header.last_step == 6, "one step in common is enough"
 
 
 def test_grace_waits_for_the_rest_but_not_for_ever() -> None:
@@ -157,6 +259,10 @@ def test_grace_waits_for_the_rest_but_not_for_ever() -> None:
     assert not book.is_ready(opened, 3.9, {0, 1})
     assert book.is_ready(opened, 4.0, {0, 1})
     assert book.is_ready(opened, 1.0, {0}), "nobody is left to wait for"
+    book.accept(opened, push(1), 2.0)
+    assert (opened.quorum_at, opened.deadline) == (1.0, 4.0), "it begins with the quorum, not with each push"
+    book.begin_merge(opened, None)
+    assert book.wake_at() is None
 
 
 def test_deterministic_waits_for_all_and_ignores_grace() -> None:

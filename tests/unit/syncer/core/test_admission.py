@@ -1,0 +1,140 @@
+"""What an arrival resets, what it may not move, and what is written before it is answered."""
+
+from __future__ import annotations
+
+import pytest
+
+from core_desk import Desk, config, of
+from diloco_protocol.vocabulary import JobPhase
+from diloco_syncer.core import events as ev
+from diloco_syncer.core.members import slots
+from diloco_syncer.core.members.slots import SlotTable
+
+
+def test_a_replacement_goes_on_at_its_slots_step_not_at_the_jobs_greatest() -> None:
+    desk = Desk(config())
+    desk.begin(2)
+    desk.now = 1.0
+    desk.report(1, 9)
+    desk.report(2, 3)
+    desk.now = 2.0
+    (admitted,) = of(desk.join(9, 1), ev.Admit)
+    assert admitted.seat is not None and not admitted.seat.continuing and admitted.seat.slot_step == 3
+
+
+def test_who_comes_back_opens_no_round_before_its_first_report() -> None:
+    """Fragment 1 is due when fragment 0's merge ends; its only learner has not said yet what it holds."""
+    desk = Desk(config(slots=1))
+    desk.begin(1, fragments=2)
+    assert of(desk.report(1, 2), ev.Pull)
+    assert of(desk.push(0, 2), ev.Merge)
+    desk.report(1, 4)
+    desk.do(ev.ConnectionLost(1))
+    desk.join(9, 0, process="p1", previous_incarnation=1)
+    assert not of(desk.do(ev.MergeDurable(0, 1, 0.1, (1.0,))), ev.Pull)
+    assert [(p.connection, p.fragment) for p in of(desk.report(9, 4), ev.Pull)] == [(9, 1)]
+
+
+def test_who_comes_back_is_asked_again_for_the_rounds_that_are_open() -> None:
+    desk = Desk(config(slots=1))
+    desk.begin(1)
+    (pull,) = of(desk.report(1, 4), ev.Pull)
+    desk.do(ev.ConnectionLost(1))
+    assert not of(desk.join(9, 0, process="p1", previous_incarnation=1), ev.Pull)
+    (again,) = of(desk.report(9, 4), ev.Pull)
+    assert (again.connection, again.round) == (9, pull.round)
+
+
+def test_a_process_that_claims_a_huge_incarnation_does_not_move_the_counter() -> None:
+    desk = Desk(config())
+    desk.join(1, 0, previous_incarnation=1 << 62)
+    assert desk.core.slots[0].incarnation == 1
+    desk.join(2, 1, tenure=1 << 62)
+    assert desk.core.slots[1].incarnation == 2
+    desk.join(3, 1, previous_incarnation=1000)
+    assert desk.core.slots[1].incarnation == 1001, "a lost state may have given that one"
+
+
+def test_pods_and_places_are_forgotten_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "PODS_KEPT", 3)
+    monkeypatch.setattr(slots, "PLACES_KEPT", 2)
+    table = SlotTable([("r", i) for i in range(4)])
+
+    def come(ordinal: int, pod: str) -> bool:
+        return table.register_pod(ev.Join(1, pod, "r", ordinal, False, "L", {}, 0, (), pod=pod))
+
+    assert all(come(0, f"pod-{i}") for i in range(5))
+    assert table.pods == {("r", 0): ["pod-2", "pod-3", "pod-4"]}
+    assert not come(0, "pod-3") and come(0, "pod-4")
+    assert come(1, "a") and come(2, "b") and come(3, "c")
+    assert table.pods == {("r", 2): ["b"], ("r", 3): ["c"]}
+
+
+def test_a_lease_is_written_before_it_is_given_and_none_is_given_while_the_job_ends() -> None:
+    desk = Desk(config())
+    desk.join(1, 0, sequences=100)
+    actions = desk.do(ev.LeaseRequested(1))
+    assert [type(action) for action in actions] == [ev.Persist, ev.GrantLease]
+    desk.do(ev.InitialModelStored("L", (8,)))
+    desk.report(1, 1)
+    desk.do(ev.EndRequested(JobPhase.SUSPENDED, "interrupted"))
+    assert desk.core.phase is JobPhase.DRAINING
+    assert not of(desk.do(ev.LeaseRequested(1)), ev.GrantLease)
+
+
+def test_version_0_that_comes_twice_makes_no_new_books() -> None:
+    desk = Desk(config())
+    desk.begin(1)
+    desk.report(1, 3)
+    assert not of(desk.do(ev.InitialModelStored("L", (8,))), ev.Announce)
+    assert desk.core.trained_tokens == 30
+
+
+def test_nobody_is_seated_while_the_job_ends() -> None:
+    desk = Desk(config(slots=2))
+    desk.begin(2)
+    (spare,) = of(desk.join(5, 2), ev.Admit)
+    assert spare.seat is None
+    desk.report(1, 1)
+    desk.do(ev.EndRequested(JobPhase.SUSPENDED, "interrupted"))
+    assert not of(desk.do(ev.Drained(1)), ev.Promote)
+    (late,) = of(desk.join(6, 0), ev.Admit)
+    assert late.seat is None
+
+
+def test_the_end_of_a_former_process_takes_nothing_from_its_successor_or_from_another_spare() -> None:
+    desk = Desk(config(slots=1))
+    desk.begin(1)
+    desk.join(2, 0, process="new")
+    desk.join(3, 1, process="spare")
+    desk.do(ev.ProcessEnded("r", 0, "p1", "killed"))
+    assert (desk.core.slots[0].process, desk.core.slots[0].state) == ("new", "active")
+    assert not of(desk.do(ev.ProcessEnded("r", 1, "other", "killed")), ev.Refuse)
+    (told,) = of(desk.do(ev.ProcessEnded("r", 1, "spare", "killed")), ev.Refuse)
+    assert (told.connection, told.fatal) == (3, False)
+    assert not of(desk.do(ev.ProcessEnded("r", 0, "new", "killed")), ev.Promote), "the spare is gone"
+
+
+def test_nobody_is_given_up_after_the_end() -> None:
+    desk = Desk(config())
+    desk.begin(2)
+    desk.do(ev.EndRequested(JobPhase.FAILED, "x"))
+    assert not of(desk.later(1000.0), ev.Refuse)
+
+
+def test_a_superseded_process_is_no_refusal_of_its_place() -> None:
+    desk = Desk(config())
+    desk.join(1, 0, "a1", pod="aa")
+    desk.join(2, 0, "b1", pod="bb")
+    (refused,) = of(desk.join(3, 0, "a2", pod="aa"), ev.Refuse)
+    assert refused.reason == "superseded"
+    assert not desk.core._state.refusals.rows(0.0)
+
+
+def test_the_nominal_slot_of_a_place_is_not_taken_from_who_holds_it() -> None:
+    desk = Desk(config(slots=2))
+    desk.begin(1)  # r-0 has slot 0
+    desk.join(5, 7, process="elsewhere")  # r-7 has no place: it gets slot 1, r-1's
+    assert desk.core.slots[1].process == "elsewhere"
+    (spare,) = of(desk.join(6, 1), ev.Admit)
+    assert spare.seat is None and desk.core.slots[1].process == "elsewhere"

@@ -1,0 +1,63 @@
+"""The job's time: what counts as elapsed and as up, and what a restart keeps."""
+
+from __future__ import annotations
+
+import pytest
+
+from diloco_syncer.core.clock import RATE_WINDOW, JobClock
+
+
+def after_a_crash(clock: JobClock, now: float, seconds: float, slots: int) -> JobClock:
+    """The clock of the next syncer, which starts so much later, with a monotonic clock of its own."""
+    again = JobClock(slots)
+    again.load(clock.to_json(now, 1000.0), 0.0, 1000.0 + seconds)
+    return again
+
+
+def test_a_restart_during_a_hold_leaves_one_hold() -> None:
+    clock = JobClock(2)
+    clock.start(0.0)
+    clock.begin_hold(10.0)
+    again = after_a_crash(clock, 12.0, 3.0, 2)
+    again.begin_hold(1.0)
+    assert again.holds == [[10.0, None]] and again.holding
+    again.end_hold(5.0)
+    assert again.holds == [[10.0, 20.0]] and not again.holding
+
+
+def test_slot_seconds_count_a_crashed_syncers_downtime_with_the_slots_of_today() -> None:
+    clock = JobClock(2)
+    clock.start(0.0)
+    again = after_a_crash(clock, 10.0, 5.0, 3)
+    assert again.elapsed(0.0) == 15.0
+    assert again.slot_seconds(0.0) == 2 * 10.0 + 3 * 5.0
+    assert again.slot_seconds(4.0) == 2 * 10.0 + 3 * 5.0 + 3 * 4.0
+
+
+def test_what_learners_computed_while_the_syncer_was_down_is_up_time() -> None:
+    clock = JobClock(1)
+    clock.start(0.0)
+    clock.advance(10.0, 0.1, 10.0, 0)
+    again = after_a_crash(clock, 10.0, 30.0, 1)
+    again.advance(5.0, 0.1, 35.0, 0)
+    assert again.uptime(5.0) == pytest.approx(1.0)
+
+
+def test_the_time_after_the_end_does_not_count() -> None:
+    clock = JobClock(1)
+    clock.start(0.0)
+    clock.end(7.0)  # all have left
+    clock.end(30.0)  # and the evaluator has scored
+    assert clock.elapsed(40.0) == 7.0
+    again = after_a_crash(clock, 40.0, 500.0, 1)
+    assert again.elapsed(3.0) == 7.0
+
+
+def test_the_rate_falls_when_nobody_advances() -> None:
+    clock = JobClock(1)
+    clock.start(0.0)
+    clock.advance(0.0, 0.1, 0.0, 0)
+    clock.advance(2.0, 0.1, 2.0, 100)
+    assert clock.rate(2.0) == 50.0
+    assert clock.rate(5.0) == 20.0
+    assert clock.rate(2.0 + RATE_WINDOW + 1.0) == 0.0

@@ -1,0 +1,349 @@
+"""Break the product code on purpose, a little at a time, and see whether a test fails each time.
+
+    python tools/mutants.py                       run those that have no result of the code as it is
+    python tools/mutants.py --only 'rounds-*'     those of that name
+    python tools/mutants.py --list                name them, with what is known of each; nothing is run
+
+A mutant is a line of ``tests/mutants/<package>.tsv``, five columns with a tab between them:
+
+    name    file, below the package    text, once in the file    text to put there instead    tests
+
+Tests are files, folders or test ids below ``tests/unit/<package>``, or paths that begin with ``tests/``, with spaces
+between them: the quick ones that should fail. ``⏎`` in a text is a line's end. A mutant that no test can tell from
+the code has ``equivalent: WHY`` in place of its tests; it is not run, but its text has to be there.
+
+Each mutant is applied in a copy of the repository below ``build/mutants``, never in the repository. Its tests run
+there until one fails; where all pass, the package's other unit tests run too, and a mutant that all of them pass has
+survived. One that exceeds the time limit is caught: a test that does not end fails. What is known is kept in
+``build/mutants/results.jsonl``, for as long as the mutant, its file and its tests (a survivor's: all of the package's
+unit tests) stay as they are, so a run that was interrupted goes on where it was.
+
+The exit status is 1 if a mutant survived, 2 if one cannot be run, or the tests fail without any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import fnmatch
+import hashlib
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from structure import PACKAGES
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLES = Path("tests/mutants")
+WORK = Path("build/mutants")
+FOLDERS = {folder: f"{folder}/{package}" for package, folder in PACKAGES.items()}
+EQUIVALENT = "equivalent:"
+LINE_END = "⏎"
+LIMIT = 180.0  # seconds for a mutant's own tests
+WIDE_LIMIT = 600.0  # seconds for the package's other unit tests
+FAILED, INTERRUPTED = 1, 2  # pytest's exit statuses
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A change of the code that a test has to notice. Paths are relative to the repository's root."""
+
+    name: str
+    package: str  # its folder
+    path: str
+    was: str
+    becomes: str
+    tests: tuple[str, ...]
+    equivalent: str  # why no test can notice it, or empty
+
+    def mutate(self, text: str) -> str:
+        """The file's text with the mutant in it; ValueError if its text is not there exactly once."""
+        if (count := text.count(self.was)) != 1:
+            raise ValueError(
+                f"{self.name}: its text stands {count} times in {self.path}, and has to stand there once. The code has "
+                f"changed: give the mutant its new text in {TABLES}/{self.package}.tsv, or take its line out"
+            )
+        return text.replace(self.was, self.becomes)
+
+    def diff(self, text: str) -> str:
+        lines = (t.splitlines(keepends=True) for t in (text, self.mutate(text)))
+        return "".join(difflib.unified_diff(*lines, self.path, f"{self.path} ({self.name})", n=1))
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a mutant. ``tests_digest`` is of its own tests, or, of a survivor, of the whole package's."""
+
+    name: str
+    caught: bool
+    by: str  # the test that failed, or why there is none
+    seconds: float
+    digest: str  # of the mutant and the file that it changes
+    tests_digest: str
+
+
+def read_mutants(root: Path) -> list[Mutant]:
+    """All mutants, by package; ValueError names a line that is wrong."""
+    found: dict[str, Mutant] = {}
+    for package, folder in FOLDERS.items():
+        table = root / TABLES / f"{package}.tsv"
+        lines = table.read_text(encoding="utf-8").splitlines() if table.exists() else []
+        for number, line in enumerate(lines, 1):
+            if not line or line.startswith("#"):
+                continue
+            columns = line.split("\t")
+            if len(columns) != 5 or columns[0] in found:
+                raise ValueError(f"{table}:{number}: a line has five columns, and a name that no other line has")
+            name, path, was, becomes, tests = columns
+            why = tests.removeprefix(EQUIVALENT).strip() if tests.startswith(EQUIVALENT) else ""
+            paths = [] if why else [t if t.startswith("tests/") else f"tests/unit/{package}/{t}" for t in tests.split()]
+            was, becomes = (text.replace(LINE_END, "\n") for text in (was, becomes))
+            found[name] = Mutant(name, package, f"{folder}/{path}", was, becomes, tuple(paths), why)
+    return list(found.values())
+
+
+def stale(root: Path, mutants: Iterable[Mutant]) -> Iterator[str]:
+    """What is wrong with mutants whose text, file or tests are not there any more."""
+    texts: dict[str, str] = {}
+    for mutant in mutants:
+        path = root / mutant.path
+        if mutant.path not in texts:
+            texts[mutant.path] = path.read_text(encoding="utf-8") if path.exists() else ""
+        try:
+            if mutant.mutate(texts[mutant.path]) == texts[mutant.path]:
+                yield f"{mutant.name}: it changes nothing"
+        except ValueError as error:
+            yield str(error)
+        if not mutant.tests and not mutant.equivalent:
+            yield f"{mutant.name}: it has neither tests nor '{EQUIVALENT} WHY'"
+        for test in mutant.tests:
+            file, *names = test.split("::")
+            if not (root / file).exists() or any(n not in (root / file).read_text(encoding="utf-8") for n in names):
+                yield f"{mutant.name}: there is no test {test}: name another one in {TABLES}/{mutant.package}.tsv"
+
+
+# ---------------------------------------------------------------- what is known
+
+
+def _digest(root: Path, paths: Iterable[str], *words: str) -> str:
+    digest = hashlib.sha256(repr(words).encode())
+    for path in sorted({Path(p.split("::")[0]) for p in paths}):
+        files = sorted((root / path).rglob("*.py")) if (root / path).is_dir() else [root / path]
+        for file in files:
+            digest.update(str(file.relative_to(root)).encode() + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()[:16]
+
+
+def own_digest(root: Path, mutant: Mutant) -> str:
+    return _digest(root, [mutant.path], mutant.was, mutant.becomes)
+
+
+def tests_digest(root: Path, mutant: Mutant, caught: bool) -> str:
+    return _digest(root, mutant.tests if caught else [f"tests/unit/{mutant.package}"], *mutant.tests)
+
+
+def read_results(root: Path, mutants: Iterable[Mutant]) -> dict[str, Result]:
+    """The results that still hold, by mutant."""
+    by_name = {mutant.name: mutant for mutant in mutants}
+    found: dict[str, Result] = {}
+    path = root / WORK / "results.jsonl"
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            result = Result(**json.loads(line))
+        except (ValueError, TypeError):
+            continue  # the last line of a run that was killed
+        if mutant := by_name.get(result.name):
+            digests = (own_digest(root, mutant), tests_digest(root, mutant, result.caught))
+            if digests == (result.digest, result.tests_digest):
+                found[result.name] = result
+    return found
+
+
+# ---------------------------------------------------------------- running
+
+
+class Tree:
+    """A copy of the repository in which mutants are tried one after another."""
+
+    def __init__(self, root: Path, number: int) -> None:
+        self.root = root
+        self.path = root / WORK / f"tree-{number}"
+        shutil.rmtree(self.path, ignore_errors=True)
+        listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        for name in subprocess.run(listing, cwd=root, check=True, capture_output=True, text=True).stdout.split("\0"):
+            if name and (root / name).is_file():
+                (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(root / name, self.path / name)
+        self._env = os.environ | {
+            "PYTHONPATH": os.pathsep.join(str(self.path / folder) for folder in PACKAGES.values()),
+            "PYTHONDONTWRITEBYTECODE": "1",  # a mutant may have its file's size and time
+            "NUMBA_CACHE_DIR": str(self.path / ".numba_cache"),
+        }
+        probe = "import importlib.util as u, sys; print(*(u.find_spec(p).origin for p in sys.argv[1:]), sep='\\n')"
+        packages = [package for package, folder in PACKAGES.items() if (self.path / folder).exists()]
+        found = subprocess.run(
+            [sys.executable, "-c", probe, *packages], cwd=self.path, env=self._env, capture_output=True, text=True
+        )
+        if found.returncode or not all(line.startswith(str(self.path)) for line in found.stdout.split()):
+            raise RuntimeError(f"Python finds the packages elsewhere than in the copy: {found.stdout}{found.stderr}")
+
+    def run(self, tests: Iterable[str], limit: float, *more: str) -> tuple[int | None, str]:
+        """pytest's exit status, or None after ``limit`` seconds, and its last lines."""
+        words = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not slow and not e2e", "--tb=no", "--timeout=60", *more]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", *words, "--hypothesis-profile=unshrunk", *tests],
+            cwd=self.path,
+            env=self._env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=limit)
+            return process.returncode, output
+        except subprocess.TimeoutExpired:
+            return None, ""
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with all that the tests have started
+            process.communicate()
+
+    def _forget_kernels(self, text: str) -> None:
+        if "kernel" in text:  # compiled ones of other files may have this file's functions in them
+            shutil.rmtree(self.path / ".numba_cache", ignore_errors=True)
+
+    def try_mutant(self, mutant: Mutant, own: bool) -> Result:
+        """Run its tests with the mutant in place, and, but for ``own``, the package's where these pass;
+        RuntimeError if they cannot be run."""
+        start = time.monotonic()
+        original = (self.root / mutant.path).read_text(encoding="utf-8")
+        (self.path / mutant.path).write_text(mutant.mutate(original), encoding="utf-8")
+        self._forget_kernels(original)
+        try:
+            status, output = self.run(mutant.tests, LIMIT)
+            if status == 0 and not own:
+                status, output = self.run([f"tests/unit/{mutant.package}"], WIDE_LIMIT)
+        finally:
+            (self.path / mutant.path).write_text(original, encoding="utf-8")
+            self._forget_kernels(original)
+        if status not in (0, None, FAILED) and status > 0:
+            raise RuntimeError(f"{mutant.name}: its tests cannot be run:\n{output[-2000:]}")
+        caught = status != 0
+        by = "no test" if not caught else "the time limit" if status is None else _failed_test(output)
+        return Result(
+            mutant.name,
+            caught,
+            by,
+            round(time.monotonic() - start, 1),
+            own_digest(self.root, mutant),
+            tests_digest(self.root, mutant, caught),
+        )
+
+
+def _failed_test(output: str) -> str:
+    for line in output.splitlines():
+        if line.startswith(("FAILED ", "ERROR ")):
+            return line.split()[1].removeprefix("tests/unit/")
+    return "the end of Python"
+
+
+def run_mutants(root: Path, mutants: list[Mutant], jobs: int = 1, own: bool = False) -> dict[str, Result]:
+    """Try each; a result is printed and written down when it is there. ``own``: run no tests but the mutants' own; a
+    mutant that these let pass has no result yet."""
+    (root / WORK).mkdir(parents=True, exist_ok=True)
+    trees: queue.SimpleQueue[Tree] = queue.SimpleQueue()
+    for number in range(min(jobs, len(mutants))):
+        trees.put(Tree(root, number))
+    tree = trees.get()
+    tests = sorted({test for mutant in mutants for test in mutant.tests})
+    status, output = tree.run(tests, WIDE_LIMIT)
+    if status != 0:
+        raise RuntimeError(f"the tests fail without any mutant:\n{output[-2000:]}")
+    trees.put(tree)
+    results: dict[str, Result] = {}
+    writing = threading.Lock()
+
+    def try_one(mutant: Mutant) -> None:
+        tree = trees.get()
+        try:
+            result = tree.try_mutant(mutant, own)
+        finally:
+            trees.put(tree)
+        with writing:
+            results[mutant.name] = result
+            if result.caught or not own:
+                with open(root / WORK / "results.jsonl", "a", encoding="utf-8") as file:
+                    file.write(json.dumps(asdict(result)) + "\n")
+            print(f"{len(results)}/{len(mutants)} {_words(result)}", flush=True)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(try_one, mutant) for mutant in mutants]
+        try:
+            for future in futures:
+                future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+    return results
+
+
+def _words(result: Result) -> str:
+    return f"{'caught' if result.caught else 'SURVIVED'} {result.name} by {result.by} in {result.seconds} s"
+
+
+def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
+    assert __doc__
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", metavar="PATTERN", action="append", help="names, with * and ?; may be repeated")
+    parser.add_argument("--list", action="store_true", help="print what is known of each, and run nothing")
+    parser.add_argument("--again", action="store_true", help="also those whose result still holds")
+    parser.add_argument("--own", action="store_true", help="run only the tests that the table names")
+    parser.add_argument("--jobs", type=int, default=1, help="how many at once, each in a copy of its own (1)")
+    args = parser.parse_args(argv)
+    mutants = read_mutants(root)
+    if args.only:
+        mutants = [m for m in mutants if any(fnmatch.fnmatch(m.name, pattern) for pattern in args.only)]
+    if troubles := list(stale(root, mutants)):
+        print(*troubles, sep="\n")
+        return 2
+    equivalent = [m for m in mutants if m.equivalent]
+    mutants = [m for m in mutants if not m.equivalent]
+    results = {} if args.again else read_results(root, mutants)
+    if args.list:
+        for mutant in mutants:
+            known = results.get(mutant.name)
+            print(_words(known) if known else f"unknown {mutant.name}")
+        print(*(f"equivalent {m.name}: {m.equivalent}" for m in equivalent), sep="\n")
+        return 0
+    if missing := [m for m in mutants if m.name not in results]:
+        try:
+            results |= run_mutants(root, missing, args.jobs, args.own)
+        except RuntimeError as error:
+            print(error)
+            return 2
+    survivors = [m for m in mutants if not results[m.name].caught]
+    for mutant in survivors:
+        print(f"\n{mutant.name} survived:\n{mutant.diff((root / mutant.path).read_text(encoding='utf-8'))}")
+    late = sum(r.by == "the time limit" for r in results.values())
+    print(
+        f"{len(mutants) - len(survivors)} of {len(mutants)} caught"
+        + (f" ({late} by the time limit)" if late else "")
+        + (f"; {len(equivalent)} are equivalent" if equivalent else "")
+    )
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
