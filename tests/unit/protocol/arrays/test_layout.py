@@ -11,7 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_protocol.arrays.layout import Layout, LayoutError, Piece, Tensor
+from diloco_protocol.arrays import layout as layout_module
+from diloco_protocol.arrays.layout import FORMAT, Layout, LayoutError, Piece, Tensor
+
+SIZES = (("x", 69), ("y", 66))
 
 
 def transformer(layers: int = 4, width: int = 64, vocabulary: int = 256) -> list[Tensor]:
@@ -155,6 +158,15 @@ def test_cuts_are_at_rows_where_rows_are_small() -> None:
     assert len(cuts) > 5 and all(cut % 16 == 0 for cut in cuts)
 
 
+def test_a_row_of_a_twentieth_of_a_fragment_is_still_cut_between_rows() -> None:
+    """The mean is 100 and a's rows have 5 elements; the cut that reaches the mean would be at 34."""
+    layout = Layout.build([Tensor("a", (13, 5), "float32"), *(Tensor(n, (s,), "float32") for n, s in SIZES)], 2)
+    assert [(piece.start, piece.stop) for pieces in layout.fragments for piece in pieces if piece.tensor == "a"] == [
+        (35, 65),
+        (0, 35),
+    ]
+
+
 def test_fragments_are_lowered_and_said() -> None:
     small = Layout.build([Tensor("w", (10, 10), "float32")], 24)
     assert len(small) == 2 and "from 24 to 2" in small.note and "100" in small.note
@@ -276,6 +288,31 @@ def test_a_layout_from_the_network_is_checked(change: str) -> None:
     Layout.from_json(corrupt("nothing"))
     with pytest.raises(LayoutError):
         Layout.from_json(corrupt(change))
+
+
+def test_pieces_that_overlap_by_less_than_the_bound_of_sizes_are_refused() -> None:
+    rows = [["w", [100], "float32", 0]]
+    for bins in ([[[0, 0, 52]], [[0, 48, 100]]], [[[0, 0, 49]], [[0, 51, 100]]]):
+        document = {"format": FORMAT, "tensors": rows, "fragments": bins, "note": ""}
+        with pytest.raises(LayoutError, match="are not in exactly one piece"):
+            Layout.from_json(json.dumps(document))
+
+
+def test_a_text_that_is_too_large_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = Layout.build(transformer(1), 4).to_json()
+    monkeypatch.setattr(layout_module, "MAX_JSON_BYTES", len(text) - 1)
+    with pytest.raises(LayoutError, match=f"{len(text)} bytes, and at most {len(text) - 1} are read"):
+        Layout.from_json(text)
+
+
+def test_lists_and_shapes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = Layout.build(transformer(1), 4).to_json()
+    monkeypatch.setattr(layout_module, "MAX_TENSORS", 3)
+    with pytest.raises(LayoutError, match="tensors: expected a list of at most 3"):
+        Layout.from_json(text)
+    for shape in ((1,) * 65, (0, 1 << 60)):
+        with pytest.raises(LayoutError, match="tensor deep"):
+            Layout.build([Tensor("a", (8,), "float32"), Tensor("deep", shape, "float32")], 1)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "{}", "[" * 100_000, b"\xff\xfe{", '{"format": 1}', "1" * 5000])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,33 @@ def test_too_large_is_refused_before_it_is_read(tmp_path: Path) -> None:
         files.read_bounded(tmp_path / "a", 10)
     files.write_whole(tmp_path / "b", b"0123456789")
     assert files.read_bounded(tmp_path / "b", 10) == b"0123456789"
+
+
+def test_a_file_that_grows_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"0123456789")
+    real = os.fstat
+
+    def earlier(file: int) -> os.stat_result:
+        fields = list(real(file))
+        fields[stat.ST_SIZE] = 3
+        return os.stat_result(fields)
+
+    monkeypatch.setattr(os, "fstat", earlier)
+    assert files.read_bounded(path, 10) == b"0123456789"
+    with pytest.raises(files.TooLarge, match="more than 9 bytes"):
+        files.read_bounded(path, 9)
+
+
+@pytest.mark.parametrize("write", [files.write_whole, files.create_whole])
+def test_a_new_name_is_flushed_with_its_folder(
+    write: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[tuple[Path, list[str]]] = []
+    monkeypatch.setattr(files, "flush_to_device", lambda path: flushed.append((path, os.listdir(path))))
+    write(tmp_path / "a", b"one")
+    ((folder, names),) = flushed
+    assert folder == tmp_path and "a" in names, "when the name is there"
 
 
 def test_leftovers_are_removed_and_nothing_else(tmp_path: Path) -> None:

@@ -17,13 +17,17 @@ from hypothesis import strategies as st
 from diloco_protocol.security.credentials import Credentials, CredentialsError
 from diloco_protocol.wire import sync_pb2
 from diloco_protocol.wire.control_auth import (
+    NONCE_BYTES,
     WINDOW_MS,
     CallRefused,
     NonceCache,
+    _signature,
     make_key,
     read_key,
     sign_call,
+    sign_reply,
     verify_call,
+    verify_reply,
 )
 
 KEY = b"k" * 32
@@ -209,6 +213,30 @@ def test_old_and_future_calls_are_refused() -> None:
     for off in (-WINDOW_MS - 1, WINDOW_MS + 1):
         with pytest.raises(CallRefused, match="60 s off; set the clocks"):
             verify_call(KEY, sign_call(KEY, "report", b"", now + off), NonceCache(), now)
+
+
+def test_a_call_with_a_short_nonce_is_refused_though_it_is_signed() -> None:
+    """Its few values would be taken by somebody else's call."""
+    call = sign_call(KEY, "report", b"", 1000)
+    call.nonce = call.nonce[:-1]
+    call.signature = _signature(KEY, call.method, call.body, call.time_ms, call.nonce)
+    with pytest.raises(CallRefused, match=f"must have {NONCE_BYTES} bytes"):
+        verify_call(KEY, call, NonceCache(), 1000)
+
+
+def test_a_reply_is_of_its_call_and_as_it_was_sent() -> None:
+    nonce = sign_call(KEY, "report", b"", 1000).nonce
+    reply = sync_pb2.CallReply(ok=True, message="m", body=b"b")
+    sign_reply(KEY, nonce, reply)
+    verify_reply(KEY, nonce, reply)
+    with pytest.raises(CallRefused, match="something else answered"):
+        verify_reply(KEY, nonce[::-1], reply)
+    for field, value in (("ok", False), ("message", "n"), ("body", b"c")):
+        changed = sync_pb2.CallReply()
+        changed.CopyFrom(reply)
+        setattr(changed, field, value)
+        with pytest.raises(CallRefused, match="something else answered"):
+            verify_reply(KEY, nonce, changed)
 
 
 def test_parts_of_a_call_cannot_be_shifted_into_each_other() -> None:

@@ -151,6 +151,23 @@ def test_a_broken_rule_is_the_only_problem(fields: dict[str, Any], path: str, sa
         DiLoCoJob.model_validate(job)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sync.fragments": 24},
+        {"sync.overlap": 23},
+        {"sync.quorum": 3},
+        {"sync.staleness.maxSteps": 24},
+        {"sync.heartbeat": {"intervalSeconds": 5, "timeoutSeconds": 5.1}},
+        {"regions": [{"name": f"r{i}", "learners": 1024} for i in range(4)]},
+        {"training.model.config.vocab_size": 256},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_what_is_at_a_rules_bound_is_taken(fields: dict[str, Any]) -> None:
+    assert problems(local_job(fields)) == []
+
+
 def test_a_job_that_spans_clusters() -> None:
     assert problems(local_job(CLUSTERS)) == []
     for path, value in {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import stat
 import time
 import tracemalloc
 from pathlib import Path
@@ -350,6 +351,20 @@ def test_a_large_file_is_refused_by_its_size(tmp_path: Path) -> None:
     assert "empty" in refusal(path)
 
 
+def test_a_file_that_grows_under_way_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_bytes(b"#" * (MAX_BYTES + 1))
+    real = os.fstat
+
+    def earlier(file: int) -> os.stat_result:
+        fields = list(real(file))
+        fields[stat.ST_SIZE] = 10
+        return os.stat_result(fields)
+
+    monkeypatch.setattr(os, "fstat", earlier)
+    assert "too large for a job file" in refusal(path)
+
+
 def test_a_byte_order_mark_is_taken(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_bytes(b"\xef\xbb\xbf" + MINIMAL.encode())
@@ -616,6 +631,10 @@ def test_a_job_in_normal_form_is_read_from_a_file_within_a_bound(tmp_path: Path)
         read_job(path)
     with pytest.raises(FileNotFoundError):
         read_job(tmp_path / "absent")
+    text = job_to_json(job)
+    assert job_from_json(text + " " * (MAX_JOB_BYTES - len(text))) == job
+    with pytest.raises(JobError, match=f"more than {MAX_JOB_BYTES} bytes"):
+        job_from_json(text + " " * (MAX_JOB_BYTES - len(text) + 1))
 
 
 def test_what_a_newer_operator_wrote_is_left_out_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -29,6 +29,8 @@ class Receiver:
         self.refuse = ""
         self.stored: Any = b""
         self.lie = 0
+        self.change = ""
+        self.abort: grpc.StatusCode | None = None
 
     async def upload(self, stream: AsyncIterator[bytes], context: Any) -> bytes:
         header = convert.parse(sync_pb2.UploadHeader, await anext(stream), limits.MAX_HEADER_BYTES)
@@ -53,8 +55,13 @@ class Receiver:
             async for message in bulk.not_found("superseded"):
                 yield message
             return
+        if self.abort is not None:
+            await context.abort(self.abort, "no")
+        if self.change == "total" and request.offset:
+            self.stored = random_bytes(1501)
+        count = request.bytes - 1 if self.change == "part" and request.offset else request.bytes
         first = True
-        async for message in bulk.send_part(self.stored, request.offset, request.bytes):
+        async for message in bulk.send_part(self.stored, request.offset, count):
             if first and self.lie:
                 header = sync_pb2.DownloadHeader.FromString(message)
                 header.checksum ^= self.lie
@@ -161,6 +168,68 @@ def test_an_upload_of_another_length_than_announced_is_refused(sent: int, messag
         await call.done_writing()
         with pytest.raises(aio.AioRpcError, match=message):
             await call
+
+    served(test)
+
+
+def test_a_sender_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "STALL_SECONDS", 0.05)
+
+    async def stalling() -> AsyncIterator[bytes]:
+        yield b"abc"
+        await asyncio.Event().wait()
+
+    async def test() -> None:
+        with pytest.raises(limits.WireError, match=r"no bytes for .*, 3 of 10 received"):
+            await asyncio.wait_for(bulk.receive_into(stalling(), memoryview(bytearray(10))), 10)
+
+    asyncio.run(test())
+
+
+async def first_of(part: AsyncIterator[bytes]) -> sync_pb2.DownloadHeader:
+    async for message in part:
+        return sync_pb2.DownloadHeader.FromString(message)
+    raise AssertionError("nothing was sent")
+
+
+@pytest.mark.parametrize(("offset", "count"), [(11, 0), (0, 11), (5, 6), (0, limits.MAX_PART_BYTES + 1)])
+def test_a_part_that_is_not_there_is_not_sent(offset: int, count: int) -> None:
+    with pytest.raises(limits.WireError, match=f"bytes {offset} to {offset + count} of 10"):
+        asyncio.run(first_of(bulk.send_part(bytes(10), offset, count)))
+
+
+def test_a_part_is_never_larger_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_PART_BYTES", 4)
+    assert asyncio.run(first_of(bulk.send_part(bytes(10), 2, 0))).bytes == 4
+    with pytest.raises(limits.WireError, match="a part has at most 4 bytes"):
+        asyncio.run(first_of(bulk.send_part(bytes(10), 2, 5)))
+
+
+@pytest.mark.parametrize("change", ["total", "part"])
+def test_a_download_that_changes_under_way_is_refused(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first part and the others are of different things, or one is of another length than was asked for."""
+    monkeypatch.setattr(limits, "MAX_PART_BYTES", 1000)
+
+    async def test(receiver: Receiver, channels: list[aio.Channel]) -> None:
+        receiver.stored = random_bytes(1500)
+        receiver.change = change
+        with pytest.raises(limits.WireError, match="changed under way" if change == "total" else "were asked for"):
+            await bulk.download(channels, sync_pb2.DownloadRequest(job="j"))
+
+    served(test)
+
+
+@pytest.mark.parametrize(
+    ("code", "retry"),
+    [(grpc.StatusCode.PERMISSION_DENIED, False), (grpc.StatusCode.UNAVAILABLE, True)],
+    ids=lambda value: str(value),
+)
+def test_what_will_fail_again_is_not_tried_again(code: grpc.StatusCode, retry: bool) -> None:
+    async def test(receiver: Receiver, channels: list[aio.Channel]) -> None:
+        receiver.abort = code
+        with pytest.raises(bulk.TransferError) as caught:
+            await bulk.download(channels, sync_pb2.DownloadRequest(job="j"))
+        assert caught.value.retry == retry
 
     served(test)
 
