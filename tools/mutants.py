@@ -16,7 +16,8 @@ Each mutant is applied in a copy of the repository below ``build/mutants``, neve
 there until one fails; where all pass, the package's other unit tests run too, and a mutant that all of them pass has
 survived. One that exceeds the time limit is caught: a test that does not end fails. What is known is kept in
 ``build/mutants/results.jsonl``, for as long as the mutant, its file and its tests (a survivor's: all of the package's
-unit tests) stay as they are, so a run that was interrupted goes on where it was.
+unit tests) stay as they are, so a run that was interrupted goes on where it was. Each run of tests is a fork of a
+process that has imported pytest, torch and the like, and none of the product's packages.
 
 The exit status is 1 if a mutant survived, 2 if one cannot be run, or the tests fail without any.
 """
@@ -28,19 +29,19 @@ import contextlib
 import difflib
 import fnmatch
 import hashlib
+import importlib
 import json
 import os
-import queue
 import shutil
 import signal
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NoReturn, TextIO
 
 from structure import PACKAGES
 
@@ -52,7 +53,13 @@ EQUIVALENT = "equivalent:"
 LINE_END = "⏎"
 LIMIT = 180.0  # seconds for a mutant's own tests
 WIDE_LIMIT = 600.0  # seconds for the package's other unit tests
-FAILED, INTERRUPTED = 1, 2  # pytest's exit statuses
+FAILED = 1  # pytest's exit status where a test failed; above it none was run
+# What tests import that takes long, and starts no thread.
+IMPORTED = (
+    *("pytest", "hypothesis", "xdist.plugin", "pytest_asyncio.plugin", "pytest_timeout", "numpy", "numba", "torch"),
+    *("pydantic", "yaml", "grpc.aio", "google.protobuf.message", "cryptography.x509", "typer", "rich.console"),
+    *("safetensors.torch", "prometheus_client", "kubernetes.client", "urllib3", "xxhash"),
+)
 
 
 @dataclass(frozen=True)
@@ -185,45 +192,57 @@ class Tree:
             if name and (root / name).is_file():
                 (self.path / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(root / name, self.path / name)
-        self._env = os.environ | {
-            "PYTHONPATH": os.pathsep.join(str(self.path / folder) for folder in PACKAGES.values()),
-            "PYTHONDONTWRITEBYTECODE": "1",  # a mutant may have its file's size and time
-            "NUMBA_CACHE_DIR": str(self.path / ".numba_cache"),
-        }
-        probe = "import importlib.util as u, sys; print(*(u.find_spec(p).origin for p in sys.argv[1:]), sep='\\n')"
-        packages = [package for package, folder in PACKAGES.items() if (self.path / folder).exists()]
-        found = subprocess.run(
-            [sys.executable, "-c", probe, *packages], cwd=self.path, env=self._env, capture_output=True, text=True
-        )
-        if found.returncode or not all(line.startswith(str(self.path)) for line in found.stdout.split()):
-            raise RuntimeError(f"Python finds the packages elsewhere than in the copy: {found.stdout}{found.stderr}")
+        self._folders = [str(self.path / folder) for folder in PACKAGES.values()]
 
-    def run(self, tests: Iterable[str], limit: float, *more: str) -> tuple[int | None, str]:
-        """pytest's exit status, or None after ``limit`` seconds, and its last lines."""
-        words = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not slow and not e2e", "--tb=no", "--timeout=60", *more]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", *words, "--hypothesis-profile=unshrunk", *tests],
-            cwd=self.path,
-            env=self._env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+    def run(self, tests: Iterable[str], limit: float) -> tuple[int | None, str]:
+        """pytest's exit status, None after ``limit`` seconds, and what it printed."""
+        output = self.path / ".output"
+        words = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not slow and not e2e", "--tb=no", "--timeout=60"]
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            self._run_pytest([*words, "--hypothesis-profile=unshrunk", *tests], output)
+        end, status = time.monotonic() + limit, None
         try:
-            output, _ = process.communicate(timeout=limit)
-            return process.returncode, output
-        except subprocess.TimeoutExpired:
-            return None, ""
+            while status is None and time.monotonic() < end:
+                done, code = os.waitpid(pid, os.WNOHANG)
+                status = os.waitstatus_to_exitcode(code) if done else None
+                time.sleep(0 if done else 0.02)
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with all that the tests have started
-            process.communicate()
+                os.killpg(pid, signal.SIGKILL)  # with all that the tests have started
+            if status is None:
+                os.waitpid(pid, 0)
+        return status, output.read_text(encoding="utf-8", errors="replace")
 
-    def _forget_kernels(self, text: str) -> None:
-        if "kernel" in text:  # compiled ones of other files may have this file's functions in them
-            shutil.rmtree(self.path / ".numba_cache", ignore_errors=True)
+    def _run_pytest(self, words: list[str], output: Path) -> NoReturn:
+        """In the fork: as ``python -m pytest`` in the copy does."""
+        status = 3
+        try:
+            os.chdir(self.path)
+            descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(descriptor, 1)
+            os.dup2(descriptor, 2)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.environ |= {
+                "PYTHONPATH": os.pathsep.join(self._folders),
+                "PYTHONDONTWRITEBYTECODE": "1",  # a mutant may have its file's size and time
+                "NUMBA_CACHE_DIR": str(self.path / ".numba_cache"),
+            }
+            sys.dont_write_bytecode = True
+            sys.path[0:1] = ["", *self._folders]
+            del sys.modules["structure"]
+            import pytest
+
+            status = int(pytest.main(words))
+            for package in PACKAGES:
+                found = getattr(sys.modules.get(package), "__file__", None) or str(self.path)
+                if not found.startswith(str(self.path)):
+                    print(f"{package} is imported from {found}, and not from the copy")
+                    status = 3
+            sys.stdout.flush()
+        finally:
+            os._exit(status)
 
     def try_mutant(self, mutant: Mutant, own: bool) -> Result:
         """Run its tests with the mutant in place, and, but for ``own``, the package's where these pass;
@@ -239,18 +258,17 @@ class Tree:
         finally:
             (self.path / mutant.path).write_text(original, encoding="utf-8")
             self._forget_kernels(original)
-        if status not in (0, None, FAILED) and status > 0:
+        if status is not None and status > FAILED:
             raise RuntimeError(f"{mutant.name}: its tests cannot be run:\n{output[-2000:]}")
         caught = status != 0
         by = "no test" if not caught else "the time limit" if status is None else _failed_test(output)
-        return Result(
-            mutant.name,
-            caught,
-            by,
-            round(time.monotonic() - start, 1),
-            own_digest(self.root, mutant),
-            tests_digest(self.root, mutant, caught),
-        )
+        seconds = round(time.monotonic() - start, 1)
+        digests = own_digest(self.root, mutant), tests_digest(self.root, mutant, caught)
+        return Result(mutant.name, caught, by, seconds, *digests)
+
+    def _forget_kernels(self, text: str) -> None:
+        if "kernel" in text:  # compiled ones of other files may have this file's functions in them
+            shutil.rmtree(self.path / ".numba_cache", ignore_errors=True)
 
 
 def _failed_test(output: str) -> str:
@@ -260,43 +278,60 @@ def _failed_test(output: str) -> str:
     return "the end of Python"
 
 
+def _check_tests(root: Path, tree: Tree, tests: list[str]) -> None:
+    """Run the tests on the code as it is: RuntimeError if one fails. Those that have passed are not run again."""
+    known = root / WORK / "passed.txt"
+    passed = set(known.read_text(encoding="utf-8").split("\n")) if known.exists() else set()
+    code = _digest(root, ["tests/conftest.py", *(folder for folder in FOLDERS.values() if (root / folder).exists())])
+    keys = {f"{test} {code} {_digest(root, [test])}": test for test in tests}
+    if missing := [test for key, test in keys.items() if key not in passed]:
+        print(f"the tests without a mutant: {len(missing)} files", flush=True)
+        status, output = tree.run(missing, WIDE_LIMIT)
+        if status != 0:
+            raise RuntimeError(f"the tests fail without any mutant:\n{output[-2000:]}")
+        known.write_text("\n".join(sorted(passed | set(keys))), encoding="utf-8")
+
+
 def run_mutants(root: Path, mutants: list[Mutant], jobs: int = 1, own: bool = False) -> dict[str, Result]:
     """Try each; a result is printed and written down when it is there. ``own``: run no tests but the mutants' own; a
-    mutant that these let pass has no result yet."""
+    mutant that these let pass has no result yet. RuntimeError if one cannot be run, or tests fail without any."""
     (root / WORK).mkdir(parents=True, exist_ok=True)
-    trees: queue.SimpleQueue[Tree] = queue.SimpleQueue()
-    for number in range(min(jobs, len(mutants))):
-        trees.put(Tree(root, number))
-    tree = trees.get()
-    tests = sorted({test for mutant in mutants for test in mutant.tests})
-    status, output = tree.run(tests, WIDE_LIMIT)
-    if status != 0:
-        raise RuntimeError(f"the tests fail without any mutant:\n{output[-2000:]}")
-    trees.put(tree)
-    results: dict[str, Result] = {}
-    writing = threading.Lock()
+    for module in IMPORTED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+    trees = [Tree(root, number) for number in range(min(jobs, len(mutants)))]
+    _check_tests(root, trees[0], sorted({test for mutant in mutants for test in mutant.tests}))
+    with tempfile.TemporaryFile("a+", encoding="utf-8") as results:
+        forks = []
+        for number, tree in enumerate(trees):
+            if (pid := os.fork()) == 0:
+                _work(tree, mutants[number :: len(trees)], own, results)
+            forks.append(pid)
+        statuses = [os.waitpid(pid, 0)[1] for pid in forks]
+        results.seek(0)
+        found = [Result(**json.loads(line)) for line in results]
+    if any(statuses):
+        raise RuntimeError("some mutants could not be run")
+    return {result.name: result for result in found}
 
-    def try_one(mutant: Mutant) -> None:
-        tree = trees.get()
-        try:
-            result = tree.try_mutant(mutant, own)
-        finally:
-            trees.put(tree)
-        with writing:
-            results[mutant.name] = result
-            if result.caught or not own:
-                with open(root / WORK / "results.jsonl", "a", encoding="utf-8") as file:
-                    file.write(json.dumps(asdict(result)) + "\n")
-            print(f"{len(results)}/{len(mutants)} {_words(result)}", flush=True)
 
-    with ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(try_one, mutant) for mutant in mutants]
-        try:
-            for future in futures:
-                future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
-    return results
+def _work(tree: Tree, mutants: list[Mutant], own: bool, results: TextIO) -> NoReturn:
+    """In a fork: try one after another."""
+    status = 1
+    try:
+        with open(tree.root / WORK / "results.jsonl", "a", encoding="utf-8") as known:
+            for mutant in mutants:
+                result = tree.try_mutant(mutant, own)
+                print(_words(result), flush=True)
+                line = json.dumps(asdict(result)) + "\n"
+                for file in (results, known) if result.caught or not own else (results,):
+                    file.write(line)
+                    file.flush()
+        status = 0
+    except RuntimeError as error:
+        print(error, flush=True)
+    finally:
+        os._exit(status)
 
 
 def _words(result: Result) -> str:

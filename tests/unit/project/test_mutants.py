@@ -46,6 +46,17 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def say(project: Path, *words: str, limit: float = mutants.LIMIT) -> tuple[int, str]:
+    """The program's exit status and output. It forks, which a process with threads had better not."""
+    program = (
+        f"import sys, pathlib; sys.path.insert(0, {str(ROOT / 'tools')!r}); import mutants; "
+        f"mutants.IMPORTED, mutants.LIMIT = ('pytest',), {limit}; "
+        f"sys.exit(mutants.main(sys.argv[1:], pathlib.Path({str(project)!r})))"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=100)
+    return done.returncode, done.stdout + done.stderr
+
+
 def test_every_mutant_fits_the_code() -> None:
     table = mutants.read_mutants(ROOT)
     assert list(mutants.stale(ROOT, table)) == []
@@ -70,12 +81,8 @@ def test_a_line_that_fits_no_more_is_named_with_the_cure(project: Path) -> None:
         mutants.read_mutants(project)
 
 
-def test_what_is_caught_survives_and_is_known(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def say(*words: str) -> tuple[int, str]:
-        status = mutants.main(list(words), project)
-        return status, capsys.readouterr().out
-
-    status, said = say()
+def test_what_is_caught_survives_and_is_known(project: Path) -> None:
+    status, said = say(project)
     assert status == 1
     assert "caught least by cli/test_least.py::test_least" in said
     assert "caught most by cli/test_most.py::test_most" in said, "the package's other tests run too"
@@ -87,11 +94,11 @@ def test_what_is_caught_survives_and_is_known(project: Path, capsys: pytest.Capt
     with open(known, "a") as file:
         file.write('{"name": "least", "cau')  # the run was killed
 
-    status, said = say()
+    status, said = say(project)
     assert status == 1 and "caught least" not in said and said.endswith("2 of 3 caught; 1 are equivalent\n")
-    status, said = say("--list")
+    status, said = say(project, "--list")
     assert status == 0 and "SURVIVED same" in said and "equivalent alike: nobody gives it more" in said
-    assert say("--only", "le*", "--only", "most")[1].endswith("2 of 2 caught\n")
+    assert say(project, "--only", "le*", "--only", "most")[1].endswith("2 of 2 caught\n")
 
 
 def test_a_result_holds_as_long_as_what_it_is_of(project: Path) -> None:
@@ -117,10 +124,12 @@ def test_a_result_holds_as_long_as_what_it_is_of(project: Path) -> None:
     assert known() == set()
 
 
-def test_tests_that_do_not_end_or_fail_by_themselves(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    test = project / "tests/unit/cli/test_least.py"
-    test.write_text("import time\n\n\ndef test_least():\n    time.sleep(600)\n")
-    assert mutants.Tree(project, 0).run([str(test)], 1.0) == (None, "")
-    test.write_text(TEST.replace("== 1", "== 3"))
-    assert mutants.main(["--only", "least"], project) == 2
-    assert "the tests fail without any mutant" in capsys.readouterr().out
+def test_tests_that_do_not_end_or_fail_by_themselves(project: Path) -> None:
+    with open(project / "tests/mutants/cli.tsv", "a") as file:
+        file.write("endless\tnumbers.py\tmin(values)\t__import__('time').sleep(600)\ttest_least.py\n")
+    status, said = say(project, "--only", "endless", limit=1.0)
+    assert status == 0 and "caught endless by the time limit" in said
+    assert said.endswith("1 of 1 caught (1 by the time limit)\n")
+    (project / "tests/unit/cli/test_least.py").write_text(TEST.replace("== 1", "== 3"))
+    status, said = say(project, "--only", "least")
+    assert status == 2 and "the tests fail without any mutant" in said
