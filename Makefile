@@ -82,6 +82,12 @@ test-protocol test-syncer test-worker test-operator test-cli: $(STAMP) $(S3_SERV
 test-slow: $(STAMP) $(S3_SERVICE)/.installed ## Run the slow tests (10 minutes on two cores)
 	$(PYTEST) $(AT_ONCE) -m "slow and not e2e" tests/integration tests/unit $(PYTEST_ARGS)
 
+# Words for tools/mutants.py: MUTANTS_ARGS="--only 'rounds-*'", --list, --jobs 2.
+MUTANTS_ARGS ?=
+.PHONY: mutants
+mutants: $(STAMP) $(S3_SERVICE)/.installed ## Break the code on purpose, a line at a time: a test must notice (half an hour; goes on where it was)
+	$(BIN)/python tools/mutants.py $(MUTANTS_ARGS)
+
 .PHONY: gpu-check
 gpu-check: $(STAMP) ## Check the worker on a CUDA device (docs/gpu-checklist.md)
 	@$(BIN)/python -c "import sys, torch; torch.cuda.is_available() or sys.exit('gpu-check: torch finds no CUDA device here')"
