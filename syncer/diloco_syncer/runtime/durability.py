@@ -4,6 +4,10 @@ Theory of operation. All writes go through one thread, one at a time and in orde
 thread). A write that fails is tried again with growing pauses. Meanwhile the core goes on hearing learners, pushes are
 taken, ``problem`` says what is wrong, and merges (or the action that needs the state) wait; nothing is lost by it.
 
+The job's state is taken anew at each try. Between two tries of one writer others write, and what is written last is
+what a restart goes on from: a document that waited through them would bring back a state from before what they made
+durable, and learners were told.
+
 A full disk is waited for without end. A store that fails otherwise for ``PATIENCE`` seconds ends the
 process (exit code 4); a higher epoch ends it at once (3). Example: while a volume is being extended,
 learners train on, and the merges that wait are made when there is space.
@@ -19,6 +23,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from diloco_protocol.common.files import DiskFull
@@ -58,6 +63,7 @@ class Durability:
     optimizer: str = ""  # the name in the store of the inner optimizer state; empty: none
     optimizer_bytes: int = 0
     problem: str = ""  # what is wrong with the store, for people
+    _optimizers: int = 0  # that were to be written
     _persisted: int = -1  # the newest generation whose state is durable
     _blobs: dict[str, Array] = field(default_factory=dict)
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "store"))
@@ -68,11 +74,15 @@ class Durability:
         Raises OSError after ``PATIENCE`` seconds of errors other than a full disk, and at once whatever
         ``work`` raises besides OSError.
         """
+        return await self._retry(lambda: partial(work, *arguments), pool)
+
+    async def _retry(self, prepare: Callable[[], Callable[[], T]], pool: ThreadPoolExecutor | None = None) -> T:
+        """``run_write`` of what ``prepare`` returns, which is called in the event loop before each try."""
         loop = asyncio.get_running_loop()
         first_failure, pause, told = 0.0, 0.25, ""
         while True:
             try:
-                result = await loop.run_in_executor(pool or self._thread, work, *arguments)
+                result = await loop.run_in_executor(pool or self._thread, prepare())
             except OSError as error:
                 # A try alone may take longer than PATIENCE, and there is always a second one.
                 first_failure = first_failure or time.monotonic()
@@ -99,33 +109,42 @@ class Durability:
 
     async def persist(self, generation: int) -> None:
         """Make the state durable, as it was after ``generation`` events or later."""
-        if generation <= self._persisted:
-            return  # a later state is durable already
-        now = self.snapshot()
-        await self.run_write(self.checkpoints.write_state, now.document, now.versions)
-        self._persisted = now.generation
+        if generation > self._persisted:  # else a later state is durable already
+            await self._write_state(lambda now: self.checkpoints.write_state(now.document, now.versions))
 
     async def checkpoint(self) -> None:
         """Make a whole checkpoint now: tape, state and manifest; remove what no restart needs any more."""
-        now = self.snapshot()
 
-        def write() -> None:
+        def write(now: Snapshot) -> None:
             self.tape.flush()
             self.checkpoints.write_manifest(now.document, now.versions, self.optimizer)
             self.checkpoints.collect(self.optimizer)
 
-        await self.run_write(write)
+        await self._write_state(write)
 
     async def write_state_and_collect(self) -> None:
         """Make the state durable, so that the records before it may go; after many merges."""
-        now = self.snapshot()
 
-        def write() -> None:
+        def write(now: Snapshot) -> None:
             self.tape.flush()
             self.checkpoints.write_state(now.document, now.versions)
             self.checkpoints.collect(self.optimizer)
 
-        await self.run_write(write)
+        await self._write_state(write)
+
+    async def _write_state(self, write: Callable[[Snapshot], object]) -> None:
+        """Run ``write`` in the store's thread until the store takes it, with the job's state as it is at each try."""
+
+        def prepare() -> Callable[[], int]:
+            now = self.snapshot()
+
+            def work() -> int:
+                write(now)
+                return now.generation
+
+            return work
+
+        self._persisted = max(self._persisted, await self._retry(prepare))
 
     async def checkpoint_every(self, seconds: float, ended: Callable[[], bool]) -> None:
         """Make a checkpoint every so many seconds; once the job has ``ended`` only check the epoch."""
@@ -160,11 +179,14 @@ class Durability:
         return self._blobs[name]
 
     async def write_optimizer(self, state: Array) -> None:
-        """Make a learner's inner optimizer state (uint8) part of the job's checkpoint."""
+        """Make a learner's inner optimizer state (uint8) part of the job's checkpoint, unless a newer one is."""
+        self._optimizers += 1
+        number = self._optimizers
 
         def write() -> None:
-            # Named in the store's own thread: a checkpoint that waits there removes what is not named.
-            self.optimizer = self.checkpoints.write_blob("optimizer", state)
+            if number == self._optimizers:
+                # Named in the store's own thread: a checkpoint that waits there removes what is not named.
+                self.optimizer = self.checkpoints.write_blob("optimizer", state)
+                self.optimizer_bytes = state.nbytes
 
         await self.run_write(write)
-        self.optimizer_bytes = state.nbytes

@@ -24,6 +24,7 @@ nothing fits together is refused: a job is never begun anew over what could not 
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +48,7 @@ from diloco_syncer.store.restore import StoreReader, StoreUnusable
 
 REPORT = "report.json"
 MAX_REPORT = 64 << 20
+_EPOCH = re.compile(r"/e(\d{10})-")
 
 
 class RecordMadeMeanwhile(Exception):
@@ -95,6 +97,12 @@ class Restored:
 def offer_name(header: PushHeader) -> str:
     slot, incarnation, fragment, sequence = header.id
     return f"offers/s{slot:05d}-i{incarnation:010d}-f{fragment:05d}-q{sequence:010d}.rec"
+
+
+def epoch_of(name: str) -> int:
+    """The epoch in which an object was made, by its name; 0 where the name has none (records, offers)."""
+    found = _EPOCH.search(name)
+    return int(found.group(1)) if found else 0
 
 
 class Checkpoints:
@@ -185,17 +193,20 @@ class Checkpoints:
         except ObjectNotFound:
             return
         self.store.replace(f"discarded/e{self.epoch.number:010d}-{name.replace('/', '-')}", data)
+        self.epoch.check()
         self.store.delete(name)
 
     # ------------------------------------------------------------- states
 
     def write_state(self, core: Mapping[str, Any], versions: Sequence[int]) -> str:
-        """Make the core's state durable; returns the object's name."""
+        """Make the core's state durable; returns the object's name. Raises ``HigherEpoch``, also where another syncer
+        may not have seen the state, of which learners are then told nothing."""
         self.epoch.check()
         self._number += 1
         name = f"state/e{self.epoch.number:010d}-n{self._number:010d}.json"
         body = {"job": self.job, "epoch": self.epoch.number, "versions": list(versions), "core": core}
         self.store.replace(name, *pack_document(body))
+        self.epoch.check()
         self._states.append((name, list(versions)))
         return name
 
@@ -220,9 +231,12 @@ class Checkpoints:
     # ------------------------------------------------------------- blobs and offers
 
     def spool_offer(self, offer: SpooledOffer) -> None:
-        """Make an offer durable, before it is acknowledged."""
+        """Make an offer durable, before it is acknowledged. Raises ``HigherEpoch``: a successor may have read the store
+        before the offer was there, and then only the learner's next try brings it."""
+        self.epoch.check()
         body = {"header": header_to_json(offer.header), "norm": offer.norm}
         self.store.replace(offer.name, *records.pack("offer", body, {"encoded": offer.encoded}))
+        self.epoch.check()
 
     def remove_offer(self, header: PushHeader) -> None:
         """Remove a spooled offer; nothing happens if there is none."""
@@ -246,6 +260,8 @@ class Checkpoints:
         return records.unpack(memoryview(mapped), "blob", name)[1]["blob"]  # type: ignore[arg-type]
 
     def write_report(self, text: bytes) -> None:
+        """Keep the report of the job's end. Raises ``HigherEpoch``."""
+        self.epoch.check()
         self.store.replace(REPORT, text)
 
     def read_report(self, outcome: str) -> Report | None:
@@ -259,7 +275,12 @@ class Checkpoints:
     # ------------------------------------------------------------- garbage
 
     def collect(self, optimizer: str) -> int:
-        """Remove objects that no restart needs any more; returns how many. The tape must be flushed before."""
+        """Remove objects that no restart needs any more; returns how many. The tape must be flushed before.
+
+        Raises ``HigherEpoch``, and never removes what a higher epoch has made: this syncer may have stood still since
+        its last check.
+        """
+        self.epoch.check()
         manifests = self.store.list("manifests")
         kept_manifests: list[dict[str, Any]] = []
         doomed = manifests[: -self.keep] if len(manifests) > self.keep else []
@@ -282,7 +303,9 @@ class Checkpoints:
             doomed += self._doomed_initial(floor, named)
         optimizers = {optimizer, *(m["optimizer"] for m in kept_manifests)}
         doomed += [name for name in self.store.list("optimizer") if name not in optimizers]
+        doomed = [name for name in doomed if epoch_of(name) <= self.epoch.number]
         for name in doomed:
+            self.epoch.check()
             self.store.delete(name)
         return len(doomed)
 

@@ -1,17 +1,21 @@
-"""How long the durability waits for a store that fails."""
+"""What the durability does while its store fails: how long it waits, and what it writes then."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from diloco_syncer.runtime import durability
 from diloco_syncer.runtime.durability import Durability, Snapshot
 from diloco_syncer.store.checkpoint import Checkpoints
 from diloco_syncer.store.directory import DirectoryStore
+from diloco_syncer.store.documents import read_document
 from diloco_syncer.store.epochs import Epoch
 from diloco_syncer.store.tape import Tape
 
@@ -51,3 +55,52 @@ async def test_what_fails_all_the_time_ends(waiting: Durability) -> None:
     with pytest.raises(OSError, match="broken"):
         await waiting.run_write(write)
     assert tries > 1
+
+
+async def until_waiting(made: Durability) -> None:
+    async with asyncio.timeout(20):
+        while not made.problem:
+            await asyncio.sleep(0.005)
+
+
+WRITERS: list[Callable[[Durability], Awaitable[None]]] = [
+    lambda made: made.persist(1),
+    Durability.checkpoint,
+    Durability.write_state_and_collect,
+]
+
+
+@pytest.mark.parametrize("write", WRITERS, ids=["persist", "checkpoint", "after-merges"])
+async def test_a_state_that_waited_for_the_store_does_not_follow_newer_ones(
+    tmp_path: Path, write: Callable[[Durability], Awaitable[None]]
+) -> None:
+    generation = 1
+    store = DirectoryStore(tmp_path)
+    checkpoints = Checkpoints(store, Epoch.claim(store), "job", 1)
+    made = Durability(
+        checkpoints, Tape(store), lambda: Snapshot(generation, {"of": generation}, []), lambda problem: None
+    )
+    (tmp_path / "state").write_bytes(b"")  # where the folder of states belongs
+    waiting = asyncio.ensure_future(write(made))
+    await until_waiting(made)
+    (tmp_path / "state").unlink()
+    generation = 2
+    await made.persist(2)
+    assert not waiting.done(), "it waits between two tries"
+    await waiting
+    written = [read_document(store, name)["core"]["of"] for name in store.list("state")]
+    assert written == [2, 2], "what a restart reads is the newest"
+
+
+async def test_an_optimizer_state_that_waited_for_the_store_does_not_follow_a_newer_one(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    checkpoints = Checkpoints(store, Epoch.claim(store), "job", 1)
+    made = Durability(checkpoints, Tape(store), lambda: Snapshot(0, {}, []), lambda problem: None)
+    (tmp_path / "optimizer").write_bytes(b"")
+    waiting = asyncio.ensure_future(made.write_optimizer(np.full(1, 1, np.uint8)))
+    await until_waiting(made)
+    (tmp_path / "optimizer").unlink()
+    await made.write_optimizer(np.full(2, 2, np.uint8))
+    await waiting
+    assert checkpoints.read_blob(made.optimizer).tobytes() == b"\2\2" and made.optimizer_bytes == 2
+    assert store.list("optimizer") == [made.optimizer]

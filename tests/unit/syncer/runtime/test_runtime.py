@@ -18,12 +18,14 @@ from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.layout import Layout, Tensor
 from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.spec.load import parse_job
-from diloco_protocol.vocabulary import JobPhase, SlotState
+from diloco_protocol.vocabulary import JobPhase, SlotState, SyncerExit
 from diloco_protocol.wire import bulk, convert, limits, sync_pb2
 from diloco_syncer import startup
 from diloco_syncer.core import events as ev
 from diloco_syncer.runtime import initial_model
 from diloco_syncer.server.sessions import Connection
+from diloco_syncer.store.directory import DirectoryStore
+from diloco_syncer.store.epochs import Epoch
 from diloco_syncer.syncer import Syncer
 from shell_figures import SHELL
 
@@ -204,6 +206,20 @@ async def test_a_retry_of_an_offer_hears_repeated_only_when_the_offer_is_durable
         assert (await first).accepted
         assert (await again).reason == "repeated"
         assert len(list(tmp_path.glob("offers/*"))) == 1
+
+
+async def test_a_succeeded_syncer_acknowledges_no_offer(tmp_path: Path) -> None:
+    async with Bench(tmp_path) as bench:
+        bench.connect(1, 0, "a")
+        await bench.initialise("a")
+        fields, delta = bench.offer(1), np.ones(LAYOUT.elements(0), np.float32)
+        await until(lambda: not bench.syncer.driver._actions)
+        Epoch.claim(DirectoryStore(tmp_path))
+        offer = asyncio.create_task(bench.upload("a", delta, **fields))
+        assert await asyncio.wait_for(asyncio.shield(bench.syncer.driver.outcome), 20) == SyncerExit.SUPERSEDED
+        assert not offer.done() and not list(tmp_path.glob("offers/*"))
+    with pytest.raises(asyncio.CancelledError):  # the call ends without an answer: the learner asks the successor
+        await offer
 
 
 async def test_a_refused_offer_keeps_nobody_waiting(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from diloco.export.export import read_model
 from diloco_protocol.arrays.layout import Layout, Tensor
+from diloco_protocol.common.files import Buffer
 from diloco_protocol.wire.records import FragmentReport, PushHeader, SlotReceipt, StepReport
 from diloco_syncer.store import records
 from diloco_syncer.store.base import HigherEpoch, Store
@@ -392,6 +393,63 @@ def test_offers_and_optimizer_state(store: Store) -> None:
     assert [o.header.id for o in restored.offers] == [header(1, 5).id]
     assert restored.offers[0].norm == 0.75 and restored.offers[0].encoded.tobytes() == bytes(range(50))
     assert "the offer is lost" in restored.problems[0]
+
+
+class SucceededMeanwhile(DirectoryStore):
+    """A directory in which a successor claims the next epoch just before an object of ``folder`` is written."""
+
+    folder = ""
+
+    def replace(self, name: str, *parts: Buffer) -> None:
+        if self.folder and name.startswith(self.folder):
+            Epoch.claim(self)
+        super().replace(name, *parts)
+
+
+@pytest.mark.parametrize("meanwhile", [False, True])
+def test_a_succeeded_syncer_makes_no_offer_durable(tmp_path: Path, meanwhile: bool) -> None:
+    store = SucceededMeanwhile(tmp_path / "s")
+    old = begun(store)
+    if meanwhile:  # between its check and its write
+        store.folder = "offers/"
+    else:
+        opened(store).load()
+    with pytest.raises(HigherEpoch):
+        old.spool_offer(SpooledOffer(header(1, 5), np.arange(50, dtype=np.uint8), 0.75))
+    assert meanwhile or not store.list("offers")
+
+
+def test_a_state_that_a_successor_may_not_have_read_is_not_durable(tmp_path: Path) -> None:
+    store = SucceededMeanwhile(tmp_path / "s")
+    old = begun(store)
+    store.folder = "state/"
+    with pytest.raises(HigherEpoch):
+        old.write_state({"n": 1}, [0, 0])
+
+
+@pytest.mark.parametrize("stands_still", [False, True])
+def test_a_succeeded_syncer_removes_nothing_of_its_successors(
+    store: Store, monkeypatch: pytest.MonkeyPatch, stands_still: bool
+) -> None:
+    old = begun(store)
+    old.write_state({"n": 1}, [0, 0])
+    new = opened(store)
+    new.load()
+    optimizer = new.write_blob("optimizer", np.arange(9, dtype=np.uint8))
+    for n in range(2, 5):
+        new.write_manifest({"n": n}, [0, 0], optimizer)
+    made = {folder: store.list(folder) for folder in ("state", "manifests", "optimizer", "records", "initial")}
+    if stands_still:  # after its last check
+        monkeypatch.setattr(old.epoch, "check", lambda: None)
+        old.collect("")
+    else:
+        with pytest.raises(HigherEpoch):
+            old.collect("")
+    left = {folder: store.list(folder) for folder in made}
+    gone = {name for folder in made for name in made[folder]} - {name for folder in left for name in left[folder]}
+    assert not [name for name in gone if "/e0000000002-" in name]
+    found = opened(store).load()
+    assert found.core == {"n": 4} and found.optimizer == optimizer
 
 
 def test_a_directory_keeps_nothing_half(tmp_path: Path) -> None:
