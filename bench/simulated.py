@@ -302,7 +302,7 @@ class Syncer:
 
     def _seated(self, learner: Learner, seat: Seat, merged: tuple[ev.MergedPush, ...]) -> None:
         if not (seat.continuing and learner.seat is not None):
-            learner.adoption.begin_tenure(seat.slot_step)
+            learner.adoption.begin_tenure(seat.slot_step, seat.tenure)
             learner.pulls.clear()
         learner.seat = seat
         for fragment in range(len(self.core.versions)):

@@ -273,6 +273,7 @@ class Client:
 
     def counts(self) -> sync_pb2.Report:
         return sync_pb2.Report(
+            tenure=self.welcome.seat.tenure,
             slot_step=self.welcome.seat.slot_step + self.steps,
             trained_steps=self.steps,
             trained_tokens=self.steps * TOKENS,

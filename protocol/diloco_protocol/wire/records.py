@@ -69,7 +69,8 @@ class StepReport:
 
     ``slot_step``: of the slot, over all processes; ``trained_*``: of the tenure. ``step_seconds``: moving
     median. ``paused``: alone beyond staleness.maxSteps. ``link`` and ``echo`` are of a session's reports only;
-    an ``echo`` above 0 asks for an answer. ``diverged``: the last step's loss is NaN or infinite.
+    an ``echo`` above 0 asks for an answer. ``diverged``: the last step's loss is NaN or infinite. ``tenure``: the
+    seat's, in which all this was counted; 0: not said, and taken for the open one.
     """
 
     slot_step: Count = 0
@@ -85,6 +86,7 @@ class StepReport:
     link: Link | None = None
     echo: int = 0
     diverged: bool = False
+    tenure: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +200,7 @@ class Lease:
 @dataclass(frozen=True, slots=True)
 class Seat:
     """A process holds a slot. ``continuing``: its tenure goes on. ``slot_step`` and ``slot_tokens``: how far the
-    slot was when the tenure began."""
+    slot was when the tenure began. ``tenure``: the incarnation under which it began; its reports name it."""
 
     slot: int
     incarnation: Count
@@ -206,6 +208,7 @@ class Seat:
     slot_step: Count
     slot_tokens: Count
     leases: tuple[Lease, ...]
+    tenure: Count = 0
 
 
 # ------------------------------------------------------------------ versions

@@ -117,7 +117,7 @@ class Held(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., version: _Optional[int] = ..., settled: _Optional[int] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("slot_step", "trained_steps", "trained_tokens", "compute_seconds", "stalled_seconds", "loss", "step_seconds", "fragments", "cursors", "paused", "link", "echo", "diverged")
+    __slots__ = ("slot_step", "trained_steps", "trained_tokens", "compute_seconds", "stalled_seconds", "loss", "step_seconds", "fragments", "cursors", "paused", "link", "echo", "diverged", "tenure")
     SLOT_STEP_FIELD_NUMBER: _ClassVar[int]
     TRAINED_STEPS_FIELD_NUMBER: _ClassVar[int]
     TRAINED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -131,6 +131,7 @@ class Report(_message.Message):
     LINK_FIELD_NUMBER: _ClassVar[int]
     ECHO_FIELD_NUMBER: _ClassVar[int]
     DIVERGED_FIELD_NUMBER: _ClassVar[int]
+    TENURE_FIELD_NUMBER: _ClassVar[int]
     slot_step: int
     trained_steps: int
     trained_tokens: int
@@ -144,7 +145,8 @@ class Report(_message.Message):
     link: Link
     echo: int
     diverged: bool
-    def __init__(self, slot_step: _Optional[int] = ..., trained_steps: _Optional[int] = ..., trained_tokens: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., stalled_seconds: _Optional[float] = ..., loss: _Optional[float] = ..., step_seconds: _Optional[float] = ..., fragments: _Optional[_Iterable[_Union[FragmentReport, _Mapping]]] = ..., cursors: _Optional[_Iterable[_Union[LeaseCursor, _Mapping]]] = ..., paused: _Optional[bool] = ..., link: _Optional[_Union[Link, _Mapping]] = ..., echo: _Optional[int] = ..., diverged: _Optional[bool] = ...) -> None: ...
+    tenure: int
+    def __init__(self, slot_step: _Optional[int] = ..., trained_steps: _Optional[int] = ..., trained_tokens: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., stalled_seconds: _Optional[float] = ..., loss: _Optional[float] = ..., step_seconds: _Optional[float] = ..., fragments: _Optional[_Iterable[_Union[FragmentReport, _Mapping]]] = ..., cursors: _Optional[_Iterable[_Union[LeaseCursor, _Mapping]]] = ..., paused: _Optional[bool] = ..., link: _Optional[_Union[Link, _Mapping]] = ..., echo: _Optional[int] = ..., diverged: _Optional[bool] = ..., tenure: _Optional[int] = ...) -> None: ...
 
 class Link(_message.Message):
     __slots__ = ("down_bytes_per_second", "round_trip_seconds")
@@ -295,20 +297,22 @@ class Welcome(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., standby: _Optional[bool] = ..., observer: _Optional[bool] = ..., settings: _Optional[str] = ..., phase: _Optional[_Union[Phase, _Mapping]] = ..., seat: _Optional[_Union[Seat, _Mapping]] = ..., fragments: _Optional[_Iterable[_Union[Announcement, _Mapping]]] = ..., initialise: _Optional[bool] = ..., optimizer_bytes: _Optional[int] = ...) -> None: ...
 
 class Seat(_message.Message):
-    __slots__ = ("slot", "incarnation", "continuing", "slot_step", "slot_tokens", "leases")
+    __slots__ = ("slot", "incarnation", "continuing", "slot_step", "slot_tokens", "leases", "tenure")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CONTINUING_FIELD_NUMBER: _ClassVar[int]
     SLOT_STEP_FIELD_NUMBER: _ClassVar[int]
     SLOT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
+    TENURE_FIELD_NUMBER: _ClassVar[int]
     slot: int
     incarnation: int
     continuing: bool
     slot_step: int
     slot_tokens: int
     leases: _containers.RepeatedCompositeFieldContainer[Lease]
-    def __init__(self, slot: _Optional[int] = ..., incarnation: _Optional[int] = ..., continuing: _Optional[bool] = ..., slot_step: _Optional[int] = ..., slot_tokens: _Optional[int] = ..., leases: _Optional[_Iterable[_Union[Lease, _Mapping]]] = ...) -> None: ...
+    tenure: int
+    def __init__(self, slot: _Optional[int] = ..., incarnation: _Optional[int] = ..., continuing: _Optional[bool] = ..., slot_step: _Optional[int] = ..., slot_tokens: _Optional[int] = ..., leases: _Optional[_Iterable[_Union[Lease, _Mapping]]] = ..., tenure: _Optional[int] = ...) -> None: ...
 
 class Promotion(_message.Message):
     __slots__ = ("seat",)

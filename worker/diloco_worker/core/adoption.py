@@ -192,14 +192,17 @@ class Adoption:
         self.config = config
         self.now = Point()
         self.fragments = [FragmentState() for _ in range(config.fragments)]
+        self.tenure = 0  # the incarnation under which it began; 0: none has
         self._start_step = 0
         self._adopted_step = 0  # when a broadcast was adopted last, of whichever fragment
         self._without_base = config.fragments
 
     # -------------------------------------------------------------- tenure and steps
 
-    def begin_tenure(self, slot_step: int) -> None:
-        """Begin a tenure: there is no base and nothing is trained. Sequences go on rising."""
+    def begin_tenure(self, slot_step: int, tenure: int = 0) -> None:
+        """Begin a tenure: there is no base and nothing is trained. Sequences go on rising. ``tenure``: the seat's,
+        which reports name."""
+        self.tenure = tenure
         self.now = Point(step=slot_step)
         self._start_step = self._adopted_step = slot_step
         self._without_base = len(self.fragments)
@@ -271,6 +274,7 @@ class Adoption:
             fragments=tuple(rows),
             compute_seconds=now.seconds,
             paused=self.paused,
+            tenure=self.tenure,
         )
 
     # -------------------------------------------------------------- pushes

@@ -338,7 +338,7 @@ class SyncerConnection:
         self._set_identity(seat.slot, seat.incarnation)
         self.status = replace(self.status, standby=False, slot=seat.slot)
         if not seat.continuing:
-            self._tenure = seat.incarnation
+            self._tenure = seat.tenure
             self._tenure_slot = seat.slot
             self.outbox.put_report(None)
         self._inbox.put(seat)
@@ -370,17 +370,22 @@ class SyncerConnection:
     # ------------------------------------------------------- work beside the session
 
     def put_report(self, report: StepReport) -> None:
-        """Send the newest report, and want another a little later."""
-        self.outbox.put_report(report)
+        """Send the newest report, and want another a little later. One that the training thread made before it read
+        that a new tenure began is not sent."""
+        if report.tenure == self._tenure:
+            self.outbox.put_report(report)
         asyncio.get_running_loop().call_later(_REPORT_SECONDS, self._want_report)
 
     def _want_report(self) -> None:
         self.report_wanted = True
 
     def push(self, push: Push) -> None:
-        """Encode and upload a push; without a session its fate is open."""
+        """Encode and upload a push; without a session its fate is open. One of a tenure that is over is not sent: it
+        would count as work of the new one."""
         if self._transfers is None:
             self._inbox.put(push.answered(None, "", "there is no connection"))
+        elif push.report.tenure != self._tenure:
+            self._inbox.put(push.answered(None, "", "its tenure is over"))
         else:
             self._transfers.push(push)
 

@@ -311,7 +311,7 @@ class Synchronizer:
         """Hold the slot as a newcomer: everything is taken from the syncer."""
         self.tenure += 1
         self.slot_tokens = seat.slot_tokens
-        self.adoption.begin_tenure(seat.slot_step)
+        self.adoption.begin_tenure(seat.slot_step, seat.tenure)
         if self._deterministic is not None:
             self._deterministic.begin_tenure()
         self._bases = [None] * len(self._bases)

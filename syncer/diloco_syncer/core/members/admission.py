@@ -167,8 +167,10 @@ class Admission:
         process was told belongs to another lineage."""
         if self.recovery.is_other_lineage(join):
             return False
-        ledger = self.state.ledger
-        return ledger is None or join.tenure in (0, ledger.books[slot.index].first_incarnation)
+        if self.state.ledger is None:
+            return True
+        opened = self.state.ledger.books[slot.index].first_incarnation
+        return bool(opened) and join.tenure in (0, opened)
 
     def _slot_of_unknown_tenure(self, join: ev.Join) -> Slot | None:
         """In a rebuild: the slot that the process says it has, though the store has never heard of it. Receipts
@@ -231,7 +233,7 @@ class Admission:
             self._close_tenure(slot, "died")
         first_taken = not slot.incarnation
         incarnation = state.members.give_slot(slot, join, now)
-        slot.tenure = join.tenure if continuing else incarnation
+        slot.tenure = (join.tenure or slot.tenure) if continuing else incarnation
         if not continuing:
             self._begin_tenure(slot, incarnation, first_taken, now)
         elif first_taken and state.ledger:
@@ -240,7 +242,7 @@ class Admission:
         self.initial_model.offer(slot, now)
         leases = state.leases.leases_of(slot.index) if state.leases else ()
         tokens = state.ledger.trained(slot.index) if state.ledger else 0
-        seat = Seat(slot.index, incarnation, continuing, slot.step, tokens, leases)
+        seat = Seat(slot.index, incarnation, continuing, slot.step, tokens, leases, slot.tenure)
         self.actions.add(ev.Persist())
         if promote:
             self.actions.add(ev.Promote(join.connection, seat))

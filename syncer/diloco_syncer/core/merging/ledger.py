@@ -98,10 +98,13 @@ class Ledger:
         """Apply a report of the open tenure; True if it is not older than the newest.
 
         Reports and pushes travel on different connections, so an older one may
-        come later; everything in it is cumulative, so it is simply ignored.
+        come later; everything in it is cumulative, so it is simply ignored. So is one that was counted in another
+        tenure: a learner may have made it before it heard that its slot was given to it anew.
         """
         book = self.books[slot]
         if not book.first_incarnation or len(report.fragments) != self.fragments:
+            return False
+        if report.tenure not in (0, book.first_incarnation):
             return False
         if book.report is not None and _age(report) < _age(book.report):
             return False

@@ -12,7 +12,8 @@ hopeless transfer costs nothing:
  3. The syncer is not recovering lost versions; else the learner tries again later
     (``runtime/pushes.py`` ``receive``, ``core/recovery/lost_versions.py`` ``is_pending``).
  4. The job has not ended, version 0 exists, the fragment exists (``_check_job``).
- 5. The sender is the one that holds the slot, under its newest incarnation (``_check_sender``).
+ 5. The sender is the one that holds the slot, under its newest incarnation, and made the push in the slot's
+    present tenure (``_check_sender``).
  6. Layout and encoding are the job's (``_check_format``).
  7. The base is a version that this store has had, and not a future one (``_check_base``).
  8. The push is not a repeated one, and its counts agree with each other (``_check_counts``).
@@ -127,6 +128,10 @@ class PushChecks:
             return PushRefusal.FENCED, f"slot {slot.index} is another process's"
         if header.incarnation != slot.incarnation:
             return PushRefusal.FENCED, f"incarnation {header.incarnation} was replaced by {slot.incarnation}"
+        assert self._state.ledger
+        tenure = self._state.ledger.books[slot.index].first_incarnation
+        if header.report.tenure not in (0, tenure):
+            return PushRefusal.FENCED, f"it is work of tenure {header.report.tenure}; now is tenure {tenure}"
         if not slot.occupied and slot.state is not SlotState.LOST:
             return PushRefusal.NO_SLOT, f"slot {slot.index} is {slot.state}"
         return None

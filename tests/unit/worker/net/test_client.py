@@ -20,7 +20,7 @@ from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json, parse_job
 from diloco_protocol.vocabulary import ENDED_PHASES, FINISHING_PHASES, STOPPED_PHASES
 from diloco_protocol.wire import convert, sync_pb2
-from diloco_protocol.wire.records import Announcement, Payload, PushPlan, StepReport
+from diloco_protocol.wire.records import Announcement, Payload, PushPlan, Seat, StepReport
 from diloco_worker import Learner, device
 from diloco_worker.core.connection_status import ConnectionStatus
 from diloco_worker.fragments import Vector, build_layout
@@ -215,6 +215,27 @@ def test_the_hubs_settings_are_shown_as_they_were_said(made: tuple[SyncerConnect
     assert page.settings == said and page.merges == 12 and page.tried is False
     one._apply_settings("{}")
     assert one.status.settings is None, "nothing that is understood"
+
+
+async def test_a_report_that_was_made_before_a_new_tenure_is_not_sent(
+    made: tuple[SyncerConnection, inbox.Inbox],
+) -> None:
+    one, box = made
+    for incarnation in (3, 4):
+        begin_session(one)
+        one._on_seat(Seat(0, incarnation, incarnation == 4, 0, 0, (), tenure=3))
+        one.put_report(StepReport(slot_step=7, tenure=3))
+        assert one.outbox.has_new_report
+    # The training thread has read of neither seat of the tenure that begins now, and reports once more.
+    for incarnation, continuing in ((5, False), (6, True)):
+        one._on_seat(Seat(0, incarnation, continuing, 7, 70, (), tenure=5))
+    one.put_report(StepReport(slot_step=8, tenure=3))
+    assert not one.outbox.has_new_report
+    zeros = Vector.from_array(np.zeros(10, np.float32))
+    one.push(Push(PushPlan(0, 3, 1, 1, 0, 0, 1, 4, 4, 128, 0.1), zeros, zeros, StepReport(tenure=3)))
+    assert inbox.PushAnswered(0, 3, None, "", "its tenure is over") in box._messages.values()
+    seat = next(message for message in box.take_all() if isinstance(message, Seat))
+    assert (seat.incarnation, seat.continuing, seat.tenure) == (6, False, 5), "its reports will name 5"
 
 
 def test_a_push_without_a_session_has_an_open_fate(made: tuple[SyncerConnection, inbox.Inbox]) -> None:
