@@ -120,7 +120,7 @@ def _serve(given: argparse.Namespace) -> int:
     )
     try:
         return asyncio.run(run(options))
-    except (AddressError, ListenError, StoreUnusable, FormatRefused, OuterError, TapeError) as error:
+    except (AddressError, ListenError, StoreUnusable, FormatRefused, OuterError) as error:
         log.error("%s", error)
         return SyncerExit.CONFIGURATION
     except CredentialsError as error:
@@ -129,6 +129,9 @@ def _serve(given: argparse.Namespace) -> int:
     except HigherEpoch as error:
         log.error("%s", error)
         return SyncerExit.SUPERSEDED
+    except TapeError as error:  # another syncer wrote while this one began: again, from what is there now
+        log.error("%s", error)
+        return SyncerExit.STORE
     except OSError as error:
         log.error("the store cannot be used: %s", error.strerror or error)
         return SyncerExit.STORE

@@ -82,6 +82,8 @@ def restore(
     for problem in restored.problems:
         log.error("restoring: %s", problem)
     tape = Tape(store)
+    if tape.damage:
+        log.error("the tape is damaged (%s): that segment is kept in discarded/, and the tape goes on", tape.damage)
     _complete_tape(tape, checkpoints, restored)
     core_state = restored.core["core"] if restored.core is not None else None
     now = time.monotonic()

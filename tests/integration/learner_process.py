@@ -22,6 +22,7 @@ from forked import ForkedProcess, fork
 from diloco_protocol.documents import Report, StatusDocument
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json
+from diloco_syncer.store.directory import DirectoryStore
 from diloco_worker import Learner
 
 SYNC = {
@@ -112,8 +113,9 @@ class Syncer:
 
     def tape(self) -> dict[tuple[int, int], str]:
         """(fragment, version) -> digest of the merged parameters."""
-        lines = (self.folder / "store" / "tape.jsonl").read_text(encoding="utf-8").splitlines()
-        merges = [row for row in map(json.loads, lines) if row["kind"] == "merge"]
+        import tape_reader  # not on the path of a learner's process
+
+        merges = [row for row in tape_reader.read(DirectoryStore(self.folder / "store")) if row["kind"] == "merge"]
         return {(row["fragment"], row["version"]): row["result"] for row in merges}
 
     def environ(self, role: str = "learner", ordinal: int = 0) -> dict[str, str]:

@@ -148,9 +148,9 @@ class Driver:
     def _stop_by(self, error: BaseException) -> None:
         if isinstance(error, HigherEpoch):
             self.stop(SyncerExit.SUPERSEDED, str(error))
-        elif isinstance(error, RecordMadeMeanwhile):
+        elif isinstance(error, RecordMadeMeanwhile | TapeError):  # a predecessor's, at the last moment
             self.stop(RESTART, str(error))
-        elif isinstance(error, OSError | StoreUnusable | TapeError):
+        elif isinstance(error, OSError | StoreUnusable):
             self.stop(SyncerExit.STORE, f"the store cannot be used: {error}")
         else:
             log.error("a fault of this program", exc_info=error)

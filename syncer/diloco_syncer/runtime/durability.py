@@ -116,6 +116,7 @@ class Durability:
         """Make a whole checkpoint now: tape, state and manifest; remove what no restart needs any more."""
 
         def write(now: Snapshot) -> None:
+            self.checkpoints.epoch.check()
             self.tape.flush()
             self.checkpoints.write_manifest(now.document, now.versions, self.optimizer)
             self.checkpoints.collect(self.optimizer)
@@ -126,6 +127,7 @@ class Durability:
         """Make the state durable, so that the records before it may go; after many merges."""
 
         def write(now: Snapshot) -> None:
+            self.checkpoints.epoch.check()
             self.tape.flush()
             self.checkpoints.write_state(now.document, now.versions)
             self.checkpoints.collect(self.optimizer)

@@ -12,7 +12,7 @@ Names in the store::
     offers/s<slot>-i<..>-f<..>-q<..>.rec   spooled offers that no merge has taken yet
     optimizer/e<epoch>-n<n>.rec     a learner's inner optimizer state
     discarded/...                   what a restart could not use, kept for people
-    tape.jsonl                      the event tape (tape.py)
+    tape/<n>.jsonl                  the event tape (tape.py)
 
 A restart (restore.py) takes the newest valid state, and on top of it, per fragment, the records after it
 without a gap. If the newest state is damaged the one before it serves, and then those of checkpoints.
@@ -129,7 +129,12 @@ class Checkpoints:
             self.store.create("job.json", *pack_document(body))
             return
         except ObjectExists:
-            found = read_document(self.store, "job.json")
+            try:
+                found = read_document(self.store, "job.json")
+            except Damaged as error:
+                raise StoreUnusable(
+                    f"whose store this is cannot be read: {error}; restore the file from a copy"
+                ) from error
         if found["job"] != self.job:
             raise StoreUnusable(f"this store holds the job {found['job']!r}, not {self.job!r}: use another store")
         changed = sorted(k for k, v in found["digests"].items() if digests.get(k, v) != v)

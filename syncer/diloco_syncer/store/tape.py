@@ -6,34 +6,52 @@ age, tokens, steps, weight, norm), how long the round waited and the merge took,
 Where a store has lost versions, a line ``discarded`` says from which version the fragment goes on, and a line
 ``recovered-from-learner`` that a later version came from a learner.
 
-The merge's record is what is durable. Its line is written right after it, and flushed to the device at each checkpoint,
-before older records are removed. So what a crash takes from the tape's end (at worst a line torn in two) is in the
-records, and a restart writes it again (``missing``).
+**Segments.** The tape is a series of objects ``tape/<number of the first line>.jsonl``. In a directory a segment is
+begun whole, then appended to up to ``SEGMENT_BYTES``. A bucket cannot append: there each checkpoint makes one. A
+segment begins with a line ``segment``, which belongs to the chain and says how far each fragment was (``newest``). So
+a start reads the last segment and nothing before it, however long the tape is. ``tape/last.json`` names it or one
+shortly before it; without that file all names are listed.
 
-In a directory the tape is the file ``tape.jsonl``. A bucket cannot append: there the tape is a series of objects
-``tape/<first line's number>.jsonl``, one per checkpoint.
+**Damage** stops nothing, because the tape decides nothing that records and states do not say. A last segment with
+lines that are not understood, or that do not follow each other, is moved to ``discarded/``. The next one says so in its
+first line (``damaged``), and goes on from the versions that the readable lines tell of. Earlier segments are read by
+who audits.
+
+**Durability.** The merge's record is what is durable. Its line is written right after it, and flushed to the device at
+each checkpoint, before older records are removed. So what a crash takes from the tape's end (at worst a line torn in
+two) is in the records, and a restart writes it again (``missing``).
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
+import operator
 import os
+import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diloco_syncer.store.base import ObjectExists, Store
-from diloco_syncer.store.directory import DirectoryStore
-from diloco_syncer.store.records import FORMAT, MergeRecord, check_format
+from diloco_protocol.common.files import DiskFull
+from diloco_syncer.store.base import ObjectExists, ObjectNotFound, Store
+from diloco_syncer.store.records import FORMAT, FormatRefused, MergeRecord, check_format
 
-MAX_LINE = 16 << 20
-FILE = "tape.jsonl"
+FOLDER = "tape"
+SEGMENT_BYTES = 64 << 20  # of a directory's; the next line begins another
 RECOVERED = "recovered-from-learner"
+SEGMENT = "segment"
+_LAST = f"{FOLDER}/last.json"
+_MAX_SEGMENT = 1 << 32
+_MAX_HEAD = 1 << 20
+_NAME = re.compile(rf"{FOLDER}/(\d{{12}})\.jsonl")
 
 
 class TapeError(Exception):
-    """The tape is not intact; the message names the line."""
+    """A line is not what was written, or another syncer has written; the message names the line."""
 
 
 def line_of(record: MergeRecord) -> dict[str, Any]:
@@ -78,35 +96,128 @@ def line_of(record: MergeRecord) -> dict[str, Any]:
     }
 
 
-def _encode(line: dict[str, Any], previous: str) -> bytes:
-    return json.dumps({**line, "previous": previous}, separators=(",", ":"), allow_nan=False).encode() + b"\n"
-
-
 def line_digest(raw: bytes) -> str:
     return hashlib.sha256(raw).hexdigest()
 
 
+def segment_name(first: int) -> str:
+    """The segment that begins with the tape's line ``first``, from 1."""
+    return f"{FOLDER}/{first:012d}.jsonl"
+
+
+def segment_names(store: Store) -> list[str]:
+    """All segments, in order."""
+    return [name for name in store.list(FOLDER) if _NAME.fullmatch(name)]
+
+
+@dataclass
+class _Segment:
+    """A segment that is being written. ``unsaved``: lines that are not on the medium yet; ``begun``: it is there;
+    ``tried``: or may be; ``size``: bytes, unsaved ones too."""
+
+    name: str
+    unsaved: list[bytes] = field(default_factory=list)
+    begun: bool = False
+    tried: bool = False
+    size: int = 0
+
+
 class Tape:
-    """The tape's end: appends lines, and knows each fragment's newest version on the tape."""
+    """The tape's end: appends lines, and knows each fragment's newest version on the tape.
+
+    ``lines``: how many there are, heads of segments too. ``damage``: what was found wrong at the start, for
+    people; empty: nothing.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._path = store.root / FILE if isinstance(store, DirectoryStore) else None
-        self._unsaved: list[bytes] = []  # lines not yet on the medium
+        self._appends = store.local_path(FOLDER) is not None
+        self._segment: _Segment | None = None  # that takes the next line
+        self._waiting: list[_Segment] = []  # before it, to be saved
         self.previous = ""
         self.lines = 0
         self.newest: dict[int, int] = {}
         self.repaired_bytes = 0
-        if self._path is not None:
-            self._repair(self._path)
-        for raw in raw_lines(store):
-            line = decode_line(raw, self.lines + 1)
-            self._count(line, raw)
+        self.damage = ""
+        self._read_end()
 
-    def _repair(self, path: Path) -> None:
+    # ------------------------------------------------------------- the start
+
+    def _read_end(self) -> None:
+        """Read the last segment, and those before it where its head is not to be had. Of what is damaged a copy is
+        kept, and a new segment that says so takes its place."""
+        names, damaged = self._last_segments(), list[str]()
+        while names:
+            name = names.pop(0)
+            size = self._read_segment(name)
+            if size is None:
+                damaged.append(name)
+                names = [other for other in segment_names(self._store) if other > name]
+            elif not names and self._store.exists(following := segment_name(self.lines + 1)):
+                names = [following]
+            elif not names and self._appends:
+                self._segment = _Segment(name, begun=True, tried=True, size=size)
+        if damaged:
+            if damaged[-1] == segment_name(self.lines + 1):
+                self._store.delete(damaged.pop())
+            self._begin_segment(damaged=self.damage)
+            self.flush()
+        for name in damaged:
+            self._store.delete(name)
+
+    def _last_segments(self) -> list[str]:
+        """The segment to begin with, and those after it as far as names had to be listed."""
+        with contextlib.suppress(ObjectNotFound, OSError, ValueError, KeyError, TypeError):
+            last = str(json.loads(self._store.read(_LAST, 4096))["segment"])
+            if _NAME.fullmatch(last) and self._has_head(last):
+                return [last]
+        names = segment_names(self._store)
+        first = max(0, len(names) - 1)
+        while first > 0 and not self._has_head(names[first]):
+            first -= 1
+        return names[first:]
+
+    def _has_head(self, name: str) -> bool:
+        """Whether the segment is there, and its first line is understood."""
+        try:
+            decode_line(self._store.read_start(name, _MAX_HEAD).split(b"\n", 1)[0], _first_of(name))
+        except (ObjectNotFound, TapeError):
+            return False
+        return True
+
+    def _read_segment(self, name: str) -> int | None:
+        """Take in a segment; returns its size. None: it is damaged, ``damage`` says why, and a copy was set aside."""
+        path = self._store.local_path(name)
+        if path is not None:
+            self._cut_torn_line(path)
+        data = self._store.read(name, _MAX_SEGMENT)
+        self.lines = _first_of(name) - 1
+        wrong = "" if data else f"{name} is empty"
+        for place, raw in enumerate(data.splitlines(keepends=True)):
+            number = self.lines + 1
+            try:
+                line = decode_line(raw, number)
+                if (line["kind"] == SEGMENT) != (place == 0):
+                    raise TapeError(f"{name}: line {place + 1} is no line of this place")
+                if line["previous"] != self.previous and (place or self.previous):
+                    raise TapeError(f"tape line {number} does not follow the line before it")
+                self.newest |= newest_of(line)
+            except (TapeError, FormatRefused) as error:
+                if place == 0 and isinstance(error, FormatRefused):
+                    raise  # another release's
+                wrong = wrong or str(error)
+            self.previous = line_digest(raw)
+            self.lines = number
+        if not wrong:
+            return len(data)
+        self.damage = self.damage or wrong
+        aside = f"discarded/tape-{_first_of(name):012d}-{line_digest(data)[:8]}.jsonl"
+        self._store.replace(aside, data)
+        self.previous = ""
+        return None
+
+    def _cut_torn_line(self, path: Path) -> None:
         """Cut off a last line that was torn in two; its record is in the store."""
-        if not path.exists():
-            return
         with open(path, "r+b") as file:
             size = file.seek(0, os.SEEK_END)
             keep = size
@@ -123,18 +234,15 @@ class Tape:
                 file.truncate(keep)
                 os.fsync(file.fileno())
 
-    def _count(self, line: dict[str, Any], raw: bytes) -> None:
-        self.previous = line_digest(raw)
-        self.lines += 1
-        self.newest[line["fragment"]] = line["version"]
-
     def missing(self, records: Iterable[MergeRecord]) -> list[MergeRecord]:
         """Those of the records that are newer than the tape, in the order of their merges."""
         newer = [r for r in records if r.version > self.newest.get(r.fragment, 0)]
         return sorted(newer, key=lambda r: r.number)
 
+    # ------------------------------------------------------------- writing
+
     def append(self, record: MergeRecord) -> None:
-        """Write the record's line. One that finds no space is kept and written by the next call."""
+        """Write the record's line. One that cannot be written now is kept, and written by a later call."""
         self._add(line_of(record))
 
     def discard(self, fragment: int, version: int, epoch: int, reason: str, time: float) -> None:
@@ -151,72 +259,111 @@ class Tape:
             }
         )
 
-    def _add(self, line: dict[str, Any]) -> None:
-        raw = _encode(line, self.previous)
-        self._count(line, raw)
-        self._unsaved.append(raw)
-        self._write(flush=False)
-
     def flush(self) -> None:
-        """Bring every line to the device. Raises OSError; then nothing is lost and it may be repeated."""
-        self._write(flush=True)
+        """Bring every line to the device. Raises ``TapeError``, OSError: nothing is lost, and it may be repeated."""
+        while self._waiting:
+            self._save(self._waiting[0], flush=True)
+            del self._waiting[0]
+        if self._segment is not None:
+            self._save(self._segment, flush=True)
+            if not self._appends:
+                self._segment = None
 
-    def _write(self, flush: bool) -> None:
-        if self._path is None:
-            if flush and self._unsaved:
-                name = f"tape/{self.lines - len(self._unsaved) + 1:012d}.jsonl"
-                try:
-                    self._store.create(name, *self._unsaved)
-                except ObjectExists as error:
-                    # A put whose answer was lost: what is there is what was to be written, or its beginning.
-                    there = self._store.read(name, 1 << 32).splitlines(keepends=True)
-                    if not there or there != self._unsaved[: len(there)]:
-                        raise TapeError(f"{name} was written by another syncer") from error
-                    del self._unsaved[: len(there)]
-                    self._write(flush=True)
-                    return
-                self._unsaved.clear()
-            return
-        if not self._unsaved and not flush:
-            return
-        with open(self._path, "ab", buffering=0) as file:
-            start = file.tell()
-            while self._unsaved:
-                raw = self._unsaved[0]
+    def _add(self, line: dict[str, Any]) -> None:
+        segment = self._segment
+        # A put that failed may have been carried out: it is repeated as it was, without further lines.
+        if segment is None or (segment.size >= SEGMENT_BYTES if self._appends else segment.tried):
+            segment = self._begin_segment()
+        self._chain(segment, line)
+        self.newest |= newest_of(line)
+        if self._appends:
+            with contextlib.suppress(OSError):  # ``flush`` tries again, and says what is wrong
+                for unsaved in (*self._waiting, segment):
+                    self._save(unsaved, flush=False)
+
+    def _begin_segment(self, **more: str) -> _Segment:
+        if self._segment is not None:
+            self._waiting.append(self._segment)
+        self._segment = _Segment(segment_name(self.lines + 1))
+        newest = {str(fragment): version for fragment, version in sorted(self.newest.items())}
+        self._chain(self._segment, {"format": FORMAT, "kind": SEGMENT, "newest": newest, **more})
+        return self._segment
+
+    def _chain(self, segment: _Segment, line: dict[str, Any]) -> None:
+        raw = json.dumps({**line, "previous": self.previous}, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+        self.previous = line_digest(raw)
+        segment.unsaved.append(raw)
+        segment.size += len(raw)
+        self.lines += 1
+
+    def _save(self, segment: _Segment, flush: bool) -> None:
+        """Bring what is unsaved to the medium; ``flush``: to the device."""
+        if not segment.begun and segment.unsaved:
+            self._create(segment, segment.unsaved[:1] if self._appends else segment.unsaved[:])
+        if self._appends and (segment.unsaved or flush):
+            self._write(segment, flush)
+
+    def _create(self, segment: _Segment, lines: list[bytes]) -> None:
+        segment.tried = True
+        try:
+            self._store.create(segment.name, *lines)
+        except ObjectExists as error:  # a put whose answer was lost, or not our own
+            if self._store.read(segment.name, _MAX_SEGMENT) != b"".join(lines):
+                raise TapeError(f"{segment.name} was written by another syncer") from error
+        segment.begun = True
+        del segment.unsaved[: len(lines)]
+        with contextlib.suppress(OSError):  # it only spares the next start the list of all names
+            self._store.replace(_LAST, json.dumps({"segment": segment.name}).encode())
+
+    def _write(self, segment: _Segment, flush: bool) -> None:
+        """Append what is unsaved to the segment's file. Raises OSError; then no half line stays."""
+        path = self._store.local_path(segment.name)
+        assert path is not None
+        with open(path, "ab", buffering=0) as file:
+            end = file.tell()
+            while segment.unsaved:
+                raw = segment.unsaved[0]
                 try:
                     if file.write(raw) != len(raw):
-                        raise OSError(28, f"disk full: the tape {self._path} could not be written whole")
+                        raise DiskFull(errno.ENOSPC, f"disk full: the tape {path} could not be written whole")
                 except OSError:
-                    os.ftruncate(file.fileno(), start)  # no half line stays
-                    if flush:
-                        raise
-                    return
-                start += len(raw)
-                self._unsaved.pop(0)
+                    os.ftruncate(file.fileno(), end)
+                    raise
+                end += len(raw)
+                segment.unsaved.pop(0)
             if flush:
                 os.fsync(file.fileno())
 
 
 def raw_lines(store: Store) -> Iterator[bytes]:
-    """The tape's lines in order, as they are in the store."""
-    if isinstance(store, DirectoryStore):
-        path = store.root / FILE
-        if path.exists():
-            with open(path, "rb") as file:
-                while raw := file.readline(MAX_LINE):
-                    yield raw
-        return
-    for name in store.list("tape"):
-        yield from store.read(name, 1 << 32).splitlines(keepends=True)
+    """The tape's lines in order, as they are in the store, heads of segments among them."""
+    for name in segment_names(store):
+        path = store.local_path(name)
+        if path is None:
+            yield from store.read(name, _MAX_SEGMENT).splitlines(keepends=True)
+            continue
+        with open(path, "rb") as file:
+            yield from file
 
 
 def decode_line(raw: bytes, number: int) -> dict[str, Any]:
     """Line ``number`` (from 1) of a tape. Raises ``TapeError``, ``FormatRefused``."""
     try:
-        line = json.loads(raw)
+        line = dict(json.loads(raw))
         check_format(line["format"], f"tape line {number}")
-        if type(line["fragment"]) is not int or type(line["version"]) is not int:
-            raise TypeError("fragment and version are whole numbers")
-    except (ValueError, KeyError, TypeError) as error:
+        newest_of(line)
+        line["previous"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise TapeError(f"tape line {number} is not understood: {error}") from error
-    return dict(line)
+    return line
+
+
+def newest_of(line: dict[str, Any]) -> dict[int, int]:
+    """The versions that a line says were reached, by fragment."""
+    if line["kind"] == SEGMENT:
+        return {int(fragment): operator.index(version) for fragment, version in line["newest"].items()}
+    return {operator.index(line["fragment"]): operator.index(line["version"])}
+
+
+def _first_of(name: str) -> int:
+    return int(name.removeprefix(f"{FOLDER}/").removesuffix(".jsonl"))

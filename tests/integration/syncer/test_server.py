@@ -21,6 +21,7 @@ from diloco_protocol.wire import bulk, limits, services, sync_pb2
 from diloco_protocol.wire.control_auth import sign_call
 from diloco_syncer.store.directory import DirectoryStore
 from diloco_syncer.store.epochs import Epoch
+from diloco_syncer.store.tape import segment_name
 
 # One event loop for all: gRPC's poller does not outlive the loop that it was made in.
 pytestmark = [pytest.mark.timeout(60), pytest.mark.asyncio(loop_scope="module")]
@@ -317,7 +318,7 @@ async def test_killed_and_restarted_nothing_acknowledged_is_lost(syncer: SyncerP
 
     bases, process = await before()
     records = sorted(path.name for path in (syncer.store / "records").iterdir())
-    with open(syncer.store / "tape.jsonl", "r+b") as file:  # a line torn in two, as by a power cut
+    with open(syncer.store / segment_name(1), "r+b") as file:  # a line torn in two, as by a power cut
         file.truncate(file.seek(0, 2) - 20)
     (syncer.store / "records" / ".half.rec.0123456789ab.tmp").write_bytes(b"half")
     syncer.start()

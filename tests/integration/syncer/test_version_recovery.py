@@ -84,7 +84,7 @@ def slot_is(service: Syncer, state: str) -> bool:
 
 
 def lines(store: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (store / "tape.jsonl").read_text(encoding="utf-8").splitlines()]
+    return list(tape_reader.read(DirectoryStore(store)))
 
 
 def broadcast_of(store: Path, fragment: int, version: int, service: Syncer) -> str:
@@ -131,7 +131,7 @@ def test_records_states_and_perhaps_epochs_are_gone(service: Syncer, epochs_too:
             elif copy and newest is None and now["merges"] >= 16:
                 before = now["merges"]
                 service.kill()
-                newest = put_back(service, copy, () if epochs_too else ("epochs", "tape.jsonl"))
+                newest = put_back(service, copy, () if epochs_too else ("epochs", "tape"))
                 service.start()
             elif newest and now["merges"] >= before + 6 and slot_is(service, "active"):
                 os.kill(os.getpid(), signal.SIGTERM)

@@ -171,7 +171,7 @@ def test_a_start_that_came_to_nothing_does_not_fix_what_was_wrong_with_it(tmp_pa
     with locked(tmp_path / "run") as workdir:
         assert claim(workdir, parse_job(JOB, ["seed=7"]), tmp_path) is False
         (workdir.store / "epochs").mkdir()
-        for name in ("job.json", "tape.jsonl", "epochs/0000000001"):
+        for name in ("job.json", "epochs/0000000001"):
             (workdir.store / name).write_text("{}")
         assert claim(workdir, parse_job(JOB), tmp_path) is False
         assert json.loads(workdir.job.read_text())["spec"]["seed"] == 0

@@ -194,6 +194,13 @@ def test_another_job_or_a_changed_field_is_refused(store: Store) -> None:
         Checkpoints(store, Epoch.claim(store), "j", 1).identify({"seed": "b"})
 
 
+def test_a_damaged_job_document_is_the_stores_content_and_no_fault(store: Store) -> None:
+    opened(store)
+    damage(store, "job.json")
+    with pytest.raises(StoreUnusable, match=r"job\.json.*restore the file"):
+        opened(store)
+
+
 def test_version_0_is_in_force_only_when_it_was_committed(store: Store) -> None:
     made = opened(store)
     made.stage(1, "layout.rec", *records.pack("blob", {}, {"blob": array(LAYOUT.to_json().encode())}))
