@@ -1,4 +1,4 @@
-"""What must hold of every ledger: trained = merged + pending + dropped, to the token."""
+"""What must hold of every ledger: trained = merged + pending + dropped, to the token, and totals are the rows'."""
 
 from __future__ import annotations
 
@@ -6,19 +6,10 @@ from diloco_syncer.core.merging.ledger import Ledger
 
 
 def imbalances(ledger: Ledger) -> list[str]:
-    """Say in words which (slot, fragment) have columns that do not add up; empty: the ledger is exact."""
-    wrong = []
-    for slot in range(len(ledger.books)):
-        trained = ledger.trained(slot)
-        for fragment in range(ledger.fragments):
-            merged, pending = ledger.merged(slot, fragment), ledger.pending(slot, fragment)
-            dropped = ledger.dropped(slot, fragment)
-            if (
-                trained != merged + pending + sum(dropped.values())
-                or min([merged, pending, *dropped.values()], default=0) < 0
-            ):
-                wrong.append(
-                    f"slot {slot} fragment {fragment}: trained {trained}, merged {merged}, "
-                    f"pending {pending}, dropped {dropped}"
-                )
+    """Say in words which columns do not add up; empty: the ledger is exact."""
+    wrong = [words for slot in range(len(ledger.books)) for words in ledger.imbalances(slot)]
+    rows, totals, parts = ledger.rows(), ledger.totals(), max(1, ledger.fragments)
+    for name in ("merged", "dropped"):
+        if (known := sum(getattr(row, name) for row in rows) // parts) != getattr(totals, name):
+            wrong.append(f"{name}: {getattr(totals, name)} in all, and {known} by the rows")
     return wrong

@@ -199,6 +199,9 @@ class StatusDocument(Document):
     store_problem: str = Field(description="why the store cannot be written; empty: it can")
     seconds: MergeSeconds = Field(description="where merges spend their time")
     events: list[EventRow] = Field(description="the last 500")
+    ledger_imbalances: Count = Field(
+        0, description="rows of the ledger that did not add up at the last checkpoint; above 0: a fault of the program"
+    )
 
 
 class LearnerLink(Document):

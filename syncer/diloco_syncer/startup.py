@@ -14,6 +14,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from diloco_protocol.arrays.layout import Layout, Tensor
 from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.spec.job import DiLoCoJob, immutable_digests, json_digest
 from diloco_protocol.vocabulary import EventKind
+from diloco_syncer.core.clock import LONGEST_DOWN
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
 from diloco_syncer.core.deterministic import make_mode
@@ -87,6 +89,7 @@ def restore(
     _complete_tape(tape, checkpoints, restored)
     core_state = restored.core["core"] if restored.core is not None else None
     now = time.monotonic()
+    _tell_of_a_clock_ahead(core_state)
     core = Core(CoreConfig.from_job(job), core_state, epoch.number, now, time.time())
     model = GlobalModel(job, options.threads)
     if restored.layout is not None:
@@ -95,6 +98,14 @@ def restore(
             optimizer = job.spec.sync.outer.optimizer
             core.record_event(EventKind.OUTER_RESTART, f"the outer optimizer is {optimizer} now: its state begins anew")
     return Syncer(job, core, model, checkpoints, tape, restored, loop, listener, options.stay), restored
+
+
+def _tell_of_a_clock_ahead(saved: dict[str, Any] | None) -> None:
+    """Log it where the newest state is so old that not all of the time since counts (core/clock.py)."""
+    clock = saved["job"]["clock"] if saved is not None else {"running": False}
+    if clock["running"] and (down := time.time() - clock["wall"]) > LONGEST_DOWN:
+        days = (down / 86_400, LONGEST_DOWN / 86_400)
+        log.error("the newest state is %.1f days old by this machine's clock; %.0f of them count as elapsed", *days)
 
 
 def _fixed_digests(job: DiLoCoJob) -> dict[str, str]:

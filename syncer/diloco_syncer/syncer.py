@@ -86,6 +86,7 @@ class Syncer:
         self._report_fetched = False
         self._final_report: Report | None = None  # once the job has ended
         self._refused = Counter[str](runtime.get("refused"))  # uploads, by reason
+        self._imbalances = 0  # rows of the ledger that were not exact at the last checkpoint
         self.driver = Driver(core, loop)
         emit = self.driver.handle
         self.authorizer = CallAuthorizer(listener, learners_by_region(job))
@@ -144,6 +145,7 @@ class Syncer:
             self.traffic,
             self.event_log,
             self._refused,
+            lambda: self._imbalances,
         )
         self._register()
 
@@ -175,6 +177,7 @@ class Syncer:
         for work in (
             self.merger.run(),
             self.durability.checkpoint_every(seconds, lambda: core.phase in ENDED_PHASES),
+            self._check_ledger_every(seconds),
             self.initial_model.watch_sender(),
             _repeat(SWEEP_SECONDS, self._multipart.sweep),
             _repeat(SWEEP_SECONDS, self._buffers.sweep),
@@ -209,6 +212,19 @@ class Syncer:
         }
         document = {"core": self.core.state(self.driver.clock(), time.time()), "runtime": runtime}
         return Snapshot(self.driver.generation, document, list(self.core.versions))
+
+    async def _check_ledger_every(self, seconds: float) -> None:
+        """Every so many seconds look whether the ledger is exact. That it is not is a fault of this program, which
+        stops nothing, and is said once and shown by a metric."""
+        while True:
+            await asyncio.sleep(seconds)
+            wrong: list[str] = []
+            for slot in range(len(self.core.slots)):
+                await asyncio.sleep(0)  # learners are answered between two slots
+                wrong += self.core.ledger.imbalances(slot) if self.core.ledger is not None else []
+            if wrong and not self._imbalances:
+                log.error("the ledger is not exact (%d rows), a fault of this program: %s", len(wrong), wrong[0])
+            self._imbalances = len(wrong)
 
     def _on_store_problem(self, problem: str) -> None:
         self.sessions.send_phase(self.core.phase, problem or self.core.phase_message)

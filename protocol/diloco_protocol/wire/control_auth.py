@@ -4,7 +4,7 @@ Control calls (``process-ended``, ``announce`` ...) go to a port of their own an
 not have: HMAC-SHA256 over the method, the body, the time and a nonce, each length-prefixed. A call is refused when its
 signature is wrong, its time is more than ``WINDOW_MS`` off, or its nonce was seen. Nonces are remembered for as long as
 their call could be replayed, at most ``NonceCache.capacity`` of them; when that many fresh ones are held, calls are
-refused rather than nonces forgotten.
+refused rather than nonces forgotten. A process that begins knows no nonces, so it refuses calls that were made before.
 
 Replies are signed with the same key, over the call's nonce and all that they say. So the control port is plaintext even
 where everything else is TLS: who makes a call needs the key and nothing else (an operator may not read its users'
@@ -88,10 +88,12 @@ def _reply_signature(key: bytes, nonce: bytes, reply: sync_pb2.CallReply) -> byt
 
 
 class NonceCache:
-    """Nonces of believed calls, each kept until its call is too old to be believed again."""
+    """Nonces of believed calls, each kept until its call is too old to be believed again. ``since_ms``: the wall clock
+    when they began to be kept; calls made before are refused."""
 
-    def __init__(self, capacity: int = 4096) -> None:
+    def __init__(self, capacity: int = 4096, since_ms: int = 0) -> None:
         self.capacity = capacity
+        self.since_ms = since_ms
         self._seen: OrderedDict[bytes, int] = OrderedDict()  # nonce -> forget at, ms; rising
 
     def remember(self, nonce: bytes, now_ms: int) -> None:
@@ -122,4 +124,9 @@ def verify_call(key: bytes, call: sync_pb2.SignedCall, nonces: NonceCache, now_m
     if abs(now - call.time_ms) > WINDOW_MS:
         off = abs(now - call.time_ms) / 1000
         raise CallRefused(f"the call's time is {off:.0f} s off; set the clocks ({WINDOW_MS // 1000} s allowed)")
+    if call.time_ms < nonces.since_ms:
+        early = (nonces.since_ms - call.time_ms) / 1000
+        raise CallRefused(
+            f"the call was made {early:.1f} s before this process began: make it again, or set the clocks"
+        )
     nonces.remember(bytes(call.nonce), now)

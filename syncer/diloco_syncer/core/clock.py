@@ -4,6 +4,9 @@ Elapsed time runs from the job's first step to its end. Time while the job was s
 syncer's downtime does, for learners go on without it. Up time is the part in which at least one learner advanced: the
 gap between two advances counts up to a limit of a few step times, or as far as a learner says that it computed
 meanwhile (unheard, or while the syncer was down). Seconds.
+
+How long a syncer was down is known by the wall clock alone, of perhaps another machine. So at most ``LONGEST_DOWN``
+counts of it: a clock that is weeks ahead does not end a job.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import Any
 
 MIN_GAP = 2.0  # a gap between two advances that is still up time, whatever the step time
 RATE_WINDOW = 10.0
+LONGEST_DOWN = 86_400.0
 
 
 class JobClock:
@@ -104,7 +108,7 @@ class JobClock:
         self.slot_seconds_before = row["slot_seconds"]
         self.holds = [list(hold) for hold in row["holds"]]
         if row["running"]:
-            down = max(0.0, wall - row["wall"])
+            down = min(max(0.0, wall - row["wall"]), LONGEST_DOWN)
             self.before += down
             self.slot_seconds_before += self.slots * down
             self.started_at = now

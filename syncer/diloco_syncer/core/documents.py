@@ -46,6 +46,7 @@ class ShellFigures:
     tls: TlsStatus
     merge_seconds: MergeSeconds
     events: list[EventRow]
+    ledger_imbalances: int = 0
 
 
 def goodput(state: JobState, now: float) -> float:
@@ -148,6 +149,7 @@ def status_document(state: JobState, now: float, shell: ShellFigures) -> StatusD
         store_problem=shell.store_problem,
         seconds=shell.merge_seconds,
         events=shell.events,
+        ledger_imbalances=shell.ledger_imbalances,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,7 +52,7 @@ class Control:
     checkpoint: Callable[[], Awaitable[None]]
     status: Callable[[], StatusDocument]
     report: Callable[[], Report]
-    nonces: NonceCache = field(default_factory=NonceCache)
+    nonces: NonceCache = field(default_factory=lambda: NonceCache(since_ms=time.time_ns() // 1_000_000))
 
     def handler(self) -> Any:
         """The service for a grpc.aio server, with unparsed messages."""

@@ -233,6 +233,7 @@ class Aggregator:
             if slot is None:
                 continue
             slot.step = max(slot.step, header.report.slot_step)
+            self._advance_cursors(slot, header)
             if state.ledger.of_open_tenure(header):
                 state.ledger.apply_report(slot.index, header.report)
             self._count_merged(slot, header, version)
@@ -258,8 +259,14 @@ class Aggregator:
             accepted = slot.accepted_sequence.get(header.fragment, 0)
             slot.accepted_sequence[header.fragment] = max(header.sequence, accepted)
         slot.step = max(slot.step, header.report.slot_step)
+        self._advance_cursors(slot, header)
         self._offers.setdefault(header.fragment, []).append(Accepted(header, handle, norm))
         return True
+
+    def _advance_cursors(self, slot: Slot, header: PushHeader) -> None:
+        """Data whose steps are in a version, or will be, are not leased again."""
+        if self._state.leases is not None:
+            self._state.leases.advance_cursors(slot.index, header.report.cursors)
 
 
 def normalised_weights(kind: str, tokens: Sequence[int], steps: Sequence[int]) -> list[float]:

@@ -12,8 +12,8 @@ fragment four columns are kept in integers, each on its own:
              here and the learner has not confirmed yet
 
 A learner's own books obey trained = confirmed + above base + dropped. So the four columns here must obey
-trained = merged + pending + dropped: a push merged twice, or steps that vanished, break it. The core's tests check
-it (tests/ledger_balance.py).
+trained = merged + pending + dropped: a push merged twice, or steps that vanished, break it. The syncer checks it
+at each checkpoint (``imbalances``).
 
 A *tenure* is one process's unbroken use of a slot. While it runs, its reports are cumulative and the newest replaces
 the older. When it ends it is folded into the slot's closed columns: what is above the base is dropped, except for a
@@ -29,7 +29,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from diloco_protocol.documents import LedgerRow, Tokens
 from diloco_protocol.wire.records import FragmentReport, LeaseCursor, PushHeader, StepReport
@@ -54,9 +54,26 @@ class Cell:
     held: dict[PushId, int] = field(default_factory=dict)  # closed tenures' accepted pushes
 
 
+class Sums(NamedTuple):
+    """Over a slot's cells: tokens merged, tokens dropped in closed tenures, compute seconds of merged steps."""
+
+    merged: int
+    dropped: int
+    compute_seconds: float
+
+
+class Age(NamedTuple):
+    """Sorts a tenure's reports by time: every part only ever rises."""
+
+    trained_steps: int
+    decided: int
+    bases: int
+    dropped: int  # tokens, by the learner; a part of ``decided``
+
+
 @dataclass(slots=True)
 class SlotBook:
-    """A slot's books. ``first_incarnation`` 0: no tenure is open."""
+    """A slot's books. ``first_incarnation`` 0: no tenure is open. Whoever changes a cell calls ``forget_sums``."""
 
     fragments: int
     first_incarnation: int = 0
@@ -66,10 +83,31 @@ class SlotBook:
     stalled_seconds: float = 0.0
     report: StepReport | None = None  # the open tenure's newest
     cells: list[Cell] = field(default_factory=list)
+    # Taken from the above when they are needed; None, or of another report: to be taken anew.
+    sums: Sums | None = None
+    age: tuple[StepReport, Age] | None = None
 
     def __post_init__(self) -> None:
         if not self.cells:
             self.cells = [Cell() for _ in range(self.fragments)]
+
+    def forget_sums(self) -> None:
+        """Take the sums over the cells anew when they are needed next."""
+        self.sums = None
+
+    def take_sums(self) -> Sums:
+        if self.sums is None:
+            merged = sum(cell.merged for cell in self.cells)
+            dropped = sum(sum(cell.dropped.values()) for cell in self.cells)
+            self.sums = Sums(merged, dropped, sum(cell.compute_seconds for cell in self.cells))
+        return self.sums
+
+    def report_age(self) -> Age:
+        """The newest report's. There must be one."""
+        assert self.report is not None
+        if self.age is None or self.age[0] is not self.report:
+            self.age = self.report, _age(self.report)
+        return self.age[1]
 
 
 class Ledger:
@@ -106,9 +144,10 @@ class Ledger:
             return False
         if report.tenure not in (0, book.first_incarnation):
             return False
-        if book.report is not None and _age(report) < _age(book.report):
+        age = _age(report)
+        if book.report is not None and age < book.report_age():
             return False
-        book.report = report
+        book.report, book.age = report, (report, age)
         return True
 
     def count_merge(self, header: PushHeader) -> None:
@@ -122,6 +161,10 @@ class Ledger:
             held = cell.held.pop(header.id, None)
             if held is None:  # it was written off; the record says that it counted
                 cell.dropped["died"] -= header.tokens
+                book.forget_sums()
+        if book.sums is not None:
+            merged, dropped, seconds = book.sums
+            book.sums = Sums(merged + header.tokens, dropped, seconds + header.compute_seconds)
 
     def of_open_tenure(self, header: PushHeader) -> bool:
         first = self.books[header.slot].first_incarnation
@@ -157,6 +200,7 @@ class Ledger:
             book.stalled_seconds += report.stalled_seconds
         book.first_incarnation = 0
         book.report = None
+        book.forget_sums()
         return dropped
 
     def write_off_held(self, keep: set[PushId]) -> None:
@@ -165,6 +209,7 @@ class Ledger:
             for cell in book.cells:
                 for push_id in [i for i in cell.held if i not in keep]:
                     cell.dropped["died"] += cell.held.pop(push_id)
+            book.forget_sums()
 
     # ------------------------------------------------------------- after a store lost data
 
@@ -177,6 +222,7 @@ class Ledger:
             if beyond > 0 and counts.epoch == epoch:
                 cell.tenure_merged += beyond
                 cell.dropped["rolled-back"] += beyond
+                book.forget_sums()
 
     # ------------------------------------------------------------- columns
 
@@ -232,16 +278,30 @@ class Ledger:
 
     def totals(self) -> Tokens:
         """Whole tokens: merged and dropped rounded down, the rest pending."""
-        rows = self.rows()
         trained = self.total_trained()
         parts = max(1, self.fragments)
-        merged = sum(row.merged for row in rows) // parts
-        dropped = sum(row.dropped for row in rows) // parts
+        merged = sum(book.take_sums().merged for book in self.books) // parts
+        dropped = sum(book.take_sums().dropped for book in self.books)
+        dropped = (dropped + sum(book.report_age().dropped for book in self.books if book.report is not None)) // parts
         return Tokens(trained=trained, merged=merged, pending=trained - merged - dropped, dropped=dropped)
+
+    def imbalances(self, slot: int) -> list[str]:
+        """Say in words in which fragments the slot's columns do not add up; empty: they are exact."""
+        wrong, trained = [], self.trained(slot)
+        for fragment in range(self.fragments):
+            merged, pending = self.merged(slot, fragment), self.pending(slot, fragment)
+            dropped = self.dropped(slot, fragment)
+            exact = trained == merged + pending + sum(dropped.values())
+            if not exact or min([merged, pending, *dropped.values()], default=0) < 0:
+                wrong.append(
+                    f"slot {slot} fragment {fragment}: trained {trained}, merged {merged}, "
+                    f"pending {pending}, dropped {dropped}"
+                )
+        return wrong
 
     def merged_compute_seconds(self) -> float:
         """Compute seconds of merged steps, summed over slots and fragments (goodput's numerator)."""
-        return sum(cell.compute_seconds for book in self.books for cell in book.cells)
+        return sum(book.take_sums().compute_seconds for book in self.books)
 
     def steps(self, slot: int) -> int:
         book = self.books[slot]
@@ -289,12 +349,11 @@ class Ledger:
         return ledger
 
 
-def _age(report: StepReport) -> tuple[int, int, int]:
-    """Sorts a tenure's reports by time: every part only ever rises."""
+def _age(report: StepReport) -> Age:
     dropped = sum(f.dropped_overlap + f.dropped_stale + f.dropped_rolled_back for f in report.fragments)
     decided = dropped + sum(f.confirmed_tokens for f in report.fragments)
     bases = sum(f.epoch + f.base_version for f in report.fragments)
-    return (report.trained_steps, decided, bases)
+    return Age(report.trained_steps, decided, bases, dropped)
 
 
 def _by_reason(counts: FragmentReport) -> dict[str, int]:

@@ -146,6 +146,7 @@ def apply_recovered_version(
             continue
         same = row.tenure != 0 and row.tenure == tenure_hash(state, slot)
         _count_merged(state.ledger.books[slot.index].cells[fragment], row, same)
+        state.ledger.books[slot.index].forget_sums()
         slot.step = max(slot.step, row.last_step)
         slot.merged_last_step[fragment] = max(row.last_step, slot.merged_last_step.get(fragment, 0))
         if same and row.sequence:
@@ -176,6 +177,7 @@ def hold_unknown_offer(ledger: Ledger, header: PushHeader) -> None:
     cell = ledger.books[header.slot].cells[header.fragment]
     cell.held[header.id] = header.tokens
     cell.dropped["died"] -= header.tokens
+    ledger.books[header.slot].forget_sums()
 
 
 def count_unreported_tokens(ledger: Ledger) -> None:
@@ -186,6 +188,7 @@ def count_unreported_tokens(ledger: Ledger) -> None:
             book.trained += unreported
             for cell in book.cells:
                 cell.dropped["died"] += unreported
+            book.forget_sums()
         if not book.first_incarnation:
             continue
         nothing = StepReport(0, 0, 0, (FragmentReport(0, 0, 0, 0),) * ledger.fragments)

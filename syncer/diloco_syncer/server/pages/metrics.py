@@ -73,6 +73,7 @@ def _of_job(document: StatusDocument) -> Iterator[Family]:
         ("uptime_ratio", "Share of time in which a learner advanced", document.uptime),
         ("rounds_open", "Rounds that wait for pushes", len(document.rounds)),
         ("store_failing", "1 while the store cannot be written", bool(document.store_problem)),
+        ("ledger_imbalances", "Rows of the ledger that do not add up: above 0 is a fault", document.ledger_imbalances),
         ("eval_loss_nats", "The merged model's mean loss per token", losses[-1][1] if losses else None),
     ):
         yield GaugeMetricFamily, name, text, (), [((), gauge)]

@@ -58,6 +58,7 @@ class StatusPage:
     traffic: Traffic
     event_log: EventLog
     refused: Counter[str]
+    imbalances: Callable[[], int]
 
     def status(self) -> StatusDocument:
         return self.core.status(self.clock(), self._figures())
@@ -79,6 +80,7 @@ class StatusPage:
             tls=self.authorizer.status(),
             merge_seconds=MergeSeconds.model_validate(self.merger.seconds),
             events=list(self.event_log.events),
+            ledger_imbalances=self.imbalances(),
         )
 
     def _find_link(self, slot: int) -> LinkMeasures | None:

@@ -239,6 +239,16 @@ def test_a_reply_is_of_its_call_and_as_it_was_sent() -> None:
             verify_reply(KEY, nonce, changed)
 
 
+def test_a_call_made_before_this_process_began_is_refused() -> None:
+    """It knows no nonces of the time before: the call may have been made to the process that it follows."""
+    now = 1_700_000_000_000
+    call = sign_call(KEY, "process-ended", b"{}", now - 1000)
+    verify_call(KEY, call, NonceCache(), now)
+    with pytest.raises(CallRefused, match=r"1\.0 s before this process began"):
+        verify_call(KEY, call, NonceCache(since_ms=now), now + 500)
+    verify_call(KEY, sign_call(KEY, "process-ended", b"{}", now), NonceCache(since_ms=now), now + 500)
+
+
 def test_parts_of_a_call_cannot_be_shifted_into_each_other() -> None:
     call = sign_call(KEY, "ab", b"c", 1)
     call.method, call.body = "a", b"bc"

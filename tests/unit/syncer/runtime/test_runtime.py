@@ -7,6 +7,7 @@ import contextlib
 import json
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,12 @@ from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.spec.load import parse_job
 from diloco_protocol.vocabulary import JobPhase, SlotState, SyncerExit
 from diloco_protocol.wire import bulk, convert, limits, sync_pb2
+from diloco_protocol.wire.control_auth import sign_call
 from diloco_syncer import startup
 from diloco_syncer.core import events as ev
 from diloco_syncer.runtime import initial_model
+from diloco_syncer.server.control import Control
+from diloco_syncer.server.pages.metrics import exposition
 from diloco_syncer.server.sessions import Connection
 from diloco_syncer.store.directory import DirectoryStore
 from diloco_syncer.store.epochs import Epoch
@@ -30,6 +34,7 @@ from diloco_syncer.syncer import Syncer
 from shell_figures import SHELL
 
 pytestmark = pytest.mark.timeout(30)
+KEY = b"k" * 32
 LAYOUT = Layout.build([Tensor("w", (64, 8), "float32", False)], fragments=2)
 JOB = """
 apiVersion: diloco.io/v1alpha1
@@ -71,7 +76,7 @@ class Bench:
             control="",
             http="",
             address_file=None,
-            control_key=b"k" * 32,
+            control_key=KEY,
             credentials=Credentials(),
             threads=1,
         )
@@ -476,3 +481,45 @@ async def test_a_wrong_checksum_is_told_from_other_faults_by_its_kind(tmp_path: 
 
             bench.syncer.uploads._route = broken  # type: ignore[method-assign]
             assert (await bench.upload("a", b"x")).reason == word
+
+
+async def test_a_control_call_cannot_be_made_again_to_the_syncer_that_follows(tmp_path: Path) -> None:
+    async def make(call: sync_pb2.SignedCall, bench: Bench) -> bytes:
+        syncer = bench.syncer
+        control = Control(
+            KEY,
+            syncer.core,
+            syncer.driver.handle,
+            syncer.durability.checkpoint,
+            syncer.status_page.status,
+            syncer.report,
+        )
+        return await control.call(call.SerializeToString(), Context())
+
+    async with Bench(tmp_path) as bench:
+        bench.connect(1, 0, "a")
+        body = {"region": "local", "ordinal": 0, "process": "", "reason": "its pod is gone"}
+        call = sign_call(KEY, "process-ended", json.dumps(body).encode(), time.time_ns() // 1_000_000 - 5000)
+    async with Bench(tmp_path) as bench:
+        bench.connect(2, 0, "b")
+        with pytest.raises(AssertionError, match=r"PERMISSION_DENIED.*before this process began"):
+            await make(call, bench)
+        assert bench.syncer.core.slots[0].occupied, "the successor has not gone"
+        assert sync_pb2.CallReply.FromString(await make(sign_call(KEY, "status", b"{}"), bench)).ok
+
+
+async def test_a_ledger_that_is_not_exact_is_told_and_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with Bench(tmp_path) as bench:
+        bench.connect(1, 0, "a")
+        await bench.initialise("a")
+        bench.report(1, 3)
+        bench.syncer.driver.run_task(bench.syncer._check_ledger_every(0.01))
+        await asyncio.sleep(0.05)
+        assert "diloco_ledger_imbalances" in (page := exposition(bench.syncer.status_page.status).decode())
+        assert 'diloco_ledger_imbalances{job="shell"} 0.0' in page and "ledger" not in caplog.text
+        assert bench.syncer.core.ledger is not None
+        bench.syncer.core.ledger.books[0].cells[1].merged += 7
+        await until(lambda: bench.syncer.status_page.status().ledger_imbalances == 1)
+        await asyncio.sleep(0.05)
+        assert 'diloco_ledger_imbalances{job="shell"} 1.0' in exposition(bench.syncer.status_page.status).decode()
+    assert caplog.text.count("the ledger is not exact") == 1 and "slot 0 fragment 1" in caplog.text
