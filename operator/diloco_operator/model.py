@@ -108,6 +108,7 @@ class Fact(Enum):
     POD_SLOW = auto()  # subject: a pod's UID; it does not start, or is stuck
     POD_NOT_JOINED = auto()  # subject: a pod's UID, in an epoch; it runs, and the syncer does not have it
     POD_SILENT = auto()  # subject: a pod's UID, in an epoch; it is ready, and the syncer does not hear it
+    POD_LEFT_BEHIND = auto()  # subject: as of POD_SILENT; nobody has come back that fell silent with it
     VOLUME_STAYS = auto()  # the job is deleted, and its volume shall be, and is not
     PROCESS_UNKNOWN = auto()  # subject: how its id begins; it holds a slot, and its pod was never seen
 
@@ -132,6 +133,10 @@ class Timers:
             self._since.pop(timer, None)
             return 0.0
         return now - self._since.setdefault(timer, now)
+
+    def seconds(self, timer: Timer, now: float) -> float:
+        """For how many seconds the fact had held when it was last observed, and until now; 0: it did not."""
+        return now - self._since.get(timer, now)
 
     def stop(self, *facts: Fact) -> None:
         """Stop the timers of these facts, whatever their subjects."""

@@ -245,3 +245,7 @@ class View:
     def observe(self, fact: Fact, subject: str = "", *, epoch: int | None = None, holds: bool = True) -> float:
         """For how many seconds a fact has held without a break; 0 where it does not hold now."""
         return self.memory.timers.observe(Timer(fact, subject, epoch), self.clock, holds)
+
+    def seconds(self, fact: Fact, subject: str = "", *, epoch: int | None = None) -> float:
+        """For how many seconds a fact has held, by what was observed last; 0 where it did not hold."""
+        return self.memory.timers.seconds(Timer(fact, subject, epoch), self.clock)

@@ -96,7 +96,7 @@ def reset(view: View) -> None:
     memory.successors.clear()
     memory.backoffs.clear()
     memory.silent_places.clear()
-    memory.timers.stop(Fact.POD_SILENT, Fact.POD_NOT_JOINED, Fact.PROCESS_UNKNOWN)
+    memory.timers.stop(Fact.POD_SILENT, Fact.POD_LEFT_BEHIND, Fact.POD_NOT_JOINED, Fact.PROCESS_UNKNOWN)
     memory.own_deletions &= {pod.uid for pod in view.pods}
 
 
@@ -329,5 +329,5 @@ def _forget_places(view: View) -> None:
     memory.silent_places &= places
     uids = {pod.uid for pod in view.pods}
     memory.own_deletions &= uids | {snapshot.uid for snapshot in memory.snapshots.values()}
-    for fact in (Fact.POD_SILENT, Fact.POD_SLOW, Fact.POD_NOT_JOINED):
+    for fact in (Fact.POD_SILENT, Fact.POD_LEFT_BEHIND, Fact.POD_SLOW, Fact.POD_NOT_JOINED):
         memory.timers.keep(fact, uids)

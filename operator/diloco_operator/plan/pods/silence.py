@@ -8,6 +8,8 @@ second it costs a learner that trains on and would come back with its work. What
   another of the job is.
 * Where several learners are not heard at once, the network is the likelier cause. None is taken until that has
   lasted ``failurePolicy.regionLostSeconds``, too.
+* A network heals for one learner after another. Whoever is heard again lets the others that fell silent with it begin
+  anew to be waited for: the last one to come back is not at fault because it is the only one left.
 * Nobody is taken while a region counts down to lost.
 * After one was taken, no other of its region is until the successor takes part. All that are heard take part, too. A
   pod that is stuck on a lost node is not waited for.
@@ -73,19 +75,30 @@ def _is_back(view: View, pod: Pod) -> bool:
 
 
 def _time_silences(view: View) -> dict[str, float]:
-    """Place -> for how many seconds its learner, which is ready, has not been heard. Timed per epoch, for a syncer
-    that has just started has heard no learner yet."""
+    """Place -> for how many seconds its learner, which is ready, has not been heard, nor anybody come back that fell
+    silent with it. Timed per epoch, for a syncer that has just started has heard no learner yet."""
     document = view.document
     if document is None or not view.here.syncer:
         return {}
-    found = {}
+    found, back = {}, []
     for place, pod in view.learners.items():
         expected = pod.ready and pod.running and document.phase in TRAINING_PHASES
-        holds = expected and not is_heard(view, pod)
-        seconds = view.observe(Fact.POD_SILENT, pod.uid, epoch=view.epoch, holds=holds)
-        if holds and pod.alive:
+        heard = is_heard(view, pod)
+        if expected and heard and (lasted := view.seconds(Fact.POD_SILENT, pod.uid, epoch=view.epoch)):
+            back.append(lasted)
+        seconds = view.observe(Fact.POD_SILENT, pod.uid, epoch=view.epoch, holds=expected and not heard)
+        if expected and not heard and pod.alive:
             found[place] = seconds
-    return found
+    return {place: _since_company(view, view.learners[place], seconds, back) for place, seconds in found.items()}
+
+
+def _since_company(view: View, pod: Pod, seconds: float, back: list[float]) -> float:
+    """For how long the silent pod is to be judged. ``seconds``: for how long it is silent; ``back``: for how long
+    those were that are heard again since the last turn."""
+    together = any(abs(seconds - lasted) < SILENT_SECONDS for lasted in back)
+    if together:
+        view.observe(Fact.POD_LEFT_BEHIND, pod.uid, epoch=view.epoch, holds=False)
+    return min(seconds, view.observe(Fact.POD_LEFT_BEHIND, pod.uid, epoch=view.epoch))
 
 
 def _counts_down(view: View) -> bool:

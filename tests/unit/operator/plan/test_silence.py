@@ -64,6 +64,31 @@ def test_several_that_are_silent_at_once_are_waited_for() -> None:
     assert not world.taken
 
 
+def test_the_last_to_come_back_from_a_cut_is_not_taken() -> None:
+    """A network heals for one learner after another: it is silent alone then, and for longer than one is waited for."""
+    world = started(8)
+    silence(world, *places("local", 8))
+    world.run(90)
+    for pod in world.of("learner"):
+        world.deaf.discard(pod.uid)
+        world.run(20)
+    assert not world.taken
+    world.until(World.whole)
+
+
+def test_a_silent_learner_is_replaced_while_others_come_and_go() -> None:
+    """Those that fell silent later tell nothing of it."""
+    world = started(8)
+    silence(world, "job-local-7")
+    hung = set(world.deaf)
+    for turn in range(20):
+        silence(world, f"job-local-{turn % 7}")
+        world.run(12)
+        world.deaf = hung & {pod.uid for pod in world.of("learner")}
+        world.run(3)
+    assert {name for _, name in world.taken} == {"job-local-7"}
+
+
 def test_no_second_silent_learner_is_taken_before_the_firsts_successor_takes_part() -> None:
     world = started(8)
     silence(world, *places("local", 5))
