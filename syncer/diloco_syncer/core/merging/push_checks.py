@@ -13,10 +13,11 @@ hopeless transfer costs nothing:
     (``runtime/pushes.py`` ``receive``, ``core/recovery/lost_versions.py`` ``is_pending``).
  4. The job has not ended, version 0 exists, the fragment exists (``_check_job``).
  5. The sender is the one that holds the slot, under its newest incarnation, and made the push in the slot's
-    present tenure (``_check_sender``).
+    present tenure (``_check_sender``). The push is not a repeated one (``_check_repeated``): this comes before what
+    may have changed since the first copy was accepted, for the learner takes any other refusal to mean that none was.
  6. Layout and encoding are the job's (``_check_format``).
  7. The base is a version that this store has had, and not a future one (``_check_base``).
- 8. The push is not a repeated one, and its counts agree with each other (``_check_counts``).
+ 8. Its counts agree with each other (``_check_counts``).
  9. None of its steps was merged before, and none is too old (``_check_steps``).
 10. Its round is open, or opens with it (``core/deterministic.py`` ``opens_round``); an offer's
     fragment is not merging an earlier push of the same slot (``_check_round``).
@@ -98,9 +99,10 @@ class PushChecks:
             return refusal
         assert slot is not None
         return (
-            self._check_format(header)
+            _check_repeated(header, slot)
+            or self._check_format(header)
             or self._check_base(header, version)
-            or _check_counts(header, slot)
+            or _check_counts(header)
             or self._check_steps(header, slot, version)
             or self._check_round(header, version, opened)
         )
@@ -184,9 +186,13 @@ class PushChecks:
         return None
 
 
-def _check_counts(header: PushHeader, slot: Slot) -> Refusal | None:
+def _check_repeated(header: PushHeader, slot: Slot) -> Refusal | None:
     if header.sequence <= slot.accepted_sequence.get(header.fragment, 0):
         return PushRefusal.REPEATED, f"push {header.sequence} of fragment {header.fragment} was taken before"
+    return None
+
+
+def _check_counts(header: PushHeader) -> Refusal | None:
     contradiction = _contradiction(header)
     if contradiction:
         return PushRefusal.INCONSISTENT, contradiction

@@ -211,6 +211,21 @@ def test_not_finite_and_repeated() -> None:
     assert reason(desk.push(0, 4)) is PushRefusal.REPEATED
 
 
+def test_an_offer_that_waits_is_repeated_though_the_store_has_lost_its_base() -> None:
+    """Any other answer means that it was not accepted: its steps would be offered again, and merged twice."""
+    desk = Desk(config(slots=2, quorum=2))
+    desk.begin(2)
+    desk.report(1, 4)
+    offer = desk.header(0, 4, round=0)
+    saved = json.loads(json.dumps(desk.core.state(desk.now)))
+    assert reason(desk.do(ev.PushReceived(offer, 1.0, True, 50))) is None  # and its answer is lost
+    on_lost_base = replace(offer, base_version=3, oldest_version=3)
+    again = Desk(config(slots=2, quorum=2), saved, 2)
+    assert again.core.restore_offer(on_lost_base, 51, 1.0)
+    verdict = again.core.check_push(on_lost_base)
+    assert verdict is not None and verdict[0] is PushRefusal.REPEATED
+
+
 def test_steps_merged_once_stay_merged() -> None:
     """A push from the old base after the merge that its learner has not heard of."""
     desk = Desk(config(slots=1))
