@@ -151,8 +151,6 @@ def replay(syncer: Syncer, restored: Restored) -> None:
             core.apply_recovered_version(record.fragment, record.version, taken.epoch, taken.receipt, record.epoch)
     for offer in restored.offers:
         try:
-            if restored.layout is None or offer.header.fragment >= len(restored.layout):
-                raise codec.CodecError("its fragment does not exist")
             handle = syncer.pushes.restore_offer(offer)
         except codec.CodecError as error:
             log.error("spooled offer %s cannot be used: %s", offer.name, error)

@@ -145,23 +145,34 @@ def apply_delta(base: Float32s, buffer: Buffer, encoding: str) -> Float32s:
     # cache, so that no compiler can fuse product and sum into one rounding.
     step = 256 * BLOCK
     scratch = np.empty(min(n, step), np.float32)
-    scales, packed = _split(source, n) if encoding in _PACKED else (None, source)
     for start in range(0, n, step):
         stop = min(start + step, n)
-        part = scratch[: stop - start]
-        if scales is None:
-            width = source.size // n
-            decode(packed[start * width : stop * width], encoding, stop - start, part)
-        else:
-            per_byte = _PACKED[encoding]
-            codec_kernels.DECODERS[encoding](
-                scales[start // BLOCK : _blocks(stop)],
-                packed[start // per_byte : -(-stop // per_byte)],
-                part,
-                0,
-                _blocks(stop - start),
-            )
+        part = decode_range(source, encoding, n, start, stop, scratch[: stop - start])
         np.add(base[start:stop], part, out=out[start:stop])
+    return out
+
+
+def decode_range(
+    buffer: Buffer, encoding: str, elements: int, first: int, last: int, out: Float32s | None = None
+) -> Float32s:
+    """Decode the values ``first`` to ``last`` (exclusive) of ``elements``; returns float32[last - first], the bits that
+    ``decode`` gives there.
+
+    ``first`` is a multiple of ``BLOCK``; ``last`` too, or it is the end. Raises CodecError.
+    """
+    source = _encoded(buffer, encoding, elements)
+    if first % BLOCK or not 0 <= first <= last <= elements or (last % BLOCK and last != elements):
+        raise CodecError(f"values {first} to {last} of {elements} are not whole blocks of {BLOCK}")
+    if out is None:
+        out = np.empty(last - first, np.float32)
+    per_byte = _PACKED.get(encoding)
+    if per_byte is None:
+        width = encoded_bytes(encoding, 1)
+        return decode(source[first * width : last * width], encoding, last - first, out)
+    _check_vector(out, "out", np.float32, last - first, writable=True)
+    scales = _aligned(source[2 * (first // BLOCK) : 2 * _blocks(last)].view(np.uint16))
+    packed = source[2 * _blocks(elements) :][first // per_byte : -(-last // per_byte)]
+    codec_kernels.DECODERS[encoding](scales, packed, out, 0, scales.size)
     return out
 
 

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from diloco_protocol.arrays import kernels
-from diloco_protocol.arrays.kernels import F32_IN, F32_OUT, RANGE, Float32s, Float64s, kernel
+from diloco_protocol.arrays import codec, codec_kernels, kernels
+from diloco_protocol.arrays.kernels import F32_IN, F32_OUT, RANGE, Bytes, Float32s, Float64s, kernel
 from diloco_protocol.arrays.layout import Piece
 
 METHODS = ("rda", "mean")
@@ -38,6 +38,33 @@ CANCELLED = 1e-3  # a mean direction shorter than this is rounding error
 
 _CHUNK = 32 * kernels.BLOCK  # elements
 _LARGE = 8 * _CHUNK  # from here on threads share a piece; smaller ones go to one thread each
+
+
+class EncodedDelta:
+    """A push's ``elements`` values as they were sent; ``delta[start:stop]`` decodes that range, float32.
+
+    Every range has the bits that ``codec.decode`` of the whole has there. Raises ``codec.CodecError`` if
+    ``encoded`` (uint8) has another length than the encoding gives so many values.
+    """
+
+    def __init__(self, encoded: Bytes, encoding: str, elements: int) -> None:
+        if encoded.size != codec.encoded_bytes(encoding, elements):
+            raise codec.CodecError(f"{encoded.size} bytes are not {elements} {encoding} values")
+        self.elements = elements
+        self._encoded = encoded
+        self._encoding = encoding
+
+    def __getitem__(self, span: slice) -> Float32s:
+        start, stop, _ = span.indices(self.elements)
+        if self._encoding == "float32":
+            return self._encoded.view(np.float32)[start:stop]
+        first = start - start % codec_kernels.BLOCK
+        last = min(stop + -stop % codec_kernels.BLOCK, self.elements)
+        decoded = codec.decode_range(self._encoded, self._encoding, self.elements, first, last)
+        return decoded[start - first : stop - first]
+
+
+Delta = Float32s | EncodedDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +81,7 @@ class MergeResult:
 
 def merge(
     pieces: Sequence[Piece],
-    deltas: Sequence[Float32s],
+    deltas: Sequence[Delta],
     weights: Sequence[float],
     method: str,
     squares: Sequence[Float64s],
@@ -64,17 +91,17 @@ def merge(
 ) -> MergeResult:
     """Merge one fragment's pushes.
 
-    ``pieces`` of the fragment, which cover it; ``deltas``: float32[elements] each, contiguous; ``weights``: not
-    negative, sum 1; ``method``: rda or mean; ``squares``: ``piece_squares`` of each push. ``out``: written and
-    returned as ``delta``, and none of the inputs. Raises ValueError if these do not fit together or a push holds
-    a value that is not finite.
+    ``pieces`` of the fragment, which cover it; ``deltas``: float32[elements] each, contiguous, or encoded, of which
+    no more is decoded than is being added; ``weights``: not negative, sum 1; ``method``: rda or mean; ``squares``:
+    ``piece_squares`` of each push. ``out``: written and returned as ``delta``, and none of the inputs. Raises
+    ValueError if these do not fit together or a push holds a value that is not finite.
     """
     elements = _check(pieces, deltas, weights, method)
     if out is None:
         out = np.empty(elements, np.float32)
     if out.dtype != np.float32 or out.shape != (elements,) or not out.flags.carray:
         raise ValueError(f"out: not a flat, contiguous, writable float32 array of {elements} elements")
-    if any(np.may_share_memory(out, delta) for delta in deltas):
+    if any(isinstance(delta, np.ndarray) and np.may_share_memory(out, delta) for delta in deltas):
         raise ValueError("out: shares memory with a push")
 
     if len(squares) != len(deltas) or any(known.shape != (len(pieces),) for known in squares):
@@ -86,7 +113,7 @@ def merge(
         piece = pieces[index]
         span = slice(piece.offset, piece.offset + piece.elements)
         radial = method == "rda" and not piece.mean
-        cancelled[index] = _piece([delta[span] for delta in deltas], weights, radial, out[span], table[index], threads)
+        cancelled[index] = _piece(deltas, piece.offset, weights, radial, out[span], table[index], threads)
 
     def ones(first: int, last: int) -> None:
         for index in small[first:last]:
@@ -113,25 +140,31 @@ def piece_squares(pieces: Sequence[Piece], delta: Float32s, *, threads: int = 1)
 
 
 def _piece(
-    parts: Sequence[Float32s], weights: Sequence[float], radial: bool, out: Float32s, squares: Float64s, threads: int
+    deltas: Sequence[Delta],
+    offset: int,
+    weights: Sequence[float],
+    radial: bool,
+    out: Float32s,
+    squares: Float64s,
+    threads: int,
 ) -> bool:
-    """Merge one piece into ``out``. ``squares``: the squared norms of the parts; that of ``out`` is put behind them.
-    Returns whether the directions cancelled."""
+    """Merge one piece, which begins at ``offset``, into ``out``. ``squares``: the squared norms of its parts; that of
+    ``out`` is put behind them. Returns whether the directions cancelled."""
     counted = [m for m, weight in enumerate(weights) if weight > 0]
     radial = radial and len(counted) > 1
-    vectors = [parts[m] for m in counted]
+    vectors = [deltas[m] for m in counted]
     shares = [weights[m] for m in counted] if len(counted) > 1 else [1.0]
     if radial:
-        square = _radial(vectors, shares, np.sqrt(squares[counted]), out, threads)
+        square = _radial(vectors, offset, shares, np.sqrt(squares[counted]), out, threads)
         if square is not None:
             squares[-1] = square
             return False
-    squares[-1] = _combine(vectors, [np.float32(share) for share in shares], out, threads)
+    squares[-1] = _combine(vectors, offset, [np.float32(share) for share in shares], out, threads)
     return radial
 
 
 def _radial(
-    parts: Sequence[Float32s], shares: Sequence[float], norms: Float64s, out: Float32s, threads: int
+    deltas: Sequence[Delta], offset: int, shares: Sequence[float], norms: Float64s, out: Float32s, threads: int
 ) -> float | None:
     """RDA of one piece into ``out``; its squared norm, or None where the directions cancel."""
     radius = math.fsum(share * float(norm) for share, norm in zip(shares, norms, strict=True))
@@ -140,7 +173,7 @@ def _radial(
         return 0.0
     factors = [_factor(share * radius, float(norm)) for share, norm in zip(shares, norms, strict=True)]
     # radius may be infinite or NaN here: then so are the norms, and merge refuses the push.
-    length = math.sqrt(_combine(parts, factors, out, threads))
+    length = math.sqrt(_combine(deltas, offset, factors, out, threads))
     if length < CANCELLED * radius:
         return None
     factor = np.float32(radius / length)
@@ -155,12 +188,12 @@ def _factor(numerator: float, norm: float) -> np.float32:
     return np.float32(factor) if factor < 1e38 or not math.isfinite(factor) else np.float32(0)
 
 
-def _combine(parts: Sequence[Float32s], factors: Sequence[np.float32], out: Float32s, threads: int) -> float:
-    """``out`` = Σ factor·part in float32 and in order; the squared norm of ``out``."""
+def _combine(deltas: Sequence[Delta], offset: int, factors: Sequence[np.float32], out: Float32s, threads: int) -> float:
+    """``out`` = Σ factor·delta in float32 and in order, from ``offset`` on; the squared norm of ``out``."""
     sums = np.empty(kernels.blocks_of(out.size), np.float64)
 
     def chunk(start: int, stop: int) -> None:
-        _add([part[start:stop] for part in parts], factors, out[start:stop])
+        _add([delta[offset + start : offset + stop] for delta in deltas], factors, out[start:stop])
         window = sums[start // kernels.BLOCK : kernels.blocks_of(stop)]
         kernels.square_sums(out[start:stop], window, 0, window.size)
 
@@ -182,7 +215,7 @@ def _add(parts: Sequence[Float32s], factors: Sequence[np.float32], out: Float32s
         done += width
 
 
-def _check(pieces: Sequence[Piece], deltas: Sequence[Float32s], weights: Sequence[float], method: str) -> int:
+def _check(pieces: Sequence[Piece], deltas: Sequence[Delta], weights: Sequence[float], method: str) -> int:
     if method not in METHODS:
         raise ValueError(f"sync.merge.method: {method!r} is none of {', '.join(METHODS)}")
     if not deltas or len(deltas) != len(weights):
@@ -193,7 +226,10 @@ def _check(pieces: Sequence[Piece], deltas: Sequence[Float32s], weights: Sequenc
             raise ValueError(f"piece of {piece.tensor} begins at {piece.offset}, and {elements} come before it")
         elements += piece.elements
     for m, delta in enumerate(deltas):
-        if delta.dtype != np.float32 or delta.shape != (elements,) or not delta.flags.c_contiguous:
+        if isinstance(delta, EncodedDelta):
+            if delta.elements != elements:
+                raise ValueError(f"push {m}: {delta.elements} encoded values, fragment: {elements}")
+        elif delta.dtype != np.float32 or delta.shape != (elements,) or not delta.flags.c_contiguous:
             raise ValueError(f"push {m}: {delta.dtype} of shape {delta.shape}, fragment: {elements} float32")
     if any(not 0 <= weight <= 1 for weight in weights) or abs(math.fsum(weights) - 1) > 1e-6:
         raise ValueError(f"weights {list(weights)} are not shares that sum to 1")

@@ -109,10 +109,10 @@ class GlobalModel:
         return "float32" if self.delta_encoding is not None else self._down
 
     def merge(
-        self, action: ev.Merge, deltas: Sequence[Floats], squares: Sequence[Float64s], epoch: int, number: int
+        self, action: ev.Merge, deltas: Sequence[merge.Delta], squares: Sequence[Float64s], epoch: int, number: int
     ) -> tuple[MergeRecord, Broadcast]:
-        """Merge the pushes (float32[elements], in the action's order; ``squares``: ``merge.piece_squares`` of each)
-        into the next version.
+        """Merge the pushes (float32[elements] or encoded, in the action's order; ``squares``: ``merge.piece_squares``
+        of each) into the next version.
 
         Raises ``Diverged``. Takes long; call it in a thread.
         """

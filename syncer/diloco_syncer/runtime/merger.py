@@ -18,8 +18,9 @@ from diloco_protocol.wire import convert
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.core import Core
 from diloco_syncer.runtime.durability import Durability
-from diloco_syncer.runtime.global_model import Diverged, GlobalModel
+from diloco_syncer.runtime.global_model import Broadcast, Diverged, GlobalModel
 from diloco_syncer.runtime.pushes import ReceivedPushes
+from diloco_syncer.store.records import MergeRecord
 
 MAX_QUEUED = 4096
 
@@ -53,13 +54,9 @@ class Merger:
             await self._merge(await self._queue.get())
 
     async def _merge(self, action: ev.Merge) -> None:
-        deltas, squares = zip(*(self.pushes.gradient(r.handle) for r in action.responders), strict=True)
-        loop = asyncio.get_running_loop()
         began = time.monotonic()
         try:
-            record, broadcast = await loop.run_in_executor(
-                self._thread, self.model.merge, action, deltas, squares, self.core.epoch, self.number + 1
-            )
+            record, broadcast = await self.durability.run_write(self._make_version, action, pool=self._thread)
         except Diverged as error:
             self.emit(ev.EndRequested(JobPhase.FAILED, str(error)))
             return
@@ -76,6 +73,11 @@ class Merger:
         if self._merges_since_state >= max(STATE_EVERY, len(self.model.newest)):
             self._merges_since_state = 0
             await self.durability.write_state_and_collect()
+
+    def _make_version(self, action: ev.Merge) -> tuple[MergeRecord, Broadcast]:
+        """Merge the pushes; blocks. Raises OSError where offers cannot be read, ``Diverged``."""
+        deltas, squares = self.pushes.gradients(r.handle for r in action.responders)
+        return self.model.merge(action, deltas, squares, self.core.epoch, self.number + 1)
 
     async def close(self) -> None:
         """End the thread, after the merge that is running."""

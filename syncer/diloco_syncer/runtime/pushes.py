@@ -5,6 +5,9 @@ its norm, and a merge starts from float32 vectors and has its first pass behind 
 
 An accepted offer is spooled: its encoded bytes are made durable before it is acknowledged. They are
 removed when the merge that took the offer is durable, or when a newer offer that contains its steps is.
+An offer may wait for a merge for long, and at the job's end those of all learners wait. So its decoded
+values are dropped once their norms are known, and its bytes once they are durable: a merge maps the
+spooled file, and decodes of it what it is adding.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import asyncio
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +30,7 @@ from diloco_protocol.wire import convert, sync_pb2
 from diloco_protocol.wire.records import PushHeader
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.core import Core
-from diloco_syncer.numerics.merge import piece_squares
+from diloco_syncer.numerics.merge import Delta, EncodedDelta, piece_squares
 from diloco_syncer.runtime.buffer_pool import BufferPool
 from diloco_syncer.runtime.durability import Durability
 from diloco_syncer.runtime.global_model import GlobalModel
@@ -38,13 +41,14 @@ from diloco_syncer.store.records import Array, Floats
 
 @dataclass(slots=True)
 class Payload:
-    """One push's bytes. ``squares``: of each piece (merge.piece_squares). ``encoded``: kept for offers only.
+    """One push's values. ``squares``: of each piece (merge.piece_squares). ``delta`` is None where it is an offer;
+    ``encoded`` is an offer's, until it is durable.
 
     ``verdict``: the reply to the sender. ``spooled``: of an offer, done when it is refused or durable.
     """
 
     header: PushHeader
-    delta: Floats
+    delta: Floats | None
     squares: Float64s
     norm: float
     encoded: Array | None
@@ -97,13 +101,13 @@ class ReceivedPushes:
         norm = math.sqrt(math.fsum(squares))
         handle = next(self._numbers)
         verdict: asyncio.Future[bytes] = loop.create_future()
-        kept = None if header.round else encoded
-        payload = self._held[handle] = Payload(header, delta, squares, norm, kept, verdict)
+        payload = self._held[handle] = Payload(header, delta, squares, norm, None, verdict)
         if not header.round:
             # Before the core accepts it: from then on a retry is "repeated", and may be told so only
             # when the bytes are durable, however long the verdict waits behind other actions.
-            payload.spooled = loop.create_future()
+            payload.delta, payload.encoded, payload.spooled = None, encoded, loop.create_future()
             self._unspooled[handle] = payload
+        del delta, encoded
         self.emit(ev.PushReceived(header, norm, math.isfinite(norm), handle))
         return await verdict
 
@@ -120,15 +124,32 @@ class ReceivedPushes:
         return values, piece_squares(layout.fragments[header.fragment], values)
 
     def restore_offer(self, offer: SpooledOffer) -> int:
-        """Hold a spooled offer again, at start; returns its handle. Raises ``codec.CodecError``."""
+        """Take back a spooled offer, at start; returns its handle. Raises ``codec.CodecError`` if it does not fit its
+        fragment."""
+        layout, header = self.model.layout, offer.header
+        if layout is None or header.fragment >= len(layout):
+            raise codec.CodecError("its fragment does not exist")
+        size = codec.encoded_bytes(header.encoding, layout.elements(header.fragment))
+        if offer.encoded_bytes != size or offer.squares.shape != (len(layout.fragments[header.fragment]),):
+            raise codec.CodecError(f"{offer.encoded_bytes} bytes as {header.encoding}: its fragment has {size}")
         handle = next(self._numbers)
-        delta, squares = self._decode(offer.header, offer.encoded)
-        self._held[handle] = Payload(offer.header, delta, squares, offer.norm, None, None)
+        self._held[handle] = Payload(header, None, offer.squares, offer.norm, None, None)
         return handle
 
-    def gradient(self, handle: int) -> tuple[Floats, Float64s]:
-        """A push's outer gradient, float32[elements], and the squared norms of its pieces, float64[pieces]."""
-        return self._held[handle].delta, self._held[handle].squares
+    def gradients(self, handles: Iterable[int]) -> tuple[list[Delta], list[Float64s]]:
+        """Of each push its outer gradient and the squared norms of its pieces, float64[pieces]. An offer's gradient is
+        encoded, and read from the store; blocks. Raises OSError, ``StoreUnusable``."""
+        held = [self._held[handle] for handle in handles]
+        return [self._gradient(payload) for payload in held], [payload.squares for payload in held]
+
+    def _gradient(self, payload: Payload) -> Delta:
+        delta, encoded, header = payload.delta, payload.encoded, payload.header
+        if delta is not None:
+            return delta
+        if encoded is None:  # it is durable
+            encoded = self.durability.checkpoints.read_offer(header)
+        assert self.model.layout is not None
+        return EncodedDelta(encoded, header.encoding, self.model.layout.elements(header.fragment))
 
     # ------------------------------------------------------------- the core's actions
 
@@ -168,8 +189,8 @@ class ReceivedPushes:
         self._send_reply(payload, refusal)
 
     async def _spool(self, handle: int, payload: Payload, encoded: Array) -> None:
-        offer = SpooledOffer(payload.header, encoded, payload.norm)
-        await self.durability.run_write(self.durability.checkpoints.spool_offer, offer)
+        spool = self.durability.checkpoints.spool_offer
+        await self.durability.run_write(spool, payload.header, payload.norm, payload.squares, encoded)
         payload.encoded = None
         self._mark_spooled(handle)
         self._send_reply(payload, upload_reply(True))

@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 
 from diloco_protocol import documents
+from diloco_protocol.arrays.kernels import Float64s
 from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.common.files import Buffer
 from diloco_protocol.documents import Report
@@ -60,11 +61,13 @@ class RecordMadeMeanwhile(Exception):
 
 @dataclass(slots=True)
 class SpooledOffer:
-    """An offer as it was received: its header, encoded bytes (uint8), and the L2 norm of the decoded values."""
+    """A durable offer without its values: its header, and of the decoded values the L2 norm and the ``squares`` of
+    the fragment's pieces, float64[pieces] (merge.piece_squares). ``encoded_bytes``: of its values as received."""
 
     header: PushHeader
-    encoded: Array
     norm: float
+    squares: Float64s
+    encoded_bytes: int
 
     @property
     def name(self) -> str:
@@ -235,13 +238,26 @@ class Checkpoints:
 
     # ------------------------------------------------------------- blobs and offers
 
-    def spool_offer(self, offer: SpooledOffer) -> None:
-        """Make an offer durable, before it is acknowledged. Raises ``HigherEpoch``: a successor may have read the store
-        before the offer was there, and then only the learner's next try brings it."""
+    def spool_offer(self, header: PushHeader, norm: float, squares: Float64s, encoded: Array) -> None:
+        """Make an offer durable, before it is acknowledged. ``encoded``: uint8, its values as they were received; the
+        rest as in ``SpooledOffer``. Raises ``HigherEpoch``: a successor may have read the store before the offer was
+        there, and then only the learner's next try brings it."""
         self.epoch.check()
-        body = {"header": header_to_json(offer.header), "norm": offer.norm}
-        self.store.replace(offer.name, *records.pack("offer", body, {"encoded": offer.encoded}))
+        body = {"header": header_to_json(header), "norm": norm}
+        arrays = {"squares": squares, "encoded": encoded}
+        self.store.replace(offer_name(header), *records.pack("offer", body, arrays))
         self.epoch.check()
+
+    def read_offer(self, header: PushHeader) -> Array:
+        """A spooled offer's encoded values, uint8, verified; mapped from the disk where the store has files.
+
+        Raises ``StoreUnusable`` if the store has lost or damaged it since.
+        """
+        name = offer_name(header)
+        try:
+            return self._map(name, "offer")[1]["encoded"]
+        except (ObjectNotFound, Damaged) as error:
+            raise StoreUnusable(f"an offer that was acknowledged cannot be read: {name}: {error}") from error
 
     def remove_offer(self, header: PushHeader) -> None:
         """Remove a spooled offer; nothing happens if there is none."""
@@ -256,13 +272,20 @@ class Checkpoints:
 
     def read_blob(self, name: str) -> Array:
         """A blob's bytes, verified; mapped from the disk where the store has files."""
+        return self._map(name, "blob")[1]["blob"]
+
+    def _map(self, name: str, kind: str) -> tuple[dict[str, Any], dict[str, Array]]:
+        """A stored file's body and arrays, verified; the arrays are mapped where the store has files. Raises
+        ``ObjectNotFound``, ``Damaged``, ``FormatRefused``."""
         path = self.store.local_path(name)
         if path is None:
-            return self.reader.blob(name)
+            return records.unpack(self.store.read(name, records.MAX_FILE), kind, name)
         if not path.is_file():
             raise ObjectNotFound(name)
+        if not path.stat().st_size:  # cannot be mapped
+            raise Damaged(f"{name} is empty")
         mapped = np.memmap(path, np.uint8, "r")
-        return records.unpack(memoryview(mapped), "blob", name)[1]["blob"]  # type: ignore[arg-type]
+        return records.unpack(memoryview(mapped), kind, name)  # type: ignore[arg-type]
 
     def write_report(self, text: bytes) -> None:
         """Keep the report of the job's end. Raises ``HigherEpoch``."""
@@ -360,12 +383,14 @@ class Checkpoints:
         ]
 
     def _load_offers(self, restored: Restored) -> None:
+        """Verify every offer, one after the other, and keep all but its values."""
         for name in self.store.list("offers"):
             try:
-                body, arrays = records.unpack(self.store.read(name, records.MAX_FILE), "offer", name)
-                header = header_from_json(body["header"])
-            except (Damaged, KeyError, TypeError) as error:
-                restored.problems.append(f"{error}; the offer is lost")
+                body, arrays = self._map(name, "offer")
+                header, norm = header_from_json(body["header"]), float(body["norm"])
+                squares, size = arrays["squares"].copy(), arrays["encoded"].nbytes
+            except (Damaged, KeyError, TypeError, ValueError) as error:
+                restored.problems.append(f"{name}: {error}; the offer is lost")
                 self._set_aside(name)
                 continue
-            restored.offers.append(SpooledOffer(header, arrays["encoded"].copy(), float(body["norm"])))
+            restored.offers.append(SpooledOffer(header, norm, squares, size))

@@ -275,6 +275,18 @@ def test_apply_delta_is_base_plus_decoded_bit_for_bit(encoding: str, n: int) -> 
         codec.apply_delta(base, encoded[:-1], encoding)
 
 
+@pytest.mark.parametrize("encoding", codec.ENCODINGS)
+def test_a_range_decodes_to_the_bits_that_the_whole_has_there(encoding: str) -> None:
+    n = 128 * 5 + 77
+    encoded = codec.encode(normal(n), encoding)
+    whole = codec.decode(encoded, encoding, n)
+    for first, last in ((0, n), (0, 128), (256, 512), (384, n), (640, n), (128, 128)):
+        assert codec.decode_range(encoded, encoding, n, first, last).tobytes() == whole[first:last].tobytes()
+    for first, last in ((1, 128), (0, 100), (256, 128), (0, n + 128), (-128, 128)):
+        with pytest.raises(codec.CodecError):
+            codec.decode_range(encoded, encoding, n, first, last)
+
+
 def test_apply_delta_of_nothing() -> None:
     empty = np.zeros(0, np.float32)
     for encoding in codec.ENCODINGS:

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.layout import Piece
 from diloco_syncer.core.merging.aggregation import normalised_weights
 from diloco_syncer.numerics import merge as numerics
-from diloco_syncer.numerics.merge import MergeResult, piece_squares
+from diloco_syncer.numerics.merge import EncodedDelta, MergeResult, piece_squares
 
 
 def pieces_of(sizes: list[int], mean: tuple[int, ...] = ()) -> list[Piece]:
@@ -171,6 +172,26 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
     for other in results[1:]:
         assert other.delta.tobytes() == results[0].delta.tobytes()
         assert other.norms == results[0].norms and other.norm == results[0].norm
+
+
+@pytest.mark.parametrize("encoding", codec.ENCODINGS)
+@pytest.mark.parametrize("method", ["rda", "mean"])
+def test_encoded_pushes_are_merged_to_the_same_bits(encoding: str, method: str) -> None:
+    pieces = pieces_of([5, 300_001, 70, 131_072, 131_100], mean=(2,))  # on both sides of blocks and chunks
+    elements = sum(piece.elements for piece in pieces)
+    encoded = [codec.encode(delta, encoding) for delta in pushes(3, elements)]
+    decoded = [codec.decode(data, encoding, elements) for data in encoded]
+    shares = [0.5, 0.2, 0.3]
+    squares = [piece_squares(pieces, delta) for delta in decoded]
+    waiting = [EncodedDelta(data, encoding, elements) for data in encoded]
+    expected = numerics.merge(pieces, decoded, shares, method, squares)
+    for deltas in (waiting, [decoded[0], *waiting[1:]]):
+        merged = numerics.merge(pieces, deltas, shares, method, squares, threads=3)
+        assert merged.delta.tobytes() == expected.delta.tobytes() and merged.norms == expected.norms
+    with pytest.raises(codec.CodecError):
+        EncodedDelta(encoded[0], encoding, elements + 128)
+    with pytest.raises(ValueError, match="push 0"):
+        numerics.merge(pieces_of([4]), waiting[:1], [1.0], method, [np.ones(1)])
 
 
 @pytest.mark.parametrize("method", ["rda", "mean"])

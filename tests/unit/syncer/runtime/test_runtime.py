@@ -256,8 +256,9 @@ async def test_pushes_that_wait_are_not_touched_by_those_that_come(
             delta = codec.encode(np.full(large.elements(0), value, np.float32), encoding)
             replies.append((await bench.upload(process, delta, **fields)).reason)
         assert replies == ["", "not-finite"]
-        (waiting,) = bench.syncer.pushes._held.values()
-        np.testing.assert_allclose(waiting.delta, 1.0, rtol=0.01)
+        handles = list(bench.syncer.pushes._held)
+        (waiting,), _ = bench.syncer.pushes.gradients(handles)
+        np.testing.assert_allclose(waiting[:], 1.0, rtol=0.01)
 
 
 async def test_bytes_by_region_and_slot_are_the_totals_and_outlive_the_syncer(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from diloco_protocol.common.files import Buffer
 from diloco_protocol.wire.records import FragmentReport, PushHeader, SlotReceipt, StepReport
 from diloco_syncer.store import records
 from diloco_syncer.store.base import HigherEpoch, Store
-from diloco_syncer.store.checkpoint import Checkpoints, RecordMadeMeanwhile, SpooledOffer, StoreUnusable
+from diloco_syncer.store.checkpoint import Checkpoints, RecordMadeMeanwhile, StoreUnusable
 from diloco_syncer.store.directory import DirectoryStore
 from diloco_syncer.store.documents import pack_document, unpack_document
 from diloco_syncer.store.epochs import Epoch
@@ -386,9 +386,8 @@ def test_a_torn_record_in_the_way_is_set_aside(store: Store) -> None:
 
 def test_offers_and_optimizer_state(store: Store) -> None:
     made = begun(store)
-    offer = SpooledOffer(header(1, 5), np.arange(50, dtype=np.uint8), 0.75)
-    made.spool_offer(offer)
-    made.spool_offer(SpooledOffer(header(0, 6), np.arange(3, dtype=np.uint8), 0.5))
+    made.spool_offer(header(1, 5), 0.75, np.array([0.5, 0.0625]), np.arange(50, dtype=np.uint8))
+    made.spool_offer(header(0, 6), 0.5, np.array([0.25]), np.arange(3, dtype=np.uint8))
     damage_name = store.list("offers")[0]
     raw = bytearray(store.read(damage_name, 1 << 20))
     raw[-64] ^= 1
@@ -398,8 +397,13 @@ def test_offers_and_optimizer_state(store: Store) -> None:
     assert restored.optimizer == name
     assert made.read_blob(name).tobytes() == bytes(range(100))
     assert [o.header.id for o in restored.offers] == [header(1, 5).id]
-    assert restored.offers[0].norm == 0.75 and restored.offers[0].encoded.tobytes() == bytes(range(50))
+    (offer,) = restored.offers
+    assert offer.norm == 0.75 and offer.squares.tolist() == [0.5, 0.0625] and offer.encoded_bytes == 50
+    assert made.read_offer(header(1, 5)).tobytes() == bytes(range(50))
     assert "the offer is lost" in restored.problems[0]
+    store.delete(offer.name)
+    with pytest.raises(StoreUnusable, match="acknowledged"):
+        made.read_offer(header(1, 5))
 
 
 class SucceededMeanwhile(DirectoryStore):
@@ -422,7 +426,7 @@ def test_a_succeeded_syncer_makes_no_offer_durable(tmp_path: Path, meanwhile: bo
     else:
         opened(store).load()
     with pytest.raises(HigherEpoch):
-        old.spool_offer(SpooledOffer(header(1, 5), np.arange(50, dtype=np.uint8), 0.75))
+        old.spool_offer(header(1, 5), 0.75, np.array([0.75]), np.arange(50, dtype=np.uint8))
     assert meanwhile or not store.list("offers")
 
 
