@@ -40,6 +40,7 @@ from diloco_operator.metrics import PHASES, Metrics
 from diloco_operator.model import RELEASE, Key
 from diloco_operator.plan import planning
 from diloco_operator.reconcile.event_recorder import EventRecorder
+from diloco_operator.reconcile.leading import run_while_leading
 from diloco_operator.reconcile.reconciler import PlanFunction, Reconciler
 from diloco_operator.reconcile.root_key import RootKeyFinder
 from diloco_operator.reconcile.syncer_poller import SyncerPoller
@@ -52,7 +53,6 @@ log = logging.getLogger(__name__)
 STOP_SECONDS = 10.0
 LONGEST_BACKOFF = 30.0
 SIGNALS_SECONDS = 0.5
-LEADER_LOOK_SECONDS = 0.1
 _CRD_HINT = (
     f"the API server does not know DiLoCoJobs ({JOB.api_version}): install the CRD "
     "(`kubectl apply -f manifests/crd.yaml`, or the chart with crds.install=true); waiting for it"
@@ -229,26 +229,12 @@ class Operator:
             await asyncio.sleep(0.1)
         counts = ", ".join(f"{n} {kind}s" for kind, n in sorted(self.cache.count().items()))
         log.info("all watches are in step: %s", counts or "nothing is there yet")
-        term = 0
-        while True:
-            while not self.candidate.leads():
-                await asyncio.sleep(LEADER_LOOK_SECONDS)
-            if self.candidate.term != term:
-                term = self.candidate.term
-                self.reconciler.forget()
-            self._wake_all(set(self.cache.jobs()))
-            await self._turn_jobs_while_leading(term)
+        await run_while_leading(self.candidate, self.queue, self._begin_to_lead)
 
-    async def _turn_jobs_while_leading(self, term: int) -> None:
-        turns = asyncio.create_task(self.queue.run(), name="work queue")
-        try:
-            while self.candidate.leads() and self.candidate.term == term and not turns.done():
-                await asyncio.wait([turns], timeout=LEADER_LOOK_SECONDS)
-        finally:
-            turns.cancel()
-            await asyncio.wait([turns], timeout=STOP_SECONDS)
-        if not turns.cancelled():
-            turns.result()  # what it failed of
+    def _begin_to_lead(self, another_led: bool) -> None:
+        if another_led:
+            self.reconciler.forget()
+        self._wake_all(set(self.cache.jobs()))
 
     # ------------------------------------------------------------------ between the parts
 

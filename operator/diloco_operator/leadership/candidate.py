@@ -3,12 +3,14 @@
 Theory of operation. Requests go through a thread and a connection of their own, with a timeout well below the time for
 which the leader may act, so that neither a long queue of writes nor a slow API server ends a leadership that could be
 renewed. What fails is tried again after ``RETRY_SECONDS``; a leader that cannot renew stops by itself
-(``Election.may_act``). Every change of who leads is logged once, and so is what keeps the Lease from being read.
+(``Election.may_act``). Every change of who leads is logged once, and so is what keeps the Lease from being read. Who
+waits for a leadership, or for its end, is woken after each request, and when the time is over for which it may act.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
@@ -50,7 +52,7 @@ class LeaseStore:
     def read(self) -> LeaseRecord | None:
         """The Lease; None: there is none. Raises ApiError."""
         try:
-            return _record(self._ask("get", "GET", LEASE.path(self._namespace, self._name)))
+            return read_lease(self._ask("get", "GET", LEASE.path(self._namespace, self._name)))
         except ApiError as error:
             if error.status == 404:
                 return None
@@ -59,22 +61,13 @@ class LeaseStore:
     def write(self, wanted: LeaseWrite) -> LeaseRecord:
         """Make the Lease, or change the version of it that ``wanted`` names. Raises ApiError (409, 404: it is
         another by now)."""
-        now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
-        spec = {
-            "holderIdentity": wanted.holder,
-            "leaseDurationSeconds": int(LEASE_SECONDS),
-            "acquireTime": wanted.acquired or now,
-            "renewTime": now,
-            "leaseTransitions": wanted.term,
-        }
-        meta: Object = {"name": self._name, "namespace": self._namespace}
+        body = lease_manifest(wanted, self._namespace, self._name, datetime.now(UTC))
+        path = LEASE.path(self._namespace)
         if wanted.version is None:
-            meta["labels"] = {"app.kubernetes.io/name": MANAGER, "app.kubernetes.io/managed-by": MANAGER}
-            body: Object = {"apiVersion": LEASE.api_version, "kind": LEASE.name, "metadata": meta, "spec": spec}
-            return _record(self._ask("create", "POST", LEASE.path(self._namespace), body=body))
-        body = {"metadata": {"resourceVersion": wanted.version}, "spec": spec}
-        path, query = LEASE.path(self._namespace, self._name), {"fieldManager": MANAGER}
-        return _record(self._ask("patch", "PATCH", path, body=body, query=query, content=MERGE_PATCH))
+            return read_lease(self._ask("create", "POST", path, body=body))
+        query = {"fieldManager": MANAGER}
+        path = LEASE.path(self._namespace, self._name)
+        return read_lease(self._ask("patch", "PATCH", path, body=body, query=query, content=MERGE_PATCH))
 
     def _ask(self, verb: str, method: str, path: str, **parts: Any) -> Object:
         began, status = time.monotonic(), 0
@@ -97,6 +90,7 @@ class Candidate:
         self._election = Election(identity)
         self._thread = ThreadPoolExecutor(1, "lease")
         self._said: tuple[bool, str] = (False, "")
+        self._news = asyncio.Event()  # a request has ended, or the Lease is given back
         self.problem = ""
 
     @property
@@ -117,6 +111,21 @@ class Candidate:
         """How long a write that begins now may take; 0: it may not begin. Thread-safe."""
         return self._election.seconds_for_a_write(self._clock())
 
+    async def wait_until_it_leads(self) -> int:
+        """Wait until this operator may act; the term in which it does."""
+        while not self.leads():
+            self._news.clear()
+            await self._news.wait()
+        return self.term
+
+    async def wait_until_it_is_over(self, term: int) -> None:
+        """Wait until this operator may not act any more, or leads in another term."""
+        while self.term == term and (left := self._election.seconds_to_act(self._clock())) > 0:
+            self._news.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self._news.wait()
+
     async def run(self) -> None:
         """Take part until cancelled."""
         while True:
@@ -126,11 +135,13 @@ class Candidate:
             except ApiError as error:
                 problem = str(error)
             self._tell_change(problem)
+            self._news.set()
             await asyncio.sleep(RETRY_SECONDS * random.uniform(0.7, 1.0))
 
     async def release(self, writes_end: Callable[[], bool]) -> None:
         """Lead no more, and give the Lease back once ``writes_end``; else it ends by itself."""
         wanted = self._election.plan_release()
+        self._news.set()
         if wanted is None:
             return
         try:
@@ -180,7 +191,25 @@ class Candidate:
             log.info("standing by: %s leads (Lease %s)", told[1], self._store.where)
 
 
-def _record(lease: Object) -> LeaseRecord:
+def lease_manifest(wanted: LeaseWrite, namespace: str, name: str, now: datetime) -> Object:
+    """What is sent: a whole Lease where there is none, else a merge patch of the version that ``wanted`` names."""
+    at = now.isoformat(timespec="microseconds").replace("+00:00", "Z")
+    spec = {
+        "holderIdentity": wanted.holder,
+        "leaseDurationSeconds": int(LEASE_SECONDS),
+        "acquireTime": wanted.acquired or at,
+        "renewTime": at,
+        "leaseTransitions": wanted.term,
+    }
+    if wanted.version is not None:
+        return {"metadata": {"resourceVersion": wanted.version}, "spec": spec}
+    labels = {"app.kubernetes.io/name": MANAGER, "app.kubernetes.io/managed-by": MANAGER}
+    meta = {"name": name, "namespace": namespace, "labels": labels}
+    return {"apiVersion": LEASE.api_version, "kind": LEASE.name, "metadata": meta, "spec": spec}
+
+
+def read_lease(lease: Object) -> LeaseRecord:
+    """A Lease as the API server sends it."""
     spec = lease.get("spec") or {}
     return LeaseRecord(
         holder=str(spec.get("holderIdentity") or ""),

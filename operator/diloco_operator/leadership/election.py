@@ -71,9 +71,14 @@ class Election:
         """Whether this candidate leads."""
         return self.seconds_for_a_write(now) > 0
 
+    def seconds_to_act(self, now: float) -> float:
+        """For how long this candidate leads if it cannot renew; 0: it does not lead."""
+        sent_at = self._sent_at  # once: another thread may end the leadership meanwhile
+        return 0.0 if sent_at is None else max(0.0, sent_at + ACT_SECONDS - now)
+
     def seconds_for_a_write(self, now: float) -> float:
         """How long a write that begins now may take; 0: it may not begin."""
-        sent_at = self._sent_at  # once: another thread may end the leadership meanwhile
+        sent_at = self._sent_at  # once, as above
         if sent_at is None or now >= sent_at + ACT_SECONDS:
             return 0.0
         return sent_at + LEASE_SECONDS - now

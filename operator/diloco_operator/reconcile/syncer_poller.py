@@ -72,6 +72,10 @@ class _Kept(Generic[D]):
         return replace(self._answer, document=model.model_validate_json(zlib.decompress(blob)))
 
 
+class _NotLeading(Exception):
+    """A call was not sent, for another operator may act."""
+
+
 @dataclass(slots=True)
 class _Job:
     control_key: bytes = b""
@@ -168,10 +172,10 @@ class SyncerPoller:
         that nobody answers the rest is left for another turn."""
         done = 0
         for call in calls:
-            if not self._leads():
-                break
             try:
-                await self._control(syncer_ip, control_key, call.method, call.body)
+                await self._control(syncer_ip, control_key, call.method, call.body, self._leads)
+            except _NotLeading:
+                break
             except ControlError as error:
                 log.info("%s", error, extra=about(key))
                 if error.kind == "unreachable":
@@ -249,10 +253,14 @@ class SyncerPoller:
             except (ControlError, DocumentError) as failed:
                 log.info("the report cannot be had yet: %s", failed, extra=about(key))
 
-    async def _control(self, ip: str, key: bytes, method: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def _control(
+        self, ip: str, key: bytes, method: str, body: dict[str, Any], may_be_sent: Callable[[], bool] = lambda: True
+    ) -> dict[str, Any]:
         client = ControlClient(address(ip, CONTROL_PORT), key)
         outcome = "failed"
         async with self._free:
+            if not may_be_sent():  # asked here, since it may have waited for a place
+                raise _NotLeading
             began = time.monotonic()
             try:
                 answer = await client.call(method, body, self._timeout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.server
 import json
+import random
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -20,8 +21,13 @@ from diloco_operator.leadership import candidate as candidates
 from diloco_operator.leadership.candidate import Candidate, LeaseStore
 from diloco_operator.leadership.election import ACT_SECONDS, LEASE_SECONDS
 from diloco_operator.metrics import Metrics
-from diloco_operator.model import Call
+from diloco_operator.model import Call, Key
+from diloco_operator.reconcile.leading import run_while_leading
 from diloco_operator.reconcile.syncer_poller import SyncerPoller
+from diloco_operator.reconcile.workqueue import WorkQueue
+from operator_simulation import virtual_time
+from operator_simulation.api_server import ApiServer, SimulatedApi, SimulatedLease
+from operator_simulation.kubernetes import now
 
 
 class Server:
@@ -223,3 +229,46 @@ async def test_what_keeps_the_lease_from_being_made_is_told(server: Server) -> N
     async with running(first):
         await until(lambda: "not found" in first.candidate.problem)
     assert not first.candidate.leads() and not first.candidate.has_read
+
+
+def test_who_leads_is_waited_for_and_not_asked_for_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For an hour nothing changes: the Lease is renewed, and nobody looks at the clock besides. Then it is lost."""
+    monkeypatch.setattr(candidates, "RETRY_SECONDS", 2.0)
+    looks: list[float] = []
+    turns: list[float] = []
+    server = ApiServer("hub")
+
+    def clock() -> float:
+        looks.append(now())
+        return looks[-1]
+
+    async def at_once() -> None:
+        pass
+
+    async def turn(key: Key) -> float:
+        turns.append(now())
+        return 20.0
+
+    async def scenario() -> None:
+        reached = True
+        api = SimulatedApi(server, random.Random(0), lambda: reached, at_once, lambda *act: None, lambda: 0.0)
+        candidate = Candidate(SimulatedLease(api, "ns", "diloco-operator"), "one", clock)  # type: ignore[arg-type]
+        queue = WorkQueue(turn, 1, clock=now)
+        begun: list[bool] = []
+        leading = run_while_leading(
+            candidate, queue, lambda another: (begun.append(another), queue.add(("ns", "j")))[0]
+        )
+        tasks = [asyncio.create_task(candidate.run()), asyncio.create_task(leading)]
+        await asyncio.sleep(3600)
+        assert begun == [True] and len(turns) == 180
+        assert len(looks) < 5 * 3600 / 1.4
+        reached = False
+        await asyncio.sleep(60)
+        assert not candidate.leads() and turns[-1] < 3600 + ACT_SECONDS
+        reached = True
+        await asyncio.sleep(60)
+        assert begun == [True, False] and turns[-1] > 3660, "it is the same term: nobody else led"
+        for task in tasks:
+            task.cancel()
+
+    virtual_time.run(scenario())
