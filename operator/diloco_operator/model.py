@@ -93,8 +93,10 @@ class Fact(Enum):
     """What the plan times: for how long it has been so without a break."""
 
     SYNCER_NOT_ANSWERING = auto()
+    READY_SYNCER_NOT_ANSWERING = auto()  # subject: its pod's UID
     SYNCER_VOLUME_HELD = auto()  # its pod waits for a ReadWriteOncePod claim that another pod has
     JOB_CHANGING = auto()  # something is going on, so the syncer is asked often
+    APPLY_REFUSED = auto()  # something of the job could not be applied
     MERGES_FELL = auto()  # the number of merges is smaller than it was
     REPORT_MISSING = auto()  # the job is complete, and its report is not there
     SUSPENDING = auto()

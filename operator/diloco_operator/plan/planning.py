@@ -344,7 +344,10 @@ def _poll_interval(view: View, found: TurnFindings) -> float:
 
 def _wake_in(view: View, found: TurnFindings, ttl: float | None, poll: float, desired: DesiredObjects) -> float:
     """Seconds until the next turn, if nothing else wakes the job."""
-    waits = [found.node_losses.wake_in, *([ttl] if ttl is not None else []), *([0.0] if desired.more else [])]
+    waits = [found.node_losses.wake_in, *([ttl] if ttl is not None else [])]
+    # What cannot be made now, as over a quota, is tried less and less often.
+    refused = view.observe(Fact.APPLY_REFUSED, holds=bool(view.observed.apply_errors))
+    waits += [refused / 2] if desired.more else []
     deadline = lifecycle.seconds_to_deadline(view) if found.decision.training else None
     waits += [deadline] if deadline is not None else []
     patience = view.job.spec.failure_policy.region_lost_seconds

@@ -40,15 +40,20 @@ class View:
     here: Placement
     pods: tuple[Pod, ...] = field(init=False)
     unanswered_seconds: float = field(init=False)  # since the syncer last answered; 0: it answers
+    ready_unanswered_seconds: float = field(init=False)  # for which its pod has been ready, and has not answered
     wants_fresh: bool = field(init=False, default=False)  # something waits for a fresh view
 
     def __post_init__(self) -> None:
         found = (pod_status.read_pod(pod, self.observed.cluster_events) for pod in self.observed.pods)
         self.pods = tuple(pod for pod in found if pod is not None)
-        asked = self.observed.syncer
-        self.unanswered_seconds = self.observe(Fact.SYNCER_NOT_ANSWERING, holds=self.document is None)
+        asked, silent = self.observed.syncer, self.document is None
+        self.unanswered_seconds = self.observe(Fact.SYNCER_NOT_ANSWERING, holds=silent)
         if asked is not None and asked.failing_since is not None:
             self.unanswered_seconds = max(self.unanswered_seconds, self.clock - asked.failing_since)
+        syncer = self.pod_of("syncer")
+        uid = syncer.uid if syncer is not None and syncer.alive and syncer.ready else ""
+        self.memory.timers.keep(Fact.READY_SYNCER_NOT_ANSWERING, {uid})
+        self.ready_unanswered_seconds = self.observe(Fact.READY_SYNCER_NOT_ANSWERING, uid, holds=silent and bool(uid))
 
     @property
     def now(self) -> float:

@@ -150,7 +150,7 @@ def _decide_answering(view: View, pod: Pod, out: ConditionSet) -> None:
     elif document is not None:
         message = f"It serves at {sync_address(view.job, view.here)} in epoch {document.epoch}."
         out.set("SyncerReady", True, "Serving", message)
-    elif view.unanswered_seconds < ANSWER_PATIENCE:
+    elif view.ready_unanswered_seconds < ANSWER_PATIENCE:
         if view.is_true("SyncerReady"):
             out.keep("SyncerReady")  # one failed call changes nothing
         else:
@@ -161,7 +161,7 @@ def _decide_answering(view: View, pod: Pod, out: ConditionSet) -> None:
             False,
             "NotAnswering",
             f"Pod {pod.name} is ready, and has not answered this operator since "
-            f"{rfc3339(view.now - view.unanswered_seconds)} ({error}). Learners may still reach it; if they "
+            f"{rfc3339(view.now - view.ready_unanswered_seconds)} ({error}). Learners may still reach it; if they "
             f"do, look for what keeps the operator from its port {CONTROL_PORT}: a NetworkPolicy, or a "
             "control key of another operator.",
         )

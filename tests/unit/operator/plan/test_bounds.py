@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
+from diloco_operator import names
 from diloco_operator.job import place_job, read_job
-from diloco_operator.model import Delete, Ref
+from diloco_operator.model import Backoff, Delete, Ref
 from diloco_operator.plan import planning
 from diloco_operator.plan.conditions.condition_set import ConditionSet
+from diloco_operator.plan.conditions.decide import HANDOVER_SECONDS
 from diloco_operator.plan.pods import node_loss, replacement
 from diloco_operator.plan.view import View
 from operator_world import World, started, template
@@ -74,6 +78,15 @@ def test_a_pod_is_replaced_after_three_ends_of_its_program_and_not_at_once() -> 
     assert world.taken[0][0] - began >= replacement.FIRST_BACKOFF
 
 
+def test_a_pod_whose_backoff_is_over_is_replaced_when_its_program_has_ended_for_the_third_time() -> None:
+    world = started(failurePolicy={"maxReplacements": 1000})
+    world.__class__ = Counting
+    world.memory.backoffs["job-local-1"] = Backoff()
+    world.crashing = {"job-local-1": 1}
+    world.until(lambda w: bool(w.taken), 200)
+    assert world.ends[0] == replacement.CRASHES - 1, "restarts"  # type: ignore[attr-defined]
+
+
 def test_backoffs_of_a_place_grow_to_five_minutes_and_no_further() -> None:
     world = started()
     view = view_of(world)
@@ -130,3 +143,38 @@ def test_a_claim_that_is_not_known_counts_as_one_that_only_one_node_may_write() 
     volume = {"name": "data", "persistentVolumeClaim": {"claimName": "somebodys"}}
     pod = dataclasses.replace(view.learners["job-local-0"], spec={"volumes": [volume]})
     assert node_loss._own_volume(view, pod) == "somebodys"
+
+
+def test_an_answer_from_before_the_last_failure_fails_no_job() -> None:
+    """The syncer is asked every ten seconds, and may have merged since it was asked last."""
+    world = started(failurePolicy={"maxReplacements": 0})
+    world.run(30)
+    world.crashing = {"job-local-1": 1}
+    world.until(lambda w: w.told("LearnerCrashed") == 1, 60)
+    world.crashing = {}
+    world.run(60)
+    assert world.truth("Failed") == "False" and world.status["replacements"]["sinceMerge"] == 0
+
+
+def test_a_volume_that_another_pod_holds_for_long_is_told() -> None:
+    world = started()
+    old = world.of("syncer")[0]
+    world.delete_pod(old.name)
+    old.obj["drained_at"] = world.now + 60
+    world.run(10)
+    assert world.condition("SyncerReady")["reason"] == "Starting"
+    world.run(HANDOVER_SECONDS)
+    told = world.condition("SyncerReady")
+    assert told["reason"] == "VolumeUnavailable" and "ReadWriteOncePod" in told["message"]
+    world.run(45)
+    world.until(World.whole)
+
+
+@pytest.mark.parametrize("storage", [{"claimName": "mine"}, {"uri": "s3://bucket/job"}], ids=str)
+def test_a_volume_that_the_job_does_not_name_stays(storage: dict[str, str]) -> None:
+    """An earlier job of that name had it, and it carries this one's labels."""
+    world = started()
+    world.edit(syncer={"storage": {"onDelete": "Delete", **storage}})
+    world.delete_job()
+    world.run(60)
+    assert world.gone and names.claim("job") in world.objects

@@ -233,7 +233,7 @@ def test_who_is_refused_for_a_persons_mistake_is_no_loss(word: str) -> None:
     joined, world.page = world.page, {**world.page, "connected": False, "slot": None}
     world.run(900)
     assert world.truth("Failed") == "False" and not world.status.get("replacements")
-    assert world.told("LearnerCrashed") == 0
+    assert world.told("LearnerCrashed") == 0 and not world.taken, "a new pod would be refused too"
     world.crashing, world.page = {}, joined
     world.until(lambda w: w.truth("Ready") == "True", 700)
 

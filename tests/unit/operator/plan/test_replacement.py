@@ -159,6 +159,21 @@ def test_a_syncer_that_does_not_answer_is_told_after_a_while() -> None:
     idle(world)
 
 
+def test_a_syncer_that_was_not_there_is_given_time_to_answer() -> None:
+    """After a suspension, and after it has read its store for long, the first answers may still be missing."""
+    world = started()
+    world.edit(suspend=True)
+    world.until(lambda w: w.status["phase"] == "Suspended")
+    world.run(100)
+    world.edit(suspend=False)
+    world.syncer_silent = True
+    world.until(lambda w: any(p.ready_to_start + 1 <= w.now for p in w.of("syncer")), 60)
+    world.run(10)
+    world.syncer_silent = False
+    world.until(World.whole, 60)
+    assert world.told("SyncerNotAnswering") == 0
+
+
 def test_a_store_that_cannot_be_written_is_told() -> None:
     world = started()
     document = world.document

@@ -12,7 +12,7 @@ from diloco_operator.kube.api import Api
 from diloco_operator.kube.errors import ApiError
 from diloco_operator.kube.kinds import POD, Kind
 from diloco_operator.model import Object, Ref
-from diloco_operator.names import is_ours, owner_reference, ref_of
+from diloco_operator.names import GENERATION, is_ours, owner_reference, ref_of
 from diloco_operator.reconcile import apply
 from diloco_operator.reconcile.apply import Applier, ApplyMemory
 from diloco_protocol.vocabulary import LABEL_JOB
@@ -24,6 +24,11 @@ def config(value: str, owner: str = UID, **data: str) -> Object:
     meta: Object = {"name": "job-settings", "namespace": "ns", "labels": {LABEL_JOB: "job"}}
     meta["ownerReferences"] = [owner_reference("job", owner)]
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": {"job.json": value, **data}}
+
+
+def stateful_set(service: str, owner: str = UID) -> Object:
+    meta = config("", owner)["metadata"] | {"name": "job-local", "annotations": {GENERATION: service}}
+    return {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": meta, "spec": {"serviceName": service}}
 
 
 def live(obj: Object, version: int = 1) -> Object:
@@ -68,6 +73,13 @@ def test_an_object_that_is_not_the_jobs_is_not_sent(seen: bool) -> None:
     theirs = live(config("x", owner="another"))
     api = ScriptedApi(theirs)
     errors = applied(api, config("mine"), ApplyMemory(), theirs if seen else None)
+    assert [error.reason for error in errors.values()] == ["conflict"] and not api.sent
+
+
+def test_no_dry_run_is_made_of_an_object_that_is_not_the_jobs() -> None:
+    theirs = stateful_set("theirs", owner="another")
+    api = ScriptedApi(live(theirs))
+    errors = applied(api, stateful_set("mine"), ApplyMemory(), live(theirs))
     assert [error.reason for error in errors.values()] == ["conflict"] and not api.sent
 
 
