@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
 from typing import Any
 
+from pydantic_core import from_json, to_json
+
 from diloco_operator.job import rfc3339
+from diloco_operator.kube.api import NotLeading
 from diloco_operator.kube.errors import ApiError
-from diloco_operator.kube.kinds import EVENT, POD, SECRET, Kind
+from diloco_operator.kube.kinds import EVENT, LEASE, POD, SECRET, Kind
+from diloco_operator.leadership.candidate import REQUEST_SECONDS, lease_manifest, read_lease
+from diloco_operator.leadership.election import LeaseRecord, LeaseWrite
 from diloco_operator.model import Object
 from operator_simulation.virtual_time import WALL
 
@@ -29,7 +34,7 @@ def wall() -> float:
 
 
 def copied(value: Any) -> Any:
-    return json.loads(json.dumps(value))
+    return from_json(to_json(value))
 
 
 def merged(old: Any, patch: Any) -> Any:
@@ -54,6 +59,7 @@ class ApiServer:
         self.version = 1000
         self.watchers: list[Callable[[str, str, Object], None]] = []
         self.warnings: list[Object] = []
+        self.full: frozenset[str] = frozenset()  # kinds of which the namespace's quota is used up
         self._uids = 0
 
     # ------------------------------------------------------------------ reading
@@ -94,6 +100,7 @@ class ApiServer:
         meta = manifest["metadata"]
         if (kind, meta.get("namespace", ""), meta["name"]) in self.objects:
             raise ApiError("create", kind, 409, f"{kind} {meta['name']} already exists")
+        self._admit(kind, meta["name"])
         self._uids += 1
         digits = hashlib.sha256(f"{self.cluster} {self._uids}".encode()).hexdigest()
         uid = f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:32]}"
@@ -106,7 +113,10 @@ class ApiServer:
         meta = manifest["metadata"]
         before = self.find(kind, meta["namespace"], meta["name"])
         if before is None:
+            self._admit(kind, meta["name"])
             return manifest if dry_run else self.create(kind, {"kind": kind, **manifest})
+        if meta.get("uid") not in (None, before["metadata"]["uid"]):
+            raise ApiError("patch", kind, 409, f"{kind} {meta['name']}: Precondition failed: UID in precondition")
         new = {**before, **{key: value for key, value in copied(manifest).items() if key != "metadata"}}
         kept = dict(before["metadata"])
         for field in ("labels", "annotations"):
@@ -161,6 +171,10 @@ class ApiServer:
             {"involvedObject": about, "reason": reason, "message": message, "lastTimestamp": rfc3339(wall())}
         )
 
+    def _admit(self, kind: str, name: str) -> None:
+        if kind in self.full:
+            raise ApiError("create", kind, 403, f'{kind} "{name}" is forbidden: exceeded quota: small, used: 5')
+
     def _notify(self, kind: str, what: str, obj: Object) -> None:
         for watcher in list(self.watchers):
             watcher(kind, what, obj)
@@ -169,8 +183,9 @@ class ApiServer:
 class SimulatedApi:
     """The operator's ``Api``: requests that take time, may be lost, and whose answers may be.
 
-    ``reaches``: whether the operator's node reaches the API server now. ``acted``: told of every write before it is
-    carried out (verb, kind, name, body).
+    ``reaches``: whether the operator's node reaches the API server now. ``goes_on``: waits while the operator's process
+    stands still. ``acted``: told of every write before it is carried out (verb, kind, name, body).
+    ``seconds_for_a_write``: as in ``Api``.
     """
 
     host = "https://simulated"
@@ -180,34 +195,59 @@ class SimulatedApi:
         server: ApiServer,
         rng: random.Random,
         reaches: Callable[[], bool],
+        goes_on: Callable[[], Awaitable[None]],
         acted: Callable[[str, str, str, Any], None],
+        seconds_for_a_write: Callable[[], float],
         timeout: float = 15.0,
     ) -> None:
         self.server = server
         self.loss = 0.0  # of requests, and of answers
+        self.slow = 0.05  # the longest that a request takes to the API server
         self.writes = 0
         self._rng = rng
         self._reaches = reaches
+        self._goes_on = goes_on
         self._acted = acted
+        self._seconds_for_a_write = seconds_for_a_write
         self._timeout = timeout
 
-    async def _ask(self, verb: str, kind: Kind, name: str, body: Any, do: Callable[[], Any]) -> Any:
-        await asyncio.sleep(self._rng.uniform(0.002, 0.05))
-        if not self._reaches() or self._rng.random() < self.loss / 2:
-            await asyncio.sleep(self._timeout)
+    async def send(self, verb: str, kind: Kind, timeout: float, do: Callable[[], Any]) -> Any:
+        """One request of at most ``timeout`` seconds."""
+        took = self._rng.uniform(0.002, self.slow)
+        await asyncio.sleep(min(took, timeout))
+        if took >= timeout or not self._reaches() or self._rng.random() < self.loss / 2:
+            await asyncio.sleep(max(0.0, timeout - took))
+            await self._goes_on()
             raise ApiError(verb, kind.plural, 0, "the API server does not answer")
-        if verb != "get":
-            self.writes += 1
-            self._acted(verb, kind.name, name, body)
         try:
             found = copied(do())
         except ApiError as error:
             error.verb, error.resource = verb, kind.plural
+            await self._goes_on()
             raise
-        if self._rng.random() < self.loss / 2:
-            await asyncio.sleep(self._timeout)
+        lost = self._rng.random() < self.loss / 2
+        if lost:
+            await asyncio.sleep(timeout - took)
+        await self._goes_on()
+        if lost:
             raise ApiError(verb, kind.plural, 0, "the answer was lost")
         return found
+
+    async def _ask(self, verb: str, kind: Kind, name: str, body: Any, do: Callable[[], Any]) -> Any:
+        await self._goes_on()
+        if verb == "get":
+            return await self.send(verb, kind, self._timeout, do)
+        timeout = min(self._timeout, self._seconds_for_a_write())
+        if timeout <= 0:
+            raise NotLeading(verb, kind.plural, 0, "this operator does not lead, and writes nothing")
+
+        def carry_out() -> Any:
+            if verb != "try":
+                self.writes += kind is not EVENT
+                self._acted(verb, kind.name, name, body)
+            return do()
+
+        return await self.send(verb, kind, timeout, carry_out)
 
     async def get(self, kind: Kind, namespace: str | None, name: str) -> Object | None:
         server = self.server
@@ -230,8 +270,7 @@ class SimulatedApi:
 
     async def create(self, kind: Kind, namespace: str | None, manifest: Object) -> Object:
         if kind is EVENT:
-            self._acted("create", kind.name, "", manifest)
-            return manifest
+            return await self._ask("create", kind, "", manifest, lambda: manifest)
         if kind is SECRET:  # its content is nobody's business here
             manifest = {"kind": "Secret", "metadata": manifest["metadata"]}
         name = manifest["metadata"]["name"]
@@ -239,12 +278,12 @@ class SimulatedApi:
 
     async def apply(self, kind: Kind, manifest: Object, dry_run: bool = False) -> Object:
         name, server = manifest["metadata"]["name"], self.server
-        verb = "get" if dry_run else "apply"
+        verb = "try" if dry_run else "apply"
         return await self._ask(verb, kind, name, manifest, lambda: server.apply(kind.name, manifest, dry_run))
 
     async def merge_patch(self, kind: Kind, namespace: str, name: str, patch: Object, sub: str = "") -> Object:
         if kind is EVENT:
-            return {}
+            return await self._ask("patch", kind, name, patch, dict)
         server = self.server
         return await self._ask("patch", kind, name, patch, lambda: server.patch(kind.name, namespace, name, patch, sub))
 
@@ -253,3 +292,30 @@ class SimulatedApi:
         return await self._ask(
             "delete", kind, name, body, lambda: server.delete(kind.name, namespace, name, uid, grace)
         )
+
+
+class SimulatedLease:
+    """The operator's ``LeaseStore`` on a simulated API server. Its requests take simulated time."""
+
+    where = "diloco-system/diloco-operator"
+
+    def __init__(self, api: SimulatedApi, namespace: str, name: str) -> None:
+        self._api, self._place = api, (namespace, name)
+
+    async def read(self) -> LeaseRecord | None:
+        """As ``LeaseStore.read``."""
+        server = self._api.server
+        found = await self._api.send("get", LEASE, REQUEST_SECONDS, lambda: server.find(LEASE.name, *self._place))
+        return read_lease(found) if found is not None else None
+
+    async def write(self, wanted: LeaseWrite) -> LeaseRecord:
+        """As ``LeaseStore.write``."""
+        server, at = self._api.server, datetime.fromtimestamp(wall(), UTC)
+        body = lease_manifest(wanted, *self._place, at)
+
+        def carry_out() -> Object:
+            if wanted.version is None:
+                return server.create(LEASE.name, body)
+            return server.patch(LEASE.name, *self._place, body, "")
+
+        return read_lease(await self._api.send("patch", LEASE, REQUEST_SECONDS, carry_out))

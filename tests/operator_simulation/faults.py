@@ -131,9 +131,16 @@ async def restart_an_operator(world: World) -> None:
 
 
 async def upgrade_an_operator(world: World) -> None:
-    operator = world.rng.choice(world.operators)
-    release = f"2.{int(now())}"
-    await world.restart_operator(operator, syncer_image=f"syncer:{release}", worker_image=f"worker:{release}")
+    """Each cluster has its own operator, and may have another release than others."""
+    await world.upgrade_operator(world.rng.choice(world.operators), f"2.{int(now())}")
+
+
+async def upgrade_an_operator_then_edit_and_upgrade_the_job(world: World) -> None:
+    await upgrade_an_operator(world)
+    await world.sleep(world.rng.uniform(0, 30))
+    await world.rng.choice([edit_a_setting, edit_a_template])(world)
+    await world.sleep(world.rng.uniform(0, 30))
+    world.upgrade_job()
 
 
 async def start_another_operator_beside_one(world: World) -> None:
@@ -153,6 +160,39 @@ async def cut_an_operator_off_and_start_another(world: World) -> None:
         world.start_operator(kubernetes.name, world.rng.choice([n for n in kubernetes.nodes if n != node.name]))
         await world.sleep(world.rng.uniform(30, 150))
         await world.stop_operator(operator)
+
+
+async def stop_an_operator_for_a_while(world: World) -> None:
+    """Its process stands still, with whatever it is at, while a standby is there."""
+    operator = world.rng.choice(world.operators)
+    other = world.start_operator(operator.kubernetes.name, world.rng.choice(list(operator.kubernetes.nodes)))
+    await world.sleep(world.rng.uniform(0, 20))
+    operator.stands_still_until = now() + world.rng.uniform(1, 60)
+    world.note(f"{operator.name} stands still until {operator.stands_still_until:.0f}")
+    await world.sleep(world.rng.uniform(30, 90))
+    await world.stop_operator(other)
+
+
+async def slow_an_api_server_down(world: World) -> None:
+    """Requests of one operator take up to some seconds."""
+    operator = world.rng.choice(world.operators)
+    operator.api.slow = world.rng.uniform(1, 6)
+    world.note(f"requests of {operator.name} take up to {operator.api.slow:.1f} s")
+    await world.sleep(world.rng.uniform(20, 60))
+    operator.api.slow = 0.05
+
+
+async def refuse_what_was_deleted(world: World) -> None:
+    """A person deletes objects of the job, and the namespace's quota lets none of their kinds be made again."""
+    kubernetes = world.rng.choice(list(world.clusters.values()))
+    kinds = world.rng.sample(["Service", "ConfigMap", "StatefulSet", "Secret", "PodDisruptionBudget"], 2)
+    kubernetes.server.full |= frozenset(kinds)
+    world.note(f"the quota of {kubernetes.name} is used up for {kinds}")
+    for kind in kinds:
+        world.delete_an_object(kubernetes, kind)
+    await world.sleep(world.rng.uniform(5, 60))
+    kubernetes.server.full -= frozenset(kinds)
+    world.note(f"the quota of {kubernetes.name} is raised for {kinds}")
 
 
 async def refuse_pods(world: World) -> None:
@@ -196,6 +236,10 @@ FAULTS: dict[str, Fault] = {
         cut_an_api_server_off,
         restart_an_operator,
         upgrade_an_operator,
+        upgrade_an_operator_then_edit_and_upgrade_the_job,
+        stop_an_operator_for_a_while,
+        slow_an_api_server_down,
+        refuse_what_was_deleted,
         start_another_operator_beside_one,
         cut_an_operator_off_and_start_another,
         refuse_pods,

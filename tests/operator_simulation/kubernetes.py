@@ -44,7 +44,8 @@ class Process:
     node: Node
     job: Object  # the settings that it read when it started
     started: float
-    arguments: tuple[str, ...] = ()
+    image: str = ""
+    command: tuple[str, ...] = ()
     ready: bool = False
     hung: bool = False  # its own fault: it runs, and does nothing any more
     told_to_end: float | None = None
@@ -92,7 +93,7 @@ class Kubernetes:
         self.programs: dict[str, Callable[[Process], None]] = {}
         self._rng = rng
         self._reaches = reaches
-        self._templates: dict[str, str] = {}
+        self._templates: dict[int, tuple[Object, str]] = {}
         self._generation = 0
         for node in self.nodes.values():
             self._write_node(node)
@@ -135,10 +136,12 @@ class Kubernetes:
         return [p for p in self.pods() if p["metadata"]["ownerReferences"][0]["uid"] == uid]
 
     def revision(self, obj: Object) -> str:
-        text = json.dumps(obj["spec"]["template"], sort_keys=True)
-        if text not in self._templates:
-            self._templates[text] = hashlib.sha256(text.encode()).hexdigest()[:10]
-        return f"{obj['metadata']['name']}-{self._templates[text]}"
+        template = obj["spec"]["template"]
+        known = self._templates.get(id(template))
+        if known is None:  # objects are never changed in place
+            text = json.dumps(template, sort_keys=True)
+            known = self._templates[id(template)] = (template, hashlib.sha256(text.encode()).hexdigest()[:10])
+        return f"{obj['metadata']['name']}-{known[1]}"
 
     def _stateful_set(self, obj: Object) -> None:
         meta, replicas = obj["metadata"], obj["spec"]["replicas"]
@@ -312,6 +315,9 @@ class Kubernetes:
             for field_name, kind, key in (("configMap", "ConfigMap", "name"), ("secret", "Secret", "secretName")):
                 source = volume.get(field_name)
                 if source and not source.get("optional") and self.server.find(kind, space, source[key]) is None:
+                    missing = f'{kind.lower()} "{source[key]}" not found'
+                    message = f'MountVolume.SetUp failed for volume "{volume["name"]}" : {missing}'
+                    self.server.warn("Pod", pod, "FailedMount", message)
                     return False
         return True
 
@@ -329,7 +335,8 @@ class Kubernetes:
             node=node,
             job=json.loads(settings["data"]["job.json"]),
             started=now(),
-            arguments=(str(main["image"]), *map(str, main.get("args") or ())),
+            image=str(main["image"]),
+            command=tuple(map(str, main["command"])),
         )
         node.processes[uid] = process
         return process

@@ -18,6 +18,8 @@ from status_documents import job_report, learner_page, slot_row, status_document
 HOLDING = ("active", "suspect", "draining")
 START_SECONDS, JOIN_SECONDS, DRAIN_SECONDS = 1.5, 1.0, 2.0
 HEARTBEAT_SECONDS = 10.0
+RELEASE_FLAG = "--of-release="
+"""A flag that each release of the operator gives to programs; only those of the same release know it."""
 
 
 @dataclass
@@ -66,8 +68,7 @@ class Programs:
 
     def run_syncer(self, process: Process) -> None:
         """Half a second of a syncer."""
-        if "--unknown-flag" in process.arguments:
-            process.ended, process.last_line = 2, "unrecognized arguments: --unknown-flag"
+        if not _knows_its_flags(process):
             return
         if self.syncer is not process:
             if now() < process.started + START_SECONDS or process.told_to_end is not None:
@@ -81,6 +82,7 @@ class Programs:
 
     def run_learner(self, process: Process) -> None:
         """A learner does what the syncer's side of it shows."""
+        _knows_its_flags(process)
 
     def run_evaluator(self, process: Process) -> None:
         process.ready = True
@@ -254,3 +256,12 @@ class Programs:
             merges=self.store.merges if heard else None,
         )
         return found.model_dump_json().encode()
+
+
+def _knows_its_flags(process: Process) -> bool:
+    """Whether the program is of the release that made its template. If not, it ends."""
+    release = process.image.rpartition(":")[2]
+    flags = [flag for flag in process.command if flag.startswith(RELEASE_FLAG)]
+    if process.image.startswith("diloco-") and flags != [f"{RELEASE_FLAG}{release}"]:
+        process.ended, process.last_line = 2, f"unrecognized arguments: {' '.join(flags)}"
+    return process.ended is None

@@ -1,7 +1,8 @@
 """An event loop in which waiting costs nothing: when nothing is due, its time jumps to what is due next.
 
-Nothing in such a loop may wait for a socket or a thread; ``run_in_executor`` runs the call at once. ``Clock`` stands
-in for the module ``time`` in the operator's modules, so that all of it lives in the same time.
+Nothing in such a loop may wait for a socket or a thread. ``run_in_executor`` runs the call at once; what a coroutine
+function is called for takes its simulated time. ``Clock`` stands in for the module ``time`` in the operator's modules,
+so that all of it lives in the same time.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._jump.now
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
+        if asyncio.iscoroutinefunction(func):
+            return self.create_task(func(*args))
         future = self.create_future()
         try:
             future.set_result(func(*args))

@@ -7,7 +7,9 @@ carried out (``_judge_write``, ``_judge_call``) by what is really so, not by wha
   does not hear, while it hears another of its region, may be, and one at a time;
 - a rollout takes one learner of a region at a time, and none that the quorum needs;
 - no process is said to have ended that has not;
-- no object is touched that is not the job's.
+- no object is touched that is not the job's;
+- nothing is written, and the syncer is told nothing, but by the operator whom the cluster's Lease names;
+- no program is given the flags of another release than its image's.
 
 Faults are methods and attributes; each may be undone. ``heal`` undoes them all.
 """
@@ -28,8 +30,10 @@ from diloco_operator.informer import job_events
 from diloco_operator.informer.cache import Cache
 from diloco_operator.informer.job_events import JobEvents
 from diloco_operator.kube.kinds import JOB, LABELLED, NODE, POD, STATEFUL_SET, Kind
+from diloco_operator.leadership.candidate import Candidate
 from diloco_operator.metrics import Metrics
 from diloco_operator.model import Key, Object
+from diloco_operator.objects import manifests
 from diloco_operator.plan.planning import plan_job
 from diloco_operator.reconcile import (
     apply,
@@ -42,6 +46,7 @@ from diloco_operator.reconcile import (
 )
 from diloco_operator.reconcile.event_recorder import EventRecorder
 from diloco_operator.reconcile.job_secrets import RootKey
+from diloco_operator.reconcile.leading import run_while_leading
 from diloco_operator.reconcile.reconciler import Reconciler
 from diloco_operator.reconcile.syncer_poller import SyncerPoller
 from diloco_operator.reconcile.workqueue import WorkQueue
@@ -49,14 +54,14 @@ from diloco_operator.settings import Settings
 from diloco_protocol.vocabulary import LABEL_JOB, LABEL_POD_INDEX, LABEL_REGION, LABEL_ROLE, ControlMethod
 from diloco_protocol.wire.control_client import ControlError
 from operator_simulation import virtual_time
-from operator_simulation.api_server import SimulatedApi, copied
+from operator_simulation.api_server import SimulatedApi, SimulatedLease, copied
 from operator_simulation.kubernetes import Kubernetes, Node, Process, now
-from operator_simulation.programs import Programs
+from operator_simulation.programs import RELEASE_FLAG, Programs
 
 STEP = 0.5
 NAMESPACE = "ns"
-_NODE: contextvars.ContextVar[Node] = contextvars.ContextVar("node")
-"""The node of the operator that runs now."""
+_OPERATOR: contextvars.ContextVar[SimulatedOperator] = contextvars.ContextVar("operator")
+"""The operator that runs now."""
 
 
 class Violation(AssertionError):
@@ -99,7 +104,8 @@ class _Stream:
             self._take(what, obj)
 
     def _hears(self) -> bool:
-        return now() >= self.stalled_until and self._operator.reaches_api()
+        operator = self._operator
+        return now() >= max(self.stalled_until, operator.stands_still_until) and operator.reaches_api()
 
     def _take(self, what: str, obj: Object) -> None:
         operator, meta = self._operator, obj["metadata"]
@@ -124,6 +130,20 @@ class _Permissions:
         return ()
 
 
+class SimulatedCandidate(Candidate):
+    """The product's, whose process may stand still, and then learns late what has happened meanwhile."""
+
+    def __init__(self, operator: SimulatedOperator, store: Any) -> None:
+        super().__init__(store, operator.identity, now)
+        self._operator = operator
+
+    async def wait_until_it_is_over(self, term: int) -> None:
+        await super().wait_until_it_is_over(term)
+        if now() < self._operator.stands_still_until:
+            await self._operator.goes_on()
+            await asyncio.sleep(self._operator.world.rng.uniform(0.0, 2.0))
+
+
 class SimulatedOperator:
     """One operator: the product's parts, in one cluster, on one node."""
 
@@ -131,14 +151,25 @@ class SimulatedOperator:
         self.world, self.kubernetes, self.node = world, kubernetes, node
         self.settings = Settings(cluster=kubernetes.name, **settings)
         self.name = f"operator@{node.endpoint}"
+        world.operators_made += 1
+        self.identity = f"{self.name} {world.operators_made}"
+        self.stands_still_until = 0.0
         self.cache = Cache()
         self.turns = 0
         self.api: Any = SimulatedApi(
-            kubernetes.server, world.rng, self.reaches_api, lambda *act: world.judge_write(self, *act)
+            kubernetes.server,
+            world.rng,
+            self.reaches_api,
+            self.goes_on,
+            lambda *act: world.judge_write(self, *act),
+            lambda: self.candidate.seconds_for_a_write(),
+        )
+        self.candidate = SimulatedCandidate(
+            self, SimulatedLease(self.api, self.settings.namespace, self.settings.lease)
         )
         metrics = Metrics()
         self.queue = WorkQueue(self._turn, 2, self._failed, clock=now)
-        self.poller = SyncerPoller(metrics, 4, 3.0, self.queue.add)
+        self.poller = SyncerPoller(metrics, 4, 3.0, self.queue.add, self.candidate.leads)
         self.job_events = JobEvents(self.api, self.cache, self.wake)
         self.streams = [_Stream(self, kind) for kind in (JOB, *LABELLED, NODE)]
         permissions: Any = _Permissions()
@@ -158,10 +189,10 @@ class SimulatedOperator:
             world.plan,
         )
         kubernetes.server.watchers.append(self._tell)
-        before = _NODE.set(node)
-        self._tasks = [asyncio.create_task(stream.run()) for stream in self.streams]
-        self._tasks += [asyncio.create_task(self._work()), asyncio.create_task(self.job_events.run())]
-        _NODE.reset(before)
+        before = _OPERATOR.set(self)
+        parts = (*(stream.run() for stream in self.streams), self._work(), self.candidate.run(), self.job_events.run())
+        self._tasks = [asyncio.create_task(part) for part in parts]
+        _OPERATOR.reset(before)
 
     def reaches_api(self) -> bool:
         return self.node.up and self.world.reaches(self.node.endpoint, self.kubernetes.api)
@@ -173,13 +204,20 @@ class SimulatedOperator:
         """The stream of a kind brings nothing for so long, and then all of it."""
         next(stream for stream in self.streams if stream.kind is kind).stalled_until = now() + seconds
 
-    async def stop(self) -> None:
-        """The process ends, wherever it is in what it does."""
+    async def goes_on(self) -> None:
+        """Wait while the process stands still, as after SIGSTOP or with its machine."""
+        while now() < self.stands_still_until:
+            await asyncio.sleep(self.stands_still_until - now())
+
+    async def stop(self, in_good_order: bool = False) -> None:
+        """The process ends, wherever it is in what it does; in good order it gives the Lease back."""
         self.kubernetes.server.watchers.remove(self._tell)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.poller.close()
+        if in_good_order:
+            await self.candidate.release(lambda: True)
 
     def wake(self, keys: set[Key]) -> None:
         for key in keys:
@@ -192,9 +230,16 @@ class SimulatedOperator:
 
     async def _work(self) -> None:
         await asyncio.sleep(2.0)  # until all streams are in step
-        await self.queue.run()
+        await run_while_leading(self.candidate, self.queue, self._begin_to_lead)
+
+    def _begin_to_lead(self, another_led: bool) -> None:
+        self.world.note(f"{self.name} leads")
+        if another_led:
+            self.reconciler.forget()
+        self.wake(set(self.cache.jobs()))
 
     async def _turn(self, key: Key) -> float | None:
+        await self.goes_on()
         self.turns += 1
         return await self.reconciler.turn(key)
 
@@ -221,6 +266,7 @@ class World:
         self.clusters = {name: Kubernetes(name, nodes, self.rng, self.reaches) for name in clusters}
         self.programs = Programs(self.processes, self.reaches)
         self.operators: list[SimulatedOperator] = []
+        self.operators_made = 0
         self.violations: list[BaseException] = []
         self.log: list[str] = []
         self.deletions: Counter[str] = Counter()
@@ -289,15 +335,22 @@ class World:
     async def restart_operator(self, operator: SimulatedOperator, **settings: Any) -> SimulatedOperator:
         """Another process, which remembers nothing. ``settings``: of a new release, for one."""
         await self.stop_operator(operator)
-        kept = {"syncer_image": operator.settings.syncer_image, "worker_image": operator.settings.worker_image}
+        before = operator.settings
+        kept = {name: getattr(before, name) for name in ("syncer_image", "worker_image", "release")}
         return self.start_operator(operator.kubernetes.name, operator.node.name, **(kept | settings))
 
+    async def upgrade_operator(self, operator: SimulatedOperator, release: str) -> SimulatedOperator:
+        """A release with other images, and with another template for each of the programs."""
+        images = {"syncer_image": f"diloco-syncer:{release}", "worker_image": f"diloco-worker:{release}"}
+        return await self.restart_operator(operator, release=release, **images)
+
     async def stop_operator(self, operator: SimulatedOperator) -> None:
-        """The process ends."""
+        """The process ends, in good order or not."""
         if operator in self.operators:
             self.operators.remove(operator)
-            self.note(f"{operator.name} ends")
-            await operator.stop()
+            in_good_order = self.rng.random() < 0.5
+            self.note(f"{operator.name} ends{', in good order' if in_good_order else ''}")
+            await operator.stop(in_good_order)
 
     async def stop(self) -> None:
         for operator in self.operators:
@@ -355,6 +408,18 @@ class World:
             kubernetes.server.patch(JOB.name, NAMESPACE, self.job_name, {"spec": spec}, "")
         self.note(f"a person edits {spec}")
 
+    def upgrade_job(self) -> None:
+        """As ``diloco upgrade``: every copy of the job goes to the release that its operator has."""
+        self.edit(release=f"at-{now():.0f}")
+
+    def delete_an_object(self, kubernetes: Kubernetes, kind: str) -> None:
+        """One object of the job, if it has one of the kind."""
+        labelled = [o for o in kubernetes.server.all(kind) if LABEL_JOB in (o["metadata"].get("labels") or {})]
+        if labelled:
+            meta = self.rng.choice(labelled)["metadata"]
+            self.note(f"a person deletes {kind} {meta['name']}")
+            kubernetes.server.delete(kind, NAMESPACE, meta["name"], meta["uid"], None)
+
     def delete_pods(self, pods: list[Object], grace: int | None = None) -> None:
         for pod in pods:
             meta = pod["metadata"]
@@ -375,9 +440,11 @@ class World:
 
     def judge_write(self, operator: SimulatedOperator, verb: str, kind: str, name: str, body: Any) -> None:
         """An operator's write, just before it happens."""
+        self._judge_leader(operator, f"{verb} of {kind} {name}")
         if kind == "Event":
-            self.events[body["reason"]] += 1
-            self.note(f"{operator.name}: Event {body['reason']}: {body['message']}")
+            if verb == "create":
+                self.events[body["reason"]] += 1
+                self.note(f"{operator.name}: Event {body['reason']}: {body['message']}")
             return
         server = operator.kubernetes.server
         obj = server.find(kind, NAMESPACE, name)
@@ -444,11 +511,19 @@ class World:
             self._violated(f"{operator.name}: {process.pod_name} is deleted before {others} takes part again")
         self.taken = missing | {process.pod_name}
 
-    def judge_call(self, operator_node: Node, method: str, body: dict[str, Any]) -> None:
+    def _judge_leader(self, operator: SimulatedOperator, act: str) -> None:
+        """What is done while the Lease names another was done by two at once."""
+        lease = operator.kubernetes.server.find("Lease", operator.settings.namespace, operator.settings.lease)
+        holder = lease["spec"]["holderIdentity"] if lease is not None else "nobody"
+        if holder != operator.identity:
+            self._violated(f"{operator.identity}: {act}, and {holder or 'nobody'} has the Lease")
+
+    def judge_call(self, operator: SimulatedOperator, method: str, body: dict[str, Any]) -> None:
         """A control call that reaches the syncer."""
-        if method == ControlMethod.STATUS:
+        if method in (ControlMethod.STATUS, ControlMethod.REPORT):
             return
-        self.note(f"operator@{operator_node.endpoint} calls {method} {body}")
+        self._judge_leader(operator, f"call of {method}")
+        self.note(f"{operator.name} calls {method} {body}")
         if method == ControlMethod.PROCESS_ENDED:
             for process in self.processes("learner"):
                 if process.id == body["process"] and self._has_pod(process):
@@ -477,19 +552,21 @@ def _control_client(world: World) -> Any:
         async def call(self, method: str, body: Any = None, timeout: float = 3.0) -> dict[str, Any]:
             await asyncio.sleep(world.rng.uniform(0.005, 0.05))
             syncer = world.programs.syncer
-            caller = _NODE.get()
+            caller = _OPERATOR.get()
             there = (
                 syncer is not None
                 and syncer.pod_uid == self._uid
                 and syncer.works
-                and caller.up
-                and world.reaches(caller.endpoint, syncer.node.endpoint)
+                and caller.node.up
+                and world.reaches(caller.node.endpoint, syncer.node.endpoint)
             )
             if not there:
                 await asyncio.sleep(timeout)
                 raise ControlError("unreachable", "nobody answers")
             world.judge_call(caller, method, body or {})
-            return copied(world.programs.call(method, body or {}))
+            answer = copied(world.programs.call(method, body or {}))
+            await caller.goes_on()
+            return answer
 
         async def close(self) -> None:
             pass
@@ -512,6 +589,12 @@ def simulate(make: Callable[[], World], scenario: Callable[[World], Any]) -> Wor
     """Run a scenario in a world, in simulated time, and return the world as it is then."""
     clock = virtual_time.Clock()
     modules = (apply, event_reader, event_recorder, job_events, reconciler, status_writer, syncer_poller, workqueue)
+    render = manifests.render_pod_holder
+
+    def render_of_release(job: Any, here: Any, ref: Any, images: Any, settings: Any) -> Object:
+        rendered = render(job, here, ref, images, settings)
+        rendered["template"]["spec"]["containers"][0]["command"].append(f"{RELEASE_FLAG}{settings.release}")
+        return rendered
 
     async def main() -> World:
         world = make()
@@ -519,6 +602,7 @@ def simulate(make: Callable[[], World], scenario: Callable[[World], Any]) -> Wor
         with contextlib.ExitStack() as stack:
             for module in modules:
                 stack.enter_context(mock.patch.object(module, "time", clock))
+            stack.enter_context(mock.patch.object(manifests, "render_pod_holder", render_of_release))
             stack.enter_context(mock.patch.object(syncer_poller, "ControlClient", _control_client(world)))
             stack.enter_context(mock.patch.object(syncer_poller, "_read_page", _page_of(world)))
             try:

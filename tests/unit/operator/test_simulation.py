@@ -14,12 +14,15 @@ from typing import Any
 import pytest
 
 from diloco_operator.kube.kinds import POD
-from diloco_operator.plan import planning
+from diloco_operator.leadership.election import Election
+from diloco_operator.objects import manifests
+from diloco_operator.plan import desired, planning
 from diloco_operator.plan.pods import replacement, silence
 from diloco_operator.plan.view import View
 from diloco_operator.reconcile import reconciler
 from operator_simulation.faults import FAULTS
-from operator_simulation.world import World, simulate
+from operator_simulation.kubernetes import now
+from operator_simulation.world import SimulatedOperator, World, simulate
 from operator_world import SPREAD, job_object
 
 SEEDS = range(*map(int, os.environ.get("SIMULATION_SEEDS", "0:3").split(":")))
@@ -107,6 +110,79 @@ async def zombie_operator(world: World) -> None:
     await world.until(World.whole, 300)
 
 
+async def leaders_come_and_go(world: World) -> None:
+    """Two operators; the leader is cut off, stands still, is killed and ends in good order, and learners are replaced
+    all the while. After each, one of those that are left acts."""
+
+    async def someone_acts() -> None:
+        world.delete_pods([world.rng.choice(world.pods("learner"))], 0)
+        world.edit(ttlSecondsAfterFinished=1000 + len(world.log))
+        job = world.job()
+        assert job is not None
+        generation = job["metadata"]["generation"]
+        await world.until(lambda w: w.status()["observedGeneration"] == generation, 60)
+        await world.until(World.whole, 120)
+
+    def leader() -> SimulatedOperator:
+        return next(operator for operator in world.operators if operator.candidate.leads())
+
+    world.start_operator(node="n0")
+    await world.until(World.whole, 120)
+    world.start_operator(node="n1")
+    cut_off = leader().node.endpoint
+    with world.cut(lambda e: e == cut_off, lambda e: e == "hub/api"):
+        await someone_acts()
+    first = leader()
+    first.stands_still_until = now() + 40.0
+    await someone_acts()
+    assert leader() is not first
+    await world.run(40)
+    for in_good_order in (True, False):
+        ended = leader()
+        world.operators.remove(ended)
+        await ended.stop(in_good_order)
+        world.start_operator(node=ended.node.name)
+        await someone_acts()
+    await world.run(60)
+    assert sum(operator.candidate.leads() for operator in world.operators) == 1
+
+
+async def edit_after_an_upgrade(world: World) -> None:
+    """`helm upgrade` to a release with other templates, an edit of ttlSecondsAfterFinished, then the user's word."""
+    operator = world.start_operator()
+    await world.until(World.whole, 120)
+    started = {pod["metadata"]["uid"] for pod in world.pods("learner") + world.pods("syncer")}
+    operator = await world.upgrade_operator(operator, "2")
+    await world.run(30)
+    world.edit(ttlSecondsAfterFinished=1000)
+    await world.run(60)
+    assert started == {pod["metadata"]["uid"] for pod in world.pods("learner") + world.pods("syncer")}
+    assert world.whole()
+    world.upgrade_job()
+    await world.run(30)
+    await world.until(lambda w: {p.image.rpartition(":")[2] for p in w.processes("learner")} == {"2"}, 300)
+    await world.until(World.whole, 120)
+    assert world.programs.syncer is not None and world.programs.syncer.image == "diloco-syncer:2"
+
+
+async def quota_is_used_up_from_the_start(world: World) -> None:
+    """Nothing of the job can be made for ten minutes; it is said, tried at a bounded rate, and then it starts."""
+    server, kinds = world.clusters["hub"].server, ["ConfigMap", "PersistentVolumeClaim", "StatefulSet"]
+    for first in range(len(kinds)):
+        server.full = frozenset(kinds[first:])
+        operator = world.start_operator()
+        await world.run(60)
+        assert world.condition("Ready")["reason"] == "QuotaExceeded", world.condition("Ready")
+        turns, writes = operator.turns, operator.api.writes
+        await world.run(200)
+        assert operator.turns - turns < 200 and operator.api.writes - writes < 200
+        assert not world.pods("learner") and world.events["QuotaExceeded"] <= 6
+        await world.stop_operator(operator)
+    server.full = frozenset()
+    world.start_operator()
+    await world.until(World.whole, 120)
+
+
 async def sixty_pods_deleted_at_once(world: World) -> None:
     world.start_operator()
     await world.until(World.whole, 120)
@@ -159,6 +235,18 @@ def test_a_zombie_operator_takes_nothing_from_anybody() -> None:
     simulate(eight_learners, zombie_operator)
 
 
+def test_whoever_leads_goes_another_goes_on() -> None:
+    simulate(three_learners, leaders_come_and_go)
+
+
+def test_an_edit_after_an_upgrade_restarts_nobody() -> None:
+    simulate(three_learners, edit_after_an_upgrade)
+
+
+def test_a_quota_that_is_used_up_is_told_and_waited_for() -> None:
+    simulate(three_learners, quota_is_used_up_from_the_start)
+
+
 def test_sixty_pods_deleted_at_once_do_not_fail_a_job() -> None:
     simulate(sixty_learners, sixty_pods_deleted_at_once)
 
@@ -202,12 +290,37 @@ def count_all_losses(patch: Patch) -> None:
     patch.setattr(planning, "_count_losses", count)
 
 
+def trust_the_lease_for_too_long(patch: Patch) -> None:
+    """A leader that cannot renew acts for longer than others wait for it. And it does what the cache says."""
+
+    def seconds_left(one: Election, at: float) -> float:
+        return 0.0 if one._sent_at is None else max(0.0, one._sent_at + 90.0 - at)
+
+    patch.setattr(Election, "seconds_to_act", seconds_left)
+    patch.setattr(Election, "seconds_for_a_write", seconds_left)
+    believe_the_cache(patch)
+
+
+def render_when_the_generation_changes(patch: Patch) -> None:
+    """Objects are rendered by this release's templates, with the images that the job has, whenever it is edited."""
+
+    def render(view: View, ref: Any, before: Any, origin: Any) -> Any:
+        if before is not None and before[0] == view.job.generation:
+            return before[1], origin
+        now = manifests.origin_of(view.job, view.here, ref, view.settings.release)
+        images = desired.job_release(view).images
+        return manifests.render_pod_holder(view.job, view.here, ref, images, view.settings), now
+
+    patch.setattr(desired, "_render", render)
+
+
 @pytest.mark.parametrize(
     ("put_back", "make", "scenario"),
     [
         (believe_every_silence, eight_learners, cut_around_the_syncers_node),
         (believe_the_cache, three_learners, frozen_view_of_pods),
-        (believe_the_cache, eight_learners, zombie_operator),
+        (trust_the_lease_for_too_long, eight_learners, zombie_operator),
+        (render_when_the_generation_changes, three_learners, edit_after_an_upgrade),
         (count_all_losses, sixty_learners, sixty_pods_deleted_at_once),
     ],
 )
@@ -240,6 +353,8 @@ def test_random_faults_take_nothing_healthy_and_end_well(seed: int) -> None:
         for task in under_way:
             task.result()
         world.note("no fault lasts any more")
+        world.upgrade_job()  # or an edit after an upgrade waits for the user's word
+        await world.run(30)
         await world.until(World.whole, 900)
         await world.run(60)
         before = [(operator, operator.turns, operator.api.writes) for operator in world.operators]
