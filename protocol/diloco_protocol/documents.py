@@ -65,6 +65,9 @@ class RoundRow(Document):
     fragment: Count = Field(description="the fragment that is collected")
     round: Count = Field(description="number of the round")
     merging: bool = Field(description="its pushes are being merged")
+    open_seconds: float = Field(description="since it opened")
+    overdue: bool = Field(description="it waits for its quorum of pushes much longer than a turn takes")
+    message: str = Field(description="of an overdue one: whose pushes it lacks, and the reason of the last refusal")
     responders: list[int] = Field(description="slots whose push has come")
     waiting: list[int] = Field(description="slots that were asked, can be reached and have not answered")
 

@@ -61,6 +61,7 @@ class EventKind(StrEnum):
     FIRST_STEP = "first-step"
     FIRST_MERGE = "first-merge"
     STARVED = "starved"
+    ROUND_OVERDUE = "round-overdue"  # it has waited for its pushes for long
     SUSPECT = "suspect"
     LOST = "lost"
     PROCESS_ENDED = "process-ended"  # somebody who knows said so: its slot is lost

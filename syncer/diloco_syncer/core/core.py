@@ -298,9 +298,8 @@ class Core:
         slot.heard_at = now
         if slot.state is SlotState.SUSPECT:
             slot.state = SlotState.ACTIVE
-        if apply_report(self._state, self._actions, slot, report, now) and not slot.ready:
+        if apply_report(self._state, self._actions, slot, report, now):
             slot.ready = True
-            self._aggregator.pull_open_rounds(slot)
 
     def _grant_lease(self, connection: int) -> None:
         state = self._state

@@ -125,6 +125,9 @@ def status_document(state: JobState, now: float, shell: ShellFigures) -> StatusD
                 fragment=opened.fragment,
                 round=opened.id,
                 merging=opened.merging,
+                open_seconds=now - opened.opened_at,
+                overdue=opened.overdue and not opened.merging,
+                message=state.describe_overdue_round(opened) if opened.overdue and not opened.merging else "",
                 responders=sorted(opened.slots()),
                 waiting=sorted((opened.pulled & state.members.reachable()) - opened.slots()),
             )

@@ -1,8 +1,8 @@
 """What the syncer knows of its job: the data that the decisions are made from.
 
-``JobState`` holds the parts, each of which changes only itself: ``members`` the slots, ``clock`` the job's
-time, ``leases`` the data, ``rounds`` the versions and open rounds, ``ledger`` the tokens, ``lineage`` the
-store's past, ``scores`` the losses. It is private to the core: the shell asks ``Core``.
+``JobState`` holds the parts, each of which changes only itself: ``members`` the slots, ``clock`` the job's time,
+``leases`` the data, ``rounds`` the versions and open rounds, ``norm_gate`` the usual norms, ``ledger`` the tokens,
+``lineage`` the store's past, ``scores`` the losses. It is private to the core: the shell asks ``Core``.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from diloco_syncer.core.members.leases import LeaseBook
 from diloco_syncer.core.members.recent_refusals import RecentRefusals
 from diloco_syncer.core.members.slots import Slot, SlotTable
 from diloco_syncer.core.merging.ledger import Ledger
-from diloco_syncer.core.merging.rounds import Progress, RoundBook
+from diloco_syncer.core.merging.norm_gate import NormGate
+from diloco_syncer.core.merging.rounds import Progress, Round, RoundBook
 from diloco_syncer.core.recovery.lineage import Lineage
 from diloco_syncer.core.scores import Scores
+
+NAMED = 4  # slots in a message
 
 
 class JobState:
@@ -38,6 +41,7 @@ class JobState:
         self.fragment_elements: tuple[int, ...] = ()
         self.rounds: RoundBook | None = None
         self.ledger: Ledger | None = None
+        self.norm_gate = NormGate(config.norm_gate)
         self.epochs: list[tuple[int, list[int]]] = []  # (epoch, versions when it began)
         self.merges = 0  # durable ones, of all fragments
         self.lineage = Lineage()
@@ -92,6 +96,14 @@ class JobState:
                 learners.append(Progress(slot.index, slot.step, bases))
         return learners
 
+    def describe_overdue_round(self, opened: Round) -> str:
+        """What is said of a round that waits for long: whose pushes it lacks, and why where that is known. Holds
+        nothing that changes by itself."""
+        lacking = sorted(opened.pulled - opened.slots())
+        words = [f"slot {index} ({opened.refused.get(index, 'no push came')})" for index in lacking[:NAMED]]
+        words += [f"{len(lacking) - NAMED} more"] if len(lacking) > NAMED else []
+        return f"fragment {opened.fragment} waits for pushes for long: {', '.join(words) or 'too few slots were asked'}"
+
     # ------------------------------------------------------------- durable
 
     def to_json(self, now: float, wall: float = 0.0) -> dict[str, Any]:
@@ -106,6 +118,7 @@ class JobState:
             "fragment_elements": list(self.fragment_elements),
             "rounds": self.rounds.to_json() if self.rounds else None,
             "ledger": self.ledger.to_json() if self.ledger else None,
+            "norm_gate": self.norm_gate.to_json(),
             "epochs": self.epochs,
             "lineage": self.lineage.to_json(),
             "merges": self.merges,
@@ -120,6 +133,7 @@ class JobState:
             self.rounds.load(state["rounds"])
             self.ledger = Ledger.from_json(self.rounds.fragments, state["ledger"])
             self.ledger.add_slots(len(self.members.slots))
+            self.norm_gate.load(state["norm_gate"])
             self.epochs = [(epoch, list(versions)) for epoch, versions in state["epochs"]]
         if state["leases"] is not None:
             self.leases = LeaseBook.from_json(self.config.seed, state["leases"])

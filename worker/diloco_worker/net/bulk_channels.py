@@ -1,6 +1,7 @@
 """The bulk connections of one session: whole payloads up and down, under this process's identity.
 
-An upload is tried again under the same id while the syncer is busy or parts break, so that it counts once. Encoding,
+An upload is tried again under the same id while the syncer is busy, and a few times where parts break or arrive
+damaged, so that it counts once. Encoding,
 decoding and checksums run in executor threads (``run``), where numba's kernels hold no interpreter lock.
 """
 
@@ -17,12 +18,13 @@ from grpc import aio
 
 from diloco_protocol.arrays.kernels import Bytes
 from diloco_protocol.common.meter import Meter
-from diloco_protocol.vocabulary import TransferRefusal
+from diloco_protocol.vocabulary import PushRefusal, TransferRefusal
 from diloco_protocol.wire import bulk, limits, sync_pb2
 
 T = TypeVar("T")
 _BUSY_TRIES = 20
 _TRIES = 4
+_DAMAGED = frozenset({PushRefusal.BAD_CHECKSUM.value, TransferRefusal.BAD_TRANSFER.value})
 
 
 @dataclass(slots=True)
@@ -81,9 +83,12 @@ class BulkChannels:
             except limits.WireError as error:
                 raise bulk.TransferError(str(error), retry=False) from error
             else:
-                if reply.accepted or reply.reason != TransferRefusal.BUSY:
+                if reply.accepted or reply.reason not in (TransferRefusal.BUSY, *_DAMAGED):
                     self._counts.up += len(bulk.flat(payload))
                     return reply
+                broken += reply.reason in _DAMAGED
+                if broken >= _TRIES:
+                    raise bulk.TransferError(f"it arrives damaged ({reply.reason}): {reply.message}", retry=True)
             await asyncio.sleep(pause(attempt))
         raise bulk.TransferError("the syncer was busy for too long", retry=True)
 

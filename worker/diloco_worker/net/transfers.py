@@ -17,8 +17,9 @@ downloaded; then 6 is downloaded next, as a whole, because a delta applies to th
 ``PushAnswered``. If the session ends first, the push's fate is open (``accepted`` None): its work stays
 above the base, and a later broadcast names the push if it was merged.
 
-A transfer that failed for good ends the session where the syncer may have another certificate by now,
-which only a new connection finds out.
+A transfer that failed for good ends the session where the syncer may have another certificate by now, which only a
+new connection finds out. So does a push that got no answer in several tries: the next session has new connections,
+and the syncer asks anew.
 """
 
 from __future__ import annotations
@@ -360,7 +361,8 @@ class Transfers:
         except bulk.TransferError as error:
             log.warning("push %d of fragment %d got no answer: %s", plan.sequence, plan.fragment, error)
             self._inbox.put(push.answered(None, "", "no answer came"))
-            self._reconnect_if_pinned(error)
+            if error.retry or self._pinned_server:
+                self._end_session(f"pushes do not come through: {error}")
             return
         except asyncio.CancelledError:
             self._inbox.put(push.answered(None, "", "the connection broke"))

@@ -39,7 +39,6 @@ _AGAIN = frozenset(
         PushRefusal.FUTURE_BASE,
         PushRefusal.TOO_OLD,
         PushRefusal.FENCED,
-        PushRefusal.BAD_CHECKSUM,
         PushRefusal.INCONSISTENT,
         TransferRefusal.BUSY,
     }

@@ -114,6 +114,8 @@ class Synchronizer:
         self._newest: dict[int, Downloaded] = {}  # per fragment, adopted or not
         self._announced: dict[int, Announcement] = {}  # per fragment, the newest
         self._pulls: dict[int, Pull] = {}  # per fragment, not answered yet
+        # Per fragment: the round, and the sequence of the push that answers its pull and was not refused.
+        self._pushed_rounds: dict[int, tuple[int, int]] = {}
         self._optimizer_bytes = 0  # of the job checkpoint's optimizer state
         self._job_has_trained = False
         self._progress_heard = 0.0  # of the job's stop, in the newest announcement
@@ -245,7 +247,9 @@ class Synchronizer:
                 self._announced[message.fragment] = message
                 self._progress_heard = message.progress
             case Pull():
-                self._pulls[message.fragment] = message
+                # One that is repeated while its answer is on its way, however slow the link is, asks for nothing new.
+                if self._pushed_rounds.get(message.fragment, (0, 0))[0] != message.round:
+                    self._pulls[message.fragment] = message
             case PushAnswered():
                 self._on_push_answer(message)
             case PhaseChanged():
@@ -276,7 +280,7 @@ class Synchronizer:
             case StateDownloaded():
                 self._handover.receive_state(message)
             case Disconnected():
-                self._pulls.clear()
+                self._forget_pulls()
                 if self._prefetcher is not None:
                     self._prefetcher.repeat_requests()
             case Failed():
@@ -317,7 +321,7 @@ class Synchronizer:
         self._bases = [None] * len(self._bases)
         self._snapshots.clear()
         self._offered.clear()
-        self._pulls.clear()
+        self._forget_pulls()
         self._downloaded.update(self._newest)
         self._client.begin_tenure()
         above_zero = self._job_has_trained or any(one.announcement.version > 0 for one in self._newest.values())
@@ -332,6 +336,9 @@ class Synchronizer:
         while len(self.push_answers) > 4 * len(self._layout):
             del self.push_answers[next(iter(self.push_answers))]
         refused = answer.accepted is False
+        pushed = self._pushed_rounds.get(answer.fragment)
+        if not answer.accepted and pushed is not None and pushed[1] == answer.sequence:
+            del self._pushed_rounds[answer.fragment]  # the syncer pulls again
         offer = self._offered.get(answer.fragment)
         if refused and offer is not None and offer.plan.sequence == answer.sequence:
             del self._offered[answer.fragment]
@@ -421,8 +428,14 @@ class Synchronizer:
                 del self._pulls[fragment]  # that round is over
             elif announced is not None and announced.version > base.version and announced.merged_version > base.version:
                 continue  # our work is in a broadcast on its way: from the old base it would be refused
-            elif self.push_fragment(fragment, pull.round, pull.version) is not None:
+            elif (push := self.push_fragment(fragment, pull.round, pull.version)) is not None:
+                self._pushed_rounds[fragment] = (pull.round, push.plan.sequence)
                 del self._pulls[fragment]  # else: at the first boundary with a step
+
+    def _forget_pulls(self) -> None:
+        """The session is over: the next one pulls anew, and after a restart under numbers that were used before."""
+        self._pulls.clear()
+        self._pushed_rounds.clear()
 
     def _push_due(self, schedule: DeterministicMode) -> None:
         for fragment, state in enumerate(self.adoption.fragments):

@@ -3,9 +3,9 @@
 ``push_checks`` says which pushes count and ``rounds`` when a fragment is merged; here both meet the ledger, the
 slots and the offers that wait.
 
-The life of one merge. ``open_rounds`` opens a round and pulls its fragment from every active learner.
-``receive_push`` puts a push into the round. ``start_ready_merges`` closes a round that has waited long enough,
-and adds the ``Merge`` action: the shell merges, makes the record durable and says ``MergeDurable``. Only then
+The life of one merge. ``open_rounds`` opens a round, and asks every active learner for its push, again and again until
+it is there. ``receive_push`` puts a push into the round. ``start_ready_merges`` closes a round that has waited long
+enough, and adds the ``Merge`` action: the shell merges, makes the record durable and says ``MergeDurable``. Only then
 does ``complete_merge`` raise the version, count the tokens and announce it.
 
 An *offer* is a push without a round, of a learner that leaves. It waits here, and counts in the next round of its
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from statistics import median
 
-from diloco_protocol.vocabulary import EventKind, JobPhase, SlotState
+from diloco_protocol.vocabulary import EventKind, JobPhase, PushRefusal, SlotState
 from diloco_protocol.wire.records import PushHeader
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.actions import Actions
@@ -25,7 +25,7 @@ from diloco_syncer.core.events import MergedPush
 from diloco_syncer.core.members.reports import apply_report
 from diloco_syncer.core.members.slots import Slot
 from diloco_syncer.core.merging.push_checks import PushChecks
-from diloco_syncer.core.merging.rounds import Accepted, Round, superseded
+from diloco_syncer.core.merging.rounds import Accepted, Progress, Round, superseded
 from diloco_syncer.core.recovery.receipts import hold_unknown_offer
 from diloco_syncer.core.state import JobState
 
@@ -55,9 +55,11 @@ class Aggregator:
         header, state = event.header, self._state
         refusal = self.checks.check_header(header) or self.checks.check_content(header, event.norm, event.finite)
         if refusal is not None:
+            self._record_refusal(header, refusal[0])
             self._actions.add(ev.AnswerPush(event.handle, *refusal))
             return
         assert state.rounds
+        state.norm_gate.record_pass(header.fragment)
         slot = state.members.slots[header.slot]
         apply_report(state, self._actions, slot, header.report, now)
         slot.accepted_sequence[header.fragment] = header.sequence
@@ -74,32 +76,51 @@ class Aggregator:
             self._offers[header.fragment] = [offer for offer in waiting if offer not in replaced] + [push]
         self._actions.add(*(ev.ReleasePush(old.handle) for old in replaced))
 
+    def _record_refusal(self, header: PushHeader, reason: PushRefusal) -> None:
+        """Remember why a round lacks the push of one that was asked for it."""
+        rounds = self._state.rounds
+        if reason is PushRefusal.NORM_GATE:
+            self._state.norm_gate.record_refusal(header.fragment)
+        opened = rounds.open.get(header.fragment) if rounds else None
+        if opened is not None and header.round == opened.id and header.slot in opened.pulled:
+            opened.refused[header.slot] = reason.value
+
     # ---------------------------------------------------------------- rounds
 
     def open_rounds(self, now: float) -> None:
-        """Open the rounds that are due, and pull their fragments from every active learner."""
+        """Open the rounds that are due, and ask every active learner for its pushes of those that are open."""
         rounds = self._state.rounds
         assert rounds
         active = self._state.progress()
         while (fragment := rounds.next_due(active)) is not None:
             opened = rounds.open_round(fragment, now, active)
-            for index in sorted(opened.pulled):
-                self._pull(self._state.members.slots[index], opened)
             self._add_offers(opened, now)
+        if not self._state.config.mode.is_scheduled:
+            self._pull_pushes(active, now)
+        self._tell_overdue_rounds(now)
 
-    def pull_open_rounds(self, slot: Slot) -> None:
-        """Ask a learner that has just become ready to take part in the rounds that are open."""
-        assert self._state.rounds
-        if self._state.config.mode.is_scheduled or slot.connection is None:
-            return
-        for opened in self._state.rounds.open.values():
-            if not opened.merging and slot.index not in opened.slots():
-                opened.pulled.add(slot.index)
-                self._pull(slot, opened)
+    def _pull_pushes(self, active: Sequence[Progress], now: float) -> None:
+        """Ask for the pushes that open rounds lack, newcomers too, and again where none came."""
+        rounds, slots = self._state.rounds, self._state.members.slots
+        assert rounds
+        for opened in rounds.open.values():
+            responded = opened.slots()
+            for learner in active if not opened.merging else ():
+                connection = slots[learner.slot].connection
+                if learner.slot in responded or connection is None:
+                    continue
+                if rounds.is_pull_due(opened, learner.slot, connection, now):
+                    rounds.record_pull(opened, learner.slot, connection, now)
+                    self._actions.add(ev.Pull(connection, opened.id, opened.fragment, opened.version))
 
-    def _pull(self, slot: Slot, opened: Round) -> None:
-        if slot.connection is not None:
-            self._actions.add(ev.Pull(slot.connection, opened.id, opened.fragment, opened.version))
+    def _tell_overdue_rounds(self, now: float) -> None:
+        """Record an event for each round that has become overdue."""
+        state = self._state
+        assert state.rounds
+        for opened in state.rounds.open.values():
+            if not opened.overdue and state.rounds.is_overdue(opened, now):
+                opened.overdue = True
+                self._actions.record_event(EventKind.ROUND_OVERDUE, None, state.describe_overdue_round(opened))
 
     def _add_offers(self, opened: Round, now: float) -> None:
         """Put the fragment's waiting offers into the round; they were checked when they came."""
@@ -179,7 +200,8 @@ class Aggregator:
         closed = state.rounds.complete_merge(event.fragment, event.version, event.merge_seconds)
         state.merges += 1
         state.lineage.mark_settled(state.epoch)
-        self.checks.norm_gate.add(event.fragment, event.norms)
+        steps = [push.header.steps for push in closed.pushes]
+        state.norm_gate.add(event.fragment, zip(event.norms, steps, strict=True))
         for push in closed.pushes:
             slot = state.members.slots[push.header.slot]
             self._count_merged(slot, push.header, event.version)

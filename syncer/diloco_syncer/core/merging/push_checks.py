@@ -31,18 +31,15 @@ When all bytes are here:
 14. Checks 4 to 10 once more, since its round may have closed meanwhile
     (``core/merging/aggregation.py`` ``receive_push``).
 15. All its values are finite (``check_content``).
-16. Where the job sets ``sync.normGate.factor``, its norm is not far above those of the fragment's merged
-    pushes (``NormGate``).
+16. Where the job sets ``sync.normGate.factor``, its norm is, for its steps, not far above those of the fragment's
+    merged pushes (``core/merging/norm_gate.py``).
 
 A push that passed them is in the round, or waits as an offer. It can still be replaced by a newer push of the same
 slot that carries the same steps (``core/merging/rounds.py`` ``superseded``). Each refusal has a reason of its own,
-which metrics count; the learner keeps the work of a refused push and offers it in the next one.
+which metrics count; the learner keeps the work of a refused push, is asked again, and sends it in the next one.
 """
 
 from __future__ import annotations
-
-from collections import defaultdict, deque
-from statistics import median
 
 from diloco_protocol.vocabulary import ENDED_PHASES, PushRefusal, SlotState
 from diloco_protocol.wire.records import PushHeader
@@ -52,31 +49,6 @@ from diloco_syncer.core.state import JobState
 
 Refusal = tuple[PushRefusal, str]
 
-GATE_SAMPLES = 5  # norms seen before the norm gate judges
-GATE_WINDOW = 31
-
-
-class NormGate:
-    """Refuses a push whose norm is above ``factor`` times the running median of its fragment's merged pushes."""
-
-    def __init__(self, factor: float | None) -> None:
-        self.factor = factor
-        self._norms: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=GATE_WINDOW))
-
-    def check(self, fragment: int, norm: float) -> Refusal | None:
-        """Judge the L2 norm of a fragment's push; None: it passes."""
-        seen = self._norms[fragment]
-        if self.factor is None or len(seen) < GATE_SAMPLES:
-            return None
-        middle = median(seen)
-        if norm > self.factor * middle:
-            return PushRefusal.NORM_GATE, f"norm {norm:.3g} is above {self.factor:g} x the running median {middle:.3g}"
-        return None
-
-    def add(self, fragment: int, norms: tuple[float, ...]) -> None:
-        """Remember the norms of pushes that were merged."""
-        self._norms[fragment].extend(norms)
-
 
 class PushChecks:
     """The core's checks. Each returns the reason and the words of a refusal, or None."""
@@ -84,7 +56,6 @@ class PushChecks:
     def __init__(self, state: JobState) -> None:
         self._state = state
         self._config = state.config
-        self.norm_gate = NormGate(state.config.norm_gate)
 
     def check_header(self, header: PushHeader, process: str = "") -> Refusal | None:
         """Judge a push without its bytes. ``process``: the one that sends it, where that is known."""
@@ -111,7 +82,8 @@ class PushChecks:
         """Judge a push's decoded values by what was measured of them: ``norm`` is the L2 norm of them all."""
         if not finite:
             return PushRefusal.NOT_FINITE, "the outer gradient has NaN or infinite values"
-        return self.norm_gate.check(header.fragment, norm)
+        objection = self._state.norm_gate.objection(header.fragment, norm, header.steps)
+        return (PushRefusal.NORM_GATE, objection) if objection else None
 
     def _check_job(self, header: PushHeader) -> Refusal | None:
         state = self._state

@@ -19,6 +19,13 @@ index. K is never lowered.
 *Waiting.* A round waits for pushes of K different slots, however long. From then on it waits for the other pulled
 learners, but at most the grace window. Offers (pushes of learners that left) count in the next round of their fragment.
 
+*Asking again.* A pull, or the push that answers it, can be lost or refused. So every active learner without a push in
+the round is asked again: at once over a new connection, else after ``pull_seconds``, then after twice as long each
+time, up to ``MOST_PULL_SECONDS``. A learner whose push is still on its way passes over the repetition.
+
+*Overdue.* A round that waits for much longer than its learners need for a turn of H steps, and ``OVERDUE_SECONDS`` at
+least, is overdue. Nothing depends on it; people are told, with the last refusal of each slot.
+
 *Merging.* From then on the round is merging, until the shell says that the record is durable. No push may
 join it any more.
 
@@ -34,6 +41,10 @@ from typing import Any
 
 from diloco_protocol.wire.records import PushHeader
 from diloco_syncer.core.deterministic import Mode
+
+MOST_PULL_SECONDS = 60.0  # between two pulls of one push
+OVERDUE_SECONDS = 120.0
+OVERDUE_TURNS = 3  # a turn: H steps of the median learner
 
 
 class MovingAverage:
@@ -65,6 +76,7 @@ class RoundRules:
     quorum: int  # K
     grace_factor: float
     grace_cap: float
+    pull_seconds: float = 10.0  # an answer to a pull is waited for, before it is repeated
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +97,15 @@ class Accepted:
     norm: float
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A pull of a slot's push: over which connection, and until when its answer is waited for."""
+
+    connection: int
+    until: float
+    patience: float  # until - when it was sent
+
+
 @dataclass(slots=True)
 class Round:
     """One attempt to merge one fragment."""
@@ -94,6 +115,9 @@ class Round:
     version: int  # v_p when it opened; the merge makes version + 1
     opened_at: float
     pulled: set[int] = field(default_factory=set)
+    asked: dict[int, Asked] = field(default_factory=dict)  # by slot: the newest pull
+    refused: dict[int, str] = field(default_factory=dict)  # by slot: the reason for which its newest push was not taken
+    overdue: bool = False
     pushes: list[Accepted] = field(default_factory=list)
     steps_at_opening: dict[int, int] = field(default_factory=dict)
     quorum_at: float | None = None
@@ -213,6 +237,25 @@ class RoundBook:
                     self.sync_seconds.value,
                 )
         return replaced
+
+    def is_pull_due(self, opened: Round, slot: int, connection: int, now: float) -> bool:
+        """Whether the slot, whose push is not in the round, is to be asked for it now, over this connection."""
+        asked = opened.asked.get(slot)
+        return asked is None or asked.connection != connection or now >= asked.until
+
+    def record_pull(self, opened: Round, slot: int, connection: int, now: float) -> None:
+        """The slot is asked for its push."""
+        asked, patience = opened.asked.get(slot), self.rules.pull_seconds
+        if asked is not None and asked.connection == connection:
+            patience = min(2 * asked.patience, max(patience, MOST_PULL_SECONDS))
+        opened.pulled.add(slot)
+        opened.asked[slot] = Asked(connection, now + patience, patience)
+
+    def is_overdue(self, opened: Round, now: float) -> bool:
+        """Whether the round has waited for its quorum for much longer than a turn takes."""
+        turn = self.rules.every * (self.step_seconds.value or 0.0)
+        patience = max(OVERDUE_SECONDS, OVERDUE_TURNS * turn)
+        return not opened.merging and opened.quorum_at is None and now - opened.opened_at >= patience
 
     def is_ready(self, opened: Round, now: float, reachable: set[int]) -> bool:
         """May the round be merged now? ``reachable``: slots that can still push."""

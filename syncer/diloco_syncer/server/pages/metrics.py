@@ -61,6 +61,7 @@ _CARRIED_OF_REGION = (
 
 def _of_job(document: StatusDocument) -> Iterator[Family]:
     losses, seconds = document.eval_loss, document.seconds
+    ages = [row.open_seconds for row in document.rounds]
     for name, text, gauge in (
         ("epoch", "The syncer's epoch: how many syncers this store has had", document.epoch),
         ("elapsed_seconds", "Seconds since the job's first step", document.elapsed_seconds),
@@ -72,6 +73,8 @@ def _of_job(document: StatusDocument) -> Iterator[Family]:
         ("goodput_ratio", "Compute of merged steps over all slots' wall time", document.goodput),
         ("uptime_ratio", "Share of time in which a learner advanced", document.uptime),
         ("rounds_open", "Rounds that wait for pushes", len(document.rounds)),
+        ("rounds_overdue", "Of them those that have waited far too long", sum(row.overdue for row in document.rounds)),
+        ("round_open_seconds", "Age of the round that is open longest", max(ages, default=0.0)),
         ("store_failing", "1 while the store cannot be written", bool(document.store_problem)),
         ("ledger_imbalances", "Rows of the ledger that do not add up: above 0 is a fault", document.ledger_imbalances),
         ("eval_loss_nats", "The merged model's mean loss per token", losses[-1][1] if losses else None),

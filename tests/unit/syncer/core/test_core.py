@@ -238,29 +238,6 @@ def test_steps_merged_once_stay_merged() -> None:
     assert refused is not None and refused[0] is PushRefusal.ALREADY_MERGED
 
 
-def test_norm_gate_judges_by_the_running_median() -> None:
-    desk = Desk(config(slots=1, norm_gate=3.0))
-    desk.begin(1)
-    for version in range(6):
-        step = 4 * (version + 1)
-        desk.report(1, step, version, version * 40)
-        first = version * 4 + 1
-        changes = {
-            "sequence": version + 1,
-            "base_version": version,
-            "oldest_version": version,
-            "first_step": first,
-            "steps": 4,
-            "tokens": 40,
-            "report": report(step, version, version * 40),
-        }
-        if version == 5:
-            assert reason(desk.push(0, step, norm=3.7, **changes)) is PushRefusal.NORM_GATE
-            changes["sequence"] = 99
-        assert reason(desk.push(0, step, norm=1.0 + version / 10, **changes)) is None
-        desk.do(ev.MergeDurable(0, version + 1, 0.1, (1.0 + version / 10,)))
-
-
 # ------------------------------------------------------------------ membership
 
 

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from diloco_protocol.vocabulary import PushRefusal, TransferRefusal
 from diloco_protocol.wire import bulk, sync_pb2
 from diloco_protocol.wire.records import Announcement, Payload, PushPlan, StepReport
 from diloco_worker.fragments import Vector, build_layout
-from diloco_worker.net import inbox, transfers
+from diloco_worker.net import bulk_channels, inbox, transfers
 from diloco_worker.net.bulk_channels import BulkChannels, ByteCounts
 from diloco_worker.net.error_feedback import ErrorFeedback
 from diloco_worker.net.fragment_cache import CachedVersion, FragmentCache
@@ -34,6 +35,9 @@ class Broken(BulkChannels):
 
     async def upload(self, payload: Any, **kind: Any) -> sync_pb2.UploadReply:
         self.tries += 1
+        raise bulk.TransferError("the stream broke", retry=True)
+
+    async def download(self, **what: Any) -> Any:
         raise bulk.TransferError("the stream broke", retry=True)
 
 
@@ -147,8 +151,45 @@ def test_a_push_that_is_queued_when_its_session_ends_has_an_open_fate() -> None:
 def test_channels_that_believe_one_certificate_are_doubted() -> None:
     for pinned in (False, True):
         session = Session(pinned)
-        asyncio.run(session.one._send_push(a_push()))
+        announcement = Announcement(0, 1, 3, Payload("float32", 40, 5))
+        assert asyncio.run(session.one._obtain_version(announcement)) is None
         assert session.reason == ("bulk transfers fail: the stream broke" if pinned else "")
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_push_without_an_answer_ends_the_session(pinned: bool) -> None:
+    """The next one has new connections, and the syncer asks anew."""
+    session = Session(pinned)
+    asyncio.run(session.one._send_push(a_push()))
+    assert session.reason == "pushes do not come through: the stream broke"
+
+
+class Damaging(Broken):
+    """Connections on which the first ``times`` payloads are damaged."""
+
+    upload = BulkChannels.upload
+
+
+@pytest.mark.parametrize("reason", [PushRefusal.BAD_CHECKSUM, TransferRefusal.BAD_TRANSFER])
+@pytest.mark.parametrize(("times", "answer"), [(1, True), (3, True), (9, None)])
+def test_a_damaged_upload_is_sent_again_a_few_times(
+    monkeypatch: pytest.MonkeyPatch, reason: str, times: int, answer: bool | None
+) -> None:
+    sent = []
+
+    async def upload(channels: Any, header: sync_pb2.UploadHeader, *other: Any, **more: Any) -> sync_pb2.UploadReply:
+        sent.append(header.push.sequence)
+        damaged = len(sent) <= times
+        return sync_pb2.UploadReply(accepted=not damaged, reason=reason if damaged else "")
+
+    monkeypatch.setattr(bulk, "upload", upload)
+    monkeypatch.setattr(bulk_channels, "pause", lambda attempt: 0.0)
+    session = Session()
+    session.one._channels = Damaging()
+    asyncio.run(session.one._send_push(a_push(5)))
+    (answered,) = session.box.take_all()
+    assert isinstance(answered, inbox.PushAnswered) and answered.accepted is answer
+    assert sent == [5] * min(4, times + 1) and bool(session.reason) is (answer is None)
 
 
 # ------------------------------------------------------------------ error feedback

@@ -1,0 +1,82 @@
+"""The norm gate (``sync.normGate.factor``): pushes whose norm is far above that of their fragment's merged pushes.
+
+Theory of operation
+-------------------
+Pushes differ in their steps: a learner that was cut off brings four turns at once, one that leaves a single step. The
+norm of Δ grows with its steps, as their number where all steps point the same way (never faster: the triangle
+inequality), as its root where they are independent. So a push is measured in both ways, norm ÷ steps and norm ÷ √steps,
+each as a multiple of the running median of the same measure; the smaller multiple counts. Whichever way the job's
+norms grow, the honest push of any length stays near 1 (docs/decisions/051).
+
+The gate judges once it has seen ``GATE_SAMPLES`` pushes of the fragment. After ``GATE_PATIENCE`` refusals in a row it
+is the job that has changed, and not one push: the fragment's samples are forgotten, and what comes next passes. One
+learner that has come apart among others does not get that far, since each push that passes begins the count anew.
+
+Example: factor 3, and pushes of 24 steps with norms around 1. A push of 96 steps may have a norm of 12, one of a single
+step of 3/√24 = 0.6.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from statistics import median
+from typing import Any
+
+GATE_SAMPLES = 5  # pushes seen before the gate judges
+GATE_WINDOW = 31
+GATE_PATIENCE = 3  # refusals of a fragment in a row, after which the gate begins anew
+
+Sample = tuple[float, int]  # norm and steps of a merged push
+
+
+class NormGate:
+    """Refuses a push whose norm, for its steps, is above ``factor`` times the running median of its fragment's merged
+    pushes; ``factor`` None: none."""
+
+    def __init__(self, factor: float | None) -> None:
+        self.factor = factor
+        self._samples: dict[int, deque[Sample]] = {}  # by fragment
+        self._refused: dict[int, int] = {}  # by fragment: how many in a row
+
+    def objection(self, fragment: int, norm: float, steps: int) -> str:
+        """Why a push of so many steps (at least 1) does not pass, by the L2 norm of its values; empty: it passes."""
+        seen = self._samples.get(fragment, ())
+        if self.factor is None or len(seen) < GATE_SAMPLES:
+            return ""
+        usual = [median(n / measure(s) for n, s in seen) * measure(steps) for measure in (float, math.sqrt)]
+        if norm <= self.factor * max(usual):
+            return ""
+        return (
+            f"norm {norm:.3g} of {steps} steps is above {self.factor:g} x {max(usual):.3g}, the running median for "
+            "as many steps"
+        )
+
+    def record_refusal(self, fragment: int) -> None:
+        """A push was refused for its norm."""
+        refused = self._refused[fragment] = self._refused.get(fragment, 0) + 1
+        if refused >= GATE_PATIENCE:
+            self._samples.pop(fragment, None)
+            self._refused.pop(fragment)
+
+    def record_pass(self, fragment: int) -> None:
+        """A push was accepted."""
+        self._refused.pop(fragment, None)
+
+    def add(self, fragment: int, merged: Iterable[Sample]) -> None:
+        """Remember pushes that were merged."""
+        if self.factor is not None:
+            self._samples.setdefault(fragment, deque(maxlen=GATE_WINDOW)).extend(merged)
+
+    def to_json(self) -> list[list[Any]]:
+        """A row for each fragment of which something is known: its index, refusals in a row, samples."""
+        known = sorted(self._samples.keys() | self._refused.keys())
+        return [[p, self._refused.get(p, 0), [list(sample) for sample in self._samples.get(p, ())]] for p in known]
+
+    def load(self, rows: list[list[Any]]) -> None:
+        """Go on from ``to_json``. Where the job has no gate any more, nothing is kept."""
+        for fragment, refused, samples in rows if self.factor is not None else ():
+            self.add(fragment, ((norm, steps) for norm, steps in samples))
+            if refused:
+                self._refused[fragment] = refused
