@@ -204,6 +204,12 @@ RULES: list[tuple[str, dict[str, Any], str, str]] = [
     ("no stop", {"training.stop": {}}, "training.stop", "exactly one"),
     ("two stops", {"training.stop": {"steps": 3, "tokens": 4}}, "training.stop", "steps and tokens are given"),
     (
+        "deterministic with a gate",
+        {"sync.normGate": {"factor": 3}, "sync.deterministic": True},
+        "sync.normGate.factor",
+        "leave it out",
+    ),
+    (
         "deterministic by the clock",
         {"training.stop": {"seconds": 3}, "training.optimizer": {"schedule": "constant"}, "sync.deterministic": True},
         "training.stop.seconds",

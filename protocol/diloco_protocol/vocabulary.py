@@ -93,7 +93,10 @@ class ResourcePhase(StrEnum):
 
 
 FAULT_CONDITIONS = frozenset(
-    {"RegionLost", "LinksTooSlow", "SpecDrift", "SettingsDiffer", "NameConflict", "Degraded", "Failed"}
+    {
+        *("RegionLost", "LinksTooSlow", "RoundOverdue", "SpecDrift", "SettingsDiffer", "NameConflict", "Degraded"),
+        "Failed",
+    }
 )
 """Conditions of a job that tell of trouble when they are True; the others do when they are False."""
 

@@ -166,6 +166,12 @@ BETWEEN_FIELDS: tuple[Rule, ...] = (
         ".timeoutSeconds",
     ),
     Rule(
+        SYNC,
+        "!has(self.normGate.factor) || !self.deterministic",
+        "is not for a deterministic job, whose rounds wait for every push: leave it out",
+        ".normGate.factor",
+    ),
+    Rule(
         (*SYNC, "compression"),
         "!self.errorFeedback || self.up != 'float32'",
         "has no meaning with up float32, which drops nothing: set it to false or choose a smaller encoding",

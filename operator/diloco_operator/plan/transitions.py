@@ -34,6 +34,7 @@ FAULT_OVER = {
     "SettingsDiffer": "The settings are the hub's again.",
     "RegionLost": "Every region is heard again.",
     "LinksTooSlow": "Every link is as fast as the job needs again.",
+    "RoundOverdue": "Every round gets its pushes again.",
     "HubReachable": "",  # its own message says it
 }
 """Conditions that have an Event when they begin to say a fault and one when it is over: the latter's sentence."""
@@ -97,7 +98,7 @@ def transition_events(view: View, found: TurnFindings, conditions: ConditionSet,
     _report_start(view, event_log, status)
     _report_refusal(event_log, before.get("Ready", {}), conditions.found["Ready"])
     for kind in FAULT_OVER:
-        if kind in ("LinksTooSlow", "SpecDrift") and not found.decision.training:
+        if kind in ("LinksTooSlow", "RoundOverdue", "SpecDrift") and not found.decision.training:
             event_log.forget(Topic.CONDITION, subject=kind)  # no learner is connected, so the fault is not over either
         elif kind in conditions.found:
             _report_fault(event_log, kind, before.get(kind, {}), conditions.found[kind])

@@ -169,7 +169,8 @@ def _data(spec: JobSpec) -> Iterator[Violation]:
 def _sync(spec: JobSpec) -> Iterator[Violation]:
     """sync.fragments is at most sync.every, sync.overlap is below it, sync.staleness.maxSteps (if given) at
     least it. sync.quorum is at most the number of learners in all regions. sync.heartbeat.timeoutSeconds is
-    more than intervalSeconds. compression.errorFeedback is not for float32."""
+    more than intervalSeconds. normGate.factor is not for a deterministic job, compression.errorFeedback not for
+    float32."""
     sync = spec.sync
     if sync.fragments > sync.every:
         yield broken(
@@ -199,6 +200,12 @@ def _sync(spec: JobSpec) -> Iterator[Violation]:
             "must be more than sync.heartbeat."
             f"intervalSeconds ({beat.interval_seconds:g}), or every learner is lost at once",
             "sync.heartbeat.intervalSeconds",
+        )
+    if sync.norm_gate.factor is not None and sync.deterministic:
+        yield broken(
+            "sync.normGate.factor",
+            "is not for a deterministic job, whose rounds wait for every push: leave it out",
+            "sync.deterministic",
         )
     if sync.compression.error_feedback and sync.compression.up == "float32":
         yield broken(

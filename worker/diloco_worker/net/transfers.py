@@ -18,8 +18,8 @@ downloaded; then 6 is downloaded next, as a whole, because a delta applies to th
 above the base, and a later broadcast names the push if it was merged.
 
 A transfer that failed for good ends the session where the syncer may have another certificate by now, which only a
-new connection finds out. So does a push that got no answer in several tries: the next session has new connections,
-and the syncer asks anew.
+new connection finds out. So do a version that does not arrive and a push that gets no answer, in several tries: the
+next session has new connections, and the syncer asks anew.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ _MOST_QUEUED_PUSHES = 2 * limits.MAX_FRAGMENTS
 _MOST_DIGEST_BYTES = 1024
 RETURN_MEMORY_SECONDS = 15.0  # between two returns, of some 30 ms beside the training
 _STATE_TRIES = 4
+_VERSION_TRIES = 4  # of one version in a session, newer ones included; the next one has new connections
 _INITIAL_TRIES = 4  # of version 0 in one session, beside those of each part
 _INITIAL_PAUSE = 0.25
 
@@ -187,8 +188,10 @@ class Transfers:
                 announcement = self._announced[fragment]
                 version = await self._obtain_version(announcement)
                 if version is None:
-                    await asyncio.sleep(pause(attempt))
                     attempt += 1
+                    if attempt >= _VERSION_TRIES:
+                        self._end_session(f"fragment {fragment} does not arrive in {attempt} tries")
+                    await asyncio.sleep(pause(attempt))
                     continue
                 attempt = 0
                 self._cache.put(version)

@@ -22,6 +22,7 @@ ORDER = (
     "HubReachable",
     "RegionLost",
     "LinksTooSlow",
+    "RoundOverdue",
     "SpecDrift",
     "SettingsDiffer",
     "NameConflict",

@@ -1,4 +1,4 @@
-"""LinksTooSlow and SpecDrift in the hub, of learners in all clusters.
+"""LinksTooSlow, RoundOverdue and SpecDrift in the hub, of learners in all clusters.
 
 **LinksTooSlow.** The syncer judges each link whenever it is asked (``diloco_protocol.bandwidth``),
 and a link near its need is too slow at one time and not at another. So the condition becomes True when a link has been
@@ -36,8 +36,12 @@ _CURE = (
 
 
 def decide_hub_conditions(view: View, stage: tuple[str, str] | None, out: ConditionSet) -> None:
-    """Decide both. ``stage``: why no learner shall be connected now, reason and message; None: learners shall."""
-    for kind, decide in (("LinksTooSlow", _decide_links_too_slow), ("SpecDrift", _decide_spec_drift)):
+    """Decide all three. ``stage``: why no learner shall be connected now, reason and message; None: learners shall."""
+    for kind, decide in (
+        ("LinksTooSlow", _decide_links_too_slow),
+        ("RoundOverdue", _decide_round_overdue),
+        ("SpecDrift", _decide_spec_drift),
+    ):
         if stage is not None:
             out.set(kind, False, *stage)
         elif view.document is not None:
@@ -119,6 +123,15 @@ def _rate(bytes_per_second: float) -> str:
 def _rounded(value: float) -> float:
     """To two digits."""
     return float(f"{value:.2g}")
+
+
+# ------------------------------------------------------------------ rounds
+
+
+def _decide_round_overdue(view: View, document: StatusDocument, out: ConditionSet) -> None:
+    said = "; ".join([row.message for row in document.rounds if row.overdue][:DETAILED])
+    message = f"Merges wait, training goes on alone: {said}. The learners are asked again and again."
+    out.set_fault("RoundOverdue", "PushesMissing", message if said else "", over="RoundsClose")
 
 
 # ------------------------------------------------------------------ other jobs

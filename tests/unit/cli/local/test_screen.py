@@ -24,7 +24,18 @@ STATUS: dict[str, Any] = {
     "tokens_per_second": 10200.4,
     "merges": 7,
     "eval_loss": [[0, 5.6], [2000, 2.45]],
-    "rounds": [{"fragment": 1, "round": 17, "merging": False, "responders": [0], "waiting": [1]}],
+    "rounds": [
+        {
+            "fragment": 1,
+            "round": 17,
+            "merging": False,
+            "responders": [0],
+            "waiting": [1],
+            "open_seconds": 3.0,
+            "overdue": False,
+            "message": "",
+        }
+    ],
     "slots": [
         slot_row(
             region="local",

@@ -33,11 +33,14 @@ class Hub(World):
         super().__init__(job_object(**{**SPREAD, **spec}), settings=PlanSettings("hub", "o", "s", "w"))
         self.links: dict[str, Object] = {}  # by region
         self.refused: list[Object] = []
+        self.rounds: list[Object] = []
 
     def document(self) -> StatusDocument:
         found = super().document()
         rows = [{**dict(row), "link": self.links.get(row.region)} for row in found.slots]
-        return status_document(**{**dict(found), "slots": rows, "refusals": self.refused})
+        return status_document(
+            **{**dict(found), "slots": rows, "refusals": self.refused, "rounds": self.rounds or found.rounds}
+        )
 
 
 def served(**spec: Any) -> Hub:
@@ -105,6 +108,24 @@ def test_a_job_that_is_suspended_has_no_slow_links_and_tells_of_none() -> None:
     world.edit(suspend=False)
     world.until(lambda w: w.truth("LinksTooSlow") == "True", 400)
     assert world.told("LinksTooSlow") == 2 and world.told("SpecDrift") == 2
+
+
+def test_an_overdue_round_is_told_until_it_closes() -> None:
+    world = served()
+    words = "fragment 3 waits for pushes for long: slot 1 (norm-gate)"
+    opened = {"fragment": 3, "round": 17, "merging": False, "responders": [], "waiting": [1]}
+    world.rounds = [{**opened, "open_seconds": 20.0, "overdue": False, "message": ""}]
+    world.run(30)
+    assert world.truth("RoundOverdue") == "False"
+    for seconds in (120.0, 150.0):
+        world.rounds = [{**opened, "open_seconds": seconds, "overdue": True, "message": words}]
+        world.run(30)
+    found = world.condition("RoundOverdue")
+    assert (found["status"], found["reason"]) == ("True", "PushesMissing") and words in found["message"]
+    assert world.told("RoundOverdue") == 1 and world.truth("Ready") == "True"
+    world.rounds = []
+    world.run(30)
+    assert world.truth("RoundOverdue") == "False" and world.told("RoundOverdueOver") == 1
 
 
 def test_another_region_that_is_slow_too_is_added() -> None:

@@ -164,6 +164,21 @@ def test_a_push_without_an_answer_ends_the_session(pinned: bool) -> None:
     assert session.reason == "pushes do not come through: the stream broke"
 
 
+def test_a_version_that_does_not_arrive_ends_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "pause", lambda attempt: 0.0)
+    session = Session()
+    session.one.on_announcement(Announcement(0, 1, 3, Payload("float32", 40, 5)))
+
+    async def fetch() -> None:
+        work = asyncio.create_task(session.one._fetch_fragment(0))
+        while not session.reason:
+            await asyncio.sleep(0)
+        work.cancel()
+
+    asyncio.run(fetch())
+    assert session.reason == "fragment 0 does not arrive in 4 tries"
+
+
 class Damaging(Broken):
     """Connections on which the first ``times`` payloads are damaged."""
 

@@ -1,0 +1,216 @@
+"""Links that swallow what passes, and rounds that go on all the same: pulls, pushes and their answers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from learner_process import Rows, Syncer, one_step, small_model, until
+
+from diloco_protocol.wire import limits
+from diloco_protocol.wire.records import Pull
+from diloco_syncer.store.directory import DirectoryStore
+from diloco_worker import Learner
+from diloco_worker.net.client import SyncerClient
+from diloco_worker.net.inbox import PushAnswered
+from diloco_worker.net.transfers import Push, Transfers
+from tape_reader import read
+
+StartSyncer = Callable[..., Syncer]
+
+
+class Relay:
+    """A TCP relay between learners and the syncer. Connections are numbered from 0 in the order in which they come."""
+
+    def __init__(self, syncer: Syncer) -> None:
+        """Begins to serve, and has the syncer's address file name it."""
+        document = json.loads(syncer.address_file.read_text(encoding="utf-8"))
+        host, _, port = document["sync"].rpartition(":")
+        self._target = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._ends: list[tuple[socket.socket, socket.socket]] = []
+        self._silent: set[int] = set()
+        self._is_cut = False
+        self.address_file = syncer.folder / "relay.json"
+        document["sync"] = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.address_file.write_text(json.dumps(document), encoding="utf-8")
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    @property
+    def connections(self) -> int:
+        return len(self._ends)
+
+    def silence(self, number: int) -> None:
+        """From now on whatever enters this connection vanishes, and neither side hears of it."""
+        self._silent.add(number)
+
+    def cut(self) -> None:
+        """End all connections, and those that come, until ``heal``."""
+        self._is_cut = True
+        for ends in self._ends:
+            _close(*ends)
+
+    def heal(self) -> None:
+        self._is_cut = False
+
+    def close(self) -> None:
+        self._listener.close()
+        self.cut()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(self._target, 5.0)
+            except OSError:
+                return
+            if self._is_cut:
+                _close(near, far)
+                continue
+            number = len(self._ends)
+            self._ends.append((near, far))
+            for one, other in ((near, far), (far, near)):
+                threading.Thread(target=self._pump, args=(number, one, other), daemon=True).start()
+
+    def _pump(self, number: int, one: socket.socket, other: socket.socket) -> None:
+        try:
+            while data := one.recv(1 << 16):
+                if number not in self._silent:
+                    other.sendall(data)
+        except OSError:
+            pass
+        _close(one, other)
+
+
+def _close(*ends: socket.socket) -> None:
+    for end in ends:
+        with contextlib.suppress(OSError):  # it is closed
+            end.shutdown(socket.SHUT_RDWR)
+        end.close()
+
+
+@pytest.fixture
+def relayed(syncer: StartSyncer) -> Iterator[Callable[..., tuple[Syncer, Relay]]]:
+    relays: list[Relay] = []
+
+    def start(*arguments: Any, **more: Any) -> tuple[Syncer, Relay]:
+        service = syncer(*arguments, **more)
+        relays.append(Relay(service))
+        return service, relays[-1]
+
+    yield start
+    for relay in relays:
+        relay.close()
+
+
+class Trainer:
+    """A learner in this process that steps until it is told to stop."""
+
+    def __init__(self, environ: dict[str, str]) -> None:
+        self._model = small_model()
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=0.02)
+        self.learner = Learner.from_environment(self._model, self._optimizer, environ=environ)
+        self._batches = iter(self.learner.batches(Rows()))
+
+    def train_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Make steps until the condition holds."""
+
+        def one_more() -> bool:
+            batch = next(self._batches)
+            self.learner.after_step(tokens=batch.numel(), loss=one_step(self._model, self._optimizer, batch))
+            return condition()
+
+        until(one_more, what, 60)
+
+
+def versions(service: Syncer) -> list[int]:
+    found: list[int] = service.status()["versions"]
+    return found
+
+
+@pytest.mark.parametrize("what", ["push", "version"])
+def test_a_bulk_connection_that_dies_silently_stops_no_round(
+    relayed: Callable[..., tuple[Syncer, Relay]], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """No byte passes it any more, and nobody closes it; the session's own stream lives on. Without certificates."""
+    monkeypatch.setattr(limits, "STALL_SECONDS", 0.5)  # of this process: how long its transfers may take
+    service, relay = relayed({"fragments": 1}, {"steps": 1_000_000})
+    trainer = Trainer(service.environ() | {"DILOCO_SYNCER_FILE": str(relay.address_file)})
+    with trainer.learner:
+        trainer.train_until(lambda: versions(service)[:1] > [0], "a first merge")
+        push, silenced = Transfers.push, []
+
+        def push_into_silence(self: Transfers, one: Push) -> None:
+            if what == "push" and not silenced:
+                relay.silence(1)  # 0 is the session's; small payloads take the first of the others
+                silenced.append(one.plan.base_version)
+            push(self, one)
+
+        monkeypatch.setattr(Transfers, "push", push_into_silence)
+        if what == "version":
+            relay.silence(1)
+            silenced.append(versions(service)[0] + 1)  # a push that was on its way may still arrive
+        trainer.train_until(lambda: bool(silenced) and versions(service)[0] > silenced[0] + 2, "merges after that")
+        assert service.status()["slots"][0]["incarnations"] > 1  # over the connections of another session
+
+
+def test_a_repeated_pull_is_answered_only_where_its_push_came_to_nothing(
+    syncer: StartSyncer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushes: list[Push] = []
+    monkeypatch.setattr(SyncerClient, "push", lambda self, push: pushes.append(push))  # and nobody answers
+    service = syncer({"fragments": 1, "every": 1000}, {"steps": 1_000_000})
+    trainer = Trainer(service.environ())
+    with trainer.learner as learner:
+        inbox = learner._synchronizer._inbox
+
+        def pull(round: int) -> list[int]:
+            """Sequences of the pushes that follow."""
+            inbox.put(Pull(round, 0, 1, 0))
+            before, step = len(pushes), learner.step
+            trainer.train_until(lambda: learner.step >= step + 2, "two steps")
+            return [push.plan.sequence for push in pushes[before:]]
+
+        def answer(sequence: int, accepted: bool | None) -> None:
+            inbox.put(PushAnswered(0, sequence, accepted, "", ""))
+
+        trainer.train_until(lambda: learner.step >= 2, "the first steps")
+        assert pull(7) == [1]
+        assert pull(7) == []  # on its way
+        answer(1, False)
+        assert pull(7) == [2]
+        answer(2, None)
+        assert pull(7) == [3]
+        answer(3, True)
+        assert pull(7) == []  # it is there
+        assert pull(8) == [4]
+
+
+@pytest.mark.parametrize("learners", [1, 3])
+def test_a_job_with_a_gate_goes_on_after_the_hubs_link_was_cut_until_learners_paused(
+    relayed: Callable[..., tuple[Syncer, Relay]], learners: int
+) -> None:
+    """They pause after 4 turns; each then brings 4 times the steps, whose norm is 2 to 4 times as large."""
+    sync = {"fragments": 1, "quorum": 1, "normGate": {"factor": 1.7}}
+    service, relay = relayed(sync, {"steps": 1_000_000}, learners=learners)
+    processes = [service.learner(i, DILOCO_SYNCER_FILE=str(relay.address_file)) for i in range(learners)]
+    try:
+        until(lambda: versions(service)[:1] > [12], "merges", 60)
+        relay.cut()
+        until(lambda: service.status()["sessions"] == 0, "the cut")
+        threading.Event().wait(1.0)  # hundreds of their steps
+        relay.heal()
+        at = versions(service)[0]
+        until(lambda: versions(service)[0] > at + 10, "merges after the cut", 60)
+    finally:
+        for process in processes:
+            process.kill()
+    merges = [line for line in read(DirectoryStore(service.folder / "store")) if line["version"] > at]
+    steps = [row["steps"] for merge in merges for row in merge["responders"]]
+    assert max(steps) >= 12, "nobody had to pause"
