@@ -95,8 +95,7 @@ class NormGateSpec(Spec):
     """A guard against a learner whose training has come apart."""
 
     factor: Annotated[float, Field(gt=1, le=1e6)] | None = Field(
-        None,
-        description="Refuse a push whose norm is, for its steps, so many times the running median; null: never.",
+        None, description="Refuse a push whose norm is, for its steps, so many times the running median; null: never."
     )
 
 

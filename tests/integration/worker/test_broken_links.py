@@ -134,7 +134,7 @@ def versions(service: Syncer) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("what", ["push", "version"])
+@pytest.mark.parametrize("what", [pytest.param("push", marks=pytest.mark.slow), "version"])
 def test_a_bulk_connection_that_dies_silently_stops_no_round(
     relayed: Callable[..., tuple[Syncer, Relay]], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -190,8 +190,10 @@ def test_a_repeated_pull_is_answered_only_where_its_push_came_to_nothing(
         answer(3, True)
         assert pull(7) == []  # it is there
         assert pull(8) == [4]
+        monkeypatch.undo()  # what is left is offered
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("learners", [1, 3])
 def test_a_job_with_a_gate_goes_on_after_the_hubs_link_was_cut_until_learners_paused(
     relayed: Callable[..., tuple[Syncer, Relay]], learners: int
