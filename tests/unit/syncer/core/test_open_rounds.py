@@ -10,7 +10,7 @@ from core_desk import Desk, config, of, reason, report
 from diloco_protocol.vocabulary import EventKind, PushRefusal
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.core import Core
-from diloco_syncer.core.merging.norm_gate import GATE_PATIENCE, GATE_SAMPLES, NormGate
+from diloco_syncer.core.merging.norm_gate import GATE_PATIENCE, GATE_SAMPLES, GATE_WINDOW, NormGate
 from diloco_syncer.server.pages.metrics import exposition
 from shell_figures import SHELL
 
@@ -145,6 +145,13 @@ def test_the_gate_passes_honest_pushes_of_any_length(growth: float, steps: int) 
     gate.add(0, [(24**growth, 24)] * GATE_SAMPLES)
     assert gate.objection(0, steps**growth, steps) == ""
     assert gate.objection(0, 1.6 * max(steps / 24, (steps / 24) ** 0.5) * 24**growth, steps)
+
+
+def test_the_gate_forgets_old_norms() -> None:
+    gate = NormGate(3.0)
+    gate.add(0, [(1.0, 4)] * GATE_WINDOW)
+    gate.add(0, [(10.0, 4)] * GATE_WINDOW)
+    assert gate.objection(0, 29.0, 4) == "" and gate.objection(0, 31.0, 4)
 
 
 def test_the_gate_judges_by_the_running_median() -> None:
