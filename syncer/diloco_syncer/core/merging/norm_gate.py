@@ -6,7 +6,7 @@ Pushes differ in their steps: a learner that was cut off brings four turns at on
 norm of Δ grows with its steps, as their number where all steps point the same way (never faster: the triangle
 inequality), as its root where they are independent. So a push is measured in both ways, norm ÷ steps and norm ÷ √steps,
 each as a multiple of the running median of the same measure; the smaller multiple counts. Whichever way the job's
-norms grow, the honest push of any length stays near 1 (docs/decisions/051).
+norms grow, the honest push of any length stays near 1 (docs/decisions/053).
 
 The gate judges once it has seen ``GATE_SAMPLES`` pushes of the fragment. After ``GATE_PATIENCE`` refusals in a row it
 is the job that has changed, and not one push: the fragment's samples are forgotten, and what comes next passes. One
