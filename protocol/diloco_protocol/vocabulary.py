@@ -74,6 +74,7 @@ class EventKind(StrEnum):
     LOST_DATA = "lost-data"
     RECOVERED = "recovered"
     OUTER_RESTART = "outer-restart"
+    REPAIRED = "repaired"  # the restored state held impossible numbers
 
 
 class ResourcePhase(StrEnum):
@@ -167,6 +168,7 @@ class TransferRefusal(StrEnum):
     PARTIAL = "partial"  # no refusal: this part does not complete its payload
     BUSY = "busy"  # too many uploads at once; try again after a pause
     BAD_TRANSFER = "bad-transfer"
+    NOT_JOINED = "not-joined"  # the process that the header names has no session
     INITIAL = "initial"  # a part of version 0 that was not asked for, or that does not fit
     BASE = "base"  # a version that was not asked for, or that does not fit
     NOT_ASKED = "not-asked"
@@ -188,6 +190,7 @@ class JoinRefusal(StrEnum):
     EMPTY_STORE = "empty-store"
     INITIALISE = "initialise"
     BAD_MESSAGE = "bad-message"
+    FAULT = "fault"  # the syncer failed at what this process said
 
 
 class ConnectionRefusal(StrEnum):

@@ -165,6 +165,16 @@ class Syncer:
         on(ev.RequestInitialModel, sessions.request_initial_model)
         for kind in get_args(Addressed):
             on(kind, sessions.send_action)
+        self.driver.on_fault(self._end_caller)
+
+    def _end_caller(self, action: ev.Action, error: Exception) -> bool:
+        """An action failed: end the session or the upload of whom it answers. False: it answers nobody."""
+        if isinstance(action, ev.AnswerPush):
+            return self.pushes.fail(action.handle, error)
+        if isinstance(action, ev.Admit | ev.Refuse | ev.RequestInitialModel | Addressed):
+            self.sessions.end_by_fault(action.connection, error)
+            return True
+        return False
 
     # ------------------------------------------------------------- life
 

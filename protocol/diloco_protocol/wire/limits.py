@@ -37,7 +37,11 @@ JOIN_SECONDS = 10.0  # a session's first message, both ways
 STALL_SECONDS = 30.0  # without a chunk in or out, a transfer is given up
 SLOWEST_BYTES_PER_SECOND = 256 << 10  # a transfer slower than this is given up
 
-MAX_COUNT = 1 << 62  # counters above are nonsense, and sums of them would leave 64 bits
+MAX_SEQUENCES = 1 << 40  # of a data set
+MAX_COUNT = 1 << 62  # counters above are nonsense
+MAX_SLOT_TOKENS = 1 << 53  # that a slot can have trained, ever (stop.tokens has the same bound)
+MAX_STEP_TOKENS = 1 << 32  # that one step can have trained, where the job does not say how many it trains
+MAX_STEPS = 1 << 32  # that a tenure can have, and that a slot can have gained since it was last heard
 MAX_SECONDS = 1e12
 
 S = TypeVar("S", bound=Sized)
@@ -68,6 +72,13 @@ def check_count(value: int, field: str) -> int:
     """A counter: at most ``MAX_COUNT``."""
     if value > MAX_COUNT:
         raise WireError(f"{field} is {value}: out of range")
+    return value
+
+
+def check_sequences(value: int, field: str) -> int:
+    """How many sequences a data set has: at most ``MAX_SEQUENCES``."""
+    if value > MAX_SEQUENCES:
+        raise WireError(f"{field} is {value}: a data set has at most {MAX_SEQUENCES}")
     return value
 
 

@@ -175,7 +175,7 @@ class Join:
     evaluator: bool
     layout_digest: Hex
     digests: Annotated[dict[str, str], limits.check_digests]
-    sequences: Count
+    sequences: Annotated[int, limits.check_sequences]
     held: Annotated[tuple[Held, ...], limits.check_length(limits.MAX_FRAGMENTS)]
     previous_incarnation: Count = 0
     idle: bool = False

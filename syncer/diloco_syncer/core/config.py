@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from diloco_protocol.spec.job import DiLoCoJob, immutable_digests
+from diloco_protocol.spec.job_spec import JobSpec
+from diloco_protocol.wire import limits
 from diloco_syncer.core.deterministic import Mode, StopKind, make_mode
 from diloco_syncer.core.merging.rounds import RoundRules
 
@@ -23,6 +25,7 @@ class CoreConfig:
     heartbeat_timeout: float = 10.0
     stop: tuple[StopKind, float] = ("steps", 1)
     norm_gate: float | None = None
+    step_tokens: int = limits.MAX_STEP_TOKENS  # a step trains at most so many
     on_region_lost: Literal["Continue", "Hold", "Fail"] = "Continue"
     region_lost_seconds: float = 120.0
     evaluated: bool = False
@@ -56,9 +59,18 @@ class CoreConfig:
             heartbeat_timeout=sync.heartbeat.timeout_seconds,
             stop=(stop.kind, stop.limit),
             norm_gate=sync.norm_gate.factor,
+            step_tokens=_step_tokens(spec),
             on_region_lost=spec.failure_policy.on_region_lost,
             region_lost_seconds=spec.failure_policy.region_lost_seconds,
             evaluated=spec.evaluated,
             seed=spec.seed,
             digests=immutable_digests(job),
         )
+
+
+def _step_tokens(spec: JobSpec) -> int:
+    """The most tokens that a learner can train in a step: a batch's, where the built-in trainer makes the batches."""
+    training = spec.training
+    if training.data is None or training.data.source == "python" or spec.learners.command:
+        return limits.MAX_STEP_TOKENS
+    return training.batch.sequences * training.batch.accumulation * training.data.sequence_length

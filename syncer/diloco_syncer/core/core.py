@@ -39,7 +39,7 @@ from typing import Any, assert_never
 
 from diloco_protocol.documents import Report, StatusDocument
 from diloco_protocol.vocabulary import ENDED_PHASES, EventKind, JobPhase, PushRefusal, SlotState
-from diloco_protocol.wire.records import PushHeader, Receipt, StepReport
+from diloco_protocol.wire.records import Evaluation, PushHeader, Receipt, StepReport
 from diloco_syncer.core import documents
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.actions import Actions
@@ -47,7 +47,7 @@ from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.documents import ShellFigures
 from diloco_syncer.core.events import Action
 from diloco_syncer.core.members.admission import Admission
-from diloco_syncer.core.members.reports import apply_report
+from diloco_syncer.core.members.reports import apply_report, find_nonsense
 from diloco_syncer.core.members.slots import Slot
 from diloco_syncer.core.members.state_donors import StateDonors
 from diloco_syncer.core.merging.aggregation import Aggregator
@@ -56,6 +56,7 @@ from diloco_syncer.core.merging.rounds import Round
 from diloco_syncer.core.phases import Phases
 from diloco_syncer.core.recovery import receipts
 from diloco_syncer.core.recovery.lost_versions import VersionRecovery
+from diloco_syncer.core.recovery.nonsense import repair_state
 from diloco_syncer.core.state import JobState
 
 
@@ -146,9 +147,9 @@ class Core:
         grace = self._state.rounds.wake_at() if self._state.rounds and waits else None
         return self._next_check if grace is None else min(grace, self._next_check)
 
-    def check_push(self, header: PushHeader, process: str = "") -> tuple[PushRefusal, str] | None:
-        """Judge a push before its bytes are read: the refusal, or None if they may come. ``process``: the one that
-        sends it, where that is known."""
+    def check_push(self, header: PushHeader, process: str | None = None) -> tuple[PushRefusal, str] | None:
+        """Judge a push before its bytes are read: the refusal, or None if they may come. ``process``: see
+        ``PushChecks.check_header``."""
         return self._aggregator.checks.check_header(header, process)
 
     # ---------------------------------------------------------------- recovery of lost versions
@@ -227,8 +228,10 @@ class Core:
             offers = {header.id for header in self._aggregator.accepted_headers() if header.round == 0}
             state.ledger.write_off_held(offers)
             receipts.count_unreported_tokens(state.ledger)
-            if state.epochs[-1][0] != self.epoch:
-                state.epochs.append((self.epoch, list(state.versions)))
+        for repair in repair_state(state):
+            self.record_event(EventKind.REPAIRED, repair)
+        if state.ledger and state.epochs[-1][0] != self.epoch:
+            state.epochs.append((self.epoch, list(state.versions)))
         self._phases.restart(now)
         self._recovery.start(made, behind)
         self._actions.add(ev.Persist())
@@ -238,7 +241,9 @@ class Core:
     # ================================================================ events
 
     def handle(self, event: ev.Event, now: float) -> list[Action]:
-        """Take in one event; returns the actions that follow, in the order in which they are to be carried out."""
+        """Take in one event; returns the actions that follow, in the order in which they are to be carried out.
+
+        Raises ``ev.BadMessage``, and has changed nothing, for what a caller cannot truly have said."""
         match event:
             case ev.Join():
                 self._admission.join(event, now)
@@ -267,8 +272,7 @@ class Core:
             case ev.ProcessEnded():
                 self._admission.process_ended(event)
             case ev.Evaluated():
-                if event.connection in self._state.members.evaluators:
-                    self._state.scores.apply(event.evaluation, may_be_final=self._state.phase is JobPhase.EVALUATING)
+                self._evaluated(event.connection, event.evaluation)
             case ev.EvaluationAdvanced():
                 if event.connection in self._state.members.evaluators:
                     self._phases.record_score_progress(event.connection, event.share, now)
@@ -279,7 +283,7 @@ class Core:
             case ev.PeerStateReceived():
                 self._donors.received(event.transfer)
             case ev.PeerStateFailed():
-                self._donors.failed(event.transfer)
+                self._donors.failed(event.connection, event.transfer)
             case ev.LostVersionStored():
                 self._recovery.mark_stored(event.fragment)
             case ev.LostVersionFailed():
@@ -295,11 +299,24 @@ class Core:
         slot = self._state.members.by_connection(connection)
         if slot is None:
             return
+        if nonsense := find_nonsense(self._state, slot, report):
+            raise ev.BadMessage(f"report: {nonsense}")
         slot.heard_at = now
         if slot.state is SlotState.SUSPECT:
             slot.state = SlotState.ACTIVE
         if apply_report(self._state, self._actions, slot, report, now):
             slot.ready = True
+
+    def _evaluated(self, connection: int, score: Evaluation) -> None:
+        state = self._state
+        if connection not in state.members.evaluators:
+            return
+        if score.tokens > self.trained_tokens or score.sum_versions > sum(self.versions):
+            raise ev.BadMessage(
+                f"evaluation: of {score.sum_versions} merges and {score.tokens} tokens, where the job has had "
+                f"{sum(self.versions)} and {self.trained_tokens}"
+            )
+        state.scores.apply(score, may_be_final=state.phase is JobPhase.EVALUATING)
 
     def _grant_lease(self, connection: int) -> None:
         state = self._state

@@ -10,8 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from diloco_protocol.vocabulary import EventKind, JobPhase, PushRefusal
+from diloco_protocol.wire.limits import WireError
 from diloco_protocol.wire.records import Evaluation, Lease, PushHeader, Seat, StepReport
 from diloco_protocol.wire.records import Join as Join
+
+
+class BadMessage(WireError):
+    """What a caller said contradicts what can be: its session ends, and nothing of it was believed."""
+
 
 # ------------------------------------------------------------------ events
 
@@ -131,6 +137,9 @@ class PeerStateReceived:
 
 @dataclass(frozen=True, slots=True)
 class PeerStateFailed:
+    """That process cannot give the state, or what it gave did not come through."""
+
+    connection: int
     transfer: int
 
 

@@ -72,7 +72,8 @@ class Driver:
         self.stop_reason = ""
         self._loop = loop
         self._handlers: dict[type[Any], Callable[[Any], Step]] = {}
-        self._actions: deque[Step] = deque()
+        self._blame: Callable[[ev.Action, Exception], bool] = lambda action, error: False
+        self._actions: deque[tuple[ev.Action, Step]] = deque()
         self._work = asyncio.Event()
         self._rearm = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -88,6 +89,11 @@ class Driver:
         """Carry out actions of this kind by ``handler(action, captured)``, where ``captured`` is what ``capture()``
         returned when the core decided."""
         self._handlers[kind] = lambda action: partial(handler, action, capture())
+
+    def on_fault(self, blame: Callable[[ev.Action, Exception], bool]) -> None:
+        """Have ``blame(action, error)`` called where carrying out an action fails. It ends the session or the upload of
+        the caller whom the action answers, and returns True; False: the action is nobody's, and the process ends."""
+        self._blame = blame
 
     # ------------------------------------------------------------- events and actions
 
@@ -109,16 +115,22 @@ class Driver:
         if len(self._actions) > MAX_ACTIONS:
             self.stop(SyncerExit.STORE, f"{len(self._actions)} actions wait for the store")
             return
-        self._actions.extend(self._handlers[type(action)](action) for action in actions)
+        self._actions.extend((action, self._handlers[type(action)](action)) for action in actions)
         self._work.set()
         self._rearm.set()
 
     async def _carry_out(self) -> None:
         while True:
             while self._actions:
-                waiting = self._actions.popleft()()
-                if waiting is not None:
-                    await waiting
+                action, step = self._actions.popleft()
+                try:
+                    waiting = step()
+                    if waiting is not None:
+                        await waiting
+                except Exception as error:
+                    if not self._blame(action, error):
+                        raise
+                    log.error("a fault in carrying out %s", type(action).__name__, exc_info=error)
             self._work.clear()
             if not self._actions:
                 await self._work.wait()

@@ -72,7 +72,7 @@ class OptimizerRelay:
         try:
             whole = await read(("peer", transfer), lambda: self._allocate(size))
         except OSError as error:
-            self._emit(ev.PeerStateFailed(transfer))
+            self._emit(ev.PeerStateFailed(connection, transfer))
             raise UploadRefused(TransferRefusal.NO_SPACE, f"the syncer has no room for it: {error.strerror}") from error
         if whole is None:
             return None

@@ -172,6 +172,16 @@ class ReceivedPushes:
             self._mark_spooled(verdict.handle)
             self._send_reply(payload, upload_reply(True))
 
+    def fail(self, handle: int, error: Exception) -> bool:
+        """Answering this push failed: its call ends with the error. False: there is no such push any more."""
+        payload = self._held.get(handle)
+        if payload is None or payload.verdict is None:
+            return False
+        self._mark_spooled(handle)
+        if not payload.verdict.done():
+            payload.verdict.set_exception(error)
+        return True
+
     def release(self, action: ev.ReleasePush) -> None:
         """Drop bytes that the core needs no more, an offer's in the store too."""
         payload = self._held.pop(action.handle, None)

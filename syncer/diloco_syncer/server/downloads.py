@@ -13,7 +13,7 @@ import numpy as np
 
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json
-from diloco_protocol.vocabulary import PushRefusal
+from diloco_protocol.vocabulary import PushRefusal, TransferRefusal
 from diloco_protocol.wire import bulk as wire_bulk
 from diloco_protocol.wire import convert, limits, sync_pb2
 from diloco_protocol.wire.limits import WireError
@@ -43,6 +43,11 @@ def job_for_learners(job: DiLoCoJob) -> bytes:
     return json.dumps(document, ensure_ascii=False).encode()
 
 
+def _is_for_newcomers(request: sync_pb2.DownloadRequest) -> bool:
+    """Whether a process may ask for it before it has joined: for the job, to learn what to join."""
+    return request.what == sync_pb2.DownloadRequest.JOB
+
+
 @dataclass
 class Downloads:
     """The download call of the Bulk service."""
@@ -62,8 +67,11 @@ class Downloads:
         try:
             request = convert.parse(sync_pb2.DownloadRequest, raw, limits.MAX_HEADER_BYTES)
             limits.check_format(request.format)
-            if objection := self.sessions.check_process(request.process, peer, context):
-                await context.abort(grpc.StatusCode.PERMISSION_DENIED, objection)
+            if not _is_for_newcomers(request) and (why := self.sessions.check_process(request.process, peer, context)):
+                # Who has no session any more joins again, and then asks again.
+                joined = why[0] != TransferRefusal.NOT_JOINED
+                code = grpc.StatusCode.PERMISSION_DENIED if joined else grpc.StatusCode.FAILED_PRECONDITION
+                await context.abort(code, why[1])
             receipt = self._find_receipt(request)
             data, versions, word = await self._find(request)
             if data is None:

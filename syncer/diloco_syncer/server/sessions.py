@@ -24,7 +24,7 @@ import grpc
 
 from diloco_protocol.security.identity import covers, same_party
 from diloco_protocol.spec.job import DiLoCoJob, SyncerSettings
-from diloco_protocol.vocabulary import ConnectionRefusal, JobPhase, JoinRefusal
+from diloco_protocol.vocabulary import ConnectionRefusal, JobPhase, JoinRefusal, TransferRefusal
 from diloco_protocol.wire import convert, limits, sync_pb2
 from diloco_protocol.wire.limits import WireError
 from diloco_protocol.wire.records import Announcement, Evaluation, Pull, StepReport
@@ -132,17 +132,20 @@ class Sessions:
         slot = self.core.slot_by_connection(connection.number)
         return connection.place, None if slot is None else slot.index
 
-    def check_process(self, process: str, peer: Peer, context: Any) -> str:
-        """Check that a call's peer may act for a process; returns why not: it is another certificate's."""
-        connection = self.find_process(process) if self.authorizer.secure else None
-        if connection is None:
-            return ""
+    def check_process(self, process: str, peer: Peer, context: Any) -> tuple[str, str] | None:
+        """Check that a call's peer may act for a process: it has a session, under a certificate of the same party.
+        None: it may; else the reason and a sentence."""
+        connection = self.find_process(process)
+        if connection is None or not connection.welcomed:
+            return TransferRefusal.NOT_JOINED, f"process {process[:80]!r} has no session: join first"
+        if not self.authorizer.secure:
+            return None
         if same_party(connection.peer.names, peer.names):
             self.authorizer.assign_place(context, connection.place)
-            return ""
+            return None
         message = "a process with another certificate has this id"
         self.authorizer.record_refusal(peer, ConnectionRefusal.WRONG_PROCESS, message)
-        return message
+        return ConnectionRefusal.WRONG_PROCESS, message
 
     # ------------------------------------------------------------- the service
 
@@ -172,10 +175,14 @@ class Sessions:
         log.info("session %d: %s %s-%d joins", connection.number, join.process, join.region, join.ordinal)
         self.authorizer.limits.session_opened(peer)
         try:
-            self.emit(join)
-            await self._pump(stream, context, connection)
+            if self._emit_join(connection, join):
+                await self._pump(stream, context, connection)
+            else:
+                await context.write(connection.queue.popleft())
         finally:
             self.authorizer.limits.session_closed(peer)
+            self._connections.pop(connection.number, None)
+            self.emit(ev.ConnectionLost(connection.number))
 
     async def _check_limits(self, stream: AsyncIterator[bytes], peer: Peer, context: Any) -> None:
         if not self.authorizer.secure:
@@ -200,7 +207,10 @@ class Sessions:
             said = ConnectionRefusal.WRONG_REGION, f"region {join.region!r} is not of this certificate", True
         elif newest is not None and not same_party(newest.peer.names, peer.names):
             said = ConnectionRefusal.WRONG_PROCESS, "a process with another certificate has this id", False
-        elif not self.authorizer.limits.is_new_attempt(join.process, attempt):
+        # By region, which is the certificate's: nobody else can use up the numbers of a process that is away.
+        elif not self.authorizer.limits.is_new_attempt(
+            f"{'' if join.evaluator else join.region}/{join.process}", attempt
+        ):
             said = ConnectionRefusal.REPLAYED, "this Join was said before: join anew", False
         if said is not None:
             self.authorizer.record_refusal(peer, said[0], said[1])
@@ -225,7 +235,7 @@ class Sessions:
         join = convert.from_wire(ev.Join, said, connection=connection.number, evaluator=evaluator)
         if odd := next((held for held in join.held if held.settled > held.epoch), None):
             raise WireError(f"held: epoch {odd.settled} cannot have settled before epoch {odd.epoch}")
-        return join, limits.check_count(said.attempt, "attempt")
+        return join, said.attempt
 
     async def _pump(self, stream: AsyncIterator[bytes], context: Any, connection: Connection) -> None:
         reading = asyncio.create_task(self._read(stream, connection))
@@ -240,8 +250,6 @@ class Sessions:
             for task in (reading, writing):
                 task.cancel()
             results = await asyncio.gather(reading, writing, return_exceptions=True)
-            self._connections.pop(connection.number, None)
-            self.emit(ev.ConnectionLost(connection.number))
         for result in results:
             if isinstance(result, Exception):
                 log.info("session %d ended: %s", connection.number, result)
@@ -257,6 +265,23 @@ class Sessions:
         except WireError as error:
             log.warning("session %d: %s", connection.number, error)
             connection.refuse(JoinRefusal.BAD_MESSAGE, str(error), False)
+        except Exception as error:
+            self.end_by_fault(connection.number, error)
+
+    def end_by_fault(self, number: int, error: Exception) -> None:
+        """The syncer failed at what a session said, or at answering it: that session ends, and nobody else's."""
+        log.error("session %d ends by a fault of this program", number, exc_info=error)
+        if (connection := self.find_connection(number)) is not None:
+            connection.refuse(JoinRefusal.FAULT, f"the syncer failed at it: {error!r}", False)
+
+    def _emit_join(self, connection: Connection, join: ev.Join) -> bool:
+        """Let the core decide on a Join; False: it cannot, and the refusal is queued."""
+        try:
+            self.emit(join)
+        except Exception as error:
+            self.end_by_fault(connection.number, error)
+            return False
+        return True
 
     async def _write(self, context: Any, connection: Connection) -> None:
         while True:
@@ -296,7 +321,7 @@ class Sessions:
             case "peer_state_wanted":
                 event = ev.PeerStateRequested(number, message.peer_state_wanted.patient)
             case "peer_state_unavailable":
-                event = ev.PeerStateFailed(message.peer_state_unavailable.transfer)
+                event = ev.PeerStateFailed(number, message.peer_state_unavailable.transfer)
             case "base_unavailable":
                 event = ev.LostVersionFailed(number, message.base_unavailable.fragment)
             case "join":

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco_protocol.common.meter import Meter
-from diloco_protocol.vocabulary import ConnectionRefusal, PushRefusal, TransferRefusal
+from diloco_protocol.vocabulary import PushRefusal, TransferRefusal
 from diloco_protocol.wire import bulk as wire_bulk
 from diloco_protocol.wire import convert, limits, sync_pb2
 from diloco_protocol.wire.limits import WireError
@@ -57,7 +57,7 @@ class Uploads:
             header = convert.parse(sync_pb2.UploadHeader, raw, limits.MAX_HEADER_BYTES)
             limits.check_format(header.format)
             if objection := self.sessions.check_process(header.process, peer, context):
-                raise UploadRefused(ConnectionRefusal.WRONG_PROCESS, objection)
+                raise UploadRefused(*objection)
             reply = await self._route(header, stream)
             return upload_reply(True, TransferRefusal.PARTIAL) if reply is None else reply
         except UploadRefused as error:

@@ -150,7 +150,8 @@ async def test_suspended_with_offers_and_an_optimizer_state_and_resumed(tmp_path
             welcome = (await client.join()).welcome
             assert welcome.phase.name == sync_pb2.PHASE_WAITING and welcome.optimizer_bytes == 1000
             await client.ready()
-        request = sync_pb2.DownloadRequest(job="raw", what=sync_pb2.DownloadRequest.OPTIMIZER)
+        what = sync_pb2.DownloadRequest.OPTIMIZER
+        request = sync_pb2.DownloadRequest(job="raw", process=a.process, what=what)
         _, data = await bulk.download(a.channel, request)
         assert np.array_equal(data, state)
         # The offer of the earlier life and the newcomer's push are merged together.

@@ -416,7 +416,10 @@ async def test_a_newcomer_gets_a_peers_optimizer_state(syncer: SyncerProcess) ->
             assert (await a.upload(a.header(peer_state=what), state)).accepted
             await until(lambda: b.of_kind("peer_state_ready"))
             request = sync_pb2.DownloadRequest(
-                job="raw", what=sync_pb2.DownloadRequest.PEER_STATE, transfer=b.of_kind("peer_state_ready")[0].transfer
+                job="raw",
+                process=b.process,
+                what=sync_pb2.DownloadRequest.PEER_STATE,
+                transfer=b.of_kind("peer_state_ready")[0].transfer,
             )
             header, data = await bulk.download(b.channel, request)
             assert np.array_equal(data, state) and len(header.versions) == 2

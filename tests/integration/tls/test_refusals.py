@@ -16,7 +16,8 @@ from typing import Any
 import grpc
 import pytest
 from grpc import aio
-from syncer_client import LAYOUT, Client, SyncerProcess, raw_job, send_call, turn, until, wait_for
+from hostile_client import Learners, WithToken
+from syncer_client import SyncerProcess, raw_job, send_call, turn, until, wait_for
 
 from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.wire import bulk, limits, services, sync_pb2
@@ -44,72 +45,6 @@ def syncer(tmp_path: Path, parties: Parties) -> Iterator[SyncerProcess]:
     secrets = [TOKEN, "PRIVATE KEY", made.key.decode()]
     secrets += [line for line in (folder / "tls.key").read_text().splitlines() if "-" not in line]
     assert not any(secret in made.text() for secret in secrets)
-
-
-class Learner(Client):
-    """A scripted learner with credentials."""
-
-    def __init__(self, syncer: SyncerProcess, folder: Path, region: str = "eu-1", process: str = "") -> None:
-        super().__init__(syncer, 0, process)
-        self.credentials, self.region, self.attempt = Credentials.from_directory(folder), region, 0
-        self.metadata = self.credentials.metadata()
-        self.plain, self.channel = (self.channel, self.credentials.aio_channel(syncer.addresses["sync"], self.options))
-
-    def said(self, **changes: Any) -> bytes:
-        self.attempt += 1
-        fields: dict[str, Any] = {
-            "format": limits.FORMAT,
-            "job": "raw",
-            "process": self.process,
-            "role": sync_pb2.ROLE_LEARNER,
-            "region": self.region,
-            "ordinal": 0,
-            "layout_digest": LAYOUT.digest,
-            "attempt": self.attempt,
-        }
-        return sync_pb2.LearnerMessage(join=sync_pb2.Join(**(fields | changes))).SerializeToString()
-
-    async def join(self, raw: bytes = b"", **changes: Any) -> sync_pb2.SyncerMessage:
-        self.call = self.channel.stream_stream(services.SESSION)(metadata=self.metadata)
-        await self.call.write(raw or self.said(**changes))
-        first = sync_pb2.SyncerMessage.FromString(await asyncio.wait_for(self.call.read(), 10))
-        if first.HasField("welcome"):
-            self.welcome = first.welcome
-            self._reader = asyncio.create_task(self._read())
-        return first
-
-    async def refused(self, raw: bytes = b"", **changes: Any) -> tuple[str, bool]:
-        first = await self.join(raw, **changes)
-        assert first.HasField("refusal"), first
-        return first.refusal.reason, first.refusal.fatal
-
-    async def upload(self, header: sync_pb2.UploadHeader, payload: Any) -> sync_pb2.UploadReply:
-        return await bulk.upload(self.channel, header, payload, timeout=20, metadata=self.metadata)
-
-    async def download(self, request: sync_pb2.DownloadRequest, size: int) -> Any:
-        return await bulk.download(self.channel, request, size=size, metadata=self.metadata)
-
-    async def close(self) -> None:
-        await self.plain.close()
-        await super().close()
-
-
-class Learners:
-    """All that a test makes, closed at its end."""
-
-    def __init__(self, syncer: SyncerProcess) -> None:
-        self.syncer, self.all = syncer, list[Learner]()
-
-    def __call__(self, folder: Path, region: str = "eu-1", process: str = "") -> Learner:
-        self.all.append(Learner(self.syncer, folder, region, process))
-        return self.all[-1]
-
-    async def __aenter__(self) -> Learners:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        for each in self.all:
-            await each.close()
 
 
 def refused(syncer: SyncerProcess) -> dict[str, int]:
@@ -260,24 +195,6 @@ async def test_the_job_goes_on_under_a_flood(syncer: SyncerProcess, parties: Par
         # A flood fills no disk: a line per reason and ten seconds.
         assert syncer.text().count('"message": "refused ') < 40
         await until(lambda: syncer.status()["tls"]["handshakes"] == 0, 20)
-
-
-class WithToken:
-    """A channel whose calls show the join token, for a client that knows of none."""
-
-    def __init__(self, channel: aio.Channel, metadata: Any) -> None:
-        self._channel, self._metadata = channel, metadata
-
-    def __getattr__(self, kind: str) -> Any:
-        make = getattr(self._channel, kind)
-        if kind not in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
-            return make
-
-        def method(*arguments: Any, **options: Any) -> Any:
-            made = make(*arguments, **options)
-            return lambda *a, **o: made(*a, **{**o, "metadata": self._metadata})
-
-        return method
 
 
 async def test_the_other_ports_survive_too(syncer: SyncerProcess, parties: Parties) -> None:

@@ -41,6 +41,7 @@ _AGAIN = frozenset(
         PushRefusal.FENCED,
         PushRefusal.INCONSISTENT,
         TransferRefusal.BUSY,
+        TransferRefusal.NOT_JOINED,
     }
 )
 

@@ -1,8 +1,8 @@
 """Data leases: who trains which part of the corpus.
 
-Theory of operation. The corpus of N sequences is cut into blocks. In each data epoch the blocks have an order that
-depends on the seed and the epoch alone. They are leased to slots one by one, so that within an epoch the leases are
-disjoint and together cover everything, whoever joins, leaves or is slow.
+Theory of operation. The corpus of N sequences (N is what the first learner says) is cut into blocks. In each data
+epoch the blocks have an order that depends on the seed and the epoch alone. They are leased to slots one by one, so
+that within an epoch the leases are disjoint and together cover everything, whoever joins, leaves or is slow.
 
 A newcomer in a slot goes on with the slot's leases, from their cursors. A slot that is given up returns what is left
 of its leases, and that is leased first. When an epoch's last block is out, what lost slots hold is leased to others
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from diloco_protocol.wire.records import Lease
 
 BLOCKS_PER_SLOT = 64
 MAX_BLOCK = 4096  # sequences
+MAX_SORTED = 1 << 14  # blocks: sorting these takes a few hundredths of a second
 
 
 @dataclass(slots=True)
@@ -38,13 +39,50 @@ class OpenLease:
     end: int
 
 
-def block_order(seed: int, data_epoch: int, blocks: int) -> list[int]:
+def block_order(seed: int, data_epoch: int, blocks: int) -> Sequence[int]:
     """The blocks of one epoch in the order in which they are leased."""
+    if blocks > MAX_SORTED:
+        return Permutation(f"{seed}:{data_epoch}".encode(), blocks)
 
     def key(block: int) -> bytes:
         return hashlib.sha256(f"{seed}:{data_epoch}:{block}".encode()).digest()
 
     return sorted(range(blocks), key=key)
+
+
+class Permutation(Sequence[int]):
+    """0 to ``size`` - 1 in an order that depends on the key, of which each item is computed when it is asked for.
+
+    A Feistel network of four rounds permutes the numbers of 2k bits, where 4**k >= size. A result that is not below
+    ``size`` is permuted again until it is, fewer than four times on average. So a data set may have any size, and
+    costs neither memory nor time.
+    """
+
+    ROUNDS = 4
+
+    def __init__(self, key: bytes, size: int) -> None:
+        self._key = key
+        self._size = size
+        self._half = max(1, ((size - 1).bit_length() + 1) // 2)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < self._size:
+            raise IndexError(index)
+        index = self._permute(index)
+        while index >= self._size:
+            index = self._permute(index)
+        return index
+
+    def _permute(self, value: int) -> int:
+        mask = (1 << self._half) - 1
+        left, right = value >> self._half, value & mask
+        for turn in range(self.ROUNDS):
+            digest = hashlib.sha256(b"%b:%d:%d" % (self._key, turn, right)).digest()
+            left, right = right, left ^ (int.from_bytes(digest[:8], "big") & mask)
+        return left << self._half | right
 
 
 class LeaseBook:
@@ -63,7 +101,7 @@ class LeaseBook:
         self.next_lease = 1
         self.open: dict[int, OpenLease] = {}
         self.returned: deque[OpenLease] = deque()
-        self._order: tuple[int, list[int]] | None = None
+        self._order: tuple[int, Sequence[int]] | None = None
 
     def grant_block(self, slot: int, index: int) -> Lease:
         """Lease the block of this index in the endless order to the slot."""

@@ -3,10 +3,36 @@
 from __future__ import annotations
 
 from diloco_protocol.vocabulary import EventKind
+from diloco_protocol.wire import limits
 from diloco_protocol.wire.records import StepReport
 from diloco_syncer.core.actions import Actions
 from diloco_syncer.core.members.slots import Slot
 from diloco_syncer.core.state import JobState
+
+
+def find_nonsense(state: JobState, slot: Slot, report: StepReport) -> str:
+    """What of a report cannot be true, whatever its learner did; empty: nothing.
+
+    These bounds keep sums within 64 bits and every book of the ledger non-negative. They do not tell a learner that
+    exaggerates from one that is fast.
+    """
+    if state.ledger is None:
+        return ""
+    trained = report.trained_tokens
+    if report.trained_steps > limits.MAX_STEPS or report.slot_step - slot.step > limits.MAX_STEPS:
+        return f"step {report.slot_step} after step {slot.step}: no slot gets so far"
+    if report.trained_steps > report.slot_step:
+        return f"{report.trained_steps} steps trained, in a slot at step {report.slot_step}"
+    most = report.trained_steps * state.config.step_tokens
+    if trained > most:
+        return f"{trained} tokens in {report.trained_steps} steps: at most {most} are possible"
+    if state.ledger.books[slot.index].trained + trained > limits.MAX_SLOT_TOKENS:
+        return f"{trained} tokens: no slot trains so many"
+    for fragment, row in enumerate(report.fragments):
+        dropped = row.dropped_overlap + row.dropped_stale + row.dropped_rolled_back
+        if row.tokens + row.confirmed_tokens + dropped > trained:
+            return f"fragment {fragment}: the row tells of more tokens than the {trained} that were trained"
+    return ""
 
 
 def apply_report(state: JobState, actions: Actions, slot: Slot, report: StepReport, now: float) -> bool:

@@ -164,7 +164,9 @@ class SlotTable:
     def slot_of_process(self, join: Join) -> Slot | None:
         """The slot that this very process had last, unless another process took it or it was released."""
         for slot in self.slots if join.previous_incarnation else ():
-            if slot.process == join.process and slot.state not in (SlotState.DRAINED, SlotState.EMPTY):
+            # Process ids are no secret: whoever comes from another place is not the process that had the slot.
+            own = (slot.process, slot.region, slot.ordinal) == (join.process, join.region, join.ordinal)
+            if own and slot.state not in (SlotState.DRAINED, SlotState.EMPTY):
                 return slot
         return None
 

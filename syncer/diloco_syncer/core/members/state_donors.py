@@ -61,10 +61,11 @@ class StateDonors:
             if transfer and request.transfer == transfer:
                 self._answer(request.connection, transfer)
 
-    def failed(self, transfer: int) -> None:
-        """The donor has no state, or its upload broke: the next one is asked."""
+    def failed(self, donor: int, transfer: int) -> None:
+        """The donor (a connection) has no state, or its upload broke: the next one is asked. What others say of the
+        transfer changes nothing."""
         for request in self._requests.values():
-            if request.transfer == transfer:
+            if transfer and (request.donor, request.transfer) == (donor, transfer):
                 request.transfer = 0
 
     def request_for_checkpoint(self, now: float) -> None:

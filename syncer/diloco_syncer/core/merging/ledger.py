@@ -32,6 +32,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from diloco_protocol.documents import LedgerRow, Tokens
+from diloco_protocol.wire import limits
 from diloco_protocol.wire.records import FragmentReport, LeaseCursor, PushHeader, StepReport
 
 PushId = tuple[int, int, int, int]
@@ -255,7 +256,8 @@ class Ledger:
         return {name: tokens for name, tokens in sorted(result.items()) if tokens}
 
     def total_trained(self) -> int:
-        return sum(self.trained(slot) for slot in range(len(self.books)))
+        """Tokens trained by all slots, at most what a message can say."""
+        return min(limits.MAX_COUNT, sum(self.trained(slot) for slot in range(len(self.books))))
 
     def rows(self) -> list[LedgerRow]:
         """One row per fragment, over all slots (report.json ``ledger``); tokens."""

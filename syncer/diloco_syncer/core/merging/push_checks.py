@@ -5,8 +5,8 @@ The connection itself was checked before: TLS, the certificate's job and role, t
 (``server/tls/listener.py``, ``server/tls/access.py``). Then, before the push's bytes are read, so that a
 hopeless transfer costs nothing:
 
- 1. The header is small enough, is a message, has a known format number, and names this job; with TLS, the
-    connection may speak for the process that the header names
+ 1. The header is small enough, is a message, has a known format number, and names this job; the process that
+    it names has a session, with TLS under a certificate of the same party as this connection's
     (``server/uploads.py`` ``upload`` and ``_route``, ``server/sessions.py`` ``check_process``).
  2. Every number of the header is in range (``diloco_protocol/wire/convert.py`` ``push_header``).
  3. The syncer is not recovering lost versions; else the learner tries again later
@@ -21,17 +21,18 @@ hopeless transfer costs nothing:
  9. None of its steps was merged before, and none is too old (``_check_steps``).
 10. Its round is open, or opens with it (``core/deterministic.py`` ``opens_round``); an offer's
     fragment is not merging an earlier push of the same slot (``_check_round``).
-11. It has exactly as many bytes as its encoding gives the fragment (``runtime/pushes.py`` ``receive``).
-12. There is room for it, else the learner tries again later; a part that overlaps an earlier one begins
+11. It can be true: no more tokens than its steps, and its tenure, can have trained (``_check_possible``).
+12. It has exactly as many bytes as its encoding gives the fragment (``runtime/pushes.py`` ``receive``).
+13. There is room for it, else the learner tries again later; a part that overlaps an earlier one begins
     the upload anew (``runtime/multipart.py`` ``receive_part``).
 
 When all bytes are here:
 
-13. The checksum of every part is right (``runtime/multipart.py`` ``receive_part``).
-14. Checks 4 to 10 once more, since its round may have closed meanwhile
+14. The checksum of every part is right (``runtime/multipart.py`` ``receive_part``).
+15. Checks 4 to 11 once more, since its round may have closed meanwhile
     (``core/merging/aggregation.py`` ``receive_push``).
-15. All its values are finite (``check_content``).
-16. Where the job sets ``sync.normGate.factor``, its norm is, for its steps, not far above those of the fragment's
+16. All its values are finite (``check_content``).
+17. Where the job sets ``sync.normGate.factor``, its norm is, for its steps, not far above those of the fragment's
     merged pushes (``core/merging/norm_gate.py``).
 
 A push that passed them is in the round, or waits as an offer. It can still be replaced by a newer push of the same
@@ -43,6 +44,7 @@ from __future__ import annotations
 
 from diloco_protocol.vocabulary import ENDED_PHASES, PushRefusal, SlotState
 from diloco_protocol.wire.records import PushHeader
+from diloco_syncer.core.members.reports import find_nonsense
 from diloco_syncer.core.members.slots import Slot
 from diloco_syncer.core.merging.rounds import Round
 from diloco_syncer.core.state import JobState
@@ -57,8 +59,8 @@ class PushChecks:
         self._state = state
         self._config = state.config
 
-    def check_header(self, header: PushHeader, process: str = "") -> Refusal | None:
-        """Judge a push without its bytes. ``process``: the one that sends it, where that is known."""
+    def check_header(self, header: PushHeader, process: str | None = None) -> Refusal | None:
+        """Judge a push without its bytes. ``process``: the one that sends it; None: it was compared before."""
         refusal = self._check_job(header)
         if refusal is not None:
             return refusal
@@ -76,6 +78,7 @@ class PushChecks:
             or _check_counts(header)
             or self._check_steps(header, slot, version)
             or self._check_round(header, version, opened)
+            or self._check_possible(header, slot)
         )
 
     def check_content(self, header: PushHeader, norm: float, finite: bool) -> Refusal | None:
@@ -95,10 +98,10 @@ class PushChecks:
             return PushRefusal.INCONSISTENT, f"there is no fragment {header.fragment}"
         return None
 
-    def _check_sender(self, header: PushHeader, slot: Slot | None, process: str) -> Refusal | None:
+    def _check_sender(self, header: PushHeader, slot: Slot | None, process: str | None) -> Refusal | None:
         if slot is None or not slot.incarnation:
             return PushRefusal.NO_SLOT, f"slot {header.slot} is not held by anybody: join first"
-        if process and process != slot.process:
+        if process is not None and process != slot.process:
             return PushRefusal.FENCED, f"slot {slot.index} is another process's"
         if header.incarnation != slot.incarnation:
             return PushRefusal.FENCED, f"incarnation {header.incarnation} was replaced by {slot.incarnation}"
@@ -133,6 +136,18 @@ class PushChecks:
             return False
         later = [versions for began, versions in self._state.epochs if began > epoch]
         return not later or version <= later[0][fragment]
+
+    def _check_possible(self, header: PushHeader, slot: Slot) -> Refusal | None:
+        """Refuse what carries, with the pushes that were merged before it, more than can have been trained."""
+        assert self._state.ledger
+        merged = self._state.ledger.books[slot.index].cells[header.fragment].tenure_merged
+        trained = header.report.trained_tokens
+        nonsense = find_nonsense(self._state, slot, header.report)
+        if header.tokens > header.steps * self._config.step_tokens:
+            nonsense = f"{header.tokens} tokens in {header.steps} steps"
+        elif merged + header.tokens > trained:
+            nonsense = f"{header.tokens} tokens, {merged} were merged before, and its learner has trained {trained}"
+        return (PushRefusal.INCONSISTENT, nonsense) if nonsense else None
 
     def _check_steps(self, header: PushHeader, slot: Slot, version: int) -> Refusal | None:
         merged = slot.merged.get(header.fragment)

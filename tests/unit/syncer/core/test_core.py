@@ -554,6 +554,10 @@ def test_an_evaluator_that_scored_before_is_waited_for_when_it_is_away() -> None
 
 def test_one_row_per_version_that_was_scored() -> None:
     desk = Desk(config(slots=2, evaluated=True))
+    desk.begin(1)
+    desk.report(1, 8)
+    assert desk.core._state.rounds is not None
+    desk.core._state.rounds.versions[0] = 3
     evaluator = ev.Join(8, "e", "r", 0, True, "L", {}, 0, ())
     desk.do(evaluator)
 
@@ -579,7 +583,8 @@ def test_suspend_keeps_offers_short_of_k_and_resume_merges_them() -> None:
     desk.report(1, 4)
     desk.do(ev.EndRequested(JobPhase.SUSPENDED, "interrupted"))
     for transfer in range(1, 3):
-        desk.do(ev.PeerStateFailed(transfer))
+        for donor in range(1, 3):
+            desk.do(ev.PeerStateFailed(donor, transfer))
     offer = desk.header(0, 4, round=0)
     assert reason(desk.do(ev.PushReceived(offer, 1.0, True, 50))) is None
     desk.do(ev.Drained(1))
@@ -658,7 +663,7 @@ def test_the_longest_tenure_gives_its_state_and_the_next_is_asked_on_failure() -
     desk.join(3, 2)
     (ask,) = of(desk.do(ev.PeerStateRequested(3)), ev.RequestPeerState)
     assert ask.connection == 2
-    (again,) = of(desk.do(ev.PeerStateFailed(ask.transfer)), ev.RequestPeerState)
+    (again,) = of(desk.do(ev.PeerStateFailed(2, ask.transfer)), ev.RequestPeerState)
     assert again.connection == 1
     assert of(desk.do(ev.PeerStateReceived(again.transfer)), ev.OfferPeerState) == [
         ev.OfferPeerState(3, again.transfer)

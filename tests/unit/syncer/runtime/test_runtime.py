@@ -112,6 +112,8 @@ class Bench:
         return connection
 
     async def upload(self, process: str, payload: Any, **what: Any) -> sync_pb2.UploadReply:
+        if (connection := self.syncer.sessions.find_process(process)) is not None:
+            await until(lambda: connection.welcomed)
         data = bytes(bulk.flat(payload))
         header = sync_pb2.UploadHeader(
             format=limits.FORMAT,
@@ -388,6 +390,7 @@ async def test_an_evaluation_is_its_sessions_and_in_range(tmp_path: Path) -> Non
     async with Bench(tmp_path) as bench:
         learner, evaluator = bench.connect(1, 0, "a"), bench.connect(2, 0, "b", evaluator=True)
         await bench.initialise("a")
+        bench.report(1, 1)
         heard = bench.syncer.sessions._handle_message
 
         def told(tokens: int = 5, **fields: Any) -> sync_pb2.LearnerMessage:
@@ -463,6 +466,7 @@ async def test_a_download_that_is_overtaken_goes_on_to_its_end(tmp_path: Path) -
         assert await part(0) is None and await part(0, version=3) is None
         # However many read, few old versions are kept.
         for reader in range(20):
+            bench.connect(10 + reader, 0, f"{reader}").welcomed = True
             assert await part(0, version=model.versions[0], process=f"{reader}")
             overtake()
         assert 0 < len(model.superseded[0]) <= 4
@@ -472,6 +476,7 @@ async def test_a_download_that_is_overtaken_goes_on_to_its_end(tmp_path: Path) -
 
 async def test_a_wrong_checksum_is_told_from_other_faults_by_its_kind(tmp_path: Path) -> None:
     async with Bench(tmp_path) as bench:
+        bench.connect(1, 0, "a")
         for error, word in (
             (bulk.ChecksumError("altered"), "bad-checksum"),
             (limits.WireError("a checksum"), "bad-transfer"),
@@ -524,3 +529,42 @@ async def test_a_ledger_that_is_not_exact_is_told_and_shown(tmp_path: Path, capl
         await asyncio.sleep(0.05)
         assert 'diloco_ledger_imbalances{job="shell"} 1.0' in exposition(bench.syncer.status_page.status).decode()
     assert caplog.text.count("the ledger is not exact") == 1 and "slot 0 fragment 1" in caplog.text
+
+
+# ------------------------------------------------------------------ faults
+
+
+async def test_a_fault_in_answering_one_caller_ends_that_callers_session(tmp_path: Path) -> None:
+    """In a message to it, and in the answer to its push."""
+    async with Bench(tmp_path) as bench:
+        syncer = bench.syncer
+        good, bad = bench.connect(1, 0, "a"), bench.connect(2, 1, "b")
+        await bench.initialise("a")
+        bench.report(1)
+        wanted = sync_pb2.LearnerMessage(lease_request=sync_pb2.LeaseRequest())
+
+        def fail(action: ev.GrantLease) -> None:
+            if action.connection == 2:
+                raise ValueError("Value out of range: 18446744073709551816")
+            syncer.sessions.send_action(action)
+
+        syncer.driver.on(ev.GrantLease, fail)
+        for connection in (bad, good):
+            syncer.sessions._handle_message(connection, wanted)
+        await until(lambda: bad.closing and not syncer.driver._actions)
+        said = sync_pb2.SyncerMessage.FromString(bad.queue[-1])
+        assert (said.refusal.reason, said.refusal.fatal) == ("fault", False)
+        assert not good.closing
+        await until(lambda: sync_pb2.SyncerMessage.FromString(good.queue[-1]).WhichOneof("kind") == "lease")
+
+        def refuse(_: Any) -> None:
+            raise ZeroDivisionError
+
+        syncer.driver.on(ev.AnswerPush, refuse)
+        with pytest.raises(ZeroDivisionError):
+            await bench.upload("a", np.zeros(LAYOUT.elements(0), np.float32), **bench.offer(1))
+        assert not syncer.driver.outcome.done()
+        # What answers nobody still ends the process: it must not go on as if it had been done.
+        syncer.driver.on(ev.RecordEvent, refuse)
+        syncer.driver.handle(ev.ConnectionLost(1))
+        await until(syncer.driver.outcome.done)

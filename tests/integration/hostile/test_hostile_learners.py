@@ -1,0 +1,234 @@
+"""What whoever holds a learner's certificate, or none, can do to a syncer and to the other learners: nothing.
+
+One syncer process for all tests of this file, with TLS; each test leaves it serving. ``hostile_client.py`` is the
+caller: it can say anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from grpc import aio
+from hostile_client import Learner, Learners
+from syncer_client import SyncerProcess, raw_job, until
+
+from diloco_protocol.wire import bulk, limits, sync_pb2
+from parties import Parties
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
+REGIONS = "regions=[{name: eu-1, learners: 1}, {name: us-2, learners: 1}, {name: asia-3, learners: 1}]"
+
+
+@pytest.fixture(scope="module")
+def parties(tmp_path_factory: pytest.TempPathFactory) -> Parties:
+    made = Parties(tmp_path_factory.mktemp("pki"), "raw")
+    for name, region in (("eu", "eu-1"), ("us", "us-2"), ("asia", "asia-3"), ("gone", "zz")):
+        made.learner(name, region)
+    return made
+
+
+@pytest.fixture(scope="module")
+def syncer(tmp_path_factory: pytest.TempPathFactory, parties: Parties) -> Iterator[SyncerProcess]:
+    made = SyncerProcess(tmp_path_factory.mktemp("syncer"), raw_job(REGIONS))
+    made.start("--credentials", str(parties.syncer()))
+    yield made
+    assert not made.exited, made.text()
+    made.stop()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def learners(syncer: SyncerProcess) -> AsyncIterator[Learners]:
+    async with Learners(syncer) as made:
+        yield made
+    await until(lambda: syncer.status()["sessions"] == 0)
+
+
+@pytest.fixture
+def folders(parties: Parties) -> dict[str, Path]:
+    return {name: parties.folder / name for name in ("eu", "us", "asia", "gone")}
+
+
+async def ended(learner: Learner) -> str:
+    """The reason of the refusal that ended a session."""
+    await until(lambda: learner.of_kind("refusal"))
+    return str(learner.of_kind("refusal")[0].reason)
+
+
+# ------------------------------------------------------------------ whose slot an upload is for
+
+
+async def test_only_the_process_that_holds_a_slot_uploads_for_it(
+    syncer: SyncerProcess, learners: Learners, folders: dict[str, Path]
+) -> None:
+    """An empty process id, one without a session, another's: under one's own certificate and another region's."""
+    victim = learners(folders["eu"])
+    await victim.take_part()
+    await victim.train(2)
+    seated = learners(folders["us"], "us-2")
+    await seated.take_part()
+    before = syncer.status()["versions"]
+    for folder in (folders["us"], folders["eu"]):
+        nobody = learners(folder)
+        assert (await nobody.push_as(victim, "")).reason == "not-joined"
+        assert (await nobody.push_as(victim, nobody.process)).reason == "not-joined"
+        assert (await nobody.push_as(victim, "!")).reason == "not-joined"
+    thief = learners(folders["us"], "us-2")
+    assert (await thief.push_as(victim, victim.process)).reason == "wrong-process"
+    assert (await seated.push_as(victim, seated.process)).reason == "fenced"
+    # Every other kind of upload, and every download but that of the job.
+    peer, part, base = sync_pb2.PeerState(transfer=1), sync_pb2.Initial(), sync_pb2.Base(epoch=1)
+    for kind, process in itertools.product(({"peer_state": peer}, {"initial": part}, {"base": base}), ("", "ab")):
+        header = sync_pb2.UploadHeader(job="raw", process=process, **kind)
+        assert (await thief.upload(header, b"{}")).reason == "not-joined", kind
+    kinds = sync_pb2.DownloadRequest
+    for what in (kinds.FULL, kinds.DELTA, kinds.FROZEN, kinds.LAYOUT, kinds.PEER_STATE, kinds.OPTIMIZER):
+        request = kinds(job="raw", what=what, epoch=1)
+        with pytest.raises(bulk.TransferError, match="has no session: join first"):
+            await bulk.download(thief.channel, request, metadata=thief.metadata)
+    header, job = await bulk.download(thief.channel, kinds(what=kinds.JOB), metadata=thief.metadata)
+    assert header.found and job.size
+    assert syncer.status()["versions"] == before
+    # What the victim itself pushes still counts: nobody has used up its numbers.
+    assert (await victim.send(victim.push(0, 0))).accepted
+
+
+async def test_a_process_id_is_no_key_to_its_slot(
+    syncer: SyncerProcess, learners: Learners, folders: dict[str, Path]
+) -> None:
+    """Somebody of another region comes back as a process whose session is broken."""
+    victim = learners(folders["eu"])
+    await victim.take_part()
+    await victim.train(1)
+    slot, incarnation = victim.welcome.seat.slot, victim.welcome.seat.incarnation
+    victim.call.cancel()
+    await until(lambda: syncer.status()["slots"][slot]["state"] == "suspect")
+    thief = learners(folders["us"], "us-2", victim.process)
+    first = await thief.join(previous_incarnation=incarnation, tenure=incarnation, slot=slot)
+    assert not (first.welcome.HasField("seat") and first.welcome.seat.slot == slot), first
+    assert (await victim.join(previous_incarnation=incarnation)).HasField("refusal")  # its id is in use
+    thief.call.cancel()
+    await until(lambda: syncer.status()["sessions"] == 0)
+    back = (await victim.join(previous_incarnation=incarnation, tenure=incarnation, slot=slot)).welcome
+    assert back.seat.slot == slot and back.seat.continuing
+
+
+# ------------------------------------------------------------------ impossible numbers
+
+MOST = limits.MAX_COUNT
+NONSENSE: dict[str, dict[str, Any]] = {
+    "tokens": {"trained_tokens": MOST, "trained_steps": MOST, "slot_step": MOST},
+    "steps": {"slot_step": MOST},
+    "tokens in no step": {"trained_tokens": 1 << 40},
+    "confirmed": {"fragments": [{"epoch": 1, "confirmed_tokens": MOST}] * 2},
+    "dropped": {"fragments": [{"epoch": 1, "dropped_stale": MOST}] * 2},
+    "above the base": {"fragments": [{"epoch": 1, "tokens": MOST, "steps": MOST}] * 2},
+}
+
+
+async def test_impossible_reports_end_their_session_and_nothing_else(
+    syncer: SyncerProcess, learners: Learners, folders: dict[str, Path]
+) -> None:
+    honest = learners(folders["eu"])
+    await honest.take_part()
+    tokens = syncer.status()["tokens"]["trained"]
+    for name, fields in NONSENSE.items():
+        liar = learners(folders["us"], "us-2")
+        await liar.take_part()
+        report = liar.counts()
+        report.ClearField("fragments")
+        rows = {"fragments": [{"epoch": 1}] * 2}
+        await liar.say(report=sync_pb2.Report(**(rows | fields)))
+        assert await ended(liar) == "bad-message", name
+        await liar.close()
+    assert honest.ended == "" and syncer.status()["tokens"]["trained"] == tokens
+    # What a push says of itself.
+    liar = learners(folders["us"], "us-2")
+    await liar.take_part()
+    await liar.train(1)
+    for changes in ({"tokens": MOST}, {"steps": MOST, "last_step": MOST}, {"tokens": 5 * 100}):
+        push = liar.push(0, 0, **changes)
+        push.report.fragments[0].tokens = push.tokens
+        push.report.slot_step = max(push.last_step, push.report.slot_step)
+        reply = await liar.send(push)
+        assert (reply.accepted, reply.reason) == (False, "inconsistent"), (changes, reply)
+    # It is not in the state: the job goes on, and so does a restarted syncer.
+    await honest.train(2)
+    assert (await honest.send(honest.push(1, 0))).accepted
+    assert syncer.status()["tokens"]["pending"] >= 0
+
+
+async def test_whatever_is_said_in_a_session_ends_at_most_that_session(
+    syncer: SyncerProcess, learners: Learners, folders: dict[str, Path]
+) -> None:
+    """Messages of valid form with any values, and garbage."""
+    seeded = random.Random(7)
+    honest = learners(folders["eu"])
+    await honest.take_part()
+    values = [0, 1, 2, 255, 1 << 31, (1 << 32) - 1, MOST, (1 << 63) - 1, (1 << 64) - 1]
+
+    def number() -> int:
+        return seeded.choice(values)
+
+    def report() -> sync_pb2.Report:
+        row = {"epoch": number() % 3, "base_version": number(), "steps": number(), "tokens": number()}
+        cursors = [{"lease": number(), "position": number()} for _ in range(seeded.randrange(4))]
+        seconds = seeded.choice([0.0, -1.0, 1e300, float("nan"), float("inf")])
+        return sync_pb2.Report(
+            slot_step=number(),
+            trained_steps=number(),
+            trained_tokens=number(),
+            fragments=[row] * seeded.randrange(4),
+            cursors=cursors,
+            compute_seconds=seconds,
+            loss=seconds,
+        )
+
+    said: list[Any] = [
+        lambda: {"report": report()},
+        lambda: {"lease_request": {}},
+        lambda: {"evaluation": {"tokens": number(), "sum_versions": number(), "loss": -1e300}},
+        lambda: {"evaluation_progress": {"share": seeded.choice([2.0, -1.0, float("nan")])}},
+        lambda: {"peer_state_wanted": {"patient": True}},
+        lambda: {"peer_state_unavailable": {"transfer": number()}},
+        lambda: {"base_unavailable": {"fragment": number() & 0x7FFFFFFF}},
+        lambda: {"drain_request": {}},
+        lambda: {"drained": {}},
+        lambda: {"join": {"process": "ab"}},
+    ]
+    for turn in range(60):
+        role = sync_pb2.ROLE_EVALUATOR if turn % 3 == 0 else sync_pb2.ROLE_LEARNER
+        liar = learners(folders["us"], "us-2")
+        sequences, tenure = seeded.choice([0, 5, MOST]), seeded.choice([0, 1, MOST])
+        await liar.join(role=role, tenure=tenure, previous_incarnation=tenure, sequences=sequences)
+        try:
+            for _ in range(4):
+                await liar.say(**seeded.choice(said)())
+            await liar.call.write(seeded.randbytes(seeded.randrange(200)))
+        except (aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # it has been shown out
+        await liar.close()
+        assert not syncer.exited, syncer.text()
+    status = syncer.status()
+    assert status["phase"] == "training" and all(row["tokens"] < 1 << 53 for row in status["slots"])
+    assert honest.ended == "" and "a fault of this program" not in syncer.text(), syncer.text()
+    await honest.train(1)
+    await until(lambda: syncer.status()["slots"][honest.welcome.seat.slot]["steps"] >= 1)
+
+
+async def test_a_syncer_that_heard_all_that_starts_again(
+    syncer: SyncerProcess, learners: Learners, folders: dict[str, Path]
+) -> None:
+    assert syncer.terminate() == 0
+    syncer.start("--credentials", str(folders["eu"].parent / "syncer"))
+    again = Learners(syncer)
+    async with again:
+        honest = again(folders["eu"])
+        await honest.take_part()
+        assert syncer.status()["phase"] in ("training", "waiting")
