@@ -184,6 +184,7 @@ class JoinRefusal(StrEnum):
     SPEC_DRIFT = "spec-drift"
     OTHER_DATA = "other-data"
     NO_SUCH_PLACE = "no-such-place"
+    NO_SUCH_REGION = "no-such-region"
     SUPERSEDED = "superseded"
     LOST = "lost"
     OTHER_HISTORY = "other-history"

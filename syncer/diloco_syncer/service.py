@@ -36,13 +36,14 @@ from diloco_protocol.security.credentials import Credentials, CredentialsError, 
 from diloco_protocol.vocabulary import SyncerExit
 from diloco_protocol.wire import channels, limits, services
 from diloco_syncer import startup
+from diloco_syncer.core.config import learners_by_region
 from diloco_syncer.runtime.driver import RESTART, Driver
 from diloco_syncer.server.control import Control, status_handler
 from diloco_syncer.server.pages.export import check_loopback, export_pages
 from diloco_syncer.server.pages.metrics import exposition
 from diloco_syncer.server.tls.listener import TlsListener
 from diloco_syncer.startup import Options
-from diloco_syncer.syncer import Syncer, learners_by_region
+from diloco_syncer.syncer import Syncer
 
 log = logging.getLogger(__name__)
 

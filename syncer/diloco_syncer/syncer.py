@@ -19,6 +19,7 @@ from diloco_protocol.documents import MergeSeconds, Report
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, SyncerExit
 from diloco_syncer.core import events as ev
+from diloco_syncer.core.config import learners_by_region
 from diloco_syncer.core.core import Core
 from diloco_syncer.runtime.buffer_pool import BufferPool
 from diloco_syncer.runtime.driver import RESTART, Driver
@@ -48,10 +49,6 @@ REPORT_SECONDS = 3.0  # how long a caller may take to fetch the report after the
 DROP_SECONDS = 5.0  # between two searches for superseded versions that are not being downloaded
 SWEEP_SECONDS = 10.0  # between two searches for uploads that are not continued
 SPOOL_SECONDS = 5.0  # how long the end waits for offers to become durable
-
-
-def learners_by_region(job: DiLoCoJob) -> dict[str, int]:
-    return {region.name: region.learners + region.spares for region in job.spec.regions}
 
 
 async def _repeat(seconds: float, work: Callable[[float], object]) -> None:

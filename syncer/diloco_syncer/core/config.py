@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -25,6 +26,8 @@ class CoreConfig:
     heartbeat_timeout: float = 10.0
     stop: tuple[StopKind, float] = ("steps", 1)
     norm_gate: float | None = None
+    # Slots that a region's processes may hold at once, its learners and spares; empty: as many as there are.
+    region_slots: Mapping[str, int] = field(default_factory=dict)
     step_tokens: int = limits.MAX_STEP_TOKENS  # a step trains at most so many
     on_region_lost: Literal["Continue", "Hold", "Fail"] = "Continue"
     region_lost_seconds: float = 120.0
@@ -59,6 +62,7 @@ class CoreConfig:
             heartbeat_timeout=sync.heartbeat.timeout_seconds,
             stop=(stop.kind, stop.limit),
             norm_gate=sync.norm_gate.factor,
+            region_slots=learners_by_region(job),
             step_tokens=_step_tokens(spec),
             on_region_lost=spec.failure_policy.on_region_lost,
             region_lost_seconds=spec.failure_policy.region_lost_seconds,
@@ -74,3 +78,7 @@ def _step_tokens(spec: JobSpec) -> int:
     if training.data is None or training.data.source == "python" or spec.learners.command:
         return limits.MAX_STEP_TOKENS
     return training.batch.sequences * training.batch.accumulation * training.data.sequence_length
+
+
+def learners_by_region(job: DiLoCoJob) -> dict[str, int]:
+    return {region.name: region.learners + region.spares for region in job.spec.regions}

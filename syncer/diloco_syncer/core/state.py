@@ -34,7 +34,7 @@ class JobState:
         self.epoch = epoch
         self.phase = JobPhase.WAITING
         self.phase_message = ""
-        self.members = SlotTable(list(config.places))
+        self.members = SlotTable(list(config.places), config.region_slots)
         self.clock = JobClock(len(config.places))
         self.leases: LeaseBook | None = None
         self.layout_digest = ""

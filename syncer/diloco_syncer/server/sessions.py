@@ -205,6 +205,8 @@ class Sessions:
         newest = self.find_process(join.process)
         if not join.evaluator and not covers(peer.names, join.region):
             said = ConnectionRefusal.WRONG_REGION, f"region {join.region!r} is not of this certificate", True
+        elif join.evaluator and not any(covers(peer.names, region.name) for region in self.job.spec.regions):
+            said = ConnectionRefusal.WRONG_REGION, "this certificate is of no region of the job", True
         elif newest is not None and not same_party(newest.peer.names, peer.names):
             said = ConnectionRefusal.WRONG_PROCESS, "a process with another certificate has this id", False
         # By region, which is the certificate's: nobody else can use up the numbers of a process that is away.

@@ -119,6 +119,51 @@ async def test_a_process_id_is_no_key_to_its_slot(
     assert back.seat.slot == slot and back.seat.continuing
 
 
+async def test_a_region_holds_no_more_slots_than_the_job_gives_it(
+    syncer: SyncerProcess, learners: Learners, folders: dict[str, Path]
+) -> None:
+    greedy = [learners(folders["us"], "us-2") for _ in range(6)]
+    firsts = [await each.join(ordinal=ordinal) for ordinal, each in enumerate(greedy)]
+    assert [first.welcome.standby for first in firsts] == [False] + [True] * 5, firsts
+    rows = syncer.status()["slots"]
+    assert [row["region"] for row in rows if row["state"] == "active"] == ["us-2"]
+    # The others find their own slots free.
+    for name, region in (("eu", "eu-1"), ("asia", "asia-3")):
+        first = await learners(folders[name], region).join()
+        assert first.welcome.HasField("seat"), first
+    # Its own slot goes to one of those that stand by.
+    assert (await syncer.call("process-ended", region="us-2", ordinal=0, process=greedy[0].process, reason="")).ok
+    await until(lambda: greedy[1].of_kind("promotion"))
+    assert not any(each.of_kind("promotion") for each in greedy[2:])
+    for each in greedy[2:] + greedy[1:2]:
+        await each.close()
+    assert (await syncer.call("process-ended", region="us-2", ordinal=1, process=greedy[1].process, reason="")).ok
+
+
+async def test_a_region_that_the_job_lacks_gets_nothing(
+    syncer: SyncerProcess, learners: Learners, folders: dict[str, Path]
+) -> None:
+    """A region that was removed keeps its certificates."""
+    assert await learners(folders["gone"], "zz").refused() == ("no-such-region", False)
+    assert await learners(folders["gone"], "zz").refused(idle=True) == ("no-such-region", False)
+    evaluator = learners(folders["gone"], "zz")
+    assert await evaluator.refused(role=sync_pb2.ROLE_EVALUATOR) == ("wrong-region", True)
+    request = sync_pb2.DownloadRequest(job="raw", process=evaluator.process, what=sync_pb2.DownloadRequest.LAYOUT)
+    with pytest.raises(bulk.TransferError, match="has no session: join first"):
+        await bulk.download(evaluator.channel, request, metadata=evaluator.metadata)
+
+
+async def test_there_are_no_more_evaluators_than_one_and_a_broken_one(
+    syncer: SyncerProcess, learners: Learners, folders: dict[str, Path]
+) -> None:
+    made = [learners(folders["us"], "us-2") for _ in range(4)]
+    for each in made:
+        assert (await each.join(role=sync_pb2.ROLE_EVALUATOR)).welcome.observer
+    for each in made[:2]:
+        assert await ended(each) == "superseded"
+    assert syncer.status()["evaluators"] == 2
+
+
 # ------------------------------------------------------------------ impossible numbers
 
 MOST = limits.MAX_COUNT

@@ -30,6 +30,7 @@ from diloco_syncer.core.members.state_donors import StateDonors
 from diloco_syncer.core.recovery.lost_versions import EPOCHS_ABOVE, VersionRecovery
 from diloco_syncer.core.state import JobState
 
+MAX_EVALUATORS = 2
 FURTHEST = 1 << 32  # incarnations that a lost state may have given
 
 Objection = tuple[str, str, tuple[str, ...]]  # reason, words, and the fields in which the jobs differ
@@ -54,6 +55,10 @@ class Admission:
     def join(self, join: ev.Join, now: float) -> None:
         """A process wants to take part: refuse it, give it a slot, or let it stand by."""
         state = self.state
+        if not self._is_of_the_job(join):
+            words = f"region {join.region!r} is none of the job's: add it to spec.regions, at the hub"
+            self.actions.add(ev.Refuse(join.connection, JoinRefusal.NO_SUCH_REGION, words, False))
+            return
         if join.idle:
             self._admit(join, None)
             return
@@ -66,7 +71,7 @@ class Admission:
         withheld = self.recovery.register_holder(join)
         self._reserve_incarnations(join)
         if join.evaluator:
-            state.members.evaluators.add(join.connection)
+            self._take_evaluator(join.connection)
             self._admit(join, None, withheld=withheld)
             return
         if join.sequences and state.leases is None:
@@ -92,6 +97,20 @@ class Admission:
             state.members.standby[join.connection] = join
             self._admit(join, None, withheld=withheld)
             self.actions.record_event(EventKind.SPARE, None, f"{join.region}-{join.ordinal} stands by")
+
+    def _is_of_the_job(self, join: ev.Join) -> bool:
+        """Whether a process may take part at all: its region is the job's, or it still has a slot from when it was."""
+        members = self.state.members
+        return join.evaluator or members.is_known_region(join.region) or members.slot_of_process(join) is not None
+
+    def _take_evaluator(self, connection: int) -> None:
+        """Let an evaluator in. There is one, and for a while the broken session of the one before."""
+        evaluators = self.state.members.evaluators
+        while len(evaluators) >= MAX_EVALUATORS:
+            oldest = min(evaluators)
+            evaluators.remove(oldest)
+            self.actions.add(ev.Refuse(oldest, JoinRefusal.SUPERSEDED, "a newer evaluator has joined", False))
+        evaluators.add(connection)
 
     def _objection(self, join: ev.Join) -> Objection | None:
         """Why this process is refused for good; None: nothing speaks against it."""
@@ -378,6 +397,6 @@ class Admission:
         for connection, join in list(members.standby.items()):
             slot = members.free_slot_for(join)
             if slot is None:
-                return
+                continue
             del members.standby[connection]
             self._seat(slot, join, now, continuing=False, promote=True)

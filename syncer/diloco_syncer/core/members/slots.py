@@ -9,7 +9,8 @@ that joins gets, in this order:
    of the one before): its tenure goes on;
 2. the slot that a process of its place (region and ordinal) has held. A place runs one process, so the one that was
    there before is superseded at once;
-3. the slot that the job assigns to its place, else the lowest slot that nobody holds;
+3. the slot that the job assigns to its place, else the lowest slot of its region that nobody holds, else the lowest;
+   but the processes of a region never hold more slots than the job gives it learners and spares;
 4. none: it stands by, and takes the first slot that is lost.
 
 *Pods.* A place belongs to the newest pod that joined from it. A pod that was given up with its node may come back
@@ -33,6 +34,7 @@ incarnation 2 and that arrives now is refused as fenced.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,10 +107,12 @@ class Absence:
 
 
 class SlotTable:
-    """The slots of a job. ``places``: (region, ordinal) of each slot, in job order."""
+    """The slots of a job. ``places``: (region, ordinal) of each slot, in job order. ``region_slots``: how many slots
+    the processes of a region may hold at once; empty: as many as there are."""
 
-    def __init__(self, places: list[tuple[str, int]]) -> None:
+    def __init__(self, places: list[tuple[str, int]], region_slots: Mapping[str, int] | None = None) -> None:
         self.places = places
+        self.region_slots = region_slots or {}
         self.slots = [Slot(index) for index in range(len(places))]
         self.nominal = dict(zip(places, self.slots, strict=True))  # place -> the slot that it keeps
         self.next_incarnation = 1
@@ -171,11 +175,21 @@ class SlotTable:
         return None
 
     def free_slot_for(self, join: Join) -> Slot | None:
-        """A slot that no process holds: the nominal one of the place, else the lowest."""
+        """A slot that no process holds: the nominal one of the place, else the lowest of its region, else the lowest.
+        None: there is none, or the region's processes hold as many as they may."""
+        held = sum(slot.occupied and slot.region == join.region for slot in self.slots)
+        if self.region_slots and held >= self.region_slots.get(join.region, 0):
+            return None
+        free = [slot for slot in self.current if not slot.occupied]
         nominal = self.nominal.get((join.region, join.ordinal))
         if nominal is not None and not nominal.occupied:
             return nominal
-        return next((slot for slot in self.current if not slot.occupied), None)
+        own = {slot.index for (region, _), slot in self.nominal.items() if region == join.region}
+        return min(free, key=lambda slot: (slot.index not in own, slot.index), default=None)
+
+    def is_known_region(self, region: str) -> bool:
+        """Whether the job has this region."""
+        return not self.region_slots or region in self.region_slots
 
     def give_slot(self, slot: Slot, join: Join, now: float) -> int:
         """Give the slot to the process under a new incarnation, which is returned."""
