@@ -100,6 +100,6 @@ def read_tensors(data: Any) -> dict[str, torch.Tensor]:
             found[name] = (empty if view is None else view).view(dtype).reshape(shape)
         if ends != {len(data) - start}:
             raise ValueError(f"{len(data)} bytes")
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise NotTensors(repr(error)) from error
     return found

@@ -125,6 +125,9 @@ class OptimizerHandover:
                 return
             except StateRefused as error:
                 why = str(error)
+            except Exception as error:  # of whatever kind: somebody else made these bytes
+                self._inner.clear_state()  # it may lie there in part
+                why = repr(error)
         elif name == PEER and not late:
             return  # its versions will come
         else:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,15 @@ _QUANTISED = (torch.uint8, torch.int8)
 _LONGEST_CODE = 256  # values of a quantised state's code
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _DTYPES = (*_FLOATS, *_QUANTISED, torch.int64, torch.int32, torch.bool)
+
+
+_SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", "square_avg"})
+_MOST_DEVIATIONS = 100.0
+"""How many times the root of its mean square a mean gradient may be: with decays of 0.9 and 0.999 it is at most 7.3, by
+Cauchy and Schwarz."""
+_GREATEST = 1e15  # of any value
+# Group entries that whoever wrote the loop chose, and no peer says.
+_CHOSEN = frozenset({"lr", "initial_lr", "weight_decay", "eps", "momentum", "dampening", "alpha", "rho", "lr_decay"})
 
 
 class StateRefused(Exception):
@@ -133,7 +142,7 @@ def restore(data: Any, inner: InnerOptimizers) -> None:
     try:
         tensors = read_tensors(data)
         numbers = json.loads(metadata.get("numbers", "{}"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StateRefused(f"it cannot be read: {error}") from error
     if not isinstance(numbers, dict) or not all(
         isinstance(value, (bool, int, float)) and math.isfinite(value) for value in numbers.values()
@@ -145,13 +154,15 @@ def restore(data: Any, inner: InnerOptimizers) -> None:
     for label, value in [*tensors.items(), *numbers.items()]:
         name, _, key = label.rpartition(_SEPARATOR)
         if not name and not isinstance(value, torch.Tensor) and inner.has_group_number(key):
-            groups[key] = value
+            if key.rpartition(".")[2] not in _CHOSEN:
+                groups[key] = value
         elif name in parameters and key.isidentifier():
             rows.setdefault(name, {})[key] = value
         else:
             raise StateRefused(f"it has {label!r}, which this learner lacks")
     for name, row in rows.items():
         _check_row(name, row, parameters[name][0])
+        _check_values(name, row, _SQUARES | ({"sum"} if "Adagrad" in inner.name else frozenset()))
     missing = [name for name in parameters if name not in rows]
     if missing:
         raise StateRefused(f"it lacks {missing[0]!r} and {len(missing) - 1} more")
@@ -178,6 +189,29 @@ def _check_row(name: str, row: Mapping[str, torch.Tensor | Number], parameter: t
             raise StateRefused(f"{label!r} is {tuple(value.shape)} {value.dtype}, for {tuple(parameter.shape)}")
         if value.is_floating_point() and not bool(torch.isfinite(value).all()):
             raise StateRefused(f"'{name}{_SEPARATOR}{key}' has values that are not finite")
+
+
+def _check_values(name: str, row: Mapping[str, torch.Tensor | Number], squares: Collection[str]) -> None:
+    """Raises StateRefused for what no training leaves behind, and would make a newcomer's parameters useless.
+    ``squares``: the keys of means or sums of squares."""
+    for key, value in row.items():
+        label, tensor = f"{name}{_SEPARATOR}{key}", torch.as_tensor(value)
+        if not tensor.numel() or not tensor.is_floating_point():
+            continue
+        least, most = (float(end) for end in torch.aminmax(tensor))
+        if key == "step" and not 0 <= least <= most <= limits.MAX_STEPS:
+            raise StateRefused(f"{label!r} is {least:g}, no count of steps")
+        if key in squares and least < 0:
+            raise StateRefused(f"{label!r} is made of squares, and has negative values")
+        if max(-least, most) > _GREATEST:
+            raise StateRefused(f"{label!r} has values beyond {_GREATEST:g}")
+    first, second = row.get("exp_avg"), row.get("exp_avg_sq")
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor) and first.shape == second.shape:
+        if not second.is_floating_point():
+            return
+        slack = _MOST_DEVIATIONS * math.sqrt(torch.finfo(second.dtype).tiny)
+        if bool((first.float().abs() > _MOST_DEVIATIONS * second.float().sqrt() + slack).any()):
+            raise StateRefused(f"'{name}{_SEPARATOR}exp_avg' is far beyond what 'exp_avg_sq' allows")
 
 
 def _fits(shape: tuple[int, ...], dimensions: tuple[int, ...]) -> bool:
@@ -212,7 +246,7 @@ def origin_of(data: Any) -> Origin | None:
             case [str(job), str(layout), int(step), list(rows)] if len(rows) <= limits.MAX_FRAGMENTS:
                 versions = tuple((int(epoch), int(version)) for epoch, version in rows)
                 return Origin(job, layout, step, versions)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise StateRefused("its origin cannot be read") from error
     raise StateRefused("its origin cannot be read")
 

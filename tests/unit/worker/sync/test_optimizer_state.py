@@ -14,7 +14,15 @@ from safetensors.torch import load, save
 from diloco_protocol.arrays.kernels import Bytes
 from diloco_worker.settings import ConfigurationError
 from diloco_worker.sync.inner_optimizers import InnerOptimizers
-from diloco_worker.sync.optimizer_state import ReceivedState, Rewarm, StateRefused, max_state_bytes, restore, snapshot
+from diloco_worker.sync.optimizer_state import (
+    ReceivedState,
+    Rewarm,
+    StateRefused,
+    max_state_bytes,
+    origin_of,
+    restore,
+    snapshot,
+)
 
 
 def build(seed: int = 0) -> torch.nn.Module:
@@ -204,6 +212,55 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     for index, row in before["state"].items():
         for name, value in row.items():
             assert torch.equal(after["state"][index][name], value)
+
+
+HOSTILE: dict[str, Any] = {
+    "squares, and has negative": {"0.weight|exp_avg_sq": torch.full((8, 4), -1.0)},
+    "far beyond what": {"0.weight|exp_avg": torch.full((8, 4), 1e6)},
+    "no count of steps": {"0.weight|step": torch.tensor(-1.0)},
+    "has values beyond 1e\\+15": {"0.weight|exp_avg_sq": torch.full((8, 4), 1e30)},
+}
+
+
+@pytest.mark.parametrize("why", HOSTILE)
+def test_a_state_that_would_spoil_a_newcomer_is_refused(why: str) -> None:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    data = state_of(model, optimizer).tobytes()
+    metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+    hostile = bytearray(save({**load(data), **HOSTILE[why]}, metadata))
+    newcomer = build()
+    with pytest.raises(StateRefused, match=why):
+        restore(hostile, InnerOptimizers(newcomer, torch.optim.AdamW(newcomer.parameters(), lr=0.01)))
+
+
+def nested(depth: int = 100_000) -> str:
+    return "[" * depth + "]" * depth
+
+
+def with_metadata(data: bytes, **changes: str) -> bytearray:
+    metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+    return bytearray(save(load(data), metadata | changes))
+
+
+@pytest.mark.parametrize("origin", ["[1e999,1]", '["j","l",1,[[1e999,1]]]', nested(), "null", '["j","l",1,[[[],1]]]'])
+def test_an_origin_that_makes_no_sense_is_refused(origin: str) -> None:
+    model = build()
+    data = state_of(model, torch.optim.AdamW(model.parameters(), lr=0.01)).tobytes()
+    with pytest.raises(StateRefused):
+        origin_of(with_metadata(data, origin=origin))
+
+
+def test_what_a_peer_says_of_groups_is_no_more_than_the_optimizer_itself_would_change() -> None:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    data = state_of(model, optimizer).tobytes()
+    inner = InnerOptimizers(model, optimizer)
+    with pytest.raises(StateRefused, match="cannot be read"):
+        restore(with_metadata(data, numbers=nested()), inner)
+    restore(with_metadata(data, numbers='{"|0.0.lr": 1e30, "|0.0.weight_decay": -1e30, "|0.0.eps": 0}'), inner)
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["weight_decay"], group["eps"]) == (0.01, 0.01, 1e-8)
 
 
 def test_only_what_the_optimizer_trains_is_in_it() -> None:
