@@ -93,13 +93,13 @@ async def test_a_round_from_join_to_merge(syncer: SyncerProcess) -> None:
             # Frozen parameters, the layout, and what is not there.
             what = sync_pb2.DownloadRequest
             for kind, expected_bytes in ((what.FROZEN, b"frozen bytes"), (what.LAYOUT, LAYOUT.to_json().encode())):
-                _, data = await bulk.download(a.channel, what(job="raw", what=kind))
+                _, data = await bulk.download(a.channel, what(job="raw", process=a.process, what=kind))
                 assert data.tobytes() == expected_bytes
             for request, word in (
-                (what(job="raw", what=what.OPTIMIZER), "none"),
-                (what(job="raw", what=what.FULL, fragment=9, epoch=1), "superseded"),
-                (what(job="raw", what=what.PEER_STATE, transfer=9), "unknown-transfer"),
-                (what(job="other", what=what.LAYOUT), "other-job"),
+                (what(job="raw", process=a.process, what=what.OPTIMIZER), "none"),
+                (what(job="raw", process=a.process, what=what.FULL, fragment=9, epoch=1), "superseded"),
+                (what(job="raw", process=a.process, what=what.PEER_STATE, transfer=9), "unknown-transfer"),
+                (what(job="other", process=a.process, what=what.LAYOUT), "other-job"),
             ):
                 header, _ = await bulk.download(a.channel, request)
                 assert not header.found and header.reason == word
@@ -295,7 +295,7 @@ async def test_an_old_incarnation_is_fenced_and_a_second_process_supersedes(sync
             newcomer = clients(0)
             seat = (await newcomer.join()).welcome.seat
             assert (seat.slot, seat.continuing) == (0, False) and seat.incarnation > a.welcome.seat.incarnation
-            assert (await a.send(push)).reason == "fenced"
+            assert (await a.send(push)).reason in ("fenced", "not-joined")  # its session may have ended by now
             await until(lambda: a.ended)
             assert a.of_kind("refusal")[-1].reason == "superseded"
 
