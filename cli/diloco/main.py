@@ -225,7 +225,12 @@ def status(
 @app.command()
 @command
 def export(
-    what: Annotated[str, typer.Argument(metavar="WORKDIR|JOB", help="A run's directory, or a job in a cluster.")],
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="WORKDIR|JOB|OUTPUT", help="A run's directory, a job in a cluster, or where output.uri has led."
+        ),
+    ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A new directory for the model.")],
     context: Context = [],  # noqa: B006
     namespace: Namespace = None,
@@ -243,10 +248,16 @@ def export(
 
         diloco export tiny-gpt model/ --context my-cluster
 
+        diloco export s3://bucket/models/tiny-gpt model/
+
         python -c "import transformers; transformers.AutoModelForCausalLM.from_pretrained('model/')"
     """
     there = where(context, namespace, kubeconfig)
-    if there.given or means_job(what):
+    if not there.given and ("://" in what or (Path(what) / "output.json").is_file()):
+        from diloco.export.export import export_output
+
+        export_output(what, out)
+    elif there.given or means_job(what):
         from diloco.cluster.fetch import export as export_job
 
         with in_cluster(None if there.given else what):

@@ -99,6 +99,7 @@ class Fact(Enum):
     APPLY_REFUSED = auto()  # something of the job could not be applied
     MERGES_FELL = auto()  # the number of merges is smaller than it was
     REPORT_MISSING = auto()  # the job is complete, and its report is not there
+    OUTPUT_UNANSWERED = auto()  # the merged model is being written, and the syncer does not answer
     SUSPENDING = auto()
     SUSPENDING_UNANSWERED = auto()  # the same, while the syncer does not answer
     SETTINGS_DIFFER = auto()  # this copy of the job has other settings than the hub's
@@ -167,6 +168,7 @@ class Topic(Enum):
     POD_OBSTACLE = auto()  # subject: a pod's UID
     POD_NODE_LOST = auto()  # subject: a pod's UID
     VOLUME_STAYS = auto()
+    OUTPUT = auto()
     RESOURCES = auto()  # the job asks for less than its model needs
 
 

@@ -87,6 +87,15 @@ class JobRelease(Spec):
     )
 
 
+class OutputStatus(Spec):
+    """The merged model at ``output.uri``, once the job is complete."""
+
+    uri: str = Field(..., max_length=1024, description="Where it lies, or shall.")
+    state: Literal["Writing", "Written", "Failed"] = Field(..., description="With Written the syncer is stopped.")
+    size: int | None = Field(None, description="Bytes of what was written.")
+    message: str | None = Field(None, max_length=2048, description="What is in the way, with the cure.")
+
+
 class Replacements(Spec):
     """Learners and syncers that had to be replaced."""
 
@@ -112,5 +121,6 @@ class JobStatus(Spec):
     progress: Progress | None = Field(None, description="How far it is.")
     regions: list[RegionStatus] = Field([], max_length=64, description="Each region.")
     release: JobRelease | None = Field(None, description="Whose pod templates and images the job has.")
+    output: OutputStatus | None = Field(None, description="The merged model at output.uri.")
     replacements: Replacements | None = Field(None, description="Learners that had to be replaced.")
     report: dict[str, Any] = Field({}, description="At the end: report.json's scalars and token totals.")

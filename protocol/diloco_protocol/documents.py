@@ -168,6 +168,22 @@ class EventRow(Document):
     details: dict[str, Any] = Field({}, description="of `joined`: region, ordinal, process, continuing")
 
 
+class OutputRow(Document):
+    """What became of ``output.uri``."""
+
+    uri: str = Field(description="output.uri")
+    state: Literal["waiting", "writing", "written", "failed"] = Field(
+        description="waiting: the job is not complete yet; writing: also while it is tried again"
+    )
+    size: Count = Field(0, description="bytes of what was written")
+    message: str = Field("", description="what is in the way, with the cure; empty: nothing")
+
+    @property
+    def open(self) -> bool:
+        """Whether more is to come of it."""
+        return self.state in ("waiting", "writing")
+
+
 class StatusDocument(Document):
     job: str = Field(description="name of the job")
     phase: JobPhase = Field(description="the job's phase")
@@ -200,6 +216,7 @@ class StatusDocument(Document):
     regions: list[RegionRow] = Field(description="what the regions' links have carried")
     tls: TlsStatus = Field(description="the sync port's TLS")
     store_problem: str = Field(description="why the store cannot be written; empty: it can")
+    output: OutputRow | None = Field(None, description="null: the job has no output.uri")
     seconds: MergeSeconds = Field(description="where merges spend their time")
     events: list[EventRow] = Field(description="the last 500")
     ledger_imbalances: Count = Field(
@@ -329,6 +346,7 @@ class Report(Document):
     holds: list[Span] | None = Field(None, description="when it held")
     regions_lost: list[RegionAbsence] | None = Field(None, description="when no learner of a region was heard")
     syncer: ReportSyncer = Field(description="the syncer")
+    output: OutputRow | None = Field(None, description="the merged model at output.uri; null: the job has none")
 
 
 class RunReport(Report):

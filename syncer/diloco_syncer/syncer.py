@@ -21,6 +21,8 @@ from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, SyncerExit
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.config import learners_by_region
 from diloco_syncer.core.core import Core
+from diloco_syncer.output.model_file import ModelFile
+from diloco_syncer.output.model_output import ModelOutput
 from diloco_syncer.runtime.buffer_pool import BufferPool
 from diloco_syncer.runtime.driver import RESTART, Driver
 from diloco_syncer.runtime.durability import Durability, Snapshot
@@ -130,6 +132,7 @@ class Syncer:
         self.downloads = Downloads(
             job, core, model, self.durability, self.authorizer, self.sessions, self.relay, self.traffic
         )
+        self.output = ModelOutput.of(job, checkpoints.epoch.check)
         self.status_page = StatusPage(
             job,
             core,
@@ -143,6 +146,7 @@ class Syncer:
             self.event_log,
             self._refused,
             lambda: self._imbalances,
+            lambda: None if self.output is None else self.output.row,
         )
         self._register()
 
@@ -253,8 +257,9 @@ class Syncer:
         self._final_report = earlier or document
         if earlier is None:
             await self.durability.checkpoint()
-            report = document.model_dump_json(indent=1).encode()
-            await self.durability.run_write(self._checkpoints.write_report, report)
+            await self._write_report(document)
+        if phase is JobPhase.COMPLETE and self.output is not None:
+            await self._write_output(self.output, self._final_report)
         if self._stay:
             log.info("the job is %s; status, report and export are served on", phase.value)
             return
@@ -265,6 +270,31 @@ class Syncer:
             await asyncio.sleep(0.05)
         outcome = SyncerExit.FAILED if phase is JobPhase.FAILED else SyncerExit.OK
         self.driver.stop(outcome, f"{phase.value}: {self.core.phase_message}")
+
+    async def _write_report(self, document: Report) -> None:
+        report = document.model_dump_json(indent=1).encode()
+        await self.durability.run_write(self._checkpoints.write_report, report)
+
+    async def _write_output(self, output: ModelOutput, report: Report) -> None:
+        """Write the merged model to ``output.uri``, unless the report says that it lies there."""
+        model, before = self.model, report.output
+        if before is not None and before.state == "written" and before.uri == output.row.uri:
+            output.row = before
+            return
+        if model.layout is None:
+            return
+        file = ModelFile(
+            self.job.metadata.name,
+            self.core.epoch,
+            model.layout,
+            [record.theta for record in model.newest],
+            model.versions,
+            await self.durability.read_blob(model.frozen) if model.frozen else None,
+        )
+        await output.write(model.layout, file, model.versions, report.model_dump_json(indent=1).encode())
+        self._final_report = report.model_copy(update={"output": output.row})
+        await self._write_report(self._final_report)
+        self._report_fetched = False  # whoever had it before had another
 
     def report(self) -> Report:
         """The report as it stands; of a job that has ended, the one that the store has of its end."""

@@ -24,9 +24,11 @@ from diloco_protocol.arrays.layout import MAX_JSON_BYTES, Layout, LayoutError
 from diloco_protocol.common.files import FileError, read_bounded
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import JobError, read_job
-from diloco_syncer.server.pages.model_file import NotSafetensors, as_float32, frozen_entries
+from diloco_syncer.output.model_file import NotSafetensors, as_float32, frozen_entries
+from diloco_syncer.output.read_output import NoOutput, read_output
 from diloco_syncer.store.base import ObjectNotFound, Store
 from diloco_syncer.store.directory import DirectoryStore
+from diloco_syncer.store.open import open_store
 from diloco_syncer.store.records import Damaged, FormatRefused
 from diloco_syncer.store.restore import StoreReader, StoreUnusable
 
@@ -59,6 +61,16 @@ def export_url(url: str, out: Path, progress: Callable[[int, int], None]) -> Non
         layout = fetch_layout(url)
     except RemoteModelError as error:
         raise ExportFailed(str(error)) from error
+    _write_model(job, layout, tensors, versions, out, None)
+
+
+def export_output(place: str, out: Path) -> None:
+    """The same from where ``output.uri`` has led: a directory or a bucket. Raises ExportFailed."""
+    try:
+        job, layout, tensors, versions = read_output(open_store(place))
+    except (NoOutput, OSError) as error:
+        said = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ExportFailed(f"{place}: {said}") from error
     _write_model(job, layout, tensors, versions, out, None)
 
 

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from diloco_protocol.arrays.layout import MAX_JSON_BYTES, Layout, LayoutError
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import JobError, job_from_json
+from diloco_syncer.output.model_file import MAX_HEADER, NotSafetensors, read_header
 from diloco_syncer.server.pages.export import CHECKSUM
-from diloco_syncer.server.pages.model_file import MAX_HEADER, NotSafetensors, read_header
 
 T = TypeVar("T")
 

@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 
 from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.common.files import create_directory
+from diloco_syncer.output.shards import INDEX, index_text, split_names
 
 SHARD_BYTES = 5 * 10**9
 
@@ -35,31 +36,11 @@ def write_tensors(
     """Write ``tensors`` (by name) to the new directory ``out``. ``versions``: of the fragments, for the files'
     metadata. Raises OSError, FileExistsError where ``out`` is not empty."""
     metadata = {"format": "pt", "job": job, "versions": json.dumps(list(versions)), "layout": layout.digest}
-    shards = _shards(tensors, shard_bytes)
-    names = [
-        "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        for number in range(1, len(shards) + 1)
-    ]
+    sizes = {name: values.nbytes for name, values in tensors.items()}
+    shards = split_names(sizes, shard_bytes)
     with create_directory(out) as folder:
-        for name, shard in zip(names, shards, strict=True):
-            save_file({key: np.ascontiguousarray(tensors[key]) for key in shard}, folder / name, metadata)
+        for file, names in shards.items():
+            save_file({name: np.ascontiguousarray(tensors[name]) for name in names}, folder / file, metadata)
         if len(shards) > 1:
-            index = {
-                "metadata": {"total_size": sum(values.nbytes for values in tensors.values())},
-                "weight_map": {key: name for name, shard in zip(names, shards, strict=True) for key in shard},
-            }
-            (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+            (folder / INDEX).write_text(index_text(shards, sizes), encoding="utf-8")
         (folder / "layout.json").write_text(layout.to_json() + "\n", encoding="utf-8")
-
-
-def _shards(tensors: Mapping[str, NDArray[Any]], most: int) -> list[list[str]]:
-    """Names in order, cut wherever the next tensor would lift a file above ``most`` bytes."""
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name in sorted(tensors):
-        if shards[-1] and size + tensors[name].nbytes > most:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += tensors[name].nbytes
-    return shards

@@ -60,6 +60,8 @@ def run(options: RunOptions) -> int:
         result = _run_job(job, workdir, options, schedule, again)
         # What is complete stays as it was reported: its time, its faults.
         earlier = workdir.earlier_report() if result.complete_already else None
+        if earlier is not None and result.status is not None:
+            earlier = earlier.model_copy(update={"output": result.status.output})
         report = earlier or complete_report(result, job)
         data = report.model_dump_json(indent=1).encode() + b"\n"
         for path in [workdir.report, *([options.report] if options.report else [])]:
@@ -146,6 +148,8 @@ def _tell(result: RunResult, report: RunReport, workdir: Workdir) -> None:
     console.print()
     console.print(summary(report))
     console.print(f"report: {workdir.report}", highlight=False)
+    if ended.outcome == "complete" and ended.exit_code:
+        print(f"error: {ended.message}", file=sys.stderr)
     if ended.outcome == "interrupted":
         console.print(f"the same command goes on from {workdir.store}", highlight=False)
     if ended.outcome == "failed":

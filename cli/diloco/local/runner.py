@@ -185,6 +185,8 @@ class Runner:
                 " to begin anew give another --workdir",
                 "bold",
             )
+            while not await self._poll() or self.watch.is_writing_output:
+                await asyncio.sleep(POLL_SECONDS)
             return
         for worker in self._workers:
             self._spawn(self._keep_worker(worker))
@@ -216,11 +218,17 @@ class Runner:
         if answered:
             self._watchdog.on_answered(time.monotonic())
         self._sample_rss()
-        if answered and self.watch.ended:
-            outcome, code = OUTCOMES.get(self.watch.phase, ("failed", 1))
-            message = self.watch.message if code else ""
-            self._decide(RunOutcome(outcome, code, message))
+        if answered and self.watch.ended and not self.watch.is_writing_output:
+            self._decide(self._end_outcome(self.watch.phase))
         return answered
+
+    def _end_outcome(self, phase: str) -> RunOutcome:
+        """How the run ends with the syncer's last phase."""
+        outcome, code = OUTCOMES.get(phase, ("failed", 1))
+        output = self.watch.output
+        if phase == JobPhase.COMPLETE and output is not None and output.state == "failed":
+            return RunOutcome(outcome, 1, f"the merged model was not written to {output.uri}: {output.message}")
+        return RunOutcome(outcome, code, self.watch.message if code else "")
 
     def _reason_to_kill_syncer(self) -> str:
         """Why the syncer that runs and does not answer is of no use any more; empty: it may be yet."""
@@ -259,7 +267,7 @@ class Runner:
             self.running.pop("syncer", None)
             self.injector.ended("syncer", time.time())
             if how.code == 0 and (phase := self._last_phase()) is not None:
-                self._decide(RunOutcome(*OUTCOMES.get(phase, ("failed", 1))))
+                self._decide(self._end_outcome(phase))
                 return
             if how.code == 1 and self.watch.phase == JobPhase.FAILED:
                 self._decide(RunOutcome("failed", 1, self.watch.message, "syncer"))

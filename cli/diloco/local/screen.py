@@ -18,8 +18,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from diloco_protocol.common.format_units import rate_text, seconds_text
-from diloco_protocol.documents import FaultRow, RegionRow, Report, SlotRow, StatusDocument
+from diloco_protocol.common.format_units import rate_text, seconds_text, size_text
+from diloco_protocol.documents import FaultRow, OutputRow, RegionRow, Report, SlotRow, StatusDocument
 from diloco_protocol.vocabulary import ENDED_PHASES, SlotState
 
 EVENTS_SHOWN = 14
@@ -225,6 +225,8 @@ def summary(report: Report, outcome: str = "") -> Table:
     regions = report.regions or []
     for region in regions if len(regions) > 1 else ():
         row(f"wire {region.name or 'others'}", carried_text(region))
+    if report.output is not None:
+        row("model", output_text(report.output))
     row("time", f"{report.wall_seconds or 0:.1f} s")
     for fault in report.faults:
         row("fault", fault_text(fault))
@@ -237,6 +239,13 @@ def carried_text(region: RegionRow) -> str:
         return text
     up, down = number(region.wire_bytes_up), number(region.wire_bytes_down)
     return f"{text}; with all beside it and TLS {up} up, {down} down"
+
+
+def output_text(output: OutputRow) -> str:
+    """Where the merged model lies, or why it does not."""
+    if output.state == "written":
+        return f"{output.uri}, {size_text(output.size)}"
+    return f"not in {output.uri} ({output.state}){': ' if output.message else ''}{output.message}"
 
 
 def fault_text(fault: FaultRow) -> str:

@@ -17,8 +17,8 @@ from diloco.local.screen import RunView, Screen
 from diloco.processes.supervisor import Kind, Supervisor
 from diloco.processes.worker_specs import WorkerSpec
 from diloco.syncer_client import SyncerClient, SyncerError
-from diloco_protocol.documents import DocumentError, Report, SlotRow, StatusDocument
-from diloco_protocol.vocabulary import ENDED_PHASES, FINISHING_PHASES, EventKind, SlotState
+from diloco_protocol.documents import DocumentError, OutputRow, Report, SlotRow, StatusDocument
+from diloco_protocol.vocabulary import ENDED_PHASES, FINISHING_PHASES, EventKind, JobPhase, SlotState
 
 QUIET_EVENTS = frozenset({EventKind.FIRST_STEP})
 STARVED_SECONDS = 60.0  # between two words on the screen that one slot starves
@@ -67,6 +67,16 @@ class StatusWatch:
     @property
     def ended(self) -> bool:
         return self.phase in ENDED_PHASES
+
+    @property
+    def output(self) -> OutputRow | None:
+        """What became of the job's ``output.uri``; None: it has none, or nothing was heard."""
+        return None if self.view.status is None else self.view.status.output
+
+    @property
+    def is_writing_output(self) -> bool:
+        """Whether the job is complete and its model is still being written to ``output.uri``."""
+        return self.phase == JobPhase.COMPLETE and self.output is not None and self.output.open
 
     @property
     def closing(self) -> bool:

@@ -70,7 +70,25 @@ def template_refusals(spec: JobSpec) -> list[TemplateRefusal]:
     for index, region in enumerate(spec.regions):
         found += find_refusals(region.pod_template, f"spec.regions[{index}].podTemplate", shared)
     own = _worker_protected("evaluator", "is set by spec.evaluator.command: give your program there")
-    return found + find_refusals(spec.evaluator.pod_template, "spec.evaluator.podTemplate", own)
+    found += find_refusals(spec.evaluator.pod_template, "spec.evaluator.podTemplate", own)
+    return found or _output_refusals(spec)
+
+
+def _output_refusals(spec: JobSpec) -> list[TemplateRefusal]:
+    """Whether a directory for the merged model is on a volume that outlives the syncer's pod, beside its store."""
+    uri = spec.output.uri
+    if uri is None or not uri.startswith("/"):
+        return []
+    containers = (spec.syncer.pod_template.get("spec") or {}).get("containers") or []
+    main = [one for one in containers if one["name"] == "syncer"]
+    mounts = [str(mount["mountPath"]) for one in main for mount in one.get("volumeMounts") or []]
+    mounts += [names.DATA_PATH] if spec.syncer.storage.uri is None else []
+    if uri.rstrip("/") == names.DATA_PATH or _is_inside(uri, f"{names.DATA_PATH}/store") or "/.." in uri:
+        return [TemplateRefusal("spec.output.uri", f"is the store's own place: give {names.DATA_PATH}/output")]
+    if any(_is_inside(uri, mount) for mount in mounts):
+        return []
+    cure = "mount one for the container syncer in syncer.podTemplate, or give a bucket such as s3://bucket/folder"
+    return [TemplateRefusal("spec.output.uri", f"is on no volume of the syncer's pod: {cure}")]
 
 
 def _syncer_protected() -> Protected:
@@ -94,6 +112,10 @@ def _worker_protected(role: str, command: str) -> Protected:
         volumes=("settings", "credentials", "tmp"),
         command=command,
     )
+
+
+def _is_inside(path: str, folder: str) -> bool:
+    return f"{path}/".startswith(f"{folder.rstrip('/')}/")
 
 
 # ------------------------------------------------------------------ templates
@@ -286,6 +308,7 @@ def syncer_inputs(spec: JobSpec) -> str:
             [[region.name, region.learners] for region in spec.regions],
             _dump(spec.syncer.checkpoint),
             [spec.failure_policy.on_region_lost, spec.failure_policy.region_lost_seconds],
+            *([spec.output.uri] if spec.output.uri is not None else []),
         ]
     )
 

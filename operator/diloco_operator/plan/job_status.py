@@ -45,6 +45,7 @@ def build_status(
         "progress": _progress(view) or _keep_part(Progress, before.get("progress")),
         "regions": found.regions.rows,
         "release": _release(view) if started else before.get("release") or None,
+        "output": view.output,
         "replacements": replacements if any(replacements.values()) else None,
         "report": (_report(view) or before.get("report")) if ended else None,
     }

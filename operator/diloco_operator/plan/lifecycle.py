@@ -57,6 +57,9 @@ UNREACHABLE_SECONDS = 60.0
 """The longest that a suspension waits for a syncer that does not answer."""
 REPORT_SECONDS = 60.0
 """The longest that a job's end waits for its report."""
+OUTPUT_UNANSWERED_SECONDS = 600.0
+"""The longest that it waits for the merged model at output.uri while the syncer, which gives up by itself, does not
+answer."""
 
 
 class StageWords(NamedTuple):
@@ -103,7 +106,8 @@ def outcome(view: View) -> Literal["complete", "failed", ""]:
         return ""
     if view.is_true("Failed") or (phase == JobPhase.FAILED and not view.is_true("Complete")):
         return "failed"
-    return "complete" if view.is_true("Complete") or phase == JobPhase.COMPLETE else ""
+    # An output is written of a complete job alone, also while its syncer cannot be asked.
+    return "complete" if view.is_true("Complete") or phase == JobPhase.COMPLETE or view.output is not None else ""
 
 
 def _is_resumed(view: View, phase: str) -> bool:
@@ -159,16 +163,23 @@ def _failed(view: View, failure: str) -> LifecycleDecision:
 
 def _complete(view: View) -> LifecycleDecision:
     found = LifecycleDecision("complete", _ended_scale(view))
-    if view.is_true("Complete") or not view.here.syncer or view.observed.report is not None:
+    if view.is_true("Complete") or not view.here.syncer:
         return found
-    if view.observe(Fact.REPORT_MISSING) < REPORT_SECONDS:
+    missing = view.observe(Fact.REPORT_MISSING, holds=view.observed.report is None)
+    if view.observed.report is None and missing < REPORT_SECONDS:
         found.stage, found.message = "finishing", "The job's report is fetched from the syncer."
+    elif view.output is not None and view.output["state"] == "Writing":
+        unanswered = view.observe(Fact.OUTPUT_UNANSWERED, holds=view.document is None)
+        if unanswered < OUTPUT_UNANSWERED_SECONDS:
+            found.stage, found.message = "finishing", f"The merged model is written to {view.output['uri']}."
     return found
 
 
 def _ended_scale(view: View) -> Scale:
-    """After an end only the syncer stays, for status and export; a suspension takes it down too."""
-    return Scale(syncer=0 if view.job.spec.suspend or not view.here.syncer else 1)
+    """After an end only the syncer stays, for status and export, until the model lies at output.uri. A suspension takes
+    it down too."""
+    written = view.output is not None and view.output["state"] == "Written" and outcome(view) == "complete"
+    return Scale(syncer=0 if view.job.spec.suspend or not view.here.syncer or written else 1)
 
 
 def _suspended(view: View) -> LifecycleDecision:

@@ -115,6 +115,7 @@ def transition_events(view: View, found: TurnFindings, conditions: ConditionSet,
         _report_pods(view, event_log, found)
     else:
         event_log.forget(Topic.QUORUM, Topic.SYNCER_FAULT, Topic.REGION_SCALE, Topic.REGION_ROLLOUT)
+    _report_output(view, event_log)
     _report_end(view, event_log, found, before, conditions.found)
     return event_log.events
 
@@ -246,6 +247,19 @@ def _report_pods(view: View, event_log: EventLog, found: TurnFindings) -> None:
     uids = {pod.uid for pod in view.pods}
     event_log.keep(Topic.POD_OBSTACLE, uids)
     event_log.keep(Topic.POD_NODE_LOST, uids)
+
+
+def _report_output(view: View, event_log: EventLog) -> None:
+    """An Event when the merged model lies at output.uri, and one when it could not be written."""
+    before, now = view.job.status.get("output") or {}, view.output or {}
+    state = f"{now['state']} {now['uri']}" if now.get("state") in ("Written", "Failed") else ""
+    was = f"{before.get('state')} {before.get('uri')}" if before.get("state") in ("Written", "Failed") else ""
+    if now.get("state") == "Failed":
+        message = f"The merged model was not written to {now['uri']}: {now['message']}."
+        event_log.transition(Topic.OUTPUT, was, state, "Warning", "OutputFailed", message)
+    else:
+        message = f"The merged model lies at {now.get('uri')}, {now.get('size') or 0:,} bytes; the syncer is stopped."
+        event_log.transition(Topic.OUTPUT, was, state, "Normal", "OutputWritten" if state else "", message)
 
 
 def _report_end(

@@ -128,6 +128,21 @@ class View:
         return asked.document if asked is not None and not asked.error else None
 
     @property
+    def output(self) -> Object | None:
+        """``status.output``: what became of output.uri, by the syncer's word, or as the status has it. None: the job is
+        not complete yet, or has no output."""
+        uri, before = self.job.spec.output.uri, self.job.status.get("output") or {}
+        row = None if self.document is None else self.document.output
+        if uri is None or not self.here.syncer or (row is None and not before):
+            return None
+        if row is None or row.uri != uri:  # the syncer cannot be asked, or is about to start again with the new one
+            return dict(before) if before.get("uri") == uri else {"uri": uri, "state": "Writing"}
+        if row.state == "waiting" and self.document.phase != JobPhase.COMPLETE:  # type: ignore[union-attr]
+            return None
+        state = {"written": "Written", "failed": "Failed"}.get(row.state, "Writing")
+        return {"uri": uri, "state": state, "size": row.size or None, "message": row.message[:2048] or None}
+
+    @property
     def epoch(self) -> int | None:
         """The syncer's epoch; None: it does not answer."""
         return None if self.document is None else self.document.epoch

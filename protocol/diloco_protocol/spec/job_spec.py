@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from diloco_protocol.spec.base import Spec
+from diloco_protocol.spec.base import OutputUri, Spec
 from diloco_protocol.spec.cluster import (
     EvaluatorSpec,
     FailurePolicySpec,
@@ -15,6 +15,19 @@ from diloco_protocol.spec.cluster import (
 )
 from diloco_protocol.spec.sync import SyncSpec
 from diloco_protocol.spec.training import TrainingSpec
+
+
+class OutputSpec(Spec):
+    """Where the merged model is written at the end."""
+
+    uri: OutputUri | None = Field(
+        None,
+        examples=["s3://bucket/models/tiny-gpt"],
+        description="A bucket's folder (s3://, gs://, az://, with the syncer's credentials), or the absolute path of a "
+        "directory; in clusters one on a volume that syncer.podTemplate mounts. When the job is complete the syncer "
+        "writes the merged model there, and in clusters it is then stopped; null: it serves the model until the job is "
+        "deleted.",
+    )
 
 
 class JobSpec(Spec):
@@ -56,6 +69,7 @@ class JobSpec(Spec):
         examples=[[{"learners": 3}]],
         description="Where learners run and how many, each region under its own name.",
     )
+    output: OutputSpec = Field(default_factory=OutputSpec, description="Where the merged model is written at the end.")
     failure_policy: FailurePolicySpec = Field(
         default_factory=FailurePolicySpec, description="How much failure is taken."
     )

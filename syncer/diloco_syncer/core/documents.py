@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from diloco_protocol.documents import (
     EventRow,
     MergeSeconds,
+    OutputRow,
     Quorum,
     RegionAbsence,
     RegionRow,
@@ -47,6 +48,7 @@ class ShellFigures:
     merge_seconds: MergeSeconds
     events: list[EventRow]
     ledger_imbalances: int = 0
+    output: OutputRow | None = None
 
 
 def goodput(state: JobState, now: float) -> float:
@@ -153,6 +155,7 @@ def status_document(state: JobState, now: float, shell: ShellFigures) -> StatusD
         seconds=shell.merge_seconds,
         events=shell.events,
         ledger_imbalances=shell.ledger_imbalances,
+        output=shell.output,
     )
 
 
@@ -197,4 +200,5 @@ def report(state: JobState, now: float, shell: ShellFigures, spec_digest: str, p
             for absence in state.members.absences
         ],
         syncer=ReportSyncer(epoch=state.epoch, restarts=state.epoch - 1, peak_rss_bytes=peak_rss_bytes),
+        output=shell.output,
     )

@@ -272,6 +272,9 @@ def _decide_degraded(view: View, found: TurnFindings, out: ConditionSet) -> None
     if fixed:
         said.append(fixed)
         reason = reason or "VolumeFixed"
+    if view.output is not None and view.output["state"] == "Failed":
+        said.append(f"The merged model was not written to {view.output['uri']}: {view.output['message']}.")
+        reason = reason or "OutputFailed"
     small = explain_small_resources(view) if found.decision.training else ""
     if small:
         said.append(small)

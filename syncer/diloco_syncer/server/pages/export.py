@@ -17,9 +17,9 @@ from collections.abc import AsyncGenerator, Mapping
 from diloco_protocol.common.http_server import AddressError, Answer, Page, Stream, split_address
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json
+from diloco_syncer.output.model_file import ModelFile
 from diloco_syncer.runtime.durability import Durability
 from diloco_syncer.runtime.global_model import GlobalModel
-from diloco_syncer.server.pages.model_file import ModelFile
 
 CHECKSUM = "Diloco-Checksum"
 

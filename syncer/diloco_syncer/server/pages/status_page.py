@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from diloco_protocol.documents import MergeSeconds, Report, StatusDocument
+from diloco_protocol.documents import MergeSeconds, OutputRow, Report, StatusDocument
 from diloco_protocol.spec.job import DiLoCoJob, spec_digest
 from diloco_syncer.core.core import Core
 from diloco_syncer.core.documents import ShellFigures
@@ -45,7 +45,8 @@ def peak_rss_bytes() -> int:
 
 @dataclass(frozen=True)
 class StatusPage:
-    """The status document and the report; everything is only read. ``refused``: uploads, by reason."""
+    """The status document and the report; everything is only read. ``refused``: uploads, by reason; ``find_output``:
+    what became of the job's output so far."""
 
     job: DiLoCoJob
     core: Core
@@ -59,6 +60,7 @@ class StatusPage:
     event_log: EventLog
     refused: Counter[str]
     imbalances: Callable[[], int]
+    find_output: Callable[[], OutputRow | None]
 
     def status(self) -> StatusDocument:
         return self.core.status(self.clock(), self._figures())
@@ -81,6 +83,7 @@ class StatusPage:
             merge_seconds=MergeSeconds.model_validate(self.merger.seconds),
             events=list(self.event_log.events),
             ledger_imbalances=self.imbalances(),
+            output=self.find_output(),
         )
 
     def _find_link(self, slot: int) -> LinkMeasures | None:

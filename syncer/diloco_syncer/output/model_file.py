@@ -11,6 +11,7 @@ Metadata: ``job`` (its name), ``epoch``, ``versions`` (a JSON list, one for each
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -123,19 +124,33 @@ class ModelFile:
             entries, self._frozen_start = frozen_entries(frozen)
             self._frozen_entries = {entry.name: entry for entry in entries if entry.name not in shapes}
             shapes |= {entry.name: entry.shape for entry in self._frozen_entries.values()}
-        self._names = sorted(shapes)
-        metadata = {
+        self._shapes = shapes
+        self._metadata = {
             "format": "pt",
             "job": job,
             "epoch": str(epoch),
             "versions": json.dumps(list(versions)),
             "layout": layout.digest,
         }
-        header: dict[str, Any] = {"__metadata__": metadata}
+        self._write_header(sorted(shapes))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each tensor in the file, by name."""
+        return {name: 4 * math.prod(self._shapes[name]) for name in self._names}
+
+    def select(self, names: Sequence[str]) -> ModelFile:
+        """A file of the same moment with these tensors alone."""
+        made = copy.copy(self)
+        made._write_header(sorted(names))
+        return made
+
+    def _write_header(self, names: Sequence[str]) -> None:
+        self._names = names
+        header: dict[str, Any] = {"__metadata__": self._metadata}
         at = 0
-        for name in self._names:
-            size = 4 * math.prod(shapes[name])
-            header[name] = {"dtype": "F32", "shape": list(shapes[name]), "data_offsets": [at, at + size]}
+        for name, size in self.sizes.items():
+            header[name] = {"dtype": "F32", "shape": list(self._shapes[name]), "data_offsets": [at, at + size]}
             at += size
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8

@@ -11,8 +11,8 @@ import torch
 import xxhash
 
 from diloco_protocol.arrays.layout import Layout, Tensor
-from diloco_syncer.server.pages import model_file
-from diloco_syncer.server.pages.model_file import ModelFile, NotSafetensors, as_float32, frozen_entries, read_header
+from diloco_syncer.output import model_file
+from diloco_syncer.output.model_file import ModelFile, NotSafetensors, as_float32, frozen_entries, read_header
 
 TENSORS = [
     Tensor("embed", (40, 16), "float32", True),
