@@ -303,6 +303,12 @@ RULES: list[tuple[str, dict[str, Any], str, str]] = [
     ("tls off and named", {"syncer.tls": {"mode": "off", "secretName": "a"}}, "syncer.tls.mode", "contradicts"),
     ("two stores", {"syncer.storage": {"claimName": "a", "uri": "s3://a"}}, "syncer.storage.uri", "contradicts"),
     (
+        "output in the store",
+        {"syncer.storage": {"uri": "s3://a/b"}, "output": {"uri": "s3://a/b/c"}},
+        "output.uri",
+        "lies in the syncer's own store",
+    ),
+    (
         "class of my volume",
         {"syncer.storage": {"claimName": "a", "storageClassName": "b"}},
         "syncer.storage.storageClassName",

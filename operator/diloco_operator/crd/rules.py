@@ -286,6 +286,13 @@ BETWEEN_FIELDS: tuple[Rule, ...] = (
         ".onDelete",
     ),
     Rule(
+        SPEC,
+        "!has(self.output.uri) || !has(self.syncer.storage.uri) || "
+        "!(self.output.uri + '/').startsWith(self.syncer.storage.uri + '/')",
+        "lies in the syncer's own store (syncer.storage.uri): give it a folder beside that",
+        ".output.uri",
+    ),
+    Rule(
         (*STORAGE, "size"),
         "isQuantity(self) && quantity(self).isGreaterThan(quantity('0')) && quantity(self).isLessThan(quantity('8Ei'))",
         "must be a quantity above zero and below 2^63, such as 10Gi, 500M or 1000000000",

@@ -66,7 +66,9 @@ BUCKET_PATTERN = r"^(s3|gs|az)://.+$"
 BucketUri = Annotated[str, StringConstraints(pattern=BUCKET_PATTERN, max_length=1024)]
 """A bucket, and a folder in it."""
 
-OutputUri = Annotated[str, StringConstraints(pattern=r"^(/.*|(s3|gs|az)://.+)$", max_length=1024)]
+OUTPUT_PATTERN = r"^(/.*|(s3|gs|az)://.+)$"
+
+OutputUri = Annotated[str, StringConstraints(pattern=OUTPUT_PATTERN, max_length=1024)]
 """A directory by its absolute path, or a bucket and a folder in it."""
 
 Name = Annotated[str, StringConstraints(pattern=OBJECT_PATTERN, max_length=253)]

@@ -336,7 +336,18 @@ def _syncer(spec: JobSpec) -> Iterator[Violation]:
             )
 
 
-RULES = (_stop, _model, _data, _sync, _regions, _clusters, _syncer)
+def _output(spec: JobSpec) -> Iterator[Violation]:
+    """output.uri is not in the bucket folder of syncer.storage.uri."""
+    uri, store = spec.output.uri, spec.syncer.storage.uri
+    if uri is not None and store is not None and f"{uri}/".startswith(f"{store.rstrip('/')}/"):
+        yield broken(
+            "output.uri",
+            "lies in the syncer's own store (syncer.storage.uri): give it a folder beside that",
+            "syncer.storage.uri",
+        )
+
+
+RULES = (_stop, _model, _data, _sync, _regions, _clusters, _syncer, _output)
 
 
 def violations(spec: JobSpec) -> list[Violation]:

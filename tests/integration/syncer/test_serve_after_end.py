@@ -9,6 +9,7 @@ import socket
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,11 +20,21 @@ from diloco.export.export import assemble
 from diloco.export.remote_model import RemoteModelError, fetch_layout, fetch_model
 from diloco_protocol.wire import sync_pb2
 from diloco_protocol.wire.control_client import ControlClient, ControlError
+from diloco_syncer.output.read_output import read_output
+from diloco_syncer.store.open import open_store
+from s3_service import S3Service, environment, given
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.asyncio(loop_scope="module")]
 
 STAY = ("--stay", "--export", "127.0.0.1:0")
 FROZEN = {"table": np.arange(6, dtype=np.float16).reshape(2, 3)}
+
+
+@pytest.fixture
+def s3(tmp_path: Path) -> Iterator[S3Service]:
+    service = S3Service(tmp_path)
+    yield service
+    service.stop()
 
 
 @pytest.fixture
@@ -136,6 +147,78 @@ async def test_a_complete_job_is_served_again_by_a_new_syncer(tmp_path: Path) ->
         assert syncer.terminate() == 0
     finally:
         await client.close()
+        syncer.stop()
+
+
+async def completed(syncer: SyncerProcess) -> dict[str, np.ndarray]:
+    """End the job by its stop, as learners do; returns the merged model."""
+    client = await first(syncer)
+    try:
+        await turn(client, 0)
+        await client.train(1)
+        await until(lambda: syncer.status()["phase"] == "draining")
+        await client.say(drained=sync_pb2.Drained())
+        await until(lambda: syncer.status()["phase"] == "complete")
+        return (await model(syncer))[0]
+    finally:
+        await client.close()
+
+
+def output_of(syncer: SyncerProcess) -> dict[str, Any]:
+    return dict(syncer.status()["output"])
+
+
+@pytest.mark.parametrize("kind", ["directory", "bucket"])
+async def test_the_model_of_a_complete_job_is_written_once(
+    tmp_path: Path, kind: str, request: pytest.FixtureRequest
+) -> None:
+    place, env = str(tmp_path / "out"), {}
+    if kind == "bucket":
+        service = request.getfixturevalue("s3")
+        place, env = f"s3://{service.make_bucket('models')}/team/tiny", environment(service.url)
+    job = raw_job("training.stop={steps: 3}", f"output.uri={place}")
+    syncer = SyncerProcess(tmp_path / "syncer", job, env=env).start(*STAY)
+    try:
+        assert output_of(syncer) == {"uri": place, "state": "waiting", "size": 0, "message": ""}
+        merged = await completed(syncer)
+        await until(lambda: output_of(syncer)["state"] == "written")
+        with given(env):
+            found, layout, tensors, versions = await asyncio.to_thread(lambda: read_output(open_store(place)))
+        assert found == syncer.job and layout == LAYOUT and versions == [1, 1]
+        assert sorted(tensors) == sorted(merged)
+        assert all(np.array_equal(tensors[name], values) for name, values in merged.items())
+        await until(lambda: json.loads(syncer.get("/report"))["output"] is not None)
+        report = json.loads((syncer.store / "report.json").read_text())
+        assert report["output"] == output_of(syncer) and report["output"]["size"] > 0
+        # A syncer that comes later finds it written, and leaves it alone.
+        with given(env):
+            open_store(place).delete("layout.json")
+        syncer.kill()
+        syncer.start(*STAY)
+        await until(lambda: output_of(syncer) == report["output"])
+        with given(env):
+            assert not open_store(place).exists("layout.json")
+        assert syncer.terminate() == 0
+    finally:
+        syncer.stop()
+
+
+async def test_an_output_that_cannot_be_written_is_told_and_the_model_still_served(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "model.safetensors").write_bytes(b"somebody's")
+    job = raw_job("training.stop={steps: 3}", f"output.uri={tmp_path}/out")
+    syncer = SyncerProcess(tmp_path / "syncer", job).start(*STAY)
+    try:
+        merged = await completed(syncer)
+        await until(lambda: output_of(syncer)["state"] == "failed")
+        assert "give output.uri a folder of its own" in output_of(syncer)["message"]
+        assert (await model(syncer))[0].keys() == merged.keys()
+        (tmp_path / "out" / "model.safetensors").unlink()
+        syncer.kill()
+        syncer.start(*STAY)  # tried again
+        await until(lambda: output_of(syncer)["state"] == "written")
+        assert syncer.terminate() == 0
+    finally:
         syncer.stop()
 
 
