@@ -16,6 +16,9 @@ EXTRAS := syncer,worker,operator,dev,tensorboard
 TORCH_INDEX ?=
 # An S3 for tests, in an environment of its own: tests/s3/server.py says why.
 S3_SERVICE := $(VENV)/s3-service
+# Further buckets for tests, of packages that are large: only where somebody wants them.
+BUCKET_SERVICES := $(VENV)/bucket-services
+AZURITE := azurite@3.35.0
 TORCH := $(shell sed -n 's/^torch==/torch==/p' requirements.lock)
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -qq
 
@@ -72,6 +75,12 @@ demo: $(STAMP) ## Train a small model with three learners, kill one, and show wh
 .PHONY: test
 test: $(STAMP) $(S3_SERVICE)/.installed ## Run the quick tests (within 5 minutes on two cores)
 	$(PYTEST) $(AT_ONCE) -m "not slow" tests/integration tests/unit $(PYTEST_ARGS)
+
+.PHONY: bucket-services
+bucket-services: $(STAMP) ## Install what tests of gs://, az:// and a second S3 need (200 MB, with npm); else they are skipped
+	@test -x $(BUCKET_SERVICES)/bin/python || $(BIN)/python -m venv $(BUCKET_SERVICES)
+	@$(BUCKET_SERVICES)/bin/python -m pip install --disable-pip-version-check -qq -r tests/buckets/requirements.txt
+	@npm install --silent --no-audit --no-fund --prefix $(BUCKET_SERVICES) $(AZURITE)
 
 UNIT_TESTS := test-protocol test-syncer test-worker test-operator test-cli
 .PHONY: $(UNIT_TESTS)

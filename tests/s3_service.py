@@ -63,6 +63,20 @@ class S3Service:
         self._log.close()
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+def answers(port: int) -> bool:
+    """Whether somebody listens there."""
+    try:
+        socket.create_connection(("127.0.0.1", port), 1).close()
+    except OSError:
+        return False
+    return True
+
+
 def environment(endpoint: str) -> dict[str, str]:
     """What a syncer is given."""
     return {
@@ -98,6 +112,7 @@ class Relay:
         self._flowing.set()
         self._cut = self._lose = self._lose_all = False
         self._rate = 0.0
+        self._refuse = 0
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
@@ -117,6 +132,11 @@ class Relay:
         self._cut = False
         self._rate = 0.0
         self._flowing.set()
+
+    def refuse_next(self, count: int) -> None:
+        """Answer the next ``count`` requests, which come in plaintext, as a service does that is asked too often."""
+        self._reset_all()
+        self._refuse = count
 
     def lose_next_answer(self, and_cut: bool = False) -> None:
         """The service carries the next request out, and who asked never hears of it; with ``and_cut`` the
@@ -145,6 +165,10 @@ class Relay:
                 if self._cut:
                     self._reset_all()
                     continue
+                if self._refuse:
+                    self._refuse -= 1
+                    self._say_slow_down(client)
+                    continue
                 service = socket.create_connection(("127.0.0.1", self._target), 5)
             except OSError:
                 if self._server.fileno() < 0:
@@ -154,6 +178,20 @@ class Relay:
             self._open.add(service)
             for pair in ((client, service, False), (service, client, True)):
                 threading.Thread(target=self._pump, args=pair, daemon=True).start()
+
+    def _say_slow_down(self, client: socket.socket) -> None:
+        client.settimeout(10)
+        with contextlib.suppress(OSError), client, client.makefile("rb") as request:
+            length = 0
+            while (line := request.readline()) not in (b"\r\n", b""):
+                name, _, value = line.partition(b":")
+                length = int(value) if name.lower() == b"content-length" else length
+            request.read(length)
+            body = b"<Error><Code>SlowDown</Code></Error>"
+            client.sendall(
+                b"HTTP/1.1 503 Slow Down\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+            )
+        self._open.discard(client)
 
     def _pump(self, source: socket.socket, sink: socket.socket, answer: bool) -> None:
         with contextlib.suppress(OSError):

@@ -55,6 +55,12 @@ _SETTINGS = {
     "gs": "GOOGLE_SERVICE_ACCOUNT",
     "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
 }
+_ENDPOINTS: dict[str, tuple[str, ...]] = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "gs": (),  # a service account's file says it
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
+_WHERE = {"s3": "AWS_ENDPOINT_URL", "gs": "gcs_base_url of GOOGLE_SERVICE_ACCOUNT", "az": "AZURE_STORAGE_ENDPOINT"}
 _ELSEWHERE = frozenset({"PermanentRedirect", "TemporaryRedirect", "AuthorizationHeaderMalformed"})
 
 
@@ -75,8 +81,8 @@ class BucketStore(Store):
             problem = f"names no bucket: correct syncer.storage.uri to {self._scheme}://BUCKET[/FOLDER]"
         elif not _BUCKET.fullmatch(bucket):
             problem = f"this is no bucket: correct syncer.storage.uri to {self._scheme}://BUCKET[/FOLDER]"
-        elif _endpoint() and not _is_address(_endpoint()):
-            problem = f"its endpoint is no address: set {_endpoint_name()} to https://HOST[:PORT]"
+        elif _endpoint(self._scheme) and not _is_address(_endpoint(self._scheme)):
+            problem = f"its endpoint is no address: set {_endpoint_name(self._scheme)} to https://HOST[:PORT]"
         if problem:
             raise NotWritable(errno.EINVAL, f"store {_shown(where)}: {problem}")
         self.where = where
@@ -102,7 +108,7 @@ class BucketStore(Store):
 
         options = {
             # A person who gives an address without TLS means it; nobody falls back to it.
-            "allow_http": _endpoint().startswith("http://"),
+            "allow_http": _endpoint(self._scheme).startswith("http://"),
             "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
             "read_timeout": timedelta(seconds=silent),
             "timeout": timedelta(seconds=seconds),
@@ -231,14 +237,13 @@ def _is_address(text: str) -> bool:
     return usual and bool(_PLACE.fullmatch(parts.netloc)) and not _NOT_IN_ADDRESS.search(text)
 
 
-def _endpoint_name() -> str:
-    """The variable that says where S3 is; empty: it is where the cloud has it."""
-    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-    return next((name for name in names if os.environ.get(name)), "")
+def _endpoint_name(scheme: str) -> str:
+    """The variable that says where the service is; empty: it is where the cloud has it."""
+    return next((name for name in _ENDPOINTS[scheme] if os.environ.get(name)), "")
 
 
-def _endpoint() -> str:
-    return os.environ.get(_endpoint_name(), "")
+def _endpoint(scheme: str) -> str:
+    return os.environ.get(_endpoint_name(scheme), "")
 
 
 def _meaning(text: str, scheme: str) -> str:
@@ -263,9 +268,10 @@ def _meaning(text: str, scheme: str) -> str:
             "(syncer.podTemplate), or an identity of the cloud's"
         )
     if "scheme is not allowed" in text or "URLs must use https" in text:
-        return "its address is no https:// address; one without TLS is given as AWS_ENDPOINT_URL=http://…"
+        without = f"; one without TLS is given as {_WHERE[scheme]}=http://…" if _ENDPOINTS[scheme] else ""
+        return f"its address is no https:// address{without}"
     if not number:
-        return _not_reached(text, host)
+        return _not_reached(text, host, _WHERE[scheme])
     if name in _ELSEWHERE or number in (301, 307, 308):
         return f"the bucket is in another region ({said}): set AWS_REGION"
     if number in (401, 403):
@@ -273,14 +279,14 @@ def _meaning(text: str, scheme: str) -> str:
             f"access denied ({said}): the syncer's credentials must allow to list the bucket, and to get, "
             "put and delete objects"
         )
-    if name in ("NoSuchBucket", "InvalidBucketName"):
+    if name in ("NoSuchBucket", "InvalidBucketName", "ContainerNotFound"):
         return f"there is no such bucket ({said}): make it, or correct syncer.storage.uri"
     if not name and number in (400, 404, 405, 501):
-        return f"{host} does not speak this protocol ({said}): correct the endpoint (AWS_ENDPOINT_URL)"
+        return f"{host} does not speak this protocol ({said}): correct the endpoint ({_WHERE[scheme]})"
     return f"{host} answers {said}"
 
 
-def _not_reached(text: str, host: str) -> str:
+def _not_reached(text: str, host: str, endpoint: str) -> str:
     broke_off = "response body error" in text  # such a text names no host
     if not host and not broke_off:
         return "the URI (syncer.storage.uri) or the settings in the environment are not understood"
@@ -297,6 +303,6 @@ def _not_reached(text: str, host: str) -> str:
             why = meaning
             break
     return (
-        f"{host or 'the service'} cannot be reached ({why}): correct the endpoint (AWS_ENDPOINT_URL), or "
+        f"{host or 'the service'} cannot be reached ({why}): correct the endpoint ({endpoint}), or "
         "wait until it is back"
     )
