@@ -54,12 +54,18 @@ LINE_END = "⏎"
 LIMIT = 180.0  # seconds for a mutant's own tests
 WIDE_LIMIT = 600.0  # seconds for the package's other unit tests
 FAILED = 1  # pytest's exit status where a test failed; above it none was run
-# What tests import that takes long, and starts no thread.
-IMPORTED = (
-    *("pytest", "hypothesis", "xdist.plugin", "pytest_asyncio.plugin", "pytest_timeout", "numpy", "numba", "torch"),
-    *("pydantic", "yaml", "grpc.aio", "google.protobuf.message", "cryptography.x509", "typer", "rich.console"),
-    *("safetensors.torch", "prometheus_client", "kubernetes.client", "urllib3", "xxhash"),
-)
+# What the tests of all packages, and those of one, import that takes long and starts no thread.
+IMPORTED = {
+    "": (
+        *("pytest", "hypothesis", "xdist.plugin", "pytest_asyncio.plugin", "pytest_timeout", "numpy", "pydantic"),
+        *("yaml", "grpc.aio", "google.protobuf.message", "cryptography.x509", "xxhash", "prometheus_client"),
+    ),
+    "protocol": ("numba", "typer", "rich.console"),
+    "syncer": ("numba", "safetensors.numpy"),
+    "worker": ("numba", "torch", "safetensors.torch"),
+    "operator": ("kubernetes.client", "urllib3"),
+    "cli": ("typer", "rich.console", "kubernetes.client"),
+}
 
 
 @dataclass(frozen=True)
@@ -296,9 +302,10 @@ def run_mutants(root: Path, mutants: list[Mutant], jobs: int = 1, own: bool = Fa
     """Try each; a result is printed and written down when it is there. ``own``: run no tests but the mutants' own; a
     mutant that these let pass has no result yet. RuntimeError if one cannot be run, or tests fail without any."""
     (root / WORK).mkdir(parents=True, exist_ok=True)
-    for module in IMPORTED:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(module)
+    for package in ("", *sorted({mutant.package for mutant in mutants})):
+        for module in IMPORTED[package]:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module)
     trees = [Tree(root, number) for number in range(min(jobs, len(mutants)))]
     _check_tests(root, trees[0], sorted({test for mutant in mutants for test in mutant.tests}))
     with tempfile.TemporaryFile("a+", encoding="utf-8") as results:

@@ -50,7 +50,7 @@ def say(project: Path, *words: str, limit: float = mutants.LIMIT) -> tuple[int, 
     """The program's exit status and output. It forks, which a process with threads had better not."""
     program = (
         f"import sys, pathlib; sys.path.insert(0, {str(ROOT / 'tools')!r}); import mutants; "
-        f"mutants.IMPORTED, mutants.LIMIT = ('pytest',), {limit}; "
+        f"mutants.IMPORTED, mutants.LIMIT = {{'': ('pytest',), 'cli': ()}}, {limit}; "
         f"sys.exit(mutants.main(sys.argv[1:], pathlib.Path({str(project)!r})))"
     )
     done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=100)

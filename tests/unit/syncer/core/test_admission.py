@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from core_desk import Desk, config, of
+from core_desk import Desk, config, of, report
 from diloco_protocol.vocabulary import JobPhase
+from diloco_protocol.wire.records import LeaseCursor
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.members import slots
 from diloco_syncer.core.members.slots import SlotTable
@@ -80,6 +83,17 @@ def test_a_lease_is_written_before_it_is_given_and_none_is_given_while_the_job_e
     desk.do(ev.EndRequested(JobPhase.SUSPENDED, "interrupted"))
     assert desk.core.phase is JobPhase.DRAINING
     assert not of(desk.do(ev.LeaseRequested(1)), ev.GrantLease)
+
+
+def test_a_successor_goes_on_where_the_reports_of_its_slot_were_in_the_data() -> None:
+    desk = Desk(config(slots=1))
+    desk.join(1, 0, sequences=64 * 10)
+    (granted,) = of(desk.do(ev.LeaseRequested(1)), ev.GrantLease)
+    desk.do(ev.InitialModelStored("L", (8,)))
+    desk.do(ev.Reported(1, replace(report(1), cursors=(LeaseCursor(granted.lease.lease, 3),))))
+    (admitted,) = of(desk.join(2, 0), ev.Admit)
+    assert admitted.seat is not None
+    assert admitted.seat.leases == (replace(granted.lease, start=3),)
 
 
 def test_version_0_that_comes_twice_makes_no_new_books() -> None:

@@ -78,6 +78,13 @@ def test_what_was_returned_outlives_the_syncer() -> None:
     assert (back.block, back.start, back.end) == (grant.block, 4, grant.end)
 
 
+def test_numbers_that_a_lost_state_may_have_given_are_not_given_again() -> None:
+    book = LeaseBook(0, 640, 1)
+    first = book.grant_lease(0).lease
+    book.skip_numbers()
+    assert book.grant_lease(0).lease > first + (1 << 16)
+
+
 def test_a_cursor_beyond_a_leases_end_finishes_it() -> None:
     book = LeaseBook(0, 640, 1)
     grant = book.grant_lease(0)

@@ -15,6 +15,7 @@ from diloco_syncer.core import events as ev
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
 from diloco_syncer.core.merging.rounds import RoundRules
+from diloco_syncer.core.recovery.lost_versions import REQUEST_SECONDS
 from ledger_balance import imbalances
 
 A = TypeVar("A")
@@ -216,12 +217,108 @@ def test_the_next_is_asked_and_what_is_not_to_be_had_is_rolled_back() -> None:
     assert admit.withheld == frozenset() and not again.core.is_recovering
 
 
+def test_a_suspension_waits_until_what_came_back_is_in_the_store() -> None:
+    """The restart that it needs is under way; suspended before, the job would have lost the version after all."""
+    life = restarted()
+    life.join(11, 0, held=HELD)
+    (ask,) = of(life.join(12, 1, held=((1, 0), (1, 0))), ev.RequestVersion)
+    life.do(ev.EndRequested(JobPhase.SUSPENDED, "interrupted"))
+    life.do(ev.Drained(12))
+    assert of(life.do(ev.LostVersionStored(ask.fragment)), ev.RestartFromStore)
+    life.do(ev.Drained(11))
+    assert life.core.phase is JobPhase.DRAINING
+
+
 def test_somebody_who_is_silent_is_waited_for_no_longer_than_any_other() -> None:
     life = restarted()
     life.join(11, 0, held=HELD)
     assert not of(life.later(CONFIG.heartbeat_timeout - 1), ev.RequestVersion)
     life.do(ev.Reported(11, report(counts(1, 1, 0, 100), counts(1, 0, 100))))
     assert of(life.later(2.0), ev.RequestVersion), "slot 1 was given up"
+
+
+BOTH = ((1, 1), (1, 1))
+OLD = ((1, 0), (1, 0))
+
+
+def stay(life: Life, seconds: float, *connections: int) -> list[ev.Action]:
+    """So long, while these are heard; returns what was done in the last of it."""
+    actions = []
+    for _ in range(round(seconds)):
+        for connection in connections:
+            life.do(ev.Reported(connection, report(counts(1, 1, 0, 100), counts(1, 0, 100))))
+        actions = life.later(1.0)
+    return actions
+
+
+def test_the_newest_version_that_anybody_holds_is_asked_for() -> None:
+    life = restarted()
+    life.join(11, 0, held=((1, 2), (1, 0)))
+    (ask,) = of(life.join(12, 1, held=HELD), ev.RequestVersion)
+    assert (ask.connection, ask.version) == (11, 2)
+
+
+def test_one_learner_is_asked_for_one_version_at_a_time() -> None:
+    life = restarted()
+    life.join(11, 0, held=BOTH)
+    (first,) = of(life.join(12, 1, held=OLD), ev.RequestVersion)
+    (second,) = of(life.do(ev.LostVersionStored(first.fragment)), ev.RequestVersion)
+    assert {first.fragment, second.fragment} == {0, 1} and second.connection == 11
+
+
+def test_who_does_not_answer_is_given_up_for_another_that_holds_the_version() -> None:
+    life = restarted()
+    life.join(11, 0, held=HELD)
+    (first,) = of(life.join(12, 1, held=HELD), ev.RequestVersion)
+    stay(life, REQUEST_SECONDS, 11, 12)
+    assert of(life.log, ev.RequestVersion) == [first]
+    (second,) = of(stay(life, 1, 11, 12), ev.RequestVersion)
+    assert {first.connection, second.connection} == {11, 12}
+
+
+def test_who_is_gone_is_given_up_for_another_that_holds_the_version() -> None:
+    life = restarted()
+    life.join(11, 0, held=HELD)
+    (first,) = of(life.join(12, 1, held=HELD), ev.RequestVersion)
+    other = 23 - first.connection
+    life.do(ev.ConnectionLost(first.connection))
+    stay(life, CONFIG.heartbeat_timeout + 1, other)
+    assert [ask.connection for ask in of(life.log, ev.RequestVersion)] == [first.connection, other]
+
+
+def test_a_version_from_before_the_stores_own_or_of_this_epoch_is_not_taken() -> None:
+    """The store's version of fragment 0 is of epoch 2: what epoch 1 made above it is of another past."""
+    life = Life(trained()[0], 3, (2, 1))
+    life.join(11, 0, held=HELD)
+    life.join(12, 1, held=HELD)
+    assert not of(life.log, ev.RequestVersion) and life.core.newest_settled_epoch == 3, "given up"
+    life = restarted()
+    life.join(11, 0, held=OLD)
+    life.join(12, 1, held=OLD)
+    life.join(13, 0, held=((2, 1), (1, 0)))  # this syncer made no version 1
+    assert not of(life.log, ev.RequestVersion)
+
+
+@pytest.mark.parametrize(("began", "dropped"), [(0, {}), (10, {"died": 70})])
+def test_a_newer_header_ends_the_tenure_that_the_state_knows_if_it_began_elsewhere(
+    began: int, dropped: dict[str, int]
+) -> None:
+    """The same process may have come back since, under another incarnation."""
+    core = Core(CONFIG, trained()[0], 2, 0.0, 0.0)
+    told = replace(report(counts(1, 0, 80), counts(1, 0, 80)), slot_step=8 + began)
+    header = PushHeader(0, 1, 1, 1, 0, 0, 1 + began, 8 + began, 8, 80, 1.0, "float32", "L", told, 0, 9)
+    core.close_superseded_tenures([header], [])
+    assert core.ledger is not None and core.ledger.dropped(0, 0) == dropped
+
+
+def test_a_version_that_the_store_has_is_not_recovered_once_more() -> None:
+    state, receipts = trained()
+    core = Core(CONFIG, state, 3, 0.0, 0.0)
+    core.close_superseded_tenures([], [receipts[0]])
+    told = report(counts(1, 0, 100), counts(1, 0, 100))
+    core.apply_record(0, 1, [PushHeader(0, 1, 1, 1, 0, 0, 1, 10, 10, 100, 1.0, "float32", "L", told, 0, 1)], 1)
+    core.apply_recovered_version(0, 1, 1, receipts[0], 2)
+    assert not core._state.lineage.has_recovered and core.merges == 1
 
 
 def test_a_tape_that_tells_of_more_makes_the_first_wait_for_the_others() -> None:
@@ -412,6 +509,7 @@ def test_a_receipt_that_cannot_be(changes: dict[str, int], word: str) -> None:
     newer = tuple(replace(row, version=2 if row.slot else row.version) for row in receipts[0])
     assert core.check_version_upload(11, 0, 1, 2, newer) == ""
     assert "no receipt" in core.check_version_upload(11, 0, 1, 2, ())
+    assert "has it twice" in core.check_version_upload(11, 0, 1, 2, (*newer, newer[0]))
     wrong = (replace(newer[0], **{**changes, "version": changes.get("version", 1) + 1}), newer[1])
     assert word in core.check_version_upload(11, 0, 1, 2, wrong)
 

@@ -217,15 +217,16 @@ def test_a_newcomers_steps_count_from_where_it_began() -> None:
 
 
 def test_a_merge_does_not_move_the_mark_of_a_newcomer_back() -> None:
-    book = RoundBook(1, rules(every=4), Mode())
+    book = RoundBook(2, rules(every=4), Mode())
     book.begin_progress(0, 0)
-    opened = book.open_round(0, 0.0, [at(0, 4, [0])])
+    opened = book.open_round(0, 0.0, [at(0, 4, [0, 0])])
     book.accept(opened, push(0, 0, opened.id, 1, 4), 0.0)
     book.begin_merge(opened, 0.1)
+    assert not book.is_ready(opened, 100.0, set()), "it is merged once"
     book.begin_progress(0, 10)  # a new process has the slot, which it begins at a later step
     book.complete_merge(0, 1, 0.0)
-    assert book.next_due([at(0, 13, [1])]) is None
-    assert book.next_due([at(0, 14, [1])]) == 0
+    assert book.next_due([at(0, 13, [1, 0])]) is None
+    assert book.next_due([at(0, 14, [1, 0])]) == 0
 
 
 def test_quorum_counts_slots_not_pushes() -> None:

@@ -1,0 +1,143 @@
+"""When a phase is left: holds, drains, suspensions and scores at their bounds."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from core_desk import Desk, config, of, reason, report
+from diloco_protocol.vocabulary import JobPhase, SlotState
+from diloco_protocol.wire.records import Evaluation
+from diloco_syncer.core import events as ev
+from diloco_syncer.core.members import slots
+from diloco_syncer.core.members.slots import Absence, SlotTable
+from shell_figures import SHELL
+
+
+def join_of(region: str, ordinal: int = 0) -> ev.Join:
+    return ev.Join(7, f"{region}{ordinal}", region, ordinal, False, "L", {}, 0, ())
+
+
+def test_a_hold_that_ended_has_its_end_in_the_report() -> None:
+    desk = Desk(config(slots=2, quorum=2))
+    desk.begin(2)
+    desk.report(1, 1)  # the job's time begins
+    desk.now = 5.0
+    desk.do(ev.ProcessEnded("r", 1, "", "killed"))
+    desk.now = 9.0
+    desk.join(9, 1)
+    assert desk.core.phase is JobPhase.TRAINING
+    desk.now = 20.0
+    assert desk.core.status(20.0, SHELL).hold_since_seconds is None
+    (hold,) = desk.core.report(20.0, SHELL, "", 0).holds
+    assert (hold.from_seconds, hold.to_seconds) == (5.0, 9.0)
+
+
+def test_a_drain_that_comes_on_is_not_cut_short() -> None:
+    desk = Desk(config(slots=2, stop=("steps", 4), drain_seconds=30.0, heartbeat_timeout=1e6))
+    desk.begin(2)
+    desk.report(1, 4)
+    assert desk.core.phase is JobPhase.DRAINING
+    desk.later(25.0)
+    assert reason(desk.push(0, 4, round=0)) is None
+    desk.later(25.0)
+    assert desk.core.phase is JobPhase.DRAINING
+    desk.do(ev.Drained(1))
+    desk.later(29.0)
+    assert desk.core.phase is JobPhase.DRAINING
+    (merge,) = of(desk.later(1.0), ev.Merge)
+    desk.do(ev.MergeDurable(0, merge.version, 0.1, (1.0,)))
+    assert desk.core.phase is JobPhase.COMPLETE
+
+
+def test_a_job_without_version_0_is_suspended_at_once() -> None:
+    desk = Desk(config())
+    desk.join(1, 0)
+    desk.do(ev.EndRequested(JobPhase.SUSPENDED, "interrupted"))
+    assert desk.core.phase is JobPhase.SUSPENDED
+
+
+def test_a_score_that_comes_on_for_ever_is_waited_for_so_long_and_no_longer() -> None:
+    desk = Desk(config(slots=1, stop=("tokens", 40), evaluated=True, most_evaluation_seconds=1000.0))
+    desk.begin(1)
+    desk.do(ev.Join(8, "e", "r", 0, True, "L", {}, 0, ()))
+    desk.report(1, 4)
+    desk.push(0, 4, round=0)
+    (merge,) = of(desk.do(ev.Drained(1)), ev.Merge)
+    desk.do(ev.MergeDurable(0, merge.version, 0.1, (1.0,)))
+    for percent in range(10):
+        assert desk.core.phase is JobPhase.EVALUATING
+        desk.later(100.0)
+        desk.do(ev.EvaluationAdvanced(8, percent / 100))
+    assert desk.core.phase is JobPhase.COMPLETE and desk.now == 1000.0
+
+
+def test_only_the_score_of_the_end_is_final_and_only_version_0s_is_the_first() -> None:
+    desk = Desk(config(evaluated=True))
+    desk.begin(1)
+    desk.do(ev.Join(8, "e", "r", 0, True, "L", {}, 0, ()))
+    desk.do(ev.Evaluated(8, Evaluation(40, 2.5, 1, True)))
+    told = desk.core.report(0.0, SHELL, "", 0)
+    assert (told.initial_loss, told.final_loss) == (None, None)
+    desk.do(ev.Evaluated(8, Evaluation(0, 5.5, 0, True)))
+    told = desk.core.report(0.0, SHELL, "", 0)
+    assert (told.initial_loss, told.final_loss) == (5.5, None)
+
+
+def test_after_a_restart_learners_come_back_before_the_job_goes_on() -> None:
+    desk = Desk(config())
+    desk.begin(2)
+    assert desk.core.phase is JobPhase.TRAINING
+    again = Desk(config(), desk.core.state(0.0), 2)
+    assert again.core.phase is JobPhase.WAITING
+    assert [slot.state for slot in again.core.slots] == [SlotState.SUSPECT] * 2
+    again.join(1, 0, process="p1", previous_incarnation=1)
+    again.do(ev.Reported(1, report(0)))
+    assert again.core.phase is JobPhase.TRAINING
+    again.now = 9.0
+    again.do(ev.Reported(1, report(0)))
+    again.later(1.5)
+    assert [slot.state for slot in again.core.slots] == [SlotState.ACTIVE, SlotState.LOST]
+
+
+# ------------------------------------------------------------------ regions and places
+
+
+def test_a_region_of_which_somebody_stands_by_is_not_lost() -> None:
+    table = SlotTable([("r", 0), ("far", 0)])
+    table.give_slot(table.slots[1], join_of("far"), 0.0)
+    table.slots[1].state = SlotState.LOST
+    table.standby[7] = join_of("far")
+    for now in (0.0, 100.0):
+        table.update_lost_regions(now, 60.0)
+        assert table.lost_regions == []
+    table.standby.clear()
+    for now, lost in ((100.0, []), (159.0, []), (160.0, ["far"])):
+        table.update_lost_regions(now, 60.0)
+        assert table.lost_regions == lost
+
+
+def test_an_absence_begins_when_the_region_was_last_there_and_so_many_are_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(slots, "ABSENCES", 2)
+    table = SlotTable([("far", 0)])
+    table.absences = [Absence("a", 1.0, 2.0), Absence("b", 3.0, 4.0)]
+    table.lost_regions, table.silent_since = ["far"], {"far": 40.0}
+    assert table.record_absences(100.0, 90.0) == (["far"], [])
+    assert table.absences == [Absence("b", 3.0, 4.0), Absence("far", 30.0, None)]
+    table.absences, table.silent_since = [], {"far": -math.inf}
+    table.record_absences(100.0, 90.0)
+    assert table.absences == [Absence("far", 90.0, None)], "since an earlier life, which has said so"
+
+
+def test_of_two_slots_that_a_place_has_had_it_keeps_the_newest() -> None:
+    table = SlotTable([("r", 0), ("r", 1)])
+    for index in (1, 0, 1):
+        table.give_slot(table.slots[index], join_of("r"), 0.0)
+    for slot in table.slots:
+        slot.state = SlotState.LOST
+    again = SlotTable([("r", 0), ("r", 1)])
+    again.load(table.to_json(), 0.0)
+    assert again.nominal[("r", 0)].index == 1
