@@ -10,7 +10,7 @@ from core_desk import Desk, config, of, reason, report
 from diloco_protocol.vocabulary import JobPhase, PushRefusal
 from diloco_protocol.wire.records import FragmentReport, StepReport
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.merging.push_checks import GATE_SAMPLES, GATE_WINDOW, NormGate
+from diloco_syncer.core.merging.norm_gate import GATE_SAMPLES, GATE_WINDOW, NormGate
 
 
 def refusal(desk: Desk, **changes: object) -> PushRefusal | None:
@@ -110,13 +110,13 @@ def test_a_push_that_was_merged_is_known_after_a_restart() -> None:
 
 def test_the_gate_judges_after_enough_pushes_and_by_the_newest() -> None:
     gate = NormGate(3.0)
-    gate.add(0, (1.0,) * (GATE_SAMPLES - 1))
-    assert gate.check(0, 100.0) is None
-    gate.add(0, (1.0,))
-    assert gate.check(0, 3.0) is None and gate.check(0, 3.1) is not None and gate.check(1, 100.0) is None
-    gate.add(0, (1.0,) * 100)
-    gate.add(0, (100.0,) * GATE_WINDOW)
-    assert gate.check(0, 250.0) is None, "those before are forgotten"
+    gate.add(0, [(1.0, 4)] * (GATE_SAMPLES - 1))
+    assert not gate.objection(0, 100.0, 4)
+    gate.add(0, [(1.0, 4)])
+    assert not gate.objection(0, 3.0, 4) and gate.objection(0, 3.1, 4) and not gate.objection(1, 100.0, 4)
+    gate.add(0, [(1.0, 4)] * 100)
+    gate.add(0, [(100.0, 4)] * GATE_WINDOW)
+    assert not gate.objection(0, 250.0, 4), "those before are forgotten"
 
 
 # ------------------------------------------------------------------ rounds that some miss

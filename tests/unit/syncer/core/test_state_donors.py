@@ -41,7 +41,7 @@ def test_a_suspension_ends_though_its_checkpoints_state_never_comes() -> None:
 def test_a_suspension_ends_when_the_one_that_was_asked_is_gone(fails: bool) -> None:
     desk = trained()
     ask = suspended(desk)
-    actions = desk.do(ev.PeerStateFailed(ask.transfer) if fails else ev.ConnectionLost(2))
+    actions = desk.do(ev.PeerStateFailed(2, ask.transfer) if fails else ev.ConnectionLost(2))
     assert desk.core.phase is JobPhase.SUSPENDED
     assert not of(actions, ev.RequestPeerState) and not of(actions, ev.OfferPeerState)
 
@@ -49,7 +49,7 @@ def test_a_suspension_ends_when_the_one_that_was_asked_is_gone(fails: bool) -> N
 def test_nobody_else_is_asked_for_a_state_while_the_job_drains() -> None:
     desk = trained()
     (ask,) = of(desk.do(ev.EndRequested(JobPhase.SUSPENDED, "interrupted")), ev.RequestPeerState)
-    assert not of(desk.do(ev.PeerStateFailed(ask.transfer)), ev.RequestPeerState)
+    assert not of(desk.do(ev.PeerStateFailed(2, ask.transfer)), ev.RequestPeerState)
 
 
 def test_the_next_is_asked_at_once_when_a_donor_is_gone_and_after_a_while_when_it_is_silent() -> None:
@@ -65,7 +65,7 @@ def test_the_next_is_asked_at_once_when_a_donor_is_gone_and_after_a_while_when_i
             actions = desk.later(1.0)
         (again,) = of(actions, ev.RequestPeerState)
         assert again.connection == 1
-        assert of(desk.do(ev.PeerStateFailed(again.transfer)), ev.OfferPeerState) == [ev.OfferPeerState(3, 0)]
+        assert of(desk.do(ev.PeerStateFailed(1, again.transfer)), ev.OfferPeerState) == [ev.OfferPeerState(3, 0)]
 
 
 def test_a_request_that_is_repeated_goes_on() -> None:
