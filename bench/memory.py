@@ -1,4 +1,5 @@
-"""Host memory that the library takes in a learner, in bytes per parameter, beside what the bare loop has.
+"""Host memory in bytes per parameter: of the library in a learner, beside what the bare loop has, and of a syncer's
+model.
 
 Learner processes train a model of a given size through the library, against the real syncer program. What a process
 holds is the kernel's count of its anonymous memory (RssAnon), read every few milliseconds; mapped files are not in it,
@@ -8,10 +9,15 @@ each process before it joins, and subtracted.
 *Steady* is the median once every fragment was merged twice. *In passing* is the greatest value above it while a second
 learner joins and takes the first one's optimizer state (donor and newcomer), and while a learner writes its own
 checkpoint. The bounds are the project's: 8 steady, 4 more with error feedback, 4 more in passing.
+
+*Syncer* is what its model (parameters, outer optimizer's state, what can be downloaded) takes in a process of its own,
+between two merges, by encoding down and outer optimizer. The bound is 16 bytes, and 18.1 where updates are broadcast
+and the optimizer has two moments.
 """
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import statistics
@@ -23,9 +29,20 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+
 import common
 import programs
+from diloco_protocol.arrays.layout import Layout, Tensor
+from diloco_protocol.bandwidth import links
 from diloco_protocol.spec.load import load_job
+from diloco_protocol.wire.records import PushHeader, StepReport
+from diloco_syncer.__main__ import give_back_freed_arrays
+from diloco_syncer.core import events as ev
+from diloco_syncer.numerics.merge import piece_squares
+from diloco_syncer.numerics.outer import REGISTRY
+from diloco_syncer.runtime.global_model import GlobalModel, first_records
+from diloco_syncer.store.records import Floats
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "tiny-gpt.yaml"
 FRAGMENTS = 24
@@ -39,6 +56,8 @@ OVERRIDES = (
     "syncer.checkpoint.everySeconds=2",
 )
 STEADY, FEEDBACK, PASSING = 8.0, 4.0, 4.0  # bytes per parameter
+SYNCER, TWO_MOMENTS = 16.0, 18.1
+QUICK = (("bfloat16", "nesterov"), ("float32", "adamw"), ("delta-int8", "nesterov"), ("delta-int4", "adamw"))
 SAMPLE_SECONDS = 0.005
 STEADY_SECONDS = 3.0
 WAIT_SECONDS = 900.0
@@ -48,10 +67,58 @@ def main() -> None:
     parser = common.arguments(__doc__ or "")
     parser.add_argument("--millions", type=int, nargs="*", default=[50, 200], help="parameters, in millions")
     args = parser.parse_args()
-    rows = []
+    rows = [
+        measure_syncer((8 if args.quick else 50) * 1_000_000, down, optimizer)
+        for down, optimizer in (QUICK if args.quick else itertools.product(links.DOWN, REGISTRY))
+    ]
     for millions in [4] if args.quick else args.millions:
         rows += measure(millions * 1_000_000, False) + measure(millions * 1_000_000, True)
     common.show(rows, args.json, "bytes per parameter above the bare loop's")
+
+
+def measure_syncer(parameters: int, down: str, optimizer: str) -> common.Row:
+    context = multiprocessing.get_context("spawn")
+    pipe, end = context.Pipe(False)
+    process = context.Process(target=hold_model, args=(end, parameters, down, optimizer), daemon=True)
+    process.start()
+    end.close()  # or the end of a process that failed would not be seen
+    held = pipe.recv() / parameters
+    process.join(10)
+    bound = TWO_MOMENTS if down.startswith("delta") and len(REGISTRY[optimizer].vectors) > 1 else SYNCER
+    return common.Row(f"syncer, {down}, {optimizer}", held, "B", f"the bound, {bound:g}", held / bound)
+
+
+def hold_model(pipe: Connection, parameters: int, down: str, optimizer: str) -> None:
+    """Send what a model takes after three merges of each fragment, in bytes of anonymous memory."""
+    give_back_freed_arrays()
+    overrides = (f"sync.compression.down={down}", f"sync.outer={{optimizer: {optimizer}, lr: 0.1}}")
+    job = load_job(EXAMPLE, overrides)
+    rows = parameters // FRAGMENTS // 1000
+    layout = Layout.build([Tensor(f"w{i}", (rows, 1000), "float32", False) for i in range(FRAGMENTS)], FRAGMENTS)
+    for made in (False, True):  # the first time of everything, and small: kernels, threads
+        begun = anonymous_bytes(os.getpid())
+        model = GlobalModel(job, 1)
+        sizes = [layout.elements(p) for p in range(FRAGMENTS)] if made else [layout.elements(0)]
+        use = layout if made else Layout.build([Tensor("w0", (rows, 1000), "float32", False)], 1)
+        model.begin(use, first_records("bench", 1, {p: np.ones(size, np.float32) for p, size in enumerate(sizes)}))
+        for version, (fragment, size) in itertools.product((1, 2, 3), enumerate(sizes)):
+            delta = np.full(size, 0.01, np.float32)
+            merge_once(model, fragment, version, delta)
+        del delta
+        if made:
+            pipe.send(anonymous_bytes(os.getpid()) - begun)
+        del model
+
+
+def merge_once(model: GlobalModel, fragment: int, version: int, delta: Floats) -> None:
+    assert model.layout is not None
+    counts = StepReport(1, 1, 10, ())
+    header = PushHeader(
+        fragment, version, 1, 1, version - 1, version - 1, 1, 1, 1, 10, 0.1, "float32", "", counts, 0, 1
+    )
+    action = ev.Merge(fragment, version, 1, (ev.Responder(header, 0, 1.0, 0),), 0.0, 0.0, 0)
+    squares = piece_squares(model.layout.fragments[fragment], delta)
+    model.publish(*model.merge(action, [delta], [squares], 1, version), time.monotonic())
 
 
 def measure(parameters: int, feedback: bool) -> list[common.Row]:

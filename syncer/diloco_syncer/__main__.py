@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; returns the exit code."""
     given = _parser().parse_args(arguments)
     _log("", given.log_level)
-    _give_back_freed_arrays()
+    give_back_freed_arrays()
     # Before it serves there is nothing to bring to rest: whatever is in the store is whole. Said
     # explicitly, because the first process of a container has no default for this signal.
     before = signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
@@ -147,7 +147,7 @@ def _serve(given: argparse.Namespace) -> int:
         return SyncerExit.FAILED
 
 
-def _give_back_freed_arrays() -> None:
+def give_back_freed_arrays() -> None:
     """Have the allocator give freed arrays back to the system at once.
 
     By itself glibc takes arrays of up to 32 MiB, such as a fragment's, from heaps that it hardly shrinks: what a merge

@@ -10,6 +10,7 @@ End: the servers stop, what is under way is finished or cancelled, and a last ch
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -51,6 +52,9 @@ MAX_CONTROL_CONNECTIONS = 256  # of the control port, whose callers are few
 SERVICES = ("", services.SESSION_SERVICE, services.SERVICE, "diloco.v1.Status")
 
 
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
 def _at(address: str, port: int) -> str:
     return f"{address.rpartition(':')[0]}:{port}"
 
@@ -59,11 +63,14 @@ async def run(options: Options) -> int:
     """Serve the job until it ends; returns the exit code."""
     while True:
         outcome, options = await _life(options)
+        loop = asyncio.get_running_loop()
+        for number in _STOP_SIGNALS:
+            loop.remove_signal_handler(number)
         if outcome != RESTART:
             return outcome
         log.warning("beginning again from the store")
-        loop = asyncio.get_running_loop()
-        loop.remove_signal_handler(signal.SIGTERM)
+        # The life that is over holds a model, and its parts each other: without this two would be in memory.
+        gc.collect()
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # until it serves again, as at first
 
 
@@ -174,7 +181,7 @@ def _pages(syncer: Syncer) -> Mapping[str, Page]:
 def _stop_on_signals(driver: Driver) -> None:
     """SIGTERM and SIGINT: checkpoint and leave; learners go on and join the next syncer."""
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in _STOP_SIGNALS:
         loop.add_signal_handler(number, driver.stop, 0, f"signal {number.name}")
 
 

@@ -10,8 +10,9 @@ dropped. The *dequantised* update is applied here too, so whoever holds the vers
 same bits as the syncer afterwards; r becomes what was dropped, and is part of the record. A learner
 that lacks the version before downloads Θ_p whole, in float32. All arithmetic is float32.
 
-Of each fragment the newest two broadcasts can be downloaded, and at most ``MAX_SUPERSEDED`` older ones
-whose download has begun and is not finished (active_downloads.py).
+Of each fragment the newest two broadcasts can be downloaded (where updates are broadcast, the newest whole and
+two updates), and older ones whose download has begun and is not finished (active_downloads.py): at most
+``MAX_SUPERSEDED`` of a fragment, and half a model in all (but ``MAX_SUPERSEDED`` where it has few fragments).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Broadcast:
 
     fragment: int
     version: int
-    full: Array  # the encoded bytes
+    full: Array | None  # the encoded bytes; None: of this version only the delta is to be had any more
     full_payload: Payload
     delta: Array | None = None
     delta_payload: Payload | None = None
@@ -80,8 +81,16 @@ class GlobalModel:
         self.superseded: list[list[Broadcast]] = []
         self.downloads = ActiveDownloads()
 
-    def begin(self, layout: Layout, newest: Sequence[MergeRecord], frozen: str = "", frozen_digest: str = "") -> None:
-        """Go on from these records, one for each fragment.
+    def begin(
+        self,
+        layout: Layout,
+        newest: Sequence[MergeRecord],
+        frozen: str = "",
+        frozen_digest: str = "",
+        broadcasts: Sequence[Broadcast] | None = None,
+    ) -> None:
+        """Go on from these records, one for each fragment. ``broadcasts``: what ``encode`` has made of them; None: it
+        is made here, which takes long.
 
         Raises ``outer.OuterError`` if a record's outer state does not fit its fragment.
         """
@@ -89,7 +98,7 @@ class GlobalModel:
         for record in records:
             self._outer.check(record.outer, layout.elements(record.fragment))
         self.outer_state_reset = any(not self._outer.owns(record.outer) for record in newest)
-        self.broadcasts = [self.encode(record, None) for record in records]
+        self.broadcasts = list(broadcasts or (self.encode(record, None) for record in records))
         self.previous = [None] * len(records)
         self.superseded = [[] for _ in records]
         self.newest, self.layout, self.frozen, self.frozen_digest = records, layout, frozen, frozen_digest
@@ -165,9 +174,12 @@ class GlobalModel:
         return codec.apply_delta(old.theta, encoded, encoding), dropped, encoded
 
     def encode(self, record: MergeRecord, delta: Array | None) -> Broadcast:
-        """What is sent of a version, with checksums."""
+        """What is sent of a version, with checksums. In float32 it is the record's own array, which never changes."""
         encoding = self.full_encoding
-        full = codec.encode(record.theta, encoding, threads=self._threads)
+        if encoding == "float32":
+            full = record.theta.view(np.uint8)
+        else:
+            full = codec.encode(record.theta, encoding, threads=self._threads)
         made = None
         if delta is not None and self.delta_encoding is not None:
             made = Payload(self.delta_encoding, delta.nbytes, bulk.checksum(delta))
@@ -181,20 +193,35 @@ class GlobalModel:
         before = self.previous[fragment]
         if before is not None:
             self.superseded[fragment].append(before)
-        self.previous[fragment] = replace(self.broadcasts[fragment], receipt=receipt)
+        self.previous[fragment] = self._shortened(replace(self.broadcasts[fragment], receipt=receipt), now)
         self.broadcasts[fragment] = broadcast
         self._keep_downloaded(fragment, now)
 
+    def _shortened(self, previous: Broadcast, now: float) -> Broadcast:
+        """A version that is not the newest. Where updates are broadcast it is whole only for who is reading it: whoever
+        begins to read takes the newest whole, or this one's update."""
+        if self.delta_encoding is None or self.downloads.is_active(previous.fragment, previous.version, now):
+            return previous
+        return replace(previous, full=None)
+
     def _keep_downloaded(self, fragment: int, now: float) -> None:
         """Keep those superseded versions that are being downloaded; of too many the ones touched last."""
+
+        def touched(broadcast: Broadcast) -> float:
+            return self.downloads.last_touched(broadcast.fragment, broadcast.version)
+
         kept = [b for b in self.superseded[fragment] if self.downloads.is_active(fragment, b.version, now)]
-        kept.sort(key=lambda b: self.downloads.last_touched(fragment, b.version))
-        self.superseded[fragment] = kept[-MAX_SUPERSEDED:]
+        self.superseded[fragment] = sorted(kept, key=touched)[-MAX_SUPERSEDED:]
+        there = sorted((b for kept in self.superseded for b in kept), key=touched)
+        for broadcast in there[: -max(MAX_SUPERSEDED, len(self.newest) // 2)]:
+            self.superseded[broadcast.fragment].remove(broadcast)
 
     def drop_superseded(self, now: float) -> None:
         """Drop superseded versions that are not being downloaded any more. ``now``: monotonic seconds."""
-        for fragment in range(len(self.newest)):
+        for fragment, previous in enumerate(self.previous):
             self._keep_downloaded(fragment, now)
+            if previous is not None:
+                self.previous[fragment] = self._shortened(previous, now)
         there = (*self.broadcasts, *self.previous, *(b for kept in self.superseded for b in kept))
         self.downloads.drop_idle(now, {(b.fragment, b.version) for b in there if b is not None})
 

@@ -2,7 +2,8 @@
 
 The learner that was asked uploads the layout, every fragment (float32), the frozen parameters if there are any, and
 ``DONE``. Each part is staged durably as it comes. ``DONE`` puts all of them in force by creating one small document
-exclusively. What a broken upload has staged is never read again, and is removed later.
+exclusively. What a broken upload has staged is never read again, and is removed later. Whatever takes time with the
+model's size (parsing, checking, checksums, encoding) is done in threads: others are served meanwhile.
 
 If an upload will not succeed the core is told, and asks another learner: when a part is refused, and
 when nothing has come for ``PATIENCE`` seconds from the learner that was asked. A part whose transfer
@@ -14,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -136,17 +137,20 @@ class InitialModelUpload:
         if part == FRAGMENT:
             await self._take_fragment(fragment, data, attempt)
         elif part == FROZEN:
-            packed = records.pack("blob", {}, {"blob": data})
-            self._frozen_name = await self._stage(attempt, "frozen.rec", *packed)
+            self._frozen_name = await self._stage(
+                attempt, "frozen.rec", lambda: records.pack("blob", {}, {"blob": data})
+            )
         else:
-            await self._finish()
+            await self._finish(attempt)
 
     def _check_attempt(self, attempt: int) -> None:
         if attempt != self.attempt:
             raise InitialRefused("another upload of version 0 has begun since")
 
-    async def _stage(self, attempt: int, part: str, *data: Buffer) -> str:
-        name = await self._durability.run_write(self._durability.checkpoints.stage, attempt, part, *data)
+    async def _stage(self, attempt: int, part: str, pack: Callable[[], Sequence[Buffer]]) -> str:
+        """Keep what ``pack`` makes, which takes its checksums: it is called in the store's thread."""
+        stage = self._durability.checkpoints.stage
+        name = await self._durability.run_write(lambda: stage(attempt, part, *pack()))
         self._check_attempt(attempt)
         return name
 
@@ -171,7 +175,7 @@ class InitialModelUpload:
 
     async def _take_layout(self, data: Array, attempt: int) -> None:
         try:
-            layout = Layout.from_json(data.tobytes())
+            layout = await asyncio.to_thread(lambda: Layout.from_json(data.tobytes()))
         except LayoutError as error:
             raise InitialRefused(str(error)) from error
         if len(layout) > limits.MAX_FRAGMENTS:
@@ -179,9 +183,9 @@ class InitialModelUpload:
         origins = self._core.version_0_origins(self._connection)
         if origins and len(origins) != len(layout):
             raise InitialRefused(f"{len(layout)} fragments, and this learner said that it holds {len(origins)}")
-        packed = records.pack("blob", {}, {"blob": data})
-        self._layout_name = await self._stage(attempt, "layout.rec", *packed)
-        self._layout = layout
+        self._check_attempt(attempt)
+        name = await self._stage(attempt, "layout.rec", lambda: records.pack("blob", {}, {"blob": data}))
+        self._layout_name, self._layout = name, layout
 
     def _fail_job(self, message: str) -> InitialRefused:
         """Fail the job: every learner would upload the same."""
@@ -190,17 +194,19 @@ class InitialModelUpload:
 
     async def _take_fragment(self, fragment: int, data: Array, attempt: int) -> None:
         theta = data.view(np.float32)
-        if not codec.norm_and_finite(theta)[1]:
+        finite = (await asyncio.to_thread(codec.norm_and_finite, theta))[1]
+        self._check_attempt(attempt)
+        if not finite:
             raise InitialRefused(f"fragment {fragment} has values that are not finite: check the model's start")
         record = self._records({fragment: theta})[0]
-        self._names[fragment] = await self._stage(attempt, f"f{fragment:05d}.rec", *record.pack())
+        self._names[fragment] = await self._stage(attempt, f"f{fragment:05d}.rec", record.pack)
         self._fragments[fragment] = theta
 
     def _records(self, fragments: dict[int, Floats]) -> list[MergeRecord]:
         origins = self._core.version_0_origins(self._connection)
         return first_records(self._job, self._core.epoch, fragments, origins)
 
-    async def _finish(self) -> None:
+    async def _finish(self, attempt: int) -> None:
         layout = self._layout
         assert layout is not None
         missing = [p for p in range(len(layout)) if p not in self._fragments]
@@ -208,10 +214,12 @@ class InitialModelUpload:
             raise InitialRefused(f"fragment {missing[0]} is missing ({len(missing)} in all)")
         names, frozen = [self._names[p] for p in range(len(layout))], self._frozen_name
         newest = self._records(self._fragments)
+        broadcasts = await asyncio.to_thread(lambda: [self._model.encode(record, None) for record in newest])
+        self._check_attempt(attempt)
         commit = self._durability.checkpoints.commit_initial
         digest = self._frozen_digest if frozen else ""
         await self._durability.run_write(commit, self._layout_name, names, frozen, digest)
-        self._model.begin(layout, newest, frozen, digest)
+        self._model.begin(layout, newest, frozen, digest, broadcasts)
         self._fragments = {}
         self._emit(ev.InitialModelStored(layout.digest, tuple(layout.elements(p) for p in range(len(layout)))))
         log.info("version 0 is durable: %d parameters in %d fragments", layout.total_elements, len(layout))

@@ -88,11 +88,11 @@ class VersionUploads:
         assert layout is not None
         elements = layout.elements(fragment)
 
-        def decode() -> tuple[Floats, bool]:
+        def decode() -> tuple[Floats, bool, str]:
             values = codec.decode(encoded, base.encoding, elements)
-            return values, codec.norm_and_finite(values)[1]
+            return values, codec.norm_and_finite(values)[1], theta_digest(values)
 
-        theta, finite = await asyncio.get_running_loop().run_in_executor(self.decode_thread, decode)
+        theta, finite, digest = await asyncio.get_running_loop().run_in_executor(self.decode_thread, decode)
         # The core may have given up on it while its bytes came.
         why = self.core.check_version_upload(connection, fragment, base.epoch, base.version, rows)
         if why or not finite:
@@ -108,7 +108,7 @@ class VersionUploads:
             outer=old.outer,
             number=self.next_number(),
             time=time.time(),
-            digest=theta_digest(theta),
+            digest=digest,
             recovered=Recovered(old.version, base.epoch, rows),
         )
         await self.durability.write_merge_record(record)

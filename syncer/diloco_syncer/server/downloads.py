@@ -124,8 +124,9 @@ class Downloads:
                 found = self.model.find_broadcast(request.fragment, request.version)
             if found is None:
                 return None, (), "superseded"
-            data = found.full if request.what == kinds.FULL else found.delta
-            return data, (), "no-delta"
+            if request.what == kinds.FULL:
+                return found.full, (), "superseded"
+            return found.delta, (), "no-delta"
         if request.what == kinds.LAYOUT and self.model.layout is not None:
             return np.frombuffer(self.model.layout.to_json().encode(), np.uint8), (), ""
         if request.what == kinds.FROZEN_DIGEST and self.model.frozen_digest:

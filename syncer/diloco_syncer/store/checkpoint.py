@@ -371,7 +371,7 @@ class Checkpoints:
         optimizers = self.store.list("optimizer")
         if optimizers:
             restored.optimizer = optimizers[-1]
-            restored.optimizer_bytes = self.read_blob(optimizers[-1]).nbytes
+            restored.optimizer_bytes = records.blob_bytes(self.store, optimizers[-1])
         return restored
 
     def newer_than(self, versions: Mapping[int, int], upto: Sequence[int]) -> list[MergeRecord]:

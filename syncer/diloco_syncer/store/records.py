@@ -129,13 +129,26 @@ def unpack(data: bytes, kind: str, name: str) -> tuple[dict[str, Any], dict[str,
 
 def read_body(store: Store, name: str, kind: str) -> dict[str, Any]:
     """The body of a stored file without its arrays (which are not verified)."""
+    body: dict[str, Any] = _read_header(store, name, kind)["body"]
+    return body
+
+
+def blob_bytes(store: Store, name: str) -> int:
+    """How many bytes a stored blob has, by its header. Raises ``Damaged``, ``ObjectNotFound``."""
+    try:
+        ((_, _, size, *_),) = _read_header(store, name, "blob")["arrays"]
+        return int(size)
+    except (ValueError, TypeError) as error:
+        raise Damaged(f"{name}: its header is not understood") from error
+
+
+def _read_header(store: Store, name: str, kind: str) -> dict[str, Any]:
     start = store.read_start(name, 64 << 10)
     if len(start) >= _PREFIX.size:
         wanted = _PREFIX.size + min(_PREFIX.unpack_from(start)[1], MAX_HEADER)
         if wanted > len(start):
             start = store.read_start(name, wanted)
-    body: dict[str, Any] = _header(start, kind, name)[0]["body"]
-    return body
+    return _header(start, kind, name)[0]
 
 
 # ------------------------------------------------------------------ merge records

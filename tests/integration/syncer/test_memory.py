@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,13 @@ from syncer_client import Client, SyncerProcess, raw_job, until
 
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.layout import Layout, Tensor
+from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.wire import sync_pb2
+from diloco_syncer import service, startup
+from diloco_syncer.runtime.driver import RESTART
+from diloco_syncer.runtime.global_model import GlobalModel
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
 LEARNERS, FRAGMENTS = 8, 16
 LARGE = Layout.build([Tensor(f"w{i}", (1024, 1024), "float32", False) for i in range(FRAGMENTS)], FRAGMENTS)
@@ -121,6 +127,7 @@ def verify_end(syncer: SyncerProcess) -> int:
     return peak(report)
 
 
+@pytest.mark.slow
 async def test_a_drain_of_eight_learners_takes_no_more_memory_than_training(
     job: tuple[SyncerProcess, list[Learner]], tmp_path: Path
 ) -> None:
@@ -137,6 +144,7 @@ async def test_a_drain_of_eight_learners_takes_no_more_memory_than_training(
     assert verify_end(syncer) - bare <= BOUND + BESIDE
 
 
+@pytest.mark.slow
 async def test_a_restart_in_the_middle_of_a_drain_reads_no_offer_into_memory(
     job: tuple[SyncerProcess, list[Learner]], tmp_path: Path
 ) -> None:
@@ -174,3 +182,37 @@ async def come_back(syncer: SyncerProcess, before: Learner) -> Learner:
     await before.close()
     await after.report()
     return after
+
+
+async def test_a_syncer_that_begins_again_holds_one_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The life that is over is gone before the next one reads the store."""
+    models: list[weakref.ref[GlobalModel]] = []
+    alive: list[int] = []
+    restore = startup.restore
+
+    def restored(options: startup.Options, loop: asyncio.AbstractEventLoop, *others: Any) -> Any:
+        alive.append(sum(model() is not None for model in models))
+        made = restore(options, loop, *others)
+        models.append(weakref.ref(made[0].model))
+        again = len(models) < 3
+        loop.call_soon_threadsafe(loop.call_later, 0.1, made[0].driver.stop, RESTART if again else 0, "a test")
+        return made
+
+    monkeypatch.setattr(startup, "restore", restored)
+    options = startup.Options(
+        job=raw_job(),
+        store=str(tmp_path / "store"),
+        listen="127.0.0.1:0",
+        control="127.0.0.1:0",
+        http="127.0.0.1:0",
+        address_file=None,
+        control_key=b"k" * 32,
+        credentials=Credentials(),
+        threads=1,
+    )
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert await service.run(options) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert alive == [0, 0, 0]

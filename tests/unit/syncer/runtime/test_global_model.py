@@ -184,3 +184,57 @@ def test_a_codec_for_broadcasts_that_changes_brings_no_old_remainder_back() -> N
     again = parameters("sync.compression.down=delta-int4", newest=whole.newest)
     merge(again, 0, 3)
     assert again.newest[0].feedback is not None
+
+
+def held_bytes(model: GlobalModel) -> int:
+    """Of all arrays of the newest records and the broadcasts, each counted once."""
+    arrays: list[np.ndarray] = []
+    for record in model.newest:
+        arrays += [record.theta, *record.outer.values(), *([record.feedback] if record.feedback is not None else [])]
+    for broadcast in (*model.broadcasts, *model.previous, *(b for kept in model.superseded for b in kept)):
+        if broadcast is not None:
+            arrays += [part for part in (broadcast.full, broadcast.delta) if part is not None]
+    return sum({part.ctypes.data: part.nbytes for part in arrays}.values())
+
+
+@pytest.mark.parametrize("down", links.DOWN)
+@pytest.mark.parametrize("optimizer", REGISTRY)
+def test_what_a_model_takes_is_within_four_times_its_parameters(down: str, optimizer: str) -> None:
+    """Updates with two moments need four vectors for the next merge alone, and the updates come on top."""
+    model = parameters(f"sync.compression.down={down}", f"sync.outer={{optimizer: {optimizer}, lr: 0.1}}")
+    for seed in (1, 2, 3):
+        for fragment in range(2):
+            merge(model, fragment, seed)
+    two_moments = optimizer in ("adamw", "cosine-gated")
+    bound = 18.2 if two_moments and down.startswith("delta") else 16.2  # scales and counts, which are few
+    assert held_bytes(model) / LAYOUT.total_elements <= bound
+
+
+def test_where_updates_are_broadcast_an_older_version_is_whole_only_for_who_reads_it() -> None:
+    model = parameters("sync.compression.down=delta-int8")
+    merge(model, 0, 1)
+    merge(model, 1, 1)
+    model.downloads.begin_part(1, 1, "slow", 100, 0.0)
+    for fragment in range(2):
+        merge(model, fragment, 2)
+    kept, read = model.find_broadcast(0, 1), model.find_broadcast(1, 1)
+    assert kept is not None and kept.full is None and kept.delta is not None
+    assert read is not None and read.full is not None
+    model.downloads.end_part(1, 1, "slow", 100, 1.0)
+    model.drop_superseded(2.0)
+    read = model.find_broadcast(1, 1)
+    assert read is not None and read.full is None and read.delta is not None
+
+
+def test_slow_readers_of_all_fragments_together_keep_half_a_model_at_most() -> None:
+    fragments = 12
+    layout = Layout.build([Tensor(f"w{i}", (8, 8), "float32", False) for i in range(fragments)], fragments)
+    model = GlobalModel(parse_job(JOB), threads=1)
+    model.begin(layout, first_records("j", 1, {p: np.zeros(64, np.float32) for p in range(fragments)}))
+    for version in range(1, 5):
+        for fragment in range(fragments):
+            model.downloads.begin_part(fragment, version - 1, "slow", 100, float(version))
+            record = replace(model.newest[fragment], version=version)
+            model.publish(record, model.encode(record, None), float(version))
+    assert [len(kept) for kept in model.superseded].count(0) >= fragments // 2
+    assert sum(len(kept) for kept in model.superseded) == fragments // 2

@@ -24,10 +24,11 @@ from diloco_protocol.wire import bulk, convert, limits, sync_pb2
 from diloco_protocol.wire.control_auth import sign_call
 from diloco_syncer import startup
 from diloco_syncer.core import events as ev
-from diloco_syncer.runtime import initial_model
+from diloco_syncer.runtime import global_model, initial_model
 from diloco_syncer.server.control import Control
 from diloco_syncer.server.pages.metrics import exposition
 from diloco_syncer.server.sessions import Connection
+from diloco_syncer.store import records
 from diloco_syncer.store.directory import DirectoryStore
 from diloco_syncer.store.epochs import Epoch
 from diloco_syncer.syncer import Syncer
@@ -284,6 +285,34 @@ async def test_bytes_by_region_and_slot_are_the_totals_and_outlive_the_syncer(tm
 
 
 # ------------------------------------------------------------------ version 0
+
+
+async def test_work_on_version_0_that_grows_with_the_model_is_done_beside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parsing, checking, checksums and encoding: at a billion parameters each takes seconds."""
+    seen: dict[str, set[int]] = {}
+
+    def watch(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def watched(*arguments: Any, **named: Any) -> Any:
+            seen.setdefault(name, set()).add(threading.get_ident())
+            return real(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(Layout, "from_json")
+    watch(codec, "norm_and_finite")
+    watch(records, "pack")
+    watch(records, "theta_digest")
+    watch(global_model.GlobalModel, "encode")
+    async with Bench(tmp_path) as bench:
+        bench.connect(1, 0, "a")
+        await bench.initialise("a")
+        assert bench.syncer.core.initialised
+    assert set(seen) == {"from_json", "norm_and_finite", "pack", "theta_digest", "encode"}
+    assert threading.get_ident() not in set().union(*seen.values())
 
 
 async def test_version_0_that_is_refused_is_asked_of_somebody_else(tmp_path: Path) -> None:
