@@ -112,11 +112,11 @@ class ApiServer:
         """Server-side apply of an object of which the caller owns all but labels and annotations of others."""
         meta = manifest["metadata"]
         before = self.find(kind, meta["namespace"], meta["name"])
+        if meta.get("uid") not in (None, before["metadata"]["uid"] if before is not None else None):
+            raise ApiError("patch", kind, 409, f"{kind} {meta['name']}: uid mismatch")
         if before is None:
             self._admit(kind, meta["name"])
             return manifest if dry_run else self.create(kind, {"kind": kind, **manifest})
-        if meta.get("uid") not in (None, before["metadata"]["uid"]):
-            raise ApiError("patch", kind, 409, f"{kind} {meta['name']}: Precondition failed: UID in precondition")
         new = {**before, **{key: value for key, value in copied(manifest).items() if key != "metadata"}}
         kept = dict(before["metadata"])
         for field in ("labels", "annotations"):

@@ -125,7 +125,7 @@ class Reflector:
         waits = iter(Backoffs())
         while not self._stopped.is_set():
             began = time.monotonic()
-            verb = "watch" if self._version else "list"
+            verb, pause = "watch" if self._version else "list", 0.0
             try:
                 if self._version:
                     self._watch()
@@ -133,6 +133,7 @@ class Reflector:
                     self._list()
             except ApiError as error:
                 self._record_failure(verb, error)
+                pause = error.retry_after
             except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:
                 log.debug("%s %s broke off: %s", verb, self.where(), error)
             except Exception:
@@ -142,7 +143,7 @@ class Reflector:
                 if verb == "list" or time.monotonic() - began > SHORT_SECONDS:
                     waits = iter(Backoffs())
                     continue
-            self._stopped.wait(next(waits))
+            self._stopped.wait(max(pause, next(waits)))
 
     def _list(self) -> None:
         """Make the cache what the API server has. Raises ApiError."""

@@ -1,8 +1,10 @@
 """The operator's requests to the API server, in a bounded pool of threads beside the event loop.
 
 Objects are the plain dicts that the API server sends. Every request has a timeout and is tried once: the caller
-knows whether to try again. All requests, those of the informer's streams too, are reported to ``Api.observe``, which
-counts them and logs when the API server goes away, comes back, or refuses the operator's credentials.
+knows whether to try again. Where the API server asks to be left alone (429 or 503 with ``Retry-After``), this operator
+sends no request before, but for the Lease's. All requests, those of the informer's streams too, are reported to
+``Api.observe``, which counts them and logs when the API server goes away, comes back, or refuses the operator's
+credentials.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -112,6 +115,7 @@ class Api:
         self._timeout = timeout
         self._observer = observer
         self._availability = Availability(self.client.host, recovered)
+        self._quiet_until = -math.inf  # monotonic
 
     @property
     def host(self) -> str:
@@ -172,10 +176,12 @@ class Api:
         return await self.write("create", kind.plural, "POST", kind.path(namespace), body=manifest)
 
     async def apply(self, kind: Kind, manifest: Object, dry_run: bool = False) -> Object:
-        """Server-side apply as our field manager, forced: conflicts are only over fields in ``manifest``.
-        Unknown fields are refused. Raises ApiError."""
+        """Server-side apply as our field manager. Unknown fields are refused. With a UID in ``manifest`` it is forced,
+        and refused if the object is another by now or gone. Without one nothing is there, as far as is known: what
+        others own in an object that was made meanwhile is not taken from them (409). Raises ApiError."""
         meta = manifest["metadata"]
-        query = {"fieldManager": MANAGER, "force": "true", "fieldValidation": "Strict"}
+        force = "true" if meta.get("uid") else "false"
+        query = {"fieldManager": MANAGER, "force": force, "fieldValidation": "Strict"}
         query |= {"dryRun": "All"} if dry_run else {}
         path = kind.path(meta["namespace"], meta["name"])
         return await self.write("patch", kind.plural, "PATCH", path, query=query, body=manifest, content=APPLY_PATCH)
@@ -273,6 +279,8 @@ class Api:
 
     async def _run(self, verb: str, resource: str, request: Callable[[], tuple[int, Object]]) -> Object:
         loop = asyncio.get_running_loop()
+        while (left := self._quiet_until - time.monotonic()) > 0:
+            await asyncio.sleep(left * random.uniform(1.0, 1.2))
         began = time.monotonic()
         try:
             # The request has its own timeout; this one also ends a wait for a thread that does not come.
@@ -285,6 +293,7 @@ class Api:
             raise
         except ApiError as error:
             self.observe(verb, resource, error.status, time.monotonic() - began)
+            self._quiet_until = max(self._quiet_until, time.monotonic() + error.retry_after)
             error.verb, error.resource = verb, resource
             raise
         self.observe(verb, resource, status, time.monotonic() - began)

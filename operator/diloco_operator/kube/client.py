@@ -151,7 +151,8 @@ class Client:
             raise ApiError(method.lower(), path, 400, f"{path!r} cannot be asked for: {error}") from error
         try:
             if reply.status >= 300:
-                raise refusal(method.lower(), path, int(reply.status), self._body(method, path, reply))
+                body, pause = self._body(method, path, reply), reply.headers.get("Retry-After")
+                raise refusal(method.lower(), path, int(reply.status), body, pause)
             yield reply
         finally:
             # A connection whose reply was not read to its end cannot serve the next request.

@@ -11,6 +11,10 @@ UNREADABLE = "Unreadable"
 """``ApiError.reason`` of a reply that is no JSON object, or too long."""
 
 
+LONGEST_PAUSE = 30.0
+"""No ``Retry-After`` is taken for more seconds than this."""
+
+
 class ConfigError(Exception):
     """There is no way to the API server; the message says what was looked for."""
 
@@ -20,7 +24,7 @@ class ApiError(Exception):
 
     ``verb``, ``resource``: of the request, for messages and metrics. ``status``: the HTTP status, 0 where nobody
     answered (``__cause__`` is then the network's error). ``reason`` and ``document``: the API server's word for it
-    and its whole Status object.
+    and its whole Status object. ``retry_after``: for so many seconds it asks to be left alone.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class ApiError(Exception):
         self.status = status
         self.reason = reason
         self.document = document or {}
+        self.retry_after = 0.0
 
     @property
     def unreachable(self) -> bool:
@@ -59,13 +64,16 @@ def parse_object(data: bytes) -> dict[str, Any] | None:
     return document if isinstance(document, dict) else None
 
 
-def refusal(verb: str, resource: str, status: int, body: bytes) -> ApiError:
-    """The error that a reply with a status of 300 and above stands for."""
+def refusal(verb: str, resource: str, status: int, body: bytes, retry_after: str | None = None) -> ApiError:
+    """The error that a reply with a status of 300 and above stands for. ``retry_after``: its header of that name."""
     document = parse_object(body) or {"message": body[:300].decode("utf-8", "replace").strip()}
     message = str(document.get("message") or f"HTTP status {status}")
     if status == 500 and "failed to create typed patch object" in message:
         status = 422  # how server-side apply says that a field is unknown or of another type
-    return ApiError(verb, resource, status, message, str(document.get("reason") or ""), document)
+    error = ApiError(verb, resource, status, message, str(document.get("reason") or ""), document)
+    if status in (429, 503) and retry_after is not None and retry_after.isascii() and retry_after.isdigit():
+        error.retry_after = min(float(retry_after), LONGEST_PAUSE)
+    return error
 
 
 def classify_failure(error: ApiError) -> Failure:

@@ -3,7 +3,8 @@
 Theory of operation. For an object that is in order (``diff.py``) no request is made.
 
 An object that the cache does not have is read before it is applied. If there is one of that name that belongs
-to somebody else, it is left alone, and the plan gets the ApplyError ``conflict``.
+to somebody else, it is left alone, and the plan gets the ApplyError ``conflict``. What is sent then has the UID of the
+object that was looked at, so that another of its name is not taken for it.
 
 The objects with pods of a new generation are first applied as a dry run. If the API server refuses one, nothing
 of this generation that pods use is applied, so the old pods run on. The plan gets the ApplyError ``invalid``.
@@ -108,14 +109,16 @@ class Applier:
         self, key: Key, uid: str, wanted: Object, there: Object | None, memory: ApplyMemory, now: float
     ) -> ApplyError | None:
         ref = ref_of(wanted)
-        kind = BY_NAME[ref.kind]
+        kind, cached = BY_NAME[ref.kind], there is not None
         try:
             there = there or await self._api.get(kind, key[0], ref.name)
             if there is not None and not is_ours(ref, there, key[1], uid):
                 return _conflict(ref, there)
             why = "it is not there" if there is None else ", ".join(differences(wanted, there)) or "rendered anew"
-            made = await self._api.apply(kind, wanted)
+            made = await self._api.apply(kind, _addressed(wanted, there))
         except ApiError as error:
+            if error.status == 409 and cached:  # it is another by now, or gone
+                return await self._one(key, uid, wanted, None, memory, now)
             return apply_error_of(ref, error)
         self._cache.put(kind, made)
         if there is None or _version(made) != _version(there):
@@ -149,11 +152,10 @@ class Applier:
         ref = ref_of(wanted)
         kind = BY_NAME[ref.kind]
         try:
-            if ref not in live:
-                there = await self._api.get(kind, key[0], ref.name)
-                if there is not None and not is_ours(ref, there, key[1], uid):
-                    return None  # the conflict is found, and said, where it is applied
-            await self._api.apply(kind, wanted, dry_run=True)
+            there = live.get(ref) or await self._api.get(kind, key[0], ref.name)
+            if there is not None and not is_ours(ref, there, key[1], uid):
+                return None  # the conflict is found, and said, where it is applied
+            await self._api.apply(kind, _addressed(wanted, there), dry_run=True)
         except ApiError as error:
             return apply_error_of(ref, error)
         return None
@@ -161,6 +163,13 @@ class Applier:
 
 def _version(obj: Object) -> str:
     return str(obj["metadata"].get("resourceVersion"))
+
+
+def _addressed(wanted: Object, there: Object | None) -> Object:
+    """The manifest with the UID of the object that it is for; None: there is none."""
+    if there is None:
+        return wanted
+    return {**wanted, "metadata": {**wanted["metadata"], "uid": there["metadata"]["uid"]}}
 
 
 def _is_new(wanted: Object, there: Object | None) -> bool:

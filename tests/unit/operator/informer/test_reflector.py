@@ -87,6 +87,8 @@ class World:
         if isinstance(reply, tuple):
             body = json.dumps(reply[1]).encode()
             handler.send_response(reply[0])
+            if reply[0] == 429:
+                handler.send_header("Retry-After", "3")
             handler.send_header("Content-Length", str(len(body)))
             handler.end_headers()
             handler.wfile.write(body)
@@ -111,12 +113,13 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
     monkeypatch.setattr(reflector.random, "uniform", lambda low, high: 0.05)
     worlds: list[World] = []
 
-    def start(*replies: Reply, before: tuple[Object, ...] = ()) -> World:
+    def start(*replies: Reply, before: tuple[Object, ...] = (), started: bool = True) -> World:
         world = World(list(replies))
         worlds.append(world)
         for obj in before:
             world.cache.put(CONFIG_MAP, obj)
-        world.stream.start()
+        if started:
+            world.stream.start()
         return world
 
     yield start
@@ -258,3 +261,24 @@ async def test_a_job_that_kopf_does_not_mention_is_read(monkeypatch: pytest.Monk
         world.server.shutdown()
         world.server.server_close()
         world.api.close()
+
+
+class Waits(threading.Event):
+    """Notes how long it is waited for, and waits no longer than a moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.seconds.append(timeout or 0.0)
+        return super().wait(0.01)
+
+
+def test_a_stream_that_is_throttled_waits_as_long_as_it_is_asked_to(begin: Any) -> None:
+    world = begin(started=False)
+    world.replies = [(429, {}), a_list(5, config_map("a", 5))]
+    world.stream._stopped = waits = Waits()
+    world.stream.start()
+    until(lambda: world.names() == {"a"})
+    assert waits.seconds[0] == 3.0

@@ -76,6 +76,31 @@ def test_an_object_that_is_not_the_jobs_is_not_sent(seen: bool) -> None:
     assert [error.reason for error in errors.values()] == ["conflict"] and not api.sent
 
 
+class Replacing(ScriptedApi):
+    """Refuses what has another UID than its object, as an API server does."""
+
+    async def apply(self, kind: Kind, manifest: Object, dry_run: bool = False) -> Object:
+        if manifest["metadata"].get("uid") != (self.there["metadata"]["uid"] if self.there is not None else None):
+            raise ApiError("patch", kind.plural, 409, "uid mismatch")
+        return await super().apply(kind, manifest, dry_run)
+
+
+def test_what_is_sent_is_for_the_object_that_was_looked_at() -> None:
+    """The cache has the job's; the API server has somebody else's of that name by now. Nothing is taken from it."""
+    theirs = live(config("theirs", owner="another"))
+    theirs["metadata"]["uid"] = "v"
+    api = Replacing(theirs)
+    errors = applied(api, config("new"), ApplyMemory(), live(config("mine")))
+    assert [error.reason for error in errors.values()] == ["conflict"]
+    assert not api.sent and api.there == theirs
+
+
+def test_what_was_deleted_unseen_is_made_again_at_once() -> None:
+    api = Replacing(None)
+    assert applied(api, config("new"), ApplyMemory(), live(config("mine"))) == {}
+    assert [sent["data"]["job.json"] for sent in api.sent] == ["new"]
+
+
 def test_no_dry_run_is_made_of_an_object_that_is_not_the_jobs() -> None:
     theirs = stateful_set("theirs", owner="another")
     api = ScriptedApi(live(theirs))
