@@ -106,6 +106,7 @@ class Fact(Enum):
     LINKS_FAST_ENOUGH = auto()  # no link is too slow
     LINK_TOO_SLOW = auto()  # subject: a slot, as REGION-ORDINAL
     REGION_NEVER_HEARD = auto()  # subject: a region of another cluster
+    NODE_LOST = auto()  # subject: a node's name; it is not ready, or there is no such object
     NODE_MISSING = auto()  # subject: a node's name; there is no such object
     POD_MISSING = auto()  # subject: a learner's place
     POD_SLOW = auto()  # subject: a pod's UID; it does not start, or is stuck

@@ -6,7 +6,8 @@ confirms that it has ended, which may be never. Until then the StatefulSet makes
 Under ``nodeLoss.policy: Wait`` status names the node and the cures. Under ``ForceDelete`` the pod
 object is deleted with grace 0 if all of this holds:
 
-* the pod is past its grace period, and its node has been lost for ``afterSeconds``;
+* the pod is past its grace period, and this operator has seen its node lost for ``afterSeconds``, by a clock of its own:
+  the node's own word since when is another machine's, whose clock may be behind. A new operator counts anew;
 * fewer than ``BUDGET`` pods of the job were force-deleted within ``WINDOW_SECONDS``: where more
   nodes seem lost, a person should look first;
 * a learner or an evaluator has no volume that only one node may write. The syncer may have one,
@@ -48,7 +49,8 @@ def handle_lost_nodes(view: View) -> NodeLosses:
     for pod in view.pods:
         if pod.node and not pod.over:
             _handle_pod(view, pod, out)
-    memory.timers.keep(Fact.NODE_MISSING, {pod.node for pod in view.pods})
+    for fact in (Fact.NODE_MISSING, Fact.NODE_LOST):
+        memory.timers.keep(fact, {pod.node for pod in view.pods})
     return out
 
 
@@ -71,6 +73,7 @@ def node_lost_since(view: View, name: str) -> float | None:
 def _handle_pod(view: View, pod: Pod, out: NodeLosses) -> None:
     policy = view.job.spec.node_loss
     lost = node_lost_since(view, pod.node)
+    seen = view.observe(Fact.NODE_LOST, pod.node, holds=lost is not None)
     cures = (
         f"bring the node back, or taint it out-of-service (kubectl taint nodes {pod.node} "
         "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute)"
@@ -90,7 +93,7 @@ def _handle_pod(view: View, pod: Pod, out: NodeLosses) -> None:
         out.reasons[pod.name] = said
         return
     assert pod.leaves_at is not None
-    waits = max(pod.leaves_at, lost + policy.after_seconds) - view.now
+    waits = max(pod.leaves_at - view.now, policy.after_seconds - seen)
     may_move = pod.role == "syncer" or not (volume := _own_volume(view, pod))
     if waits > 0:
         out.reasons[pod.name] = f"{said}; it is force-deleted at {rfc3339(math.ceil(view.now + waits))}"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from diloco_operator.model import Observed
 from operator_world import World, job_object, lost_learner
 
 
@@ -53,6 +54,28 @@ def test_a_node_is_given_the_time_that_the_job_says() -> None:
     world.back(other.obj["spec"]["nodeName"])
     world.until(World.whole)
     assert len(world.memory.force_deletions) <= forced
+
+
+@pytest.mark.parametrize("ahead", [1000.0, -1000.0], ids=["ahead", "behind"])
+def test_a_node_has_its_time_whatever_the_operators_clock_says(ahead: float) -> None:
+    """The time at which a node was lost is the API server's word, and the operator's clock is not the API server's."""
+    world = World(job_object(nodeLoss={"policy": "ForceDelete", "afterSeconds": 150}), seed=3)
+    world.until(World.whole, 120)
+    victim = lost_learner(world)
+    observed = world.observed
+    lost_at = world.now
+
+    def by_another_clock() -> Observed:
+        world.node_since[victim.obj["spec"]["nodeName"]] = lost_at - ahead
+        return observed()
+
+    world.lose(victim.obj["spec"]["nodeName"])
+    world.run(21)  # it is tainted
+    world.observed = by_another_clock  # type: ignore[method-assign]
+    world.run(119)
+    assert victim.terminating and victim.uid in world.pods
+    world.run(40)
+    assert victim.uid not in world.pods
 
 
 def test_under_wait_the_node_and_the_cures_are_named() -> None:
