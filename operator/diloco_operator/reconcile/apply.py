@@ -152,9 +152,11 @@ class Applier:
         ref = ref_of(wanted)
         kind = BY_NAME[ref.kind]
         try:
-            there = live.get(ref) or await self._api.get(kind, key[0], ref.name)
-            if there is not None and not is_ours(ref, there, key[1], uid):
-                return None  # the conflict is found, and said, where it is applied
+            there = live.get(ref)
+            if there is None:
+                there = await self._api.get(kind, key[0], ref.name)
+                if there is not None and not is_ours(ref, there, key[1], uid):
+                    return None  # the conflict is found, and said, where it is applied
             await self._api.apply(kind, _addressed(wanted, there), dry_run=True)
         except ApiError as error:
             return apply_error_of(ref, error)
