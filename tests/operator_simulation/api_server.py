@@ -112,8 +112,10 @@ class ApiServer:
         """Server-side apply of an object of which the caller owns all but labels and annotations of others."""
         meta = manifest["metadata"]
         before = self.find(kind, meta["namespace"], meta["name"])
-        if meta.get("uid") not in (None, before["metadata"]["uid"] if before is not None else None):
+        if before is None and meta.get("uid"):
             raise ApiError("patch", kind, 409, f"{kind} {meta['name']}: uid mismatch")
+        if before is not None and meta.get("uid") not in (None, before["metadata"]["uid"]):
+            raise ApiError("patch", kind, 422, f"{kind} {meta['name']}: metadata.uid: field is immutable")
         if before is None:
             self._admit(kind, meta["name"])
             return manifest if dry_run else self.create(kind, {"kind": kind, **manifest})

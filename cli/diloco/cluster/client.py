@@ -238,8 +238,12 @@ class Cluster:
 
     def all_of(self, path: str, **query: Any) -> list[Object]:
         """A whole list, read in pages. Raises ClusterError."""
+        return [item for page in self.pages_of(path, **query) for item in page.get("items") or ()]
+
+    def pages_of(self, path: str, **query: Any) -> Iterator[Object]:
+        """A list, a page (its whole document) at a time. Raises ClusterError."""
         try:
-            return list(self.client.items(path, query=query))
+            yield from self.client.pages(path, query=query)
         except ApiError as error:
             raise self.explain(path, error) from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from rich.text import Text
 from diloco.cluster.client import Cluster, ClusterError, Object, Where
 from diloco.cluster.fetch import Pages
 from diloco.cluster.follow import POLL_SECONDS, ended, follow, job_events
+from diloco.cluster.logs import SILENCE_SECONDS, lines
 from diloco.cluster.render import concerns, event_count, event_line, event_time, job_picture, jobs_table, region_names
 from diloco_protocol.documents import StatusDocument
 from diloco_protocol.vocabulary import ResourcePhase
@@ -146,15 +148,15 @@ class _Watched:
 def show_events(where: Where, name: str, watch: bool, as_json: bool) -> None:
     """``diloco events NAME``: of the job and its objects, oldest first. Raises ClusterError."""
     console = Console(soft_wrap=True, highlight=False)
-    clusters = where.open()
-    jobs = {cluster.context: cluster.job(name) for cluster in clusters}
+    cursors = [EventCursor(cluster) for cluster in where.open()]
+    jobs = {one.cluster.context: one.cluster.job(name) for one in cursors}
     told: dict[str, int] = {}
     while True:
-        found: list[tuple[float, str, Object]] = []
-        for cluster in clusters:
-            regions = region_names(jobs[cluster.context])
+        began, found = time.monotonic(), list[tuple[float, str, Object]]()
+        for one in cursors:
+            cluster, regions = one.cluster, region_names(jobs[one.cluster.context])
             try:
-                events = cluster.all_of(cluster.core_path("events"))
+                events = one.read()
             except ClusterError as error:
                 if not watch or not error.passing:
                     raise
@@ -172,10 +174,58 @@ def show_events(where: Where, name: str, watch: bool, as_json: bool) -> None:
                 print(json.dumps(event))
         else:
             for context, event in new:
-                place = Text(f"{context}  ", "dim") if len(clusters) > 1 else Text("")
+                place = Text(f"{context}  ", "dim") if len(cursors) > 1 else Text("")
                 console.print(place + event_line(event, name, time.time()))
         if not watch:
             if not new and not as_json:
                 console.print(f"nothing was told of {name} within the time that the cluster keeps events")
             return
-        time.sleep(POLL_SECONDS)
+        time.sleep(max(0.0, began + POLL_SECONDS - time.monotonic()))
+
+
+class EventCursor:
+    """The Events of a cluster's namespace: at first all of them, then those that are new."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._version = ""  # to watch from; empty: list first
+
+    def read(self) -> list[Object]:
+        """Those since the last call, and of the next ``POLL_SECONDS``. Raises ClusterError; the next call begins with
+        all of them then."""
+        version, self._version = self._version, ""
+        found: list[Object] = []
+        if version:
+            self._version = self._watch(version, found)
+            return found
+        for page in self.cluster.pages_of(self.cluster.core_path("events")):
+            found += page.get("items") or ()
+            version = str((page.get("metadata") or {}).get("resourceVersion") or "")
+        self._version = version
+        return found
+
+    def _watch(self, version: str, found: list[Object]) -> str:
+        """Add what comes within ``POLL_SECONDS``; the version to go on from, empty: it is forgotten."""
+        import urllib3
+
+        query = {
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": version,
+            "timeoutSeconds": math.ceil(POLL_SECONDS),
+        }
+        try:
+            with self.cluster.stream(self.cluster.core_path("events"), query, SILENCE_SECONDS) as reply:
+                for line in lines(reply):
+                    change = json.loads(line)
+                    if change["type"] == "ERROR":
+                        return ""
+                    version = str(change["object"]["metadata"]["resourceVersion"])
+                    found += [change["object"]] if change["type"] in ("ADDED", "MODIFIED") else []
+        except ClusterError as error:
+            if error.reason not in ("Expired", "Gone"):
+                raise
+            return ""
+        except (OSError, ValueError, urllib3.exceptions.HTTPError):
+            return ""  # it broke off: what is known already is not told again
+        return version

@@ -117,7 +117,7 @@ class Applier:
             why = "it is not there" if there is None else ", ".join(differences(wanted, there)) or "rendered anew"
             made = await self._api.apply(kind, _addressed(wanted, there))
         except ApiError as error:
-            if error.status == 409 and cached:  # it is another by now, or gone
+            if cached and _is_gone(error):
                 return await self._one(key, uid, wanted, None, memory, now)
             return apply_error_of(ref, error)
         self._cache.put(kind, made)
@@ -172,6 +172,11 @@ def _addressed(wanted: Object, there: Object | None) -> Object:
     if there is None:
         return wanted
     return {**wanted, "metadata": {**wanted["metadata"], "uid": there["metadata"]["uid"]}}
+
+
+def _is_gone(error: ApiError) -> bool:
+    """Whether the object with the UID that was sent is not there any more: it is gone (409), or another has its name."""
+    return error.status == 409 or (error.status == 422 and "metadata.uid" in str(error))
 
 
 def _is_new(wanted: Object, there: Object | None) -> bool:

@@ -6,8 +6,8 @@ confirms that it has ended, which may be never. Until then the StatefulSet makes
 Under ``nodeLoss.policy: Wait`` status names the node and the cures. Under ``ForceDelete`` the pod
 object is deleted with grace 0 if all of this holds:
 
-* the pod is past its grace period, and this operator has seen its node lost for ``afterSeconds``, by a clock of its own:
-  the node's own word since when is another machine's, whose clock may be behind. A new operator counts anew;
+* the pod is past its grace period, and this operator has seen its node lost for ``afterSeconds``, by its own clock: the
+  time in the node's condition is another machine's, whose clock may be behind. A new operator counts anew;
 * fewer than ``BUDGET`` pods of the job were force-deleted within ``WINDOW_SECONDS``: where more
   nodes seem lost, a person should look first;
 * a learner or an evaluator has no volume that only one node may write. The syncer may have one,

@@ -80,8 +80,13 @@ class Replacing(ScriptedApi):
     """Refuses what has another UID than its object, as an API server does."""
 
     async def apply(self, kind: Kind, manifest: Object, dry_run: bool = False) -> Object:
-        if manifest["metadata"].get("uid") != (self.there["metadata"]["uid"] if self.there is not None else None):
-            raise ApiError("patch", kind.plural, 409, "uid mismatch")
+        uid, there = manifest["metadata"].get("uid"), self.there
+        if there is None and uid is not None:
+            raise ApiError("patch", kind.plural, 409, "uid mismatch: no existing object was found")
+        if there is not None and uid is None:
+            raise ApiError("patch", kind.plural, 409, "conflict with another manager")
+        if there is not None and uid != there["metadata"]["uid"]:
+            raise ApiError("patch", kind.plural, 422, "metadata.uid: Invalid value: field is immutable")
         return await super().apply(kind, manifest, dry_run)
 
 
@@ -93,6 +98,8 @@ def test_what_is_sent_is_for_the_object_that_was_looked_at() -> None:
     errors = applied(api, config("new"), ApplyMemory(), live(config("mine")))
     assert [error.reason for error in errors.values()] == ["conflict"]
     assert not api.sent and api.there == theirs
+    mine = Replacing(live(config("old")))
+    assert applied(mine, config("new"), ApplyMemory(), mine.there) == {} and len(mine.sent) == 1
 
 
 def test_what_was_deleted_unseen_is_made_again_at_once() -> None:
