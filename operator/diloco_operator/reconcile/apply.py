@@ -175,7 +175,7 @@ def _addressed(wanted: Object, there: Object | None) -> Object:
 
 
 def _is_gone(error: ApiError) -> bool:
-    """Whether the object with the UID that was sent is not there any more: it is gone (409), or another has its name."""
+    """Whether the object with the UID that was sent is not there: gone (409), or another has its name (422)."""
     return error.status == 409 or (error.status == 422 and "metadata.uid" in str(error))
 
 
