@@ -12,6 +12,7 @@ import sys
 
 from diloco_operator import logs
 from diloco_operator.app import run
+from diloco_operator.kube import bounded_json
 from diloco_operator.kube.client import configuration
 from diloco_operator.kube.errors import ConfigError
 from diloco_operator.settings import SettingsError, load
@@ -19,6 +20,7 @@ from diloco_operator.settings import SettingsError, load
 
 def main() -> int:
     """Run until told to stop; the exit code."""
+    bounded_json.install()
     try:
         settings = load(sys.argv[1:], os.environ)
         logs.configure(settings.log_format, settings.log_level)

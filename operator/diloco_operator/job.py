@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
 
+from diloco_operator.kube.bounded_json import MAX_DEPTH, TOO_DEEP
 from diloco_operator.model import Object
 from diloco_protocol.spec.cluster import RegionSpec
 from diloco_protocol.spec.job import DiLoCoJob, json_digest
@@ -44,7 +45,10 @@ def read_job(obj: Object) -> Job:
     metadata = obj["metadata"]
     spec = obj.get("spec")
     deleted = metadata.get("deletionTimestamp")
-    document, problems = _document(metadata["name"], metadata.get("namespace", "default"), _digestible(spec))
+    text = _digestible(spec)
+    document, problems = _document(metadata["name"], metadata.get("namespace", "default"), text)
+    if TOO_DEEP in text:
+        document, problems = None, (f"spec: is nested more than {MAX_DEPTH} levels deep, and cannot be read",)
     return Job(
         name=metadata["name"],
         namespace=metadata.get("namespace", "default"),

@@ -546,7 +546,7 @@ def _control_client(world: World) -> Any:
     class Client:
         """A control call through the simulated network."""
 
-        def __init__(self, address: str, key: bytes) -> None:
+        def __init__(self, address: str, key: bytes, largest: int) -> None:
             self._uid = address.rpartition(":")[0].rpartition("/")[2]
 
         async def call(self, method: str, body: Any = None, timeout: float = 3.0) -> dict[str, Any]:
@@ -575,7 +575,7 @@ def _control_client(world: World) -> Any:
 
 
 def _page_of(world: World) -> Any:
-    def page(ip: str, port: int, path: str, timeout: float) -> bytes:
+    async def page(ip: str, port: int, path: str, seconds: float) -> bytes:
         uid = ip.rpartition("/")[2]
         for process in world.processes("learner"):
             if process.pod_uid == uid:

@@ -5,7 +5,9 @@ nothing. ``SyncerPoller.schedule`` says which pod is to be asked and when. The a
 hundreds of documents), and wakes the job's reconcile.
 
 That turn calls ``schedule`` again, and only then is there a next question: an operator with more to do than it can
-does not ask for answers that nobody reads. At most ``syncer_calls`` are under way at once. A connection is closed
+does not ask for answers that nobody reads. At most ``syncer_calls`` are under way at once, of one namespace a quarter:
+a job's programs are its owner's, and may answer anything, slowly or not at all. Each call has one deadline, and an
+answer has few bytes. A connection is closed
 after each answer: the next is seconds away, and hundreds of idle connections are memory in both programs.
 
 A learner is asked only where the job's syncer is in another cluster; its page is read, not
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import io
 import logging
 import random
 import time
@@ -26,6 +29,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic
+from weakref import WeakValueDictionary
 
 from diloco_operator.logs import about
 from diloco_operator.metrics import Metrics
@@ -37,9 +41,12 @@ from diloco_protocol.wire.control_client import ControlClient, ControlError
 log = logging.getLogger(__name__)
 
 MIN_SECONDS = 1.0  # between two questions to one program
-MAX_PAGE = 1 << 20  # bytes of a learner's status page
+MAX_PAGE = 256 << 10  # bytes of a learner's status page
+MAX_HEAD = 16 << 10  # and of what goes before it
+MAX_STATUS = 4 << 20  # bytes of a syncer's answer; reading one takes up to thirty times as much memory
 ENDS = (JobPhase.COMPLETE, JobPhase.FAILED)
 LEARNERS_SECONDS = 20.0
+NAMESPACE_SHARE = 4  # the programs of one namespace have at most this part of all calls under way
 NOT_ASKED = "this pod has not been asked yet"
 
 
@@ -110,6 +117,8 @@ class SyncerPoller:
         self._answered = answered
         self._jobs: dict[Key, _Job] = {}
         self._free = asyncio.Semaphore(calls)
+        self._share = max(1, calls // NAMESPACE_SHARE)
+        self._shares: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._tasks: set[asyncio.Task[None]] = set()
 
     # ------------------------------------------------------------------ who is asked
@@ -173,7 +182,7 @@ class SyncerPoller:
         done = 0
         for call in calls:
             try:
-                await self._control(syncer_ip, control_key, call.method, call.body, self._leads)
+                await self._control(key[0], syncer_ip, control_key, call.method, call.body, self._leads)
             except _NotLeading:
                 break
             except ControlError as error:
@@ -217,7 +226,7 @@ class SyncerPoller:
                 await self._ask_syncer(key, job, *job.target)
             else:
                 await asyncio.gather(
-                    *(self._ask_learner(job, name, *target) for name, target in job.learner_targets.items())
+                    *(self._ask_learner(key[0], job, name, *target) for name, target in job.learner_targets.items())
                 )
         finally:
             job.asking = False
@@ -225,11 +234,15 @@ class SyncerPoller:
             if self._jobs.get(key) is job:
                 self._answered(key)
 
+    def _places(self, namespace: str) -> asyncio.Semaphore:
+        """The places that the programs of one namespace may take: those that stall stall no others."""
+        return self._shares.setdefault(namespace, asyncio.Semaphore(self._share))
+
     async def _ask_syncer(self, key: Key, job: _Job, pod: str, ip: str) -> None:
         document: StatusDocument | None = None
         error = ""
         try:
-            answer = await self._control(ip, job.control_key, ControlMethod.STATUS, {})
+            answer = await self._control(key[0], ip, job.control_key, ControlMethod.STATUS, {})
             document = read_document(StatusDocument, answer)
         except (ControlError, DocumentError) as failed:
             error = str(failed)[:500]
@@ -249,16 +262,24 @@ class SyncerPoller:
             job.report = None
         elif job.report is None and job.report_wanted:
             try:
-                job.report = read_document(Report, await self._control(ip, job.control_key, ControlMethod.REPORT, {}))
+                job.report = read_document(
+                    Report, await self._control(key[0], ip, job.control_key, ControlMethod.REPORT, {})
+                )
             except (ControlError, DocumentError) as failed:
                 log.info("the report cannot be had yet: %s", failed, extra=about(key))
 
     async def _control(
-        self, ip: str, key: bytes, method: str, body: dict[str, Any], may_be_sent: Callable[[], bool] = lambda: True
+        self,
+        namespace: str,
+        ip: str,
+        key: bytes,
+        method: str,
+        body: dict[str, Any],
+        may_be_sent: Callable[[], bool] = lambda: True,
     ) -> dict[str, Any]:
-        client = ControlClient(address(ip, CONTROL_PORT), key)
+        client = ControlClient(address(ip, CONTROL_PORT), key, MAX_STATUS)
         outcome = "failed"
-        async with self._free:
+        async with self._places(namespace), self._free:
             if not may_be_sent():  # asked here, since it may have waited for a place
                 raise _NotLeading
             began = time.monotonic()
@@ -274,13 +295,13 @@ class SyncerPoller:
                 self._metrics.syncer_seconds.observe(time.monotonic() - began)
                 await client.close()
 
-    async def _ask_learner(self, job: _Job, name: str, pod: str, ip: str) -> None:
+    async def _ask_learner(self, namespace: str, job: _Job, name: str, pod: str, ip: str) -> None:
         outcome, error = "ok", ""
         document: LearnerPage | None = None
-        async with self._free:
+        async with self._places(namespace), self._free:
             began = time.monotonic()
             try:
-                page = await asyncio.to_thread(_read_page, ip, WORKER_PORT, "/status", self._timeout)
+                page = await _read_page(ip, WORKER_PORT, "/status", self._timeout)
                 document = read_document(LearnerPage, page)
             except DocumentError as failed:
                 outcome, error = "failed", f"its status page: {failed}"[:300]
@@ -302,15 +323,20 @@ def _words(body: dict[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in body.items() if value not in ("", None))[:300]
 
 
-def _read_page(ip: str, port: int, path: str, timeout: float) -> bytes:
-    """A page of at most MAX_PAGE bytes over plain HTTP. Raises OSError, HTTPException, ValueError."""
-    connection = http.client.HTTPConnection(ip, port, timeout=timeout)
-    try:
-        connection.request("GET", path)
-        answer = connection.getresponse()
-        text = answer.read(MAX_PAGE + 1)
-    finally:
-        connection.close()
-    if answer.status != 200 or len(text) > MAX_PAGE:
-        raise ValueError(f"status {answer.status}, {len(text)} bytes")
-    return text
+async def _read_page(ip: str, port: int, path: str, seconds: float) -> bytes:
+    """A page of at most MAX_PAGE bytes over plain HTTP, within so many seconds from the connection to the last byte: a
+    pod that drips bytes holds nobody up. Raises OSError (TimeoutError too), HTTPException, ValueError."""
+    async with asyncio.timeout(seconds):
+        reader, writer = await asyncio.open_connection(ip, port, limit=MAX_HEAD)
+        try:
+            writer.write(f"GET {path} HTTP/1.1\r\nHost: {address(ip, port)}\r\nConnection: close\r\n\r\n".encode())
+            status = await reader.readline()
+            head = await reader.readuntil(b"\r\n\r\n")
+            size = http.client.parse_headers(io.BytesIO(head)).get("content-length", "")
+            if status.split()[1:2] != [b"200"] or not size.isdecimal() or int(size) > MAX_PAGE:
+                raise ValueError(f"{status[:100]!r}, {size[:20] or 'an unknown number of'} bytes")
+            return await reader.readexactly(int(size))
+        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
+            raise ValueError(str(error)) from error
+        finally:
+            writer.transport.abort()

@@ -30,11 +30,11 @@ def channel_options(bulk: bool = False) -> list[Option]:
     ]
 
 
-def control_options() -> list[Option]:
-    """Options of a control client's channel: replies may be large, and a connection that is not
+def control_options(reply_bytes: int = limits.MAX_REPLY_BYTES) -> list[Option]:
+    """Options of a control client's channel: replies may be large (``reply_bytes``), and a connection that is not
     used is given up, for an operator talks to many syncers."""
     return [
-        *_common(limits.MAX_REPLY_BYTES),
+        *_common(reply_bytes),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", 200),
         ("grpc.min_reconnect_backoff_ms", limits.CONNECT_SECONDS * 1000),

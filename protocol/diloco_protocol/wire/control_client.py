@@ -46,13 +46,15 @@ class _Link:
 
 
 class ControlClient:
-    """Calls to one syncer. ``address``: host:port of its control service; ``key``: the control key.
+    """Calls to one syncer. ``address``: host:port of its control service; ``key``: the control key; ``largest``: bytes
+    of a reply that are read.
 
     For one event loop; calls may run beside each other.
     """
 
-    def __init__(self, address: str, key: bytes) -> None:
+    def __init__(self, address: str, key: bytes, largest: int = limits.MAX_REPLY_BYTES) -> None:
         self.address = address
+        self._largest = largest
         self._key = key
         self._link: _Link | None = None
 
@@ -64,7 +66,7 @@ class ControlClient:
         from diloco_protocol.wire import channels
 
         if self._link is None:
-            self._link = _Link(Credentials().aio_channel(self.address, channels.control_options()))
+            self._link = _Link(Credentials().aio_channel(self.address, channels.control_options(self._largest)))
         link = self._link
         link.calls += 1
         try:
@@ -96,13 +98,13 @@ class ControlClient:
         signed = sign_call(self._key, method, json.dumps(body).encode())
         try:
             raw = await channel.unary_unary(limits.CONTROL_PATH)(signed.SerializeToString(), timeout=timeout)
-            reply = convert.parse(sync_pb2.CallReply, raw, limits.MAX_REPLY_BYTES)
+            reply = convert.parse(sync_pb2.CallReply, raw, self._largest)
             verify_reply(self._key, signed.nonce, reply)
             document = json.loads(reply.body) if reply.body else {}
         except grpc.aio.AioRpcError as error:
             words = f"{error.code().name.lower().replace('_', ' ')}: {error.details()}"
             raise ControlError(_kind(error.code()), words) from error
-        except (limits.WireError, CallRefused, ValueError) as error:
+        except (limits.WireError, CallRefused, ValueError, RecursionError) as error:
             raise ControlError("failed", str(error)) from error
         if not reply.ok:
             raise ControlError("refused", reply.message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
@@ -37,6 +38,7 @@ class Syncer:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.status = status_document(phase="training", events=[EVENT] * 400).model_dump(mode="json")
         self.credulous = False  # takes any call
+        self.body = b""  # sent instead of an answer
         self.delay = 0.0
         self.active = self.most = 0
         self.port = 0
@@ -66,7 +68,7 @@ class Syncer:
         await asyncio.sleep(self.delay)
         self.active -= 1
         answer = {"status": self.status, "report": REPORT.model_dump(mode="json")}.get(call.method, {})
-        reply = sync_pb2.CallReply(ok=True, body=json.dumps(answer).encode())
+        reply = sync_pb2.CallReply(ok=True, body=self.body or json.dumps(answer).encode())
         sign_reply(self.key, call.nonce, reply)
         return reply.SerializeToString()
 
@@ -229,7 +231,7 @@ async def test_no_more_than_so_many_calls_at_once(syncer: Syncer) -> None:
     told = Told()
     poller = SyncerPoller(Metrics(), 3, 5.0, told)
     for i in range(12):
-        poller.schedule(("ns", f"j{i}"), 30.0, (f"p{i}", "127.0.0.1"), KEY, {}, True)
+        poller.schedule((f"ns-{i}", "j"), 30.0, (f"p{i}", "127.0.0.1"), KEY, {}, True)
     await told.until(12)
     assert syncer.most == 3
     await poller.close()
@@ -364,6 +366,101 @@ async def test_a_learners_page_that_is_not_understood_is_no_answer(monkeypatch: 
     assert outcome(metrics, "learner-status", "failed") == 1
     await poller.close()
     await server.stop()
+
+
+async def _drip_head(writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\nX: ")
+    while True:
+        writer.write(b"x")
+        await writer.drain()
+        await asyncio.sleep(0.01)
+
+
+async def _drip_body(writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 200000\r\n\r\n")
+    while True:
+        writer.write(b" ")
+        await writer.drain()
+        await asyncio.sleep(0.01)
+
+
+async def _no_end(writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\nX: " + b"x" * 1_000_000)
+    await writer.drain()
+
+
+async def _too_much(writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100000000\r\n\r\n")
+
+
+async def _nested(writer: asyncio.StreamWriter) -> None:
+    page = b'{"a":' * 40_000
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(page) + page)
+
+
+async def _garbage(writer: asyncio.StreamWriter) -> None:
+    writer.write(b"\x00\xff\r\n\r\n" * 100)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (_drip_head, "TimeoutError"),
+        (_drip_body, "TimeoutError"),
+        (_no_end, "ValueError"),
+        (_too_much, "ValueError"),
+        (_nested, "its status page"),
+        (_garbage, "ValueError"),
+    ],
+)
+async def test_a_learners_pod_cannot_hold_up_the_operator_whatever_it_answers(
+    monkeypatch: pytest.MonkeyPatch, answer: Any, said: str
+) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            await answer(writer)
+            await writer.drain()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    monkeypatch.setattr(syncer_poller, "WORKER_PORT", server.sockets[0].getsockname()[1])
+    told = Told()
+    poller = SyncerPoller(Metrics(), 4, 0.5, told)
+    poller.schedule(JOB, 30.0, None, None, {"l-0": ("pod-1", "127.0.0.1")}, False)
+    await told.until(1)
+    _, learners, _ = poller.latest_answers(JOB, None)
+    assert learners["l-0"].document is None and said in learners["l-0"].error
+    await poller.close()
+    server.close()
+
+
+async def test_a_syncers_answer_is_bounded_and_parsed_without_harm(syncer: Syncer) -> None:
+    told = Told()
+    for body, said in ((b"[" + b"{}," * 2_000_000 + b"{}]", "larger than max"), (b'{"a":' * 100_000, "recursion")):
+        syncer.body = body
+        poller = SyncerPoller(Metrics(), 4, 20.0, told)
+        ask(poller)
+        await told.until(len(told.keys) + 1, 20.0)
+        asked, _, _ = poller.latest_answers(JOB, "pod-1")
+        assert asked is not None and asked.document is None and said in asked.error.lower(), asked
+        await poller.close()
+
+
+async def test_a_namespace_whose_programs_stall_stalls_no_other(syncer: Syncer) -> None:
+    told = Told()
+    poller = SyncerPoller(Metrics(), 8, 20.0, told)
+    syncer.delay = 10.0
+    for number in range(16):
+        poller.schedule(
+            ("hostile", f"job-{number}"), 30.0, ("pod", "127.0.0.1"), control_key=KEY, learners={}, report_wanted=False
+        )
+    async with asyncio.timeout(10):
+        while syncer.active < 2:
+            await asyncio.sleep(0.01)
+    syncer.delay = 0.0
+    ask(poller)
+    await told.until(1)
+    assert told.keys == [JOB] and syncer.most <= 3
+    await poller.close()
 
 
 def test_addresses() -> None:
