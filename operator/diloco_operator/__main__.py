@@ -12,10 +12,10 @@ import sys
 
 from diloco_operator import logs
 from diloco_operator.app import run
-from diloco_operator.kube import bounded_json
 from diloco_operator.kube.client import configuration
 from diloco_operator.kube.errors import ConfigError
 from diloco_operator.settings import SettingsError, load
+from diloco_protocol.common import bounded_json
 
 
 def main() -> int:

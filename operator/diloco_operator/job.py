@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
 
-from diloco_operator.kube.bounded_json import MAX_DEPTH, TOO_DEEP
 from diloco_operator.model import Object
+from diloco_protocol.common.bounded_json import MAX_DEPTH, TOO_DEEP
 from diloco_protocol.spec.cluster import RegionSpec
 from diloco_protocol.spec.job import DiLoCoJob, json_digest
 from diloco_protocol.spec.job_spec import JobSpec

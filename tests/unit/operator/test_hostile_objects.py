@@ -16,8 +16,8 @@ from kopf._cogs.configs.configuration import OperatorSettings
 from kopf._cogs.structs import credentials, references
 
 from diloco_operator.job import read_job
-from diloco_operator.kube import bounded_json
-from diloco_operator.kube.bounded_json import MAX_DEPTH, TOO_DEEP, is_deep, prune
+from diloco_protocol.common import bounded_json
+from diloco_protocol.common.bounded_json import MAX_DEPTH, TOO_DEEP, is_deep, prune
 
 
 @pytest.fixture
