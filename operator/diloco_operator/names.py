@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from diloco_operator.model import Object, Ref
+from diloco_protocol.resources import SYNCER_VOLUME
 from diloco_protocol.vocabulary import API_VERSION, DOMAIN, JOB_KIND, LABEL_JOB, LABEL_REGION, LABEL_ROLE
 
 MANAGER = "diloco-operator"
@@ -29,7 +30,7 @@ POD_REVISION = "controller-revision-hash"
 SETTINGS_PATH = "/etc/diloco/settings"
 CREDENTIALS_PATH = "/etc/diloco/credentials"
 CONTROL_PATH = "/etc/diloco/control"
-DATA_PATH = "/var/lib/diloco"
+DATA_PATH = SYNCER_VOLUME
 
 
 def ref_of(manifest: Object) -> Ref:

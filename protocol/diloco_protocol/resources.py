@@ -27,6 +27,8 @@ ROOM = 2
 """A request may be so many times too small before it is told: a node has some room."""
 SYNCER_REQUEST = "256Mi"
 """The syncer's request for memory where the job says nothing."""
+SYNCER_VOLUME = "/var/lib/diloco"
+"""Where a syncer's pod has its volume."""
 _ENCODED = {"float32": 4.0, "bfloat16": 2.0, "int8": 8.125 / 8, "int4": 4.125 / 8, "int2": 2.125 / 8}
 """Bytes of a value (arrays/codec.py, which loads numpy)."""
 _BLOCKS = 256
@@ -85,7 +87,8 @@ def _syncer_volume(spec: JobSpec, sizes: Sequence[int]) -> int:
     records = versions_kept(spec, len(sizes)) * 4 * record_floats(sync) * parameters
     offers = spec.slots * sum(payload_bytes(sync.compression.up, size) for size in sizes)
     inner_states = 2 * 8 * parameters  # two moments, of the last suspension and of the one under way
-    return records + offers + inner_states
+    output = 4 * parameters if (spec.output.uri or "").startswith(f"{SYNCER_VOLUME}/") else 0
+    return records + offers + inner_states + output
 
 
 def _syncer_memory(spec: JobSpec, sizes: Sequence[int]) -> int:

@@ -42,14 +42,14 @@ def syncer_pod(job: Object, pods: list[Object]) -> str:
         newest = max(running, key=lambda pod: str(pod["metadata"].get("creationTimestamp")))
         return str(newest["metadata"]["name"])
     phase = (job.get("status") or {}).get("phase") or "new"
-    if pods:
-        state = (pods[-1].get("status") or {}).get("phase")
-        raise ClusterError(f"the syncer of {name} is not running yet (its pod is {state}): diloco status {name}")
     output = (job.get("status") or {}).get("output") or {}
     if output.get("state") == "Written":
         uri = output.get("uri")
         said = f"{name} is complete and its syncer has gone; its model and report.json lie in {uri}"
         raise ClusterError(f"{said}: diloco export {uri} OUT, where that can be read")
+    if pods:
+        state = (pods[-1].get("status") or {}).get("phase")
+        raise ClusterError(f"the syncer of {name} is not running yet (its pod is {state}): diloco status {name}")
     if phase == "Suspended":
         raise ClusterError(f"{name} is suspended, its syncer does not run: diloco resume {name}")
     hub = ((job.get("spec") or {}).get("syncer") or {}).get("cluster")

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from diloco.cluster.client import Object
 from diloco.local.screen import RunView, nats, number, picture, progress, progress_line, summary
+from diloco_protocol.common.format_units import size_text
 from diloco_protocol.documents import DocumentError, Report, StatusDocument, read_document
 from diloco_protocol.vocabulary import FAULT_CONDITIONS
 
@@ -281,12 +282,24 @@ def job_picture(job: Object, page: StatusDocument | None, events: Sequence[Objec
             parts += ["", summary(read_document(Report, final))]
         except DocumentError as error:
             parts += ["", Text(f"its report cannot be read: {error}", "yellow")]
+    if output := status.get("output"):
+        parts.append(_output_line(output))
     if (metadata.get("deletionTimestamp")) is not None:
         gone = span(since(metadata["deletionTimestamp"], now))
         parts.append(Text(f"being deleted for {gone}", "yellow"))
     if last := sorted(events, key=event_time)[-EVENTS_SHOWN:]:
         parts += ["", *(event_line(event, name, now) for event in last)]
     return Group(*parts)
+
+
+def _output_line(output: Object) -> Text:
+    """Where the merged model lies, or why it does not."""
+    uri, state = str(output.get("uri")), str(output.get("state"))
+    if state == "Written":
+        return Text(f"its merged model lies at {uri} ({size_text(output.get('size') or 0)})", "green")
+    why = f": {output['message']}" if output.get("message") else ""
+    said = f"is being written to {uri}" if state == "Writing" else f"was not written to {uri}"
+    return Text(f"its merged model {said}{why}", "yellow" if state == "Writing" else "red")
 
 
 def _head(job: Object, now: float) -> Table:

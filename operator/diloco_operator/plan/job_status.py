@@ -150,11 +150,11 @@ def _progress_of_learners(view: View) -> Object | None:
 
 
 def _report(view: View) -> Object | None:
-    """``status.report``: report.json without its lists and deeper mappings."""
+    """``status.report``: report.json without its lists and deeper mappings, and without what ``status.output`` says."""
     if view.observed.report is None:
         return None
     found = {}
-    for key, value in view.observed.report.model_dump(mode="json").items():
+    for key, value in view.observed.report.model_dump(mode="json", exclude={"output"}).items():
         if isinstance(value, dict):
             found[key] = {k: v for k, v in value.items() if not isinstance(v, dict | list)}
         elif value is not None and not isinstance(value, list):

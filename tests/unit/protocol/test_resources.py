@@ -39,6 +39,8 @@ def test_a_billion_parameters() -> None:
     assert 48e9 < found.syncer_volume < 70e9 and 12e9 < found.syncer_memory < 18e9 and found.learner_memory == 8e9
     more = needs(spec(sync={"outer": {"optimizer": "adamw"}, "compression": {"down": "delta-int4"}}), BILLION)
     assert more.syncer_volume - found.syncer_volume == 6 * 8 * 10**9 and more.syncer_memory > found.syncer_memory
+    beside = needs(spec(output={"uri": "/var/lib/diloco/output"}), BILLION)
+    assert beside.syncer_volume - found.syncer_volume == 4 * 10**9, "the merged model lies beside the store"
     assert versions_kept(given, 1) > versions_kept(given, 24), "states are not made at every merge"
 
 

@@ -751,6 +751,13 @@ def test_the_syncers_pod() -> None:
     ):
         with pytest.raises(ClusterError, match=words):
             syncer_pod(a_job(**status), pods)
+    written = {"uri": "s3://b/models", "state": "Written", "size": 7_600_000}
+    ended = a_job(**{**RUNNING, "phase": "Complete", "output": written})
+    with pytest.raises(ClusterError, match="lie in s3://b/models: diloco export s3://b/models OUT"):
+        syncer_pod(ended, [a_pod("going", going=True)])
+    assert "its merged model lies at s3://b/models (7.6 MB)" in shown(job_picture(ended, None, [], NOW))
+    failed = a_job(**{**RUNNING, "output": {"uri": "s3://b/models", "state": "Failed", "message": "access denied"}})
+    assert "was not written to s3://b/models: access denied" in shown(job_picture(failed, None, [], NOW))
     elsewhere = a_job(**RUNNING)
     elsewhere["spec"]["syncer"] = {"cluster": "hub"}
     with pytest.raises(ClusterError, match="it runs in the cluster hub: name that context"):

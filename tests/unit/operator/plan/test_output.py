@@ -29,6 +29,11 @@ class OutputWorld(World):
         row = OutputRow(uri=uri, state=state, size=1000 * (state == "written"), message=self.words) if uri else None
         return document.model_copy(update={"output": row})
 
+    def _ask(self) -> None:
+        super()._ask()
+        if self.report is not None:  # as it was when the job ended
+            self.report = self.report.model_copy(update={"output": OutputRow(uri=URI, state="waiting")})
+
     def end(self) -> None:
         self.until(lambda w: w.syncer.phase == "complete", 100)
 
@@ -46,6 +51,7 @@ def test_the_syncer_is_stopped_when_the_model_is_written_and_not_before() -> Non
     world.run(120)
     assert world.status["output"] == {"uri": URI, "state": "Written", "size": 1000}
     assert world.told("OutputWritten") == 1 and world.truth("Complete") == "True" and world.truth("Ready") == "True"
+    assert "output" not in world.status["report"], "of when the report was made; status.output is of now"
     assert world.status["report"]["outcome"] == "complete" and world.status["phase"] == "Complete"
     world.memory = PlanMemory()  # the operator restarts
     world.run(60)
