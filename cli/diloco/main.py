@@ -3,6 +3,7 @@ and status must answer at once, and without torch."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -222,6 +223,13 @@ def status(
         show(document)
 
 
+def _is_output(what: str) -> bool:
+    """Whether it names where an ``output.uri`` has led: a bucket, or a directory with a model that is whole."""
+    with contextlib.suppress(OSError):  # a name that is too long, say
+        return "://" in what or (Path(what) / "output.json").is_file()
+    return False
+
+
 @app.command()
 @command
 def export(
@@ -253,7 +261,7 @@ def export(
         python -c "import transformers; transformers.AutoModelForCausalLM.from_pretrained('model/')"
     """
     there = where(context, namespace, kubeconfig)
-    if not there.given and ("://" in what or (Path(what) / "output.json").is_file()):
+    if not there.given and _is_output(what):
         from diloco.export.export import export_output
 
         export_output(what, out)
