@@ -25,12 +25,15 @@ from diloco_protocol.wire.control_auth import sign_call
 from diloco_syncer import startup
 from diloco_syncer.core import events as ev
 from diloco_syncer.runtime import global_model, initial_model
+from diloco_syncer.runtime.driver import RESTART
 from diloco_syncer.server.control import Control
 from diloco_syncer.server.pages.metrics import exposition
 from diloco_syncer.server.sessions import Connection
 from diloco_syncer.store import records
 from diloco_syncer.store.directory import DirectoryStore
 from diloco_syncer.store.epochs import Epoch
+from diloco_syncer.store.records import MergeRecord
+from diloco_syncer.store.tape import Tape
 from diloco_syncer.syncer import Syncer
 from shell_figures import SHELL
 
@@ -598,3 +601,18 @@ async def test_a_fault_in_answering_one_caller_ends_that_callers_session(tmp_pat
         syncer.driver.on(ev.RecordEvent, refuse)
         syncer.driver.handle(ev.ConnectionLost(1))
         await until(syncer.driver.outcome.done)
+
+
+async def test_a_line_that_a_predecessor_wrote_at_the_last_moment_begins_the_syncer_anew(tmp_path: Path) -> None:
+    def record(version: int) -> MergeRecord:
+        return MergeRecord("shell", 1, 0, version, np.full(LAYOUT.elements(0), version, np.float32), number=version)
+
+    predecessor = Tape(DirectoryStore(tmp_path))
+    async with Bench(tmp_path) as bench:
+        predecessor.append(record(1))
+        predecessor.flush()
+        bench.syncer.driver.run_task(bench.syncer.durability.write_merge_record(record(1)))
+        assert await asyncio.wait_for(bench.syncer.driver.outcome, 20) == RESTART
+    async with Bench(tmp_path) as bench:
+        assert bench.syncer.durability.tape.previous == predecessor.previous, "it goes on from that line"
+        assert not bench.syncer.driver.outcome.done()

@@ -19,9 +19,12 @@ import pytest
 
 import tape_reader
 from diloco_protocol.common.files import NotWritable
+from diloco_syncer.runtime.durability import Durability, Snapshot
 from diloco_syncer.store import bucket
-from diloco_syncer.store.base import ObjectExists
+from diloco_syncer.store.base import HigherEpoch, ObjectExists
 from diloco_syncer.store.bucket import BucketStore
+from diloco_syncer.store.checkpoint import Checkpoints
+from diloco_syncer.store.epochs import Epoch
 from diloco_syncer.store.open import open_store
 from diloco_syncer.store.records import MergeRecord
 from diloco_syncer.store.tape import Tape, TapeError, segment_names
@@ -180,6 +183,19 @@ def test_a_tape_whose_answer_is_lost_goes_on(relay: Relay, cut: bool) -> None:
     ours.discard(0, 3, 2, "another line", 1.0)
     with pytest.raises(TapeError, match="another syncer"):
         ours.flush()
+
+
+async def test_a_succeeded_syncer_leaves_the_tape_to_its_successor(relay: Relay) -> None:
+    """In a bucket a segment of its own would stand where the successor's next one belongs."""
+    store = opened()
+    checkpoints, tape = Checkpoints(store, Epoch.claim(store), "j", 2), Tape(store)
+    durability = Durability(checkpoints, tape, lambda: Snapshot(1, {}, []), lambda problem: None)
+    tape.append(record(1))
+    Epoch.claim(store)
+    for write in (durability.checkpoint, durability.write_state_and_collect):
+        with pytest.raises(HigherEpoch):
+            await write()
+    assert store.list("tape") == []
 
 
 # ------------------------------------------------------------------ what a person is told
