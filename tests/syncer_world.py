@@ -48,11 +48,15 @@ class Setup:
     steps: int = 40
     chaos: float = 1.0  # how often things break
     latency: float = 1.0  # how slow the network and the merges are
+    deaths: float = 1.0  # how often learners die, freeze, lose their connection or leave
     crashes: float = 1.0  # how often the syncer crashes
     refusals: float = 0.1  # how often somebody who is asked for a lost version has it no more
     losses: float = 0.0  # share of the crashes after which the store's newest content is gone
     wipes: float = 0.0  # share of the crashes after which the store is empty
     scales: float = 0.0  # share of the syncer's starts that have other places
+    spares: int = 0  # processes that stand by
+    crossings: bool = False  # whether reports of a tenure that is over come after the seat of the next
+    swallowed: str = ""  # the kind of message that never arrives: pull, push, answer, announce, report
 
 
 @dataclass
@@ -72,11 +76,13 @@ class Learner:
     base: list[Ids] = field(default_factory=list)
     snapshots: dict[tuple[int, int], Ids] = field(default_factory=dict)
     pulls: dict[int, ev.Pull] = field(default_factory=dict)
+    pushed: dict[int, tuple[int, int]] = field(default_factory=dict)  # round and sequence of what answers its pull
     news: list[tuple[Announcement, Ids]] = field(default_factory=list)
     tokens_of: dict[tuple[str, int], int] = field(default_factory=dict)
     alive: bool = True
     frozen_until: float = 0.0
     draining: bool = False
+    accepted: set[tuple[int, int]] = field(default_factory=set)  # pushes that were answered so: fragment, sequence
     in_flight: set[int] = field(default_factory=set)  # fragments whose offer has no answer yet
     unsettled: set[int] = field(default_factory=set)  # offered, perhaps without an answer, and not refused
     offered: set[int] = field(default_factory=set)  # offered and accepted
@@ -100,10 +106,9 @@ class Learner:
         self.theta = [frozenset()] * s.fragments
         self.base = [frozenset()] * s.fragments
 
-    def begin(self, slot_step: int) -> None:
-        self.adoption.begin_tenure(slot_step)
+    def begin(self, slot_step: int, tenure: int) -> None:
+        self.adoption.begin_tenure(slot_step, tenure)
         self.snapshots.clear()
-        self.pulls.clear()
         self.news.clear()
 
     def adopt(self) -> None:
@@ -181,9 +186,13 @@ class World:
         self.tokens_of: dict[tuple[str, int], int] = {}
         self.seen: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
+        # What was alive: see liveness().
+        self.well_steps: Counter[int] = Counter()  # of each slot, made while K learners could take part
+        self.steps_at: list[tuple[float, tuple[str, int]]] = []  # when which of these steps was made
+        self.at_the_end: tuple[float, list[Ids]] | None = None  # when the drain began, and what was merged by then
         self.config = CoreConfig(
             places=tuple(("r", i) for i in range(setup.slots)),
-            rules=RoundRules(setup.every, setup.overlap, setup.quorum, 0.9, 2.0),
+            rules=RoundRules(setup.every, setup.overlap, setup.quorum, 0.9, 2.0, pull_seconds=0.3),
             encoding="float32",
             max_versions=setup.max_versions,
             heartbeat_timeout=3.0,
@@ -193,7 +202,7 @@ class World:
             rebuild_seconds=6.0,
         )
         self.start_syncer()
-        for i in range(setup.slots):
+        for i in range(setup.slots + setup.spares):
             self.spawn(("r", i))
 
     # ------------------------------------------------------------ time
@@ -410,7 +419,10 @@ class World:
                             self.at(1.0, lambda: self.respawn(learner.place))
             case ev.Pull():
                 learner = self.connections.get(action.connection)
-                if learner is not None and not self.chance(0.02):
+                if learner is None or self.swallows("pull") or self.chance(0.02):
+                    return
+                # As in the worker: a repetition while the answer is on its way, or there, asks for nothing new.
+                if learner.pushed.get(action.fragment, (0, 0))[0] != action.round:
                     learner.pulls[action.fragment] = action
             case ev.Merge():
                 headers = [json.dumps(header_to_json(r.header)) for r in action.responders]
@@ -422,7 +434,9 @@ class World:
                     self.announce(learner, action.fragment, action.merged.get(connection, ev.MergedPush()))
             case ev.AnswerPush() | ev.ReleasePush() | ev.SetPhase() | ev.RecordEvent() | ev.GrantLease():
                 self.seen["given up"] += isinstance(action, ev.RecordEvent) and "going on from" in action.message
+                self.seen["drained too late"] += isinstance(action, ev.RecordEvent) and "in time" in action.message
                 if isinstance(action, ev.SetPhase) and action.phase is JobPhase.DRAINING:
+                    self.mark_end()
                     for learner in self.connections.values():
                         learner.draining = True
             case _:
@@ -449,6 +463,26 @@ class World:
         self.handle(ev.MergeDurable(p, v, 0.05, tuple(1.0 for _ in content)))
         if life == self.life:
             self.check()
+
+    def swallows(self, kind: str) -> bool:
+        return self.setup.swallowed == kind
+
+    # ------------------------------------------------------------ what is alive
+
+    def count_well_step(self, learner: Learner, step_id: tuple[str, int]) -> None:
+        """Count a step that was made while the job could merge it."""
+        if self.core.phase is not JobPhase.TRAINING or not self.up() or learner.connection is None:
+            return
+        there = [one for one in self.connections.values() if one.seat is not None and self.now >= one.frozen_until]
+        if learner.seat is not None and len(there) >= self.setup.quorum:
+            self.well_steps[learner.seat.slot] += 1
+            self.steps_at.append((self.now, step_id))
+
+    def mark_end(self) -> None:
+        """The drain begins: from here on offers merge what rounds did not."""
+        newest = [self.records[p, v].ids for p, v in enumerate(self.core.versions)]
+        self.at_the_end = (self.now, newest)
+        self.versions_at_the_end = list(self.core.versions)
 
     def check(self) -> None:
         if self.core.ledger is not None:
@@ -536,13 +570,19 @@ class World:
             learner.seat = None
             return
         if not (seat.continuing and learner.seat is not None):
-            learner.begin(seat.slot_step)
+            if self.setup.crossings and learner.adoption.complete and learner.connection is not None:
+                # The training thread says it while the client's hears of the seat.
+                late, connection = ev.Reported(learner.connection, learner.report()), learner.connection
+                self.seen["late reports"] += 1
+                self.at(self.delay(0.1), lambda: connection in self.connections and self.handle(late))
+            learner.begin(seat.slot_step, seat.tenure)
             learner.tenure = seat.incarnation
             learner.tenure_slot = seat.slot
             learner.offered.clear()
             learner.unsettled.clear()
         # As the worker does when a session ends: a round's number may come again after a restart.
         learner.pulls.clear()
+        learner.pushed.clear()
         learner.seat = seat
         learner.draining = learner.draining or self.core.phase is JobPhase.DRAINING
         learner.in_flight.clear()  # their answers are lost: offered again before anything is adopted
@@ -573,7 +613,8 @@ class World:
                     learner.holdings[p] = (epoch, version, ids, rows, settled)
 
         # The session is in order, downloads are not: newer news of a fragment may come first.
-        self.at(self.delay(0.3), arrive)
+        if version == 0 or not self.swallows("announce"):
+            self.at(self.delay(0.3), arrive)
 
     def step(self, learner: Learner) -> None:
         if not learner.alive or learner.left:
@@ -591,6 +632,7 @@ class World:
             learner.adoption.on_step(tokens, learner.speed)
             step_id = (f"{learner.process}/{learner.seat.incarnation}", learner.adoption.now.step)
             self.tokens_of[step_id] = tokens
+            self.count_well_step(learner, step_id)
             learner.theta = [ids | {step_id} for ids in learner.theta]
             for pull in list(learner.pulls.values()):
                 del learner.pulls[pull.fragment]
@@ -604,7 +646,7 @@ class World:
             return
         event = ev.Reported(connection, learner.report())
         for _ in range(2 if self.chance(0.1) else 1):
-            if not self.chance(0.1):
+            if not self.swallows("report") and not self.chance(0.1):
                 self.at(self.delay(0.2), lambda: connection in self.connections and self.handle(event))
 
     def push(self, learner: Learner, p: int, round: int, version: int) -> None:
@@ -628,7 +670,15 @@ class World:
         assert plan.tokens == sum(self.tokens_of[i] for i in ids)
         if round == 0:
             learner.offers[p] = (header, ids)
+        else:
+            answers = learner.pushed[p] = (round, plan.sequence)
+            self.at(1.0, lambda: self.give_up_waiting(learner, p, answers))
         self.send(learner, header, ids)
+
+    def give_up_waiting(self, learner: Learner, p: int, answers: tuple[int, int]) -> None:
+        """As the worker's transfers do: a push that got no answer is no answer to its pull."""
+        if learner.pushed.get(p) == answers and (p, answers[1]) not in learner.accepted:
+            del learner.pushed[p]
 
     def send(self, learner: Learner, header: PushHeader, ids: Ids) -> None:
         """As in the worker: none without a session, and to the syncer of that session only."""
@@ -636,7 +686,7 @@ class World:
             return
         life = self.life
         for _ in range(2 if self.chance(0.05) else 1):
-            if not self.chance(0.05):
+            if not self.swallows("push") and not self.chance(0.05):
                 self.at(self.delay(0.4), lambda: self.arrive(learner, header, ids, life))
 
     def arrive(self, learner: Learner, header: PushHeader, ids: Ids, life: int) -> None:
@@ -656,7 +706,7 @@ class World:
             self.act(actions)
         if refused is not None:
             self.refused[refused[0].value] += 1
-        if self.chance(0.1):
+        if self.swallows("answer") or self.chance(0.1):
             return  # the answer is lost
         self.answer(learner, header, refused)
 
@@ -666,6 +716,10 @@ class World:
         p = header.fragment
         learner.in_flight.discard(p)
         final = refused is not None and refused[0] is not PushRefusal.REPEATED
+        if refused is None:
+            learner.accepted.add((p, header.sequence))
+        elif final and learner.pushed.get(p, (0, 0))[1] == header.sequence:
+            del learner.pushed[p]
         for sequence in learner.adoption.on_push_answer(p, header.sequence, final):
             del learner.snapshots[p, sequence]
         if header.round == 0:
@@ -700,24 +754,41 @@ class World:
     def mishap(self, learner: Learner) -> None:
         if learner.left or self.core.phase not in (JobPhase.TRAINING, JobPhase.HOLDING):
             return
-        if self.chance(0.004):  # killed
+        if self.chance(0.004 * self.setup.deaths):  # killed
             self.seen["kills"] += 1
             self.kill(learner)
             self.at(self.random.uniform(0.1, 5.0), lambda: self.respawn(learner.place))
-        elif self.chance(0.003):  # frozen, perhaps for longer than the timeout
+        elif self.chance(0.003 * self.setup.deaths):  # frozen, perhaps for longer than the timeout
             self.seen["freezes"] += 1
             learner.frozen_until = self.now + self.random.uniform(0.5, 6.0)
-        elif self.chance(0.005):  # the connection breaks
+        elif self.chance(0.005 * self.setup.deaths):  # the connection breaks
             self.seen["breaks"] += 1
             connection, learner.connection = learner.connection, None
             if connection is not None:
                 self.connections.pop(connection, None)
                 self.handle(ev.ConnectionLost(connection))
                 self.at(self.random.uniform(0.1, 2.0), lambda: self.connect(learner))
-        elif self.chance(0.002) and not learner.draining and learner.connection is not None:
+        elif self.chance(0.002 * self.setup.deaths) and not learner.draining and learner.connection is not None:
             learner.draining = True
             self.seen["drains"] += 1
             self.handle(ev.DrainRequested(learner.connection))
+
+
+def check_liveness(world: World, share: float = 1.0) -> None:
+    """The job came on while it could: each fragment has, by the beginning of the drain, ``share`` of a version for
+    every two turns of H steps that K learners made, whoever lived in the last third has work in it, and everybody's
+    drain ended with an answer."""
+    assert world.at_the_end is not None, f"the job did not come to its end: it is {world.core.phase}"
+    steps = sorted(world.well_steps.values(), reverse=True)[world.setup.quorum - 1]
+    expected = share * steps / (2 * world.setup.every)
+    assert min(world.versions_at_the_end) >= expected, (world.versions_at_the_end, expected)
+    end, merged = world.at_the_end
+    since = [step for when, step in world.steps_at if when > end * 2 / 3]
+    for who, count_ in Counter(process for process, _ in since).items():
+        # A turn until a round opens, another until it is merged; and it may have begun in between.
+        made = [step for step in since if step[0] == who][: max(0, count_ - 3 * world.setup.every)]
+        assert not made or any(step in ids for step in made for ids in merged), f"{who} contributed nothing"
+    assert not world.seen["drained too late"], world.seen
 
 
 def settle(world: World) -> dict[str, int]:

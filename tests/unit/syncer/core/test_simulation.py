@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_protocol.vocabulary import JobPhase
+from diloco_syncer.core.merging.rounds import Round, RoundBook
 from diloco_worker.core.adoption import Rule
-from syncer_world import Setup, World, settle
+from syncer_world import Learner, Setup, World, check_liveness, settle
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     slots=st.integers(1, 4),
@@ -34,7 +35,7 @@ def test_no_step_is_merged_twice_or_lost(
     settle(world)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     slots=st.integers(1, 4),
@@ -55,7 +56,7 @@ def test_a_store_that_loses_its_newest_content_keeps_the_books_exact(
     settle(world)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     slots=st.integers(1, 4),
@@ -208,3 +209,83 @@ def test_overwrite_drops_only_overlapped_steps() -> None:
     assert world.core.ledger is not None
     reasons = set().union(*(row.reasons for row in world.core.ledger.rows()))
     assert reasons == {"overlap"}
+
+
+# ------------------------------------------------------------------ liveness
+
+LOSSY = Setup(0, every=8, steps=160, latency=0.3, deaths=0.0, crashes=0.0)  # messages are lost, nobody dies
+ROUGH = replace(LOSSY, deaths=1.0, crashes=1.0)
+
+
+def live(setup: Setup, share: float = 1.0, limit: float = 600.0) -> World:
+    world = World(setup)
+    world.run(limit)
+    check_liveness(world, share)
+    settle(world)
+    return world
+
+
+# With K = M every loss holds everybody up, and with deaths everybody waits for whoever comes back.
+@pytest.mark.parametrize(
+    ("setup", "share"),
+    [
+        (LOSSY, 1.0),
+        (replace(LOSSY, quorum=2), 1.0),
+        (replace(LOSSY, quorum=3), 0.6),
+        (replace(LOSSY, quorum=2, rule=Rule.OVERWRITE), 1.0),
+        (replace(ROUGH, quorum=2), 0.5),
+    ],
+    ids=["K1", "K2", "K3", "overwrite", "rough"],
+)
+def test_rounds_keep_their_pace_and_everybody_contributes(setup: Setup, share: float) -> None:
+    for seed in range(3):
+        live(replace(setup, seed=seed), share)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quorum", [1, 2, 3])
+def test_many_worlds_are_live(quorum: int) -> None:
+    for seed in range(200):
+        live(replace(LOSSY, seed=seed, quorum=quorum), 0.5)
+
+
+@pytest.mark.parametrize("kind", ["pull", "push", "answer", "announce", "report"])
+def test_the_simulation_notices_a_kind_of_message_that_never_arrives(kind: str) -> None:
+    with pytest.raises(AssertionError):
+        live(replace(LOSSY, quorum=2, swallowed=kind), limit=60.0)
+
+
+def test_the_simulation_notices_a_round_that_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was mended: a pull or a push that was lost held its round for ever."""
+
+    def once(self: RoundBook, opened: Round, slot: int, connection: int, now: float) -> bool:
+        return slot not in opened.asked
+
+    monkeypatch.setattr(RoundBook, "is_pull_due", once)
+    with pytest.raises(AssertionError, match="did not come to its end"):
+        for seed in range(4):
+            live(replace(LOSSY, seed=seed, quorum=3), 0.5, limit=60.0)
+
+
+CROSSINGS = replace(HARSH, losses=0.0, crashes=2.0, crossings=True, deaths=3.0, spares=2, steps=160)
+
+
+def test_reports_of_a_tenure_that_is_over_change_nothing() -> None:
+    late = 0
+    for seed in range(5):
+        world = World(replace(CROSSINGS, seed=seed))
+        world.run()
+        settle(world)
+        late += world.seen["late reports"]
+    assert late
+
+
+def test_the_simulation_notices_reports_that_are_not_bound_to_a_tenure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was mended: they spoiled the ledger of the next tenure."""
+    report = Learner.report
+    monkeypatch.setattr(Learner, "report", lambda self: replace(report(self), tenure=0))
+    with pytest.raises((AssertionError, ValueError)):  # a column below 0 is no row of a ledger
+        for seed in range(10):
+            world = World(replace(CROSSINGS, seed=seed))
+            world.run()
+            settle(world)
